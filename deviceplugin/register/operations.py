@@ -163,8 +163,8 @@ def grant(
 
 def _larger(one: Amount, other: Amount) -> Amount:
     """Return the larger of two amounts of one id, of each counter, too: the holder before may run on."""
-    known = [part for amount in (one, other) if (part := part_of(amount)) is not None]
-    part = str(max(known)) if len(known) == 2 else ""
+    first, second = part_of(one), part_of(other)
+    part = "" if first is None or second is None else str(max(first, second))
     takes: dict[tuple[str, str], str] = {}
     for counter_set, counter, value in (*one.takes, *other.takes):
         takes[counter_set, counter] = max(takes.get((counter_set, counter), value), value, key=Fraction)

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from deviceplugin.kubelet.allocation_gate import AllowAll, Side
+from deviceplugin.kubelet.exclusion_guard import ConflictError, ExclusionGuard
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,8 +18,6 @@ from deviceplugin.exclusion import Key, Things, thing_of
 from deviceplugin.hooks import HookTimeoutError
 from deviceplugin.identity import Tokens, boot_id
 from deviceplugin.inventory import Inventory
-from deviceplugin.kubelet.allocation_gate import AllowAll, Side
-from deviceplugin.kubelet.exclusion_guard import ConflictError, ExclusionGuard
 from deviceplugin.kubelet.granted import Granted
 
 R = "example.com/r"

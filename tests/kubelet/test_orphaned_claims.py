@@ -11,8 +11,8 @@ from typing import Any
 
 import grpc
 import pytest
-
 from deviceplugin.kubelet.allocation_gate import Refusal
+
 from deviceplugin.kubelet.claim_state import PreparedClaim
 from deviceplugin.kubelet.orphaned_claims import FRESH, OrphanedClaimGate, OrphanedClaims, only_seen, orphaned
 from deviceplugin.naming import device_name, qualifiers

@@ -501,6 +501,7 @@ def test_what_a_holder_got_is_recorded_and_survives(store: DirectLedger, path: s
 @pytest.mark.parametrize("side", list(Side))
 def test_a_name_that_leads_to_another_thing_is_given_to_nobody(store: DirectLedger, side: Side) -> None:
     """Until its holder ends; what the holder has is given to nobody under another name either."""
+    asks: list[Operation[object]]
     if side is Side.PLUGIN:
         store.do(grant(R, {"a": "a"}, identity=N1))
         asks = [grant(R, {name: name}, identity=one) for name, one in (("a", N2), ("b", N1))]
@@ -552,7 +553,7 @@ def test_an_id_given_again_counts_as_its_larger_amount(
     store.do(operations.observe(R, seen(store, a="u1/main"), T0))
     store.do(grant(R, {"a": "a"}, amount=now))
     record = store.snapshot.allocations[R, "a"]
-    assert (record.amount, record.identity, record.holders) == (after, N1, {("u1", "main")})
+    assert (record.amount, record.identity, record.holders) == (after, N1, frozenset({("u1", "main")}))
 
 
 def test_holdings_of_unknown_identity_adopt_what_their_devices_are_now(store: DirectLedger) -> None:
@@ -567,8 +568,8 @@ def test_holdings_of_unknown_identity_adopt_what_their_devices_are_now(store: Di
 
     def known() -> list[str]:
         allocations, claims = store.snapshot.allocations, store.snapshot.claims
-        held = [*(allocations[R, name] for name in "ac"), *(claims[D, uid].devices[0] for uid in ("1", "admin"))]
-        return [one.identity for one in held]
+        held = [claims[D, uid].devices[0] for uid in ("1", "admin")]
+        return [*(allocations[R, name].identity for name in "ac"), *(one.identity for one in held)]
 
     for now, boot, expected in (
         (("boot:1 n1", "boot:1 n2"), "1", ["boot:1 n1", "", "boot:1 n2", ""]),
@@ -590,7 +591,7 @@ def test_evidence_completes_what_is_not_known_of_an_allocation(store: DirectLedg
     for one in (told, replace(told, identity=N2, amount=WHOLE)):
         store.do(operations.observe(R, KubeletSnapshot(store.snapshot.sequence, 1.0, True, {"a": one}), T0))
         record = store.snapshot.allocations[R, "a"]
-        assert (record.identity, record.amount, record.holders) == (N1, HALF, {("u1", "main")})
+        assert (record.identity, record.amount, record.holders) == (N1, HALF, frozenset({("u1", "main")}))
 
 
 def test_further_holders_hold_as_the_first_ones(store: DirectLedger) -> None:
@@ -598,8 +599,8 @@ def test_further_holders_hold_as_the_first_ones(store: DirectLedger) -> None:
     store.do(grant(R, {"a::1": "a"}, amount=HALF))
     store.do(operations.add_holders([("u1", "", R, "a::1"), ("u2", "", R, "a::1"), ("u3", "main", R, "b")], T0))
     first, second = (store.snapshot.allocations[R, name] for name in ("a::1", "b"))
-    assert (first.holders, first.pending, first.amount) == ({("u1", ""), ("u2", "")}, True, HALF)
-    assert (second.device, second.holders, second.pending) == ("b", {("u3", "main")}, False)
+    assert (first.holders, first.pending, first.amount) == (frozenset({("u1", ""), ("u2", "")}), True, HALF)
+    assert (second.device, second.holders, second.pending) == ("b", frozenset({("u3", "main")}), False)
     assert isinstance(store.do(grant(R, {"b::0": "b"}, amount=HALF)), Excluded), "it may have all of it"
 
 

@@ -13,16 +13,16 @@ from pathlib import Path
 
 import grpc
 import pytest
+from deviceplugin.kubelet.allocation_gate import Refusal
+from dra_bridge.handover.gate import LedgerGate
 
 from deviceplugin.device import ContainerEdits, Device
-from deviceplugin.kubelet.allocation_gate import Refusal
 from deviceplugin.node.agent import AgentError
 from deviceplugin.register import operations, rules
 from deviceplugin.register.records import Side, State
 from deviceplugin.register.rules import ClaimEvidence, Evidence
 from deviceplugin.source import DeviceSource
 from dra_bridge.driver.driver import Driver
-from dra_bridge.handover.gate import LedgerGate
 from dra_bridge.handover.share import Share
 from dra_bridge.kube import Cluster
 from dra_bridge.ledger.store import Ledger
