@@ -9,6 +9,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from deviceplugin.kubelet.allocation_gate import AllowAll, Side
+from deviceplugin.kubelet.exclusion_guard import ConflictError, ExclusionGuard
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,8 +19,6 @@ from deviceplugin.exclusion import Key, Things, thing_of
 from deviceplugin.hooks import HookStatistics, HookTimeoutError
 from deviceplugin.identity import Tokens, boot_id
 from deviceplugin.inventory import Inventory
-from deviceplugin.kubelet.allocation_gate import AllowAll, Side
-from deviceplugin.kubelet.exclusion_guard import ConflictError, ExclusionGuard
 from deviceplugin.kubelet.granted import Granted
 from deviceplugin.source import DeviceSource
 

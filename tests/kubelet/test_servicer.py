@@ -15,15 +15,15 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from deviceplugin.kubelet.allocation_gate import AllowAll, Refusal
+from deviceplugin.kubelet.exclusion_guard import ExclusionGuard
 from hypothesis import given
 from hypothesis import strategies as st
 
 from deviceplugin.device import ContainerEdits, Device, DeviceNode, Health, Mount
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet import device_list
-from deviceplugin.kubelet.allocation_gate import AllowAll, Refusal
 from deviceplugin.kubelet.device_list import DeviceIds
-from deviceplugin.kubelet.exclusion_guard import ExclusionGuard
 from deviceplugin.kubelet.podresources import AllocationsInFlight
 from deviceplugin.kubelet.preference import as_names
 from deviceplugin.kubelet.servicer import Endpoint

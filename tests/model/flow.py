@@ -16,11 +16,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final, Self, cast
 
+from deviceplugin.kubelet.allocation_gate import Refusal
+from dra_bridge.handover.evidence import allocations_of, held_ids
+from dra_bridge.handover.gate import LedgerGate
+
 from deviceplugin.backoff import Backoff
 from deviceplugin.device import ContainerEdits, Device
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet import holders
-from deviceplugin.kubelet.allocation_gate import Refusal
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint
 from deviceplugin.kubelet.holders import HolderEvidence, HolderSnapshot
@@ -29,8 +32,6 @@ from deviceplugin.register.records import LedgerError, Side, State
 from deviceplugin.register.rules import Evidence
 from deviceplugin.source import DeviceSource
 from dra_bridge.driver import ClaimError, ClaimRef, ClusterClaims, Driver, Prepared, ServedResource
-from dra_bridge.handover.evidence import allocations_of, held_ids
-from dra_bridge.handover.gate import LedgerGate
 from dra_bridge.handover.moves import Handover
 from dra_bridge.handover.share import Share
 from dra_bridge.ledger.store import Ledger, connected

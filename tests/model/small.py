@@ -34,6 +34,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, NamedTuple
 
+from dra_bridge.handover.evidence import held_ids, kubelet_snapshot, shown_unhealthy
+
 from deviceplugin.kubelet import holders
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint
@@ -50,7 +52,6 @@ from deviceplugin.register.records import (
     State,
 )
 from deviceplugin.register.rules import ClaimEvidence, ClusterEvidence, Evidence, KubeletEvidence, Refused
-from dra_bridge.handover.evidence import held_ids, kubelet_snapshot, shown_unhealthy
 from dra_bridge.handover.planner import held_and_expected, in_state, plan
 from dra_bridge.handover.share import Share
 

@@ -19,6 +19,9 @@ from types import SimpleNamespace
 from typing import Any, Final, cast
 
 import grpc
+from deviceplugin.kubelet.allocation_gate import Refusal
+from dra_bridge.handover.evidence import allocations_of, held_ids
+from dra_bridge.handover.gate import LedgerGate
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -27,15 +30,12 @@ from deviceplugin.backoff import Backoff
 from deviceplugin.device import Device
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet import holders
-from deviceplugin.kubelet.allocation_gate import Refusal
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint
 from deviceplugin.kubelet.holders import HolderEvidence, HolderSnapshot
 from deviceplugin.register import operations
 from deviceplugin.register.records import Claim, ClaimDevice, LedgerError, Operation, Side, Snapshot, State
 from deviceplugin.register.rules import ClaimEvidence, Evidence, Refused
-from dra_bridge.handover.evidence import allocations_of, held_ids
-from dra_bridge.handover.gate import LedgerGate
 from dra_bridge.handover.moves import Handover
 from dra_bridge.handover.share import Drain, Share
 from dra_bridge.ledger.worker import AsyncLedger

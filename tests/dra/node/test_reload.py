@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from deviceplugin.kubelet.allocation_gate import Refusal
 
 from deviceplugin.device import Device
-from deviceplugin.kubelet.allocation_gate import Refusal
 from deviceplugin.node.agent import AgentError
 from deviceplugin.register.records import Side
 from deviceplugin.source import DeviceSource

@@ -15,7 +15,6 @@ import grpc
 import pytest
 
 from deviceplugin.device import ContainerEdits, Device
-from deviceplugin.kubelet.allocation_gate import Refusal
 from deviceplugin.kubelet.claim_state import PreparedClaim
 from deviceplugin.node.agent import AgentError
 from deviceplugin.register import operations, rules
@@ -23,7 +22,6 @@ from deviceplugin.register.records import Side, State
 from deviceplugin.register.rules import ClaimEvidence, Evidence
 from deviceplugin.source import DeviceSource
 from dra_bridge.driver.driver import Driver
-from dra_bridge.handover.gate import LedgerGate
 from dra_bridge.handover.share import Share
 from dra_bridge.kube import Cluster
 from dra_bridge.ledger.store import Ledger
