@@ -78,7 +78,7 @@ class Service:
         """Allocations that have ended, and whose devices were released before a grant; they are not forgotten yet."""
         self._first_release_due = True
         self._release_later: frozenset[str] = frozenset()
-        """Devices that came free while they are held under another id."""
+        """Devices that came free while they are held under another id, or while it is not known who holds them."""
         self._existing: frozenset[str] = frozenset()
         """Ids that pods have from before this process began, and whose devices are not listed yet."""
         self._forgettable: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
@@ -112,9 +112,9 @@ class Service:
                 self._context.wake_scan()
 
     def release_idle(self) -> None:
-        """Have `released` called of all idle devices, as after the start: only now all holders are known."""
-        self._first_release_due = True
-        self._context.wake_scan()
+        """Have `released` called of the devices that came free while their holders were not known: now they are."""
+        if self._release_later:
+            self._context.wake_scan()
 
     @property
     def _ids(self) -> frozenset[str]:

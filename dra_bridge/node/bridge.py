@@ -108,7 +108,9 @@ class Bridge:
 
     def _unknown(self, resource: str) -> Mapping[str, str] | None:
         """Return of which devices of a resource it is not known who holds them; None if that is never asked."""
-        service = self.agent.services[resource]
+        service = self.agent.services.get(resource)
+        if service is None:  # its endpoint ends a moment later
+            return dict.fromkeys(self.agent.register.snapshot.of(resource), "it is not served any more")
         if driver := service.source.driver:
             if (one := self.drivers.get(driver)) is not None and resource in one.resources:
                 return one.unknown(resource)

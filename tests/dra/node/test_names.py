@@ -140,8 +140,8 @@ async def test_published_names_survive_the_loss_of_the_ledger(node: FakeNode) ->
         await until(lambda: published(node) == resources(ALONE))
         await bridge.reconfigure({B: Source(B)}, dict.fromkeys((A, B), ALL), [A])
         await until(lambda: published(node) == resources(BOTH))
-        path = bridge.ledger_path(D)
-    for file in path.parent.glob("ledger.db*"):
+        path = bridge.ledger_path
+    for file in path.parent.glob(f"{path.name}*"):
         file.unlink()
     async with running(node, A, B) as bridge:
         await until(lambda: known(bridge) == BOTH)

@@ -467,10 +467,10 @@ async def test_ledger_and_checkpoint_are_lost_while_a_pod_runs(node: FakeNode, t
         await here.until(
             lambda: any(one.holders for one in here.bridge.drivers[D].async_ledger.snapshot.allocations.values())
         )
-        path = here.bridge.ledger_path(D)
+        path = here.bridge.ledger_path
     await asyncio.to_thread(node.stop)
     node.damage_checkpoint("deleted")
-    for file in path.parent.glob("ledger.db*"):
+    for file in path.parent.glob(f"{path.name}*"):
         file.unlink()
     await asyncio.to_thread(node.start)
     async with world(node, tmp_path, offered=False) as again:
