@@ -11,7 +11,7 @@ from unittest.mock import patch
 from deviceplugin.kubelet import holders
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation
-from deviceplugin.register import operations, rules
+from deviceplugin.register import operations, question, rules
 from deviceplugin.register.question import Use, View
 from deviceplugin.register.records import DeviceRecord, Snapshot
 from deviceplugin.register.rules import ClusterEvidence, KubeletEvidence, KubeletSnapshot, Refused
@@ -19,7 +19,7 @@ from deviceplugin.register.rules import ClusterEvidence, KubeletEvidence, Kubele
 Replacement = Callable[..., Any]
 
 _R2, _R5, _R6 = rules.r2_refusal, rules.r5_waits_for, rules.r6_waits_for
-_REFUSAL: Final = operations.refusal
+_REFUSAL: Final = question.refusal
 _HOLDERS: Final = holders.holders
 _CLAIM_IS_OVER: Final = holders.claim_is_over
 

@@ -657,7 +657,9 @@ class Small:
         _, after = self.do(
             world,
             ("reconcile", *now.held.items(), *((claim.uid, claim.prepared) for claim in claims)),
-            partial(operations.reconcile_evidence, R, Evidence(held, claims, now.awake), self.names, Side.PLUGIN, 0.0, D),
+            partial(
+                operations.reconcile_evidence, R, Evidence(held, claims, now.awake), self.names, Side.PLUGIN, 0.0, D
+            ),
         )
         return after._replace(alive=True)
 
@@ -729,7 +731,9 @@ class Small:
         wish = plan(states, in_use, share, "cordon", (), expected)
         for devices, side in ((wish.to_dra, Side.DRA), (wish.to_plugin, Side.PLUGIN)):
             if devices:
-                yield self.do(world, ("moves", devices, side), partial(operations.begin_move, R, devices, side, 0.0, driver=D))[1]
+                yield self.do(
+                    world, ("moves", devices, side), partial(operations.begin_move, R, devices, side, 0.0, driver=D)
+                )[1]
         yield from (after for what, after in self.fate(world) if what == "tick")
         yield from (after for what, after in self.gathering(world) if what == "withdrawn" and after != world)
         held = any(device.pending or device.state == STATES.index(State.TO_DRA) for device in world.devices)
