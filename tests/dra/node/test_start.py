@@ -17,8 +17,8 @@ import grpc
 import pytest
 
 from deviceplugin.device import ContainerEdits, Device
-from deviceplugin.kubelet.claim_state import PreparedClaim
 from deviceplugin.inventory import Inventory
+from deviceplugin.kubelet.claim_state import PreparedClaim
 from deviceplugin.kubelet.podresources import AllocationsInFlight
 from deviceplugin.kubelet.servicer import Endpoint, Refusal
 from deviceplugin.node.agent import AgentError
@@ -252,7 +252,8 @@ async def test_a_checkpoint_that_shows_an_ended_pod_alarms_nobody(node: FakeNode
     checkpoint.write_bytes(stale)
     async with running(node, tmp_path / "cdi", Share(part=1.0)) as bridge:
         await until(
-            lambda: D in bridge.drivers and len(bridge.drivers[D].devices.context.reconciled) == 2, "all doubt to be gone"
+            lambda: D in bridge.drivers and len(bridge.drivers[D].devices.context.reconciled) == 2,
+            "all doubt to be gone",
         )
         assert set(states(bridge).values()) == {State.DRA}
 
