@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import Concatenate, Final, ParamSpec, TypeVar
 
 import msgspec
@@ -154,15 +155,20 @@ def grant(
         record = replace(record, identity=one.identity, amount=one.amount)
         before = state.allocations.get((resource, device_id))
         if before is not None:  # earlier holders stay in the record until evidence says that they are gone
-            record = replace(record, holders=before.holders, pod=before.pod, amount=_larger(before.amount, one.amount))
+            known, amount = one.identity or before.identity, _larger(before.amount, one.amount)
+            record = replace(record, holders=before.holders, pod=before.pod, identity=known, amount=amount)
         changes.append(_put_allocation(record))
     return Decision(None, tuple(changes))
 
 
 def _larger(one: Amount, other: Amount) -> Amount:
-    """Return the larger of two amounts of one id: the holder before may run on."""
-    parts = part_of(one), part_of(other)
-    return one if None in parts or max(parts, key=lambda part: part or 0) == parts[0] else other
+    """Return the larger of two amounts of one id, of each counter, too: the holder before may run on."""
+    first, second = part_of(one), part_of(other)
+    part = "" if first is None or second is None else str(max(first, second))
+    takes: dict[tuple[str, str], str] = {}
+    for counter_set, counter, value in (*one.takes, *other.takes):
+        takes[counter_set, counter] = max(takes.get((counter_set, counter), value), value, key=Fraction)
+    return Amount(part, tuple((*counter, value) for counter, value in takes.items()))
 
 
 @_operation
@@ -308,6 +314,14 @@ def reopen(state: Snapshot, driver: str, uid: str, pods: Collection[str] = ()) -
 
 
 @_operation
+def adopt_claims(state: Snapshot, claims: Iterable[Claim]) -> Decision[tuple[Claim, ...]]:
+    """Record claims that their own files name and that the register lacks: it was lost; answer those."""
+    new = tuple(one for one in claims if not {(one.driver, one.uid)} & (state.claims.keys() | state.ended.keys()))
+    records = [replace(one, result=None, sequence=state.sequence + 1) for one in new]
+    return Decision(new, tuple(map(_put_claim, records)))
+
+
+@_operation
 def describe(
     state: Snapshot, driver: str, uid: str, namespace: str, name: str, pods: Collection[str] = ()
 ) -> Decision[Claim | None]:
@@ -417,7 +431,7 @@ def reconcile_evidence(
     read before the Unprepare, and the kubelet's claim state names the claim until the kubelet has our answer. If the
     claim was prepared again, the ledger has it.
     """
-    claims = [replace(one, prepared=False) if (one.driver, one.uid) in state.ended else one for one in evidence.claims]
+    claims = [replace(one, prepared=False) if (one.driver, one.uid) in state.ended else one for one in evidence.merged]
     held = sorted(evidence.held.values(), key=lambda one: one.sure)  # sure ones last: they replace the others
     plugin = {one.device: one for one in held}
     prepared = {d: c for c in claims if c.prepared for d in c.devices}
@@ -481,14 +495,12 @@ def _prepared_claims(state: Snapshot, resource: str, claims: Iterable[rules.Clai
         if not claim.prepared or (known is not None and known.result is not None):
             continue
         # A claim over several resources is found once for each of them, so its record may have other devices already.
-        before = known or Claim(claim.driver, claim.uid, claim.namespace, claim.name, (), None, now)
-        recorded = {(one.resource, one.device) for one in before.devices}
-        added = (
-            ClaimDevice(resource, device, claim.shares.get(device, ""))
-            for device in sorted(claim.devices)
-            if (resource, device) not in recorded
-        )
-        after = replace(before, devices=(*before.devices, *added), pods=before.pods | claim.pods)
+        before = known or Claim(claim.driver, claim.uid, "", "", (), None, now)
+        if not before.name:
+            before = replace(before, namespace=claim.namespace, name=claim.name)
+        devices = rules.added(before.devices, claim.granted)
+        devices = rules.added(devices, (ClaimDevice(resource, device) for device in sorted(claim.devices)))
+        after = replace(before, devices=devices, pods=before.pods | claim.pods)
         if after != before:
             changes.append(_put_claim(replace(after, sequence=state.sequence + 1)))
     return changes

@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 from typing import cast
 
 import pytest
-
 from deviceplugin.kubelet.exclusion_guard import ExclusionGuard
+
 from deviceplugin.kubelet.holders import HolderSnapshot
 from deviceplugin.kubelet.tracker import HolderTracker
 from deviceplugin.node import scanning

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -18,6 +18,7 @@ import pytest
 
 from deviceplugin.device import ContainerEdits, Device
 from deviceplugin.inventory import Inventory
+from deviceplugin.kubelet.claim_state import PreparedClaim
 from deviceplugin.kubelet.podresources import AllocationsInFlight
 from deviceplugin.kubelet.servicer import Endpoint, Refusal
 from deviceplugin.node.agent import AgentError
@@ -145,15 +146,15 @@ async def test_a_claim_that_ends_while_evidence_is_read_stays_ended(
         await moved(bridge, State.DRA)
         pod = await asyncio.to_thread(lambda: node.start_pod("train", template={D: 1}).wait_running(20))
     read, go_on = threading.Event(), threading.Event()
-    cdi_evidence = Driver.cdi_evidence
+    claim_evidence = Driver.claim_evidence
 
-    def late(driver: Driver, resource: str) -> list[ClaimEvidence]:
-        found = cdi_evidence(driver, resource)
+    def late(driver: Driver, prepared: Iterable[PreparedClaim], resource: str) -> list[ClaimEvidence]:
+        found = claim_evidence(driver, prepared, resource)
         read.set()
         assert go_on.wait(60)
         return found
 
-    monkeypatch.setattr(Driver, "cdi_evidence", late)
+    monkeypatch.setattr(Driver, "claim_evidence", late)
     async with running(node, cdi, Share(part=1.0)) as bridge:
         try:
             assert await asyncio.to_thread(read.wait, 60)
