@@ -209,12 +209,12 @@ async def test_ledger_and_claim_state_are_lost_while_a_claims_pod_hangs(
         here.ask("all")
         await here.settle(State.DRA)
         pod = await claimant(node)
-        path, cdi = here.bridge.ledger_path(D), Path(here.bridge.node.cdi_directory)
+        path, cdi = here.bridge.ledger_path, Path(here.bridge.node.cdi_directory)
     await asyncio.to_thread(node.stop)
     pod.force_delete(hang=True)
     assert node.server.objects("resourceclaims") == []
     node.damage_claim_state("deleted")
-    for file in (*path.parent.glob("ledger.db*"), *(() if own else cdi.glob("*.claim"))):
+    for file in (*path.parent.glob(f"{path.name}*"), *(() if own else cdi.glob("*.claim"))):
         file.unlink()
     await asyncio.to_thread(node.start)
     async with world(node, tmp_path, offered=False) as again:
@@ -240,10 +240,10 @@ async def test_a_claims_pod_hangs_after_ledger_and_claim_state_were_lost(
         here.ask("all")
         await here.settle(State.DRA)
         pod = await claimant(node)
-        path, cdi = here.bridge.ledger_path(D), Path(here.bridge.node.cdi_directory)
+        path, cdi = here.bridge.ledger_path, Path(here.bridge.node.cdi_directory)
     await asyncio.to_thread(node.stop)
     node.damage_claim_state("deleted")
-    for file in (*path.parent.glob("ledger.db*"), *(() if own else cdi.glob("*.claim"))):
+    for file in (*path.parent.glob(f"{path.name}*"), *(() if own else cdi.glob("*.claim"))):
         file.unlink()
     await asyncio.to_thread(node.start)
     async with world(node, tmp_path, offered=False) as again:
