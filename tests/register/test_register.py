@@ -651,3 +651,33 @@ async def test_parts_of_what_a_hook_works_on_are_neither_granted_nor_offered() -
         assert world.withheld("dra") == world.withheld() == {"x", "y"}
     finally:
         over.set()
+
+
+async def turns() -> None:
+    """Let all that can go on do so."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def test_a_grant_waits_for_every_hook_that_begins_meanwhile() -> None:
+    """While it waits for one hook nobody has the device yet, so that another one may begin."""
+    world = World(a="n1", b="n1")
+    over = {name: asyncio.Event() for name in "ab"}
+
+    class Slow(DeviceSource):
+        resource = R
+
+        async def released(self, devices: Sequence[Device]) -> None:
+            await over[devices[0].id].wait()
+
+    first = world.register.hooks.start(HookStatistics(), "released", Slow(), [Device("a")])
+    grant = asyncio.create_task(world.grant("a"))
+    await turns()
+    second = world.register.hooks.start(HookStatistics(), "released", Slow(), [Device("b")])
+    over["a"].set()
+    await first
+    await turns()
+    assert not grant.done()
+    over["b"].set()
+    await second
+    await grant
