@@ -178,7 +178,7 @@ async def test_nobody_waits_for_longer_than_a_hook_may_take() -> None:
     background = world.start("a")
     world.hook_timeout = 5.0
     go_on.set()
-    assert await asyncio.gather(first, background) == ["", ""]
+    assert [await first, await background] == ["", ""]
 
 
 async def test_a_coroutine_that_ends_when_it_is_cancelled_holds_nothing() -> None:

@@ -38,7 +38,8 @@ class ServiceContext:
     """What all services of a node share.
 
     plugins: the device plugin directory. turn: held while a resource registers. avoids: returns the devices of a
-    resource that new pods had better not get. wake_scan: has a scan come soon.
+    resource that new pods had better not get. brought: called with a resource that a source has brought along, and
+    with the resource of that source. wake_scan: has a scan come soon.
     """
 
     plugins: Path
@@ -49,6 +50,7 @@ class ServiceContext:
     avoids: Callable[[str], Collection[str]]
     timing: Timing | None
     wake_scan: Callable[[], None]
+    brought: list[Callable[[str, str], None]] = field(default_factory=list)
 
 
 class Service:
@@ -76,7 +78,7 @@ class Service:
         """Allocations that have ended, and whose devices were released before a grant; they are not forgotten yet."""
         self._first_release_due = True
         self._release_later: frozenset[str] = frozenset()
-        """Devices that came free while they are held under another id."""
+        """Devices that came free while they are held under another id, or while it is not known who holds them."""
         self._existing: frozenset[str] = frozenset()
         """Ids that pods have from before this process began, and whose devices are not listed yet."""
         self._forgettable: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
@@ -110,9 +112,9 @@ class Service:
                 self._context.wake_scan()
 
     def release_idle(self) -> None:
-        """Have `released` called of all idle devices, as after the start: only now all holders are known."""
-        self._first_release_due = True
-        self._context.wake_scan()
+        """Have `released` called of the devices that came free while their holders were not known: now they are."""
+        if self._release_later:
+            self._context.wake_scan()
 
     @property
     def _ids(self) -> frozenset[str]:
@@ -326,6 +328,8 @@ class Supervisor:
                             continue
                         self._parents[name] = parent.resource
                         self._serve(child)
+                        for callback in self.context.brought:
+                            callback(name, parent.resource)
                     backoff.reset()
                 return
             except Exception:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import Concatenate, Final, ParamSpec, TypeVar
 
 import msgspec
@@ -154,15 +155,20 @@ def grant(
         record = replace(record, identity=one.identity, amount=one.amount)
         before = state.allocations.get((resource, device_id))
         if before is not None:  # earlier holders stay in the record until evidence says that they are gone
-            record = replace(record, holders=before.holders, pod=before.pod, amount=_larger(before.amount, one.amount))
+            known, amount = one.identity or before.identity, _larger(before.amount, one.amount)
+            record = replace(record, holders=before.holders, pod=before.pod, identity=known, amount=amount)
         changes.append(_put_allocation(record))
     return Decision(None, tuple(changes))
 
 
 def _larger(one: Amount, other: Amount) -> Amount:
-    """Return the larger of two amounts of one id: the holder before may run on."""
-    parts = part_of(one), part_of(other)
-    return one if None in parts or max(parts, key=lambda part: part or 0) == parts[0] else other
+    """Return the larger of two amounts of one id, of each counter, too: the holder before may run on."""
+    first, second = part_of(one), part_of(other)
+    part = "" if first is None or second is None else str(max(first, second))
+    takes: dict[tuple[str, str], str] = {}
+    for counter_set, counter, value in (*one.takes, *other.takes):
+        takes[counter_set, counter] = max(takes.get((counter_set, counter), value), value, key=Fraction)
+    return Amount(part, tuple((*counter, value) for counter, value in takes.items()))
 
 
 @_operation

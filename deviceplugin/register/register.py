@@ -210,6 +210,11 @@ class Register:
         """Return what a device is, as it is recorded; "" if that is not known."""
         return identity.recorded(self.listed.now().tokens((resource, device)), self.boot)
 
+    def times(self, resource: str, device: Device) -> int | None:
+        """Return how often a device is offered; None if its resource is not served."""
+        one = self.listed.served().get(resource)
+        return None if one is None else len(one.ids_now(device))
+
     def amount(self, resource: str, device: str) -> Amount:
         """Return how much of a device one of its ids stands for now."""
         services = self.listed.served()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
-from typing import Any, Final, TypeVar
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Final, TypeVar
 
 from deviceplugin import cdi, naming
 from deviceplugin.identity import boot_id
@@ -85,17 +85,19 @@ class Driver:
 
     async def prepare(self, claims: Iterable[ClaimRef]) -> dict[str, Prepared | ClaimError]:
         """Prepare claims, each on its own; return an answer by UID for every one of them."""
-        return await self._each(claims, self._preparation.prepare)
+        refs = {claim.uid: claim for claim in claims}
+        tasks = {uid: self._tasks.start(self._preparation.prepare(ref)) for uid, ref in refs.items()}
+        return await self._answers(refs, tasks)
 
     async def unprepare(self, claims: Iterable[ClaimRef]) -> dict[str, ClaimError | None]:
         """Unprepare claims, each on its own, known or not; return None by UID where it is done."""
-        return await self._each(claims, self._preparation.unprepare)
-
-    async def _each(
-        self, claims: Iterable[ClaimRef], work: Callable[[ClaimRef], Coroutine[Any, Any, _T]]
-    ) -> dict[str, _T | ClaimError]:
         refs = {claim.uid: claim for claim in claims}
-        tasks = {uid: self._tasks.start(work(ref)) for uid, ref in refs.items()}
+        tasks = {uid: self._tasks.start(self._preparation.unprepare(ref)) for uid, ref in refs.items()}
+        return await self._answers(refs, tasks)
+
+    async def _answers(
+        self, refs: Mapping[str, ClaimRef], tasks: Mapping[str, asyncio.Task[_T]]
+    ) -> dict[str, _T | ClaimError]:
         # A caller that goes away does not stop what has begun: its next try finds it done.
         if tasks:
             await asyncio.wait(tasks.values(), timeout=self._patience)

@@ -311,7 +311,8 @@ class Ledger:
             return ()
         text = "the ledger %s is new, and its copy %s names %d allocations: they count as held while their pods run"
         _LOG.warning(text, self.path, self._copy, len(found.allocations))
-        return found.allocations
+        # Their sequence is the lost ledger's: the evidence about them would count as old for as long as ours is less.
+        return [replace(one, sequence=1, absent_since=None) for one in found.allocations]
 
     def _load_again(self) -> None:
         """Go on after a failed write: what is on disk counts, what only this process knows stays."""

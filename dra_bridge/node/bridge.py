@@ -82,6 +82,7 @@ class Bridge:
             unknown=self._unknown,
             avoids=self._draining,
         )
+        self.agent.brought.append(self._serve_brought)
         self.agent.providers.append(BridgeStatus(self))
         self.publisher = Publisher(cluster, node)
         self._allocatable = AllocatableStatus(
@@ -107,7 +108,9 @@ class Bridge:
 
     def _unknown(self, resource: str) -> Mapping[str, str] | None:
         """Return of which devices of a resource it is not known who holds them; None if that is never asked."""
-        service = self.agent.services[resource]
+        service = self.agent.services.get(resource)
+        if service is None:  # its endpoint ends a moment later
+            return dict.fromkeys(self.agent.register.snapshot.of(resource), "it is not served any more")
         if driver := service.source.driver:
             if (one := self.drivers.get(driver)) is not None and resource in one.resources:
                 return one.unknown(resource)
@@ -158,8 +161,8 @@ class Bridge:
         for one in self.drivers.values():
             for resource in one.resources.keys() - self.agent.services.keys():
                 one.drop(resource)
-        for name in {*sources, *unchanged} & self.agent.services.keys():
-            self._serve(self.agent.services[name])
+        for service in self.agent.services.values():
+            self._serve(service)
 
     async def _opened(self) -> bool:
         """Bridge what is to be served; return False if the agent is stopped before that is done."""
@@ -220,6 +223,12 @@ class Bridge:
             one.read_share(self._watch.annotations)
             one.serve(service, self._policies.get(resource, HandoverPolicy()))
         service.endpoint.refresh()
+
+    def _serve_brought(self, resource: str, parent: str) -> None:
+        """Have a resource that a source has brought along served on both sides, under the policy of that source."""
+        if parent in self._policies:
+            self._policies.setdefault(resource, self._policies[parent])
+        self._serve(self.agent.services[resource])
 
     def _left(self, resource: str) -> None:
         """Go on after the devices of a resource have left a driver."""

@@ -152,7 +152,7 @@ class DeviceReconciler:
             certain = self.context.reconciled & known.devices.keys()
             unreconciled = [name for name in snapshot.devices if (resource, name) not in certain]
             if not unreconciled and (not snapshot.listed or resource in qualifiers_of(known, self.context.name)):
-                if snapshot.listed and not one.reconciled.is_set():
+                if snapshot.listed:
                     one.reconciled.set()
                     one.service.release_idle()
                 return

@@ -12,11 +12,11 @@ from typing import Any
 
 import grpc
 import pytest
+from deviceplugin.kubelet.allocation_gate import Refusal
 
 from deviceplugin import claim_files
 from deviceplugin.claim_files import ClaimFile, FiledDevice
 from deviceplugin.identity import boot_id
-from deviceplugin.kubelet.allocation_gate import Refusal
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.orphaned_claims import ENDING, FRESH, OrphanedClaimGate, OrphanedClaims
 from deviceplugin.testing import FakeKubelet

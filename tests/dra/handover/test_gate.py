@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+from dra_bridge.handover.evidence import DeviceIdResolver, allocations_of, held_ids, kubelet_snapshot
+from dra_bridge.handover.gate import LedgerGate
+
 from deviceplugin.device import Device
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.cgroups import PodProcesses
@@ -16,8 +19,6 @@ from deviceplugin.register import operations
 from deviceplugin.register.records import Side
 from deviceplugin.register.rules import ObservedAllocation
 from deviceplugin.source import DeviceSource
-from dra_bridge.handover.evidence import DeviceIdResolver, allocations_of, held_ids, kubelet_snapshot
-from dra_bridge.handover.gate import LedgerGate
 from dra_bridge.ledger.store import Ledger
 from dra_bridge.ledger.worker import AsyncLedger
 from tests.dra.ledger.samples import DirectLedger, adopt

@@ -8,16 +8,16 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from dra_bridge.handover.evidence import shown_unhealthy
 
 from deviceplugin.backoff import Backoff
 from deviceplugin.register import operations
 from deviceplugin.register.records import Claim, ClaimDevice, LedgerError, Side, Snapshot, State
 from deviceplugin.register.rules import KubeletEvidence, KubeletSnapshot
 from deviceplugin.sharing import device_of
-from dra_bridge.handover.evidence import shown_unhealthy
 from dra_bridge.handover.planner import followers, held_and_expected, in_state, leading, plan
 from dra_bridge.handover.share import Share
-from tests.dra.ledger.samples import DirectLedger, adopt
+from tests.dra.ledger.samples import DirectLedger, adopt, grant, reserve
 from tests.model.flow import DEVICES, Flow, Outside, R, Source
 
 
@@ -147,9 +147,9 @@ def test_what_is_held_is_not_expected(tmp_path: Path) -> None:
     claim = Claim("d", "1", "default", "c", (ClaimDevice(R, "a"),), None, 1.0)
     with DirectLedger(str(tmp_path / "ledger.db")) as store:
         store.do(adopt(R, DEVICES, Side.PLUGIN, 1.0))
-        store.do(operations.reserve(claim, durable=True, pull=True))
+        store.do(reserve(claim, durable=True, pull=True))
         assert held_and_expected(store.snapshot) == (frozenset(), frozenset({(R, "a")}))
-        store.do(operations.grant(R, {"a": "a"}, 1.0))
+        store.do(grant(R, {"a": "a"}, 1.0))
         assert held_and_expected(store.snapshot) == (frozenset({(R, "a")}), frozenset())
 
 
@@ -190,7 +190,7 @@ def test_parts_of_one_device_count_as_one(tmp_path: Path) -> None:
         assert leading(store.snapshot, S, states(store.snapshot, S), grouped) == ({}, frozenset(), frozenset())
         at = {"a": State.PLUGIN, "d": State.PLUGIN}
         assert leading(store.snapshot, R, states(store.snapshot, R), grouped) == (at, frozenset(), frozenset())
-        store.do(operations.grant(S, {"c": "c"}, 0.0))
+        store.do(grant(S, {"c": "c"}, 0.0))
         assert leading(store.snapshot, R, states(store.snapshot, R), grouped) == (at, frozenset("a"), frozenset())
 
 
