@@ -158,20 +158,28 @@ def refusal(
         for point in one.points:
             of_point = [each for each in others if point in each.points]
             same = [each for each in wanted if point in each.points]
-            if of_point and sum(each.part or _ONE for each in (*of_point, *same)) > 1:
-                return _excluded(one, of_point[0], {point})
+            if len(of_point) + len(same) > 1 and sum(each.part or _ONE for each in (*of_point, *same)) > 1:
+                return _excluded(one, of_point[0], {point}) if of_point else _twice(same[0], same[1], point)
         for counter in one.takes:
             of_counter = [each for each in others if counter in each.takes and counted(each)]
-            taken = [each.takes[counter] for each in (*of_counter, *wanted) if counter in each.takes]
-            if of_counter and (min(taken) < 0 or sum(taken) > view.limits.get(counter, Fraction(-1))):
-                names = ", ".join(sorted({_titled(each) for each in of_counter})[:3])
-                what = f"(counter {counter[2]} of {counter[1]})"
-                return f"{_titled(one)} does not fit beside {names}, which counts as held {what}"
+            same = [each for each in wanted if counter in each.takes]
+            taken = [each.takes[counter] for each in (*of_counter, *same)]
+            if len(taken) > 1 and (min(taken) < 0 or sum(taken) > view.limits.get(counter, Fraction(-1))):
+                beside = of_counter or [each for each in same if each is not one]
+                names = ", ".join(sorted({_titled(each) for each in beside})[:3])
+                counts = ", which counts as held" if of_counter else ", which it is asked for with"
+                return f"{_titled(one)} does not fit beside {names}{counts} (counter {counter[2]} of {counter[1]})"
     return ""
 
 
 def _titled(use: Use) -> str:
     return titled(use.key) if use.key else f"what {use.title} has"
+
+
+def _twice(one: Use, other: Use, point: Point) -> str:
+    if one.key == other.key:
+        return f"more of {_titled(one)} is asked for than there is"
+    return f"{_titled(one)} and {_titled(other)}, which it is asked for with, are one thing ({shown({str(point)})})"
 
 
 def _excluded(one: Use, other: Use, common: Collection[Point]) -> str:
