@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from deviceplugin import identity
 from deviceplugin.exclusion import Key, titled
@@ -18,7 +18,6 @@ from deviceplugin.register.records import AllocationRecord, Amount, Claim, Claim
 
 Counter = tuple[str, str, str]
 """(scope, counter set, counter). The scope is the driver of a resource, or its name if it has none."""
-_ONE: Final = Fraction(1)
 
 
 class Use(NamedTuple):
@@ -83,8 +82,11 @@ def part_of(amount: Amount) -> Fraction | None:
 
 
 def _takes(amount: Amount, resource: str, view: View, recorded: str = "") -> dict[Counter, Fraction]:
-    """Return what is taken of counters, in the scope of the resource now and in the one that was recorded."""
-    scopes = {view.scopes.get(resource, recorded or resource)} | ({recorded} if recorded else set())
+    """Return what is taken of counters, in the scope of the resource now and in the one that was recorded.
+
+    A pod of a resource that is served no more may have got it in any scope.
+    """
+    scopes = {one for one in (view.scopes.get(resource), recorded) if one} or {resource, *view.scopes.values()}
     return {(scope, *one[:2]): Fraction(one[2]) for one in amount.takes for scope in scopes}
 
 
@@ -138,8 +140,8 @@ def refusal(
 ) -> str:
     """Return why a holder may not have these devices beside what all others hold; "" if it may.
 
-    What the holder has already, by its units, does not count. beside: what counts as held besides. own: tells what else
-    does not count. counted: tells of which uses it counts what they take of counters.
+    What the holder has already, by its units, does not count; what it asks for adds up. beside: what counts as held
+    besides. own: tells what else does not count. counted: tells of which uses it counts what they take of counters.
     """
     units = {one.unit for one in wanted}
     wanted = [one for one in wanted if one.part != 0]
@@ -156,15 +158,15 @@ def refusal(
                 return _excluded(one, other, common)
     for one in wanted:
         for point in one.points:
-            of_point = [each for each in others if point in each.points]
-            same = [each for each in wanted if point in each.points]
-            if of_point and sum(each.part or _ONE for each in (*of_point, *same)) > 1:
-                return _excluded(one, of_point[0], {point})
+            same = [each for each in (*others, *wanted) if point in each.points]
+            if len(same) > 1 and sum(each.part or 0 for each in same) > 1:
+                return _excluded(one, next(each for each in same if each is not one), {point})
         for counter in one.takes:
             of_counter = [each for each in others if counter in each.takes and counted(each)]
-            taken = [each.takes[counter] for each in (*of_counter, *wanted) if counter in each.takes]
-            if of_counter and (min(taken) < 0 or sum(taken) > view.limits.get(counter, Fraction(-1))):
-                names = ", ".join(sorted({_titled(each) for each in of_counter})[:3])
+            of_counter += [each for each in wanted if counter in each.takes]
+            taken = [each.takes[counter] for each in of_counter]
+            if len(taken) > 1 and (min(taken) < 0 or sum(taken) > view.limits.get(counter, Fraction(-1))):
+                names = ", ".join(sorted({_titled(each) for each in of_counter if each is not one})[:3])
                 what = f"(counter {counter[2]} of {counter[1]})"
                 return f"{_titled(one)} does not fit beside {names}, which counts as held {what}"
     return ""
@@ -177,6 +179,8 @@ def _titled(use: Use) -> str:
 def _excluded(one: Use, other: Use, common: Collection[Point]) -> str:
     tokens = {point for point in common if isinstance(point, str)}
     if other.key == one.key:
-        return other.title if other.unit[0] == "hook" else f"{_titled(one)} is held by {other.title}"
+        if other.unit[0] == "hook":
+            return other.title
+        return f"{_titled(one)} is held by {other.title}" if other.title else f"{_titled(one)} is asked for twice"
     text = f"{_titled(one)} and {_titled(other)}, which counts as held"
     return f"{text}, are one thing ({shown(tokens)})"
