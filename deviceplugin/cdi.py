@@ -13,7 +13,7 @@ import secrets
 import stat
 from collections.abc import Iterator, Mapping
 from itertools import islice
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import msgspec
 
@@ -167,9 +167,11 @@ def _node(host: str, status: os.stat_result, path: str, permissions: str) -> dic
 class Store:
     """The CDI files of one driver's claims. Thread-safe; blocks. Raises CdiError: the driver cannot be a CDI vendor."""
 
+    SUFFIX: ClassVar = ".json"
+
     def __init__(self, driver: str, directory: str = DIRECTORY) -> None:
         self.directory: Final = directory
-        self._prefix: Final = f"{vendor_of(driver)}-{CLASS}_"
+        self._prefix = f"{vendor_of(driver)}-{CLASS}_"
         self._run: Final = secrets.token_hex(8)
         """In the names of this store's drafts; those without it were left behind by a crash."""
 
@@ -177,7 +179,7 @@ class Store:
         """Return the path of a claim's file. Raises CdiError if this is no claim's UID."""
         if not UID.fullmatch(uid):
             raise CdiError(f"{uid!r} is not the UID of a claim")
-        return os.path.join(self.directory, f"{self._prefix}{uid}.json")
+        return os.path.join(self.directory, f"{self._prefix}{uid}{self.SUFFIX}")
 
     def write(self, uid: str, data: bytes) -> bool:
         """Put a claim's file into place, whole or not at all; return False if it was there already. Raises CdiError."""
@@ -223,8 +225,8 @@ class Store:
             if name.startswith(f".{self._prefix}") and f".{self._run}." not in name:
                 with contextlib.suppress(OSError):
                     os.remove(os.path.join(self.directory, name))
-            elif name.startswith(self._prefix) and name.endswith(".json"):
-                uid = name[len(self._prefix) : -len(".json")]
+            elif name.startswith(self._prefix) and name.endswith(self.SUFFIX):
+                uid = name[len(self._prefix) : -len(self.SUFFIX)]
                 if UID.fullmatch(uid):
                     found.add(uid)
         return frozenset(found)

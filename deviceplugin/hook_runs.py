@@ -1,84 +1,155 @@
-"""The hooks that work on devices now."""
+"""Hooks that change devices: one at a time for each device, and whoever gets a device waits for them."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
-from deviceplugin import hooks
-from deviceplugin.exclusion import ConflictError, Key, titled
+from deviceplugin.device import Device
+from deviceplugin.exclusion import Key, titled
+from deviceplugin.hooks import HookError, HookStatistics
+from deviceplugin.source import DeviceSource
 
 _LOG: Final = logging.getLogger(__name__)
-RELEASING: Final = "`released` still works on it, after its timeout"
+
 CANCELLED: Final = 1.0
 """Seconds that a coroutine has to end after it was cancelled."""
 
 
-class HookRuns:
-    """The `released` hooks that work now; nobody is given a device before its hook has ended.
+class DeviceBusyError(HookError):
+    """Raised when a hook works on a device; the text names both."""
 
-    Hooks of devices that are one thing run one by one. same_thing: returns devices and those that are the same thing,
-    or parts of it. changed: called when a hook works on after its timeout, and when such a hook has ended.
+
+@dataclass(eq=False, slots=True)
+class _Run:
+    """One call of a hook. settled: done when the hook has ended, or is overdue.
+
+    left: nobody waits for the hook any more, and it works on. overdue: it holds its devices.
+    """
+
+    hook: str
+    keys: frozenset[Key]
+    settled: asyncio.Future[None]
+    left: bool = False
+    overdue: bool = False
+
+    @property
+    def reason(self) -> str:
+        return f"`{self.hook}` still works on it" + (", after its timeout" if self.overdue else "")
+
+
+class HookRuns:
+    """The hooks that change devices and work now, for pods and claims alike: reset, prepare, unprepare, released.
+
+    Of devices that are one thing, hooks run one by one, in the order of their calls. A hook that works on after its
+    timeout, or after its caller went away, holds its devices until it ends. Only this process knows of that: its end
+    ends them. same_thing: returns devices and those that are the same thing, or parts of it. changed: called when
+    a hook begins to hold its devices, and when it ends.
     """
 
     def __init__(self, same_thing: Callable[[Iterable[Key]], set[Key]], changed: Callable[[], None]) -> None:
         self._same_thing = same_thing
         self._changed = changed
-        self._tasks: dict[asyncio.Task[str], frozenset[Key]] = {}
-        self._overdue: dict[asyncio.Future[Any], frozenset[Key]] = {}
+        self._runs: list[_Run] = []
 
     @property
     def overdue(self) -> Mapping[Key, str]:
-        """The devices on which hooks work on after their timeouts."""
-        return dict.fromkeys(frozenset().union(*self._overdue.values()), "released")
+        """The devices that hooks hold, and why: they work on after their timeouts."""
+        return {key: run.reason for run in self._runs if run.overdue for key in run.keys}
 
-    def run(self, keys: Iterable[Key], work: Coroutine[Any, Any, None]) -> asyncio.Task[str]:
-        """Run the `released` hook of devices; the task returns why it failed, "" if it did not.
+    async def call(
+        self, statistics: HookStatistics, hook: str, source: DeviceSource, devices: Sequence[Device], *more: object
+    ) -> Any:
+        """Call a hook within its source's time, once those before it have ended, and return what it returns.
 
-        The task ends with the hook's timeout, though the hook may work on. work: raises HookError if the hook fails.
+        Raises HookError: it failed; DeviceBusyError: another one works on after its timeout, or for longer than this
+        hook itself may.
         """
-        keys = frozenset(keys)
-        task = asyncio.create_task(self._run(keys, work, self._of(keys)))
-        self._tasks[task] = keys
-        task.add_done_callback(self._tasks.pop)
-        return task
+        run = self._begin(hook, source, devices)
+        return await self._call(run, statistics, source, devices, *more, patience=source.hook_timeout)
 
-    async def _run(
-        self, keys: frozenset[Key], work: Coroutine[Any, Any, None], earlier: Collection[asyncio.Task[str]]
-    ) -> str:
+    def start(
+        self, statistics: HookStatistics, hook: str, source: DeviceSource, devices: Sequence[Device]
+    ) -> asyncio.Task[str]:
+        """Call a hook in the background; the task returns why it failed, "" if it did not.
+
+        Whoever waits for the hooks of these devices from now on waits for this one, too.
+        """
+        run = self._begin(hook, source, devices)
+
+        async def work() -> str:
+            try:
+                await self._call(run, statistics, source, devices, patience=None)
+            except HookError as error:
+                _LOG.warning("%s", error)
+                return str(error)
+            return ""
+
+        return asyncio.create_task(work())
+
+    async def wait(self, keys: Iterable[Key], *, resets: bool = True) -> None:
+        """Wait for the hooks of these and the same things. Raises DeviceBusyError: one works on after its timeout.
+
+        resets: also for `reset`, which is only waited for by who does not call it himself.
+        """
+        if self._runs:
+            await self._wait(keys, [one for one in self._runs if resets or one.overdue or one.hook != "reset"])
+
+    def _begin(self, hook: str, source: DeviceSource, devices: Iterable[Device]) -> _Run:
+        keys = frozenset((source.resource, device.id) for device in devices)
+        run = _Run(hook, keys, asyncio.get_running_loop().create_future())
+        self._runs.append(run)
+        return run
+
+    async def _call(
+        self,
+        run: _Run,
+        statistics: HookStatistics,
+        source: DeviceSource,
+        devices: Sequence[Device],
+        *more: object,
+        patience: float | None,
+    ) -> Any:
         try:
-            if earlier:
-                await asyncio.wait(earlier)
-            await work
-        except hooks.HookError as error:
-            _LOG.warning("%s", error)
-            work_left = error.work if isinstance(error, hooks.HookTimeoutError) else None
-            if isinstance(work_left, asyncio.Task):
-                await asyncio.wait((work_left,), timeout=CANCELLED)
-            if work_left is not None and not work_left.done():
-                self._overdue[work_left] = keys
-                work_left.add_done_callback(self._overdue_ended)
-                self._changed()
-            return str(error)
-        return ""
+            await self._wait(run.keys, self._runs[: self._runs.index(run)], patience)
+            method, left = getattr(source, run.hook), partial(self._leave, run)
+            return await statistics.call(run.hook, source, method, devices, *more, left=left)
+        finally:
+            if not run.left:
+                self._end(run)
 
-    def _overdue_ended(self, work: asyncio.Future[Any]) -> None:
-        keys = self._overdue.pop(work)
-        _LOG.info("`released` has ended, after its timeout: %s", ", ".join(map(titled, sorted(keys))))
-        self._changed()
+    async def _wait(self, keys: Iterable[Key], runs: Sequence[_Run], patience: float | None = None) -> None:
+        wanted = self._same_thing(keys) if runs else set()
+        if runs := [one for one in runs if not wanted.isdisjoint(one.keys)]:
+            await asyncio.wait({one.settled for one in runs}, timeout=patience)
+            for one in runs:
+                if one.overdue or not one.settled.done():
+                    raise DeviceBusyError(f"{titled(min(one.keys & wanted))}: {one.reason}")
 
-    async def wait(self, keys: Iterable[Key]) -> None:
-        """Wait for the hooks of these and the same things. Raises ConflictError: one works on after its timeout."""
-        if not (self._tasks or self._overdue):
+    def _leave(self, run: _Run, work: asyncio.Future[Any]) -> None:
+        """Have a hook hold its devices until it ends; a coroutine that was cancelled may end at once."""
+        run.left = True
+        work.add_done_callback(lambda _: self._end(run))
+        if isinstance(work, asyncio.Task):
+            asyncio.get_running_loop().call_later(CANCELLED, self._hold, run)
+        else:
+            self._hold(run)
+
+    def _hold(self, run: _Run) -> None:
+        if not run.settled.done():
+            run.overdue = True
+            run.settled.set_result(None)
+            self._changed()
+
+    def _end(self, run: _Run) -> None:
+        self._runs.remove(run)
+        if not run.overdue:
+            run.settled.set_result(None)
             return
-        keys = tuple(keys)
-        if tasks := self._of(keys):
-            await asyncio.wait(tasks)
-        if overdue := self.overdue.keys() & self._same_thing(keys):
-            raise ConflictError(f"{titled(min(overdue))}: {RELEASING}")
-
-    def _of(self, keys: Iterable[Key]) -> set[asyncio.Task[str]]:
-        wanted = self._same_thing(keys) if self._tasks else set()
-        return {task for task, of in self._tasks.items() if not wanted.isdisjoint(of)}
+        run.overdue = False
+        _LOG.info("`%s` has ended, after its timeout: %s", run.hook, ", ".join(map(titled, sorted(run.keys))))
+        self._changed()

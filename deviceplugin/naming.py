@@ -36,6 +36,9 @@ PCI_BUS_ID: Final = "resource.kubernetes.io/pciBusID"
 EXTENDED_RESOURCE: Final = "extendedResource"
 """Attribute that the DRA side adds to each device: which resource of its driver it belongs to."""
 
+SHARES: Final = "shares"
+"""Capacity that the DRA side adds to a shared device: how many claims it takes, one a claim unless it asks for more."""
+
 MAX_ENTRIES: Final = 32
 """Attributes and capacities of one device together."""
 MAX_CONSUMED_SETS: Final = 2
@@ -261,13 +264,6 @@ def published_names(words: Mapping[str, str], devices: Mapping[str, Iterable[str
         if resource in words
         for one in ids
     }
-
-
-def possible_names(resource: str, device: str) -> tuple[str, ...]:
-    """Return every name under which a driver may have published a device, whatever other resources it serves."""
-    word, hashed = resource.rpartition("/")[2], _hashed_word(resource)
-    words = ("", word, hashed, f"{word}--", f"{hashed}--")
-    return tuple(dict.fromkeys(device_name(device, word) for word in words))
 
 
 def _check_quantity(what: str, value: object) -> None:

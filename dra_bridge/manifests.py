@@ -18,7 +18,7 @@ from typing import Any, Final, Literal
 
 import yaml
 
-from deviceplugin import addresses
+from deviceplugin import addresses, cdi
 from deviceplugin.config import Config, ResourceConfig, needed
 from deviceplugin.naming import EXTENDED_RESOURCE, canonical_resource, class_name
 
@@ -51,7 +51,7 @@ class Deployment:
     pod_resources_socket: str = ""
     cgroup_root: str = "/sys/fs/cgroup"
     pod_log_directory: str = "/var/log/pods"
-    cdi_directory: str = "/var/run/cdi"
+    cdi_directory: str = cdi.DIRECTORY
     claim_status: bool = False
     metrics_port: int = 9410
     memory: str = "128Mi"
@@ -190,7 +190,6 @@ def _mount(pod: Object, name: str, path: str, kind: str, *, read_only: bool = Tr
 
 def _arguments(how: Deployment, root: str, bridge: bool) -> list[str]:
     arguments = [] if how.own_command else ["run", "--config=/etc/dra-bridge/config.yaml"]
-    arguments += [f"--cdi-dir={how.cdi_directory}"] if bridge else []
     arguments.append("--cgroup-root=/host/sys/fs/cgroup")
     if how.claim_status and bridge:
         arguments.append("--claim-status")
@@ -202,6 +201,8 @@ def _arguments(how: Deployment, root: str, bridge: bool) -> list[str]:
         arguments.append(f"--pod-resources-socket={how.pod_resources_socket}")
     if how.pod_log_directory != "/var/log/pods":
         arguments.append(f"--pod-log-dir={how.pod_log_directory}")
+    if how.cdi_directory != cdi.DIRECTORY:
+        arguments.append(f"--cdi-dir={how.cdi_directory}")
     if how.metrics_port:
         arguments.append(f"--metrics-address=:{how.metrics_port}")
     return arguments

@@ -1,73 +1,51 @@
 """Withholds devices from pods that claims hold through drivers which this process does not serve.
 
 There are such claims after `dra-bridge run` was replaced by `deviceplugin run`, and after a resource's driver was
-renamed or taken out of the configuration. The kubelet's claim state names them, even if the bridge's ledger is lost.
-It has the names that the driver published, which are made of device ids, and CDI devices, whose files tell the device
-nodes; so a device under another name is withheld, too.
+renamed or taken out of the configuration: a file of our own says what each of them holds. There are also those of other
+vendors' drivers. What these hold is known by the device nodes in their CDI files alone: their names mean nothing here.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from deviceplugin import cdi
-from deviceplugin.exclusion import Key
+from deviceplugin import cdi, claim_files
+from deviceplugin.claim_files import ClaimFile
 from deviceplugin.files import FileIdentity, file_identity
-from deviceplugin.identity import Kind, Tokens, node_token, numbers_of
+from deviceplugin.identity import Kind, Tokens, boot_id, node_token, numbers_of, tokens_of
 from deviceplugin.kubelet import claim_state
+from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.claim_state import ClaimStateError, ClaimStateMissingError, PreparedClaim
-from deviceplugin.register.question import Use
-
-_LOG: Final = logging.getLogger(__name__)
+from deviceplugin.register.question import Use, claim_unit, part_of
+from deviceplugin.register.records import Amount
 
 FRESH: Final = 0.005
-"""Seconds for which the claim state counts as unchanged: a list asks of each device, and a look is a system call."""
+"""Seconds for which the files count as unchanged: a list asks of each device, and a look is two system calls."""
+ENDING: Final = 1.0
+"""Seconds between two looks whether processes run of claims that the kubelet does not name."""
 
+_TICK: Final = 50_000_000
+"""Nanoseconds within which a directory may change twice and have the same time."""
 _KINDS: Final[Mapping[str, Kind]] = {"c": "char", "u": "char", "b": "block"}  # by the type in a CDI file
 
 
-def orphaned(claims: Iterable[PreparedClaim], served: Collection[str] = ()) -> dict[str, str]:
-    """Return what claims of drivers other than `served` hold: the holder in words by published device name."""
-    return {
-        name: f"claim {claim.title} through driver {driver}, which is not served here"
-        for claim in claims
-        for driver, devices in sorted(claim.devices.items())
-        if driver not in served
-        for name in sorted({name for _, name, _ in devices} - only_seen(claim, driver))
-    }
-
-
-def only_seen(claim: PreparedClaim, driver: str) -> frozenset[str]:
-    """Return the names of a driver's devices that a claim has administrative access to and does not hold.
-
-    The bridge's CDI ids tell: `<driver>/claim=admin_<claim UID>_<request>_<device>...` (dra_bridge.driver). A device
-    that is also in another request of the claim is held.
-    """
-    prefix = cdi.qualified(driver, f"admin_{claim.uid}_")
-    ids = (name.removeprefix(prefix).split("_") for name in claim.cdi_ids if name.startswith(prefix))
-    seen = {(request, device) for request, *devices in ids for device in devices}
-    held = {device for of, request, device in claim.requests if of == driver and (request, device) not in seen}
-    return frozenset(device for _, device in seen if device not in held)
-
-
-def nodes_of(claim: PreparedClaim, served: Collection[str], directory: str = cdi.DIRECTORY) -> Tokens:
-    """Return which device nodes a claim's containers got through drivers other than `served`. Reads CDI files.
+def nodes_of(claim: PreparedClaim, known: Collection[str], directory: str = cdi.DIRECTORY) -> Tokens:
+    """Return which device nodes a claim's containers got through other drivers than `known`. Reads CDI files.
 
     A CDI file of a claim is named after its kind and the claim's UID (the convention of the CDI library). The numbers
     in it are those that the containers got; where there are none, the node is as good as its number now.
     """
-    mine = tuple(cdi.qualified(driver, "") for driver in served)
-    seen = tuple(cdi.qualified(driver, f"admin_{claim.uid}_") for driver in claim.devices)
+    ours = tuple(cdi.qualified(driver, "") for driver in known)
     found: set[str] = set()
-    for kind, _, name in (one.partition("=") for one in claim.cdi_ids if not one.startswith((*mine, *seen))):
+    for kind, _, name in (one.partition("=") for one in claim.cdi_ids if not one.startswith(ours)):
         try:
             with open(os.path.join(directory, f"{kind.replace('/', '-')}_{claim.uid}.json"), "rb") as file:
                 listed = json.load(file)["devices"]
@@ -76,7 +54,7 @@ def nodes_of(claim: PreparedClaim, served: Collection[str], directory: str = cdi
                     for node in device["containerEdits"].get("deviceNodes") or ():
                         found |= _numbers(node)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            continue  # only the published names tell what it holds
+            continue  # nothing tells what it holds
     return frozenset(found)
 
 
@@ -87,76 +65,136 @@ def _numbers(node: Mapping[str, Any]) -> Tokens:
     return numbers_of([node.get("hostPath") or node["path"]])
 
 
+class _Held(NamedTuple):
+    """What claims of drivers that are not served hold.
+
+    unknown: why any device may be held. drivers: those of whose claims nothing tells the devices, and why.
+    """
+
+    uses: tuple[Use, ...] = ()
+    unknown: str = ""
+    drivers: Mapping[str, str] = {}
+
+
 @dataclass(eq=False)
 class OrphanedClaims:
-    """The claims of drivers other than `served()`, by the kubelet's claim state. fresh: see `FRESH`."""
+    """The claims of drivers other than `served()`, by their own files and the kubelet's claim state.
+
+    A claim with a file of ours holds what this says, while the claim state names the claim or cannot be read, or
+    processes of its pods may run. processes: returns which pods' processes run. boot: the node's. fresh: see `FRESH`.
+    """
 
     kubelet_root: Path
     served: Callable[[], Collection[str]] = tuple
     cdi_directory: str = cdi.DIRECTORY
+    processes: Callable[[], PodProcesses] = PodProcesses
+    boot: str = field(default_factory=boot_id)
     fresh: float = FRESH
     _looked_at: float = field(default=-math.inf, init=False)
-    _file: FileIdentity | None = field(default=None, init=False)
-    _claims: tuple[PreparedClaim, ...] | ClaimStateError = field(default=(), init=False)
-    _version: tuple[object, frozenset[str]] = field(default=(None, frozenset()), init=False)
-    """The claims and the served drivers from which the two below were made."""
-    _names: dict[str, str] = field(default_factory=dict, init=False)
-    _nodes: dict[Key, Tokens] = field(default_factory=dict, init=False)
-    _uses: tuple[object, tuple[Use, ...]] = field(default=(None, ()), init=False)
+    _state: FileIdentity | None = field(default=None, init=False)
+    _directory: FileIdentity | None = field(default=None, init=False)
+    _claims: tuple[PreparedClaim, ...] = field(default=(), init=False)
+    _problem: ClaimStateError | None = field(default=None, init=False)
+    _files: tuple[ClaimFile, ...] | OSError = field(default=(), init=False)
+    _made_from: object = field(default=None, init=False)
+    _made_at: float = field(default=-math.inf, init=False)
+    _unnamed: bool = field(default=False, init=False)
+    """Whether a file is of a claim that the claim state does not name."""
+    _held: _Held = field(default=_Held(), init=False)
 
-    def problem(self, driver: str | None = "") -> str:
-        """Return why it is not known what such claims hold; "" if it is. driver: the one that the config names."""
-        claims, plugins = self._current(), self.kubelet_root / "plugins"
-        if not isinstance(claims, ClaimStateError):
-            return ""
-        # A kubelet without Dynamic Resource Allocation has none; then no driver ever had a directory there.
-        may_hold = not isinstance(claims, ClaimStateMissingError) or (
-            driver and (not os.path.isdir(plugins) or os.path.isdir(plugins / driver))
-        )
-        return f"it is not known whether a claim holds it: {claims}" if may_hold else ""
+    def problem(self, driver: str | None = None) -> str:
+        """Return why it is not known what such claims hold of a resource; "" if it is.
+
+        driver: the one that the resource's configuration names.
+        """
+        held = self._current()
+        return held.unknown or held.drivers.get(driver or "", "")
 
     def uses(self) -> tuple[Use, ...]:
-        """Return what such claims hold; the same object until it changes."""
-        held = self.held()
-        if self._uses[0] is not held:
-            uses = tuple(Use(("foreign", *key), " ".join(key), None, tokens, None) for key, tokens in held.items())
-            self._uses = held, uses
-        return self._uses[1]
+        """Return what such claims hold; the same object until it changes.
+
+        While the claim state cannot be read, the claims that it named last stay.
+        """
+        return self._current().uses
 
     def reread(self) -> None:
-        """Look at the file again at the next question, for an answer that must not be older than the question."""
+        """Look at the files again at the next question, for an answer that must not be older than the question."""
         self._looked_at = -math.inf
 
-    def held(self) -> Mapping[Key, Tokens]:
-        """Return which device nodes such claims hold, by the driver and the claim in words; the same until it changes.
-
-        While the claim state cannot be read, the former answer stays.
-        """
-        self._current()
-        return self._nodes
-
-    def _current(self) -> tuple[PreparedClaim, ...] | ClaimStateError:
-        """Return the claims, or why they cannot be read; read the file if it has changed."""
-        now = time.monotonic()
+    def _current(self) -> _Held:
+        """Return what is held; read the files if they have changed."""
+        now, served = time.monotonic(), frozenset(self.served())
         if now - self._looked_at >= self.fresh:
             self._looked_at = now
-            file = file_identity(self.kubelet_root / claim_state.FILE_NAME)
-            if file is None or self._file != file:
-                self._file = file
-                try:
-                    self._claims = claim_state.read(self.kubelet_root)
-                except ClaimStateError as error:
-                    self._claims = error
-        claims, served = self._claims, frozenset(self.served())
-        if isinstance(claims, ClaimStateError) or (self._version[0] is claims and self._version[1] == served):
-            return claims
-        nodes: dict[Key, Tokens] = {}
-        for claim in claims:
-            others = claim.devices.keys() - served
-            if others and (tokens := nodes_of(claim, served, self.cdi_directory)):
-                key = ", ".join(sorted(others)), f"claim {claim.title}"
-                nodes[key] = nodes.get(key, frozenset()) | tokens
-        if nodes != self._nodes:
-            self._nodes = nodes
-        self._names, self._version = orphaned(claims, served), (claims, served)
-        return claims
+            self._read_state()
+            self._read_files()
+        made_from = self._claims, self._problem, self._files, served
+        if made_from != self._made_from or (self._unnamed and now - self._made_at >= ENDING):
+            self._made_from, self._made_at = made_from, now
+            held = self._decide(self._counted(served), served)
+            self._held = held._replace(uses=self._held.uses) if held.uses == self._held.uses else held
+        return self._held
+
+    def _read_state(self) -> None:
+        file = file_identity(self.kubelet_root / claim_state.FILE_NAME)
+        if file is None or self._state != file:
+            self._state = file
+            try:
+                self._claims, self._problem = claim_state.read(self.kubelet_root), None
+            except ClaimStateError as error:
+                self._problem = error
+
+    def _read_files(self) -> None:
+        directory = file_identity(self.cdi_directory)
+        if directory is None or self._directory != directory:
+            settled = directory is not None and time.time_ns() - directory.modified_ns > _TICK
+            self._directory = directory if settled else None
+            try:
+                self._files = claim_files.read_all(self.cdi_directory)
+            except OSError as error:
+                self._files = error
+
+    def _counted(self, served: Collection[str]) -> list[ClaimFile]:
+        """Return the files of claims that may still have what these say."""
+        files = () if isinstance(self._files, OSError) else self._files
+        foreign = [file for file in files if file.driver not in served]
+        named = {(driver, claim.uid) for claim in self._claims for driver in claim.devices}
+        unnamed = [file for file in foreign if (file.driver, file.uid) not in named]
+        self._unnamed = bool(unnamed)
+        if not unnamed or self._problem is not None:
+            return foreign
+        processes = self.processes()
+
+        def over(file: ClaimFile) -> bool:
+            runs = not file.pods or any(map(processes.may_run, file.pods))
+            return file.devices is not None and not (file.boot == self.boot and runs)
+
+        return [file for file in foreign if file not in unnamed or not over(file)]
+
+    def _decide(self, files: Sequence[ClaimFile], served: Collection[str]) -> _Held:
+        found: list[Use] = []
+        drivers: dict[str, str] = {}
+        problems: list[object] = [self._files] if isinstance(self._files, OSError) else []
+        if self._problem is not None and not isinstance(self._problem, ClaimStateMissingError):
+            problems.append(self._problem)
+        for file in files:
+            who = f"claim {file.title} through driver {file.driver}, which is not served here"
+            if file.devices is None:
+                problems.append(f"the file of {who}, cannot be read")
+            for one in file.devices or ():
+                if not one.admin:
+                    amount, tokens = Amount(one.part, one.takes), tokens_of(one.identity, self.boot)
+                    takes = {(file.driver, *each[:2]): Fraction(each[2]) for each in one.takes}
+                    unit = claim_unit(file.driver, file.uid)
+                    found.append(Use(unit, who, (one.resource, one.device), tokens, part_of(amount), takes))
+        for claim in self._claims:
+            filed = {file.driver for file in files if file.uid == claim.uid and file.devices is not None}
+            others = claim.devices.keys() - served - filed
+            if others and (tokens := nodes_of(claim, {*served, *filed}, self.cdi_directory)):
+                who = f"claim {claim.title} through driver {', '.join(sorted(others))}, which is not served here"
+                found.append(Use(("foreign", claim.uid), who, None, tokens, None))
+            for driver in others:
+                if claim.devices[driver]:
+                    drivers[driver] = f"it is not known what claim {claim.title} through driver {driver} holds"
+        unknown = f"it is not known whether a claim holds it: {problems[0]}" if problems else ""
+        return _Held(tuple(found), unknown, drivers)

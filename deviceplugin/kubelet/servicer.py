@@ -212,7 +212,7 @@ class Endpoint(DevicePluginServicer):
             if devices:
                 with self._calls.busy(0.0):
                     await self._register.verify_granted((self.resource, device.id) for device in devices)
-                    await self.statistics.hooks.call("reset", self.source, self.source.reset, devices)
+                    await self._register.hooks.call(self.statistics.hooks, "reset", self.source, devices)
         except (ConflictError, hooks.HookError) as error:
             self._log_failed_start(request.devices_ids, error)
             conflict = isinstance(error, ConflictError)
@@ -266,6 +266,7 @@ class Endpoint(DevicePluginServicer):
     async def _grant(self, names: Sequence[str]) -> None:
         """Have a grant recorded. Raises Refusal: what others hold excludes it, or its side does."""
         try:
+            # The container's own `reset` waits for one that works now: Allocate holds up all pods of the node.
             await self._register.grant(self.resource, {name: self.ids.device_id_of(name) for name in names})
         except UnknownHolderError as error:
             raise self._refusal("starting", str(error), grpc.StatusCode.UNAVAILABLE) from error

@@ -101,6 +101,8 @@ class Agent:
             self.paths.plugins, in_flight, asyncio.Lock(), self.tracker, self.register, avoids, timing, scan_wanted.set
         )
         self._supervisor = Supervisor(services, context, self.fail)
+        self.brought = context.brought
+        """Called with a resource that a source has brought along (`child_sources`), and the resource of that source."""
         for source in sources:
             services[source.resource] = Service(source, context)
         self.register.subscribe(self._refresh)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from deviceplugin import cdi
 from deviceplugin.addresses import parse_address
 from deviceplugin.node import logs
 
@@ -26,7 +27,8 @@ class Paths:
 
     The device plugin directory is /var/lib/kubelet/device-plugins whatever the kubelet's --root-dir says, while the
     PodResources socket follows it (kubernetes#68567; k3s, k0s and microk8s differ): each can be given. pod_log_dir:
-    the kubelet's podLogsDir, where pods have directories named namespace_name_uid.
+    the kubelet's podLogsDir, where pods have directories named namespace_name_uid. cdi_dir: where the container runtime
+    finds CDI specs.
     """
 
     kubelet_root: Path = Path("/var/lib/kubelet")
@@ -34,6 +36,7 @@ class Paths:
     pod_resources_socket: Path | None = None
     cgroup_root: Path = Path("/sys/fs/cgroup")
     pod_log_dir: Path = Path("/var/log/pods")
+    cdi_dir: Path = Path(cdi.DIRECTORY)
 
     @property
     def plugins(self) -> Path:
@@ -78,6 +81,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     add("--cgroup-root", paths.cgroup_root, "DIR", "where the host's cgroup file system is mounted (%(default)s)")
     pod_logs = "the kubelet's podLogsDir, whose directories have pods' names and UIDs (%(default)s)"
     add("--pod-log-dir", paths.pod_log_dir, "DIR", pod_logs)
+    add("--cdi-dir", paths.cdi_dir, "DIR", "where the container runtime finds CDI specs (%(default)s)")
     parser.add_argument(
         "--metrics-address",
         type=_address,

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from deviceplugin import filewatch
+from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.orphaned_claims import OrphanedClaims
 from deviceplugin.naming import node_name
 from deviceplugin.node.agent import Agent, AgentError
@@ -112,7 +113,10 @@ def _plugin(sources: Sequence[DeviceSource], paths: Paths, metrics_address: str 
         why = claims.problem(service.source.driver) if service is not None else ""
         return dict.fromkeys(service.inventory.snapshot.devices, why) if service is not None and why else None
 
-    claims = OrphanedClaims(paths.kubelet_root)
+    def processes() -> PodProcesses:
+        return agent.tracker.pods.read()
+
+    claims = OrphanedClaims(paths.kubelet_root, cdi_directory=str(paths.cdi_dir), processes=processes)
     agent = Agent(sources, paths, report_holders=metrics_address is not None, claims=claims, unknown=unknown)
     return Program.of(agent)
 

@@ -11,10 +11,9 @@ from typing import Final
 
 import grpc
 
-from deviceplugin import hooks
 from deviceplugin.backoff import Backoff
 from deviceplugin.device import Device
-from deviceplugin.exclusion import ConflictError
+from deviceplugin.hook_runs import DeviceBusyError
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.checkpoint import Allocation
 from deviceplugin.kubelet.holders import HolderSnapshot
@@ -39,7 +38,8 @@ class ServiceContext:
     """What all services of a node share.
 
     plugins: the device plugin directory. turn: held while a resource registers. avoids: returns the devices of a
-    resource that new pods had better not get. wake_scan: has a scan come soon.
+    resource that new pods had better not get. brought: called with a resource that a source has brought along, and
+    with the resource of that source. wake_scan: has a scan come soon.
     """
 
     plugins: Path
@@ -50,6 +50,7 @@ class ServiceContext:
     avoids: Callable[[str], Collection[str]]
     timing: Timing | None
     wake_scan: Callable[[], None]
+    brought: list[Callable[[str, str], None]] = field(default_factory=list)
 
 
 class Service:
@@ -77,7 +78,7 @@ class Service:
         """Allocations that have ended, and whose devices were released before a grant; they are not forgotten yet."""
         self._first_release_due = True
         self._release_later: frozenset[str] = frozenset()
-        """Devices that came free while they are held under another id."""
+        """Devices that came free while they are held under another id, or while it is not known who holds them."""
         self._existing: frozenset[str] = frozenset()
         """Ids that pods have from before this process began, and whose devices are not listed yet."""
         self._forgettable: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
@@ -111,9 +112,9 @@ class Service:
                 self._context.wake_scan()
 
     def release_idle(self) -> None:
-        """Have `released` called of all idle devices, as after the start: only now all holders are known."""
-        self._first_release_due = True
-        self._context.wake_scan()
+        """Have `released` called of the devices that came free while their holders were not known: now they are."""
+        if self._release_later:
+            self._context.wake_scan()
 
     @property
     def _ids(self) -> frozenset[str]:
@@ -197,9 +198,8 @@ class Service:
         return not register.evidence_missing(self.resource, device) and register.is_free((self.resource, device), units)
 
     def _release(self, devices: Sequence[Device]) -> asyncio.Task[str]:
-        source = self.source
-        work = hooks.call(f"released of {self.resource}", source.released, devices, timeout=source.hook_timeout)
-        return self._context.register.hooks.run([(self.resource, device.id) for device in devices], work)
+        hooks = self._context.register.hooks
+        return hooks.start(self.endpoint.statistics.hooks, "released", self.source, devices)
 
     async def _release_former(self, names: Sequence[str]) -> None:
         """Have `released` called of devices whose holders have ended, before these ids are granted.
@@ -210,7 +210,7 @@ class Service:
         context, known, resolver = self._context, self.inventory.snapshot.devices, self.endpoint.ids
         ids = {one: resolver.ids_of(one) for one in map(resolver.device_id_of, names) if one in known}
         try:
-            await context.register.hooks.wait((self.resource, device) for device in ids)
+            await context.register.hooks.wait([(self.resource, device) for device in ids], resets=False)
             every = [name for those in ids.values() for name in those]
             ended, others = await context.tracker.ended(self.resource, every)
             granted = {one.device_id for one in self._pending} - set(names)
@@ -227,7 +227,7 @@ class Service:
                 raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "released", details)
             released = {name for device in devices for name in ids[device.id]}
             self._released |= {one for one in ended if one.device_id in released}
-        except ConflictError as error:
+        except DeviceBusyError as error:
             raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "excluded", f"{self.resource}: {error}") from error
 
     def status(self) -> ResourceStatus:
@@ -328,6 +328,8 @@ class Supervisor:
                             continue
                         self._parents[name] = parent.resource
                         self._serve(child)
+                        for callback in self.context.brought:
+                            callback(name, parent.resource)
                     backoff.reset()
                 return
             except Exception:

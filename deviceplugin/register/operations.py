@@ -314,6 +314,14 @@ def reopen(state: Snapshot, driver: str, uid: str, pods: Collection[str] = ()) -
 
 
 @_operation
+def adopt_claims(state: Snapshot, claims: Iterable[Claim]) -> Decision[tuple[Claim, ...]]:
+    """Record claims that their own files name and that the register lacks: it was lost; answer those."""
+    new = tuple(one for one in claims if not {(one.driver, one.uid)} & (state.claims.keys() | state.ended.keys()))
+    records = [replace(one, result=None, sequence=state.sequence + 1) for one in new]
+    return Decision(new, tuple(map(_put_claim, records)))
+
+
+@_operation
 def describe(
     state: Snapshot, driver: str, uid: str, namespace: str, name: str, pods: Collection[str] = ()
 ) -> Decision[Claim | None]:
@@ -423,7 +431,7 @@ def reconcile_evidence(
     read before the Unprepare, and the kubelet's claim state names the claim until the kubelet has our answer. If the
     claim was prepared again, the ledger has it.
     """
-    claims = [replace(one, prepared=False) if (one.driver, one.uid) in state.ended else one for one in evidence.claims]
+    claims = [replace(one, prepared=False) if (one.driver, one.uid) in state.ended else one for one in evidence.merged]
     held = sorted(evidence.held.values(), key=lambda one: one.sure)  # sure ones last: they replace the others
     plugin = {one.device: one for one in held}
     prepared = {d: c for c in claims if c.prepared for d in c.devices}
@@ -487,14 +495,12 @@ def _prepared_claims(state: Snapshot, resource: str, claims: Iterable[rules.Clai
         if not claim.prepared or (known is not None and known.result is not None):
             continue
         # A claim over several resources is found once for each of them, so its record may have other devices already.
-        before = known or Claim(claim.driver, claim.uid, claim.namespace, claim.name, (), None, now)
-        recorded = {(one.resource, one.device) for one in before.devices}
-        added = (
-            ClaimDevice(resource, device, claim.shares.get(device, ""))
-            for device in sorted(claim.devices)
-            if (resource, device) not in recorded
-        )
-        after = replace(before, devices=(*before.devices, *added), pods=before.pods | claim.pods)
+        before = known or Claim(claim.driver, claim.uid, "", "", (), None, now)
+        if not before.name:
+            before = replace(before, namespace=claim.namespace, name=claim.name)
+        devices = rules.added(before.devices, claim.granted)
+        devices = rules.added(devices, (ClaimDevice(resource, device) for device in sorted(claim.devices)))
+        after = replace(before, devices=devices, pods=before.pods | claim.pods)
         if after != before:
             changes.append(_put_claim(replace(after, sequence=state.sequence + 1)))
     return changes

@@ -18,7 +18,7 @@ from typing import Final, Literal, Protocol, TypeVar
 from deviceplugin import identity
 from deviceplugin.device import Device
 from deviceplugin.exclusion import ConflictError, Key, Thing, Things, natural_key, thing_of, titled
-from deviceplugin.hook_runs import HookRuns
+from deviceplugin.hook_runs import DeviceBusyError, HookRuns
 from deviceplugin.identity import Tokens, shown
 from deviceplugin.inventory import Inventory
 from deviceplugin.register import operations
@@ -192,10 +192,7 @@ class Register:
         key = things, foreign, overdue
         before = self._view[0]
         if before is None or before[0] is not things or before[1] is not foreign or before[2] != overdue:
-            working = tuple(
-                Use(("hook", *one), f"`{hook}` still works on it, after its timeout", one, things.tokens(one), None)
-                for one, hook in overdue.items()
-            )
+            working = tuple(Use(("hook", *one), why, one, things.tokens(one), None) for one, why in overdue.items())
             view = View(self.boot, self.listed.scopes, self.listed.limits, (*foreign, *working))
             self._view = key, view
         return self._view[1]
@@ -205,6 +202,11 @@ class Register:
     def identity(self, resource: str, device: str) -> str:
         """Return what a device is, as it is recorded; "" if that is not known."""
         return identity.recorded(self.listed.now().tokens((resource, device)), self.boot)
+
+    def times(self, resource: str, device: Device) -> int | None:
+        """Return how often a device is offered; None if its resource is not served."""
+        one = self.listed.served().get(resource)
+        return None if one is None else len(one.ids_now(device))
 
     def amount(self, resource: str, device: str) -> Amount:
         """Return how much of a device one of its ids stands for now."""
@@ -339,7 +341,7 @@ class Register:
         devices = list(dict.fromkeys(ids.values()))
         keys = [(resource, device) for device in devices]
         await self._reread()
-        await self.verify(keys)
+        await self.verify(keys, resets=False)
         for device in devices:
             if why := self.evidence_missing(resource, device):
                 raise UnknownHolderError(f"who holds device {device} is not known yet: {why}")
@@ -385,13 +387,19 @@ class Register:
     def _with_peers(self, keys: Iterable[Key]) -> set[Key]:
         return {one for key in keys for one in (key, *self.listed.now().peers(key))}
 
-    async def verify(self, keys: Iterable[Key]) -> None:
-        """Check that devices are what they were listed as, and wait for hooks. Raises ConflictError."""
+    async def verify(self, keys: Iterable[Key], *, resets: bool = True) -> None:
+        """Check that devices are what they were listed as, and wait for hooks. Raises ConflictError.
+
+        resets: also for `reset`, which is only waited for by who does not call it himself.
+        """
         keys = tuple(keys)
         for resource, served in tuple(self.listed.served().items()):  # a reload may drop one meanwhile
             if names := [device for of, device in keys if of == resource]:
                 await self._verify(served.inventory, names)
-        await self.hooks.wait(keys)
+        try:
+            await self.hooks.wait(keys, resets=resets)
+        except DeviceBusyError as error:
+            raise ConflictError(str(error)) from error
 
     async def _verify(self, inventory: Inventory, names: Sequence[str]) -> None:
         snapshot = inventory.snapshot

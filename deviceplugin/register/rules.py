@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Final
 
@@ -12,8 +12,10 @@ from deviceplugin.register.records import (
     UNKNOWN,
     AllocationRecord,
     Amount,
+    ClaimDevice,
     DeviceRecord,
     Holder,
+    Key,
     Snapshot,
     State,
 )
@@ -101,11 +103,11 @@ class ClusterEvidence:
 
 @dataclass(frozen=True, slots=True)
 class ClaimEvidence:
-    """A claim whose allocation names devices of this node, or whose CDI file is on this node.
+    """A claim whose allocation names devices of this node, or of which files are on this node.
 
-    prepared: there is a CDI file, or the kubelet counts it as prepared. Namespace and name may be unknown ("") then.
-    pods: UIDs of its pods that are known. shares: by device, the claim's share of consumable capacity, or "" for the
-    whole device; a device that is missing here has an unknown share.
+    devices: those of one resource that it holds. prepared: it has files, or the kubelet counts it as prepared.
+    Namespace and name may be unknown ("") then. pods: UIDs of its pods that are known. granted: what is known of its
+    devices, of all resources; of a device that is missing here only its id is known.
     """
 
     driver: str
@@ -115,7 +117,7 @@ class ClaimEvidence:
     namespace: str = ""
     name: str = ""
     pods: frozenset[str] = frozenset()
-    shares: Mapping[str, str] = field(default_factory=lambda: NONE)
+    granted: tuple[ClaimDevice, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +125,37 @@ class Evidence:
     """What is known of one resource's holders without the ledger (R8).
 
     held: by kubelet device id, from the checkpoint. claims: from the API server, the kubelet's claim state and the
-    CDI files. awake: the checkpoint was written at our own request; otherwise it proves nothing by absence.
+    claims' files; what comes first is known best. awake: the checkpoint was written at our own request; otherwise it
+    proves nothing by absence.
     """
 
     held: Mapping[str, ObservedAllocation] = field(default_factory=lambda: NONE)
     claims: Sequence[ClaimEvidence] = ()
     awake: bool = True
+
+    @property
+    def merged(self) -> list[ClaimEvidence]:
+        """The claims, each once."""
+        found: dict[Key, ClaimEvidence] = {}
+        for one in self.claims:
+            key = one.driver, one.uid
+            first = found.get(key, one)
+            found[key] = replace(
+                first,
+                devices=first.devices | one.devices,
+                prepared=first.prepared or one.prepared,
+                namespace=first.namespace or one.namespace,
+                name=first.name or one.name,
+                pods=first.pods | one.pods,
+                granted=added(first.granted, one.granted),
+            )
+        return list(found.values())
+
+
+def added(known: tuple[ClaimDevice, ...], found: Iterable[ClaimDevice]) -> tuple[ClaimDevice, ...]:
+    """Return what is known of a claim's devices, and what was found of others."""
+    names = {(one.resource, one.device) for one in known}
+    return (*known, *(one for one in found if (one.resource, one.device) not in names))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,22 +1,28 @@
-"""The CDI files of prepared claims, and the answers to the kubelet that name what is in them."""
+"""The files of prepared claims, their CDI files and our own, and the answers to the kubelet that name CDI devices."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Final
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final, TypeVar
 
-from deviceplugin import cdi, filewatch
+from deviceplugin import cdi, claim_files, filewatch
 from deviceplugin.backoff import Backoff
 from deviceplugin.device import ContainerEdits, EditConflictError
+from deviceplugin.register.records import Claim
+from dra_bridge.driver.claim_devices import filed
 from dra_bridge.driver.claims import ClaimError
+from dra_bridge.driver.evidence import Published
 from dra_bridge.driver.records import ClaimRecords, Prepared, PreparedDevice, prepared_of
 from dra_bridge.driver.served import Group
 from dra_bridge.driver.tasks import in_thread
 
 _LOG: Final = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 CHECK: Final = 30.0
 """Seconds between two checks for missing CDI files, should the file watch miss every change."""
@@ -30,31 +36,36 @@ _ADMIN: Final = "admin"
 
 
 class ClaimFiles:
-    """The CDI files of one driver's claims. boot: the node's boot; after a reboot devices are set up again."""
+    """The files of one driver's claims. boot: the node's boot; after a reboot devices are set up again."""
 
     def __init__(self, records: ClaimRecords, directory: str, boot: str) -> None:
         self.boot: Final = boot
         self._records = records
         self._driver = records.driver
         self._store = cdi.Store(records.driver, directory)
+        self._own = claim_files.Store(records.driver, directory)
+        self._changing = threading.Lock()
+        """Held while a claim's own file is removed, or written again without the claim's lock."""
         self._quick = os.path.realpath(directory).startswith(_IN_MEMORY)
         """Whether the files are in memory, so that neither writing nor removing one blocks."""
 
     async def answer(
-        self, uid: str, groups: Sequence[Group], edits: Mapping[str, Sequence[ContainerEdits]]
+        self, claim: Claim, groups: Sequence[Group], edits: Mapping[str, Sequence[ContainerEdits]]
     ) -> Prepared:
-        """Make a claim's answer and its CDI file; in a thread if that may block."""
+        """Make a claim's answer and its files; in a thread if that may block."""
         nodes = (node.host for of_request in edits.values() for one in of_request for node in one.device_nodes)
         if self._quick and all(host.startswith("/dev/") for host in nodes):
-            return self._answer(uid, groups, edits)
-        return await in_thread(self._answer, uid, groups, edits)
+            return self._answer(claim, groups, edits)
+        return await in_thread(self._answer, claim, groups, edits)
 
-    def _answer(self, uid: str, groups: Sequence[Group], edits: Mapping[str, Sequence[ContainerEdits]]) -> Prepared:
-        """Make a claim's answer and its CDI file. Blocks, also for reading device nodes.
+    def _answer(self, claim: Claim, groups: Sequence[Group], edits: Mapping[str, Sequence[ContainerEdits]]) -> Prepared:
+        """Make a claim's answer and its files. Blocks, also for reading device nodes.
 
         Each request has a CDI device, so that a container gets the edits of its own requests, and each once.
         The request's first device carries it. Its name has the devices, as evidence (R8).
         """
+        uid = claim.uid
+        self._own.write(uid, self._filed(claim))
         listed: dict[str, ContainerEdits] = {}
         devices: list[PreparedDevice] = []
         for request, of_request in edits.items():
@@ -80,29 +91,65 @@ class ClaimFiles:
         self._store.write(uid, data)
         return Prepared(tuple(devices), data.decode(), self.boot)
 
-    async def write(self, uid: str, prepared: Prepared) -> bool:
-        """Write a prepared claim's file, under the claim's lock; return False if it was there or is not needed."""
-        return bool(prepared.spec) and await in_thread(self._store.write, uid, prepared.spec.encode())
+    def _filed(self, claim: Claim) -> bytes:
+        return claim_files.encode(filed(claim, self.boot))
+
+    async def write(self, claim: Claim) -> bool:
+        """Write the files of a claim of the ledger, under the claim's lock; return False if all were there."""
+        prepared = prepared_of(claim)
+        return await in_thread(self._write, claim, prepared.spec if prepared is not None else "")
+
+    def _write(self, claim: Claim, spec: str) -> bool:
+        written = self._own.write(claim.uid, self._filed(claim))
+        return (bool(spec) and self._store.write(claim.uid, spec.encode())) or written
+
+    async def describe(self, uid: str) -> None:
+        """Have a claim's own file, if it is there, say what the ledger says by now. Needs no lock."""
+        known = self._records.get(uid)
+        if known is not None:
+            await self._change(self._describe, known)
+
+    def _describe(self, known: Claim) -> None:
+        with self._changing, contextlib.suppress(cdi.CdiError):  # `write` is called again, and reports it
+            if self._own.read(known.uid) is not None:
+                self._own.write(known.uid, self._filed(known))
 
     async def remove(self, uid: str) -> None:
-        """Remove a claim's file, under the claim's lock, if it is there."""
+        """Remove a claim's files, under the claim's lock, as far as they are there."""
+        await self._change(self._remove, uid)
+
+    def _remove(self, uid: str) -> None:
+        self._store.remove(uid)
+        with self._changing:
+            self._own.remove(uid)
+
+    async def _change(self, change: Callable[[_T], None], what: _T) -> None:
         if self._quick:
-            self._store.remove(uid)
+            change(what)
         else:
-            await in_thread(self._store.remove, uid)
+            await in_thread(change, what)
 
     async def claims(self) -> frozenset[str]:
         """Return the UIDs of the claims that have a file."""
-        return frozenset(await in_thread(self._store.list))
+        return await in_thread(lambda: self._store.list() | self._own.list())
 
-    def holding(self) -> Iterator[tuple[str, list[str]]]:
-        """Yield the claims that have a file, by UID, and the published names of the devices that they hold; blocks."""
+    def read(self) -> list[claim_files.ClaimFile]:
+        """Read the own files of this driver's claims; blocks. Raises OSError: the directory cannot be read."""
+        return [one for one in claim_files.read_all(self._store.directory) if one.driver == self._driver]
+
+    def path(self, uid: str) -> str:
+        """Return the path of a claim's own file."""
+        return self._own.path(uid)
+
+    def holding(self) -> Iterator[Published]:
+        """Yield what CDI files say that claims hold; blocks."""
         for uid in self._store.list():
             kinds = (name.split("_") for name in self._store.device_names(uid))
-            yield uid, [name for kind, *names in kinds if kind == _HOLDING for name in names[2:]]
+            names = [name for kind, *names in kinds if kind == _HOLDING for name in names[2:]]
+            yield Published(uid, tuple((name, None) for name in names))
 
     async def keep(self) -> None:
-        """Write CDI files again soon after they were removed, until cancelled.
+        """Write files again soon after they were removed, until cancelled.
 
         Without its file a container cannot be restarted, and the kubelet prepares a claim only once. Returns when the
         directory was deleted on the host while it is mounted here: this mount shows the deleted one ever after.
@@ -110,8 +157,7 @@ class ClaimFiles:
         backoff = Backoff(first=1.0, most=60.0)
         with filewatch.shared().watch([os.path.realpath(self._store.directory)]) as watch:
             while not await in_thread(self._store.deleted):
-                there = await self.claims()
-                missing = [claim.uid for claim in self._records.all() if claim.uid not in there]
+                missing = await in_thread(self._missing)
                 if errors := list(filter(None, await asyncio.gather(*map(self._restore, missing)))):
                     _LOG.warning("%s: CDI files are missing: %s", self._driver, errors[0])
                     await asyncio.sleep(backoff.next())
@@ -120,16 +166,26 @@ class ClaimFiles:
                 if await watch.wait(CHECK):
                     await asyncio.sleep(SETTLE)
 
+    def _missing(self) -> list[str]:
+        """Return the claims of the ledger that lack a file."""
+        own, specs = self._own.list(), self._store.list()
+
+        def complete(claim: Claim) -> bool:
+            prepared = None if claim.uid in specs else prepared_of(claim)
+            return claim.uid in own and not (prepared is not None and prepared.spec)
+
+        return [claim.uid for claim in self._records.all() if not complete(claim)]
+
     async def _restore(self, uid: str) -> str:
-        """Write the file of a prepared claim if it is not there; return why it could not be written, or ""."""
+        """Write the files of a claim that are not there; return why they could not be written, or ""."""
         async with self._records.locked(uid):
             known = self._records.get(uid)
             prepared = prepared_of(known) if known is not None else None
-            if prepared is None or prepared.boot != self.boot:
+            if known is None or (prepared is not None and prepared.boot != self.boot):
                 return ""
             try:
-                if await self.write(uid, prepared):
-                    _LOG.warning("%s: the CDI file of claim %s was removed; it is written again", self._driver, uid)
+                if await self.write(known):
+                    _LOG.warning("%s: a file of claim %s was removed; it is written again", self._driver, uid)
             except cdi.CdiError as error:
                 return str(error)
             return ""

@@ -63,6 +63,7 @@ class Result(msgspec.Struct, frozen=True, rename="camel"):
     device: str
     admin_access: bool | None = None
     share_id: str | None = msgspec.field(default=None, name="shareID")
+    consumed_capacity: dict[str, Any] | None = None
     tolerations: list[dict[str, Any]] | None = None
 
 
@@ -117,6 +118,13 @@ class Allocation:
     config: tuple[Config, ...]
     reserved: bool
     pods: frozenset[str] = frozenset()
+
+    @property
+    def named(self) -> frozenset[tuple[str, str, str, str]]:
+        """The request (without the subrequest), pool, device and share of each device."""
+        return frozenset(
+            (one.request.partition("/")[0], one.pool, one.device, one.share_id or "") for one in self.results
+        )
 
 
 def parse_allocation(claim: Mapping[str, Any] | None, ref: ClaimRef, driver: str, pool: str) -> Allocation:

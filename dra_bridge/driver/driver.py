@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, TypeVar
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Final, TypeVar
 
 from deviceplugin import cdi, naming
 from deviceplugin.identity import boot_id
 from deviceplugin.kubelet.claim_state import PreparedClaim
-from deviceplugin.kubelet.orphaned_claims import only_seen
 from deviceplugin.register.register import Register
 from deviceplugin.register.rules import ClaimEvidence
+from dra_bridge.driver import evidence
 from dra_bridge.driver.claim_api import ClaimEvents, ClusterClaims
 from dra_bridge.driver.claim_files import ClaimFiles
 from dra_bridge.driver.claims import ClaimError, ClaimRef
@@ -85,17 +85,19 @@ class Driver:
 
     async def prepare(self, claims: Iterable[ClaimRef]) -> dict[str, Prepared | ClaimError]:
         """Prepare claims, each on its own; return an answer by UID for every one of them."""
-        return await self._each(claims, self._preparation.prepare)
+        refs = {claim.uid: claim for claim in claims}
+        tasks = {uid: self._tasks.start(self._preparation.prepare(ref)) for uid, ref in refs.items()}
+        return await self._answers(refs, tasks)
 
     async def unprepare(self, claims: Iterable[ClaimRef]) -> dict[str, ClaimError | None]:
         """Unprepare claims, each on its own, known or not; return None by UID where it is done."""
-        return await self._each(claims, self._preparation.unprepare)
-
-    async def _each(
-        self, claims: Iterable[ClaimRef], work: Callable[[ClaimRef], Coroutine[Any, Any, _T]]
-    ) -> dict[str, _T | ClaimError]:
         refs = {claim.uid: claim for claim in claims}
-        tasks = {uid: self._tasks.start(work(ref)) for uid, ref in refs.items()}
+        tasks = {uid: self._tasks.start(self._preparation.unprepare(ref)) for uid, ref in refs.items()}
+        return await self._answers(refs, tasks)
+
+    async def _answers(
+        self, refs: Mapping[str, ClaimRef], tasks: Mapping[str, asyncio.Task[_T]]
+    ) -> dict[str, _T | ClaimError]:
         # A caller that goes away does not stop what has begun: its next try finds it done.
         if tasks:
             await asyncio.wait(tasks.values(), timeout=self._patience)
@@ -103,25 +105,31 @@ class Driver:
         timeouts = {uid: ClaimError("timeout", f"claim {ref.title}: {late}") for uid, ref in refs.items()}
         return {uid: _answer(task) if task.done() else timeouts[uid] for uid, task in tasks.items()}
 
-    def claim_evidence(self, prepared: Iterable[PreparedClaim], resource: str) -> Iterator[ClaimEvidence]:
-        """Yield the evidence of the kubelet's claim state about devices of one resource (R8)."""
-        ids = self._ids(resource)
-        for claim in prepared:
-            seen = only_seen(claim, self.name)
-            shares = {
-                ids[name]: share
-                for pool, name, share in claim.devices.get(self.name, ())
-                if pool == self.pool and name in ids and name not in seen
-            }
-            if shares:
-                names = claim.namespace, claim.name, claim.pod_uids
-                yield ClaimEvidence(self.name, claim.uid, frozenset(shares), True, *names, shares)
+    def claim_evidence(self, prepared: Iterable[PreparedClaim], resource: str) -> list[ClaimEvidence]:
+        """Return what the claims' files, and the kubelet's claim state, say of this driver's claims (R8). Blocks.
 
-    def cdi_evidence(self, resource: str) -> list[ClaimEvidence]:
-        """Return the evidence of prepared claims' CDI files about devices of one resource (R8). Blocks to read them."""
-        ids = self._ids(resource)
-        found = [(uid, frozenset(ids[name] for name in names if name in ids)) for uid, names in self.files.holding()]
-        return [ClaimEvidence(self.name, uid, devices, prepared=True) for uid, devices in found if devices]
+        A claim's own file says what the claim has of each resource. For a claim without one, the published names in its
+        CDI file and in the claim state say what it has of this resource. prepared: by the claim state.
+
+        Raises OSError: the files cannot be read. CdiError: nothing says what a claim has that the ledger does not know.
+        """
+        state = [claim for claim in prepared if self.name in claim.devices]
+        pods = {claim.uid: claim.pod_uids for claim in state}
+        files, boot, ids = {file.uid: file for file in self.files.read()}, self.files.boot, self._ids(resource)
+        unknown = {uid for uid, file in files.items() if file.devices is None and self.records.get(uid) is None}
+        found = [
+            evidence.of_file(file, resource, pods.get(uid, frozenset()))
+            for uid, file in files.items()
+            if file.devices is not None
+        ]
+        filed = {one.uid for one in found}
+        for claim in (*evidence.in_state(state, self.name, self.pool), *self.files.holding()):
+            if claim.shares and claim.uid not in filed:
+                unknown.discard(claim.uid)
+                found.append(claim.evidence(self.name, resource, ids, boot))
+        if unknown:
+            raise cdi.CdiError(f"it is not known what claim {min(unknown)} holds: {self.files.path(min(unknown))}")
+        return [one for one in found if one.granted]
 
     def _ids(self, resource: str) -> dict[str, str]:
         """Return the ids of a resource's devices by the names that slices and claims use."""

@@ -1,4 +1,4 @@
-"""Ends claims that are over by all evidence, and compares CDI files with the ledger."""
+"""Ends claims that are over by all evidence, and compares the files of claims with the ledger."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from deviceplugin import cdi
-from deviceplugin.kubelet import holders
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.register import operations
 from deviceplugin.register.records import Claim, LedgerError
@@ -18,7 +17,7 @@ from dra_bridge.driver.claim_api import ClusterClaims
 from dra_bridge.driver.claim_files import ClaimFiles
 from dra_bridge.driver.claims import ClaimError, ClaimRef, parse_allocation
 from dra_bridge.driver.preparation import ClaimPreparation
-from dra_bridge.driver.records import ClaimRecords, prepared_of
+from dra_bridge.driver.records import ClaimRecords, is_over, prepared_of
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -77,12 +76,9 @@ class ClaimReconciler:
         if known is None:
             return ""
         prepared = prepared_of(known)
-        # Without pods it is not known whether containers of this boot use the claim.
-        unknown = not known.pods and prepared is not None and prepared.boot == self.files.boot
         try:
-            users = known.pods | unlisted
-            over = known.name and not unknown and holders.claim_is_over(uid, users, named, pods)
-            if over and not await self._allocated(known):
+            over = is_over(known, self.files.boot, named, pods, unlisted)
+            if known.name and over and not await self._allocated(known):
                 await self.preparation.end(uid)
                 return "unprepared"
         except Exception as error:  # the API server's, a hook's, the disk's: the next run tries again
@@ -94,7 +90,7 @@ class ClaimReconciler:
             if prepared.boot != self.files.boot:
                 await self.records.ledger.do(operations.reopen(self.records.driver, uid))
                 return "reopened"
-            written = await self.files.write(uid, prepared)
+            written = await self.files.write(known)
         except (cdi.CdiError, LedgerError) as error:
             _LOG.warning("%s: claim %s: %s", self.records.driver, known.title, error)
             return "unknown"
@@ -112,5 +108,4 @@ class ClaimReconciler:
                 raise
             return False
         prepared = prepared_of(known)
-        allocated = {(result.device, result.share_id or "") for result in allocation.results}
-        return prepared is None or allocated == {(device.device, device.share) for device in prepared.devices}
+        return prepared is None or prepared.named == allocation.named

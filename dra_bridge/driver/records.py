@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import weakref
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import msgspec
 
+from deviceplugin.kubelet import holders
+from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.register.records import Claim
 from dra_bridge.ledger.worker import AsyncLedger
 
@@ -32,6 +35,11 @@ class Prepared(msgspec.Struct, frozen=True, omit_defaults=True):
     spec: str = ""
     boot: str = ""
 
+    @property
+    def named(self) -> frozenset[tuple[str, str, str, str]]:
+        """The request, pool, device and share of each device: the allocation that is answered."""
+        return frozenset((one.request, one.pool, one.device, one.share) for one in self.devices)
+
 
 def prepared_of(claim: Claim) -> Prepared | None:
     """Return the answer that a ledger keeps of a claim; None if there is none, or an older agent's."""
@@ -41,6 +49,19 @@ def prepared_of(claim: Claim) -> Prepared | None:
         return msgspec.json.decode(claim.result, type=Prepared)
     except msgspec.DecodeError:
         return None
+
+
+def is_over(
+    claim: Claim, boot: str, named: Collection[str], pods: PodProcesses, unlisted: Collection[str] = ()
+) -> bool:
+    """Whether no container of this node can use a claim (E2). Without known pods one may, until the next boot.
+
+    boot: this one. named, pods, unlisted: see `ClaimReconciler.reconcile`.
+    """
+    prepared = prepared_of(claim)
+    begun = {prepared.boot} if prepared is not None else {one.identity.split(" ")[0][5:] for one in claim.devices}
+    unknown = not claim.pods and boot in begun
+    return not unknown and holders.claim_is_over(claim.uid, claim.pods.union(unlisted), named, pods)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from deviceplugin import claim_files
 from deviceplugin.kubelet.orphaned_claims import OrphanedClaims
 from deviceplugin.node.agent import Agent, AgentError
 from deviceplugin.node.options import Paths
 from deviceplugin.node.service import Service
+from deviceplugin.register import operations
 from deviceplugin.register.records import LedgerError
 from deviceplugin.source import DeviceSource
 from dra_bridge.driver import ClusterClaims
+from dra_bridge.driver.claim_devices import claim_of
 from dra_bridge.handover.allocatable import GRACE, AllocatableStatus
 from dra_bridge.kube import Cluster
 from dra_bridge.ledger.worker import AsyncLedger
@@ -65,7 +69,9 @@ class Bridge:
         self._tasks: list[asyncio.Task[None]] = []
         self._ledger: AsyncLedger | None = None
         paths = paths or Paths()
-        self._claims = OrphanedClaims(paths.kubelet_root, self.drivers.keys, cdi_directory)
+        self._claims = OrphanedClaims(
+            paths.kubelet_root, self.drivers.keys, cdi_directory, lambda: self.agent.tracker.pods.read()
+        )
         self.agent = Agent(
             sources,
             paths,
@@ -76,6 +82,7 @@ class Bridge:
             unknown=self._unknown,
             avoids=self._draining,
         )
+        self.agent.brought.append(self._serve_brought)
         self.agent.providers.append(BridgeStatus(self))
         self.publisher = Publisher(cluster, node)
         self._allocatable = AllocatableStatus(
@@ -101,7 +108,9 @@ class Bridge:
 
     def _unknown(self, resource: str) -> Mapping[str, str] | None:
         """Return of which devices of a resource it is not known who holds them; None if that is never asked."""
-        service = self.agent.services[resource]
+        service = self.agent.services.get(resource)
+        if service is None:  # its endpoint ends a moment later
+            return dict.fromkeys(self.agent.register.snapshot.of(resource), "it is not served any more")
         if driver := service.source.driver:
             if (one := self.drivers.get(driver)) is not None and resource in one.resources:
                 return one.unknown(resource)
@@ -152,8 +161,8 @@ class Bridge:
         for one in self.drivers.values():
             for resource in one.resources.keys() - self.agent.services.keys():
                 one.drop(resource)
-        for name in {*sources, *unchanged} & self.agent.services.keys():
-            self._serve(self.agent.services[name])
+        for service in self.agent.services.values():
+            self._serve(service)
 
     async def _opened(self) -> bool:
         """Bridge what is to be served; return False if the agent is stopped before that is done."""
@@ -171,8 +180,20 @@ class Bridge:
     async def _open_all(self) -> None:
         """Open the ledger, and begin to serve. Raises AgentError: it cannot be opened."""
         self._ledger = self.agent.register.store = await self._open_ledger()
+        try:
+            files = await asyncio.to_thread(claim_files.read_all, self.node.cdi_directory)
+            claims = [claim_of(file, time.time()) for file in files if file.devices is not None]
+            for claim in await self._ledger.do(operations.adopt_claims(claims)):
+                text = "the ledger lacks claim %s of driver %s; its own file says what it holds"
+                _LOG.warning(text, claim.title if claim.name else claim.uid, claim.driver)
+        except (LedgerError, OSError) as error:
+            raise AgentError(f"it cannot be recorded what claims hold: {error}") from error
         now = self._ledger.snapshot
-        published = {record.driver for record in now.devices.values()} | {claim.driver for claim in now.claims.values()}
+        published = (
+            {file.driver for file in files}
+            | {record.driver for record in now.devices.values()}
+            | {claim.driver for claim in now.claims.values()}
+        )
         for driver in sorted(published - {""}):
             self._driver(driver, self._ledger)
         for service in self.agent.services.values():
@@ -202,6 +223,12 @@ class Bridge:
             one.read_share(self._watch.annotations)
             one.serve(service, self._policies.get(resource, HandoverPolicy()))
         service.endpoint.refresh()
+
+    def _serve_brought(self, resource: str, parent: str) -> None:
+        """Have a resource that a source has brought along served on both sides, under the policy of that source."""
+        if parent in self._policies:
+            self._policies.setdefault(resource, self._policies[parent])
+        self._serve(self.agent.services[resource])
 
     def _left(self, resource: str) -> None:
         """Go on after the devices of a resource have left a driver."""

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -19,6 +19,7 @@ from deviceplugin.kubelet.tracker import HolderTracker
 from deviceplugin.register import operations
 from deviceplugin.register.records import LedgerError
 from dra_bridge.driver import ClaimRef, Driver, RunningPods
+from dra_bridge.driver.records import is_over
 from dra_bridge.kube import RESOURCE_CLAIMS, Cluster, ClusterError
 from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.node.resource import ResourceRuntime
@@ -32,19 +33,25 @@ NOTICE: Final = 1.0
 """Seconds after which it is noticed that a claim holds devices only until the processes of its pods have ended."""
 
 
+async def _nobody(_uid: str) -> None:
+    """Tell nobody."""
+
+
 @dataclass(slots=True, eq=False)
 class ClaimPods:
     """Records in a ledger which pods use the claims of one driver, before the kubelet forgets it.
 
     tracker: sees the pods' processes, and asks the kubelet for its active pods. kubelet_root: where the kubelet's
-    claim state lies. recorded: UIDs of running pods of which the ledger has all claims of this driver. _next: the
-    reading that has not begun yet; all calls until then share it.
+    claim state lies. described: called with a claim's UID after the ledger got to know more of the claim. recorded:
+    UIDs of running pods of which the ledger has all claims of this driver. _next: the reading that has not begun yet;
+    all calls until then share it.
     """
 
     driver: str
     ledger: AsyncLedger
     tracker: HolderTracker
     kubelet_root: Path
+    described: Callable[[str], Awaitable[None]] = _nobody
     recorded: frozenset[str] = frozenset()
     _next: asyncio.Task[RunningPods] | None = None
 
@@ -95,6 +102,7 @@ class ClaimPods:
             if known is not None and not (known.name and claim.pod_uids <= known.pods):
                 names = claim.namespace, claim.name, claim.pod_uids
                 await self.ledger.do(operations.describe(self.driver, claim.uid, *names))
+                await self.described(claim.uid)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,21 +151,25 @@ class ClaimReconciliation:
         unlisted = (await self.pods.running()).unlisted
         named = frozenset(claim.uid for claim in await self.pods.record())
         processes = await asyncio.to_thread(self.tracker.pods.read)
-        await self._name_from_server(named, processes)
+        await self._name_from_server(named, processes, unlisted)
         await self.driver.reconciler.reconcile(named, processes, unlisted, sweep=sweep)
 
-    async def _name_from_server(self, named: Collection[str], processes: PodProcesses) -> None:
-        """Name claims that are known from their CDI files alone, or unprepare those that the API server has not."""
+    async def _name_from_server(
+        self, named: Collection[str], processes: PodProcesses, unlisted: Collection[str]
+    ) -> None:
+        """Name claims that are known from their CDI files alone; unprepare those that are over and do not exist."""
         records = self.driver.records
         nameless = [claim for claim in records.all() if not claim.name and claim.uid not in named]
         if not nameless:
             return
         listed = (await self.cluster.list(RESOURCE_CLAIMS)).items
-        known = {claim["metadata"]["uid"]: claim["metadata"] for claim in listed}
+        known = {claim["metadata"]["uid"]: claim for claim in listed}
         for claim in nameless:
-            if metadata := known.get(claim.uid):
-                described = operations.describe(records.driver, claim.uid, metadata["namespace"], metadata["name"])
-                await records.ledger.do(described)
-            elif not any(processes.may_run(uid) for uid in claim.pods):
+            if (found := known.get(claim.uid)) is not None:
+                metadata, users = found["metadata"], (found.get("status") or {}).get("reservedFor") or ()
+                pods = [user["uid"] for user in users if user.get("resource") == "pods"]
+                names = metadata["namespace"], metadata["name"], pods
+                await records.ledger.do(operations.describe(records.driver, claim.uid, *names))
+            elif is_over(claim, self.driver.files.boot, named, processes, unlisted):
                 _LOG.info("%s: claim %s, known from its CDI file, does not exist", records.driver, claim.uid)
                 await self.driver.unprepare([ClaimRef("", "", claim.uid)])

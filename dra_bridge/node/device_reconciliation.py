@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from deviceplugin.backoff import Backoff
+from deviceplugin.cdi import CdiError
 from deviceplugin.exclusion import Key
 from deviceplugin.kubelet import claim_state
 from deviceplugin.kubelet.checkpoint import CheckpointError
@@ -30,7 +31,7 @@ _LOG: Final = logging.getLogger(__name__)
 RESOLVE: Final = 30.0
 """Seconds between two checks whether a quarantined device may leave quarantine."""
 
-EVIDENCE_ERRORS: Final = (LedgerError, CheckpointError, ClaimStateError, ClusterError, OSError, TimeoutError)
+EVIDENCE_ERRORS: Final = (LedgerError, CheckpointError, ClaimStateError, CdiError, ClusterError, OSError, TimeoutError)
 """Raised where the evidence cannot be read now."""
 
 
@@ -56,10 +57,9 @@ class EvidenceReader:
         tracker = self.agent.tracker
         held = kubelet_snapshot(0, now, resource, ids.device_id_of, tracker.granted, tracker.title).held
         prepared = await asyncio.to_thread(claim_state.read, self.agent.paths.kubelet_root)
-        files = await asyncio.to_thread(self.driver.cdi_evidence, resource)
-        found = (*self.driver.claim_evidence(prepared, resource), *files)
-        claims = [replace(claim, devices=claim.devices & wanted) for claim in found if claim.devices & wanted]
-        claims = [claim for claim in claims if not self._recorded(claim)]
+        found = await asyncio.to_thread(self.driver.claim_evidence, prepared, resource)
+        # A claim counts also if it has none of these devices by their names now: its file says what they are.
+        claims = [replace(claim, devices=claim.devices & wanted) for claim in found if not self._recorded(claim)]
         store, known = self.driver.records.ledger.ledger, self.driver.records.ledger.snapshot
         quarantined = any(known.device(resource, name).state is State.QUARANTINED for name in devices)
         if store.fresh or quarantined:
@@ -152,7 +152,7 @@ class DeviceReconciler:
             certain = self.context.reconciled & known.devices.keys()
             unreconciled = [name for name in snapshot.devices if (resource, name) not in certain]
             if not unreconciled and (not snapshot.listed or resource in qualifiers_of(known, self.context.name)):
-                if snapshot.listed and not one.reconciled.is_set():
+                if snapshot.listed:
                     one.reconciled.set()
                     one.service.release_idle()
                 return

@@ -65,6 +65,7 @@ class DriverRuntime:
             qualifiers=lambda resources: qualifiers_of(async_ledger.snapshot, name),
             register=register,
         )
+        pods.described = self.driver.files.describe
         self.registrar = Registrar(self.driver, root, changed=self.publish)
         self.feed = SliceFeed(context, self.registrar)
         register.subscribe(self.publish)

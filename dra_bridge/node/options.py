@@ -21,8 +21,6 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     about = "this node's name in the cluster ($NODE_NAME, else the host's name: %(default)s)"
     parser.add_argument("--node-name", default=node, metavar="NAME", help=about)
     add_kubeconfig(parser)
-    about = "where the container runtime finds CDI specs (%(default)s)"
-    parser.add_argument("--cdi-dir", default="/var/run/cdi", metavar="DIR", help=about)
     about = "write status.devices of prepared claims: a GET and a PATCH for each claim, and the right to patch"
     parser.add_argument("--claim-status", action="store_true", help=about)
     common.add_run_options(parser)
@@ -34,7 +32,6 @@ class RunOptions(common.RunOptions):
 
     cluster: Cluster
     node: str
-    cdi_directory: str
     claim_status: bool
 
 
@@ -61,7 +58,7 @@ def run_options(options: argparse.Namespace) -> RunOptions:
 
     cluster = Cluster.from_environment(options.kubeconfig)
     cluster.configure()  # before there is a loop, a socket or a ledger
-    return RunOptions(run.paths, run.metrics_address, cluster, options.node_name, options.cdi_dir, options.claim_status)
+    return RunOptions(run.paths, run.metrics_address, cluster, options.node_name, options.claim_status)
 
 
 def add_kubeconfig(parser: argparse.ArgumentParser) -> None:

@@ -75,7 +75,7 @@ def _bridge(sources: Sequence[DeviceSource], policies: Mapping[str, HandoverPoli
         options.cluster,
         options.node,
         options.paths,
-        cdi_directory=options.cdi_directory,
+        cdi_directory=str(options.paths.cdi_dir),
         claim_status=options.claim_status,
         report_holders=options.metrics_address is not None,
     )

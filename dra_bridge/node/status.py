@@ -43,7 +43,8 @@ class BridgeStatus:
         """Return the moves and claims that began or ended since the last call."""
         found: list[Event] = []
         now = self._bridge.agent.register.snapshot
-        found += events(self._seen or now, now, time.time())
+        before = self._seen if self._seen is not None and self._seen.sequence else now
+        found += events(before, now, time.time())  # what a ledger has that is opened late is no event
         self._seen = now
         since = self._bridge.cluster.statistics.unreachable_since()
         if (since is not None) != self._unreachable:
@@ -89,6 +90,8 @@ class BridgeStatus:
     def _unready(self, drivers: list[DriverRuntime]) -> Iterator[str]:
         for one in drivers:
             state, registration = self._bridge.publisher.state(one.name), one.registrar.statistics
+            if not (one.resources or one.driver.records.all()):
+                continue  # no resource names it any more, and it has no claim to unprepare
             if not registration.registered:
                 error = f": {registration.error}" if registration.error else ""
                 yield f"driver {one.name} is not registered with the kubelet{error}"
@@ -97,7 +100,7 @@ class BridgeStatus:
                 yield f"slices of driver {one.name} are not published{problem}"
         named = {service.source.driver or "" for service in list(self._bridge.agent.services.values())}
         for name in sorted(named - {"", *(one.name for one in drivers)}):
-            yield f"driver {name} has not started: another agent may have its ledger"
+            yield f"driver {name} has not started: another agent may have the ledger"
 
     def _status(self, driver: DriverRuntime, kubelet_listens: bool) -> dict[str, object]:
         state = self._bridge.publisher.state(driver.name)

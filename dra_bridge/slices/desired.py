@@ -25,8 +25,6 @@ MAX_DEVICES: Final = 64
 MAX_COUNTER_SETS: Final = 8
 MAX_NAME: Final = 253
 
-SHARES: Final = "shares"
-"""Capacity that the DRA side adds to a shared device: how many claims it takes, one a claim unless it asks for more."""
 Feature = Literal["taints", "sharing", "counters"]
 """A feature of the API server. Without it, the server drops the fields of the feature without an error."""
 Counters = Mapping[str, int | str]
@@ -157,7 +155,7 @@ def _entry(
     capacity: Object = {}
     if replicas > 1:
         policy = {"default": "1", "validRange": {"min": "1", "step": "1"}}
-        capacity[SHARES] = {"value": str(replicas), "requestPolicy": policy}
+        capacity[naming.SHARES] = {"value": str(replicas), "requestPolicy": policy}
     taken = {naming.qualified(key, pool.driver) for key in (*attributes, *capacity)}
     # The device's capacity and attributes go before the framework's own "numa" where not all of them fit.
     wanted: list[tuple[str, Any, bool]] = [(key, value, True) for key, value in device.capacity.items()]

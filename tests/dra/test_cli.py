@@ -754,7 +754,7 @@ def test_options_of_an_authors_agent(world: World, logs_restored: None) -> None:
     options = parse_run(
         ["--node-name", "n7", "--cdi-dir", "/cdi", "--kubelet-root", "/k", "--kubeconfig", str(world.kubeconfig)]
     )
-    assert (options.node, options.cdi_directory, options.paths.kubelet_root) == ("n7", "/cdi", Path("/k"))
+    assert (options.node, options.paths.cdi_dir, options.paths.kubelet_root) == ("n7", Path("/cdi"), Path("/k"))
     assert options.metrics_address is None
     assert not options.claim_status
     assert parse_run(["--claim-status", "--kubeconfig", str(world.kubeconfig)]).claim_status

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import threading
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -15,10 +16,11 @@ from hypothesis import strategies as st
 
 from deviceplugin.device import Device
 from deviceplugin.exclusion import Key, Things, thing_of
-from deviceplugin.hooks import HookTimeoutError
+from deviceplugin.hooks import HookStatistics, HookTimeoutError
 from deviceplugin.identity import Tokens, boot_id
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.granted import Granted
+from deviceplugin.source import DeviceSource
 
 R = "example.com/r"
 NONE: Tokens = frozenset()
@@ -339,71 +341,56 @@ def test_subscribers_hear_of_holders_that_matter() -> None:
     assert len(calls) == 1
 
 
-async def test_a_grant_waits_for_the_hook_that_releases_its_device() -> None:
-    """A slow `released` does not work on a device that the next holder has by then; others are not held up."""
-    guard = ExclusionGuard()
-    done: list[str] = []
-    go_on = asyncio.Event()
-
-    async def released() -> None:
-        await go_on.wait()
-        done.append("released")
-
-    async def grant(device: str) -> None:
-        await guard.verify([("example.com/a", device)])
-        done.append(device)
-
-    release = guard.releases.run([("example.com/a", "0")], released())
-    waiting = asyncio.create_task(grant("0"))
-    await grant("1")
-    assert done == ["1"]
-    go_on.set()
-    await waiting
-    assert done == ["1", "released", "0"]
-    await release
-    await grant("0")
-
-
-async def test_hooks_that_release_one_thing_run_one_after_the_other() -> None:
-    """Two names of one thing may be released at the same time, as after the start; each hook needs it for itself."""
-    world = World(a="n1", b="n1", c="n2")
-    go_on, two = asyncio.Event(), asyncio.Event()
-    running: set[str] = set()
-
-    async def released(device: str) -> None:
-        assert device == "c" or running <= {"c"}
-        running.add(device)
-        if len(running) == 2:
-            two.set()
-        await go_on.wait()
-        running.remove(device)
-
-    tasks = [world.guard.releases.run([key(device)], released(device)) for device in "abc"]
-    await two.wait()
-    assert running == {"a", "c"}
-    go_on.set()
-    assert await asyncio.gather(*tasks) == ["", "", ""]
-
-
-async def test_nothing_that_released_works_on_after_its_timeout_is_granted() -> None:
+async def test_nothing_that_a_hook_works_on_after_its_timeout_is_granted() -> None:
     """Nor another id of the same thing; others are, and all are once the hook has ended."""
     world = World(a="n1", b="n1", c="n2")
-    work: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    over = threading.Event()
 
-    async def released() -> None:
-        raise HookTimeoutError("released did not answer", work)
+    class Slow(DeviceSource):
+        resource = R
+        hook_timeout = 0.01
 
-    assert await world.guard.releases.run([key("a")], released()) == "released did not answer"
-    await world.guard.verify([key("c")])
-    for device in ("a", "b"):
-        with pytest.raises(ConflictError, match=r"a of .*: `released` still works on it"):
-            await world.guard.verify([key(device)])
-    assert world.guard.withheld(R, "dra").keys() == world.guard.withheld(R, "plugin").keys() == {"a", "b"}
-    assert world.guard.in_use([key("a"), key("b"), key("c")]) == {key("a"), key("b")}
-    reconciled: list[None] = []
-    world.guard.subscribe(lambda: reconciled.append(None))
-    work.set_result(None)
-    await asyncio.sleep(0)  # the future's callback
-    assert reconciled
+        def reset(self, devices: Sequence[Device]) -> None:
+            over.wait()
+
+    reconciled: asyncio.Queue[None] = asyncio.Queue()
+    world.guard.subscribe(lambda: reconciled.put_nowait(None))
+    try:
+        with pytest.raises(HookTimeoutError):
+            await world.guard.hooks.call(HookStatistics(), "reset", Slow(), [Device("a")])
+        await reconciled.get()
+        await world.guard.verify([key("c")])
+        for device in ("a", "b"):
+            with pytest.raises(ConflictError, match=r"a of .*: `reset` still works on it, after its timeout"):
+                await world.guard.verify([key(device)], resets=False)
+        assert world.guard.withheld(R, "dra").keys() == world.guard.withheld(R, "plugin").keys() == {"a", "b"}
+        assert world.guard.withheld(R, "plugin")["a"] == "`reset` still works on it, after its timeout"
+        assert world.guard.in_use([key("a"), key("b"), key("c")]) == {key("a"), key("b")}
+    finally:
+        over.set()
+    await reconciled.get()
     assert world.guard.withheld(R, "plugin").keys() == {"b"}
     await world.guard.verify([key("a")])
+
+
+async def test_parts_of_what_a_hook_works_on_are_neither_granted_nor_offered() -> None:
+    """A hook of one half may work on what the other half is a part of, too."""
+    world = World()
+    halves = [Device(name, consumes={"g": {"m": 5}}, counters={"g": {"m": 10}}) for name in "xy"]
+    world.served.inventory.publish(halves)
+    over = threading.Event()
+
+    class Slow(DeviceSource):
+        resource = R
+        hook_timeout = 0.01
+
+        def released(self, devices: Sequence[Device]) -> None:
+            over.wait()
+
+    try:
+        assert "did not answer" in await world.guard.hooks.start(HookStatistics(), "released", Slow(), [halves[0]])
+        with pytest.raises(ConflictError, match=r"x of .*: `released` still works on it"):
+            await world.guard.verify([key("y")])
+        assert world.guard.withheld(R, "dra").keys() == world.guard.withheld(R, "plugin").keys() == {"x", "y"}
+    finally:
+        over.set()

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ import grpc
 import pytest
 from deviceplugin.kubelet.allocation_gate import Refusal
 
-from deviceplugin.kubelet.claim_state import PreparedClaim
-from deviceplugin.kubelet.orphaned_claims import FRESH, OrphanedClaimGate, OrphanedClaims, only_seen, orphaned
-from deviceplugin.naming import device_name, qualifiers
+from deviceplugin import claim_files
+from deviceplugin.claim_files import ClaimFile, FiledDevice
+from deviceplugin.identity import boot_id
+from deviceplugin.kubelet.cgroups import PodProcesses
+from deviceplugin.kubelet.orphaned_claims import ENDING, FRESH, OrphanedClaimGate, OrphanedClaims
 from deviceplugin.testing import FakeKubelet
 from deviceplugin.testing import claim_state as written
 from deviceplugin.testing.claim_state import DevicesOfClaim, PreparedDevice
@@ -26,122 +29,199 @@ D = "sim.example.com"
 OLD = "old.example.com"
 
 
-def claim(
-    *devices: str, driver: str = D, uid: str = "uid-1", admin: bool = False, others: tuple[str, ...] = ()
-) -> DevicesOfClaim:
+def claim(*devices: str, driver: str = D, uid: str = "uid-1", others: tuple[str, ...] = ()) -> DevicesOfClaim:
     """A claim as the kubelet keeps it. others: drivers that have not answered yet."""
     prepared = [
-        PreparedDevice(("r",), "node", name, (f"{driver}/claim={'admin' if admin else 'claim'}_{uid}_r_{name}",), None)
-        for name in devices
+        PreparedDevice(("r",), "node", name, (f"{driver}/claim=claim_{uid}_r_{name}",), None) for name in devices
     ]
     return DevicesOfClaim("ml", "train", uid, {driver: prepared, **{other: [] for other in others}}, {"pod-uid"})
 
 
-def of(root: Path, *served: str) -> OrphanedClaims:
-    return OrphanedClaims(root, lambda: served, fresh=0.0)
+def file(
+    root: Path, *devices: str | FiledDevice, driver: str = D, uid: str = "uid-1", boot: str = "b", **more: Any
+) -> None:
+    """Write the file of our own of a claim for these devices of R."""
+    fields = {"namespace": "ml", "name": "train", "boot": boot, "pods": frozenset({"pod-uid"}), **more}
+    filed = tuple(one if isinstance(one, FiledDevice) else FiledDevice(R, one) for one in devices)
+    data = claim_files.encode(ClaimFile(driver=driver, uid=uid, devices=filed, **fields))
+    claim_files.Store(driver, str(root / "cdi")).write(uid, data)
+
+
+def of(root: Path, *served: str, pods: Collection[str] | None = ()) -> OrphanedClaims:
+    """Return the claims by the files below a directory. pods: those whose processes run; None: not known."""
+    seen = PodProcesses(None if pods is None else frozenset(pods))
+    return OrphanedClaims(root, lambda: served, str(root / "cdi"), lambda: seen, "b", fresh=0.0)
 
 
 def held(driver: str = D) -> str:
     return f"claim ml/train through driver {driver}, which is not served here"
 
 
-def test_claims_of_drivers_that_are_not_served_hold(tmp_path: Path) -> None:
-    """Served drivers know their claims themselves; a claim over several drivers counts for each of them."""
-    two = claim("a", driver=OLD, others=("new.example.com",))
-    two.drivers[D] = list(claim("b").drivers[D])
-    written.write(tmp_path, [two])
+UNKNOWN = "it is not known"
+
+
+def test_what_claims_of_former_drivers_hold_is_known_by_their_files(tmp_path: Path) -> None:
+    """By resource and device, whatever was published; those of served drivers are known to the drivers themselves."""
+    file(tmp_path, "a", FiledDevice("example.com/other", "b"), driver=OLD)
+    file(tmp_path, "c", uid="uid-2")
+    written.write(tmp_path, [claim("fpga--a", driver=OLD), claim("c", uid="uid-2")])
     claims = of(tmp_path, D)
     assert [claims.holder(R, name, D) for name in ("a", "b", "c")] == [held(OLD), "", ""]
-    assert of(tmp_path).holder(R, "b", D) == held(D)
+    assert claims.holder("example.com/other", "b", None) == held(OLD)
+    assert of(tmp_path).holder(R, "c", D) == held(D)
 
 
-def test_administrative_access_holds_nothing() -> None:
-    """Such a claim sees a device; the bridge marks its CDI ids."""
-    ids = frozenset({f"{OLD}/claim=admin_uid-1_r_a", f"{OLD}/claim=claim_uid-1_q_b", f"{OLD}/claim=admin_uid-2_r_c"})
-    devices = frozenset({("node", name, "") for name in ("a", "b", "c")})
-    both = PreparedClaim("uid-1", "ml", "train", frozenset(), {OLD: devices}, ids)
-    assert only_seen(both, OLD) == {"a"}
-    assert set(orphaned([both])) == {"b", "c"}
+def test_what_another_vendors_claim_holds_is_not_known_by_its_name(tmp_path: Path) -> None:
+    """A network card `0` of somebody else's driver is not our FPGA `0`."""
+    written.write(tmp_path, [claim("0", driver="nic.vendor.example")])
+    assert [of(tmp_path, *served).holder(R, "0", D) for served in ((), (D,))] == ["", ""]
 
 
-def test_what_a_claim_only_sees_of_one_driver_it_may_hold_of_another(tmp_path: Path) -> None:
-    """A device is held though the same claim has administrative access to one of that name, or to itself, elsewhere."""
-    seen = claim("a", driver=OLD, admin=True)
-    seen.drivers[D] = list(claim("a").drivers[D])
-    written.write(tmp_path, [seen])
-    assert of(tmp_path).holder(R, "a", D) == held()
-    seen.drivers = {OLD: [*seen.drivers[OLD], PreparedDevice(("q",), "node", "a", (), None)]}
-    written.write(tmp_path, [seen])
-    assert of(tmp_path).holder(R, "a", D) == held(OLD)
-    seen.drivers[OLD].pop()
-    written.write(tmp_path, [seen])
-    assert of(tmp_path).holder(R, "a", D) == ""
+def test_a_claim_of_our_driver_without_a_file_may_hold_any_device_of_its_resource(tmp_path: Path) -> None:
+    """The file is lost, or its directory is not mounted; a claim that was not answered yet holds nothing."""
+    written.write(tmp_path, [claim("0", others=("new.example.com",))])
+    assert of(tmp_path).holder(R, "x", D) == f"{UNKNOWN} what claim ml/train through driver {D} holds"
+    assert [of(tmp_path).holder(R, "0", driver) for driver in (None, OLD, "new.example.com")] == ["", "", ""]
+    assert of(tmp_path, D).holder(R, "0", D) == ""
 
 
-@pytest.mark.parametrize("qualifier", ["", *qualifiers([R, "example.com/other"]).values()])
-@pytest.mark.parametrize("device", ["a", "GPU_0", "a--b"])
-def test_devices_are_found_by_their_published_names(tmp_path: Path, device: str, qualifier: str) -> None:
-    """A driver of several resources qualifies names; which others it had, nobody knows any more."""
-    written.write(tmp_path, [claim(device_name(device, qualifier), driver=OLD)])
+def test_administrative_access_holds_nothing(tmp_path: Path) -> None:
+    """Neither the device nor its nodes."""
+    seen = FiledDevice(R, "a", admin=True, identity="boot:b char:240:0")
+    file(tmp_path, seen, FiledDevice(R, "b", identity="boot:b char:240:1"))
+    written.write(tmp_path, [claim("a", "b")])
     claims = of(tmp_path)
-    expected = "" if qualifier == "other" else held(OLD)
-    assert claims.holder(R, device, None) == expected
-    assert claims.holder(R, "b", None) == ""
+    assert [claims.holder(R, name, D) for name in ("a", "b")] == ["", held()]
+    assert claims.held() == {(D, "claim ml/train"): {"char:240:1"}}
 
 
-def test_two_resources_of_one_driver(tmp_path: Path) -> None:
-    """Of two devices with the same id in two resources only the one that the claim names is withheld."""
-    words = qualifiers([R, "example.com/other"])
-    written.write(tmp_path, [claim(device_name("a", words[R]), driver=OLD)])
+def test_a_renamed_device_is_known_by_what_it_is(tmp_path: Path) -> None:
+    """The file has its tokens; those of another boot are of another node."""
+    file(tmp_path, FiledDevice(R, "a", identity="boot:b char:240:0 uuid:1"), uid="uid-1")
+    file(tmp_path, FiledDevice(R, "b", identity="boot:before char:240:1"), uid="uid-2", boot="before", name="other")
+    written.write(tmp_path, [claim("a"), claim("b", uid="uid-2")])
     claims = of(tmp_path)
-    assert claims.holder(R, "a", None) == held(OLD)
-    assert claims.holder("example.com/other", "a", None) == ""
+    assert claims.held() == {(D, "claim ml/train"): {"char:240:0", "uuid:1"}}
+    assert claims.holder(R, "b", None), "the kubelet will prepare it again"
 
 
-def cdi_file(directory: Path, driver: str, uid: str, **devices: Any) -> None:
+@pytest.mark.parametrize(
+    ("pods", "more", "counts"),
+    [
+        (["pod-uid"], {}, True),
+        (["pod-2"], {}, False),
+        ([], {}, False),
+        (None, {}, True),  # nobody can say which processes run
+        ([], {"pods": frozenset()}, True),  # a claim whose pods are not known runs
+        (["pod-uid"], {"boot": "before"}, False),
+        ([], {"boot": "before", "pods": frozenset()}, False),
+    ],
+)
+def test_a_claim_that_the_kubelet_has_forgotten_holds_while_its_processes_run(
+    tmp_path: Path, pods: list[str] | None, more: dict[str, Any], counts: bool
+) -> None:
+    """Its pod was deleted by force and hangs, or the kubelet lost its claim state."""
+    file(tmp_path, "a", **more)
+    written.write(tmp_path, [])
+    assert of(tmp_path, pods=pods).holder(R, "a", D) == (held() if counts else "")
+
+
+def test_the_end_of_forgotten_processes_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes are looked at from time to time, and only while the file of such a claim is there."""
+    now, looks, pods = [100.0], [0], {"pod-uid"}
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+
+    def processes() -> PodProcesses:
+        looks[0] += 1
+        return PodProcesses(frozenset(pods))
+
+    written.write(tmp_path, [])
+    claims = OrphanedClaims(tmp_path, tuple, str(tmp_path / "cdi"), processes, "b", fresh=0.0)
+    assert (claims.holder(R, "a", D), looks[0]) == ("", 0)
+    file(tmp_path, "a")
+    for _ in range(3):
+        assert (claims.holder(R, "a", D), looks[0]) == (held(), 1)
+    pods.clear()
+    assert claims.holder(R, "a", D) == held()
+    now[0] += ENDING
+    assert (claims.holder(R, "a", D), looks[0]) == ("", 2)
+
+
+def test_a_damaged_file_may_be_of_any_device(tmp_path: Path) -> None:
+    """Whether or not the kubelet names the claim; a served driver sees to its own."""
+    file(tmp_path, "a", driver=OLD)
+    (tmp_path / "cdi" / f"{OLD}_uid-1.claim").write_bytes(b"{")
+    for named in ([], [claim("a", driver=OLD)]):
+        written.write(tmp_path, named)
+        assert of(tmp_path).holder("example.com/other", "x", None).startswith(f"{UNKNOWN} whether a claim holds it")
+        assert of(tmp_path, OLD).holder(R, "a", None) == ""
+
+
+def test_a_directory_that_cannot_be_read_means_unknown(tmp_path: Path) -> None:
+    """Unknown counts as held."""
+    written.write(tmp_path, [])
+    (tmp_path / "cdi").write_bytes(b"")
+    assert of(tmp_path).holder(R, "a", None).startswith(f"{UNKNOWN} whether a claim holds it: ")
+
+
+def cdi_file(root: Path, driver: str, uid: str, **devices: Any) -> None:
     listed = [{"name": name, "containerEdits": {"deviceNodes": [node]}} for name, node in devices.items()]
     spec = {"cdiVersion": "0.5.0", "kind": f"{driver}/claim", "devices": listed}
-    (directory / f"{driver}-claim_{uid}.json").write_text(json.dumps(spec))
+    (root / "cdi").mkdir(exist_ok=True)
+    (root / "cdi" / f"{driver}-claim_{uid}.json").write_text(json.dumps(spec))
 
 
-def test_the_nodes_of_a_claim_are_known_by_its_cdi_file(tmp_path: Path) -> None:
-    """By the numbers in it, or those that the nodes have now; served drivers and administrative access do not count."""
-    one, two, seen = claim("a", driver=OLD), claim("b", uid="uid-2"), claim("c", driver=OLD, uid="uid-3", admin=True)
-    written.write(tmp_path, [one, two, seen])
+def test_the_nodes_of_another_vendors_claim_are_known_by_its_cdi_file(tmp_path: Path) -> None:
+    """By the numbers in it, or those that the nodes have now; those of served drivers do not count."""
+    one, two = claim("a", driver=OLD), claim("b", uid="uid-2")
+    written.write(tmp_path, [one, two])
     number = {"path": "/dev/x", "type": "c", "major": 240, "minor": 3}
     cdi_file(tmp_path, OLD, "uid-1", **{"claim_uid-1_r_a": number, "other": {"path": "/dev/y", "hostPath": "/dev/tty"}})
     cdi_file(tmp_path, D, "uid-2", **{"claim_uid-2_r_b": {"path": "/dev/y", "hostPath": "/dev/tty"}})
-    cdi_file(tmp_path, OLD, "uid-3", **{"admin_uid-3_r_c": number})
     expected = {(OLD, "claim ml/train"): frozenset({"char:240:3"})}
-    claims = OrphanedClaims(tmp_path, lambda: [D], str(tmp_path), fresh=0.0)
+    claims = of(tmp_path, D)
     assert claims.held() == expected
     assert claims.held() is claims.held()
     written.write(tmp_path, [two])
     assert claims.held() == {}
-    assert OrphanedClaims(tmp_path, cdi_directory=str(tmp_path)).held() == {
-        (D, "claim ml/train"): frozenset({"char:5:0"})
+    assert of(tmp_path).held() == {(D, "claim ml/train"): frozenset({"char:5:0"})}
+
+
+def test_a_claim_with_a_file_of_ours_and_another_drivers_device(tmp_path: Path) -> None:
+    """Each driver's part is known in its own way."""
+    both = claim("a", driver=OLD)
+    both.drivers["nic.vendor.example"] = list(claim("n", driver="nic.vendor.example").drivers["nic.vendor.example"])
+    written.write(tmp_path, [both])
+    file(tmp_path, FiledDevice(R, "a", identity="boot:b char:240:1"), driver=OLD)
+    for driver, name, minor in ((OLD, "a", 9), ("nic.vendor.example", "n", 2)):
+        node = {"path": "/dev/x", "type": "c", "major": 240, "minor": minor}
+        cdi_file(tmp_path, driver, "uid-1", **{f"claim_uid-1_r_{name}": node})
+    assert of(tmp_path).held() == {
+        (OLD, "claim ml/train"): {"char:240:1"},
+        ("nic.vendor.example", "claim ml/train"): {"char:240:2"},
     }
 
 
 @pytest.mark.parametrize("text", [None, "{", "[]", '{"devices":[{"name":"claim_uid-1_r_a"}]}'])
 def test_a_cdi_file_that_tells_nothing(tmp_path: Path, text: str | None) -> None:
-    """What the claim holds is known by its published names alone."""
+    """Nobody knows what another vendor's claim holds then."""
     written.write(tmp_path, [claim("a", driver=OLD)])
     if text is not None:
-        (tmp_path / f"{OLD}-claim_uid-1.json").write_text(text)
-    claims = OrphanedClaims(tmp_path, lambda: [D], str(tmp_path), fresh=0.0)
-    assert claims.held() == {}
-    assert claims.holder(R, "a", D) == held(OLD)
+        (tmp_path / "cdi").mkdir()
+        (tmp_path / "cdi" / f"{OLD}-claim_uid-1.json").write_text(text)
+    assert of(tmp_path, D).held() == {}
 
 
 def test_an_unreadable_claim_state_ends_no_claim(tmp_path: Path) -> None:
     """What its nodes are stays known."""
     written.write(tmp_path, [claim("a", driver=OLD)])
     cdi_file(tmp_path, OLD, "uid-1", **{"claim_uid-1_r_a": {"path": "/dev/x", "type": "b", "major": 7, "minor": 1}})
-    claims = OrphanedClaims(tmp_path, lambda: [D], str(tmp_path), fresh=0.0)
+    claims = of(tmp_path, D)
     before = claims.held()
     assert set(before.values()) == {frozenset({"block:7:1"})}
     (tmp_path / written.FILE_NAME).write_text("torn")
+    assert claims.held() == before
+    (tmp_path / written.FILE_NAME).unlink()
     assert claims.held() == before
 
 
@@ -163,39 +243,47 @@ def test_a_damaged_claim_state_means_unknown(tmp_path: Path, damage: str) -> Non
         path.write_bytes({"torn": text[:-10], "empty": b"", "checksum": changed}[damage])
     for driver in (None, D):
         reason = claims.holder(R, "a", driver)
-        assert reason.startswith("it is not known whether a claim holds it: ")
+        assert reason.startswith(f"{UNKNOWN} whether a claim holds it: ")
         assert written.FILE_NAME in reason
     path.rmdir() if damage == "unreadable" else path.unlink()
     written.write(tmp_path, [])
     assert claims.holder(R, "a", D) == ""
 
 
-@pytest.mark.parametrize(
-    ("directory", "driver", "withheld"),
-    [
-        ("", None, False),  # a node without Dynamic Resource Allocation
-        ("plugins/other.example.com", D, False),
-        (f"plugins/{D}", D, True),
-        ("", D, True),  # the directory that would tell is not mounted
-        (f"plugins/{D}", None, False),
-    ],
-)
-def test_a_missing_claim_state(tmp_path: Path, directory: str, driver: str | None, withheld: bool) -> None:
-    """It is unknown who holds what where the resource's driver has served before, or that cannot be seen."""
-    (tmp_path / directory).mkdir(parents=True, exist_ok=True)
-    assert bool(of(tmp_path).holder(R, "a", driver)) == withheld
+def test_a_kubelet_without_claim_state_has_the_claims_that_files_name(tmp_path: Path) -> None:
+    """Without Dynamic Resource Allocation there are none; where the state was lost, no processes are needed."""
+    (tmp_path / "plugins" / D).mkdir(parents=True)
+    claims = of(tmp_path, pods=[])
+    assert claims.holder(R, "a", D) == ""
+    file(tmp_path, "a")
+    assert [claims.holder(R, name, driver) for name in ("a", "b") for driver in (D, None)] == [held(), held(), "", ""]
 
 
 def test_each_change_of_the_claim_state_is_noticed(tmp_path: Path) -> None:
     """A claim that the kubelet has had unprepared holds nothing; one that appears holds at once."""
     claims = of(tmp_path)
+    file(tmp_path, "a", uid="a")
+    file(tmp_path, "b", uid="b")
     for devices in ((), ("a",), ("b",), ()):
         before = tmp_path / "before"
         if (tmp_path / written.FILE_NAME).exists():
             os.link(tmp_path / written.FILE_NAME, before)  # the next file has another inode
-        written.write(tmp_path, [claim(*devices)] if devices else [])
+        written.write(tmp_path, [claim(name, uid=name) for name in devices])
         before.unlink(missing_ok=True)
         assert [bool(claims.holder(R, name, D)) for name in ("a", "b")] == [name in devices for name in ("a", "b")]
+
+
+def test_each_change_of_a_claims_file_is_noticed(tmp_path: Path) -> None:
+    """Also within the same tick of the file system's clock, and in a directory that did not change for long."""
+    written.write(tmp_path, [claim("a")])
+    claims = of(tmp_path)
+    for name in ("a", "b", "c") * 10:
+        file(tmp_path, name)
+        assert [one for one in ("a", "b", "c") if claims.holder(R, one, None)] == [name]
+    os.utime(tmp_path / "cdi", (1.0, 1.0))
+    assert claims.holder(R, "c", None)
+    file(tmp_path, "a")
+    assert [bool(claims.holder(R, name, None)) for name in ("a", "c")] == [True, False]
 
 
 def test_a_list_looks_at_the_claim_state_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,9 +291,10 @@ def test_a_list_looks_at_the_claim_state_once(tmp_path: Path, monkeypatch: pytes
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     written.write(tmp_path, [])
-    claims = OrphanedClaims(tmp_path)
+    claims = OrphanedClaims(tmp_path, cdi_directory=str(tmp_path / "cdi"))
     assert claims.holder(R, "a", D) == ""
     written.write(tmp_path, [claim("a")])
+    file(tmp_path, "a")
     assert claims.holder(R, "a", D) == ""
     now[0] += 2 * FRESH
     assert [claims.holder(R, name, D) for name in ("a", "b")] == [held(), ""]
@@ -215,6 +304,7 @@ async def test_the_gate_withholds_and_offers_again(tmp_path: Path, caplog: pytes
     """What a claim holds is neither offered nor granted, with one line in the log when it begins and one at the end."""
     caplog.set_level("INFO")
     written.write(tmp_path, [claim("a", driver=OLD)])
+    file(tmp_path, "a", driver=OLD)
     claims = of(tmp_path)
     gate = OrphanedClaimGate(lambda resource, device: claims.holder(resource, device, D))
     for _ in range(2):
@@ -247,6 +337,7 @@ def test_a_plugin_alone_after_a_bridge_keeps_off_its_claims(
     plugins.mkdir(parents=True)
     (plugins / "ledger.db").write_text("damaged")
     written.write(fake_kubelet.root, [claim("sim-0")])
+    file(tmp_path, "sim-0", boot=boot_id())
     if own:
         program = tmp_path / "plugin.py"
         program.write_text(
@@ -255,9 +346,10 @@ def test_a_plugin_alone_after_a_bridge_keeps_off_its_claims(
         )
         command = [sys.executable, str(program)]
     else:
-        file = tmp_path / "config.yaml"
-        file.write_text(f"resources: [{{name: {R}, driver: {D}, devices: [{{simulated: {{count: 2}}}}]}}]\n")
-        command = [sys.executable, "-m", "deviceplugin", "run", "--config", str(file)]
+        config = tmp_path / "config.yaml"
+        config.write_text(f"resources: [{{name: {R}, driver: {D}, devices: [{{simulated: {{count: 2}}}}]}}]\n")
+        command = [sys.executable, "-m", "deviceplugin", "run", "--config", str(config)]
+    command += ["--cdi-dir", str(tmp_path / "cdi"), "--cgroup-root", str(tmp_path)]
     with running([*command, *fake_kubelet.arguments]) as process:
         fake_kubelet.wait_allocatable(R, 1, timeout=30)
         health = {name: device.health for name, device in fake_kubelet.devices(R).items()}
@@ -271,11 +363,12 @@ def test_a_plugin_alone_after_a_bridge_keeps_off_its_claims(
 
 async def test_a_grant_looks_at_the_claim_state_again(tmp_path: Path) -> None:
     """A list may be some milliseconds old; what a claim got since then is not given to a pod."""
-    claims = OrphanedClaims(tmp_path, cdi_directory=str(tmp_path), fresh=3600.0)
+    claims = OrphanedClaims(tmp_path, cdi_directory=str(tmp_path / "cdi"), fresh=3600.0)
     gate = OrphanedClaimGate(lambda resource, device: claims.holder(resource, device, D), claims.reread)
     written.write(tmp_path, [])
     assert gate.offers(R, "a")
     written.write(tmp_path, [claim("a", driver=OLD)])
+    file(tmp_path, "a", driver=OLD)
     assert gate.offers(R, "a")
     with pytest.raises(Refusal):
         await gate.grant(R, ["a"], ["a"])

@@ -759,6 +759,34 @@ async def test_reset_that_hangs_is_given_up(serve: Serve, *, plain: bool) -> Non
         over.set()
 
 
+async def test_a_reset_that_works_on_after_its_timeout_has_the_device_to_itself(serve: Serve) -> None:
+    """Of four containers that start at once one is reset; no pod gets the device."""
+    over = threading.Event()
+    begun: list[str] = []
+
+    class Resetting(Source):
+        hook_timeout = 0.05
+
+        def reset(self, devices: Sequence[Device]) -> None:
+            begun.extend(device.id for device in devices)
+            over.wait()
+
+    served = await serve(Resetting(), "a", "good")
+    request = pb.PreStartContainerRequest(devices_ids=["a"])
+    try:
+        calls = [asyncio.ensure_future(served.stub.PreStartContainer(request)) for _ in range(4)]
+        errors = await asyncio.gather(*calls, return_exceptions=True)
+        details = sorted(str(one.details()) for one in errors if isinstance(one, grpc.aio.AioRpcError))
+        busy = f"a of {R}: `reset` still works on it, after its timeout"
+        assert details == [busy, busy, busy, f"reset of {R} did not answer within 0.05 s"]
+        assert begun == ["a"]
+        with refused(grpc.StatusCode.FAILED_PRECONDITION, "`reset` still works on it, after its timeout"):
+            await served.allocate("a")
+        await served.allocate("good")
+    finally:
+        over.set()
+
+
 async def test_reset_without_a_device_is_not_called(serve: Serve) -> None:
     """Of devices that are not known any more there is nothing to reset; their container is the runtime's matter."""
 

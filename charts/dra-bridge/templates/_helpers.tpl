@@ -149,9 +149,6 @@ names. tests/test_chart.py compares the objects of both.
 {{- if not $values.command -}}
   {{- $arguments = list "run" "--config=/etc/dra-bridge/config.yaml" -}}
 {{- end -}}
-{{- if $bridge -}}
-  {{- $arguments = append $arguments (printf "--cdi-dir=%s" $values.cdiDir) -}}
-{{- end -}}
 {{- $arguments = append $arguments "--cgroup-root=/host/sys/fs/cgroup" -}}
 {{- if and $values.claimStatus $bridge -}}
   {{- $arguments = append $arguments "--claim-status" -}}
@@ -167,6 +164,9 @@ names. tests/test_chart.py compares the objects of both.
 {{- end -}}
 {{- if ne $values.podLogDir "/var/log/pods" -}}
   {{- $arguments = append $arguments (printf "--pod-log-dir=%s" $values.podLogDir) -}}
+{{- end -}}
+{{- if ne $values.cdiDir "/var/run/cdi" -}}
+  {{- $arguments = append $arguments (printf "--cdi-dir=%s" $values.cdiDir) -}}
 {{- end -}}
 {{- if $values.metricsPort -}}
   {{- $arguments = append $arguments (printf "--metrics-address=:%d" (int $values.metricsPort)) -}}

@@ -21,13 +21,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deviceplugin import cdi
+from deviceplugin import cdi, claim_files
+from deviceplugin.claim_files import ClaimFile, FiledDevice
 from deviceplugin.device import ContainerEdits, Device, Health
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.claim_state import ClaimStateError, PreparedClaim
 from deviceplugin.register import operations
-from deviceplugin.register.records import Claim, ClaimDevice, LedgerError, Side, State
+from deviceplugin.register.records import UNKNOWN, WHOLE, Claim, ClaimDevice, LedgerError, Side, State
 from deviceplugin.register.rules import ClaimEvidence, Evidence
 from deviceplugin.source import DeviceSource
 from dra_bridge.driver import (
@@ -38,11 +39,11 @@ from dra_bridge.driver import (
     Prepared,
     RunningPods,
     ServedResource,
-    claim_files,
     preparation,
     registrar,
 )
 from dra_bridge.driver.claims import Config, Opaque, decoded_config
+from dra_bridge.driver.records import is_over
 from dra_bridge.kube import Cluster
 from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.testing.apiserver import FakeApiServer, Fault
@@ -162,7 +163,7 @@ class World:
     async def refused(self, uid: str) -> str:
         answer = (await self.prepare(uid))[uid]
         assert isinstance(answer, ClaimError)
-        assert not self.files, "an error leaves no file behind"
+        assert not self.all_files, "an error leaves no file behind"
         assert not self.async_ledger.snapshot.claims, "an error leaves no record behind"
         return str(answer)
 
@@ -170,8 +171,17 @@ class World:
         return (await self.driver.unprepare([ref(uid)]))[uid]
 
     @property
-    def files(self) -> list[str]:
+    def all_files(self) -> list[str]:
         return sorted(os.listdir(self.cdi)) if self.cdi.is_dir() else []
+
+    @property
+    def files(self) -> list[str]:
+        return [name for name in self.all_files if name.endswith(".json")]
+
+    @property
+    def own(self) -> dict[str, ClaimFile]:
+        """The claims' own files by UID."""
+        return {file.uid: file for file in claim_files.read_all(str(self.cdi))}
 
     def edits(self, *ids: str) -> list[dict[str, Any]]:
         """Return what containers with these CDI ids get."""
@@ -252,14 +262,27 @@ async def test_a_claim_gets_its_device_and_is_recorded(here: World) -> None:
     assert here.driver.statistics.prepare.done == 1
 
 
-async def test_prepare_again_answers_the_same_without_asking_anybody(here: World) -> None:
-    """The kubelet asks again after each of its restarts."""
-    here.claims.add(claim("1", result("d0")))
+async def test_prepare_again_answers_the_same(here: World) -> None:
+    """The kubelet asks again if it lost the answer; the claim is read, and the devices are not set up again."""
+    here.claims.add(claim("1", result("d0", "fpga/big", shareID="s")))
     first = await here.prepared("1")
     os.remove(here.cdi / here.files[0])
-    here.claims.broken = RuntimeError("must not be asked")
     assert await here.prepared("1") == first
     assert len(here.files) == 1, "a missing file is written again"
+    assert (here.claims.gets, here.driver.statistics.prepared_again) == (2, 1)
+
+
+async def test_a_claim_that_cannot_be_read_is_not_answered_from_the_record(here: World) -> None:
+    """It may be allocated elsewhere by now; the kubelet, which reads it first itself, tries again."""
+    here.claims.add(claim("1", result("d0")))
+    first = await here.prepared("1")
+    here.claims.broken = ConnectionError("the API server is away")
+    answer = (await here.prepare("1"))["1"]
+    assert isinstance(answer, ClaimError)
+    assert (answer.reason, str(answer)) == ("api", "claim default/claim-1: the API server is away")
+    assert (D, "1") in here.async_ledger.snapshot.claims
+    here.claims.broken = None
+    assert await here.prepared("1") == first
 
 
 async def test_each_request_has_a_cdi_device_of_its_own(here: World) -> None:
@@ -290,7 +313,7 @@ async def test_administrative_access_holds_nothing(here: World) -> None:
     (device,) = (await here.prepared("1")).devices
     assert here.edits(*device.cdi_ids)[0]["deviceNodes"]
     assert here.async_ledger.snapshot.claims[D, "1"].held == frozenset()
-    assert here.driver.cdi_evidence(R) == []
+    assert [found.devices for found in here.driver.claim_evidence((), R)] == [frozenset()]
 
 
 async def test_administrative_access_disturbs_nobody(tmp_path: Path) -> None:
@@ -301,7 +324,32 @@ async def test_administrative_access_disturbs_nobody(tmp_path: Path) -> None:
     here.inventory.publish([devices[0].with_health(Health.UNHEALTHY, "sick"), *devices[1:]])
     here.claims.add(claim("1", result("d0", adminAccess=True), result("d1", adminAccess=True)))
     await here.prepared("1")
-    assert [call[0] for call in source.calls] == ["edits", "prepare"]
+    assert await here.unprepare("1") is None
+    assert [call[0] for call in source.calls] == ["edits"]
+    await end(here)
+
+
+@pytest.mark.parametrize("how", ["ends", "fails", "is over"])
+async def test_administrative_access_does_not_undo_what_is_set_up_for_another_claim(tmp_path: Path, how: str) -> None:
+    """Neither with its end, nor if it cannot be prepared, nor when it is found to be over."""
+    source = Hooked()
+    here = await world(tmp_path, source)
+    parameters = [opaque({"mode": "other"})]
+    here.claims.add(claim("1", result("d0")), claim("2", result("d0", adminAccess=True), config=parameters))
+    await here.prepared("1")
+    source.calls.clear()
+    if how == "fails":
+        source.fails.add("edits")
+        assert isinstance((await here.prepare("2"))["2"], ClaimError)
+    else:
+        await here.prepared("2")
+        if how == "ends":
+            assert await here.unprepare("2") is None
+        else:
+            del here.claims.claims["claim-2"]
+            assert await here.driver.reconciler.reconcile({"1"}, ENDED) == {"unprepared": ["2"]}
+    assert list(here.async_ledger.snapshot.claims) == [(D, "1")]
+    assert [call[0] for call in source.calls] == ["edits"]
     await end(here)
 
 
@@ -402,6 +450,140 @@ async def test_a_device_that_another_claim_shares_is_not_reset(tmp_path: Path) -
     await here.unprepare("2")
     await here.driver._tasks.wait()
     assert [call for call in source.calls if call[0] == "released"] == [("released", ["d0"])]
+    await end(here)
+
+
+@pytest.mark.parametrize("how", ["one after the other", "at once", "one fails"])
+async def test_a_shared_device_is_unprepared_when_its_last_claim_ends(tmp_path: Path, how: str) -> None:
+    """What is set up is that of all its claims, and what one of them has alone is undone with it."""
+    source = Hooked()
+    here = await world(tmp_path, source)
+    here.claims.add(claim("1", result("d0", shareID="x"), result("d1", "own")), claim("2", result("d0", shareID="y")))
+    await here.prepared("1")
+    if how == "one fails":
+        source.fails.add("prepare")
+        assert isinstance((await here.prepare("2"))["2"], ClaimError)
+        source.fails.clear()
+        assert not [call for call in source.calls if call[0] == "unprepare"]
+        assert await here.unprepare("1") is None
+        assert [call for call in source.calls if call[0] == "unprepare"] == [("unprepare", ["d0", "d1"])]
+    else:
+        await here.prepared("2")
+        assert [call[1] for call in source.calls if call[0] == "prepare"] == [["d0"], ["d1"], ["d0"]]
+        if how == "at once":
+            assert await here.driver.unprepare([ref("1"), ref("2")]) == {"1": None, "2": None}
+        else:
+            assert [await here.unprepare(uid) for uid in "12"] == [None, None]
+        calls = [call for call in source.calls if call[0] == "unprepare"]
+        assert calls == [("unprepare", ["d1"]), ("unprepare", ["d0"])]
+    assert not here.async_ledger.snapshot.claims
+    await end(here)
+
+
+@pytest.mark.parametrize("sharer", ["another claim", "the same claim"])
+async def test_a_device_is_not_shared_with_other_parameters(tmp_path: Path, sharer: str) -> None:
+    """The error names the claim that has it; with the same ones, and after that claim, it is set up."""
+    source = Hooked()
+    here = await world(tmp_path, source)
+
+    def sharing(uid: str, **parameters: Any) -> dict[str, Any]:
+        return claim(uid, result("d0", shareID=uid), config=[opaque(parameters)])
+
+    if sharer == "the same claim":
+        both = [opaque({"mode": "fast"}, "a"), opaque({"mode": "slow"}, "b")]
+        here.claims.add(claim("1", result("d0", "a", shareID="x"), result("d0", "b", shareID="y"), config=both))
+        assert "with claim default/claim-1, which has it with other parameters" in await here.refused("1")
+        assert source.calls == []
+        await end(here)
+        return
+    here.claims.add(sharing("1", mode="fast"), sharing("2", mode="slow"), sharing("3", threads=1, mode="fast"))
+    await here.prepared("1")
+    source.calls.clear()
+    refusal = (await here.prepare("2"))["2"]
+    assert isinstance(refusal, ClaimError)
+    shared = f"device 'd0' of {R} is shared with claim default/claim-1"
+    assert str(refusal) == f"{shared}, which has it with other parameters"
+    assert source.calls == []
+    assert list(here.async_ledger.snapshot.claims) == [(D, "1")]
+    await here.prepared("3")
+    assert [await here.unprepare(uid) for uid in "13"] == [None, None]
+    await here.prepared("2")
+    assert ("prepare", ["d0"], Params("slow")) in source.calls
+    await end(here)
+
+
+async def test_of_two_claims_at_once_with_other_parameters_one_gets_the_shared_device(tmp_path: Path) -> None:
+    """The other one is refused, whichever it is."""
+    here = await world(tmp_path, Hooked())
+    for uid in "12":
+        here.claims.add(claim(uid, result("d0", shareID=uid), config=[opaque({"threads": int(uid)})]))
+    answers = await here.prepare("1", "2")
+    assert sorted(type(answer).__name__ for answer in answers.values()) == ["ClaimError", "Prepared"]
+    await end(here)
+
+
+async def test_parameters_that_set_nothing_up_are_each_claims_own(tmp_path: Path) -> None:
+    """A source without `prepare` may be given them for nothing."""
+
+    class Reading(Plain):
+        config_type = Params
+
+    here = await world(tmp_path, Reading())
+    for uid in "12":
+        here.claims.add(claim(uid, result("d0", shareID=uid), config=[opaque({"threads": int(uid)})]))
+        await here.prepared(uid)
+    await end(here)
+
+
+@pytest.mark.parametrize("hook", ["reset", "prepare", "unprepare"])
+async def test_a_hook_that_works_on_after_its_timeout_has_the_device_to_itself(tmp_path: Path, hook: str) -> None:
+    """Whoever asks is refused by the names of device and hook until it has ended: the same claim, and others."""
+    over = threading.Event()
+    working: list[str] = []
+
+    class Slow(Hooked):
+        hook_timeout = 0.05
+
+        def prepare(self, devices: Sequence[Device], config: Params) -> None:  # type: ignore[override]
+            self._note("prepare", [device.id for device in devices])
+
+        def _note(self, name: str, *what: Any) -> None:
+            assert not working, "one hook at a time"
+            super()._note(name, *what)
+            if name == hook and not over.is_set():
+                working.append(name)
+                over.wait()
+                working.clear()
+
+    source = Slow()
+    here = await world(tmp_path, source)
+    here.claims.add(claim("1", result("d0")), claim("2", result("d0")), claim("3", result("d1")))
+    if hook == "unprepare":
+        await here.prepared("1")
+        first: object = await here.unprepare("1")
+    else:
+        first = (await here.prepare("1"))["1"]
+    assert str(first) == f"{hook} of {R} did not answer within 0.05 s"
+    still = f"d0 of {R}: `{hook}` still works on it, after its timeout"
+    calls = len(source.calls)
+    try:
+        asked = [await here.unprepare("1")]
+        if hook != "unprepare":
+            asked += [one for one in (await here.prepare("1")).values() if isinstance(one, ClaimError)]
+        assert [str(one) for one in asked] == [still] * len(asked)
+        refusal = (await here.prepare("2"))["2"]
+        assert isinstance(refusal, ClaimError)
+        # The claim has the device still, for it could not be undone.
+        assert "held by claim default/claim-1" in str(refusal) or str(refusal) == still
+        assert len(source.calls) == calls
+        source.hook_timeout = 5.0
+    finally:
+        over.set()
+    async with asyncio.timeout(20):
+        while await here.unprepare("1") is not None:
+            pass
+    assert source.calls[calls][0] == "unprepare"
+    await here.prepared("2")
     await end(here)
 
 
@@ -631,7 +813,7 @@ async def test_a_call_is_answered_in_time_though_the_undoing_of_a_claim_hangs(tm
 
 
 async def test_prepares_of_one_claim_wait_for_each_other_and_of_two_do_not(here: World) -> None:
-    """A retry while the first try is still under way finds it done."""
+    """A retry while the first try is still under way waits for it, and finds it done."""
     here.claims.add(claim("1", result("d0")), claim("2", result("d1")))
     here.claims.gate = asyncio.Event()
     first, retry = (asyncio.create_task(here.prepare("1")) for _ in range(2))
@@ -640,7 +822,7 @@ async def test_prepares_of_one_claim_wait_for_each_other_and_of_two_do_not(here:
     here.claims.gate.set()
     assert (await first) == (await retry)
     await other
-    assert here.claims.gets == 2
+    assert (here.claims.gets, here.driver.statistics.prepared_again) == (3, 1)
 
 
 async def test_an_unprepare_ends_a_prepare_under_way_and_nothing_is_left(tmp_path: Path) -> None:
@@ -734,7 +916,7 @@ async def test_a_caller_that_goes_away_does_not_stop_the_work(here: World) -> No
         await call
     here.claims.gate.set()
     await here.prepared("1")
-    assert here.claims.gets == 1
+    assert here.driver.statistics.prepared_again == 1
 
 
 async def test_unprepare_of_claims_never_seen_succeeds(here: World) -> None:
@@ -813,7 +995,7 @@ async def test_files_that_vanish_are_written_again_at_once(
     here: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Those of prepared claims alone, also after the whole directory was removed or could not be written."""
-    monkeypatch.setattr(claim_files, "SETTLE", 0.01)
+    monkeypatch.setattr("dra_bridge.driver.claim_files.SETTLE", 0.01)
 
     async def until(*uids: str) -> None:
         async with asyncio.timeout(20):
@@ -900,13 +1082,223 @@ async def test_cdi_files_are_evidence_for_a_lost_ledger(here: World) -> None:
     await here.async_ledger.close()
     os.remove(here.path)
     after = await here.again()
-    evidence = Evidence({}, after.driver.cdi_evidence(R))
+    evidence = Evidence({}, after.driver.claim_evidence((), R))
     await after.async_ledger.do(
         operations.reconcile_evidence(R, evidence, after.inventory.snapshot.devices, Side.PLUGIN, T0)
     )
     assert after.async_ledger.snapshot.claims[D, "1"].held == {(R, "d0"), (R, "d2")}
     assert await after.driver.reconciler.reconcile((), ENDED) == {}
     assert await after.prepared("1") == first
+    await end(after)
+
+
+# The claims' own files.
+
+
+async def test_each_claim_has_a_file_of_its_own(tmp_path: Path) -> None:
+    """Also one without edits: it says what the claim has, and goes with the CDI file."""
+    here = await world(tmp_path, Hooked())
+    await here.async_ledger.do(adopt(R, ["bare"], Side.DRA, T0))
+    here.inventory.publish([*here.inventory.snapshot.devices.values(), Device("bare")])
+    here.claims.add(
+        claim("1", result("d0"), result("d1", "seen", adminAccess=True), config=[opaque({"mode": "fast"}, "fpga")]),
+        claim("2", result("bare")),
+    )
+    await here.prepared("1")
+    await here.prepared("2")
+    fast, plain = '{"inner":{"level":0},"mode":"fast","threads":1}', '{"inner":{"level":0},"mode":"plain","threads":1}'
+    assert here.own == {
+        "1": ClaimFile(
+            driver=D,
+            uid="1",
+            namespace="default",
+            name="claim-1",
+            boot="1",
+            pods=frozenset({"pod-uid"}),
+            devices=(
+                FiledDevice(R, "d0", part="1", parameters=fast),
+                FiledDevice(R, "d1", admin=True, part="0", parameters=plain),
+            ),
+        ),
+        "2": ClaimFile(
+            driver=D,
+            uid="2",
+            namespace="default",
+            name="claim-2",
+            boot="1",
+            pods=frozenset({"pod-uid"}),
+            devices=(FiledDevice(R, "bare", part="1", parameters=plain),),
+        ),
+    }
+    await here.unprepare("1")
+    await here.unprepare("2")
+    assert here.all_files == []
+    await end(here)
+
+
+async def test_a_claims_file_is_there_before_its_answer_is_recorded(
+    here: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A crash after the answer leaves evidence; a Prepare whose file cannot be written fails."""
+    seen: list[list[str]] = []
+    prepare = operations.prepare
+
+    def noted(*args: Any, **more: Any) -> Any:
+        seen.append(sorted(here.own))
+        return prepare(*args, **more)
+
+    monkeypatch.setattr(operations, "prepare", noted)
+    here.claims.add(claim("1", result("d0")), claim("2", result("d1")))
+    await here.prepared("1")
+    assert seen == [["1"]]
+    os.mkdir(here.cdi / f"{D}_2.claim")
+    answer = (await here.prepare("2"))["2"]
+    assert isinstance(answer, ClaimError)
+    assert answer.reason == "cdi"
+
+
+async def test_a_claims_file_has_what_is_learned_later(here: World) -> None:
+    """Pods that share the claim; a claim that has ended gets no file again."""
+    here.claims.add(claim("1", result("d0")))
+    await here.prepared("1")
+    await here.async_ledger.do(operations.describe(D, "1", "", "", ["second"]))
+    await here.driver.files.describe("1")
+    assert here.own["1"].pods == {"pod-uid", "second"}
+    os.remove(here.cdi / f"{D}_1.claim")
+    await here.driver.files.describe("1")
+    await here.driver.files.describe("unknown")
+    assert here.own == {}
+    assert await here.driver.reconciler.reconcile((), ENDED) == {"rewritten": ["1"]}
+    assert here.own["1"].pods == {"pod-uid", "second"}
+
+
+async def test_an_own_file_that_vanishes_is_written_again_at_once(here: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a claim without edits, and of one that holds its devices only while processes run."""
+    monkeypatch.setattr("dra_bridge.driver.claim_files.SETTLE", 0.01)
+    await here.async_ledger.do(adopt(R, ["bare"], Side.DRA, T0))
+    here.inventory.publish([*here.inventory.snapshot.devices.values(), Device("bare")])
+    here.claims.add(claim("1", result("d0")), claim("2", result("bare")))
+    for uid in ("1", "2"):
+        await here.prepared(uid)
+    await here.async_ledger.do(operations.reopen(D, "1"))
+    before = here.own
+    keeping = asyncio.create_task(here.driver.files.keep())
+    for uid in ("1", "2"):
+        os.remove(here.cdi / f"{D}_{uid}.claim")
+        async with asyncio.timeout(20):
+            while here.own != before:  # noqa: ASYNC110  # files tell nobody
+                await asyncio.sleep(0.01)
+    keeping.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await keeping
+
+
+async def lost(here: World, *prepared: PreparedClaim) -> World:
+    """Return the world after the ledger was lost and rebuilt from evidence. prepared: by the claim state."""
+    await here.async_ledger.close()
+    os.remove(here.path)
+    after = await here.again()
+    evidence = Evidence(claims=after.driver.claim_evidence(prepared, R))
+    await after.async_ledger.do(operations.reconcile_evidence(R, evidence, ["d0", "d1", "d2", "d3"], Side.PLUGIN, T0))
+    return after
+
+
+class Halves(Plain):
+    """Each device is for two."""
+
+    replicas = 2
+
+
+SHARE = {"shareID": "s", "consumedCapacity": {"shares": "1"}}
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["files alone", "claim state, too"])
+async def test_a_lost_ledger_knows_what_claims_share(tmp_path: Path, *, named: bool) -> None:
+    """Who shares a device is granted beside a sharer, and refused beside who has it alone; by any evidence."""
+    here = await world(tmp_path, Halves())
+    here.claims.add(claim("1", result("d0", **SHARE)), claim("2", result("d1")))
+    await here.prepared("1")
+    await here.prepared("2")
+    before = here.async_ledger.snapshot.claims
+    state = [
+        PreparedClaim(uid, "default", f"claim-{uid}", frozenset({"pod-uid"}), {D: frozenset({(NODE, device, share)})})
+        for uid, device, share in (("1", "d0", "s"), ("2", "d1", ""))
+    ]
+    after = await lost(here, *(state if named else ()))
+    for key, record in after.async_ledger.snapshot.claims.items():
+        expected = [msgspec.structs.replace(one, identity="boot:1") for one in before[key].devices]
+        assert (list(record.devices), record.pods, record.title) == (expected, before[key].pods, before[key].title)
+    assert [one.amount.part for _, claim in sorted(before.items()) for one in claim.devices] == ["1/2", "1"]
+    other = {**SHARE, "shareID": "t"}
+    after.claims.add(claim("3", result("d0", **other)), claim("4", result("d1", **other)), claim("5", result("d0")))
+    answers = await after.prepare("3", "4", "5")
+    assert {uid for uid, answer in answers.items() if isinstance(answer, Prepared)} == {"3"}
+    await end(after)
+
+
+async def test_a_claim_whose_file_is_lost_shares_with_nobody(tmp_path: Path) -> None:
+    """Its CDI file does not say how much of the device it has."""
+    here = await world(tmp_path, Halves())
+    here.claims.add(claim("1", result("d0", **SHARE)), claim("2", result("d0", **{**SHARE, "shareID": "t"})))
+    await here.prepared("1")
+    os.remove(here.cdi / f"{D}_1.claim")
+    after = await lost(here)
+    assert (D, "1") in after.async_ledger.snapshot.claims
+    assert isinstance((await after.prepare("2"))["2"], ClaimError)
+    await end(after)
+
+
+async def test_a_claims_file_needs_no_published_name(here: World) -> None:
+    """Names were made anew, also such that another device has the old name; the claim state has the old ones."""
+    here.claims.add(claim("1", result("d0"), result("d1", "seen", adminAccess=True)))
+    await here.prepared("1")
+    here.driver.devices.qualifiers = lambda resources: {R: "q"}
+    (found,) = here.driver.claim_evidence([in_claim_state((NODE, "d0", ""))], R)
+    assert (found.devices, found.name, [one.device for one in found.granted]) == ({"d0"}, "claim-1", ["d0", "d1"])
+    (found,) = here.driver.claim_evidence([in_claim_state((NODE, "q--d3", ""))], "example.com/other")
+    assert (found.devices, [one.device for one in found.granted]) == (frozenset(), ["d0", "d1"])
+
+
+async def test_pods_of_file_and_claim_state_count(here: World) -> None:
+    """Either may know one that the other has not."""
+    here.claims.add(claim("1", result("d0")))
+    await here.prepared("1")
+    second = dataclasses.replace(in_claim_state((NODE, "d0", "")), pod_uids=frozenset({"second"}))
+    (found,) = here.driver.claim_evidence([second], R)
+    assert found.pods == {"pod-uid", "second"}
+
+
+async def test_a_damaged_file_says_nothing_where_no_other_does(here: World) -> None:
+    """The CDI file or the claim state tell the devices; without them they are not known, unless the ledger knows."""
+    here.claims.add(claim("1", result("d0")))
+    await here.prepared("1")
+    (here.cdi / f"{D}_1.claim").write_bytes(b"{")
+    (here.cdi / "other.example.com_1.claim").write_bytes(b"{")
+    state = in_claim_state((NODE, "d1", ""))
+    assert [one.devices for one in here.driver.claim_evidence([], R)] == [{"d0"}]
+    os.remove(here.cdi / here.files[0])
+    assert here.driver.claim_evidence([], R) == []
+    await here.async_ledger.do(operations.unprepare(D, "1"))
+    assert [one.devices for one in here.driver.claim_evidence([state], R)] == [{"d1"}]
+    with pytest.raises(cdi.CdiError, match=f"not known what claim 1 holds.*{D}_1.claim"):
+        here.driver.claim_evidence([], R)
+
+
+async def test_a_claim_without_known_pods_runs_until_the_next_boot(here: World) -> None:
+    """It is known from its CDI file alone, or was never for a pod."""
+    here.claims.add(claim("1", result("d0")))
+    await here.prepared("1")
+    os.remove(here.cdi / f"{D}_1.claim")
+    after = await lost(here)
+    (found,) = after.async_ledger.snapshot.claims.values()
+    assert (found.name, found.pods) == ("", frozenset())
+    assert not is_over(found, "1", (), ENDED)
+    assert is_over(found, "2", (), ENDED)
+    assert not is_over(found, "2", ("1",), ENDED)
+    known = dataclasses.replace(found, pods=frozenset({"p"}))
+    assert is_over(known, "1", (), ENDED)
+    assert not is_over(known, "1", (), PodProcesses(frozenset({"p"})))
+    assert not is_over(known, "1", (), PodProcesses(frozenset({"q"})), ["q"]), "it may be one of its pods"
     await end(after)
 
 
@@ -935,10 +1327,13 @@ async def test_the_kubelets_claim_state_is_evidence(here: World) -> None:
     elsewhere = in_claim_state(("other-pool", "d3", ""))
     other = PreparedClaim("2", "default", "c", frozenset(), {"other.example.com": frozenset({(NODE, "d0", "")})})
     (found,) = here.driver.claim_evidence([state, elsewhere, other], R)
-    assert found == ClaimEvidence(
-        D, "1", frozenset({"d0", "d1"}), True, "default", "claim-1", frozenset({"pod-uid"}), {"d0": "", "d1": "s"}
+    granted = (
+        ClaimDevice(R, "d0", identity="boot:1", amount=WHOLE),
+        ClaimDevice(R, "d1", "s", identity="boot:1", amount=UNKNOWN),
     )
-    assert list(here.driver.claim_evidence([state], "example.com/other")) == []
+    names = "default", "claim-1", frozenset({"pod-uid"})
+    assert found == ClaimEvidence(D, "1", frozenset({"d0", "d1"}), True, *names, granted)
+    assert here.driver.claim_evidence([state], "example.com/other") == []
 
 
 async def test_a_claim_over_two_resources_is_unprepared_on_both_after_the_ledger_was_lost(tmp_path: Path) -> None:
@@ -991,7 +1386,7 @@ async def test_two_resources_of_one_driver_and_two_drivers_share_a_ledger(tmp_pa
     assert isinstance(answer, Prepared)
     assert here.async_ledger.snapshot.claims[D, "1"].held == {(R, "d0"), ("example.com/nic", "d0")}
     for resource in (R, "example.com/nic"):
-        assert [found.devices for found in both.cdi_evidence(resource)] == [frozenset({"d0"})]
+        assert [found.devices for found in both.claim_evidence((), resource)] == [frozenset({"d0"})]
     await both.close()
     await end(here)
 
@@ -1332,6 +1727,95 @@ async def test_a_claim_that_is_allocated_anew_gets_its_devices_once_processes_ha
     await end(here)
 
 
+def allocated_anew(uid: str, *results: Mapping[str, Any], pod: str = "new") -> dict[str, Any]:
+    """Return a claim that was deallocated, and allocated for another pod."""
+    made = claim(uid, *results)
+    made["status"]["reservedFor"][0]["uid"] = pod
+    return made
+
+
+@pytest.mark.parametrize("unlisted", [False, True])
+async def test_a_prepared_claim_that_is_allocated_anew_is_prepared_anew(tmp_path: Path, *, unlisted: bool) -> None:
+    """It gets its present devices once no process of the pods runs that have the former ones, which are undone."""
+    pod = "other" if unlisted else "pod-uid"
+    source, pods = Hooked(), Pods(pod, unlisted=[pod] if unlisted else [])
+    here = await world(tmp_path, source, running_pods=pods)
+    here.claims.add(claim("1", result("d0")))
+    await here.prepared("1")
+    source.calls.clear()
+    here.claims.add(allocated_anew("1", result("d1")), claim("2", result("d0")))
+    for _ in range(2):
+        refusal = (await here.prepare("1"))["1"]
+        assert isinstance(refusal, ClaimError)
+        assert f"processes of pod {pod} run" in str(refusal)
+    assert here.async_ledger.snapshot.claims[D, "1"].held == {(R, "d0")}
+    assert source.calls == []
+    assert len(here.files) == 1
+    pods.end()
+    (device,) = (await here.prepared("1")).devices
+    assert device.device == "d1"
+    assert [call[:2] for call in source.calls if call[0] != "released"] == [
+        ("unprepare", ["d0"]),
+        *((name, ["d1"]) for name in ("reset", "edits", "prepare")),
+    ]
+    assert here.async_ledger.snapshot.claims[D, "1"].pods == {"new"}
+    # The pod runs now: it does not wait for itself when it is prepared once more.
+    pods.now = RunningPods(frozenset({"new"}))
+    assert (await here.prepared("1")).devices == (device,)
+    await here.prepared("2")
+    await end(here)
+
+
+@pytest.mark.parametrize("change", ["device", "request", "share", "one more"])
+async def test_any_difference_of_the_allocation_is_a_new_preparation(here: World, change: str) -> None:
+    """Of requests, devices and shares."""
+    here.claims.add(claim("1", result("d0", shareID="x")))
+    await here.prepared("1")
+    allocations = {
+        "device": [result("d1", shareID="x")],
+        "request": [result("d0", "other", shareID="x")],
+        "share": [result("d0", shareID="y")],
+        "one more": [result("d0", shareID="x"), result("d1")],
+    }
+    here.claims.add(allocated_anew("1", *allocations[change]))
+    answer = await here.prepared("1")
+    found = [(one.request, one.device, one.share) for one in answer.devices]
+    assert found == [(one["request"], one["device"], one.get("shareID", "")) for one in allocations[change]]
+    assert here.async_ledger.snapshot.claims[D, "1"].held == {(R, device) for _, device, _ in found}
+    assert here.driver.statistics.prepared_again == 0
+
+
+async def test_a_claim_that_is_allocated_anew_waits_for_pods_that_are_not_known(tmp_path: Path) -> None:
+    """Nobody can say whether they run; an Unprepare ends it."""
+    here = await world(tmp_path)
+    made = claim("1", result("d0"))
+    made["status"]["reservedFor"] = [{"resource": "jobs", "apiGroup": "batch", "uid": "j"}]
+    here.claims.add(made)
+    await here.prepared("1")
+    here.claims.add(allocated_anew("1", result("d1")))
+    refusal = (await here.prepare("1"))["1"]
+    assert isinstance(refusal, ClaimError)
+    assert "it is not known which pods have the devices that it had before" in str(refusal)
+    assert await here.unprepare("1") is None
+    await here.prepared("1")
+    await end(here)
+
+
+async def test_after_a_reboot_a_claim_that_is_allocated_anew_waits_for_nobody(tmp_path: Path) -> None:
+    """No process runs that had its former devices; what was set up is undone, for it may have outlived the boot."""
+    source = Hooked()
+    here = await world(tmp_path, source)
+    here.claims.add(claim("1", result("d0")))
+    await here.prepared("1")
+    here.claims.add(allocated_anew("1", result("d1")))
+    after = await here.again(source, boot="2", running_pods=Pods("pod-uid"))
+    source.calls.clear()
+    await after.prepared("1")
+    assert ("unprepare", ["d0"]) in source.calls
+    assert after.async_ledger.snapshot.claims[D, "1"].held == {(R, "d1")}
+    await end(after)
+
+
 async def test_pods_that_came_to_share_a_claim_count_before_it_is_unprepared(tmp_path: Path) -> None:
     """The kubelet prepares a claim once; pods that came later are recorded before the ledger is asked."""
     pods = Pods("later")
@@ -1397,7 +1881,7 @@ async def test_a_claim_of_an_older_ledger_is_not_ended_without_the_kubelet(tmp_p
     await here.async_ledger.do(operations.unprepare(D, "1"))
     await here.async_ledger.do(operations.prepare(record))
     del here.claims.claims["claim-1"]
-    assert await here.driver.reconciler.reconcile((), ENDED) == {}
+    assert await here.driver.reconciler.reconcile((), ENDED) == {"rewritten": ["1"]}
     assert (D, "1") in here.async_ledger.snapshot.claims
     assert await here.unprepare("1") is None
     assert not here.async_ledger.snapshot.claims

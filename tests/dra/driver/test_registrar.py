@@ -147,7 +147,7 @@ async def test_a_driver_registers_prepares_and_goes(
         other = replace(pod, name="p2", uid="p2")
         assert await aside(kubelet.prepare_pod, other) == ids
         await aside(kubelet.unprepare_pod, pod)
-        assert len(os.listdir(root / "cdi")) == 1, "another pod still uses it"
+        assert len(os.listdir(root / "cdi")) == 2, "another pod still uses it"
         await aside(kubelet.unprepare_pod, other)
         assert os.listdir(root / "cdi") == []
     await aside(kubelet.wait_for, lambda: kubelet._store == {})

@@ -133,6 +133,32 @@ def test_a_claim_over_two_resources_is_found_once_for_each_of_them(store: Direct
         assert isinstance(again.do(prepare(claim("2", "a", amount=Amount("1/8")))), Excluded), "it may have all of it"
 
 
+def test_a_claim_that_is_found_twice_is_one_claim(store: DirectLedger) -> None:
+    """What comes first is known best; the rest adds devices, pods and the name. Seen devices are not held."""
+    store.do(operations.forget(R, ["a"]))
+    granted = ClaimDevice(R, "a", "s", identity="boot:b uuid:1", amount=Amount("1/2")), ClaimDevice(R, "b", admin=True)
+    found = [
+        ClaimEvidence(D, "1", frozenset({"a"}), True, pods=frozenset({"u1"}), granted=granted),
+        ClaimEvidence(D, "1", frozenset({"a", "c"}), False, "ml", "train", frozenset({"u2"}), (ClaimDevice(R, "a"),)),
+        ClaimEvidence(D, "2", frozenset({"a"}), True),
+    ]
+    for _ in range(2):
+        done = store.do(operations.reconcile_evidence(R, Evidence(claims=found), ["a", "b", "c"], Side.PLUGIN, T0))
+        record = store.snapshot.claims[D, "1"]
+        assert record.devices == (*granted, ClaimDevice(R, "c"))
+        assert (record.title, record.pods) == ("ml/train", frozenset({"u1", "u2"}))
+        assert store.snapshot.claims[D, "2"].devices == (ClaimDevice(R, "a"),)
+    assert done.changed == {}
+    assert store.snapshot.device(R, "a").state is State.DRA
+
+
+def test_a_claim_on_devices_of_other_names_is_recorded(store: DirectLedger) -> None:
+    """Its file says what it has, of whichever resource, though no device of this one has such a name now."""
+    found = ClaimEvidence(D, "1", frozenset(), True, granted=(ClaimDevice("example.com/nic", "n"),))
+    store.do(operations.reconcile_evidence(R, Evidence(claims=[found]), ["a"], Side.PLUGIN, T0))
+    assert store.snapshot.claims[D, "1"].held == {("example.com/nic", "n")}
+
+
 def test_evidence_adds_nothing_to_a_claim_that_is_prepared(store: DirectLedger) -> None:
     """Its record says itself what it holds; seen devices among it."""
     to_dra(store)

@@ -50,10 +50,10 @@ def node() -> Iterator[FakeNode]:
 
 
 @contextlib.asynccontextmanager
-async def running(node: FakeNode, *resources: str) -> AsyncIterator[Bridge]:
+async def running(node: FakeNode, *resources: str, policy: HandoverPolicy = ALL) -> AsyncIterator[Bridge]:
     bridge = Bridge(
         [Source(name) for name in resources],
-        dict.fromkeys(resources, ALL),
+        dict.fromkeys(resources, policy),
         Cluster.from_server(node.server.url),
         NODE,
         node.paths,
@@ -73,6 +73,25 @@ async def until(what: Callable[[], object]) -> None:
     async with asyncio.timeout(60):
         while not what():  # noqa: ASYNC110  # nothing notifies of what is waited for
             await asyncio.sleep(0.01)
+
+
+async def test_a_running_claim_is_recognised_after_names_were_made_anew(node: FakeNode) -> None:
+    """The ledger and the slices are lost, and another resource has come: its device goes to nobody else."""
+    async with running(node, A) as bridge:
+        await until(lambda: published(node) == {name: of for name, (of, _) in ALONE.items()})
+        pod = await asyncio.to_thread(lambda: node.start_pod("p", template={D: 1}).wait_running(60))
+        (device,) = node.devices_of(pod)
+        path = bridge.ledger_path(D)
+    await asyncio.to_thread(node.stop)
+    for file in path.parent.glob("ledger.db*"):
+        file.unlink()
+    await asyncio.to_thread(node.start)
+    async with running(node, A, B, policy=HandoverPolicy(Share(0))) as bridge:
+        await until(lambda: {one.health for one in node.devices(B).values()} == {"Healthy"})
+        await until(lambda: any(one.health == "Healthy" for one in node.devices(A).values()))
+        assert node.devices(A)[device].health == "Unhealthy"
+        (claim,) = bridge.drivers[D].async_ledger.snapshot.claims.values()
+        assert claim.held == {(A, device)}
 
 
 def published(node: FakeNode) -> dict[str, str]:
@@ -121,8 +140,8 @@ async def test_published_names_survive_the_loss_of_the_ledger(node: FakeNode) ->
         await until(lambda: published(node) == resources(ALONE))
         await bridge.reconfigure({B: Source(B)}, dict.fromkeys((A, B), ALL), [A])
         await until(lambda: published(node) == resources(BOTH))
-        path = bridge.ledger_path(D)
-    for file in path.parent.glob("ledger.db*"):
+        path = bridge.ledger_path
+    for file in path.parent.glob(f"{path.name}*"):
         file.unlink()
     async with running(node, A, B) as bridge:
         await until(lambda: known(bridge) == BOTH)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from deviceplugin import claim_files
 from deviceplugin.device import Device
 from deviceplugin.register.records import State
 from deviceplugin.testing import Checkpoint, ContainerSpec, FakePod
@@ -196,6 +197,82 @@ async def test_a_claims_pod_that_is_deleted_by_force_and_runs_on(node: FakeNode,
         await here.reconcile()
         assert not here.claims
         await here.settle(State.PLUGIN)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["CDI file alone", "own file"])
+async def test_ledger_and_claim_state_are_lost_while_a_claims_pod_hangs(
+    node: FakeNode, tmp_path: Path, *, own: bool
+) -> None:
+    """It was deleted by force: the claim's files hold its device, until its processes end or, if unknown, the boot."""
+    async with world(node, tmp_path) as here:
+        here.ask("all")
+        await here.settle(State.DRA)
+        pod = await claimant(node)
+        path, cdi = here.bridge.ledger_path(D), Path(here.bridge.node.cdi_directory)
+    await asyncio.to_thread(node.stop)
+    pod.force_delete(hang=True)
+    assert node.server.objects("resourceclaims") == []
+    node.damage_claim_state("deleted")
+    for file in (*path.parent.glob("ledger.db*"), *(() if own else cdi.glob("*.claim"))):
+        file.unlink()
+    await asyncio.to_thread(node.start)
+    async with world(node, tmp_path, offered=False) as again:
+        again.ask("none")
+        await again.until(lambda: again.states == {"d0": State.TO_PLUGIN} or bool(again.healthy))
+        for _ in range(3):
+            await again.reconcile()
+        assert again.states == {"d0": State.TO_PLUGIN}
+        assert len(again.claims) == 1
+        await asyncio.to_thread(pod.end_containers, 60)
+        await again.reconcile()
+        assert len(again.claims) == (not own)
+        if own:
+            await again.settle(State.PLUGIN)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["CDI file alone", "own file"])
+async def test_a_claims_pod_hangs_after_ledger_and_claim_state_were_lost(
+    node: FakeNode, tmp_path: Path, *, own: bool
+) -> None:
+    """The kubelet listed the pod before that, so no process runs whose claims are unknown: the files name the pod."""
+    async with world(node, tmp_path) as here:
+        here.ask("all")
+        await here.settle(State.DRA)
+        pod = await claimant(node)
+        path, cdi = here.bridge.ledger_path(D), Path(here.bridge.node.cdi_directory)
+    await asyncio.to_thread(node.stop)
+    node.damage_claim_state("deleted")
+    for file in (*path.parent.glob("ledger.db*"), *(() if own else cdi.glob("*.claim"))):
+        file.unlink()
+    await asyncio.to_thread(node.start)
+    async with world(node, tmp_path, offered=False) as again:
+        again.ask("none")
+        await again.until(lambda: again.states == {"d0": State.TO_PLUGIN} or bool(again.healthy))
+        await again.reconcile()
+        pods = again.bridge.drivers[D].claims.pods
+        await again.until(lambda: pod.uid in pods.recorded)
+        pod.force_delete(hang=True)
+        for _ in range(3):
+            await again.reconcile()
+        assert len(again.claims) == 1
+        assert again.states == {"d0": State.TO_PLUGIN}
+        await asyncio.to_thread(pod.end_containers, 60)
+        await again.reconcile()
+        await again.settle(State.PLUGIN)
+
+
+async def test_a_pod_that_joins_a_claim_is_in_the_claims_file(node: FakeNode, tmp_path: Path) -> None:
+    """The kubelet does not tell the driver; the claim state does, before a lost ledger would need it."""
+    async with plain_world(node, tmp_path, Wiped(1, node)) as here:
+        here.ask("all")
+        await here.settle(State.DRA)
+        node.claim("mine", D)
+        pods = [node.start_pod(name, claims=["mine"]) for name in ("first", "second")]
+        for pod in pods:
+            await asyncio.to_thread(pod.wait_running, 60)
+        await here.bridge.drivers[D].claims.reconcile(sweep=True)
+        (file,) = claim_files.read_all(here.bridge.node.cdi_directory)
+        assert file.pods == {pod.uid for pod in pods}
 
 
 async def test_a_claim_ends_soon_after_the_processes_that_outlive_it(
@@ -390,10 +467,10 @@ async def test_ledger_and_checkpoint_are_lost_while_a_pod_runs(node: FakeNode, t
         await here.until(
             lambda: any(one.holders for one in here.bridge.drivers[D].async_ledger.snapshot.allocations.values())
         )
-        path = here.bridge.ledger_path(D)
+        path = here.bridge.ledger_path
     await asyncio.to_thread(node.stop)
     node.damage_checkpoint("deleted")
-    for file in path.parent.glob("ledger.db*"):
+    for file in path.parent.glob(f"{path.name}*"):
         file.unlink()
     await asyncio.to_thread(node.start)
     async with world(node, tmp_path, offered=False) as again:

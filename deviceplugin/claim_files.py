@@ -1,0 +1,101 @@
+"""Files of our own beside the CDI specs: what each prepared claim holds, whatever its devices are called today.
+
+`<driver>_<claim UID>.claim` is JSON. Runtimes read *.json and *.yaml only. Each prepared claim has one, also a claim
+without edits. The directory is in memory on most nodes, so the files go with the containers at a reboot.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Final
+
+import msgspec
+
+from deviceplugin import cdi
+
+VERSION: Final = 1
+_SUFFIX: Final = ".claim"
+_FILE: Final = re.compile(rf"(?P<driver>[A-Za-z0-9][A-Za-z0-9.-]*)_(?P<uid>{cdi.UID.pattern}){re.escape(_SUFFIX)}")
+
+
+class FiledDevice(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A device of a claim; the fields are those of `deviceplugin.register.records.ClaimDevice` and its amount."""
+
+    resource: str
+    device: str
+    share: str = ""
+    admin: bool = False
+    identity: str = ""
+    part: str = ""
+    takes: tuple[tuple[str, str, str], ...] = ()
+    parameters: str = ""
+
+
+class ClaimFile(msgspec.Struct, frozen=True, kw_only=True):
+    """What a claim holds through one driver.
+
+    boot: the node's boot in which the file was written. pods: UIDs of its pods. devices: None if the file cannot be
+    read; then only `driver` and `uid` are known.
+    """
+
+    driver: str
+    uid: str
+    namespace: str = ""
+    name: str = ""
+    boot: str = ""
+    pods: frozenset[str] = frozenset()
+    devices: tuple[FiledDevice, ...] | None = None
+    version: int = VERSION
+
+    @property
+    def title(self) -> str:
+        """Namespace and name if they are known, else the UID, for messages."""
+        return f"{self.namespace}/{self.name}" if self.name else self.uid
+
+
+def encode(file: ClaimFile) -> bytes:
+    """Return the bytes of a file; the same for equal ones."""
+    return msgspec.json.encode(file, order="deterministic")
+
+
+def decode(data: bytes, driver: str, uid: str) -> ClaimFile:
+    """Read the bytes of the file that has this name; without devices if it is damaged, or of another version."""
+    unknown = ClaimFile(driver=driver, uid=uid)
+    try:
+        file = msgspec.json.decode(data, type=ClaimFile)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return unknown
+    return file if (file.driver, file.uid, file.version) == (driver, uid, VERSION) else unknown
+
+
+def read_all(directory: str) -> tuple[ClaimFile, ...]:
+    """Read the files of all drivers' claims. Blocks.
+
+    Raises OSError: the directory is there and cannot be read. A file that cannot be read has no devices.
+    """
+    try:
+        names = sorted(os.listdir(directory))
+    except FileNotFoundError:
+        return ()
+    found = []
+    for name in names:
+        if named := _FILE.fullmatch(name):
+            try:
+                with open(os.path.join(directory, name), "rb") as file:
+                    found.append(decode(file.read(), named["driver"], named["uid"]))
+            except FileNotFoundError:
+                continue  # it has just been removed
+            except OSError:
+                found.append(ClaimFile(driver=named["driver"], uid=named["uid"]))
+    return tuple(found)
+
+
+class Store(cdi.Store):
+    """The files of one driver's claims."""
+
+    SUFFIX = _SUFFIX
+
+    def __init__(self, driver: str, directory: str = cdi.DIRECTORY) -> None:
+        super().__init__(driver, directory)
+        self._prefix = f"{driver}_"

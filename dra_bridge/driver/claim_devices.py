@@ -1,0 +1,99 @@
+"""What a claim is granted of a device, and how the claim's own file says it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+
+from deviceplugin import naming
+from deviceplugin.claim_files import ClaimFile, FiledDevice
+from deviceplugin.device import Device
+from deviceplugin.identity import Tokens, recorded
+from deviceplugin.register.records import Amount, Claim, ClaimDevice
+from deviceplugin.sharing import times_offered
+from deviceplugin.source import DeviceSource
+from dra_bridge.driver.claims import Result
+
+
+def granted_device(
+    source: DeviceSource,
+    device: Device,
+    tokens: Tokens,
+    boot: str,
+    result: Result,
+    admin: bool,
+    parameters: str,
+    times: int | None = None,
+) -> ClaimDevice:
+    """Return what a claim is granted of a device now.
+
+    tokens: what the device is. boot: the node's. parameters: those that the device is set up with, as JSON. times: how
+    often the device is offered; None: as its source says.
+    """
+    takes = tuple(
+        (name, counter, str(amount))
+        for name, counters in sorted(device.consumes.items())
+        for counter, amount in sorted(counters.items())
+    )
+    return ClaimDevice(
+        source.resource,
+        device.id,
+        result.share_id or "",
+        admin,
+        recorded(tokens, boot),
+        Amount("0" if admin else _part(times or times_offered(source, device), result), () if admin else takes),
+        parameters,
+    )
+
+
+def _part(times: int, result: Result) -> str:
+    """Return which part of a device a claim has: its shares of those that there are now; "" if that is not known."""
+    if not result.share_id:
+        return "1"
+    capacity = result.consumed_capacity or {}
+    consumed = {naming.qualified(name, result.driver): amount for name, amount in capacity.items()}
+    try:
+        shares = naming.parse_quantity(consumed[naming.qualified(naming.SHARES, result.driver)])
+    except (KeyError, naming.NamingError):
+        return ""
+    part = shares / times
+    return str(min(part, Fraction(1))) if part > 0 else ""
+
+
+def filed(claim: Claim, boot: str) -> ClaimFile:
+    """Return the file of a claim."""
+    devices = tuple(
+        FiledDevice(
+            resource=one.resource,
+            device=one.device,
+            share=one.share,
+            admin=one.admin,
+            identity=one.identity,
+            part=one.amount.part,
+            takes=one.amount.takes,
+            parameters=one.parameters,
+        )
+        for one in claim.devices
+    )
+    return ClaimFile(
+        driver=claim.driver,
+        uid=claim.uid,
+        namespace=claim.namespace,
+        name=claim.name,
+        boot=boot,
+        pods=claim.pods,
+        devices=devices,
+    )
+
+
+def claim_of(file: ClaimFile, now: float) -> Claim:
+    """Return the claim that a file tells of, as one without an answer. now: Unix seconds."""
+    return Claim(file.driver, file.uid, file.namespace, file.name, tuple(devices_of(file)), None, now, pods=file.pods)
+
+
+def devices_of(file: ClaimFile) -> Iterator[ClaimDevice]:
+    """Yield the devices of a claim's file; their identities name the boot, also where nothing else is known."""
+    for one in file.devices or ():
+        identity = one.identity or f"boot:{file.boot}"
+        amount = Amount(one.part, one.takes)
+        yield ClaimDevice(one.resource, one.device, one.share, one.admin, identity, amount, one.parameters)

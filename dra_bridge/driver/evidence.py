@@ -1,0 +1,61 @@
+"""What files and the kubelet's claim state say of the devices that claims of one driver hold (R8). Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from deviceplugin import cdi
+from deviceplugin.claim_files import ClaimFile
+from deviceplugin.kubelet.claim_state import PreparedClaim
+from deviceplugin.register.records import UNKNOWN, WHOLE, ClaimDevice
+from deviceplugin.register.rules import ClaimEvidence
+from dra_bridge.driver.claim_devices import devices_of
+
+
+class Published(NamedTuple):
+    """A claim of which only published names of its devices are known. shares: (name, share; None if not known)."""
+
+    uid: str
+    shares: tuple[tuple[str, str | None], ...]
+    namespace: str = ""
+    name: str = ""
+    pods: frozenset[str] = frozenset()
+
+    def evidence(self, driver: str, resource: str, ids: Mapping[str, str], boot: str) -> ClaimEvidence:
+        """Return what the claim holds of one resource. ids: of the resource's devices, by published name."""
+        granted = tuple(
+            ClaimDevice(resource, ids[name], share or "", False, f"boot:{boot}", WHOLE if share == "" else UNKNOWN)
+            for name, share in self.shares
+            if name in ids
+        )
+        held = frozenset(one.device for one in granted)
+        return ClaimEvidence(driver, self.uid, held, True, self.namespace, self.name, self.pods, granted)
+
+
+def in_state(claims: Iterable[PreparedClaim], driver: str, pool: str) -> Iterator[Published]:
+    """Yield what the kubelet's claim state says that claims hold of a driver's pool."""
+    for claim in claims:
+        seen, listed = only_seen(claim, driver), sorted(claim.devices.get(driver, ()))
+        shares = tuple((name, share) for of, name, share in listed if of == pool and name not in seen)
+        yield Published(claim.uid, shares, claim.namespace, claim.name, claim.pod_uids)
+
+
+def of_file(file: ClaimFile, resource: str, pods: frozenset[str]) -> ClaimEvidence:
+    """Return what a claim's own file says. pods: further ones that the kubelet's claim state names."""
+    granted = tuple(devices_of(file))
+    held = frozenset(one.device for one in granted if one.resource == resource and not one.admin)
+    return ClaimEvidence(file.driver, file.uid, held, True, file.namespace, file.name, file.pods | pods, granted)
+
+
+def only_seen(claim: PreparedClaim, driver: str) -> frozenset[str]:
+    """Return the names of a driver's devices that a claim has administrative access to and does not hold.
+
+    The CDI ids in our answers tell: `<driver>/claim=admin_<claim UID>_<request>_<device>...`. A device that is also in
+    another request of the claim is held.
+    """
+    prefix = cdi.qualified(driver, f"admin_{claim.uid}_")
+    ids = (name.removeprefix(prefix).split("_") for name in claim.cdi_ids if name.startswith(prefix))
+    seen = {(request, device) for request, *devices in ids for device in devices}
+    held = {device for of, request, device in claim.requests if of == driver and (request, device) not in seen}
+    return frozenset(device for _, device in seen if device not in held)

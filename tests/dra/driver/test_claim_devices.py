@@ -1,0 +1,88 @@
+"""What a claim is granted of a device, and how its file says it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from deviceplugin.device import Device
+from deviceplugin.register.records import Amount, Claim, ClaimDevice
+from deviceplugin.source import DeviceSource
+from dra_bridge.driver.claim_devices import devices_of, filed, granted_device
+from dra_bridge.driver.claims import Result
+
+R = "example.com/fpga"
+D = "fpga.example.com"
+
+
+class Shared(DeviceSource):
+    """Devices for four holders at once, but `two` for two."""
+
+    resource = R
+    driver = D
+    replicas = 4
+
+    def replicas_of(self, device: Device) -> int:
+        return 2 if device.id == "two" else 4
+
+
+def granted(device: Device, *, admin: bool = False, parameters: object = None, **result: Any) -> ClaimDevice:
+    made = msgspec.convert({"request": "r", "driver": D, "pool": "n", "device": "published", **result}, Result)
+    return granted_device(Shared(), device, frozenset({"uuid:1", "char:240:0"}), "b", made, admin, parameters)
+
+
+@pytest.mark.parametrize(
+    ("device", "consumed", "part"),
+    [
+        ("d", {"shares": "1"}, "1/4"),
+        ("two", {"shares": "1"}, "1/2"),
+        ("d", {"shares": "2"}, "1/2"),
+        ("d", {f"{D}/shares": "3", "memory": "5Gi"}, "3/4"),
+        ("d", {"shares": 4}, "1"),
+        ("two", {"shares": "3"}, "1"),  # allocated while there were more shares
+        ("d", {"memory": "5Gi"}, ""),
+        ("d", {"other.example.com/shares": "1"}, ""),
+        ("d", {"shares": "many"}, ""),
+        ("d", {"shares": "0"}, ""),
+        ("d", {"shares": None}, ""),
+        ("d", None, ""),
+    ],
+)
+def test_the_part_of_a_shared_device(device: str, consumed: Any, part: str) -> None:
+    """The claim's shares of those that there are when it is granted; what is not understood is not known."""
+    assert granted(Device(device), shareID="s", consumedCapacity=consumed).amount == Amount(part)
+
+
+def test_a_device_that_is_not_shared_is_had_whole() -> None:
+    """Also of a source with replicas, where the API server cannot share."""
+    one = granted(Device("d"))
+    assert (one.resource, one.device, one.share, one.admin, one.amount) == (R, "d", "", False, Amount("1"))
+    assert one.identity == "boot:b char:240:0 uuid:1"
+    assert one.parameters == ""
+
+
+def test_a_partition_takes_counters() -> None:
+    """As the device consumes them; administrative access takes nothing."""
+    device = Device("d", consumes={"gpu": {"memory": "5Gi", "engines": 2}, "bus": {"lanes": 4}})
+    takes = (("bus", "lanes", "4"), ("gpu", "engines", "2"), ("gpu", "memory", "5Gi"))
+    assert granted(device).amount == Amount("1", takes)
+    seen = granted(device, admin=True, shareID="s", consumedCapacity={"shares": "1"})
+    assert (seen.admin, seen.amount) == (True, Amount("0"))
+
+
+def test_parameters_are_compared_as_text() -> None:
+    """The same ones have the same text, whatever the order of their fields."""
+    assert granted(Device("d"), parameters={"b": 1, "a": 2}).parameters == '{"a":2,"b":1}'
+
+
+def test_a_file_says_all_that_a_record_does() -> None:
+    """A device without tokens is known to be of this boot all the same."""
+    full = granted(Device("d", consumes={"gpu": {"memory": "5Gi"}}), parameters={"a": 1})
+    plain = ClaimDevice(R, "e", "s", admin=True, amount=Amount("0"))
+    claim = Claim(D, "1", "ml", "train", (full, plain), None, 1.0, pods=frozenset({"p"}))
+    file = filed(claim, "b")
+    assert (file.driver, file.uid, file.namespace, file.name, file.boot) == (D, "1", "ml", "train", "b")
+    assert file.pods == {"p"}
+    assert list(devices_of(file)) == [full, msgspec.structs.replace(plain, identity="boot:b")]

@@ -1,0 +1,108 @@
+"""The file of our own that each prepared claim has."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deviceplugin import cdi, claim_files
+from deviceplugin.claim_files import ClaimFile, FiledDevice
+
+D = "fpga.example.com"
+R = "example.com/fpga"
+
+
+def made(uid: str = "1", driver: str = D, **more: object) -> ClaimFile:
+    fields = {
+        "namespace": "ml",
+        "name": "train",
+        "boot": "b",
+        "pods": frozenset({"p2", "p1"}),
+        "devices": (
+            FiledDevice(
+                R, "d0", "s", False, "boot:b char:240:0", "1/3", (("set", "memory", "5Gi"),), '{"mode":"fast"}'
+            ),
+            FiledDevice(R, "d1", admin=True, part="0"),
+        ),
+    } | more
+    return msgspec.convert({"driver": driver, "uid": uid, **fields}, ClaimFile)
+
+
+def put(directory: Path, *files: ClaimFile) -> None:
+    for file in files:
+        claim_files.Store(file.driver, str(directory)).write(file.uid, claim_files.encode(file))
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    """With all that it says of each device, and the same bytes whatever the order of its pods."""
+    other = made("2", "2nd.example.com", devices=(), pods=frozenset())
+    put(tmp_path, made(), other)
+    assert set(claim_files.read_all(str(tmp_path))) == {made(), other}
+    assert claim_files.encode(made(pods=frozenset({"p1", "p2"}))) == claim_files.encode(made())
+    assert (made().title, made(name="").title) == ("ml/train", "1")
+
+
+def test_runtimes_do_not_read_it(tmp_path: Path) -> None:
+    """They take *.json and *.yaml; the names clash with no CDI file, draft or copy of a ledger."""
+    put(tmp_path, made())
+    cdi.Store(D, str(tmp_path)).write("1", b"{}")
+    (tmp_path / f"{D}.allocations").write_bytes(b"")
+    (tmp_path / f".{D}_2.left.over").write_bytes(b"")
+    assert sorted(os.listdir(tmp_path)) == sorted(
+        [f"{D}-claim_1.json", f"{D}_1.claim", f"{D}.allocations", f".{D}_2.left.over"]
+    )
+    assert claim_files.read_all(str(tmp_path)) == (made(),)
+    assert cdi.Store(D, str(tmp_path)).list() == claim_files.Store(D, str(tmp_path)).list() == {"1"}
+    assert not (tmp_path / f".{D}_2.left.over").exists(), "a draft that a crash left is removed"
+    assert claim_files.Store(D, str(tmp_path)).remove("1")
+    assert os.path.exists(tmp_path / f"{D}-claim_1.json")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"\xff",
+        b'{"driver":"fpga.example.com","uid":"1"}',
+        claim_files.encode(made(version=claim_files.VERSION + 1)),
+        claim_files.encode(made("2")),
+        claim_files.encode(made(driver="other.example.com")),
+        claim_files.encode(made()).replace(b'"device":"d0",', b""),
+    ],
+)
+def test_a_damaged_file_says_that_its_devices_are_unknown(tmp_path: Path, text: bytes) -> None:
+    """Its name tells the driver and the claim; the other files are read all the same."""
+    put(tmp_path, made("3"))
+    (tmp_path / f"{D}_1.claim").write_bytes(text)
+    found = {file.uid: file for file in claim_files.read_all(str(tmp_path))}
+    assert found == {"1": ClaimFile(driver=D, uid="1"), "3": made("3")}
+    assert found["1"].devices is None
+
+
+def test_a_file_that_cannot_be_read_says_so(tmp_path: Path) -> None:
+    """A directory in its place, and a link that leads nowhere, are no files of claims that ended."""
+    (tmp_path / f"{D}_1.claim").mkdir()
+    (tmp_path / f"{D}_2.claim").symlink_to(tmp_path / f"{D}_2.claim")
+    assert [(file.uid, file.devices) for file in claim_files.read_all(str(tmp_path))] == [("1", None), ("2", None)]
+
+
+def test_a_directory_that_is_not_there_has_no_files(tmp_path: Path) -> None:
+    """One that is there and cannot be read proves nothing."""
+    assert claim_files.read_all(str(tmp_path / "none")) == ()
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(OSError, match="Not a directory"):
+        claim_files.read_all(str(tmp_path / "file"))
+
+
+@given(st.binary() | st.builds(lambda at: claim_files.encode(made())[:at], st.integers(0, 400)))
+def test_any_bytes_are_understood_or_unknown(data: bytes) -> None:
+    """A file that was cut anywhere is damaged."""
+    found = claim_files.decode(data, D, "1")
+    assert found == made() or (found.driver, found.uid, found.devices) == (D, "1", None)
