@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from deviceplugin import identity
 from deviceplugin.exclusion import Key, titled
@@ -18,6 +18,7 @@ from deviceplugin.register.records import AllocationRecord, Amount, Claim, Claim
 
 Counter = tuple[str, str, str]
 """(scope, counter set, counter). The scope is the driver of a resource, or its name if it has none."""
+_ONE: Final = Fraction(1)
 
 
 class Use(NamedTuple):
@@ -158,17 +159,19 @@ def refusal(
                 return _excluded(one, other, common)
     for one in wanted:
         for point in one.points:
-            same = [each for each in (*others, *wanted) if point in each.points]
-            if len(same) > 1 and sum(each.part or 0 for each in same) > 1:
-                return _excluded(one, next(each for each in same if each is not one), {point})
+            of_point = [each for each in others if point in each.points]
+            same = [each for each in wanted if point in each.points]
+            if len(of_point) + len(same) > 1 and sum(each.part or _ONE for each in (*of_point, *same)) > 1:
+                return _excluded(one, of_point[0], {point}) if of_point else _twice(same[0], same[1], point)
         for counter in one.takes:
             of_counter = [each for each in others if counter in each.takes and counted(each)]
-            of_counter += [each for each in wanted if counter in each.takes]
-            taken = [each.takes[counter] for each in of_counter]
+            same = [each for each in wanted if counter in each.takes]
+            taken = [each.takes[counter] for each in (*of_counter, *same)]
             if len(taken) > 1 and (min(taken) < 0 or sum(taken) > view.limits.get(counter, Fraction(-1))):
-                names = ", ".join(sorted({_titled(each) for each in of_counter if each is not one})[:3])
-                what = f"(counter {counter[2]} of {counter[1]})"
-                return f"{_titled(one)} does not fit beside {names}, which counts as held {what}"
+                beside = of_counter or [each for each in same if each is not one]
+                names = ", ".join(sorted({_titled(each) for each in beside})[:3])
+                counts = ", which counts as held" if of_counter else ", which it is asked for with"
+                return f"{_titled(one)} does not fit beside {names}{counts} (counter {counter[2]} of {counter[1]})"
     return ""
 
 
@@ -176,11 +179,15 @@ def _titled(use: Use) -> str:
     return titled(use.key) if use.key else f"what {use.title} has"
 
 
+def _twice(one: Use, other: Use, point: Point) -> str:
+    if one.key == other.key:
+        return f"more of {_titled(one)} is asked for than there is"
+    return f"{_titled(one)} and {_titled(other)}, which it is asked for with, are one thing ({shown({str(point)})})"
+
+
 def _excluded(one: Use, other: Use, common: Collection[Point]) -> str:
     tokens = {point for point in common if isinstance(point, str)}
     if other.key == one.key:
-        if other.unit[0] == "hook":
-            return other.title
-        return f"{_titled(one)} is held by {other.title}" if other.title else f"{_titled(one)} is asked for twice"
+        return other.title if other.unit[0] == "hook" else f"{_titled(one)} is held by {other.title}"
     text = f"{_titled(one)} and {_titled(other)}, which counts as held"
     return f"{text}, are one thing ({shown(tokens)})"

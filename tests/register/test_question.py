@@ -115,13 +115,14 @@ def test_one_holder_does_not_get_one_thing_twice() -> None:
     """What it asks for adds up, too: two names of one thing, more replicas than there are, more of a counter."""
     nobody = Snapshot()
     assert asked(nobody, use("a", "n1")) == ""
-    assert asked(nobody, use("a", "n1"), use("b", "n1"))
+    twice = f"a of {R} and b of {R}, which it is asked for with, are one thing (n1)"
+    assert asked(nobody, use("a", "n1"), use("b", "n1")) == twice
     assert asked(nobody, *(use(f"a::{n}", "n1", device="a", amount=HALF) for n in range(2))) == ""
     more = [use(f"a::{n}", "n1", device="a", amount=HALF) for n in range(3)]
-    assert asked(nobody, *more) == f"a of {R} is asked for twice"
-    assert asked(nobody, *(one._replace(part=None) for one in more)) == "", "how much is not known"
+    assert asked(nobody, *more) == f"more of a of {R} is asked for than there is"
     assert asked(nobody, use("x", amount=takes("5")), use("y", amount=takes("5"))) == ""
-    assert asked(nobody, use("x", amount=takes("5")), use("y", amount=takes("6")))
+    reason = f"x of {R} does not fit beside y of {R}, which it is asked for with (counter memory of card)"
+    assert asked(nobody, use("x", amount=takes("5")), use("y", amount=takes("6"))) == reason
     assert asked(nobody, use("x", amount=takes("11"))) == "", "what the list says of one device is not judged"
 
 
