@@ -83,8 +83,11 @@ def part_of(amount: Amount) -> Fraction | None:
 
 
 def _takes(amount: Amount, resource: str, view: View, recorded: str = "") -> dict[Counter, Fraction]:
-    """Return what is taken of counters, in the scope of the resource now and in the one that was recorded."""
-    scopes = {view.scopes.get(resource, recorded or resource)} | ({recorded} if recorded else set())
+    """Return what is taken of counters, in the scope of the resource now and in the one that was recorded.
+
+    A pod of a resource that is served no more may have got it in any scope.
+    """
+    scopes = {one for one in (view.scopes.get(resource), recorded) if one} or {resource, *view.scopes.values()}
     return {(scope, *one[:2]): Fraction(one[2]) for one in amount.takes for scope in scopes}
 
 
@@ -138,8 +141,8 @@ def refusal(
 ) -> str:
     """Return why a holder may not have these devices beside what all others hold; "" if it may.
 
-    What the holder has already, by its units, does not count. beside: what counts as held besides. own: tells what else
-    does not count. counted: tells of which uses it counts what they take of counters.
+    What the holder has already, by its units, does not count; what it asks for adds up. beside: what counts as held
+    besides. own: tells what else does not count. counted: tells of which uses it counts what they take of counters.
     """
     units = {one.unit for one in wanted}
     wanted = [one for one in wanted if one.part != 0]

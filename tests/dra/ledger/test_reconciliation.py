@@ -118,10 +118,11 @@ def test_a_claim_known_from_its_file_gets_its_name_once(store: DirectLedger) -> 
 def test_a_claim_over_two_resources_is_found_once_for_each_of_them(store: DirectLedger, path: str) -> None:
     """The ledger is lost: both resources' evidence goes into one record, which holds and unprepares all of it."""
     other = "example.com/nic"
-    state_file = ClaimEvidence(D, "1", frozenset({"a"}), True, "ml", "train", frozenset({"u1"}), {"a": "share-1"})
+    granted = (ClaimDevice(R, "a", "share-1"),)
+    state_file = ClaimEvidence(D, "1", frozenset({"a"}), True, "ml", "train", frozenset({"u1"}), granted)
     store.do(operations.forget(R, ["a"]))
     store.do(operations.reconcile_evidence(R, Evidence(claims=[state_file]), ["a"], Side.PLUGIN, T0))
-    second = replace(state_file, devices=frozenset({"n"}), pods=frozenset({"u2"}), shares={"n": ""})
+    second = replace(state_file, devices=frozenset({"n"}), pods=frozenset({"u2"}), granted=())
     for _ in range(2):
         store.do(operations.reconcile_evidence(other, Evidence(claims=[second]), ["n"], Side.PLUGIN, T0))
     store.close()
