@@ -34,8 +34,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, NamedTuple
 
-from dra_bridge.handover.evidence import kubelet_snapshot, shown_unhealthy
-
 from deviceplugin.kubelet import holders
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint
