@@ -96,8 +96,9 @@ class HookRuns:
 
         resets: also for `reset`, which is only waited for by who does not call it himself.
         """
-        if self._runs:
-            await self._wait(keys, [one for one in self._runs if resets or one.overdue or one.hook != "reset"])
+        keys = tuple(keys)
+        while await self._wait(keys, [one for one in self._runs if resets or one.overdue or one.hook != "reset"]):
+            pass  # another one may have begun meanwhile
 
     def _begin(self, hook: str, source: DeviceSource, devices: Iterable[Device]) -> _Run:
         keys = frozenset((source.resource, device.id) for device in devices)
@@ -122,13 +123,15 @@ class HookRuns:
             if not run.left:
                 self._end(run)
 
-    async def _wait(self, keys: Iterable[Key], runs: Sequence[_Run], patience: float | None = None) -> None:
+    async def _wait(self, keys: Iterable[Key], runs: Sequence[_Run], patience: float | None = None) -> bool:
+        """Wait for those of some runs that work on these devices; return whether there were any."""
         wanted = self._same_thing(keys) if runs else set()
         if runs := [one for one in runs if not wanted.isdisjoint(one.keys)]:
             await asyncio.wait({one.settled for one in runs}, timeout=patience)
             for one in runs:
                 if one.overdue or not one.settled.done():
                     raise DeviceBusyError(f"{titled(min(one.keys & wanted))}: {one.reason}")
+        return bool(runs)
 
     def _leave(self, run: _Run, work: asyncio.Future[Any]) -> None:
         """Have a hook hold its devices until it ends; a coroutine that was cancelled may end at once."""

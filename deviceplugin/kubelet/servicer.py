@@ -6,7 +6,7 @@ import contextlib
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
@@ -24,7 +24,8 @@ from deviceplugin.kubelet.device_list import DeviceIds, Entry, ListStreams, in_t
 from deviceplugin.kubelet.granted import annotate
 from deviceplugin.kubelet.podresources import AllocationsInFlight
 from deviceplugin.kubelet.tracker import HolderTracker
-from deviceplugin.register.records import LedgerError
+from deviceplugin.register.question import Wanted
+from deviceplugin.register.records import Amount, LedgerError
 from deviceplugin.register.register import OtherSideError, Register, UnknownHolderError
 from deviceplugin.source import DeviceSource
 from deviceplugin.wire import deviceplugin_pb2 as pb
@@ -169,12 +170,13 @@ class Endpoint(DevicePluginServicer):
                 if self._release_former is not None and "released" in self.source.hooks:
                     await self._refuse_held(names)
                     await self._release_former(names)
+                # A reload may change the replicas while `edits` works.
+                amounts = {name: self._register.amount(self.resource, self.ids.device_id_of(name)) for name in names}
                 responses = [await self._response(ids) for ids in wanted]
                 await self._refuse_held(names)
-                await self._grant(names)
+                granted = await self._grant(names, amounts)
                 for response, ids in zip(responses, wanted, strict=True):
-                    now = {name: self._register.wanted(self.resource, self.ids.device_id_of(name)) for name in ids}
-                    annotate(response, self.resource, now, self._register.boot)
+                    annotate(response, self.resource, {name: granted[name] for name in ids}, self._register.boot)
             except Refusal as refusal:
                 self.statistics.refusals[refusal.reason] += 1
                 extra = {"resource": self.resource, "device": ", ".join(map(printable, names[:SHOWN_IDS]))}
@@ -258,16 +260,27 @@ class Endpoint(DevicePluginServicer):
         return list(devices.values())
 
     async def _refuse_held(self, names: Sequence[str]) -> None:
-        held = await self._holders.still_held(self.resource, names) if self._holders is not None else {}
+        """Raises Refusal: another pod still holds one of these ids, or its holder cannot be recorded."""
+        try:
+            held = await self._holders.still_held(self.resource, names) if self._holders is not None else {}
+        except LedgerError as error:
+            raise self._unrecorded(error) from error
         for name, why in held.items():
             self.refresh()  # before the kubelet chooses for the next pod
             raise self._refusal("held", f"device {name} is still held: {why}")
 
-    async def _grant(self, names: Sequence[str]) -> None:
-        """Have a grant recorded. Raises Refusal: what others hold excludes it, or its side does."""
+    def _unrecorded(self, error: LedgerError) -> Refusal:
+        return self._refusal("ledger", f"{error}", grpc.StatusCode.UNAVAILABLE)
+
+    async def _grant(self, names: Sequence[str], amounts: Mapping[str, Amount]) -> Mapping[str, Wanted]:
+        """Have a grant recorded, and return what was. Raises Refusal: what others hold excludes it, or its side does.
+
+        amounts: how much of its device each id stood for when it was asked for.
+        """
+        ids = {name: self.ids.device_id_of(name) for name in names}
         try:
             # The container's own `reset` waits for one that works now: Allocate holds up all pods of the node.
-            await self._register.grant(self.resource, {name: self.ids.device_id_of(name) for name in names})
+            granted = await self._register.grant(self.resource, ids, amounts)
         except UnknownHolderError as error:
             raise self._refusal("starting", str(error), grpc.StatusCode.UNAVAILABLE) from error
         except OtherSideError as error:
@@ -275,8 +288,9 @@ class Endpoint(DevicePluginServicer):
         except ConflictError as error:
             raise self._refusal("excluded", str(error)) from error
         except LedgerError as error:
-            raise self._refusal("ledger", f"{error}", grpc.StatusCode.UNAVAILABLE) from error
+            raise self._unrecorded(error) from error
         self._granted()
+        return granted
 
     async def _response(self, names: Sequence[str]) -> pb.ContainerAllocateResponse:
         """Return what a container gets for these ids. Raises Refusal."""

@@ -218,7 +218,9 @@ def add_holders(state: Snapshot, holders: Iterable[tuple[str, str, str, str]], n
                 resource, device_id, device_of(device_id, 2), now, state.sequence + 1, pending=False
             )
         records[key] = replace(known, holders=known.holders | {(pod_uid, container)})
-    return Decision(None, tuple(map(_put_allocation, records.values())))
+    return Decision(
+        None, tuple(_put_allocation(one) for key, one in records.items() if state.allocations.get(key) != one)
+    )
 
 
 def _observed(record: AllocationRecord, snapshot: rules.KubeletSnapshot) -> AllocationRecord | None:

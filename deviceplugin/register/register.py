@@ -33,6 +33,7 @@ from deviceplugin.register.question import (
     wanted_use,
 )
 from deviceplugin.register.records import (
+    NONE,
     WHOLE,
     Amount,
     Decision,
@@ -193,7 +194,13 @@ class Register:
         key = things, foreign, overdue
         before = self._view[0]
         if before is None or before[0] is not things or before[1] is not foreign or before[2] != overdue:
-            working = tuple(Use(("hook", *one), why, one, things.tokens(one), None) for one, why in overdue.items())
+            parts = {
+                peer: f"{titled(one)}: {why}"
+                for one, why in overdue.items()
+                for peer in things.peers(one) - things.aliases(one)
+            }
+            busy = {**parts, **overdue}
+            working = [Use(("hook", *one), why, one, things.tokens(one), None) for one, why in busy.items()]
             view = View(self.boot, self.listed.scopes, self.listed.limits, (*foreign, *working))
             self._view = key, view
         return self._view[1]
@@ -335,11 +342,14 @@ class Register:
 
     # Grants.
 
-    async def grant(self, resource: str, ids: Mapping[str, str]) -> None:
-        """Record that ids (by id, the device) are given to a container; answer nothing before that.
+    async def grant(
+        self, resource: str, ids: Mapping[str, str], amounts: Mapping[str, Amount] = NONE
+    ) -> Mapping[str, Wanted]:
+        """Record that ids (by id, the device) are given to a container; return what was recorded, and nothing before.
 
-        Raises ConflictError: what others hold, or the side, leaves too little of a device; or it is not known yet who
-        holds it. Raises what the store raises if it could not be recorded.
+        amounts: how much of its device each id stood for when it was asked for; by default as of now. Raises
+        ConflictError: what others hold, or the side, leaves too little of a device; or it is not known yet who holds
+        it. Raises what the store raises if it could not be recorded.
         """
         devices = list(dict.fromkeys(ids.values()))
         keys = [(resource, device) for device in devices]
@@ -349,12 +359,14 @@ class Register:
             if why := self.evidence_missing(resource, device):
                 raise UnknownHolderError(f"who holds device {device} is not known yet: {why}")
         wanted = {name: self.wanted(resource, device) for name, device in ids.items()}
+        wanted |= {name: wanted[name]._replace(amount=amount) for name, amount in amounts.items()}
         with self._granting(keys):
             answer = await self.store.do(operations.grant(resource, wanted, self.view(), time.time()))
         if isinstance(answer, Refused):
             raise OtherSideError(answer.message)
         if isinstance(answer, Excluded):
             raise ConflictError(answer.message)
+        return wanted
 
     @contextmanager
     def _granting(self, keys: Collection[Key]) -> Iterator[None]:
@@ -382,7 +394,7 @@ class Register:
 
     def is_free(self, key: Key, units: Collection[tuple[str, ...]] = ()) -> bool:
         """Return whether nobody holds any of a device, or is being granted it. units: holders that do not count."""
-        if self._granted_now[key] > 0 or key in self.hooks.overdue:
+        if any(self._granted_now[one] > 0 for one in (key, *self.listed.now().aliases(key))):
             return False
         whole = Use(("released", *key), "", key, self.listed.now().tokens(key), Fraction(1))
         return not refusal([whole], self.snapshot, self.view(), own=lambda use: use.unit in units)

@@ -16,8 +16,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final, Self, cast
 
-from dra_bridge.handover.evidence import allocations_of
-
 from deviceplugin.backoff import Backoff
 from deviceplugin.device import ContainerEdits, Device
 from deviceplugin.exclusion import ConflictError

@@ -34,8 +34,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, NamedTuple
 
-from dra_bridge.handover.evidence import held_ids, kubelet_snapshot, shown_unhealthy
-
 from deviceplugin.kubelet import holders
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint
@@ -55,14 +53,9 @@ from deviceplugin.register.records import (
     Snapshot,
     State,
 )
-<<<<<<< HEAD
-from deviceplugin.register.rules import ClaimEvidence, ClusterEvidence, Evidence, KubeletEvidence, Refused
-from dra_bridge.handover.planner import held_and_expected, in_state, plan
-=======
 from deviceplugin.register.rules import ClaimEvidence, ClusterEvidence, Evidence, Excluded, KubeletEvidence, Refused
 from dra_bridge.handover.ends import shown_unhealthy
 from dra_bridge.handover.planner import Moving, held_and_expected, plan
->>>>>>> t4
 from dra_bridge.handover.share import Share
 
 R: Final = "example.com/fpga"

@@ -18,13 +18,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final, cast
 
-<<<<<<< HEAD
-import grpc
-from deviceplugin.kubelet.allocation_gate import Refusal
-from dra_bridge.handover.evidence import allocations_of, held_ids
-from dra_bridge.handover.gate import LedgerGate
-=======
->>>>>>> t4
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -38,14 +31,9 @@ from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint
 from deviceplugin.kubelet.holders import HolderEvidence, HolderSnapshot, kubelet_snapshot
 from deviceplugin.register import operations
-<<<<<<< HEAD
-from deviceplugin.register.records import Claim, ClaimDevice, LedgerError, Operation, Side, Snapshot, State
-from deviceplugin.register.rules import ClaimEvidence, Evidence, Refused
-=======
 from deviceplugin.register.records import WHOLE, Claim, ClaimDevice, LedgerError, Operation, Side, Snapshot, State
 from deviceplugin.register.rules import ClaimEvidence, Evidence, Excluded, Refused
 from deviceplugin.source import DeviceSource
->>>>>>> t4
 from dra_bridge.handover.moves import Handover
 from dra_bridge.handover.planner import Moving
 from dra_bridge.handover.share import Drain, Share

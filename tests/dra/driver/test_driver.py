@@ -1311,7 +1311,9 @@ async def test_files_of_claims_that_the_kubelet_counts_as_prepared_are_not_swept
     assert await here.driver.reconciler.reconcile({"1"}, ENDED) == {}
     assert await here.driver.reconciler.reconcile((), ENDED, sweep=False) == {}
     assert here.files == [kept]
-    assert await here.driver.reconciler.reconcile((), ENDED) == {"removed": ["1"]}
+    (here.cdi / f"{D}_bare.claim").write_bytes(b"")
+    assert await here.driver.reconciler.reconcile((), ENDED) == {"removed": ["1", "bare"]}
+    assert here.all_files == []
 
 
 def in_claim_state(*devices: tuple[str, str, str], cdi_ids: tuple[str, ...] = ()) -> PreparedClaim:

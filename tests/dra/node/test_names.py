@@ -81,9 +81,9 @@ async def test_a_running_claim_is_recognised_after_names_were_made_anew(node: Fa
         await until(lambda: published(node) == {name: of for name, (of, _) in ALONE.items()})
         pod = await asyncio.to_thread(lambda: node.start_pod("p", template={D: 1}).wait_running(60))
         (device,) = node.devices_of(pod)
-        path = bridge.ledger_path(D)
+        path = bridge.ledger_path
     await asyncio.to_thread(node.stop)
-    for file in path.parent.glob("ledger.db*"):
+    for file in path.parent.glob(f"{path.name}*"):
         file.unlink()
     await asyncio.to_thread(node.start)
     async with running(node, A, B, policy=HandoverPolicy(Share(0))) as bridge:

@@ -102,6 +102,10 @@ def states(bridge: Bridge) -> dict[str, State]:
     return {name: record.state for name, record in bridge.drivers[D].async_ledger.snapshot.of(R).items()}
 
 
+def reconciled(bridge: Bridge) -> set[tuple[str, str]]:
+    return bridge.drivers[D].devices.context.reconciled
+
+
 def claims(bridge: Bridge) -> set[str]:
     return {claim.title for claim in bridge.drivers[D].async_ledger.snapshot.claims.values()}
 
@@ -278,7 +282,7 @@ async def test_no_slice_has_a_device_before_its_evidence_was_reconciled(
         made.do(reconcile_evidence(R, Evidence(), ["d0", "d1"], Side.DRA, 1.0, D))
     async with running(node, tmp_path / "cdi", Share(part=1.0)) as bridge:
         await until(lambda: published() == {"d0"}, "the slice")
-        assert bridge.drivers[D].devices.context.reconciled == {(R, "d0")}
+        assert reconciled(bridge) == {(R, "d0")}
         doubt = False
         await until(lambda: published() == {"d0", "d1"}, "the other device")
 
