@@ -72,6 +72,9 @@ class Params(msgspec.Struct):
 
 
 def result(device: str, request: str = "fpga", **more: Any) -> dict[str, Any]:
+    """Return one allocated device; one with a share ID has one share of its device."""
+    if "shareID" in more:
+        more = {"consumedCapacity": {f"{D}/shares": "1"}, **more}
     return {"request": request, "driver": D, "pool": NODE, "device": device, **more}
 
 
@@ -139,6 +142,7 @@ class Plain(DeviceSource):
 
     resource = R
     driver = D
+    replicas = 2
 
 
 @dataclass
@@ -1316,16 +1320,16 @@ async def test_files_of_claims_that_the_kubelet_counts_as_prepared_are_not_swept
     assert here.all_files == []
 
 
-def in_claim_state(*devices: tuple[str, str, str], cdi_ids: tuple[str, ...] = ()) -> PreparedClaim:
-    """What the kubelet's claim state has of a claim with these (pool, device, share)."""
-    pods = frozenset({"pod-uid"})
-    return PreparedClaim("1", "default", "claim-1", pods, {D: frozenset(devices)}, frozenset(cdi_ids))
+def in_claim_state(*devices: tuple[str, str, str], admin: Sequence[str] = ()) -> PreparedClaim:
+    """What the kubelet's claim state has of a claim with these (pool, device, share). admin: of an admin's request."""
+    pods, cdi_ids = frozenset({"pod-uid"}), frozenset({f"{D}/claim=admin_1_look", f"{D}/claim=claim_1_fpga"})
+    requests = frozenset((D, "look" if name in admin else "fpga", name) for _, name, _ in devices)
+    return PreparedClaim("1", "default", "claim-1", pods, {D: frozenset(devices)}, cdi_ids, requests)
 
 
 async def test_the_kubelets_claim_state_is_evidence(here: World) -> None:
     """Of this driver's devices in this pool that the claim holds, with shares, pods and the claim's name."""
-    admin = f"{D}/claim=admin_1_fpga_d2"
-    state = in_claim_state((NODE, "d0", ""), (NODE, "d1", "s"), (NODE, "d2", ""), (NODE, "x", ""), cdi_ids=(admin,))
+    state = in_claim_state((NODE, "d0", ""), (NODE, "d1", "s"), (NODE, "d2", ""), (NODE, "x", ""), admin=["d2"])
     elsewhere = in_claim_state(("other-pool", "d3", ""))
     other = PreparedClaim("2", "default", "c", frozenset(), {"other.example.com": frozenset({(NODE, "d0", "")})})
     (found,) = here.driver.claim_evidence([state, elsewhere, other], R)
@@ -1743,7 +1747,7 @@ async def test_a_prepared_claim_that_is_allocated_anew_is_prepared_anew(tmp_path
     source, pods = Hooked(), Pods(pod, unlisted=[pod] if unlisted else [])
     here = await world(tmp_path, source, running_pods=pods)
     here.claims.add(claim("1", result("d0")))
-    await here.prepared("1")
+    (before,) = (await here.prepared("1")).devices
     source.calls.clear()
     here.claims.add(allocated_anew("1", result("d1")), claim("2", result("d0")))
     for _ in range(2):
@@ -1756,6 +1760,8 @@ async def test_a_prepared_claim_that_is_allocated_anew_is_prepared_anew(tmp_path
     pods.end()
     (device,) = (await here.prepared("1")).devices
     assert device.device == "d1"
+    # A kubelet that was restarted gives the runtime what it was answered before, too.
+    assert "FPGA_1=1" in here.edits(before.cdi_ids[0])[0]["env"]
     assert [call[:2] for call in source.calls if call[0] != "released"] == [
         ("unprepare", ["d0"]),
         *((name, ["d1"]) for name in ("reset", "edits", "prepare")),
