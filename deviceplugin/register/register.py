@@ -21,7 +21,6 @@ from deviceplugin.exclusion import ConflictError, Key, Thing, Things, natural_ke
 from deviceplugin.hook_runs import DeviceBusyError, HookRuns
 from deviceplugin.identity import Tokens, shown
 from deviceplugin.inventory import Inventory
-from deviceplugin.naming import parse_quantity
 from deviceplugin.register import operations
 from deviceplugin.register.question import (
     Use,
@@ -224,9 +223,7 @@ class Register:
             return WHOLE
         times = len(services[resource].ids_now(known))
         takes = tuple(
-            (name, counter, str(parse_quantity(value)))
-            for name, each in known.consumes.items()
-            for counter, value in each.items()
+            (name, counter, str(value)) for name, each in known.consumes.items() for counter, value in each.items()
         )
         return Amount("1" if times == 1 else f"1/{times}", takes) if takes or times > 1 else WHOLE
 
