@@ -28,6 +28,7 @@ from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.claim_state import ClaimStateError, PreparedClaim
 from deviceplugin.register import operations
+from deviceplugin.register.question import View
 from deviceplugin.register.records import UNKNOWN, WHOLE, Claim, ClaimDevice, LedgerError, Side, State
 from deviceplugin.register.rules import ClaimEvidence, Evidence
 from deviceplugin.source import DeviceSource
@@ -1069,7 +1070,7 @@ async def test_a_prepare_that_a_crash_cut_short_can_be_undone_and_done_again(tmp
     for uid, device in (("1", "d0"), ("2", "d1")):
         here.claims.add(claim(uid, result(device)))
         started = Claim(D, uid, "default", f"claim-{uid}", (ClaimDevice(R, device),), None, T0)
-        await here.async_ledger.do(operations.reserve(started, durable=True))
+        await here.async_ledger.do(operations.reserve(started, View(), durable=True))
     after = await here.again(source)
     assert await after.driver.reconciler.reconcile((), ENDED) == {}
     assert await after.unprepare("1") is None
@@ -1121,7 +1122,7 @@ async def test_each_claim_has_a_file_of_its_own(tmp_path: Path) -> None:
             pods=frozenset({"pod-uid"}),
             devices=(
                 FiledDevice(R, "d0", part="1", parameters=fast),
-                FiledDevice(R, "d1", admin=True, part="0", parameters=plain),
+                FiledDevice(R, "d1", admin=True, part="0"),
             ),
         ),
         "2": ClaimFile(
@@ -1213,7 +1214,7 @@ class Halves(Plain):
     replicas = 2
 
 
-SHARE = {"shareID": "s", "consumedCapacity": {"shares": "1"}}
+SHARE: dict[str, Any] = {"shareID": "s", "consumedCapacity": {"shares": "1"}}
 
 
 @pytest.mark.parametrize("named", [False, True], ids=["files alone", "claim state, too"])
@@ -1258,7 +1259,11 @@ async def test_a_claims_file_needs_no_published_name(here: World) -> None:
     await here.prepared("1")
     here.driver.devices.qualifiers = lambda resources: {R: "q"}
     (found,) = here.driver.claim_evidence([in_claim_state((NODE, "d0", ""))], R)
-    assert (found.devices, found.name, [one.device for one in found.granted]) == ({"d0"}, "claim-1", ["d0", "d1"])
+    assert (found.devices, found.name, [one.device for one in found.granted]) == (
+        frozenset({"d0"}),
+        "claim-1",
+        ["d0", "d1"],
+    )
     (found,) = here.driver.claim_evidence([in_claim_state((NODE, "q--d3", ""))], "example.com/other")
     assert (found.devices, [one.device for one in found.granted]) == (frozenset(), ["d0", "d1"])
 
@@ -1887,7 +1892,7 @@ async def test_a_claim_of_an_older_ledger_is_not_ended_without_the_kubelet(tmp_p
     await here.prepared("1")
     record = dataclasses.replace(here.async_ledger.snapshot.claims[D, "1"], pods=frozenset())
     await here.async_ledger.do(operations.unprepare(D, "1"))
-    await here.async_ledger.do(operations.prepare(record))
+    await here.async_ledger.do(operations.prepare(record, View()))
     del here.claims.claims["claim-1"]
     assert await here.driver.reconciler.reconcile((), ENDED) == {"rewritten": ["1"]}
     assert (D, "1") in here.async_ledger.snapshot.claims
