@@ -58,7 +58,7 @@ class Agent:
         believe_checkpoint: bool = True,
         store: Store | None = None,
         claims: ForeignClaims | None = None,
-        unknown: Callable[[str], Mapping[str, str] | None] = lambda resource: None,
+        unknown: Callable[[str, str], str] = lambda resource, device: "",
         avoids: Callable[[str], Collection[str]] = lambda resource: (),
     ) -> None:
         check_sources(sources)

@@ -108,10 +108,9 @@ def run_config(path: Path, paths: Paths, metrics_address: str | None, lock: Lock
 def _plugin(sources: Sequence[DeviceSource], paths: Paths, metrics_address: str | None) -> Program:
     """Return an agent that serves pods only, and withholds what claims of a former bridge hold."""
 
-    def unknown(resource: str) -> Mapping[str, str] | None:
+    def unknown(resource: str, device: str) -> str:
         service = agent.services.get(resource)
-        why = claims.problem(service.source.driver) if service is not None else ""
-        return dict.fromkeys(service.inventory.snapshot.devices, why) if service is not None and why else None
+        return claims.problem(service.source.driver if service is not None else None)
 
     def processes() -> PodProcesses:
         return agent.tracker.pods.read()

@@ -156,8 +156,8 @@ class Register:
 
     served: returns the resources of this process by name. store: keeps the records. foreign: returns what other drivers
     and plugins hold, as far as their files and the kubelet's tell; the same object until it changes. reread: has
-    `foreign` and the kubelet's checkpoint read anew. unknown: returns by device why it is not known yet who holds it,
-    for one of the resources whose evidence has to be compared first.
+    `foreign` and the kubelet's checkpoint read anew. unknown: returns why it is not known yet who holds a device
+    (resource, id); "" if it is.
     """
 
     def __init__(
@@ -167,15 +167,16 @@ class Register:
         *,
         foreign: Callable[[], tuple[Use, ...]] = tuple,
         reread: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0),
-        unknown: Callable[[str], Mapping[str, str] | None] = lambda resource: None,
+        unknown: Callable[[str, str], str] = lambda resource, device: "",
     ) -> None:
         self.boot: Final = identity.boot_id()
+        self.evidence_missing: Final = unknown
+        """Returns why it is not known yet who holds a device; "" if it is."""
         self.store: Store = store or MemoryStore()
         self.listed: Final = ListedThings(served)
         self.hooks: Final = HookRuns(self._with_peers, self.notify)
         self._reread = reread
         self._foreign = foreign
-        self._unknown = unknown
         self._subscribers: list[Callable[[], None]] = []
         self._noticed: object = None
         self._withheld: dict[tuple[str, Side], Mapping[str, str]] = {}
@@ -238,11 +239,6 @@ class Register:
         state = self.snapshot.device(*key).state
         return "plugin" if state.allocates else "dra" if state.prepares else ""
 
-    def evidence_missing(self, resource: str, device: str) -> str:
-        """Return why it is not known yet who holds a device; "" if it is."""
-        unknown = self._unknown(resource)
-        return "" if unknown is None else unknown.get(device, "")
-
     def offers(self, resource: str, device: str) -> bool:
         """Return whether the plugin side may show a device Healthy (R3), if nobody holds what excludes it."""
         return self.snapshot.device(resource, device).state.healthy and not self.evidence_missing(resource, device)
@@ -265,8 +261,9 @@ class Register:
             key = resource, device.id
             ids = service.ids_now(device) if side == "plugin" else (device.id,)
             points = {key, *things.tokens(key), *((name, one) for name, of in device.consumes.items() for one in of)}
-            held = not (state.index.keys().isdisjoint(points) and foreign.isdisjoint(points))
-            excluded = self._excluded(key, ids, side, state, view) if held else {}
+            entries = {one for point in points for one in state.index.get(point, ())}
+            free = foreign.isdisjoint(points) and (not entries or self._by_itself(key, ids, entries))
+            excluded = {} if free else self._excluded(key, ids, side, state, view)
             if key in things.related and len(excluded) < len(ids):
                 named_before = "" if state.index.get(key) else self._named_before(key, side)
                 if why := self._elsewhere(key) or named_before:
@@ -281,6 +278,13 @@ class Register:
                 _LOG.info("%s: device %s is not offered (%s): %s", resource, name, side, why, extra=extra)
         self._withheld[resource, side] = reasons
         return found
+
+    def _by_itself(self, key: Key, ids: Sequence[str], entries: Collection[tuple[str, Key]]) -> bool:
+        """Return whether a device's only id is all that is held of it, and it is what was granted: the usual case."""
+        if len(ids) > 1 or entries != {("allocations", (key[0], ids[0]))}:
+            return False
+        known = self.snapshot.allocations[key[0], ids[0]]
+        return known.device == key[1] and known.identity == self.identity(*key)
 
     def _excluded(self, key: Key, ids: Sequence[str], side: Side, state: Snapshot, view: View) -> dict[str, str]:
         """Return which ids of a device, or for claims the device itself, could not be granted now, and why."""

@@ -106,17 +106,13 @@ class Bridge:
         """Where the ledger lies; whatever the config says."""
         return self.agent.paths.kubelet_root / "plugins" / AGENT / "register.db"
 
-    def _unknown(self, resource: str) -> Mapping[str, str] | None:
-        """Return of which devices of a resource it is not known who holds them; None if that is never asked."""
+    def _unknown(self, resource: str, device: str) -> str:
+        """Return why it is not known who holds a device; "" if it is."""
         service = self.agent.services.get(resource)
-        if service is None:  # its endpoint ends a moment later
-            return dict.fromkeys(self.agent.register.snapshot.of(resource), "it is not served any more")
-        if driver := service.source.driver:
-            if (one := self.drivers.get(driver)) is not None and resource in one.resources:
-                return one.unknown(resource)
-            return dict.fromkeys(service.inventory.snapshot.devices, "the agent has just started")
-        why = self._claims.problem()
-        return dict.fromkeys(service.inventory.snapshot.devices, why) if why else None
+        if service is None or not (driver := service.source.driver):
+            return self._claims.problem()
+        one = self.drivers.get(driver)
+        return one.unknown(resource, device) if one is not None else "the agent has just started"
 
     def _draining(self, resource: str) -> Collection[str]:
         """Return the devices that new pods had better not get: they are to leave for the other side."""
@@ -188,13 +184,8 @@ class Bridge:
                 _LOG.warning(text, claim.title if claim.name else claim.uid, claim.driver)
         except (LedgerError, OSError) as error:
             raise AgentError(f"it cannot be recorded what claims hold: {error}") from error
-        now = self._ledger.snapshot
-        published = (
-            {file.driver for file in files}
-            | {record.driver for record in now.devices.values()}
-            | {claim.driver for claim in now.claims.values()}
-        )
-        for driver in sorted(published - {""}):
+        holding = {file.driver for file in files} | {claim.driver for claim in self._ledger.snapshot.claims.values()}
+        for driver in sorted(holding):
             self._driver(driver, self._ledger)
         for service in self.agent.services.values():
             self._serve(service)

@@ -98,9 +98,9 @@ class DriverRuntime:
     def _share_of(self, one: ResourceRuntime) -> Share:
         return NONE if one.leaving else self._context.share.of(one.policy)
 
-    def unknown(self, resource: str) -> Mapping[str, str]:
+    def unknown(self, resource: str, device: str) -> str:
         """See `DriverContext`."""
-        return self._context.unknown(resource)
+        return self._context.unknown(resource, device)
 
     def _handover(self, service: Service, policy: HandoverPolicy, moving: Moving) -> Handover:
         agent = self._context.node.agent

@@ -85,16 +85,11 @@ class DriverContext:
         one = self.resources.get(resource)
         return one is not None and (one.leaving or (resource, device) in self.reconciled)
 
-    def unknown(self, resource: str) -> Mapping[str, str]:
-        """Return the devices of a resource of which it is not known yet who holds them, and why."""
-        if (one := self.resources.get(resource)) is None:
-            return {}
-        reasons = self.reasons.get(resource, {})
-        return {
-            device: reasons.get(device, "the agent has just started, or the device has just come")
-            for device in one.service.inventory.snapshot.devices
-            if not self.ready(resource, device)
-        }
+    def unknown(self, resource: str, device: str) -> str:
+        """Return why it is not known yet who holds a device; "" if it is."""
+        if self.ready(resource, device):
+            return ""
+        return self.reasons.get(resource, {}).get(device, "the agent has just started, or the device has just come")
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,6 +127,8 @@ class SliceFeed:
                 await self._passed.wait()
 
     def _may_publish(self) -> bool:
+        if not self._context.resources and not self._publisher.state(self._context.name).wanted:
+            return False  # it has only claims to unprepare; what its slices were is another agent's
         if not qualifiers_of(self._context.ledger.snapshot, self._context.name):
             return False
         snapshots = [one.service.inventory.snapshot for one in self._context.resources.values()]

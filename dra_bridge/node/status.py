@@ -95,7 +95,7 @@ class BridgeStatus:
             if not registration.registered:
                 error = f": {registration.error}" if registration.error else ""
                 yield f"driver {one.name} is not registered with the kubelet{error}"
-            if not state.accepted:
+            if one.resources and not state.accepted:
                 problem = f": {state.problems[0]}" if state.problems else ""
                 yield f"slices of driver {one.name} are not published{problem}"
         named = {service.source.driver or "" for service in list(self._bridge.agent.services.values())}

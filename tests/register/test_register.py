@@ -101,7 +101,7 @@ class World:
         self.now = 0.0
         self.add(R, *devices, driver=driver, replicas=replicas, **tokens)
         self.register = Register(
-            lambda: self.services, self.store, foreign=lambda: self.foreign, unknown=lambda resource: self.unknown
+            lambda: self.services, self.store, foreign=lambda: self.foreign, unknown=lambda _, device: self.unknown.get(device, "")
         )
 
     def add(self, resource: str, *devices: Device, driver: str = D, replicas: int = 1, **tokens: str) -> Listed:
