@@ -49,14 +49,28 @@ class HookTimeoutError(HookError):
         self.work = work
 
 
+Left = Callable[[asyncio.Future[Any]], None]
+
+
+def _nobody(work: asyncio.Future[Any]) -> None:
+    """Take no note of a call that was abandoned."""
+
+
 @overload
-async def call(what: str, hook: Callable[..., Awaitable[_T]], *args: object, timeout: float) -> _T: ...
+async def call(
+    what: str, hook: Callable[..., Awaitable[_T]], *args: object, timeout: float, left: Left = _nobody
+) -> _T: ...
 @overload
-async def call(what: str, hook: Callable[..., _T | Awaitable[_T]], *args: object, timeout: float) -> _T: ...
-async def call(what: str, hook: Callable[..., Any], *args: object, timeout: float) -> Any:
+async def call(
+    what: str, hook: Callable[..., _T | Awaitable[_T]], *args: object, timeout: float, left: Left = _nobody
+) -> _T: ...
+async def call(what: str, hook: Callable[..., Any], *args: object, timeout: float, left: Left = _nobody) -> Any:
     """Call a plain or coroutine function with `args` and return what it returns.
 
     what: the hook's name for messages, "reset of example.com/fpga". timeout: seconds after which the call is abandoned.
+    left: called with the work of a call that is abandoned, also because the caller is cancelled; it is done when the
+    hook has ended.
+
     Raises HookTimeoutError if it did not answer in time or too many before it still hang, HookError if it raised or
     returned what it should have awaited.
     """
@@ -69,9 +83,10 @@ async def call(what: str, hook: Callable[..., Any], *args: object, timeout: floa
             raise HookTimeoutError(f"{what} was not called: {len(_stuck)} hooks called before still hang")
         future: asyncio.Future[Any] = loop.create_future()
         threading.Thread(target=_run, args=(loop, future, hook, args), name=f"hook {what}", daemon=True).start()
-        result = await _finish(what, future, timeout, timeout)
+        result = await _finish(what, future, timeout, timeout, left)
     if inspect.isawaitable(result):
-        result = await _finish(what, asyncio.ensure_future(result), max(0.0, deadline - loop.time()), timeout)
+        rest = max(0.0, deadline - loop.time())
+        result = await _finish(what, asyncio.ensure_future(result), rest, timeout, left)
         if inspect.iscoroutine(result):
             result.close()
             raise HookError(f"{what} returned a coroutine: {NOT_AWAITED}")
@@ -86,12 +101,19 @@ class HookStatistics:
     failures: Counter[tuple[str, str]] = field(default_factory=Counter)
     seconds: dict[tuple[str, str], float] = field(default_factory=partial(defaultdict, float))
 
-    async def call(self, name: str, source: DeviceSource, hook: Callable[..., _T | Awaitable[_T]], *args: object) -> _T:
-        """Call a hook within its source's time. Raises HookError as the function `call` does."""
+    async def call(
+        self,
+        name: str,
+        source: DeviceSource,
+        hook: Callable[..., _T | Awaitable[_T]],
+        *args: object,
+        left: Left = _nobody,
+    ) -> _T:
+        """Call a hook within its source's time, as the function `call` does; it raises the same errors."""
         key, began = (source.resource, name), time.perf_counter()
         self.calls[key] += 1
         try:
-            return await call(f"{name} of {source.resource}", hook, *args, timeout=source.hook_timeout)
+            return await call(f"{name} of {source.resource}", hook, *args, timeout=source.hook_timeout, left=left)
         except HookError:
             self.failures[key] += 1
             raise
@@ -99,16 +121,18 @@ class HookStatistics:
             self.seconds[key] += time.perf_counter() - began
 
 
-async def _finish(what: str, future: asyncio.Future[Any], rest: float, timeout: float) -> Any:
+async def _finish(what: str, future: asyncio.Future[Any], rest: float, timeout: float, left: Left) -> Any:
     """Wait for what is left of the hook's time, in seconds; `timeout` is all of it."""
     began = asyncio.get_running_loop().time()
     try:
         done, _ = await asyncio.wait({future}, timeout=rest)
     except asyncio.CancelledError:
         _abandon(future)
+        left(future)
         raise
     if not done:
         _abandon(future)
+        left(future)
         raise HookTimeoutError(f"{what} did not answer within {timeout:g} s", future)
     if isinstance(future, asyncio.Task) and (late := asyncio.get_running_loop().time() - began - rest) > LATE:
         _LOG.warning(

@@ -82,13 +82,18 @@ class DeviceSource:
     def edits(self, devices: Sequence[Device]) -> ContainerEdits | Awaitable[ContainerEdits]:
         """Return what a container with these devices gets beyond what they carry themselves.
 
-        Called once a container, before it exists, and again if it is admitted again. Its variables, nodes and mounts
-        replace those of the devices: `ContainerEdits(env={"FPGAS": ",".join(device.id for device in devices)})`.
+        Called once a container, before it exists, and again if it is admitted again; for a claim once for each of its
+        requests. It runs for each of those that share a device, also for administrative access, and changes no device.
+        Its variables, nodes and mounts replace those of the devices:
+        `ContainerEdits(env={"FPGAS": ",".join(device.id for device in devices)})`.
         """
         return ContainerEdits()
 
     def reset(self, devices: Sequence[Device]) -> Awaitable[None] | None:
         """Make the devices ready for their next user; called before each start of a container.
+
+        Of a device that pods share it runs for each of them, while the others use it. Of one that claims share it runs
+        for the first alone, and never for administrative access.
 
         An error keeps the container from starting; the kubelet tries again. `for device in devices: wipe(device.id)`
         """
@@ -105,7 +110,7 @@ class DeviceSource:
         raise NotImplementedError
 
     def released(self, devices: Sequence[Device]) -> Awaitable[None] | None:
-        """Take note that the last pod that had these devices is gone.
+        """Take note that the last pod or claim that had these devices is gone: once for all that shared one.
 
         The device plugin API has no Deallocate: this follows from the kubelet's checkpoint and the pods' cgroups, some
         seconds later, at least once. Soon after the start of the process it is called for all devices without a holder.
@@ -118,15 +123,19 @@ class DeviceSource:
     ) -> ContainerEdits | Awaitable[ContainerEdits | None] | None:
         """Set devices up as a claim's request wants them; return what its containers get beyond `edits`.
 
-        Called on the DRA side only, once for each request of a claim, after `reset`. `config` is a `config_type` made
-        from the parameters of class and claim (the claim's win; its defaults without any), None without one. It may be
-        called again for the same devices, if it failed or the agent ended; an error is the claim's, its pods wait and
-        the kubelet tries again. `return ContainerEdits(env={"FPGA_MODE": config.mode})`
+        Called on the DRA side only, once for each request of a claim, after `reset`; not for administrative access. It
+        runs for each claim that shares a device, always with the same parameters: a claim with others is refused while
+        another one has the device. `config` is a `config_type` made from the parameters of class and claim (the claim's
+        win; its defaults without any), None without one. It may be called again for the same devices, if it failed or
+        the agent ended; an error is the claim's, its pods wait and the kubelet tries again.
+        `return ContainerEdits(env={"FPGA_MODE": config.mode})`
         """
         return None
 
     def unprepare(self, devices: Sequence[Device]) -> Awaitable[None] | None:
         """Undo `prepare`, for all devices of a claim together; also where `prepare` failed.
+
+        Of a device that claims share it is called when the last of them ends; never for administrative access.
 
         It may be called again, so that what is not there any more is no error: `self.modes.pop(device.id, None)`. An
         error keeps the claim's pods from ending; the kubelet tries again.

@@ -28,6 +28,7 @@ BASE = {
     "files",
     "filewatch",
     "health",
+    "hook_runs",
     "hooks",
     "identity",
     "inventory",
@@ -49,12 +50,7 @@ MAY_IMPORT = {
     "deviceplugin.config": {"deviceplugin.base"},
     "deviceplugin.sources": {"deviceplugin.base", "deviceplugin.config"},
     "deviceplugin.kubelet": {"deviceplugin.base", "deviceplugin.register", "deviceplugin.wire"},
-    "deviceplugin.metrics": {
-        "deviceplugin.base",
-        "deviceplugin.register",
-        "deviceplugin.config",
-        "deviceplugin.kubelet",
-    },
+    "deviceplugin.metrics": {"deviceplugin.base", "deviceplugin.config", "deviceplugin.kubelet"},
     "deviceplugin.node": {
         "deviceplugin.base",
         "deviceplugin.register",
@@ -65,7 +61,6 @@ MAY_IMPORT = {
     },
     "deviceplugin.testing": {
         "deviceplugin.base",
-        "deviceplugin.register",
         "deviceplugin.kubelet",
         "deviceplugin.node",
         "deviceplugin.wire",
@@ -95,7 +90,6 @@ MAY_IMPORT = {
         "deviceplugin.register",
         "dra_bridge.handover",
         "dra_bridge.kube",
-        "dra_bridge.ledger",
     },
     "dra_bridge.node": {
         "deviceplugin.base",
@@ -114,7 +108,6 @@ MAY_IMPORT = {
     "dra_bridge.manifests": {"deviceplugin.base", "deviceplugin.config"},
     "dra_bridge.testing": {
         "deviceplugin.base",
-        "deviceplugin.register",
         "deviceplugin.kubelet",
         "deviceplugin.node",
         "deviceplugin.testing",

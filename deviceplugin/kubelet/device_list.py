@@ -47,13 +47,19 @@ def rendered(lines: Iterable[Entry]) -> pb.ListAndWatchResponse:
 class DeviceIds:
     """The ids under which the kubelet knows the devices of one resource.
 
-    A legacy id is one from before the number of replicas changed: a pod may have it. While there is one, its device
-    is not allocated if the id stands for the whole device, or if the device is not shared now.
+    How often its source has a device offered changes only while nobody holds the device. A legacy id is one from
+    before the configured number of replicas changed: a pod may have it, and it is shown. held: whether anybody holds a
+    device.
     """
 
-    def __init__(self, source: DeviceSource, inventory: Inventory) -> None:
+    def __init__(
+        self, source: DeviceSource, inventory: Inventory, held: Callable[[str], bool] = lambda device: False
+    ) -> None:
         self._source = source
         self._inventory = inventory
+        self._held = held
+        self._times: dict[str, int] = {}
+        self._refused: dict[str, int] = {}
         self.legacy: Mapping[str, str] = {}  # by id, its device
 
     def entries(self, offers: Callable[[str], bool], withheld: Collection[str]) -> tuple[Entry, ...]:
@@ -79,6 +85,7 @@ class DeviceIds:
         """Use the ids of another source from now on; those that it would not offer become legacy ids."""
         before = {**{name: self.device_id_of(name) for name in self.offered()}, **self.legacy}
         self._source = source
+        self._times, self._refused = {}, {}
         now = frozenset(self.offered())
         self.legacy = {name: device for name, device in before.items() if name not in now}
 
@@ -106,10 +113,24 @@ class DeviceIds:
         """Return the ids under which the kubelet knows a device now."""
         if self._source.replicas == 1:
             return (device.id,)
-        names = replicas_of(device.id, times_offered(self._source, device))
+        names = replicas_of(device.id, self._times_of(device))
         if len(names) == 1 and device_of(device.id, ANY_REPLICAS) != device.id:
             return replicas_of(device.id, ANY_REPLICAS)[:1]  # it is called like another one's replica
         return names
+
+    def _times_of(self, device: Device) -> int:
+        """Return how often a device is offered: as before as long as anybody holds it."""
+        times = times_offered(self._source, device)
+        before = self._times.get(device.id, times)
+        if times != before and self._held(device.id):
+            if self._refused.get(device.id) != times:
+                self._refused[device.id] = times
+                text = "%s: device %s is offered %d times as before, not %d times: a pod or claim has it"
+                _LOG.warning(text, self._source.resource, device.id, before, times)
+            return before
+        self._times[device.id] = times
+        self._refused.pop(device.id, None)
+        return times
 
     def ids_of(self, device: str) -> tuple[str, ...]:
         """Return all ids under which the kubelet may know a device, those from before sharing changed included."""
@@ -123,15 +144,6 @@ class DeviceIds:
         if known is not None and self.names_of(known) == (name,):
             return name
         return device_of(name, self._source.replicas)
-
-    def kept(self) -> Mapping[str, str]:
-        """Return the devices that a pod may have alone though they are shared now, or the reverse, and such an id."""
-        kept: dict[str, str] = {}
-        for name, device in self.legacy.items():
-            known = self._inventory.snapshot.devices.get(device)
-            if known is not None and (name == device or self.names_of(known) == (device,)):
-                kept.setdefault(device, name)
-        return kept
 
 
 @dataclass(eq=False, slots=True)

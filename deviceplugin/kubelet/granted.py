@@ -1,4 +1,4 @@
-"""What devices were when they were granted, as the kubelet's checkpoint keeps it.
+"""What devices were when they were granted, and how much of them was, as the kubelet's checkpoint keeps it.
 
 The kubelet keeps the answer to Allocate with the allocation (`AllocResp`; kubelet 1.36, devicemanager/checkpoint).
 An annotation in it says what the granted devices were. The kubelet merges the annotations of several resources, so each
@@ -12,19 +12,14 @@ import base64
 import functools
 import json
 from collections.abc import Mapping
-from typing import NamedTuple
 
+import msgspec
 from google.protobuf.message import DecodeError
 
-from deviceplugin.identity import Tokens, numbers_of
+from deviceplugin.identity import numbers_of, recorded
+from deviceplugin.register.question import Wanted
+from deviceplugin.register.records import UNKNOWN, Amount
 from deviceplugin.wire import deviceplugin_pb2 as pb
-
-
-class Granted(NamedTuple):
-    """What a device was when it was granted. shared: its holder may not have it alone."""
-
-    tokens: Tokens = frozenset()
-    shared: bool = False
 
 
 def annotation(resource: str) -> str:
@@ -32,25 +27,35 @@ def annotation(resource: str) -> str:
     return f"{resource}.identity"
 
 
-def annotate(response: pb.ContainerAllocateResponse, resource: str, devices: Mapping[str, Granted], boot: str) -> None:
-    """Have an answer say what the devices are. devices: by the kubelet's id; those without tokens are left out."""
-    known = {device_id: sorted(one.tokens) for device_id, one in devices.items() if one.tokens}
-    if known:
-        shared = [device_id for device_id in known if devices[device_id].shared]
-        value = {"boot": boot, "devices": known, "shared": shared}
-        response.annotations[annotation(resource)] = json.dumps(value, separators=(",", ":"))
+def annotate(response: pb.ContainerAllocateResponse, resource: str, devices: Mapping[str, Wanted], boot: str) -> None:
+    """Have an answer say what the devices are, and how much of each was granted. devices: by the kubelet's id."""
+    value = {
+        "boot": boot,
+        "devices": {
+            device_id: {
+                "device": one.key[1],
+                "tokens": one.identity.split(" ")[1:],
+                "part": one.amount.part,
+                "takes": one.amount.takes,
+            }
+            for device_id, one in devices.items()
+        },
+    }
+    response.annotations[annotation(resource)] = json.dumps(value, separators=(",", ":"))
 
 
-def granted(response: str, resource: str, device_id: str, boot: str) -> Granted:
-    """Return what a device was by the answer to Allocate, as the checkpoint has it. May block for device nodes."""
+def granted(response: str, resource: str, device_id: str, boot: str) -> Wanted:
+    """Return what a device was by the answer to Allocate, as the checkpoint has it. May block for device nodes.
+
+    Without the annotation of this boot its paths tell what it is, and the amount is not known.
+    """
     of, devices, paths = _decoded(response, resource)
-    if of == boot and device_id in devices:
-        return devices[device_id]
-    return Granted(numbers_of(paths), shared=True)  # without the annotation its holder may share it
+    one = devices.get(device_id, Wanted((resource, ""), "", UNKNOWN))
+    return one if of == boot else one._replace(identity=recorded(numbers_of(paths), boot))
 
 
 @functools.lru_cache(maxsize=256)
-def _decoded(response: str, resource: str) -> tuple[str, Mapping[str, Granted], tuple[str, ...]]:
+def _decoded(response: str, resource: str) -> tuple[str, Mapping[str, Wanted], tuple[str, ...]]:
     """Return the boot and the devices of the annotation, and the host paths of device nodes."""
     try:
         message = pb.ContainerAllocateResponse.FromString(base64.b64decode(response))
@@ -58,11 +63,23 @@ def _decoded(response: str, resource: str) -> tuple[str, Mapping[str, Granted], 
         return "", {}, ()
     paths = tuple(device.host_path for device in message.devices)
     try:
-        value = json.loads(message.annotations.get(annotation(resource), ""))
-        shared = frozenset(map(str, value["shared"]))
-        devices = {
-            str(name): Granted(frozenset(map(str, tokens)), name in shared) for name, tokens in value["devices"].items()
-        }
-        return str(value["boot"]), devices, paths
-    except (ValueError, KeyError, TypeError, AttributeError):
+        value = msgspec.json.decode(message.annotations.get(annotation(resource), ""), type=_Annotation)
+    except msgspec.MsgspecError:
         return "", {}, paths
+    devices = {
+        name: Wanted((resource, one.device), recorded(one.tokens, value.boot), Amount(one.part, one.takes))
+        for name, one in value.devices.items()
+    }
+    return value.boot, devices, paths
+
+
+class _Device(msgspec.Struct, frozen=True):
+    device: str
+    tokens: frozenset[str] = frozenset()
+    part: str = ""
+    takes: tuple[tuple[str, str, str], ...] = ()
+
+
+class _Annotation(msgspec.Struct, frozen=True):
+    boot: str
+    devices: dict[str, _Device]

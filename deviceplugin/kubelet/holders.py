@@ -7,15 +7,14 @@ PodResources `List` takes no part in this (`deviceplugin.kubelet.podresources` s
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Final, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint
-
-WELL_APART: Final = 4.0
-"""Seconds between the two checkpoints after which a grant whose container no checkpoint names is over."""
+from deviceplugin.register.records import UNKNOWN, Amount
+from deviceplugin.register.rules import KubeletSnapshot, ObservedAllocation
 
 
 class Holding(NamedTuple):
@@ -140,35 +139,33 @@ def needs_request(held: Mapping[Allocation, Holding], pods: PodProcesses) -> fro
     )
 
 
-@dataclass(frozen=True, slots=True)
-class IdsInUse:
-    """Which of a resource's ids are in use as of the last observation. freed: those that came free with it.
+def kubelet_snapshot(
+    sequence: int,
+    scan: HolderSnapshot,
+    resource: str,
+    device_of: Callable[[str], str],
+    granted: Callable[[Allocation], tuple[str, Amount]] = lambda one: ("", UNKNOWN),
+    title: Callable[[str], str] = str,
+) -> KubeletSnapshot:
+    """Return what a scan found of one resource, in the form that the register takes.
 
-    Allocate carries no pod. A grant is pending until the kubelet's checkpoint names a container for it that it did not
-    name before, or until two checkpoints, each written at our request and well apart, name none.
-    pending: ids of such grants, with when a checkpoint without a container was first asked for.
+    sequence: the register's before the scan. device_of: returns the device of one of the kubelet's ids. granted:
+    returns identity and amount of the answer to Allocate. title: a pod's name by its UID, for people.
     """
-
-    held: frozenset[Allocation] = frozenset()
-    pending: Mapping[str, float | None] = field(default_factory=dict)
-    freed: frozenset[str] = frozenset()
-
-    @property
-    def ids(self) -> frozenset[str]:
-        """All ids that a container holds or may be about to get."""
-        return frozenset(one.device_id for one in self.held) | self.pending.keys()
-
-    def granted(self, ids: Collection[str]) -> IdsInUse:
-        """Return what is known after an own Allocate granted these ids."""
-        return replace(self, pending={**self.pending, **dict.fromkeys(ids)}, freed=frozenset())
-
-    def observed(self, held: Collection[Allocation], at: float, *, awake: bool) -> IdsInUse:
-        """Return what is known after a scan. at: when it began (monotonic seconds). awake: as in `HolderSnapshot`."""
-        now = frozenset(held)
-        named = {one.device_id for one in now - self.held}
-        pending = {name: since for name, since in self.pending.items() if name not in named}
-        if awake:
-            over = {name for name, since in pending.items() if since is not None and at - since >= WELL_APART}
-            pending = {name: at if since is None else since for name, since in pending.items() if name not in over}
-        after = IdsInUse(now, pending)
-        return replace(after, freed=self.ids - after.ids)
+    registered = (scan.registered or {}).get(resource, frozenset())
+    held = {}
+    for device_id, allocations in scan.of(resource).items():
+        # The most certain holder is shown; what the checkpoint names needs no further reason.
+        shown, holding = min(allocations.items(), key=lambda item: (not item[1].certain, item[0]))
+        identity, amount = granted(shown)
+        held[device_id] = ObservedAllocation(
+            device_of(device_id),
+            title(shown.pod_uid),
+            any(each.certain for each in allocations.values()),
+            frozenset((one.pod_uid, one.container) for one in allocations),
+            "" if holding.named else holding.reason,
+            identity,
+            amount,
+        )
+    ids = frozenset(map(device_of, registered))
+    return KubeletSnapshot(sequence, scan.at, scan.awake, held, ids, scan.problem)

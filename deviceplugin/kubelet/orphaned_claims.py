@@ -8,28 +8,24 @@ vendors' drivers. What these hold is known by the device nodes in their CDI file
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-import grpc
-
 from deviceplugin import cdi, claim_files
 from deviceplugin.claim_files import ClaimFile
-from deviceplugin.exclusion import Key
 from deviceplugin.files import FileIdentity, file_identity
 from deviceplugin.identity import Kind, Tokens, boot_id, node_token, numbers_of, tokens_of
 from deviceplugin.kubelet import claim_state
-from deviceplugin.kubelet.allocation_gate import AllowAll, Refusal
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.claim_state import ClaimStateError, ClaimStateMissingError, PreparedClaim
-
-_LOG: Final = logging.getLogger(__name__)
+from deviceplugin.register.question import Use, claim_unit, part_of
+from deviceplugin.register.records import Amount
 
 FRESH: Final = 0.005
 """Seconds for which the files count as unchanged: a list asks of each device, and a look is two system calls."""
@@ -72,14 +68,12 @@ def _numbers(node: Mapping[str, Any]) -> Tokens:
 class _Held(NamedTuple):
     """What claims of drivers that are not served hold.
 
-    devices: who holds them, in words. nodes: device nodes by the driver and the claim in words. unknown: why any device
-    may be held. drivers: those of whose claims nothing tells the devices, and why.
+    unknown: why any device may be held. drivers: those of whose claims nothing tells the devices, and why.
     """
 
-    devices: Mapping[Key, str]
-    nodes: Mapping[Key, Tokens]
-    unknown: str
-    drivers: Mapping[str, str]
+    uses: tuple[Use, ...] = ()
+    unknown: str = ""
+    drivers: Mapping[str, str] = {}
 
 
 @dataclass(eq=False)
@@ -106,26 +100,26 @@ class OrphanedClaims:
     _made_at: float = field(default=-math.inf, init=False)
     _unnamed: bool = field(default=False, init=False)
     """Whether a file is of a claim that the claim state does not name."""
-    _held: _Held = field(default=_Held({}, {}, "", {}), init=False)
+    _held: _Held = field(default=_Held(), init=False)
 
-    def holder(self, resource: str, device: str, driver: str | None) -> str:
-        """Return who holds a device through a driver that is not served, or why that is not known; "" if nobody does.
+    def problem(self, driver: str | None = None) -> str:
+        """Return why it is not known what such claims hold of a resource; "" if it is.
 
         driver: the one that the resource's configuration names.
         """
         held = self._current()
-        return held.devices.get((resource, device)) or held.unknown or held.drivers.get(driver or "", "")
+        return held.unknown or held.drivers.get(driver or "", "")
+
+    def uses(self) -> tuple[Use, ...]:
+        """Return what such claims hold; the same object until it changes.
+
+        While the claim state cannot be read, the claims that it named last stay.
+        """
+        return self._current().uses
 
     def reread(self) -> None:
         """Look at the files again at the next question, for an answer that must not be older than the question."""
         self._looked_at = -math.inf
-
-    def held(self) -> Mapping[Key, Tokens]:
-        """Return which device nodes such claims hold, by the driver and the claim in words; the same until it changes.
-
-        While the claim state cannot be read, the claims that it named last stay.
-        """
-        return self._current().nodes
 
     def _current(self) -> _Held:
         """Return what is held; read the files if they have changed."""
@@ -138,7 +132,7 @@ class OrphanedClaims:
         if made_from != self._made_from or (self._unnamed and now - self._made_at >= ENDING):
             self._made_from, self._made_at = made_from, now
             held = self._decide(self._counted(served), served)
-            self._held = held._replace(nodes=self._held.nodes) if held.nodes == self._held.nodes else held
+            self._held = held._replace(uses=self._held.uses) if held.uses == self._held.uses else held
         return self._held
 
     def _read_state(self) -> None:
@@ -178,8 +172,7 @@ class OrphanedClaims:
         return [file for file in foreign if file not in unnamed or not over(file)]
 
     def _decide(self, files: Sequence[ClaimFile], served: Collection[str]) -> _Held:
-        devices: dict[Key, str] = {}
-        nodes: dict[Key, Tokens] = {}
+        found: list[Use] = []
         drivers: dict[str, str] = {}
         problems: list[object] = [self._files] if isinstance(self._files, OSError) else []
         if self._problem is not None and not isinstance(self._problem, ClaimStateMissingError):
@@ -190,63 +183,18 @@ class OrphanedClaims:
                 problems.append(f"the file of {who}, cannot be read")
             for one in file.devices or ():
                 if not one.admin:
-                    devices.setdefault((one.resource, one.device), who)
-                    key = file.driver, f"claim {file.title}"
-                    nodes[key] = nodes.get(key, frozenset()) | tokens_of(one.identity, self.boot)
+                    amount, tokens = Amount(one.part, one.takes), tokens_of(one.identity, self.boot)
+                    takes = {(file.driver, *each[:2]): Fraction(each[2]) for each in one.takes}
+                    unit = claim_unit(file.driver, file.uid)
+                    found.append(Use(unit, who, (one.resource, one.device), tokens, part_of(amount), takes))
         for claim in self._claims:
             filed = {file.driver for file in files if file.uid == claim.uid and file.devices is not None}
             others = claim.devices.keys() - served - filed
             if others and (tokens := nodes_of(claim, {*served, *filed}, self.cdi_directory)):
-                nodes[", ".join(sorted(others)), f"claim {claim.title}"] = tokens
+                who = f"claim {claim.title} through driver {', '.join(sorted(others))}, which is not served here"
+                found.append(Use(("foreign", claim.uid), who, None, tokens, None))
             for driver in others:
                 if claim.devices[driver]:
                     drivers[driver] = f"it is not known what claim {claim.title} through driver {driver} holds"
         unknown = f"it is not known whether a claim holds it: {problems[0]}" if problems else ""
-        return _Held(devices, {key: tokens for key, tokens in nodes.items() if tokens}, unknown, drivers)
-
-
-class OrphanedClaimGate(AllowAll):
-    """An allocation gate for resources that this process serves to pods only: it withholds what such claims hold.
-
-    holder: returns which claim of others holds a device, or may, in words; "" if none. reread: has it look anew.
-    """
-
-    def __init__(self, holder: Callable[[str, str], str], reread: Callable[[], None] = lambda: None) -> None:
-        self._withheld: dict[Key, str] = {}
-        self._holder_of = holder
-        self._reread = reread
-
-    def _holder(self, resource: str, device: str) -> str:
-        holder = self._holder_of(resource, device)
-        before, extra = self._withheld.get((resource, device), ""), {"resource": resource, "device": device}
-        if holder and holder != before:
-            self._withheld[resource, device] = holder
-            _LOG.warning("%s: device %s is withheld from pods: %s", resource, device, holder, extra=extra)
-        elif before and not holder:
-            del self._withheld[resource, device]
-            _LOG.info("%s: device %s is offered to pods again", resource, device, extra=extra)
-        return holder
-
-    def offers(self, resource: str, device: str) -> bool:
-        """Offer what no such claim holds."""
-        return not self._holder(resource, device)
-
-    def claimed(self, resource: str, device: str) -> bool:
-        """Return whether such a claim holds the device."""
-        return bool(self._holder(resource, device))
-
-    def withheld(self, resource: str) -> Mapping[str, str]:
-        """Return what such claims hold."""
-        return {device: why for (of, device), why in list(self._withheld.items()) if of == resource}
-
-    async def grant(self, resource: str, names: Sequence[str], devices: Sequence[str]) -> None:
-        """Refuse what such a claim holds."""
-        self._reread()
-        for device in devices:
-            if holder := self._holder(resource, device):
-                details = f"{resource}: device {device} is withheld: {holder}"
-                raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "claim", details)
-
-    def awaited(self) -> Collection[Key]:
-        """Return what is withheld: scans go on for it, and have the lists made again."""
-        return self._withheld.keys()
+        return _Held(tuple(found), unknown, drivers)

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
@@ -16,15 +16,17 @@ import grpc.aio
 from deviceplugin import hooks
 from deviceplugin.device import MAX_ID, NO_EDITS, ContainerEdits, Device, EditConflictError, printable
 from deviceplugin.durations import Durations
+from deviceplugin.exclusion import ConflictError
 from deviceplugin.hooks import HookStatistics
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet import preference
-from deviceplugin.kubelet.allocation_gate import AllocationGate, AllowAll, Refusal
 from deviceplugin.kubelet.device_list import DeviceIds, Entry, ListStreams, in_time
-from deviceplugin.kubelet.exclusion_guard import ConflictError, ExclusionGuard
 from deviceplugin.kubelet.granted import annotate
 from deviceplugin.kubelet.podresources import AllocationsInFlight
 from deviceplugin.kubelet.tracker import HolderTracker
+from deviceplugin.register.question import Wanted
+from deviceplugin.register.records import Amount, LedgerError
+from deviceplugin.register.register import OtherSideError, Register, UnknownHolderError
 from deviceplugin.source import DeviceSource
 from deviceplugin.wire import deviceplugin_pb2 as pb
 from deviceplugin.wire.deviceplugin_pb2_grpc import DevicePluginServicer
@@ -64,11 +66,21 @@ def container_response(edits: ContainerEdits) -> pb.ContainerAllocateResponse:
     )
 
 
+class Refusal(Exception):  # noqa: N818  # the field's word; it is an answer, not a fault
+    """Raised when a call is refused; carries the gRPC code that the kubelet gets."""
+
+    def __init__(self, code: grpc.StatusCode, reason: str, details: str) -> None:
+        super().__init__(details)
+        self.code = code
+        self.reason = reason
+        self.details = details
+
+
 class Endpoint(DevicePluginServicer):
     """The servicer of one resource; survives servers, registrations and changes of its source.
 
-    granted: called with the ids of each grant. release_former: has `released` called of devices whose former holders
-    have ended, before these ids are granted.
+    granted: called after each grant. release_former: has `released` called of devices whose former holders have ended,
+    before ids are granted. avoids: returns the devices that new pods had better not get, if there are enough others.
     """
 
     def __init__(
@@ -77,26 +89,26 @@ class Endpoint(DevicePluginServicer):
         inventory: Inventory,
         in_flight: AllocationsInFlight,
         *,
-        granted: Callable[[Sequence[str]], None] = lambda names: None,
+        granted: Callable[[], None] = lambda: None,
         release_former: Callable[[Sequence[str]], Awaitable[None]] | None = None,
-        allocation_gate: AllocationGate | None = None,
         holders: HolderTracker | None = None,
-        guard: ExclusionGuard | None = None,
+        register: Register | None = None,
+        avoids: Callable[[], Collection[str]] = tuple,
     ) -> None:
         self.resource = source.resource
         self.source = source
         self.inventory = inventory
         self.statistics = ServicerStatistics()
-        self.ids = DeviceIds(source, inventory)
+        self.ids = DeviceIds(source, inventory, lambda device: self._register.is_held((self.resource, device)))
         self.streams = ListStreams(source.resource, self._lines_if_listed)
         self._allocations = in_flight
         self._calls = AllocationsInFlight()
         """Calls of the kubelet that it should not be cut off from."""
         self._granted = granted
         self._release_former = release_former
-        self._allocation_gate: AllocationGate = allocation_gate or AllowAll()
         self._holders = holders
-        self._guard = guard or ExclusionGuard()
+        self._register = register or Register()
+        self._avoids = avoids
         inventory.subscribe(lambda snapshot: self.refresh())
 
     @property
@@ -155,15 +167,16 @@ class Endpoint(DevicePluginServicer):
             wanted = [tuple(container.devices_ids) for container in request.container_requests]
             names = [name for container in wanted for name in container]
             try:
-                await self._refuse_held(names)
-                if self._release_former is not None:
+                if self._release_former is not None and "released" in self.source.hooks:
+                    await self._refuse_held(names)
                     await self._release_former(names)
+                # A reload may change the replicas while `edits` works.
+                amounts = {name: self._register.amount(self.resource, self.ids.device_id_of(name)) for name in names}
                 responses = [await self._response(ids) for ids in wanted]
                 await self._refuse_held(names)
-                await self._grant(names)
+                granted = await self._grant(names, amounts)
                 for response, ids in zip(responses, wanted, strict=True):
-                    now = {name: self._guard.granted(self.resource, self.ids.device_id_of(name)) for name in ids}
-                    annotate(response, self.resource, now, self._guard.boot)
+                    annotate(response, self.resource, {name: granted[name] for name in ids}, self._register.boot)
             except Refusal as refusal:
                 self.statistics.refusals[refusal.reason] += 1
                 extra = {"resource": self.resource, "device": ", ".join(map(printable, names[:SHOWN_IDS]))}
@@ -200,8 +213,8 @@ class Endpoint(DevicePluginServicer):
         try:
             if devices:
                 with self._calls.busy(0.0):
-                    await self._guard.verify_granted((self.resource, device.id) for device in devices)
-                    await self.statistics.hooks.call("reset", self.source, self.source.reset, devices)
+                    await self._register.verify_granted((self.resource, device.id) for device in devices)
+                    await self._register.hooks.call(self.statistics.hooks, "reset", self.source, devices)
         except (ConflictError, hooks.HookError) as error:
             self._log_failed_start(request.devices_ids, error)
             conflict = isinstance(error, ConflictError)
@@ -222,11 +235,10 @@ class Endpoint(DevicePluginServicer):
         """Return the list as the kubelet is to see it now; None before the source's first list."""
         if not self.inventory.snapshot.listed:
             return None
-        withheld = self.ids.kept().keys() | self._guard.withheld(self.resource, "plugin").keys()
-        return self.ids.entries(
-            lambda device: device not in withheld and self._allocation_gate.offers(self.resource, device),
-            self._holders.unnamed_reasons(self.resource) if self._holders is not None else (),
-        )
+        withheld = set(self._register.withheld(self.resource, "plugin"))
+        if self._holders is not None:
+            withheld.update(self._holders.unnamed_reasons(self.resource))
+        return self.ids.entries(lambda device: self._register.offers(self.resource, device), withheld)
 
     def _check(self, names: Sequence[str]) -> list[Device]:
         """Return the devices of one container's ids. Raises Refusal: one is named twice, unknown or not available."""
@@ -235,7 +247,7 @@ class Endpoint(DevicePluginServicer):
             shown = ", ".join(printable(name[:MAX_ID]) for name in twice[:SHOWN_IDS])
             more = ", ..." if len(twice) > SHOWN_IDS else ""
             raise self._refusal("duplicate", f"device {shown}{more} is asked for twice", _INVALID)
-        known, kept = self.inventory.snapshot.devices, self.ids.kept()
+        known = self.inventory.snapshot.devices
         devices: dict[str, Device] = {}
         for name in names:
             device = known.get(self.ids.offered_as(name))
@@ -244,29 +256,41 @@ class Endpoint(DevicePluginServicer):
             if not device.health.usable:
                 why = f": {device.message}" if device.message else ""
                 raise self._refusal("unhealthy", f"device {name} is unhealthy{why}")
-            if device.id in kept:
-                text = f"device {name} is given out only when no pod has {kept[device.id]} any more, "
-                raise self._refusal("sharing", f"{text}an id from before its sharing changed")
             devices[device.id] = device
         return list(devices.values())
 
     async def _refuse_held(self, names: Sequence[str]) -> None:
-        held = await self._holders.still_held(self.resource, names) if self._holders is not None else {}
+        """Raises Refusal: another pod still holds one of these ids, or its holder cannot be recorded."""
+        try:
+            held = await self._holders.still_held(self.resource, names) if self._holders is not None else {}
+        except LedgerError as error:
+            raise self._unrecorded(error) from error
         for name, why in held.items():
             self.refresh()  # before the kubelet chooses for the next pod
             raise self._refusal("held", f"device {name} is still held: {why}")
 
-    async def _grant(self, names: Sequence[str]) -> None:
-        """Have a grant recorded. Raises Refusal: what others hold excludes it, or the allocation gate refuses."""
-        devices = list(dict.fromkeys(map(self.ids.device_id_of, names)))
-        keys = [(self.resource, device) for device in devices]
+    def _unrecorded(self, error: LedgerError) -> Refusal:
+        return self._refusal("ledger", f"{error}", grpc.StatusCode.UNAVAILABLE)
+
+    async def _grant(self, names: Sequence[str], amounts: Mapping[str, Amount]) -> Mapping[str, Wanted]:
+        """Have a grant recorded, and return what was. Raises Refusal: what others hold excludes it, or its side does.
+
+        amounts: how much of its device each id stood for when it was asked for.
+        """
+        ids = {name: self.ids.device_id_of(name) for name in names}
         try:
-            await self._guard.verify(keys)
-            with self._guard.reserve(keys):
-                await self._allocation_gate.grant(self.resource, names, devices)
-                self._granted(names)
+            # The container's own `reset` waits for one that works now: Allocate holds up all pods of the node.
+            granted = await self._register.grant(self.resource, ids, amounts)
+        except UnknownHolderError as error:
+            raise self._refusal("starting", str(error), grpc.StatusCode.UNAVAILABLE) from error
+        except OtherSideError as error:
+            raise self._refusal("side", str(error)) from error
         except ConflictError as error:
             raise self._refusal("excluded", str(error)) from error
+        except LedgerError as error:
+            raise self._unrecorded(error) from error
+        self._granted()
+        return granted
 
     async def _response(self, names: Sequence[str]) -> pb.ContainerAllocateResponse:
         """Return what a container gets for these ids. Raises Refusal."""
@@ -295,7 +319,7 @@ class Endpoint(DevicePluginServicer):
 
     async def _preferred(self, available: list[str], must_include: list[str], size: int) -> list[str]:
         try:
-            avoided = frozenset(self._allocation_gate.avoids(self.resource))
+            avoided = frozenset(self._avoids())
             available, must_include = preference.avoiding(avoided, self.ids, available, must_include, size)
             if "prefer" in self.source.hooks:
                 chosen = await self._preferred_by_hook(available, must_include, size)

@@ -19,15 +19,17 @@ from pathlib import Path
 from typing import Final
 
 from deviceplugin import filewatch
-from deviceplugin.exclusion import Key
 from deviceplugin.files import FileIdentity
-from deviceplugin.identity import boot_id
+from deviceplugin.identity import boot_id, tokens_of
 from deviceplugin.kubelet import checkpoint, holders
 from deviceplugin.kubelet.cgroups import PodProcesses, PodReader, read_directories
 from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint, CheckpointError
-from deviceplugin.kubelet.granted import Granted, granted
+from deviceplugin.kubelet.granted import granted
 from deviceplugin.kubelet.holders import HolderEvidence, HolderSnapshot, of_ids
 from deviceplugin.kubelet.podresources import AllocationsInFlight, ClaimUse, Holder, PodResources, PodResourcesReport
+from deviceplugin.register.question import Use, Wanted, part_of
+from deviceplugin.register.records import UNKNOWN, Amount
+from deviceplugin.register.register import Register
 
 _LOG: Final = logging.getLogger(__name__)
 _EndedAndOthers = tuple[frozenset[Allocation], frozenset[Allocation]]
@@ -42,7 +44,7 @@ REWRITE: Final = 1.0
 
 
 class HolderTracker:
-    """The holders of this node's plugin allocations.
+    """Reads who holds this node's plugin allocations; the register keeps what is known of them.
 
     plugins: the device plugin directory. cgroups and believe_checkpoint: as in `PodReader`. request: as in
     `CheckpointReader`. claim_uses: whether to call `List` at each scan, to learn which containers use claims, for
@@ -58,6 +60,7 @@ class HolderTracker:
         in_flight: AllocationsInFlight,
         request: Callable[[], bool],
         *,
+        register: Register,
         pod_logs: Path,
         claim_uses: bool = False,
         believe_checkpoint: bool = False,
@@ -70,38 +73,38 @@ class HolderTracker:
         """Whether the last `List` had all pods that run: none was deleted by force, or is unknown to a new kubelet."""
         self.pods: Final = PodReader(kubelet_root, cgroups, believe_checkpoint=believe_checkpoint)
         self._names = PodNames(pod_logs)
+        self._register = register
         self._checkpoint = CheckpointReader(plugins, request, lambda: self._known | self.snapshot.held.keys())
         self._pod_resources = pod_resources
         self._in_flight = in_flight
         self._requests = RequestSchedule(wake)
         self._wants_claim_uses = claim_uses
-        self._known: frozenset[Allocation] = frozenset()
-        self._grants: dict[tuple[str, str], float] = {}
         self._refused: dict[tuple[str, str], str] = {}
         """Why Allocates of ids whose holders' processes run were refused since the last scan."""
+        self._of: object = None
+        self._foreign: tuple[tuple[object, ...], frozenset[str], tuple[Use, ...]] = ((None,) * 3, frozenset(), ())
+        self._allocations: frozenset[Allocation] = frozenset()
         self._begun: frozenset[str] = frozenset()
         """UIDs of holders whose admission is over: they were known at the start, or were seen to run."""
 
     async def start(self) -> None:
         """Take what the checkpoint names now as held; before anything is served."""
         seen = await asyncio.to_thread(self._read)
-        self._known |= await asyncio.to_thread(self._possible_holders, seen)
+        await self._register.add_holders(await asyncio.to_thread(self._possible_holders, seen))
         self.snapshot = holders.holders(self._known, seen)
-        self._known = frozenset(self.snapshot.held)
-        self._begun = frozenset(one.pod_uid for one in self._known)
+        self._begun = frozenset(one.pod_uid for one in self.snapshot.held)
         await self._names.update(self._begun)
         for problem in await asyncio.to_thread(self.missing):
             _LOG.warning("%s", problem)
 
-    def remember(self, allocations: Iterable[Allocation]) -> None:
-        """Count these as held until evidence shows otherwise; a ledger knows them from before a restart."""
-        remembered = frozenset(allocations)
-        self._known |= remembered
-        self._begun |= {one.pod_uid for one in remembered}
-
-    def remember_grants(self, grants: Mapping[tuple[str, str], float]) -> None:
-        """Take grants of a former process whose holders are unknown, and their times (Unix seconds); before `start`."""
-        self._grants |= grants
+    @property
+    def _known(self) -> frozenset[Allocation]:
+        """The allocations that the register knows, and those of other plugins as of the last scan."""
+        records = self._register.snapshot.allocations
+        if self._of is not records:
+            known = (Allocation(*who, one.resource, one.device_id) for one in records.values() for who in one.holders)
+            self._of, self._allocations = records, frozenset(known)
+        return self._allocations | self.snapshot.held.keys()
 
     def _possible_holders(self, seen: HolderEvidence) -> frozenset[Allocation]:
         """Return allocations, of no container, of pods that may be the unknown holders of grants.
@@ -113,8 +116,9 @@ class HolderTracker:
         found: set[Allocation] = set()
         registered = {resource for one in seen.checkpoints for resource in one.registered}
         pods = seen.pods.directories or () if seen.pods.running is None else seen.pods.running
-        changed = self._names.changed() if self._grants else {}
-        for (resource, device_id), since in self._grants.items():
+        pending = [one for one in self._register.snapshot.allocations.values() if one.pending]
+        changed = self._names.changed() if pending else {}
+        for resource, device_id, since in ((one.resource, one.device_id, one.since) for one in pending):
             if resource in registered:
                 continue
             for pod_uid in sorted(set(pods) - {self.pods.own_pod}):
@@ -149,7 +153,9 @@ class HolderTracker:
             for one in known:  # several of one id: a pod that has ended may have a cgroup for some time
                 if one.pod_uid in admitted and (problem or (one.pod_uid, one.device_id) in named_ids):
                     found[one.device_id] = f"pod {self.title(one.pod_uid)} has not started a process yet and {why}"
-        self.remember(one for one in known if one.pod_uid in running.values() or one.device_id in found)
+        held = [one for one in known if one.pod_uid in running.values() or one.device_id in found]
+        self._begun |= {one.pod_uid for one in held}
+        await self._register.add_holders(held)
         dropped = {name: f"processes of pod {self.title(uid)} run" for name, uid in running.items()}
         if dropped:
             self._refused |= {(resource, name): why for name, why in dropped.items()}
@@ -235,9 +241,33 @@ class HolderTracker:
             for device_id, allocations in self.snapshot.of(resource).items()
         }
 
-    def allocated(self) -> Mapping[tuple[str, str], Granted]:
-        """Return what counts as held; see `CheckpointReader.allocated`."""
-        return self._checkpoint.allocated(self.snapshot.held)
+    def granted(self, one: Allocation) -> tuple[str, Amount]:
+        """Return what the device of an allocation was when it was granted, and how much of it, as far as is known."""
+        granted = self._checkpoint.grants.get(one)
+        return (granted[1].identity, granted[1].amount) if granted is not None else ("", UNKNOWN)
+
+    def foreign(self, served: Collection[str]) -> tuple[Use, ...]:
+        """Return what pods hold of resources that are not in the register: of other plugins, or of lost records.
+
+        served: the resources of this process. The same object until it changes.
+        """
+        of = self.snapshot.held, self._checkpoint.last, self._checkpoint.grants  # read once: `take` may run in a thread
+        records, before = self._register.snapshot.allocations, self._foreign
+        if not (all(one is other for one, other in zip(before[0], of, strict=True)) and before[1] == frozenset(served)):
+            found = []
+            for one in sorted(of[1].allocations.union(of[0])):
+                if one.resource in served or (one.resource, one.device_id) in records or one not in of[2]:
+                    continue
+                what = of[2][one][1]
+                ours, tokens = bool(what.key[1]), tokens_of(what.identity, boot_id())
+                part = part_of(what.amount) if ours else None
+                unit = ("id", one.resource, one.device_id, *one[:2])
+                use = Use(unit, f"pod {self.title(one.pod_uid)}", what.key if ours else None, tokens, part)
+                if ours or tokens:
+                    found.append(use)
+            uses = before[2] if before[2] == tuple(found) else tuple(found)
+            self._foreign = of, frozenset(served), uses
+        return self._foreign[2]
 
     def double_held(self) -> dict[tuple[str, str], tuple[str, ...]]:
         """Return the ids that several pods are known to hold at once (kubernetes#137534), and these pods."""
@@ -276,14 +306,13 @@ class HolderTracker:
         if report is not None:
             running = await asyncio.to_thread(self.pods.in_cgroups)
             all_pods_listed = running is not None and running == await self._listed(report, running)
-        if not self._in_flight.none_since(at):  # no await until `_known` is set: an Allocate may add to it
+        if not self._in_flight.none_since(at):
             return None
         self.claim_uses = self.claim_uses if report is None else report.claims
         self.all_pods_listed = all_pods_listed
-        self._known = frozenset(now.held)
-        begun = self._begun | (seen.pods.running or frozenset())
-        self._begun = frozenset(one.pod_uid for one in self._known if one.pod_uid in begun)
-        await self._names.update({one.pod_uid for one in self._known})
+        pods = frozenset(one.pod_uid for one in now.held)
+        self._begun = pods & (self._begun | (seen.pods.running or frozenset()))
+        await self._names.update(pods)
         self.snapshot, self._refused = now, {}
         return now
 
@@ -317,12 +346,11 @@ class CheckpointReader:
 
     def __init__(self, directory: Path, request: Callable[[], bool], known: Callable[[], Iterable[Allocation]]) -> None:
         self.last = Checkpoint(frozenset(), {})
-        self.grants: Mapping[Allocation, tuple[str, Granted]] = {}
+        self.grants: Mapping[Allocation, tuple[str, Wanted]] = {}
         """What the devices of allocations were, with the answer to Allocate that says so."""
         self._directory = directory
         self._request = request
         self._known = known
-        self._allocated: tuple[tuple[object, ...], Mapping[Key, Granted]] = ((), {})
 
     def current(self) -> Checkpoint | None:
         """Return what was read last if the file is still the same, else None."""
@@ -343,22 +371,6 @@ class CheckpointReader:
             if allocation not in grants or grants[allocation][0] != response:
                 grants[allocation] = response, granted(response, *allocation[2:], boot_id())
         self.last, self.grants = checkpoints[-1], grants
-
-    def allocated(self, held: Collection[Allocation]) -> Mapping[Key, Granted]:
-        """Return what devices were that count as held, by (resource, device id); the same object until it changes.
-
-        held: by the last scan. What the last checkpoint names besides was allocated since.
-        """
-        of = held, self.last, self.grants  # read once: `take` may run in a thread
-        if [id(one) for one in self._allocated[0]] != [id(one) for one in of]:
-            found: dict[Key, Granted] = {}
-            _, last, grants = of
-            for one in last.allocations.union(held):
-                key, grant = (one.resource, one.device_id), grants.get(one, ("", Granted()))[1]
-                before = found.get(key, Granted(shared=True))
-                found[key] = Granted(before.tokens | grant.tokens, before.shared and grant.shared)
-            self._allocated = of, self._allocated[1] if found == self._allocated[1] else found
-        return self._allocated[1]
 
     async def written(self) -> tuple[Sequence[Checkpoint], str]:
         """Return checkpoints written at our request, which show what is allocated now, or why there are none."""

@@ -5,12 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from deviceplugin.exclusion import Key
-from deviceplugin.identity import Tokens
-from deviceplugin.kubelet.allocation_gate import AllocationGate, AllowAll
-from deviceplugin.kubelet.exclusion_guard import ExclusionGuard
 from deviceplugin.kubelet.podresources import AllocationsInFlight, PodResources
 from deviceplugin.kubelet.registration import Timing
 from deviceplugin.kubelet.status import Status
@@ -18,6 +14,8 @@ from deviceplugin.kubelet.tracker import HolderTracker
 from deviceplugin.node.options import Paths
 from deviceplugin.node.scanning import HolderScanner
 from deviceplugin.node.service import Service, ServiceContext, Supervisor
+from deviceplugin.register.question import Use
+from deviceplugin.register.register import Register, Store
 from deviceplugin.source import DeviceSource
 from deviceplugin.source_check import check_sources, mistaken_names
 
@@ -29,13 +27,23 @@ class AgentError(Exception):
     """Raised when the agent cannot do its work at all."""
 
 
+class ForeignClaims(Protocol):
+    """Claims of drivers that this process does not serve (`deviceplugin.kubelet.orphaned_claims`)."""
+
+    def uses(self) -> tuple[Use, ...]:
+        """Return what they hold; the same object until it changes."""
+
+    def reread(self) -> None:
+        """Have the next `uses` look at the files again."""
+
+
 class Agent:
     """Serves sources, one for each resource, on this node until it is stopped.
 
     period: seconds between two scans for holders, while these matter. report_holders: whether metrics show the holders;
-    then it scans always, and learns the names of pods. allocation_gate: None offers everything. believe_checkpoint: see
-    `HolderTracker`; not where devices also go to claims. awaited: `also_awaited` of `HolderScanner`. orphaned: returns
-    what claims of drivers that are not served hold; see `ExclusionGuard`. providers: other parts of this process that
+    then it scans always, and learns the names of pods. believe_checkpoint: see `HolderTracker`; not where devices also
+    go to claims. store: of the register; in memory by default. claims: those of drivers that this process does not
+    serve. unknown: see `Register`. avoids: see `Endpoint`, by resource. providers: other parts of this process that
     metrics and status pages show, too.
     """
 
@@ -46,11 +54,12 @@ class Agent:
         *,
         period: float = 5.0,
         report_holders: bool = False,
-        allocation_gate: AllocationGate | None = None,
-        awaited: Callable[[], Collection[Key]] = tuple,
         timing: Timing | None = None,
         believe_checkpoint: bool = True,
-        orphaned: Callable[[], Mapping[Key, Tokens]] = dict,
+        store: Store | None = None,
+        claims: ForeignClaims | None = None,
+        unknown: Callable[[str], Mapping[str, str] | None] = lambda resource: None,
+        avoids: Callable[[str], Collection[str]] = lambda resource: (),
     ) -> None:
         check_sources(sources)
         if mistake := mistaken_names(sources):
@@ -67,8 +76,13 @@ class Agent:
         self.config_error = ""
         """See `Status`."""
         self._error: AgentError | None = None
-        gate, in_flight, scan_wanted = allocation_gate or AllowAll(), AllocationsInFlight(), asyncio.Event()
+        in_flight, scan_wanted = AllocationsInFlight(), asyncio.Event()
         self.pod_resources = PodResources(self.paths.pod_resources)
+        self._claims = claims
+        self._foreign: tuple[tuple[Use, ...], tuple[Use, ...], tuple[Use, ...]] = ((), (), ())
+        self.register = Register(
+            lambda: self.services, store, foreign=self._foreign_uses, reread=self._reread, unknown=unknown
+        )
         self.tracker = HolderTracker(
             self.paths.plugins,
             self.paths.kubelet_root,
@@ -76,24 +90,22 @@ class Agent:
             self.pod_resources,
             in_flight,
             self._resend,
+            register=self.register,
             pod_logs=self.paths.pod_log_dir,
             claim_uses=report_holders,
             believe_checkpoint=believe_checkpoint,
             wake=scan_wanted.set,
         )
-        self.guard = ExclusionGuard(
-            lambda: self.services, gate, self.tracker.allocated, reread=self.tracker.reread, orphaned=orphaned
-        )
-        self.scanner = HolderScanner(
-            services, self.tracker, self.guard, awaited, scan_wanted, period, always=report_holders
-        )
+        self.scanner = HolderScanner(services, self.tracker, self.register, scan_wanted, period, always=report_holders)
         context = ServiceContext(
-            self.paths.plugins, in_flight, asyncio.Lock(), self.tracker, self.guard, gate, timing, scan_wanted.set
+            self.paths.plugins, in_flight, asyncio.Lock(), self.tracker, self.register, avoids, timing, scan_wanted.set
         )
         self._supervisor = Supervisor(services, context, self.fail)
+        self.brought = context.brought
+        """Called with a resource that a source has brought along (`child_sources`), and the resource of that source."""
         for source in sources:
             services[source.resource] = Service(source, context)
-        self.guard.subscribe(self._refresh)
+        self.register.subscribe(self._refresh)
 
     def status(self) -> Status:
         """Return what is known now; cheap, and safe from any thread."""
@@ -111,6 +123,7 @@ class Agent:
         if not self._stopped.is_set():
             await self.tracker.start()
             self.scanner.log.holders(self.tracker.snapshot.held)
+            await self.scanner.observe(self.tracker.snapshot, self.register.snapshot.sequence)
             for service in self.services.values():
                 self._supervisor.start(service)
             self.begun.set()
@@ -155,6 +168,18 @@ class Agent:
         """
         await self.begun.wait()
         await self._supervisor.reconfigure(wanted, unchanged)
+
+    def _foreign_uses(self) -> tuple[Use, ...]:
+        """Return what others hold, the same object until it changes."""
+        pods, claims = self.tracker.foreign(self.services.keys()), self._claims.uses() if self._claims else ()
+        if self._foreign[0] is not pods or self._foreign[1] is not claims:
+            self._foreign = pods, claims, (*pods, *claims)
+        return self._foreign[2]
+
+    async def _reread(self) -> None:
+        await self.tracker.reread()
+        if self._claims is not None:
+            self._claims.reread()
 
     def _refresh(self) -> None:
         for service in self.services.values():

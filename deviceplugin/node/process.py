@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from deviceplugin import filewatch
 from deviceplugin.kubelet.cgroups import PodProcesses
-from deviceplugin.kubelet.orphaned_claims import OrphanedClaimGate, OrphanedClaims
+from deviceplugin.kubelet.orphaned_claims import OrphanedClaims
 from deviceplugin.naming import node_name
 from deviceplugin.node.agent import Agent, AgentError
 from deviceplugin.node.options import Paths, parse_run
@@ -108,23 +108,16 @@ def run_config(path: Path, paths: Paths, metrics_address: str | None, lock: Lock
 def _plugin(sources: Sequence[DeviceSource], paths: Paths, metrics_address: str | None) -> Program:
     """Return an agent that serves pods only, and withholds what claims of a former bridge hold."""
 
-    def holder(resource: str, device: str) -> str:
+    def unknown(resource: str) -> Mapping[str, str] | None:
         service = agent.services.get(resource)
-        return claims.holder(resource, device, service.source.driver if service is not None else None)
+        why = claims.problem(service.source.driver) if service is not None else ""
+        return dict.fromkeys(service.inventory.snapshot.devices, why) if service is not None and why else None
 
     def processes() -> PodProcesses:
         return agent.tracker.pods.read()
 
     claims = OrphanedClaims(paths.kubelet_root, cdi_directory=str(paths.cdi_dir), processes=processes)
-    gate = OrphanedClaimGate(holder, claims.reread)
-    agent = Agent(
-        sources,
-        paths,
-        report_holders=metrics_address is not None,
-        allocation_gate=gate,
-        awaited=gate.awaited,
-        orphaned=claims.held,
-    )
+    agent = Agent(sources, paths, report_holders=metrics_address is not None, claims=claims, unknown=unknown)
     return Program.of(agent)
 
 

@@ -7,16 +7,18 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from deviceplugin.backoff import Backoff
-from deviceplugin.kubelet.exclusion_guard import ExclusionGuard
-from deviceplugin.kubelet.holders import HolderSnapshot
+from deviceplugin.kubelet.holders import HolderSnapshot, kubelet_snapshot
 from deviceplugin.kubelet.tracker import HolderTracker
 from deviceplugin.node.device_log import HolderLog
 from deviceplugin.node.service import Service
+from deviceplugin.register.operations import Observed
+from deviceplugin.register.records import LedgerError
+from deviceplugin.register.register import Register
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -28,30 +30,23 @@ BURST: Final = 0.9
 
 
 class HolderObserver(Protocol):
-    """Another part of the process that is given each scan's result; the ledger, by way of its gate."""
+    """Another part of the process that is told what scans led to."""
 
-    def awaited(self) -> Collection[tuple[str, str]]:
-        """Return (resource, the kubelet's id) of which it matters whether they are free."""
-
-    def before_scan(self) -> object:
-        """Return what `after_scan` needs from before the evidence is read."""
-
-    async def after_scan(self, before: object, now: HolderSnapshot) -> None:
-        """Take the result; `before` is what `before_scan` returned."""
+    def observed(self, resource: str, done: Observed) -> None:
+        """Take what the evidence about a resource has changed in the register."""
 
 
 @dataclass(eq=False)
 class HolderScanner:
     """Scans from time to time while holders matter, and soon after a grant.
 
-    also_awaited: returns (resource, the kubelet's id) that matter as what observers await does. wanted: set when a scan
-    should come soon. period: seconds between two scans. always: scan also while nothing is held or awaited.
+    wanted: set when a scan should come soon. period: seconds between two scans. always: scan also while nothing is held
+    or awaited.
     """
 
     services: Mapping[str, Service]
     tracker: HolderTracker
-    guard: ExclusionGuard
-    also_awaited: Callable[[], Collection[tuple[str, str]]]
+    register: Register
     wanted: asyncio.Event
     period: float
     always: bool
@@ -62,35 +57,54 @@ class HolderScanner:
         self.log = ScanLog(self.tracker)
 
     async def scan(self, wanted: Collection[tuple[str, str]] | None = None) -> HolderSnapshot | None:
-        """Find the holders now (`HolderTracker.scan`), pass them to services and observers, and return them."""
+        """Find the holders now (`HolderTracker.scan`), have the register compare them with its records; return them."""
         async with self._scanning:
-            remembered = [(observer, observer.before_scan()) for observer in self.observers]
+            sequence = self.register.snapshot.sequence
             now = await self.tracker.scan(wanted)
             if now is None:
                 return None
             self.log.holders(now.held)
             self.log.count_double_allocations()
-            services = tuple(self.services.values())
-            for service in services:
-                service.take_holders(now)
-            self.guard.notify(scanned=True)
-            for service in services:
-                service.observe(now)
+            released = await self.observe(now, sequence)
+            for resource, service in tuple(self.services.items()):
+                service.observe(now, released.get(resource, ()))
             self.log.withheld(self.services)
-            for observer, before in remembered:
-                await observer.after_scan(before, now)
-            self.guard.notify()
+            self.register.notify()
             return now
+
+    async def observe(self, now: HolderSnapshot, sequence: int) -> dict[str, tuple[str, ...]]:
+        """Have the register compare its allocations with a scan; return the ids that came free, by resource."""
+        released: dict[str, tuple[str, ...]] = {}
+        records = self.register.snapshot.allocations
+        for resource in sorted({one.resource for one in records.values()} | self.services.keys()):
+            service = self.services.get(resource)
+
+            def unserved(name: str, of: str = resource) -> str:
+                known = records.get((of, name))
+                return known.device if known is not None else name
+
+            device_of = service.device_of if service is not None else unserved
+            tracker = self.tracker
+            seen = kubelet_snapshot(sequence, now, resource, device_of, tracker.granted, tracker.title)
+            try:
+                done = await self.register.observe(resource, seen)
+            except LedgerError as error:
+                _LOG.warning("%s: the ledger cannot be written: %s", resource, error)
+                continue
+            released[resource] = done.released
+            for name in done.found:
+                _LOG.info("%s: pod %s holds %s, which the register did not know", resource, seen.held[name].pod, name)
+            for observer in self.observers:
+                observer.observed(resource, done)
+        return released
 
     async def run(self) -> None:
         """Scan until cancelled."""
         backoff = Backoff(first=1.0, most=30.0)
         while True:
-            awaited = self._awaited() | {
-                (name, one) for name, service in self.services.items() for one in service.awaited
-            }
-            in_use = any(service.in_use for service in self.services.values())
-            if not (self.always or awaited or in_use or self.tracker.snapshot.held or self.guard.unsettled):
+            awaited = {(name, one) for name, service in self.services.items() for one in service.awaited}
+            held = self.register.snapshot.allocations or self.register.view().others or self.tracker.snapshot.held
+            if not (self.always or awaited or held):
                 await self.wanted.wait()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.period * random.uniform(0.9, 1.1)):  # noqa: S311  # jitter
@@ -100,9 +114,9 @@ class HolderScanner:
                     while self.wanted.is_set() and time.monotonic() <= until:
                         self.wanted.clear()
                         await asyncio.sleep(SOON)
-                    # Before its processes run, only a checkpoint that was asked for proves which pod a grant was for. A
-                    # ledger is to have it at once: agent and checkpoint may be lost together.
-                    awaited = self._awaited()
+                    # Before its processes run, only a checkpoint that was asked for proves which pod a grant was for.
+                    # The register is to have it soon: agent and checkpoint may be lost together.
+                    awaited = {key for key, one in self.register.snapshot.allocations.items() if one.pending}
             self.wanted.clear()
             try:
                 now = await self.scan(awaited)
@@ -112,9 +126,6 @@ class HolderScanner:
             else:
                 self.log.problem(now)
                 backoff.reset()
-
-    def _awaited(self) -> frozenset[tuple[str, str]]:
-        return frozenset(self.also_awaited()).union(*(observer.awaited() for observer in self.observers))
 
 
 class ScanLog:

@@ -5,27 +5,28 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 import grpc
 
-from deviceplugin import hooks
 from deviceplugin.backoff import Backoff
 from deviceplugin.device import Device
+from deviceplugin.hook_runs import DeviceBusyError
 from deviceplugin.inventory import Inventory
-from deviceplugin.kubelet.allocation_gate import AllocationGate, Refusal
 from deviceplugin.kubelet.checkpoint import Allocation
-from deviceplugin.kubelet.exclusion_guard import ConflictError, ExclusionGuard
-from deviceplugin.kubelet.holders import HolderSnapshot, IdsInUse
+from deviceplugin.kubelet.holders import HolderSnapshot
 from deviceplugin.kubelet.podresources import AllocationsInFlight
 from deviceplugin.kubelet.registration import Registration, RegistrationError, Timing
-from deviceplugin.kubelet.servicer import Endpoint
+from deviceplugin.kubelet.servicer import Endpoint, Refusal
 from deviceplugin.kubelet.status import ResourceStatus, Withheld
 from deviceplugin.kubelet.tracker import HolderTracker
 from deviceplugin.node.device_log import InventoryLog
 from deviceplugin.node.following import SourceFollower
+from deviceplugin.register.question import allocation_unit
+from deviceplugin.register.records import AllocationRecord
+from deviceplugin.register.register import Register
 from deviceplugin.source import DeviceSource
 from deviceplugin.source_check import checked_children
 
@@ -36,17 +37,20 @@ _LOG: Final = logging.getLogger(__name__)
 class ServiceContext:
     """What all services of a node share.
 
-    plugins: the device plugin directory. turn: held while a resource registers. wake_scan: has a scan come soon.
+    plugins: the device plugin directory. turn: held while a resource registers. avoids: returns the devices of a
+    resource that new pods had better not get. brought: called with a resource that a source has brought along, and
+    with the resource of that source. wake_scan: has a scan come soon.
     """
 
     plugins: Path
     in_flight: AllocationsInFlight
     turn: asyncio.Lock
     tracker: HolderTracker
-    guard: ExclusionGuard
-    gate: AllocationGate
+    register: Register
+    avoids: Callable[[str], Collection[str]]
     timing: Timing | None
     wake_scan: Callable[[], None]
+    brought: list[Callable[[str, str], None]] = field(default_factory=list)
 
 
 class Service:
@@ -62,20 +66,19 @@ class Service:
             source,
             self.inventory,
             context.in_flight,
-            granted=self._granted,
+            granted=context.wake_scan,
             release_former=self._release_former,
-            allocation_gate=context.gate,
             holders=context.tracker,
-            guard=context.guard,
+            register=context.register,
+            avoids=lambda: context.avoids(source.resource),
         )
         self.registration = Registration(self.endpoint, context.plugins, context.turn, context.timing)
         self._context = context
-        self._in_use = IdsInUse()
         self._released: frozenset[Allocation] = frozenset()
         """Allocations that have ended, and whose devices were released before a grant; they are not forgotten yet."""
         self._first_release_due = True
         self._release_later: frozenset[str] = frozenset()
-        """Devices that came free while they are held under another id."""
+        """Devices that came free while they are held under another id, or while it is not known who holds them."""
         self._existing: frozenset[str] = frozenset()
         """Ids that pods have from before this process began, and whose devices are not listed yet."""
         self._forgettable: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
@@ -85,8 +88,8 @@ class Service:
         """Serve until cancelled. Raises RegistrationError if that is not possible on this node at all."""
         context = self._context
         self.inventory.subscribe(lambda snapshot: context.wake_scan() if snapshot.gone else None)
-        self.inventory.subscribe(lambda _: context.guard.notify())
-        self._existing = frozenset(context.tracker.snapshot.of(self.resource))
+        self.inventory.subscribe(lambda _: context.register.notify())
+        self._existing = frozenset(context.tracker.snapshot.of(self.resource)) | self._ids
         self.follower.start()
         try:
             await self.registration.run()
@@ -109,28 +112,20 @@ class Service:
                 self._context.wake_scan()
 
     def release_idle(self) -> None:
-        """Have `released` called of all idle devices, as after the start: only now all holders are known."""
-        self._first_release_due = True
-        self._context.wake_scan()
+        """Have `released` called of the devices that came free while their holders were not known: now they are."""
+        if self._release_later:
+            self._context.wake_scan()
 
-    def _granted(self, names: Sequence[str]) -> None:
-        self._in_use = self._in_use.granted(names)
-        self._context.wake_scan()
-
-    def remember(self, pending: Collection[str], held: Collection[Allocation]) -> None:
-        """Count ids as pending that a former process granted; held: their holders from before the grant."""
-        self._in_use = replace(self._in_use, held=self._in_use.held | set(held)).granted(pending)
+    @property
+    def _ids(self) -> frozenset[str]:
+        """The ids that the register has as given to pods."""
+        allocations = self._context.register.snapshot.allocations.values()
+        return frozenset(one.device_id for one in allocations if one.resource == self.resource)
 
     @property
     def in_use(self) -> bool:
-        """Whether anything of this resource is held or given out."""
-        return bool(self._in_use.ids)
-
-    @property
-    def held_devices(self) -> frozenset[str]:
-        """The devices that pods hold or were just given."""
-        ids = self._in_use.ids | self._context.tracker.snapshot.of(self.resource).keys()
-        return frozenset(map(self.endpoint.ids.device_id_of, ids))
+        """Whether anything of this resource is given to pods."""
+        return bool(self._ids)
 
     def _holder(self, device: str) -> str:
         """Return who has a device, in words: pods as of the last scan, else by the ledger; "" if nobody."""
@@ -138,7 +133,11 @@ class Service:
         held = [one for one in tracker.snapshot.held if one.resource == self.resource]
         if pods := {tracker.title(one.pod_uid) for one in held if self.device_of(one.device_id) == device}:
             return f"pod {', '.join(sorted(pods))}"
-        return "a pod or claim" if (self.resource, device) in self._context.gate.held() else ""
+        return "a pod or claim" if self._context.register.is_held((self.resource, device)) else ""
+
+    def ids_now(self, device: Device) -> tuple[str, ...]:
+        """Return the ids under which the kubelet knows a device now."""
+        return self.endpoint.ids.names_of(device)
 
     def device_of(self, device_id: str) -> str:
         """Return the device of one of the kubelet's ids."""
@@ -154,48 +153,53 @@ class Service:
         snapshot, known = self.inventory.snapshot, self.endpoint.ids
         devices = snapshot.devices if self._first_release_due and "released" in self.source.hooks else snapshot.gone
         ids = frozenset(name for one in devices for name in known.names_of(snapshot.devices[one]))
-        return ids | known.legacy.keys() | self._in_use.pending.keys()
+        return ids | known.legacy.keys() | {one.device_id for one in self._pending}
 
-    def take_holders(self, now: HolderSnapshot) -> None:
-        """Take the holders; before any `observe`, since a device may be held under another resource's id."""
-        held = [one for one in now.held if one.resource == self.resource]
-        self._in_use = self._in_use.observed(held, now.at, awake=now.awake)
+    @property
+    def _pending(self) -> list[AllocationRecord]:
+        allocations = self._context.register.snapshot.allocations.values()
+        return [one for one in allocations if one.resource == self.resource and one.pending]
+
+    def observe(self, now: HolderSnapshot, released: Collection[str]) -> None:
+        """Draw the conclusions of a scan: what came free, and what may be forgotten. released: ids that came free."""
+        ids, register = self.endpoint.ids, self._context.register
+        in_use = self._ids | now.of(self.resource).keys()
         self._released &= now.held.keys()
-
-    def observe(self, now: HolderSnapshot) -> None:
-        """Draw the conclusions of a scan: what came free, and what may be forgotten."""
-        device_id_of = self.endpoint.ids.device_id_of
-        in_use = self._in_use.ids
         self._existing &= in_use
         snapshot = self.inventory.snapshot
-        busy = set(map(device_id_of, in_use))
-        busy |= {device for device in snapshot.devices if self._context.gate.claimed(self.resource, device)}
-        freed = set(map(device_id_of, self._in_use.freed)) - busy
+        freed = set(map(ids.device_id_of, released)) | self._release_later
         if self._first_release_due and snapshot.listed and self._context.tracker.all_pods_listed:
             # What was given back while no agent ran is not known one by one.
             self._first_release_due = False
-            freed = snapshot.devices.keys() - busy
-        freed |= self._release_later - busy
-        used = self._context.guard.in_use((self.resource, name) for name in freed) if freed else frozenset()
-        self._release_later = frozenset(name for _, name in used)
-        freed -= self._release_later
-        devices = [device for name, device in snapshot.devices.items() if name in freed]
-        if devices and "released" in self.source.hooks:
-            self._release(devices)
+            freed = set(snapshot.devices)
+        if "released" in self.source.hooks and freed:
+            free = {name for name in freed & snapshot.devices.keys() if self._is_free(name)}
+            held = {name for name in freed - free if not register.is_held((self.resource, name))}
+            self._release_later = frozenset(held & snapshot.devices.keys())
+            if devices := [device for name, device in snapshot.devices.items() if name in free]:
+                self._release(devices)
         if now.awake and now.registered is not None and self.endpoint.streams.live:
             # Gone at the scan before, too: a grant between would be known by now.
             registered = now.registered.get(self.resource, frozenset())
             gone_before, legacy_before = self._forgettable
-            legacy = self.endpoint.ids.legacy.keys() & legacy_before
-            self.endpoint.ids.forget(legacy - in_use - registered)
-            self.inventory.forget((snapshot.gone & gone_before) - busy - set(map(device_id_of, registered)))
-        self._forgettable = snapshot.gone, frozenset(self.endpoint.ids.legacy)
+            legacy = ids.legacy.keys() & legacy_before
+            ids.forget(legacy - in_use - registered)
+            held = {name for name in snapshot.gone if register.is_held((self.resource, name))}
+            held |= set(map(ids.device_id_of, in_use | registered))
+            held |= {name for name in snapshot.gone if register.evidence_missing(self.resource, name)}
+            self.inventory.forget((snapshot.gone & gone_before) - held)
+        self._forgettable = snapshot.gone, frozenset(ids.legacy)
         self.endpoint.refresh()
 
+    def _is_free(self, device: str, ids: Collection[str] = ()) -> bool:
+        """Return whether nobody holds a device, as far as that is known. ids: of holders that have ended."""
+        units = {allocation_unit(self.resource, one) for one in ids}
+        register = self._context.register
+        return not register.evidence_missing(self.resource, device) and register.is_free((self.resource, device), units)
+
     def _release(self, devices: Sequence[Device]) -> asyncio.Task[str]:
-        source = self.source
-        work = hooks.call(f"released of {self.resource}", source.released, devices, timeout=source.hook_timeout)
-        return self._context.guard.releases.run([(self.resource, device.id) for device in devices], work)
+        hooks = self._context.register.hooks
+        return hooks.start(self.endpoint.statistics.hooks, "released", self.source, devices)
 
     async def _release_former(self, names: Sequence[str]) -> None:
         """Have `released` called of devices whose holders have ended, before these ids are granted.
@@ -203,25 +207,19 @@ class Service:
         The kubelet may give an id to the next pod before a scan sees that its holder has ended. Raises Refusal if
         `released` failed, or still works on one of the devices.
         """
-        if "released" not in self.source.hooks:
-            return
         context, known, resolver = self._context, self.inventory.snapshot.devices, self.endpoint.ids
         ids = {one: resolver.ids_of(one) for one in map(resolver.device_id_of, names) if one in known}
-        keys = {(self.resource, device) for device in ids}
         try:
-            await context.guard.releases.wait(keys)
+            await context.register.hooks.wait([(self.resource, device) for device in ids], resets=False)
             every = [name for those in ids.values() for name in those]
             ended, others = await context.tracker.ended(self.resource, every)
-            in_use = {one.device_id for one in others} | (self._in_use.pending.keys() - set(names))
+            granted = {one.device_id for one in self._pending} - set(names)
+            in_use = {one.device_id for one in others} | granted
             former = {one.device_id for one in ended - self._released}
-            idle = keys - context.guard.in_use(keys) if former else keys
             devices = [
                 known[device]
                 for device, those in ids.items()
-                if not former.isdisjoint(those)
-                and in_use.isdisjoint(those)
-                and (self.resource, device) in idle
-                and not context.gate.claimed(self.resource, device)
+                if not former.isdisjoint(those) and in_use.isdisjoint(those) and self._is_free(device, those)
             ]
             # The hook goes on though the kubelet may give up the call.
             if devices and (error := await asyncio.shield(self._release(devices))):
@@ -229,14 +227,18 @@ class Service:
                 raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "released", details)
             released = {name for device in devices for name in ids[device.id]}
             self._released |= {one for one in ended if one.device_id in released}
-        except ConflictError as error:
+        except DeviceBusyError as error:
             raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "excluded", f"{self.resource}: {error}") from error
 
     def status(self) -> ResourceStatus:
         """Return what is known now."""
         name, context = self.resource, self._context
-        withheld = {one: Withheld("excluded", why) for one, why in context.guard.last_withheld(name).items()}
-        withheld |= {one: Withheld("unknown", why) for one, why in context.gate.withheld(name).items()}
+        withheld = {one: Withheld("excluded", why) for one, why in context.register.last_withheld(name).items()}
+        withheld |= {
+            one: Withheld("unknown", why)
+            for one in self.inventory.snapshot.devices
+            if (why := context.register.evidence_missing(name, one))
+        }
         for device_id, reason in context.tracker.unnamed_reasons(name).items():
             withheld.setdefault(self.endpoint.ids.device_id_of(device_id), Withheld("held", reason))
         return ResourceStatus(
@@ -326,6 +328,8 @@ class Supervisor:
                             continue
                         self._parents[name] = parent.resource
                         self._serve(child)
+                        for callback in self.context.brought:
+                            callback(name, parent.resource)
                     backoff.reset()
                 return
             except Exception:

@@ -11,11 +11,25 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Concatenate, Final, ParamSpec, TypeVar
 
+import msgspec
+
+from deviceplugin.identity import tokens_of
+from deviceplugin.naming import parse_quantity
 from deviceplugin.register import rules
+from deviceplugin.register.question import (
+    View,
+    Wanted,
+    allocation_unit,
+    claim_unit,
+    part_of,
+    refusal,
+    wanted_use,
+)
 from deviceplugin.register.records import (
     FOR_CLAIM,
     NONE,
     AllocationRecord,
+    Amount,
     Change,
     Claim,
     ClaimDevice,
@@ -29,6 +43,7 @@ from deviceplugin.register.records import (
     Snapshot,
     State,
 )
+from deviceplugin.sharing import device_of
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -95,38 +110,65 @@ def forget(state: Snapshot, resource: str, devices: Collection[str]) -> Decision
 
 
 @_operation
-def identify(state: Snapshot, identities: Mapping[Key, str]) -> Decision[None]:
-    """Record what devices are. One with a holder keeps the identity that its holder got, until a reboot."""
-    changes = []
-    for key, identity in identities.items():
-        record = state.devices.get(key)
-        if record is None or not identity or record.identity == identity:
-            continue
-        same_boot = record.identity.split(" ")[0] == identity.split(" ")[0]
-        if not (same_boot and _is_held(state, *key)):
-            changes.append(Change("devices", key, replace(record, identity=identity)))
+def adopt(state: Snapshot, identities: Mapping[Key, str], boot: str) -> Decision[None]:
+    """Give holdings whose identity is not known, or is of another boot, the one that their devices have now."""
+    changes: list[Change] = []
+
+    def unknown(recorded: str, key: Key) -> bool:
+        return bool(identities.get(key)) and not tokens_of(recorded, boot) and recorded != identities[key]
+
+    for one in state.allocations.values():
+        key = one.resource, one.device
+        if unknown(one.identity, key):
+            changes.append(_put_allocation(replace(one, identity=identities[key])))
+    for claim in state.claims.values():
+        devices = tuple(
+            msgspec.structs.replace(one, identity=identities[one.resource, one.device])
+            if not one.admin and unknown(one.identity, (one.resource, one.device))
+            else one
+            for one in claim.devices
+        )
+        if devices != claim.devices:
+            changes.append(_put_claim(replace(claim, devices=devices)))
     return Decision(None, tuple(changes))
 
 
 @_operation
-def grant(state: Snapshot, resource: str, ids: Mapping[str, str], now: float) -> Decision[rules.Refused | None]:
-    """Give devices to a container (R1), all or none; answer the refusal, None if they are granted.
+def grant(
+    state: Snapshot, resource: str, wanted: Mapping[str, Wanted], view: View, now: float
+) -> Decision[rules.Refused | rules.Excluded | None]:
+    """Give devices to a container, all or none; answer the refusal, None if they are granted.
 
-    ids: the physical device by kubelet device id (a replica's, or the device's own). An id that was given before is
-    given anew: the kubelet does not say when it takes a device back.
+    Refused is what is on another side (R1), and what others hold. wanted: by kubelet device id (a replica's, or the
+    device's own). An id that was given before is given anew: the kubelet does not say when it takes a device back.
     """
-    for device in dict.fromkeys(ids.values()):
-        refusal = rules.r1_refusal(state, resource, device)
-        if refusal is not None:
-            return Decision(refusal)
+    for device in dict.fromkeys(one.key[1] for one in wanted.values()):
+        refused = rules.r1_refusal(state, resource, device)
+        if refused is not None:
+            return Decision(refused)
+    new = [wanted_use(allocation_unit(resource, device_id), one, view) for device_id, one in wanted.items()]
+    if why := refusal(new, state, view):
+        return Decision(rules.Excluded(why))
     changes = []
-    for device_id, device in ids.items():
-        record = AllocationRecord(resource, device_id, device, now, state.sequence + 1)
+    for device_id, one in wanted.items():
+        record = AllocationRecord(resource, device_id, one.key[1], now, state.sequence + 1)
+        record = replace(record, identity=one.identity, amount=one.amount)
         before = state.allocations.get((resource, device_id))
         if before is not None:  # earlier holders stay in the record until evidence says that they are gone
-            record = replace(record, holders=before.holders, pod=before.pod)
+            known, amount = one.identity or before.identity, _larger(before.amount, one.amount)
+            record = replace(record, holders=before.holders, pod=before.pod, identity=known, amount=amount)
         changes.append(_put_allocation(record))
     return Decision(None, tuple(changes))
+
+
+def _larger(one: Amount, other: Amount) -> Amount:
+    """Return the larger of two amounts of one id, of each counter, too: the holder before may run on."""
+    first, second = part_of(one), part_of(other)
+    part = "" if first is None or second is None else str(max(first, second))
+    takes: dict[tuple[str, str], str] = {}
+    for counter_set, counter, value in (*one.takes, *other.takes):
+        takes[counter_set, counter] = max(takes.get((counter_set, counter), value), value, key=parse_quantity)
+    return Amount(part, tuple((*counter, value) for counter, value in takes.items()))
 
 
 @_operation
@@ -147,7 +189,7 @@ def observe(state: Snapshot, resource: str, snapshot: rules.KubeletSnapshot, now
             released.append(record.device_id)
             changes.append(Change("allocations", key, None))
         elif after != record:
-            durable = (after.holders, after.pending) != (record.holders, record.pending)
+            durable = replace(after, absent_since=record.absent_since, pod=record.pod) != record
             changes.append(_put_allocation(after, durable=durable))
     found: list[str] = []
     quarantined: dict[str, None] = {}
@@ -164,10 +206,33 @@ def observe(state: Snapshot, resource: str, snapshot: rules.KubeletSnapshot, now
     return Decision(Observed(tuple(released), tuple(found), tuple(quarantined)), tuple(changes))
 
 
+@_operation
+def add_holders(state: Snapshot, holders: Iterable[tuple[str, str, str, str]], now: float) -> Decision[None]:
+    """Record further holders of ids, (pod UID, container, resource, id): evidence shows that their pods may run."""
+    records: dict[Key, AllocationRecord] = {}
+    for pod_uid, container, resource, device_id in holders:
+        key = resource, device_id
+        known = records.get(key) or state.allocations.get(key)
+        if known is None:
+            known = AllocationRecord(
+                resource, device_id, device_of(device_id, 2), now, state.sequence + 1, pending=False
+            )
+        records[key] = replace(known, holders=known.holders | {(pod_uid, container)})
+    return Decision(
+        None, tuple(_put_allocation(one) for key, one in records.items() if state.allocations.get(key) != one)
+    )
+
+
 def _observed(record: AllocationRecord, snapshot: rules.KubeletSnapshot) -> AllocationRecord | None:
     """Return an allocation as the snapshot leaves it; None if it is over."""
     nobody = rules.ObservedAllocation(record.device, record.pod, sure=False)
     observed = snapshot.held.get(record.device_id, nobody)
+    if observed.device != record.device:
+        record = replace(record, device=observed.device)  # it was found before its source had listed it
+    if not record.identity and observed.identity:
+        record = replace(record, identity=observed.identity)
+    if not record.amount.part and observed.amount.part:
+        record = replace(record, amount=observed.amount)
     holders, named = observed.holders, observed.sure and not observed.holders <= record.holders
     if record.pending and not named:
         # A new name that only an old checkpoint has may be that of a pod that ended before this grant.
@@ -179,8 +244,10 @@ def _observed(record: AllocationRecord, snapshot: rules.KubeletSnapshot) -> Allo
 
 
 @_operation
-def reserve(state: Snapshot, claim: Claim, *, durable: bool, pull: bool = False) -> Decision[Claim | rules.Refused]:
-    """Reserve a claim's devices (R2) while its driver sets them up; `prepare` completes it.
+def reserve(
+    state: Snapshot, claim: Claim, view: View, *, durable: bool, pull: bool = False
+) -> Decision[Claim | rules.Refused | rules.Excluded]:
+    """Reserve a claim's devices (R2, the question) while its driver sets them up; `prepare` completes it.
 
     Answers the claim as the ledger has it already (with a `result` of None it is not completed), else the reservation.
     Without `durable` a crash forgets it. With it, an Unprepare after a crash can undo what the driver did to the
@@ -190,11 +257,13 @@ def reserve(state: Snapshot, claim: Claim, *, durable: bool, pull: bool = False)
     if known is not None and (known.result is not None or (known.durable, known.devices) == (durable, claim.devices)):
         return Decision(known)
     durable = durable or (known is not None and known.durable)
-    return _take(state, replace(claim, result=None, durable=durable), pull=pull)
+    return _take(state, replace(claim, result=None, durable=durable), view, pull=pull)
 
 
 @_operation
-def prepare(state: Snapshot, claim: Claim, *, pull: bool = False) -> Decision[Claim | rules.Refused]:
+def prepare(
+    state: Snapshot, claim: Claim, view: View, *, pull: bool = False
+) -> Decision[Claim | rules.Refused | rules.Excluded]:
     """Give a claim its devices until it is unprepared (R2); a claim that is prepared already is answered as it was.
 
     Devices of administrative access are not held, and may be on any side. claim: with its result, which is answered
@@ -203,28 +272,33 @@ def prepare(state: Snapshot, claim: Claim, *, pull: bool = False) -> Decision[Cl
     known = state.claims.get((claim.driver, claim.uid))
     if known is not None and known.result is not None:
         return Decision(known)
-    return _take(state, replace(claim, durable=True), pull=pull)
+    return _take(state, replace(claim, durable=True), view, pull=pull)
 
 
-def _take(state: Snapshot, claim: Claim, *, pull: bool) -> Decision[Claim | rules.Refused]:
-    for device in claim.devices:
-        if not device.admin:
-            refusal = rules.r2_refusal(state, device.resource, device.device) or rules.r2_taken(state, claim, device)
-            if refusal is not None:
-                return _pulled(state, claim, refusal) if pull else Decision(refusal)
+def _take(state: Snapshot, claim: Claim, view: View, *, pull: bool) -> Decision[Claim | rules.Refused | rules.Excluded]:
+    held = [device for device in claim.devices if not device.admin]
+    for device in held:
+        refused = rules.r2_refusal(state, claim.driver, device.resource, device.device)
+        if refused is not None:
+            return _pulled(state, claim, refused) if pull else Decision(refused)
+    unit = claim_unit(claim.driver, claim.uid)
+    wanted = [Wanted((one.resource, one.device), one.identity, one.amount) for one in held]
+    if why := refusal([wanted_use(unit, one, view) for one in wanted], state, view):
+        return Decision(rules.Excluded(why))
     record = replace(claim, sequence=state.sequence + 1)
     return Decision(record, (_put_claim(record),))
 
 
-def _pulled(state: Snapshot, claim: Claim, refusal: rules.Refused) -> Decision[Claim | rules.Refused]:
+def _pulled(state: Snapshot, claim: Claim, refused: rules.Refused) -> Decision[Claim | rules.Refused | rules.Excluded]:
     changes: list[Change] = []
     for resource, device in sorted(claim.held):
         if state.device(resource, device).state is State.PLUGIN and not state.allocations_on(resource, (device,)):
-            changes += _moved(state, resource, {device: State.TO_DRA}, claim.since, f"{FOR_CLAIM}{claim.title}")
-            at = refusal.record
+            reason = f"{FOR_CLAIM}{claim.title}"
+            changes += _moved(state, resource, {device: State.TO_DRA}, claim.since, reason, claim.driver)
+            at = refused.record
             if (resource, device) == (at.resource, at.device):
-                refusal = replace(refusal, record=replace(at, state=State.TO_DRA, since=claim.since), moving=True)
-    return Decision(refusal, tuple(changes))
+                refused = replace(refused, record=replace(at, state=State.TO_DRA, since=claim.since), moving=True)
+    return Decision(refused, tuple(changes))
 
 
 @_operation
@@ -239,6 +313,14 @@ def reopen(state: Snapshot, driver: str, uid: str, pods: Collection[str] = ()) -
         return Decision(known)
     record = replace(known, result=None, pods=known.pods.union(pods), sequence=state.sequence + 1)
     return Decision(record, (_put_claim(record),))
+
+
+@_operation
+def adopt_claims(state: Snapshot, claims: Iterable[Claim]) -> Decision[tuple[Claim, ...]]:
+    """Record claims that their own files name and that the register lacks: it was lost; answer those."""
+    new = tuple(one for one in claims if not {(one.driver, one.uid)} & (state.claims.keys() | state.ended.keys()))
+    records = [replace(one, result=None, sequence=state.sequence + 1) for one in new]
+    return Decision(new, tuple(map(_put_claim, records)))
 
 
 @_operation
@@ -280,15 +362,20 @@ def set_setting(state: Snapshot, section: str, key: str, value: str | None) -> D
 
 @_operation
 def begin_move(
-    state: Snapshot, resource: str, devices: Collection[str], to: Side, now: float, reason: str = ""
+    state: Snapshot, resource: str, devices: Collection[str], to: Side, now: float, reason: str = "", driver: str = ""
 ) -> Decision[Mapping[str, State]]:
     """Begin moves to a side; answer the new state of each device that changed.
 
-    A device that is moving to the other side returns. Quarantined devices stay.
+    A device that is moving to the other side returns. Quarantined devices stay, and those of another driver: they leave
+    its slices first, by a move to the plugin's side. driver: the one whose claims are to get the devices.
     """
-    at = {device: state.device(resource, device).state for device in devices}
-    moves = {device: _TURNED[one] for device, one in at.items() if one in _TURNED and one.goal is not to}
-    return Decision(moves, _moved(state, resource, moves, now, reason))
+    at = {device: state.device(resource, device) for device in devices}
+    moves = {
+        device: _TURNED[one.state]
+        for device, one in at.items()
+        if one.state in _TURNED and one.state.goal is not to and (to is Side.PLUGIN or one.driver in ("", driver))
+    }
+    return Decision(moves, _moved(state, resource, moves, now, reason, driver))
 
 
 @_operation
@@ -326,7 +413,13 @@ def _committed(
 
 @_operation
 def reconcile_evidence(
-    state: Snapshot, resource: str, evidence: rules.Evidence, devices: Collection[str], side: Side, now: float
+    state: Snapshot,
+    resource: str,
+    evidence: rules.Evidence,
+    devices: Collection[str],
+    side: Side,
+    now: float,
+    driver: str = "",
 ) -> Decision[Reconciled]:
     """Compare the ledger with evidence, or build it from evidence where it is empty (R8).
 
@@ -365,7 +458,7 @@ def reconcile_evidence(
         at, reason = _proven(known, pod.pod if pod else None, claim, prepared.get(device), side)
         if known is None or at is not known.state:
             changed[device] = at
-            changes += _moved(state, resource, {device: at}, now, reason)
+            changes += _moved(state, resource, {device: at}, now, reason, driver)
     for device_id, observed in evidence.held.items():
         if (resource, device_id) not in state.allocations and observed.device not in doubtful:
             changes.append(_found(state, resource, device_id, observed, now))
@@ -422,6 +515,7 @@ def _is_held(state: Snapshot, resource: str, device: str) -> bool:
 def _found(state: Snapshot, resource: str, device_id: str, observed: rules.ObservedAllocation, now: float) -> Change:
     """Record an id that is held and that was granted by an earlier agent, or by a ledger that is lost."""
     record = AllocationRecord(resource, device_id, observed.device, now, state.sequence + 1, observed.holders)
+    record = replace(record, identity=observed.identity, amount=observed.amount)
     return _put_allocation(replace(record, pending=not observed.holders, pod=observed.pod))
 
 
@@ -434,11 +528,12 @@ def _put_claim(record: Claim) -> Change:
 
 
 def _moved(
-    state: Snapshot, resource: str, moves: Mapping[str, State], now: float, reason: str = ""
+    state: Snapshot, resource: str, moves: Mapping[str, State], now: float, reason: str = "", driver: str = ""
 ) -> tuple[Change, ...]:
-    """Return the changes that give devices new states; each keeps the identity that is known."""
-    records = [
-        replace(state.device(resource, device), state=to, since=now, sequence=state.sequence + 1, reason=reason)
-        for device, to in moves.items()
-    ]
+    """Return the changes that give devices new states. driver: of those that had none."""
+    records = []
+    for device, to in moves.items():
+        known = state.device(resource, device)
+        of = "" if to is State.PLUGIN else known.driver or driver
+        records.append(replace(known, state=to, since=now, sequence=state.sequence + 1, reason=reason, driver=of))
     return tuple(Change("devices", (resource, record.device), record) for record in records)

@@ -98,13 +98,15 @@ Key = tuple[str, str]
 """(resource, device), (resource, kubelet device id), (driver, claim UID) or (section, key of a setting)."""
 Holder = tuple[str, str]
 """(pod UID, container)."""
+Point = str | Key
+"""A token of an identity, (resource, device), or (counter set, counter): what holdings are found by."""
 
 
 class Amount(msgspec.Struct, frozen=True, array_like=True):
     """How much of a device one holder has, as it was granted.
 
     part: "1" for the whole device, "1/3" for one of three replicas, "0" for access without holding it, "" if it is not
-    known. takes: (counter set, counter, amount) for each counter that the device consumes.
+    known. takes: (counter set, counter, quantity) for each counter that the device consumes.
     """
 
     part: str = ""
@@ -119,9 +121,8 @@ WHOLE: Final = Amount("1")
 class DeviceRecord:
     """One physical device, and on which side it is.
 
-    since: Unix seconds. sequence: of the change that led to this state. identity: what the device was when its
-    holders got it, or when it was last listed (`deviceplugin.identity.recorded`); "" if that is not known. driver:
-    under which it is or was published; "" on the plugin's side.
+    since: Unix seconds. sequence: of the change that led to this state. driver: the one under which it is published;
+    "" on the plugin's side.
     """
 
     resource: str
@@ -130,7 +131,6 @@ class DeviceRecord:
     since: float
     sequence: int = 0
     reason: str = ""
-    identity: str = ""
     driver: str = ""
 
     @property
@@ -234,7 +234,8 @@ class Snapshot:
     """Everything the ledger knows at one moment.
 
     sequence: of the last change; it only grows. ended: the last claims that were unprepared, the oldest first; only
-    this process knows them.
+    this process knows them. index: (table, key) of the allocations and claims that hold something of a point; made by
+    `with_changes` alone.
     """
 
     sequence: int = 0
@@ -243,6 +244,7 @@ class Snapshot:
     claims: Mapping[Key, Claim] = field(default_factory=lambda: NONE)
     settings: Mapping[Key, Setting] = field(default_factory=lambda: NONE)
     ended: Mapping[Key, EndedClaim] = field(default_factory=lambda: NONE)
+    index: Mapping[Point, frozenset[tuple[str, Key]]] = field(default_factory=lambda: NONE)
 
     def setting(self, section: str, key: str) -> str | None:
         """Return a value that was kept by `set_setting`; None if there is none."""
@@ -259,25 +261,52 @@ class Snapshot:
 
     def allocations_on(self, resource: str, devices: Iterable[str]) -> list[AllocationRecord]:
         """Return the allocations of these devices."""
-        wanted = frozenset(devices)
-        return [one for one in self.allocations.values() if one.device in wanted and one.resource == resource]
+        found = {one for device in devices for one in self.index.get((resource, device), ())}
+        return [self.allocations[key] for table, key in sorted(found) if table == "allocations"]
 
     def claims_on(self, resource: str, devices: Iterable[str]) -> list[Claim]:
         """Return the claims that hold any of these devices."""
-        wanted = frozenset((resource, device) for device in devices)
-        return [claim for claim in self.claims.values() if not wanted.isdisjoint(claim.held)]
+        found = {one for device in devices for one in self.index.get((resource, device), ())}
+        return [self.claims[key] for table, key in sorted(found) if table == "claims"]
 
     def with_changes(self, changes: Sequence[Change], sequence: int) -> Snapshot:
         """Return the snapshot that follows."""
         tables: dict[str, dict[Key, Any]] = {}
+        index: dict[Point, frozenset[tuple[str, Key]]] | None = None
         for change in changes:
             if change.table not in tables:
                 tables[change.table] = dict(getattr(self, change.table))
-            if change.record is None:
-                tables[change.table].pop(change.key, None)
-            else:
+            before = tables[change.table].pop(change.key, None)
+            if change.record is not None:
                 tables[change.table][change.key] = change.record
-        return replace(self, sequence=sequence, **tables)
+            if change.table in ("allocations", "claims"):
+                index = dict(self.index) if index is None else index
+                entry = change.table, change.key
+                old, new = _points(before), _points(change.record)
+                for point in old - new:
+                    index[point] -= {entry}
+                    if not index[point]:
+                        del index[point]
+                for point in new - old:
+                    index[point] = index.get(point, frozenset()) | {entry}
+        return replace(self, sequence=sequence, index=self.index if index is None else index, **tables)
+
+
+def _points(record: Record | None) -> set[Point]:
+    """Return by what an allocation or a claim is found."""
+    found: set[Point] = set()
+    match record:
+        case AllocationRecord():
+            held = [(record.resource, record.device, record.identity, record.amount)]
+        case Claim():
+            held = [(one.resource, one.device, one.identity, one.amount) for one in record.devices if not one.admin]
+        case _:
+            held = []
+    for resource, device, identity, amount in held:
+        found.add((resource, device))
+        found.update(identity.split(" ")[1:])
+        found.update((counter_set, counter) for counter_set, counter, _ in amount.takes)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,9 @@ from typing import Final
 
 from deviceplugin.register.records import (
     NONE,
+    UNKNOWN,
     AllocationRecord,
-    Claim,
+    Amount,
     ClaimDevice,
     DeviceRecord,
     Holder,
@@ -19,8 +20,13 @@ from deviceplugin.register.records import (
     State,
 )
 
-WELL_APART: Final = 10.0
-"""Seconds between the two checkpoints that release a grant whose pod was never seen (R7)."""
+WELL_APART: Final = 3.0
+"""Seconds between the two checkpoints without it after which a grant whose container none has named is over (R7).
+
+The kubelet notes an allocation some microseconds after it has our answer, and writes its checkpoint right then (kubelet
+1.36, devicemanager/manager.go: allocateContainerResources). Both checkpoints were made up at our own requests, so its
+other parts ran meanwhile; the rest is for a busy node, which may not schedule one goroutine for a second.
+"""
 
 
 class HolderWait(str):
@@ -37,7 +43,8 @@ class ObservedAllocation:
     """A kubelet device id that containers hold, by the checkpoint and the pod cgroups.
 
     pod: one of its pods, for people. sure: more than an old checkpoint says so. What is not sure counts as held, but
-    does not contradict the ledger. reason: why it counts as held, for people.
+    does not contradict the ledger. reason: why it counts as held, for people. identity, amount: of the answer to
+    Allocate, as far as the checkpoint has it.
     """
 
     device: str
@@ -45,6 +52,8 @@ class ObservedAllocation:
     sure: bool = True
     holders: frozenset[Holder] = frozenset()
     reason: str = ""
+    identity: str = ""
+    amount: Amount = UNKNOWN
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +176,8 @@ class Refused:
         text = f"device {record.device!r} of {record.resource} is {record.state.text}"
         if record.since:  # 0: it was always so
             text += f" since {_utc(record.since)}"
+        if self.record.driver:
+            text += f" (driver {self.record.driver})"
         if self.holder:
             text += f", held by {self.holder}"
         if self.moving:
@@ -174,43 +185,26 @@ class Refused:
         return text
 
 
+@dataclass(frozen=True, slots=True)
+class Excluded:
+    """Why a pod or a claim does not get a device: what others hold does not leave enough of it."""
+
+    message: str
+
+
 def r1_refusal(now: Snapshot, resource: str, device: str) -> Refused | None:
     """R1: Allocate is granted in PLUGIN and TO_DRA; return the refusal elsewhere."""
     record = now.device(resource, device)
-    if not record.state.allocates:
-        return Refused(record, moving=record.state is State.TO_PLUGIN)
-    for claim in now.claims_on(resource, (device,)):
-        return Refused(record, f"claim {claim.title}")
-    return None
+    return None if record.state.allocates else Refused(record, moving=record.state is State.TO_PLUGIN)
 
 
-def r2_refusal(now: Snapshot, resource: str, device: str) -> Refused | None:
-    """R2: claims are prepared in DRA and TO_PLUGIN; return the refusal elsewhere."""
+def r2_refusal(now: Snapshot, driver: str, resource: str, device: str) -> Refused | None:
+    """R2: claims are prepared in DRA and TO_PLUGIN, by the driver that publishes the device."""
     record = now.device(resource, device)
     holder = next((one.pod or "a pod" for one in now.allocations_on(resource, (device,))), "")
-    if not record.state.prepares:
-        return Refused(record, holder, record.state is State.TO_DRA)
-    if holder:
-        return Refused(record, holder)
-    return None
-
-
-def r2_taken(state: Snapshot, claim: Claim, wanted: ClaimDevice) -> Refused | None:
-    """R2 between claims: return the refusal if another claim has the device and the two do not share it.
-
-    The scheduler alone cannot ensure this: when a pod is deleted by force, the API server forgets its claim while
-    its container still runs.
-    """
-    for other in state.claims_on(wanted.resource, (wanted.device,)):
-        if (other.driver, other.uid) == (claim.driver, claim.uid):
-            continue
-        if any(
-            not (wanted.share and one.share)
-            for one in other.devices
-            if (one.resource, one.device, one.admin) == (wanted.resource, wanted.device, False)
-        ):
-            return Refused(state.device(wanted.resource, wanted.device), f"claim {other.title}")
-    return None
+    if record.state.prepares and record.driver in ("", driver):
+        return Refused(record, holder) if holder else None
+    return Refused(record, holder, record.state is State.TO_DRA and record.driver in ("", driver))
 
 
 def r5_waits_for(now: Snapshot, record: DeviceRecord, evidence: KubeletEvidence) -> str:

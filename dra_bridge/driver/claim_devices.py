@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from fractions import Fraction
 
-import msgspec
-
 from deviceplugin import naming
 from deviceplugin.claim_files import ClaimFile, FiledDevice
 from deviceplugin.device import Device
@@ -18,11 +16,19 @@ from dra_bridge.driver.claims import Result
 
 
 def granted_device(
-    source: DeviceSource, device: Device, tokens: Tokens, boot: str, result: Result, admin: bool, parameters: object
+    source: DeviceSource,
+    device: Device,
+    tokens: Tokens,
+    boot: str,
+    result: Result,
+    admin: bool,
+    parameters: str,
+    times: int | None = None,
 ) -> ClaimDevice:
     """Return what a claim is granted of a device now.
 
-    tokens: what the device is. boot: the node's. parameters: those that the device is set up with, None for none.
+    tokens: what the device is. boot: the node's. parameters: those that the device is set up with, as JSON. times: how
+    often the device is offered; None: as its source says.
     """
     takes = tuple(
         (name, counter, str(amount))
@@ -35,12 +41,12 @@ def granted_device(
         result.share_id or "",
         admin,
         recorded(tokens, boot),
-        Amount("0" if admin else _part(source, device, result), () if admin else takes),
-        "" if parameters is None else msgspec.json.encode(parameters, order="sorted").decode(),
+        Amount("0" if admin else _part(times or times_offered(source, device), result), () if admin else takes),
+        parameters,
     )
 
 
-def _part(source: DeviceSource, device: Device, result: Result) -> str:
+def _part(times: int, result: Result) -> str:
     """Return which part of a device a claim has: its shares of those that there are now; "" if that is not known."""
     if not result.share_id:
         return "1"
@@ -50,7 +56,7 @@ def _part(source: DeviceSource, device: Device, result: Result) -> str:
         shares = naming.parse_quantity(consumed[naming.qualified(naming.SHARES, result.driver)])
     except (KeyError, naming.NamingError):
         return ""
-    part = shares / times_offered(source, device)
+    part = shares / times
     return str(min(part, Fraction(1))) if part > 0 else ""
 
 
@@ -78,6 +84,11 @@ def filed(claim: Claim, boot: str) -> ClaimFile:
         pods=claim.pods,
         devices=devices,
     )
+
+
+def claim_of(file: ClaimFile, now: float) -> Claim:
+    """Return the claim that a file tells of, as one without an answer. now: Unix seconds."""
+    return Claim(file.driver, file.uid, file.namespace, file.name, tuple(devices_of(file)), None, now, pods=file.pods)
 
 
 def devices_of(file: ClaimFile) -> Iterator[ClaimDevice]:

@@ -119,6 +119,13 @@ class Allocation:
     reserved: bool
     pods: frozenset[str] = frozenset()
 
+    @property
+    def named(self) -> frozenset[tuple[str, str, str, str]]:
+        """The request (without the subrequest), pool, device and share of each device."""
+        return frozenset(
+            (one.request.partition("/")[0], one.pool, one.device, one.share_id or "") for one in self.results
+        )
+
 
 def parse_allocation(claim: Mapping[str, Any] | None, ref: ClaimRef, driver: str, pool: str) -> Allocation:
     """Return what the claim has of this driver on this node.

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
-from typing import Any, Final, TypeVar
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Final, TypeVar
 
 from deviceplugin import cdi, naming
 from deviceplugin.identity import boot_id
 from deviceplugin.kubelet.claim_state import PreparedClaim
-from deviceplugin.kubelet.exclusion_guard import ExclusionGuard
+from deviceplugin.register.register import Register
 from deviceplugin.register.rules import ClaimEvidence
 from dra_bridge.driver import evidence
 from dra_bridge.driver.claim_api import ClaimEvents, ClusterClaims
@@ -44,8 +44,7 @@ class Driver:
     the kernel does. changed: called after claims came or went. ready: whether a device (resource, id) may be given to
     claims yet. running_pods: records in the ledger which pods use which claims, and returns the pods whose processes
     run. qualifiers: returns those of resources in the names of published devices; a resource without one has no
-    published devices yet. guard: keeps devices that are one thing, or parts of one, from holders that exclude each
-    other.
+    published devices yet. register: the node's, over this ledger.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class Driver:
         ready: Callable[[str, str], bool] = lambda resource, device: True,
         running_pods: Callable[[], Awaitable[RunningPods]] = _no_pods,
         qualifiers: Callable[[Sequence[str]], Mapping[str, str]] = naming.qualifiers,
-        guard: ExclusionGuard | None = None,
+        register: Register | None = None,
     ) -> None:
         self.name: Final = name
         self.pool: Final = pool
@@ -76,7 +75,9 @@ class Driver:
         self._patience = patience
         self._tasks = tasks = Tasks()
         events = ClaimEvents(records, api, tasks, report)
-        devices = ClaimDevices(records, served_devices, guard or ExclusionGuard(), events, statistics, changed)
+        devices = ClaimDevices(
+            records, served_devices, register or Register(store=async_ledger), events, statistics, changed
+        )
         self._preparation = ClaimPreparation(
             records, api, served_devices, devices, files, events, tasks, statistics, running_pods, deadline, changed
         )
@@ -84,17 +85,19 @@ class Driver:
 
     async def prepare(self, claims: Iterable[ClaimRef]) -> dict[str, Prepared | ClaimError]:
         """Prepare claims, each on its own; return an answer by UID for every one of them."""
-        return await self._each(claims, self._preparation.prepare)
+        refs = {claim.uid: claim for claim in claims}
+        tasks = {uid: self._tasks.start(self._preparation.prepare(ref)) for uid, ref in refs.items()}
+        return await self._answers(refs, tasks)
 
     async def unprepare(self, claims: Iterable[ClaimRef]) -> dict[str, ClaimError | None]:
         """Unprepare claims, each on its own, known or not; return None by UID where it is done."""
-        return await self._each(claims, self._preparation.unprepare)
-
-    async def _each(
-        self, claims: Iterable[ClaimRef], work: Callable[[ClaimRef], Coroutine[Any, Any, _T]]
-    ) -> dict[str, _T | ClaimError]:
         refs = {claim.uid: claim for claim in claims}
-        tasks = {uid: self._tasks.start(work(ref)) for uid, ref in refs.items()}
+        tasks = {uid: self._tasks.start(self._preparation.unprepare(ref)) for uid, ref in refs.items()}
+        return await self._answers(refs, tasks)
+
+    async def _answers(
+        self, refs: Mapping[str, ClaimRef], tasks: Mapping[str, asyncio.Task[_T]]
+    ) -> dict[str, _T | ClaimError]:
         # A caller that goes away does not stop what has begun: its next try finds it done.
         if tasks:
             await asyncio.wait(tasks.values(), timeout=self._patience)

@@ -4,6 +4,11 @@ Prepare fetches the claim, checks that it is the one meant and allocated here, f
 parameters, asks the ledger (R2), calls the source's hooks, writes the CDI file, records and answers. Unprepare calls
 the hook, removes the file and then the record.
 
+A claim that is prepared is answered as recorded if its allocation is the recorded one. A claim that was deallocated and
+allocated anew under its UID is prepared anew, once no process runs that may use what it had. So each Prepare reads
+the claim, and one that cannot be read is an error, also if an answer is recorded: the kubelet itself reads the claim
+before it asks (kubelet 1.36, cm/dra/manager.go: prepareResources), and tries again.
+
 Crashes. The ledger's record comes last and has the whole answer and the CDI spec: what is in it was set up
 completely, and a restart answers the same and can write the file again. Before the hooks the devices are reserved, on
 disk if the source has a `prepare` hook (its traces must be undone after a crash), else in memory. So a claim costs one
@@ -20,37 +25,38 @@ runtime takes the last: a driver does not learn which container wants what.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from deviceplugin import cdi, hooks
-from deviceplugin.device import ContainerEdits, EditConflictError, counted
+from deviceplugin.device import ContainerEdits, Device, EditConflictError, counted
 from deviceplugin.durations import Durations
+from deviceplugin.exclusion import ConflictError, Key
 from deviceplugin.hooks import HookStatistics
 from deviceplugin.kubelet.claim_state import ClaimStateError
-from deviceplugin.kubelet.exclusion_guard import ConflictError, ExclusionGuard
 from deviceplugin.register import operations
-from deviceplugin.register.records import Claim, LedgerError, Operation
-from deviceplugin.register.rules import Refused
+from deviceplugin.register.question import View
+from deviceplugin.register.records import Claim, Decision, LedgerError, Operation, Snapshot
+from deviceplugin.register.register import Register
+from deviceplugin.register.rules import Excluded, Refused
 from deviceplugin.source import DeviceSource
 from dra_bridge.driver.claim_api import ClaimEvents, ClusterClaims
 from dra_bridge.driver.claim_devices import granted_device
 from dra_bridge.driver.claim_files import ClaimFiles
-from dra_bridge.driver.claims import ClaimError, ClaimRef, check_ref, parse_allocation
+from dra_bridge.driver.claims import Allocation, ClaimError, ClaimRef, check_ref, parse_allocation
 from dra_bridge.driver.records import ClaimRecords, Prepared, prepared_of
 from dra_bridge.driver.served import Group, ServedDevices
 from dra_bridge.driver.tasks import Tasks, ended
 
 _LOG: Final = logging.getLogger(__name__)
-_T = TypeVar("_T")
-
 _MAX_MESSAGE: Final = 1000
 _OVERTAKEN: Final = "overtaken by Unprepare"
 
@@ -105,31 +111,35 @@ class ClaimStatistics:
 class ClaimDevices:
     """Asks the ledger for the devices of claims, and calls the sources' hooks around their use.
 
-    A claim for an idle device of the plugin's side begins its move (R2); `changed` is called after that. guard: see
-    `Driver`. events: get the refusals. statistics: get the seconds that hooks took.
+    A claim for an idle device of the plugin's side begins its move (R2); `changed` is called after that. register: see
+    `Driver`. events: get the refusals. statistics: get the seconds that hooks took. ending: UIDs of the claims that are
+    being taken back; of those that share a device one is the last.
     """
 
     records: ClaimRecords
     served: ServedDevices
-    guard: ExclusionGuard
+    register: Register
     events: ClaimEvents
     statistics: ClaimStatistics
     changed: Callable[[], None]
+    ending: set[str] = field(default_factory=set)
 
     async def reserve(self, ref: ClaimRef, record: Claim, *, durable: bool) -> None:
         """Have the ledger reserve a claim's devices, if nobody holds what excludes them.
 
-        Raises ClaimError: a device is not to be had.
+        Raises ClaimError: a device is not to be had, or is set up with other parameters.
         """
-        keys = sorted(record.held)
-        try:
-            await self.guard.reread()
-            await self.guard.verify(keys)
-            with self.guard.reserve(keys):
-                await self.records.ledger.identify({key: self.guard.identity(*key) for key in keys})
-                await self._ask(ref, operations.reserve(record, durable=durable, pull=True))
-        except ConflictError as error:
-            raise self._refused(ref, str(error), str(error)) from error
+        await self._ask(
+            ref, sorted(record.held), lambda view: _reserve_alike(self._identified(record), view, durable=durable)
+        )
+
+    def _identified(self, record: Claim) -> Claim:
+        """Return a record that says what its devices are now."""
+        devices = (
+            msgspec.structs.replace(one, identity=self.register.identity(one.resource, one.device))
+            for one in record.devices
+        )
+        return dataclasses.replace(record, devices=tuple(devices))
 
     async def confirm(self, ref: ClaimRef, record: Claim) -> None:
         """Record a claim with its answer, if its devices still are what they were when they were reserved.
@@ -137,13 +147,20 @@ class ClaimDevices:
         Raises ClaimError: one is not, or the ledger does not grant it any more.
         """
         try:
-            await self.guard.verify_granted(record.held)
+            await self.register.verify_granted(record.held)
         except ConflictError as error:
             raise self._refused(ref, str(error), str(error)) from error
-        await self._ask(ref, operations.prepare(record, pull=True))
+        await self._ask(ref, (), lambda view: operations.prepare(self._identified(record), view, pull=True))
 
-    async def _ask(self, ref: ClaimRef, operation: Operation[Claim | Refused]) -> None:
-        answer = await self.records.ledger.do(operation)
+    async def _ask(
+        self, ref: ClaimRef, keys: Sequence[Key], operation: Callable[[View], Operation[Claim | Refused | Excluded]]
+    ) -> None:
+        try:
+            answer = await self.register.decide(keys, operation)
+        except ConflictError as error:
+            raise self._refused(ref, str(error), str(error)) from error
+        if isinstance(answer, Excluded):
+            raise self._refused(ref, answer.message, answer.message)
         if isinstance(answer, Refused):
             if answer.moving:
                 self.changed()
@@ -156,21 +173,20 @@ class ClaimDevices:
     async def edits(self, uid: str, group: Group) -> ContainerEdits:
         """Set up a group's devices for a claim and return the edits of the devices, then those of the hooks.
 
+        Administrative access changes nothing: the devices are set up for others.
+
         Raises HookError: a hook failed. ClaimError: the edits contradict each other, or a hook returned something else.
         """
         source, devices = group.served.source, tuple(dict.fromkeys(device for device, _ in group.members))
-        if "reset" in source.hooks and not group.admin:
-            # A device that another claim shares is not reset while that claim uses it.
-            claims = self.records.ledger.snapshot.claims_on(source.resource, (one.id for one in devices))
-            others = [claim.held for claim in claims if (claim.driver, claim.uid) != (self.records.driver, uid)]
-            shared = frozenset().union(*others)
-            if idle := [device for device in devices if (source.resource, device.id) not in shared]:
-                await self.statistics.hooks.call("reset", source, source.reset, idle)
+        run, statistics = self.register.hooks, self.statistics.hooks
+        hooks_called = source.hooks - {"reset", "prepare"} if group.admin else source.hooks
+        if "reset" in hooks_called and (alone := self._alone(uid, source, devices)):
+            await run.call(statistics, "reset", source, alone)
         extra = ContainerEdits()
-        if "edits" in source.hooks:
-            extra = _edits_of(source, "edits", await self.statistics.hooks.call("edits", source, source.edits, devices))
-        if "prepare" in source.hooks:
-            made = await self.statistics.hooks.call("prepare", source, source.prepare, devices, group.config)
+        if "edits" in hooks_called:
+            extra = _edits_of(source, "edits", await statistics.call("edits", source, source.edits, devices))
+        if "prepare" in hooks_called:
+            made = await run.call(statistics, "prepare", source, devices, group.config)
             if made is not None:
                 extra = ContainerEdits.merge((extra,), winner=_edits_of(source, "prepare", made))
         try:
@@ -179,27 +195,29 @@ class ClaimDevices:
             raise ClaimError("conflict", f"request {group.request!r}: the devices' edits: {error}") from error
 
     async def unprepare(self, claim: Claim) -> None:
-        """Undo what `prepare` hooks did for a claim; raises HookError if a hook failed."""
-        for served, devices in self.served.of_claim(claim):
-            if "unprepare" in served.source.hooks:
-                await self.statistics.hooks.call("unprepare", served.source, served.source.unprepare, devices)
+        """Undo what `prepare` hooks did for a claim to devices that no other claim holds.
+
+        Raises HookError: a hook failed.
+        """
+        for (source, _), devices in self.served.of_claim(claim):
+            if "unprepare" in source.hooks and (alone := self._alone(claim.uid, source, devices)):
+                await self.register.hooks.call(self.statistics.hooks, "unprepare", source, alone)
+
+    def _alone(self, uid: str, source: DeviceSource, devices: Sequence[Device]) -> list[Device]:
+        """Return the devices that no other claim holds, but for those that are ending, too."""
+        mine = {(self.records.driver, one) for one in (uid, *self.ending)}
+        others = (claim.held for key, claim in self.records.ledger.snapshot.claims.items() if key not in mine)
+        held: frozenset[Key] = frozenset().union(*others)
+        return [device for device in devices if (source.resource, device.id) not in held]
 
     def released(self, claim: Claim) -> None:
         """Have `released` called for devices of an ended claim that nobody holds any more."""
-        now = self.records.ledger.snapshot
-        for served, devices in self.served.of_claim(claim, held=True):
-            source = served.source
+        for (source, _), devices in self.served.of_claim(claim):
             if "released" not in source.hooks:
                 continue
-            used = self.guard.in_use((source.resource, device.id) for device in devices)
-            idle = [
-                device
-                for device in devices
-                if not now.claims_on(source.resource, (device.id,)) and (source.resource, device.id) not in used
-            ]
+            idle = [device for device in devices if self.register.is_free((source.resource, device.id))]
             if idle:
-                work = self.statistics.hooks.call("released", source, source.released, idle)
-                self.guard.releases.run([(source.resource, device.id) for device in idle], work)
+                self.register.hooks.start(self.statistics.hooks, "released", source, idle)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,33 +250,88 @@ class ClaimPreparation:
         assert task is not None
         self.preparing[task] = ref.uid
         try:
-            answer = await self._call("prepare", self.statistics.prepare, ref, self._prepare)
+            async with self._working("prepare", self.statistics.prepare, ref):
+                check_ref(ref)
+                allocation = await self._read(ref)
+                known = self.records.get(ref.uid)
+                former = prepared_of(known) if known is not None else None
+                if known is not None and former is not None and self._stands(former, allocation):
+                    await self.files.write(known)
+                    self.statistics.prepared_again += 1
+                    answer = former
+                else:
+                    groups = self.served.groups(allocation)
+                    devices = tuple(
+                        granted_device(
+                            group.served.source,
+                            device,
+                            group.served.inventory.snapshot.identities.get(device.id, frozenset()),
+                            self.files.boot,
+                            result,
+                            group.admin,
+                            group.parameters,
+                            self.devices.register.times(group.served.source.resource, device),
+                        )
+                        for group in groups
+                        for device, result in group.members
+                    )
+                    names = ref.uid, ref.namespace, ref.name
+                    record = Claim(self.records.driver, *names, devices, None, time.time(), pods=allocation.pods)
+                    if known is not None:
+                        anew = known.held != record.held if former is None else former.named != allocation.named
+                        await self._leave(ref, known, former, anew=anew)
+                    answer = await self._set_up(ref, record, groups)
+                self.statistics.prepare.done += 1
+        except ClaimError as error:
+            return error
         finally:
             del self.preparing[task]
-        if isinstance(answer, Prepared):
-            self.events.forget(ref.uid)
-        return answer
-
-    async def unprepare(self, ref: ClaimRef) -> ClaimError | None:
-        """Unprepare a claim, known or not."""
-        for task, uid in self.preparing.items():
-            if uid == ref.uid:
-                task.cancel(_OVERTAKEN)
-        answer = await self._call("unprepare", self.statistics.unprepare, ref, self._unprepare)
         self.events.forget(ref.uid)
         return answer
 
-    async def _call(
-        self, verb: str, statistics: CallStatistics, ref: ClaimRef, work: Callable[[ClaimRef], Awaitable[_T]]
-    ) -> _T | ClaimError:
-        """Work on a claim under its lock, within the deadline; return every failure as an error for users."""
+    async def unprepare(self, ref: ClaimRef) -> ClaimError | None:
+        """Unprepare a claim, known or not, unless its containers run: then the kubelet has to try again.
+
+        Of a pod that was deleted by force and whose containers hang the kubelet's reconcile loop unprepares the
+        claims all the same (kubelet 1.36, cm/dra/manager.go: reconcileLoop). If another pod shares the claim, the loop
+        only drops the pod from the claim state.
+
+        Where they run on for `PATIENCE` the kubelet is answered that the claim is unprepared, and the ledger keeps it:
+        its devices are held until no process of its pods runs (`ClaimReconciler`).
+        """
+        driver = self.records.driver
+        for task, uid in self.preparing.items():
+            if uid == ref.uid:
+                task.cancel(_OVERTAKEN)
+        try:
+            async with self._working("unprepare", self.statistics.unprepare, ref):
+                users, unlisted = await self._users(ref)
+                if not (users or unlisted):
+                    await self.end(ref.uid)
+                else:
+                    now = time.monotonic()
+                    error = _still_running(ref, users, unlisted)
+                    if now - self.refused.setdefault(ref.uid, now) < PATIENCE:
+                        raise error
+                    text = "%s: %s; the kubelet is answered that the claim is unprepared, for it may end them only then"
+                    _LOG.warning(text, driver, error)
+                    await self.records.ledger.do(operations.reopen(driver, ref.uid, unlisted))
+                    await self.files.describe(ref.uid)
+        except ClaimError as failure:
+            return failure
+        finally:
+            self.events.forget(ref.uid)
+        return None
+
+    @contextlib.asynccontextmanager
+    async def _working(self, verb: str, statistics: CallStatistics, ref: ClaimRef) -> AsyncIterator[None]:
+        """Work on a claim under its lock, within the deadline. Raises ClaimError for every failure, and logs it."""
         began = time.perf_counter()
         self.statistics.in_flight += 1
         try:
             async with asyncio.timeout(self.deadline), self.records.locked(ref.uid):
-                answer = await work(ref)
+                yield
             self.logged.pop(ref.uid, None)
-            return answer
         except BaseException as error:
             failure = _as_claim_error(error, f"claim {ref.title}", self.deadline)
             statistics.failures[failure.reason] += 1
@@ -266,59 +339,55 @@ class ClaimPreparation:
             level = logging.DEBUG if self.logged.get(ref.uid) == f"{verb} {failure}" else logging.WARNING
             self.logged[ref.uid] = f"{verb} {failure}"
             _LOG.log(level, text, self.records.driver, verb, ref.title, ref.uid, failure, extra=extra)
-            return failure
+            raise failure from error
         finally:
             self.statistics.in_flight -= 1
             statistics.durations.add(time.perf_counter() - began)
 
-    async def _prepare(self, ref: ClaimRef) -> Prepared:
-        check_ref(ref)
-        known = self.records.get(ref.uid)
-        if known is not None and (prepared := prepared_of(known)) is not None and prepared.boot == self.files.boot:
-            await self.files.write(known)
-            self.statistics.prepare.done += 1
-            self.statistics.prepared_again += 1
-            return prepared
-        driver = self.records.driver
+    async def _read(self, ref: ClaimRef) -> Allocation:
+        """Return what a claim has of this driver. Raises ClaimError: nothing, or nobody may use it."""
         began = time.perf_counter()
         self.statistics.claim_reads += 1
         try:
             claim = await self.api.get_claim(ref.namespace, ref.name)
         finally:
             self.statistics.claim_read_seconds += time.perf_counter() - began
-        allocation = parse_allocation(claim, ref, driver, self.records.pool)
+        allocation = parse_allocation(claim, ref, self.records.driver, self.records.pool)
         if not allocation.reserved:
             raise ClaimError("unreserved", f"claim {ref.title} is not reserved for a pod (any more)")
-        groups = self.served.groups(allocation)
-        if known is not None and known.result is not None:
+        return allocation
+
+    def _stands(self, former: Prepared, allocation: Allocation) -> bool:
+        """Return whether a recorded answer is of this boot, and of what the claim is allocated now."""
+        return former.boot == self.files.boot and former.named == allocation.named
+
+    async def _leave(self, ref: ClaimRef, known: Claim, former: Prepared | None, *, anew: bool) -> None:
+        """Leave what a claim had before. former: its answer then. anew: it has another allocation now.
+
+        A claim is allocated anew only when no pod uses it any more by the API server, whose pods may run on here all
+        the same: they were deleted by force, or this node was cut off. Processes of the pod that asks now are waited
+        for, too: the kubelet has a claim prepared before it makes the pod's sandbox (kubelet 1.36,
+        kuberuntime_manager.go: SyncPod), so what runs is of a sandbox with the former allocation.
+
+        Raises ClaimError: processes may use it.
+        """
+        if former is None or (anew and former.boot == self.files.boot):
+            # Without an answer: its Unprepare was answered while processes ran, or its Prepare did not end.
+            users, unlisted = await self._users(ref)
+            if users or (anew and unlisted):
+                raise _still_running(ref, users, unlisted)
+            if anew and not known.pods:
+                what = "it is not known which pods have the devices that it had before; they are held until Unprepare"
+                raise ClaimError("unknown", f"claim {ref.title} is allocated anew: {what}")
+        if anew:
+            await self.end(ref.uid)
+        elif former is not None:
             # Prepared before a reboot: the devices have to be set up again.
-            await self.records.ledger.do(operations.reopen(driver, ref.uid))
-        devices = tuple(
-            granted_device(
-                group.served.source,
-                device,
-                group.served.inventory.snapshot.identities.get(device.id, frozenset()),
-                self.files.boot,
-                result,
-                group.admin,
-                group.config,
-            )
-            for group in groups
-            for device, result in group.members
-        )
-        record = Claim(driver, ref.uid, ref.namespace, ref.name, devices, None, time.time(), pods=allocation.pods)
-        if known is not None and known.result is None:
-            # Its Unprepare was answered while processes ran, or its Prepare did not end.
-            users, _ = await self._users(ref)
-            if users:
-                raise _still_running(ref, users)
-            if known.held != record.held:
-                await self.end(ref.uid)
-        return await self._set_up(ref, record, groups)
+            await self.records.ledger.do(operations.reopen(self.records.driver, ref.uid))
 
     async def _set_up(self, ref: ClaimRef, record: Claim, groups: Sequence[Group]) -> Prepared:
         """Reserve the devices, call the hooks, write the CDI file and record the answer; undo all if that fails."""
-        traces = any("prepare" in group.served.source.hooks for group in groups)
+        traces = any("prepare" in group.served.source.hooks and not group.admin for group in groups)
         await self.devices.reserve(ref, record, durable=traces)
         try:
             edits: dict[str, list[ContainerEdits]] = {}
@@ -328,50 +397,20 @@ class ClaimPreparation:
             # This verifies the devices after their numbers were read for the CDI file.
             await self.devices.confirm(ref, dataclasses.replace(record, result=msgspec.json.encode(prepared).decode()))
         except BaseException:
-            await ended(self.tasks.start(self._undo(ref, record, traces=traces)))  # also if this task is cancelled
+            await ended(self.tasks.start(self._undo(ref, record)))  # also if this task is cancelled
             raise
-        self.statistics.prepare.done += 1
         self.changed()
         self.events.prepared(ref, prepared)
         _log("prepared", record)
         return prepared
 
-    async def _undo(self, ref: ClaimRef, record: Claim, *, traces: bool) -> None:
+    async def _undo(self, ref: ClaimRef, record: Claim) -> None:
         """Leave nothing of a Prepare that failed; what cannot be undone now, Unprepare will."""
-        driver = self.records.driver
         try:
-            await self.files.remove(ref.uid)
-            if traces:
-                await self.devices.unprepare(record)
-            await self.records.ledger.do(operations.unprepare(driver, ref.uid))
-        except (ClaimError, hooks.HookError, cdi.CdiError, LedgerError) as error:
-            _LOG.warning("%s: the failed Prepare of claim %s is not wholly undone: %s", driver, ref.title, error)
-
-    async def _unprepare(self, ref: ClaimRef) -> None:
-        """Unprepare a claim, unless its containers run: then the kubelet has to try again.
-
-        Of a pod that was deleted by force and whose containers hang the kubelet's reconcile loop unprepares the
-        claims all the same (kubelet 1.36, cm/dra/manager.go: reconcileLoop). If another pod shares the claim, the loop
-        only drops the pod from the claim state.
-
-        Where they run on for `PATIENCE` the kubelet is answered that the claim is unprepared, and the ledger keeps it:
-        its devices are held until no process of its pods runs (`ClaimReconciler`).
-
-        Raises ClaimError: processes of a pod of this claim run, or it is not known which pods use it.
-        """
-        driver = self.records.driver
-        users, unlisted = await self._users(ref)
-        if users or unlisted:
-            now = time.monotonic()
-            error = _still_running(ref, users, unlisted)
-            if now - self.refused.setdefault(ref.uid, now) < PATIENCE:
-                raise error
-            text = "%s: %s; the kubelet is answered that the claim is unprepared, for it may end them only after that"
-            _LOG.warning(text, driver, error)
-            await self.records.ledger.do(operations.reopen(driver, ref.uid, unlisted))
-            await self.files.describe(ref.uid)
-            return
-        await self.end(ref.uid)
+            await self._take_back(record)
+        except (hooks.HookError, cdi.CdiError, LedgerError) as error:
+            text = "%s: the failed Prepare of claim %s is not wholly undone: %s"
+            _LOG.warning(text, self.records.driver, ref.title, error)
 
     async def _users(self, ref: ClaimRef) -> tuple[frozenset[str], frozenset[str]]:
         """Return the pods of a claim whose processes run, and those of which it is not known whether they use it.
@@ -393,15 +432,50 @@ class ClaimPreparation:
         self.refused.pop(uid, None)
         known = self.records.get(uid)
         if known is not None:
-            await self.devices.unprepare(known)
-        if cdi.UID.fullmatch(uid):
-            await self.files.remove(uid)
-        if known is not None:
-            await self.records.ledger.do(operations.unprepare(self.records.driver, uid))
+            await self._take_back(known)
             self.statistics.unprepare.done += 1
             self.changed()
             self.devices.released(known)
             _log("unprepared", known)
+        elif cdi.UID.fullmatch(uid):
+            await self.files.remove(uid)
+
+    async def _take_back(self, claim: Claim) -> None:
+        """Undo what was set up for a claim; its record is dropped last."""
+        self.devices.ending.add(claim.uid)
+        try:
+            await self.devices.unprepare(claim)
+            await self.files.remove(claim.uid)
+            await self.records.ledger.do(operations.unprepare(self.records.driver, claim.uid))
+        finally:
+            self.devices.ending.discard(claim.uid)
+
+
+def _reserve_alike(record: Claim, view: View, *, durable: bool) -> Operation[Claim | Refused | Excluded]:
+    """Reserve a claim's devices, unless others that share one have it with other parameters; then answer why not."""
+    reserve = operations.reserve(record, view, durable=durable, pull=True)
+
+    def decide(state: Snapshot) -> Decision[Claim | Refused | Excluded]:
+        decision = reserve(state)
+        if isinstance(decision.answer, Claim) and (why := _other_parameters(state, record)):
+            return Decision(Excluded(why))
+        return decision
+
+    return decide
+
+
+def _other_parameters(state: Snapshot, claim: Claim) -> str:
+    """Return which device another holder, or the claim itself, has with other parameters; "" if all are alike."""
+    for one in claim.devices:
+        holders = state.claims_on(one.resource, (one.device,)) if not one.admin else ()
+        for other in (claim, *(other for other in holders if (other.driver, other.uid) != (claim.driver, claim.uid))):
+            for theirs in other.devices:
+                same = (theirs.resource, theirs.device, theirs.admin) == (one.resource, one.device, one.admin)
+                if same and theirs.parameters != one.parameters:
+                    text = f"device {one.device!r} of {one.resource} is shared with claim {other.title or other.uid}"
+                    how = "has it with other parameters" if theirs.parameters else "may have it with other parameters"
+                    return f"{text}, which {how}"
+    return ""
 
 
 def _log(verb: str, claim: Claim) -> None:

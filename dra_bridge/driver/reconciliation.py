@@ -108,5 +108,4 @@ class ClaimReconciler:
                 raise
             return False
         prepared = prepared_of(known)
-        allocated = {(result.device, result.share_id or "") for result in allocation.results}
-        return prepared is None or allocated == {(device.device, device.share) for device in prepared.devices}
+        return prepared is None or prepared.named == allocation.named

@@ -35,6 +35,11 @@ class Prepared(msgspec.Struct, frozen=True, omit_defaults=True):
     spec: str = ""
     boot: str = ""
 
+    @property
+    def named(self) -> frozenset[tuple[str, str, str, str]]:
+        """The request, pool, device and share of each device: the allocation that is answered."""
+        return frozenset((one.request, one.pool, one.device, one.share) for one in self.devices)
+
 
 def prepared_of(claim: Claim) -> Prepared | None:
     """Return the answer that a ledger keeps of a claim; None if there is none, or an older agent's."""

@@ -255,7 +255,7 @@ class Registrar:
                         await self._serve(watch)
                         await self._keep(watch)
                     except OSError as error:
-                        reason, wait = f"cannot serve in {self._registry}: {error}", self._backoff.next()
+                        reason, wait = self._cannot_serve(error), self._backoff.next()
                         if self.statistics.error != reason:
                             _LOG.error("%s: %s; trying again in %.1f s", self.driver.name, reason, wait)
                         self._fail(reason)
@@ -264,6 +264,10 @@ class Registrar:
                         self._retire()
         finally:
             await self._stopping.wait(self._timing.drain + 1.0)
+
+    def _cannot_serve(self, error: OSError) -> str:
+        needs = "into a pod both are mounted by what `dra-bridge manifests` prints for this configuration"
+        return f"cannot serve in {self._registry} and {self.directory}: {error}; {needs}"
 
     async def _keep(self, watch: filewatch.Watch) -> None:
         """Wait until new sockets are needed: one was removed, or the kubelet refused the driver or does not answer."""

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import msgspec
+
 from deviceplugin import naming
 from deviceplugin.device import Device, Health
 from deviceplugin.inventory import GONE, Inventory
@@ -30,6 +32,13 @@ class Group:
     members: tuple[tuple[Device, Result], ...]
     config: Any
     admin: bool
+
+    @property
+    def parameters(self) -> str:
+        """What the source's `prepare` sets the devices up with, as JSON; "" for nothing."""
+        if self.config is None or self.admin or "prepare" not in self.served.source.hooks:
+            return ""
+        return msgspec.json.encode(self.config, order="sorted").decode()
 
 
 @dataclass(slots=True)
@@ -60,11 +69,11 @@ class ServedDevices:
             self._names = key, {name: (served[of], ids[of][one]) for name, (of, one) in names.items()}
         return self._names[1]
 
-    def of_claim(self, claim: Claim, *, held: bool = False) -> Iterator[tuple[ServedResource, list[Device]]]:
-        """Yield the devices of a claim by resource, also unplugged ones. held: without administrative access."""
+    def of_claim(self, claim: Claim) -> Iterator[tuple[ServedResource, list[Device]]]:
+        """Yield the devices that a claim holds by resource, also unplugged ones."""
         for served in self.resources:
             resource, listed = served.source.resource, served.inventory.snapshot.devices
-            ids = dict.fromkeys(d.device for d in claim.devices if d.resource == resource and not (held and d.admin))
+            ids = dict.fromkeys(d.device for d in claim.devices if d.resource == resource and not d.admin)
             if ids:
                 yield served, [listed.get(name) or Device(name, health=Health.UNHEALTHY, message=GONE) for name in ids]
 

@@ -11,13 +11,12 @@ from typing import Final
 from deviceplugin.backoff import Backoff
 from deviceplugin.exclusion import Key
 from deviceplugin.inventory import Inventory
-from deviceplugin.kubelet.holders import HolderSnapshot
+from deviceplugin.kubelet.holders import HolderSnapshot, kubelet_snapshot
 from deviceplugin.kubelet.servicer import Endpoint
 from deviceplugin.register import operations
 from deviceplugin.register.records import Claim, Side, Snapshot, State
 from deviceplugin.register.rules import ClusterEvidence, HolderWait, KubeletEvidence
-from dra_bridge.handover.evidence import kubelet_snapshot, shown_unhealthy
-from dra_bridge.handover.planner import held_and_expected, in_state
+from dra_bridge.handover.planner import ALL, Moving, held_and_expected
 from dra_bridge.ledger.worker import AsyncLedger
 
 _LOG: Final = logging.getLogger(__name__)
@@ -32,6 +31,20 @@ Withdrawn = Callable[[str, str], float | None]
 """Returns since when (monotonic seconds) the API server has had slices without a device, if it has."""
 
 
+def shown_unhealthy(
+    devices: Iterable[str], sent: tuple[float, frozenset[str]] | None, device_id_of: Callable[[str], str]
+) -> dict[str, float]:
+    """Return since when (monotonic seconds) ListAndWatch shows each of these devices with no id Healthy.
+
+    sent: when the last update was sent, and its healthy ids; None if the kubelet does not listen.
+    """
+    if sent is None:
+        return {}
+    at, healthy_ids = sent
+    healthy = set(map(device_id_of, healthy_ids))
+    return {device: at for device in devices if device not in healthy}
+
+
 @dataclass(frozen=True, slots=True)
 class MovesToDra:
     """Ends moves of one resource's devices to the DRA side. They cost the API server nothing."""
@@ -40,12 +53,13 @@ class MovesToDra:
     ledger: AsyncLedger
     scan: Scan
     title: Callable[[str], str]
+    moving: Moving = ALL
 
     async def commit(self, waiting: dict[str, str]) -> tuple[str, ...]:
         """Commit the moves that can end; return their devices. waiting: what the others wait for is added."""
         resource, device_id_of = self.endpoint.resource, self.endpoint.ids.device_id_of
         before = self.ledger.snapshot
-        devices = in_state(before, resource, State.TO_DRA)
+        devices = self.moving.in_state(before, resource, State.TO_DRA)
         if not devices:
             return ()
         self.endpoint.refresh()
@@ -60,7 +74,7 @@ class MovesToDra:
         if scan is None:
             waiting.update(dict.fromkeys(devices, "a moment without an Allocate in flight"))
             return ()
-        seen = kubelet_snapshot(before.sequence, scan, resource, device_id_of, self.title)
+        seen = kubelet_snapshot(before.sequence, scan, resource, device_id_of, title=self.title)
         evidence = KubeletEvidence(before.sequence, shown, seen)
         done = await self.ledger.do(operations.commit_to_dra(resource, devices, evidence, time.time()))
         waiting.update(done.waiting)
@@ -93,12 +107,13 @@ class MovesToPlugin:
     read_claim: ReadClaim
     withdrawn: Withdrawn
     waits: Callable[[], Backoff]
+    moving: Moving = ALL
     queries: dict[tuple[str, int], _ClaimQuery] = field(default_factory=dict)
 
     async def commit(self, waiting: dict[str, str]) -> tuple[str, ...]:
         """Commit the moves that can end; return their devices. waiting: what the others wait for is added."""
         before = self.ledger.snapshot
-        devices = in_state(before, self.resource, State.TO_PLUGIN)
+        devices = self.moving.in_state(before, self.resource, State.TO_PLUGIN)
         claims = {name: one for one in before.claims.values() for of, name in one.held if of == self.resource}
         queries = self._known(before, devices, claims)
         withdrawn = {}
@@ -163,6 +178,7 @@ class UnpluggedDevices:
     ledger: AsyncLedger
     scan: Scan
     notify: Callable[[], None]
+    moving: Moving = ALL
 
     async def forget(self, waiting: dict[str, str]) -> None:
         """Forget devices that are unplugged, once nobody holds them and no claim names them.
@@ -172,7 +188,7 @@ class UnpluggedDevices:
         if not self.inventory.snapshot.listed:
             return
         now = self.ledger.snapshot
-        unplugged = now.of(self.resource).keys() - self.inventory.snapshot.devices.keys()
+        unplugged = self.moving.of(now, self.resource).keys() - self.inventory.snapshot.devices.keys()
         if allocations := now.allocations_on(self.resource, unplugged):
             waiting.update({one.device: HolderWait(f"pod {one.pod}" if one.pod else "its pod") for one in allocations})
             await self.scan({(self.resource, one.device_id) for one in allocations})
@@ -180,7 +196,7 @@ class UnpluggedDevices:
         held, _ = held_and_expected(now)
         gone = {
             name: record.state
-            for name, record in now.of(self.resource).items()
+            for name, record in self.moving.of(now, self.resource).items()
             if name not in devices and (self.resource, name) not in held
         }
         if leaving := [name for name, state in gone.items() if state in (State.DRA, State.TO_DRA)]:

@@ -22,7 +22,7 @@ from deviceplugin.register.records import LedgerError, Side, Snapshot
 from deviceplugin.register.rules import HolderWait
 from dra_bridge.handover.allocatable import AllocatableStatus
 from dra_bridge.handover.ends import ListClaims, MovesToDra, MovesToPlugin, ReadClaim, Scan, UnpluggedDevices, Withdrawn
-from dra_bridge.handover.planner import Group
+from dra_bridge.handover.planner import ALL, Group, Moving
 from dra_bridge.handover.share import Drain, Share
 from dra_bridge.handover.start import MoveStarter
 from dra_bridge.ledger.worker import AsyncLedger
@@ -46,8 +46,8 @@ class Handover:
     devices known to the scheduler; None to leave that to the kubelet. groups: returns the devices that had best move
     together. errors: what `list_claims` and `read_claim` raise when the API server cannot be asked. title: a pod's name
     by its UID, for people. waits: makes the delays between two reads of the claim that a device waits for. group:
-    returns the devices that a device must move together with. waiting: what moves wait for, by device; a `HolderWait`
-    where that is a holder.
+    returns the devices that a device must move together with. moving: whose devices these are. waiting: what moves wait
+    for, by device; a `HolderWait` where that is a holder.
     """
 
     def __init__(
@@ -69,6 +69,7 @@ class Handover:
         title: Callable[[str], str] = str,
         waits: Callable[[], Backoff] = lambda: Backoff(first=0.5, most=300.0),
         group: Group | None = None,
+        moving: Moving = ALL,
     ) -> None:
         self.resource = endpoint.resource
         self.waiting: Mapping[str, str] = {}
@@ -79,11 +80,11 @@ class Handover:
         self._allocatable = allocatable
         self._errors: tuple[type[Exception], ...] = (LedgerError, *errors)
         group = group or (lambda name: ((self.resource, name),))
-        self._starter = MoveStarter(endpoint, inventory, async_ledger, share, drain, allocatable, groups, group)
+        self._starter = MoveStarter(endpoint, inventory, async_ledger, share, drain, allocatable, groups, group, moving)
         self.statistics = MoveStatistics(self._starter.begun)
-        self._unplugged = UnpluggedDevices(self.resource, inventory, async_ledger, scan, notify)
-        self._to_dra = MovesToDra(endpoint, async_ledger, scan, title)
-        self._to_plugin = MovesToPlugin(self.resource, async_ledger, list_claims, read_claim, withdrawn, waits)
+        self._unplugged = UnpluggedDevices(self.resource, inventory, async_ledger, scan, notify, moving)
+        self._to_dra = MovesToDra(endpoint, async_ledger, scan, title, moving)
+        self._to_plugin = MovesToPlugin(self.resource, async_ledger, list_claims, read_claim, withdrawn, waits, moving)
         self._wake = asyncio.Event()
 
     @property

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from deviceplugin.exclusion import Key
-from deviceplugin.register.records import Side, Snapshot, State
+from deviceplugin.register.records import DeviceRecord, Side, Snapshot, State
 from deviceplugin.topology import natural
 from dra_bridge.handover.share import Drain, Share
 
@@ -22,9 +23,25 @@ def held_and_expected(now: Snapshot) -> tuple[frozenset[Key], frozenset[Key]]:
     return by_pods | by_claims, pulled - by_pods
 
 
-def in_state(now: Snapshot, resource: str, state: State) -> tuple[str, ...]:
-    """Return the devices of a resource that are in a state."""
-    return tuple(sorted(name for name, record in now.of(resource).items() if record.state is state))
+@dataclass(frozen=True, slots=True)
+class Moving:
+    """Whose devices a handover moves. leaving: the driver is to have them no more; else also those of no driver."""
+
+    driver: str = ""
+    leaving: bool = False
+
+    def of(self, now: Snapshot, resource: str) -> dict[str, DeviceRecord]:
+        """Return the records of a resource's devices that are moved, by device."""
+        drivers = {self.driver} if self.leaving else {"", self.driver}
+        return {name: record for name, record in now.of(resource).items() if record.driver in drivers}
+
+    def in_state(self, now: Snapshot, resource: str, state: State) -> tuple[str, ...]:
+        """Return those that are in a state."""
+        return tuple(sorted(name for name, record in self.of(now, resource).items() if record.state is state))
+
+
+ALL: Final = Moving()
+"""The devices of a resource without regard to drivers."""
 
 
 @dataclass(frozen=True, slots=True)

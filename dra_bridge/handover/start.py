@@ -15,7 +15,7 @@ from deviceplugin.kubelet.servicer import Endpoint
 from deviceplugin.register import operations
 from deviceplugin.register.records import Side, State
 from dra_bridge.handover.allocatable import AllocatableStatus
-from dra_bridge.handover.planner import Group, Plan, followers, leading, plan
+from dra_bridge.handover.planner import ALL, Group, Moving, Plan, followers, leading, plan
 from dra_bridge.handover.share import Drain, Share
 from dra_bridge.ledger.worker import AsyncLedger
 
@@ -38,6 +38,7 @@ class MoveStarter:
     allocatable: AllocatableStatus | None
     groups: Callable[[], Sequence[frozenset[str]]]
     group: Group
+    moving: Moving = ALL
     draining: frozenset[str] = frozenset()
     begun: Counter[str] = field(default_factory=Counter)
 
@@ -74,7 +75,7 @@ class MoveStarter:
         listed = self.inventory.snapshot
         return {
             name: record.state
-            for name, record in self.ledger.snapshot.of(self.resource).items()
+            for name, record in self.moving.of(self.ledger.snapshot, self.resource).items()
             if name in listed.devices and name not in listed.gone
         }
 
@@ -100,7 +101,8 @@ class MoveStarter:
         return await self.allocatable.lower(self.resource, len(staying))
 
     async def _begin_move(self, devices: Sequence[str], side: Side, reason: str) -> None:
-        moves = await self.ledger.do(operations.begin_move(self.resource, devices, side, time.time(), reason))
+        begin = operations.begin_move(self.resource, devices, side, time.time(), reason, self.moving.driver)
+        moves = await self.ledger.do(begin)
         self.begun.update(state.value for state in moves.values())
         text = "%s: %s leave for the %s side (%s)" if len(moves) > 1 else "%s: %s leaves for the %s side (%s)"
         _LOG.info(text, self.resource, counted(len(moves)), side.text, reason, extra={"resource": self.resource})

@@ -58,7 +58,7 @@ _RECORDS: Final = {
     "settings": records.Setting,
 }
 _TABLES: Final = {
-    "devices": ("resource", "device", "state", "since", "sequence", "reason", "identity", "driver"),
+    "devices": ("resource", "device", "state", "since", "sequence", "reason", "driver"),
     "allocations": ("resource", "device_id", "device", "since", "sequence", "holders", "pending", "identity", "amount"),
     "claims": ("driver", "uid", "namespace", "name", "devices", "result", "since", "sequence", "pods"),
     "settings": ("section", "key", "value"),
@@ -144,8 +144,7 @@ class Ledger:
     """The file. Synchronous and thread-safe; `AsyncLedger` is for event loops.
 
     snapshot: everything as of the last commit. fresh: the ledger was empty when it was opened; `reconcile_evidence`
-    must rebuild it before anything is granted. remembered: what it had when it was opened; if it was fresh, the
-    allocations of the copy.
+    must rebuild it before anything is granted. Then it has the allocations of the copy.
     """
 
     def __init__(self, path: str, copy: str = "", *, connect: Callable[[str], sqlite3.Connection] = connected) -> None:
@@ -172,9 +171,11 @@ class Ledger:
         try:
             self.snapshot = self._load()
             self.fresh: Final = not self.snapshot.sequence
-            self.remembered: Final = self._copied() if self.fresh else self.snapshot
-            if not self.fresh:
-                self._write_copy()
+            copied = self._copied() if self.fresh else ()
+            changes = [Change("allocations", (one.resource, one.device_id), one) for one in copied]
+            if changes:  # in the ledger they outlive the next start, too
+                self.do_all([lambda state: Decision(None, tuple(changes))])
+            self._write_copy()
         except BaseException:
             self.close()
             raise
@@ -296,21 +297,22 @@ class Ledger:
         except OSError as error:
             _LOG.warning("cannot copy the allocations of the ledger %s: %s", self.path, error)
 
-    def _copied(self) -> Snapshot:
+    def _copied(self) -> Sequence[records.AllocationRecord]:
         """Return the allocations of the copy, if it is of this boot."""
         try:
             with open(self._copy, "rb") as file:
                 found = msgspec.json.decode(file.read(), type=_Copy)
         except FileNotFoundError:
-            return Snapshot()
+            return ()
         except (OSError, msgspec.MsgspecError) as error:
             _LOG.warning("the copy of the allocations of the ledger %s cannot be read: %s", self.path, error)
-            return Snapshot()
+            return ()
         if found.boot != boot_id() or not found.allocations:
-            return Snapshot()
+            return ()
         text = "the ledger %s is new, and its copy %s names %d allocations: they count as held while their pods run"
         _LOG.warning(text, self.path, self._copy, len(found.allocations))
-        return Snapshot(allocations={(one.resource, one.device_id): one for one in found.allocations})
+        # Their sequence is the lost ledger's: the evidence about them would count as old for as long as ours is less.
+        return [replace(one, sequence=1, absent_since=None) for one in found.allocations]
 
     def _load_again(self) -> None:
         """Go on after a failed write: what is on disk counts, what only this process knows stays."""
@@ -326,7 +328,9 @@ class Ledger:
                 allocations[key] = replace(record, absent_since=old.absent_since, pod=old.pod)
         reserved = {key: claim for key, claim in known.claims.items() if not claim.durable}
         claims = {**reserved, **found.claims}
-        self.snapshot = replace(found, allocations=allocations, claims=claims, ended=known.ended)
+        kept = [Change("allocations", key, one, durable=False) for key, one in allocations.items()]
+        kept += [Change("claims", key, one, durable=False) for key, one in claims.items()]
+        self.snapshot = replace(found.with_changes(kept, found.sequence), ended=known.ended)
 
     def _load(self, *, again: bool = False) -> Snapshot:
         """Open the database and read all of it; put it aside if that is not possible."""
@@ -385,7 +389,8 @@ class Ledger:
         if row is None or row[1] != seal or not isinstance(row[0], int):
             raise _DamagedError("the seal does not fit the rows")
         sequence, self._seal = row
-        return Snapshot(sequence, **tables)
+        changes = [Change(table, key, one) for table, found in tables.items() for key, one in found.items()]
+        return Snapshot().with_changes(changes, sequence)
 
     def _put_aside(self) -> str:
         """Rename the files, and remove all but the newest that were put aside."""

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final, Self, TypeVar
 
-from deviceplugin.register.operations import identify
-from deviceplugin.register.records import Key, LedgerLostError, Operation, Snapshot
+from deviceplugin.register.records import LedgerLostError, Operation, Snapshot
 from dra_bridge.ledger.store import Ledger
 
 _T = TypeVar("_T")
@@ -61,12 +59,6 @@ class AsyncLedger:
         if self._answering is None or self._answering.done():
             self._answering = asyncio.create_task(self._answer())
         return await answered
-
-    async def identify(self, identities: Mapping[Key, str]) -> None:
-        """Record what devices are, if that is anything new. Raises LedgerError if it could not be recorded."""
-        known = self.snapshot.devices
-        if any(identity and key in known and known[key].identity != identity for key, identity in identities.items()):
-            await self.do(identify(identities))
 
     async def close(self) -> None:
         """Answer what was asked, then close the ledger."""

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from deviceplugin.kubelet.orphaned_claims import OrphanedClaimGate, OrphanedClaims
+from deviceplugin import claim_files
+from deviceplugin.kubelet.orphaned_claims import OrphanedClaims
 from deviceplugin.node.agent import Agent, AgentError
 from deviceplugin.node.options import Paths
 from deviceplugin.node.service import Service
+from deviceplugin.register import operations
 from deviceplugin.register.records import LedgerError
 from deviceplugin.source import DeviceSource
 from dra_bridge.driver import ClusterClaims
+from dra_bridge.driver.claim_devices import claim_of
 from dra_bridge.handover.allocatable import GRACE, AllocatableStatus
 from dra_bridge.kube import Cluster
 from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.node.driver_runtime import DriverRuntime
-from dra_bridge.node.gates import DENY_ALL, ResourceGates
 from dra_bridge.node.node_object import NodeStatusWriter, NodeWatch
 from dra_bridge.node.resource import Node
 from dra_bridge.node.share import HandoverPolicy
@@ -27,6 +30,9 @@ from dra_bridge.node.status import BridgeStatus
 from dra_bridge.slices.publisher import Publisher
 
 _LOG: Final = logging.getLogger(__name__)
+
+AGENT: Final = "dra-bridge"
+"""The name of the agent's directory under the kubelet's plugins."""
 
 STANDBY: Final = 2.0
 """Seconds after which a warning is logged that another agent has the ledger."""
@@ -61,22 +67,22 @@ class Bridge:
         self._policies = dict(policies)
         self._group: asyncio.TaskGroup | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._ledger: AsyncLedger | None = None
         paths = paths or Paths()
-        self._orphaned = OrphanedClaims(
+        self._claims = OrphanedClaims(
             paths.kubelet_root, self.drivers.keys, cdi_directory, lambda: self.agent.tracker.pods.read()
         )
-        undriven = OrphanedClaimGate(self.holder, self._orphaned.reread)
-        self.gates = ResourceGates(undriven, lambda: [one.ledger_gate for one in self.drivers.values()])
         self.agent = Agent(
             sources,
             paths,
             period=period,
             report_holders=report_holders,
-            allocation_gate=self.gates,
-            awaited=undriven.awaited,
             believe_checkpoint=False,
-            orphaned=self._orphaned.held,
+            claims=self._claims,
+            unknown=self._unknown,
+            avoids=self._draining,
         )
+        self.agent.brought.append(self._serve_brought)
         self.agent.providers.append(BridgeStatus(self))
         self.publisher = Publisher(cluster, node)
         self._allocatable = AllocatableStatus(
@@ -89,17 +95,33 @@ class Bridge:
             cluster,
             ClusterClaims(cluster, node),
             self.publisher,
-            self.gates,
-            self.holder,
             self._watch,
             self._allocatable,
             cdi_directory,
             claim_status,
         )
 
-    def ledger_path(self, driver: str) -> Path:
-        """Return where a driver's ledger lies."""
-        return self.agent.paths.kubelet_root / "plugins" / driver / "ledger.db"
+    @property
+    def ledger_path(self) -> Path:
+        """Where the ledger lies; whatever the config says."""
+        return self.agent.paths.kubelet_root / "plugins" / AGENT / "register.db"
+
+    def _unknown(self, resource: str) -> Mapping[str, str] | None:
+        """Return of which devices of a resource it is not known who holds them; None if that is never asked."""
+        service = self.agent.services.get(resource)
+        if service is None:  # its endpoint ends a moment later
+            return dict.fromkeys(self.agent.register.snapshot.of(resource), "it is not served any more")
+        if driver := service.source.driver:
+            if (one := self.drivers.get(driver)) is not None and resource in one.resources:
+                return one.unknown(resource)
+            return dict.fromkeys(service.inventory.snapshot.devices, "the agent has just started")
+        why = self._claims.problem()
+        return dict.fromkeys(service.inventory.snapshot.devices, why) if why else None
+
+    def _draining(self, resource: str) -> Collection[str]:
+        """Return the devices that new pods had better not get: they are to leave for the other side."""
+        serving = (one.resources[resource] for one in self.drivers.values() if resource in one.resources)
+        return frozenset().union(*(one.handover.draining for one in serving))
 
     async def run(self) -> None:
         """Serve both sides until `agent.stop`, then drain and clean up; slices stay.
@@ -112,7 +134,7 @@ class Bridge:
                 try:
                     if await self._opened():
                         drivers = [one.run() for one in self.drivers.values()]
-                        for work in (self.publisher.run(), self._watch.run(), *drivers):
+                        for work in (self.publisher.run(), self._watch.run(), self._end_with_ledger(), *drivers):
                             self._tasks.append(group.create_task(work))
                         await self.agent.run(before_end=self._end_claims)
                 finally:
@@ -123,41 +145,24 @@ class Bridge:
             raise errors.exceptions[0] from None
         finally:
             await self._allocatable.close()
-            for one in self.drivers.values():
-                await one.async_ledger.close()
+            if self._ledger is not None:
+                await self._ledger.close()
 
     async def reconfigure(
         self, sources: Mapping[str, DeviceSource], policies: Mapping[str, HandoverPolicy], unchanged: Sequence[str]
     ) -> None:
         """Serve these sources from now on, those of `unchanged` resources as they are, all under these policies.
 
-        Raises AgentError: a ledger cannot be opened; the other resources are served all the same.
+        Who holds what is not touched: a device whose driver changes leaves the slices of the one before first.
         """
         await self.agent.begun.wait()
         self._policies = dict(policies)
-        kept = {*sources, *unchanged}
-        for name, service in self.agent.services.items():
-            driver = service.source.driver
-            if driver and (name not in kept or (name in sources and sources[name].driver != driver)):
-                self.drivers[driver].drop(name)
-        for name, source in sources.items():
-            if source.driver:  # nothing is given out until its ledger is open
-                self.gates.by_resource.setdefault(name, DENY_ALL)
         await self.agent.reconfigure(sources, unchanged)
-        for name in self.gates.by_resource.keys() - self.agent.services.keys():
-            del self.gates.by_resource[name]
-        errors: list[str] = []
-        for name in kept & self.agent.services.keys():
-            there = set(self.drivers)
-            try:
-                await self._open(self.agent.services[name])
-            except AgentError as error:
-                errors.append(str(error))
-            for driver in self.drivers.keys() - there:
-                if self._group is not None:
-                    self._tasks.append(self._group.create_task(self.drivers[driver].run()))
-        if errors:
-            raise AgentError("; ".join(dict.fromkeys(errors)))
+        for one in self.drivers.values():
+            for resource in one.resources.keys() - self.agent.services.keys():
+                one.drop(resource)
+        for service in self.agent.services.values():
+            self._serve(service)
 
     async def _opened(self) -> bool:
         """Bridge what is to be served; return False if the agent is stopped before that is done."""
@@ -173,52 +178,88 @@ class Bridge:
         return not opening.cancelled()
 
     async def _open_all(self) -> None:
+        """Open the ledger, and begin to serve. Raises AgentError: it cannot be opened."""
+        self._ledger = self.agent.register.store = await self._open_ledger()
+        try:
+            files = await asyncio.to_thread(claim_files.read_all, self.node.cdi_directory)
+            claims = [claim_of(file, time.time()) for file in files if file.devices is not None]
+            for claim in await self._ledger.do(operations.adopt_claims(claims)):
+                text = "the ledger lacks claim %s of driver %s; its own file says what it holds"
+                _LOG.warning(text, claim.title if claim.name else claim.uid, claim.driver)
+        except (LedgerError, OSError) as error:
+            raise AgentError(f"it cannot be recorded what claims hold: {error}") from error
+        now = self._ledger.snapshot
+        published = (
+            {file.driver for file in files}
+            | {record.driver for record in now.devices.values()}
+            | {claim.driver for claim in now.claims.values()}
+        )
+        for driver in sorted(published - {""}):
+            self._driver(driver, self._ledger)
         for service in self.agent.services.values():
-            await self._open(service)
+            self._serve(service)
 
-    async def _open(self, service: Service) -> None:
-        """Bridge a resource, if it names a driver. Raises AgentError: the ledger cannot be opened."""
-        name = service.source.driver
-        if not name:
-            if self.gates.by_resource.pop(service.resource, None) is not None:
-                service.endpoint.refresh()
-            return
+    def _driver(self, name: str, ledger: AsyncLedger) -> DriverRuntime:
+        """Return what runs a driver, also one that no resource names any more: it has claims to unprepare."""
         if name not in self.drivers:
-            self.drivers[name] = DriverRuntime(self.node, name, await self._open_ledger(name))
-            self.agent.scanner.observers.append(self.drivers[name].ledger_gate)
-        driver = self.drivers[name]
-        driver.read_share(self._watch.annotations)
-        driver.serve(service, self._policies.get(service.resource, HandoverPolicy()))
+            one = self.drivers[name] = DriverRuntime(self.node, name, ledger, self._left)
+            self.agent.scanner.observers.append(one)
+            if self._group is not None and self.agent.begun.is_set():
+                self._tasks.append(self._group.create_task(one.run()))
+        return self.drivers[name]
 
-    async def _open_ledger(self, driver: str) -> AsyncLedger:
-        """Open a driver's ledger, as soon as no other agent has it any more."""
-        path = self.ledger_path(driver)
-        copy = f"{self.node.cdi_directory}/{driver}.allocations"
-        opening = asyncio.create_task(AsyncLedger.open(str(path), copy))
+    def _serve(self, service: Service) -> None:
+        """Have a resource's devices served by the driver that it names; they leave others first."""
+        assert self._ledger is not None
+        resource, driver = service.resource, service.source.driver
+        before = {record.driver for record in self._ledger.snapshot.of(resource).values()} - {"", driver}
+        for name in before:
+            self._driver(name, self._ledger).serve(service, HandoverPolicy(), leaving=True)
+        for name, one in self.drivers.items():
+            if name not in before and name != driver and resource in one.resources:
+                one.drop(resource)
+        if driver:
+            one = self._driver(driver, self._ledger)
+            one.read_share(self._watch.annotations)
+            one.serve(service, self._policies.get(resource, HandoverPolicy()))
+        service.endpoint.refresh()
+
+    def _serve_brought(self, resource: str, parent: str) -> None:
+        """Have a resource that a source has brought along served on both sides, under the policy of that source."""
+        if parent in self._policies:
+            self._policies.setdefault(resource, self._policies[parent])
+        self._serve(self.agent.services[resource])
+
+    def _left(self, resource: str) -> None:
+        """Go on after the devices of a resource have left a driver."""
+        for one in self.drivers.values():
+            if resource in one.resources:
+                one.resources[resource].handover.wake()
+        if resource in self.agent.services:
+            self.agent.services[resource].endpoint.refresh()
+
+    async def _end_with_ledger(self) -> None:
+        assert self._ledger is not None
+        await self._ledger.lost.wait()
+        self.agent.fail("the ledger was lost while it was in use")
+
+    async def _open_ledger(self) -> AsyncLedger:
+        """Open the ledger, as soon as no other agent has it any more."""
+        path = self.ledger_path
+        opening = asyncio.create_task(AsyncLedger.open(str(path), f"{self.node.cdi_directory}/{AGENT}.allocations"))
         try:
             done, _ = await asyncio.wait({opening}, timeout=STANDBY)
             if not done:
-                _LOG.warning("%s: another agent has the ledger %s; standing by until it ends", driver, path)
+                _LOG.warning("another agent has the ledger %s; standing by until it ends", path)
             return await opening
         except LedgerError as error:
             needs = (
                 f"the agent needs write access to {path.parent}, and free space there; into a pod it is mounted "
                 "by what `dra-bridge manifests` prints for this configuration"
             )
-            raise AgentError(f"{driver}: {error}; {needs}") from error
+            raise AgentError(f"{error}; {needs}") from error
         finally:
             opening.cancel()
-
-    def holder(self, resource: str, device: str, driver: str | None = None) -> str:
-        """Return which claim of another driver than this one holds a device, or why that is not known; "" if none does.
-
-        There are such claims after the resource's driver was renamed or taken away.
-        """
-        for name, one in self.drivers.items():
-            if name != driver:
-                for claim in one.async_ledger.snapshot.claims_on(resource, (device,)):
-                    return f"claim {claim.title} through driver {name}"
-        return self._orphaned.holder(resource, device, driver)
 
     def _read_shares(self) -> None:
         for one in self.drivers.values():

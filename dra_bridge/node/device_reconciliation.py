@@ -15,13 +15,13 @@ from deviceplugin.exclusion import Key
 from deviceplugin.kubelet import claim_state
 from deviceplugin.kubelet.checkpoint import CheckpointError
 from deviceplugin.kubelet.claim_state import ClaimStateError
+from deviceplugin.kubelet.holders import kubelet_snapshot
 from deviceplugin.node.agent import Agent
 from deviceplugin.node.service import Service
 from deviceplugin.register import operations
 from deviceplugin.register.records import LedgerError, Side, State
 from deviceplugin.register.rules import ClaimEvidence, Evidence
 from dra_bridge.driver import Driver
-from dra_bridge.handover.evidence import held_ids
 from dra_bridge.kube import RESOURCE_CLAIMS, Cluster, ClusterError, NotFoundError
 from dra_bridge.node.resource import DriverContext, ResourceRuntime
 from dra_bridge.node.slice_feed import decide_names, qualifiers_of
@@ -54,7 +54,8 @@ class EvidenceReader:
             raise CheckpointError("an Allocate came in between")
         if now.registered is None:
             raise CheckpointError(now.problem)
-        held = held_ids(now, resource, ids.device_id_of, self.agent.tracker.title)
+        tracker = self.agent.tracker
+        held = kubelet_snapshot(0, now, resource, ids.device_id_of, tracker.granted, tracker.title).held
         prepared = await asyncio.to_thread(claim_state.read, self.agent.paths.kubelet_root)
         found = await asyncio.to_thread(self.driver.claim_evidence, prepared, resource)
         # A claim counts also if it has none of these devices by their names now: its file says what they are.
@@ -71,8 +72,8 @@ class EvidenceReader:
                 if names and data["uid"] not in uids:
                     one = ClaimEvidence(self.driver.name, data["uid"], names, False, data["namespace"], data["name"])
                     claims.append(one)
-        held = {device_id: one for device_id, one in held.items() if one.device in wanted}
-        return Evidence(held, tuple(claims), awake=now.awake)
+        mine = {device_id: one for device_id, one in held.items() if one.device in wanted}
+        return Evidence(mine, tuple(claims), awake=now.awake)
 
     def _recorded(self, claim: ClaimEvidence) -> bool:
         """Return whether the ledger has all of a claim. From evidence alone it learns one resource at a time."""
@@ -133,14 +134,14 @@ class DeviceReconciler:
             try:
                 await self._reconcile_all(resource, one)
             finally:
-                self.context.gate.reasons.pop(resource, None)
+                self.context.reasons.pop(resource, None)
             await one.changed.wait()
 
     def forget_unlisted(self, one: ResourceRuntime) -> None:
         """Reconcile unplugged devices again when they come back: they may have holders then."""
         resource, listed = one.service.resource, one.service.inventory.snapshot.devices
-        gone = {key for key in self.context.gate.reconciled if key[0] == resource and key[1] not in listed}
-        self.context.gate.reconciled.difference_update(gone)
+        gone = {key for key in self.context.reconciled if key[0] == resource and key[1] not in listed}
+        self.context.reconciled.difference_update(gone)
 
     async def _reconcile_all(self, resource: str, one: ResourceRuntime) -> None:
         """Reconcile devices until none is left: all at each start, for the ledger may have lost its last records."""
@@ -148,29 +149,27 @@ class DeviceReconciler:
         while True:
             tries += 1
             snapshot, known = one.service.inventory.snapshot, self.context.ledger.snapshot
-            certain = self.context.gate.reconciled & known.devices.keys()
+            certain = self.context.reconciled & known.devices.keys()
             unreconciled = [name for name in snapshot.devices if (resource, name) not in certain]
-            if not unreconciled and (not snapshot.listed or resource in qualifiers_of(known)):
-                if snapshot.listed and not one.reconciled.is_set():
+            if not unreconciled and (not snapshot.listed or resource in qualifiers_of(known, self.context.name)):
+                if snapshot.listed:
                     one.reconciled.set()
                     one.service.release_idle()
                 return
-            foreign = self.context.node.foreign_holder
-            holders = {name: foreign(resource, name, self.context.name) for name in unreconciled}
-            reasons = {name: holder for name, holder in holders.items() if holder}
+            reasons: dict[str, str] = {}
             try:
                 if await decide_names(self.context, resource):
                     self.named()
-                doubtful = await self.reconcile(one, [name for name in unreconciled if name not in reasons])
+                doubtful = await self.reconcile(one, unreconciled)
             except EVIDENCE_ERRORS as error:
-                reasons |= dict.fromkeys(unreconciled, f"not known: {error or type(error).__name__}")
+                reasons = dict.fromkeys(unreconciled, f"not known: {error or type(error).__name__}")
             else:
                 problem = self.context.node.agent.tracker.snapshot.problem
-                reasons |= dict.fromkeys(doubtful, f"not known: {problem}" if problem else "not known")
+                reasons = dict.fromkeys(doubtful, f"not known: {problem}" if problem else "not known")
                 if not reasons:
                     backoff.reset()
                     continue
-            self.context.gate.reasons[resource] = reasons
+            self.context.reasons[resource] = reasons
             text = "; ".join(f"{device}: {reason}" for device, reason in sorted(reasons.items()))
             # At the start the kubelet does not listen yet; that is soon over.
             if text != logged and tries > 3:
@@ -193,15 +192,14 @@ class DeviceReconciler:
         count = len(one.service.inventory.snapshot.devices)
         side = Side.DRA if self.context.share.of(one.policy).of(count) == count else Side.PLUGIN
         done = await self.context.ledger.do(
-            operations.reconcile_evidence(resource, evidence, devices, side, time.time())
+            operations.reconcile_evidence(resource, evidence, devices, side, time.time(), self.context.name)
         )
-        guard = self.context.node.agent.guard
-        await self.context.ledger.identify({(resource, name): guard.identity(resource, name) for name in devices})
-        self.context.gate.reconciled.update((resource, name) for name in devices if name not in done.doubtful)
+        await self.context.node.agent.register.adopt()
+        self.context.reconciled.update((resource, name) for name in devices if name not in done.doubtful)
         for device, state in done.changed.items():
             if state is State.QUARANTINED:
                 self.quarantined(resource, device)
-            elif (resource, device) in self.context.gate.reconciled:
+            elif (resource, device) in self.context.reconciled:
                 _LOG.debug("%s: device %s is %s", resource, device, state.text)
         self.changed()
         return done.doubtful

@@ -10,18 +10,18 @@ from typing import Final
 
 from deviceplugin.backoff import Backoff
 from deviceplugin.node.service import Service
+from deviceplugin.register import operations
 from dra_bridge.driver import Driver, Registrar, ServedResource
 from dra_bridge.driver.tasks import Tasks
-from dra_bridge.handover.evidence import DeviceIdResolver, allocations_of
-from dra_bridge.handover.gate import LedgerGate
 from dra_bridge.handover.moves import Handover
+from dra_bridge.handover.planner import Moving
+from dra_bridge.handover.share import Share
 from dra_bridge.kube import ClusterError
 from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.node.claim_reconciliation import ClaimPods, ClaimReconciliation
 from dra_bridge.node.device_reconciliation import DeviceReconciler, EvidenceReader
-from dra_bridge.node.gates import DENY_ALL
 from dra_bridge.node.resource import DriverContext, Node, ResourceRuntime, groups
-from dra_bridge.node.share import DriverShare, HandoverPolicy
+from dra_bridge.node.share import NONE, DriverShare, HandoverPolicy
 from dra_bridge.node.slice_feed import SliceFeed, qualifiers_of
 
 _LOG: Final = logging.getLogger(__name__)
@@ -31,33 +31,24 @@ SETTLE: Final = 0.2
 
 
 class DriverRuntime:
-    """Makes and runs the parts of one DRA driver. resources: those that name this driver."""
+    """Makes and runs the parts of one DRA driver. resources: those that name this driver, or did.
 
-    def __init__(self, node: Node, name: str, async_ledger: AsyncLedger) -> None:
+    left: called with a resource after its devices have left this driver.
+    """
+
+    def __init__(
+        self, node: Node, name: str, async_ledger: AsyncLedger, left: Callable[[str], None] = lambda resource: None
+    ) -> None:
         self.name = name
         self.async_ledger = async_ledger
-        self._device_ids: dict[str, DeviceIdResolver] = {}
+        self._left = left
         self._group: asyncio.TaskGroup | None = None
         self._registering: asyncio.Task[None] | None = None
         self._tasks = Tasks()
         self._telling: asyncio.TimerHandle | None = None
-        tracker, guard, root = node.agent.tracker, node.agent.guard, node.agent.paths.kubelet_root
-        remembered = async_ledger.ledger.remembered
-        tracker.remember(allocations_of(remembered))
-        allocations = remembered.allocations.items()
-        tracker.remember_grants({key: allocation.since for key, allocation in allocations if allocation.pending})
-        self.ledger_gate = LedgerGate(
-            async_ledger,
-            self._device_ids,
-            self._changed,
-            self._quarantined,
-            tracker.title,
-            guard,
-            tracker.allocated,
-            lambda resource: self.resources[resource].handover.draining if resource in self.resources else (),
-        )
+        tracker, register, root = node.agent.tracker, node.agent.register, node.agent.paths.kubelet_root
         share = DriverShare(name, async_ledger, self._tasks)
-        self._context = context = DriverContext(name, node, async_ledger, self.ledger_gate, share)
+        self._context = context = DriverContext(name, node, async_ledger, share)
         self.resources = context.resources
         pods = ClaimPods(name, async_ledger, tracker, root)
         self.driver = Driver(
@@ -69,38 +60,49 @@ class DriverRuntime:
             cdi_directory=node.cdi_directory,
             report=node.claim_status,
             changed=self._claims_changed,
-            ready=lambda resource, device: (resource, device) in self.ledger_gate.reconciled,
+            ready=context.ready,
             running_pods=pods.running,
-            qualifiers=lambda resources: qualifiers_of(async_ledger.snapshot),
-            guard=guard,
+            qualifiers=lambda resources: qualifiers_of(async_ledger.snapshot, name),
+            register=register,
         )
         pods.described = self.driver.files.describe
         self.registrar = Registrar(self.driver, root, changed=self.publish)
         self.feed = SliceFeed(context, self.registrar)
-        guard.subscribe(self.publish)
+        register.subscribe(self.publish)
         self.claims = ClaimReconciliation(self.driver, pods, tracker, node.cluster)
         evidence = EvidenceReader(self.driver, node.agent, node.cluster)
         # The kubelet knows the health of devices by their published names.
         self.devices = DeviceReconciler(context, evidence, self.registrar.follow, self._changed, self._quarantined)
 
-    def serve(self, service: Service, policy: HandoverPolicy) -> None:
-        """Serve a resource, or go on serving it under another policy or with another source."""
+    def serve(self, service: Service, policy: HandoverPolicy, *, leaving: bool = False) -> None:
+        """Serve a resource, or go on serving it under another policy or with another source.
+
+        leaving: another driver is to have its devices, or none; those of this driver return to the plugin's side.
+        """
         resource = service.resource
-        self._device_ids[resource] = service.endpoint.ids.device_id_of
-        self._context.node.gates.by_resource[resource] = self.ledger_gate
-        if one := self.resources.get(resource):
+        one = self.resources.get(resource)
+        if one is not None and one.leaving is leaving:
             one.service, one.policy = service, policy
-            one.handover.ask(self._context.share.of(policy), policy.drain)
+            one.handover.ask(self._share_of(one), policy.drain)
         else:
-            one = self.resources[resource] = ResourceRuntime(service, policy, self._handover(service, policy))
-            self._remember(service)
-            one.unsubscribe = service.inventory.subscribe(lambda _: self._listed(one))
+            if one is not None:
+                self.drop(resource)
+            handover = self._handover(service, policy, Moving(self.name, leaving))
+            one = self.resources[resource] = ResourceRuntime(service, policy, handover, leaving)
+            one.unsubscribe = service.inventory.subscribe(functools.partial(self._relisted, one))
             self._start(one)
             self._listed(one)
         self._serve_claims()
         self.publish()
 
-    def _handover(self, service: Service, policy: HandoverPolicy) -> Handover:
+    def _share_of(self, one: ResourceRuntime) -> Share:
+        return NONE if one.leaving else self._context.share.of(one.policy)
+
+    def unknown(self, resource: str) -> Mapping[str, str]:
+        """See `DriverContext`."""
+        return self._context.unknown(resource)
+
+    def _handover(self, service: Service, policy: HandoverPolicy, moving: Moving) -> Handover:
         agent = self._context.node.agent
         return Handover(
             service.endpoint,
@@ -111,26 +113,20 @@ class DriverRuntime:
             read_claim=self.devices.evidence.allocates,
             withdrawn=self.feed.withdrawn,
             notify=functools.partial(self._moved, service),
-            share=self._context.share.of(policy),
+            share=NONE if moving.leaving else self._context.share.of(policy),
             drain=policy.drain,
             allocatable=self._context.node.allocatable,
             groups=functools.partial(groups, service),
             errors=(ClusterError,),
             title=agent.tracker.title,
-            group=functools.partial(agent.guard.listed.group, service.resource),
+            group=functools.partial(agent.register.listed.group, service.resource),
+            moving=moving,
         )
-
-    def _remember(self, service: Service) -> None:
-        """Let a service count as in use what pods were granted before this process began."""
-        now, resource = self.async_ledger.snapshot, service.resource
-        ids = {one.device_id for one in now.allocations.values() if one.resource == resource and one.pending}
-        held = [one for one in allocations_of(now) if one.resource == resource and one.device_id in ids]
-        service.remember(ids, held)
 
     def drop(self, resource: str) -> None:
         """Serve a resource no more; its prepared claims can still be unprepared, nothing of it is given to pods."""
-        self._device_ids.pop(resource, None)
-        self._context.node.gates.by_resource[resource] = DENY_ALL
+        reconciled = self._context.reconciled
+        reconciled.difference_update([key for key in reconciled if key[0] == resource])
         if one := self.resources.pop(resource, None):
             one.unsubscribe()
             one.reconciled.set()
@@ -148,7 +144,7 @@ class DriverRuntime:
         """Take the share that the Node asks for. annotations: the Node's, None while they are not known."""
         if self._context.share.read(annotations):
             for one in self.resources.values():
-                one.handover.ask(self._context.share.of(one.policy), one.policy.drain)
+                one.handover.ask(self._share_of(one), one.policy.drain)
             self.publish()
 
     async def run(self) -> None:
@@ -161,7 +157,6 @@ class DriverRuntime:
                 group.create_task(self.feed.run())
                 group.create_task(self.feed.follow_accepted())
                 group.create_task(self._keep_files())
-                group.create_task(self._end_with_ledger())
                 for one in self.resources.values():
                     self._start(one)
                 try:
@@ -186,10 +181,6 @@ class DriverRuntime:
         _LOG.error("%s, no claim can be prepared; the agent ends, so that its next container mounts a new one", what)
         self._context.node.agent.stop()
 
-    async def _end_with_ledger(self) -> None:
-        await self.async_ledger.lost.wait()
-        self._context.node.agent.fail(f"{self.name}: the ledger was lost while it was in use")
-
     def _start(self, one: ResourceRuntime) -> None:
         if self._group is not None and one.task is None:
             one.task = self._group.create_task(self._run_resource(one), name=f"moves of {one.service.resource}")
@@ -197,13 +188,19 @@ class DriverRuntime:
     async def _run_resource(self, one: ResourceRuntime) -> None:
         resource = one.service.resource
         async with asyncio.TaskGroup() as group:
-            group.create_task(_again(f"{resource}: comparing devices with evidence", self.devices.keep, one))
+            if one.leaving:
+                one.reconciled.set()
+            else:
+                group.create_task(_again(f"{resource}: comparing devices with evidence", self.devices.keep, one))
             group.create_task(_again(f"{resource}: moving devices", self._move, one))
 
     async def _move(self, one: ResourceRuntime) -> None:
         await one.reconciled.wait()
         await self._context.node.watch.known()  # they may ask for another share than the config
         await one.handover.run()
+
+    def _relisted(self, one: ResourceRuntime, snapshot: object) -> None:
+        self._listed(one)
 
     def _listed(self, one: ResourceRuntime) -> None:
         self.devices.forget_unlisted(one)
@@ -221,7 +218,26 @@ class DriverRuntime:
         self.publish()
         for one in self.resources.values():
             one.handover.wake()  # devices of other resources may move along
-        self._context.node.agent.guard.notify()
+        self._context.node.agent.register.notify()
+        mine = self.resources.get(service.resource)
+        if mine is not None and mine.leaving and self.has_left(service.resource):
+            self._tasks.start(self._let_go(service.resource))
+
+    def has_left(self, resource: str) -> bool:
+        """Return whether no device of a resource is published under this driver any more."""
+        return not any(record.driver == self.name for record in self.async_ledger.snapshot.of(resource).values())
+
+    async def _let_go(self, resource: str) -> None:
+        self.drop(resource)
+        self._left(resource)
+
+    def observed(self, resource: str, done: operations.Observed) -> None:
+        """Take what a scan has led to: see `HolderScanner`."""
+        if resource in self.resources:
+            for device in done.quarantined:
+                self._quarantined(resource, device)
+            if done.released or done.found or done.quarantined:
+                self._changed()
 
     def _claims_changed(self) -> None:
         if self._telling is None:
@@ -235,8 +251,7 @@ class DriverRuntime:
         for one in self.resources.values():
             one.handover.wake()
             one.service.endpoint.refresh()
-        self._context.node.refresh_undriven()
-        self._context.node.agent.guard.notify()
+        self._context.node.agent.register.notify()
         self.publish()
 
     def publish(self) -> None:

@@ -34,7 +34,6 @@ _GAUGES: Final = {
 _COUNTERS: Final = {
     "dra_registrations": "Registrations of the driver that the kubelet accepted",
     "dra_registration_failures": "Registrations of the driver that the kubelet refused, or that had no socket",
-    "dra_ledger_write_failures": "Times that the ledger could not record something; nothing was granted then",
     "dra_prepared_again": "Prepares of claims that were prepared already",
     "slice_writes": "Writes of slices that the API server accepted",
 }
@@ -51,6 +50,9 @@ def families(
             for driver, values in figures.items():
                 made.add_metric((driver,), values[name])
             yield made
+    about = "Times that the ledger could not record something; nothing was granted then"
+    failures = drivers[0].async_ledger.write_failures if drivers else 0  # all of them have the one of the agent
+    yield CounterMetricFamily("deviceplugin_dra_ledger_write_failures", about, value=failures)
     yield from _calls(drivers)
     yield from _hooks(drivers)
     yield from _moves(drivers)
@@ -65,7 +67,6 @@ def _figures(one: DriverRuntime, state: PoolState, kubelet_listens: bool) -> Map
         "dra_registration_failures": registration.failures,
         "dra_prepared_claims": sum(claim.result is not None for claim in one.driver.records.all()),
         "dra_claims_in_flight": statistics.in_flight,
-        "dra_ledger_write_failures": one.async_ledger.write_failures,
         "dra_prepared_again": statistics.prepared_again,
         "slices_published": state.accepted >= state.wanted > 0,
         "slices": state.slices,
@@ -115,7 +116,7 @@ def _moves(drivers: Sequence[DriverRuntime]) -> Iterator[Metric]:
     begun = CounterMetricFamily("deviceplugin_handover_begun", "Moves of devices begun, by direction", labels=labels)
     about = "Time from the begin of a move to its commit"
     duration = SummaryMetricFamily("deviceplugin_handover_duration_seconds", about, labels=labels)
-    for resource, runtime in [item for one in drivers for item in list(one.resources.items())]:
+    for resource, runtime in [item for one in drivers for item in list(one.resources.items()) if not item[1].leaving]:
         statistics = runtime.handover.statistics
         for way in ("to-dra", "to-plugin"):
             begun.add_metric((resource, way), statistics.begun[way])
@@ -126,7 +127,7 @@ def _moves(drivers: Sequence[DriverRuntime]) -> Iterator[Metric]:
     for one in drivers:
         resources = one.resources.copy()
         for (resource, device), record in one.async_ledger.snapshot.devices.items():
-            if record.state in (State.TO_DRA, State.TO_PLUGIN):
+            if record.state in (State.TO_DRA, State.TO_PLUGIN) and record.driver == one.name:
                 what = resources[resource].handover.waiting.get(device) if resource in resources else None
                 holder = isinstance(what, HolderWait)
                 waits.add_metric((resource, device, "holder"), holder)

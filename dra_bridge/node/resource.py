@@ -9,15 +9,14 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from deviceplugin import topology
+from deviceplugin.exclusion import Key
 from deviceplugin.node.agent import Agent
 from deviceplugin.node.service import Service
 from dra_bridge.driver import ClusterClaims
 from dra_bridge.handover.allocatable import AllocatableStatus
-from dra_bridge.handover.gate import LedgerGate
 from dra_bridge.handover.moves import Handover
 from dra_bridge.kube import NODES, Cluster, ClusterError
 from dra_bridge.ledger.worker import AsyncLedger
-from dra_bridge.node.gates import ResourceGates
 from dra_bridge.node.node_object import NodeWatch
 from dra_bridge.node.share import DriverShare, HandoverPolicy
 from dra_bridge.slices.publisher import Publisher
@@ -48,13 +47,15 @@ class Order:
 class ResourceRuntime:
     """One resource of a driver on this node.
 
-    changed: set when its devices may be other ones, or unknown to the ledger. reconciled: set once the evidence about
-    all its devices was reconciled. task: runs while it is served.
+    leaving: another driver is to have its devices, or none: those of this driver return to the plugin's side. changed:
+    set when its devices may be other ones, or unknown to the ledger. reconciled: set once the evidence about all its
+    devices was reconciled. task: runs while it is served.
     """
 
     service: Service
     policy: HandoverPolicy
     handover: Handover
+    leaving: bool = False
     unsubscribe: Callable[[], None] = lambda: None
     order: Order = field(default_factory=Order)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -64,41 +65,51 @@ class ResourceRuntime:
 
 @dataclass(frozen=True, slots=True)
 class DriverContext:
-    """What the parts of one driver on this node share. resources: by name, as they are at any time."""
+    """What the parts of one driver on this node share. resources: by name, as they are at any time.
+
+    reconciled: (resource, device) of those whose evidence this process has compared with the ledger (R8). No other one
+    is offered or granted: the ledger may have lost the last changes. reasons: by resource and device, why it is not
+    known yet who holds it.
+    """
 
     name: str
     node: Node
     ledger: AsyncLedger
-    gate: LedgerGate
     share: DriverShare
     resources: dict[str, ResourceRuntime] = field(default_factory=dict)
+    reconciled: set[Key] = field(default_factory=set)
+    reasons: dict[str, Mapping[str, str]] = field(default_factory=dict)
+
+    def ready(self, resource: str, device: str) -> bool:
+        """Return whether it is known who holds a device."""
+        one = self.resources.get(resource)
+        return one is not None and (one.leaving or (resource, device) in self.reconciled)
+
+    def unknown(self, resource: str) -> Mapping[str, str]:
+        """Return the devices of a resource of which it is not known yet who holds them, and why."""
+        if (one := self.resources.get(resource)) is None:
+            return {}
+        reasons = self.reasons.get(resource, {})
+        return {
+            device: reasons.get(device, "the agent has just started, or the device has just come")
+            for device in one.service.inventory.snapshot.devices
+            if not self.ready(resource, device)
+        }
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """What the drivers of a node share. name: the node's, which is the pool's.
-
-    foreign_holder: says which claim of another driver than the third argument holds a device (resource, id), or may; ""
-    if none does.
-    """
+    """What the drivers of a node share. name: the node's, which is the pool's."""
 
     name: str
     agent: Agent
     cluster: Cluster
     claims: ClusterClaims
     publisher: Publisher
-    gates: ResourceGates
-    foreign_holder: Callable[[str, str, str | None], str]
     watch: NodeWatch
     allocatable: AllocatableStatus
     cdi_directory: str
     claim_status: bool
-
-    def refresh_undriven(self) -> None:
-        """Let the plugin side offer what claims let go of resources that have no driver any more."""
-        for resource, service in self.agent.services.items():
-            if resource not in self.gates.by_resource:
-                service.endpoint.refresh()
 
     async def alarm(self, reason: str, message: str) -> None:
         """Write a warning Event about this node, if the API server takes it."""

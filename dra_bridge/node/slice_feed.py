@@ -12,7 +12,6 @@ from typing import Final
 from deviceplugin import naming
 from deviceplugin.register import operations
 from deviceplugin.register.records import Snapshot
-from deviceplugin.sharing import times_offered
 from dra_bridge.driver import Registrar
 from dra_bridge.kube import RESOURCE_SLICES
 from dra_bridge.node.resource import DriverContext
@@ -29,13 +28,16 @@ RETRY: Final = 5.0
 SETTLE: Final = 0.002
 """Seconds from a change to the new slices; many changes make one."""
 
-QUALIFIER: Final = "qualifier"
-"""The section of the ledger's settings that has the qualifiers of published names, by resource."""
+
+def _section(driver: str) -> str:
+    """Return the section of the ledger's settings that has the qualifiers of a driver's published names."""
+    return f"qualifier {driver}"
 
 
-def qualifiers_of(now: Snapshot) -> Mapping[str, str]:
+def qualifiers_of(now: Snapshot, driver: str) -> Mapping[str, str]:
     """Return what distinguishes a driver's resources in the names of published devices, by resource."""
-    return {resource: kept.value for (section, resource), kept in now.settings.items() if section == QUALIFIER}
+    mine = _section(driver)
+    return {resource: kept.value for (section, resource), kept in now.settings.items() if section == mine}
 
 
 async def decide_names(context: DriverContext, resource: str) -> bool:
@@ -46,7 +48,7 @@ async def decide_names(context: DriverContext, resource: str) -> bool:
 
     Raises LedgerError, ClusterError, TimeoutError: it cannot be decided now.
     """
-    kept = qualifiers_of(context.ledger.snapshot)
+    kept = qualifiers_of(context.ledger.snapshot, context.name)
     if resource in kept:
         return False
     services = context.node.agent.services.values()
@@ -58,7 +60,7 @@ async def decide_names(context: DriverContext, resource: str) -> bool:
         before = progress.read(context.name, slices.items)
         kept = before.qualifiers if before is not None else {}
     for name, qualifier in naming.kept_qualifiers(kept, served).items():
-        await context.ledger.do(operations.set_setting(QUALIFIER, name, qualifier))
+        await context.ledger.do(operations.set_setting(_section(context.name), name, qualifier))
     return True
 
 
@@ -125,23 +127,27 @@ class SliceFeed:
                 await self._passed.wait()
 
     def _may_publish(self) -> bool:
-        if not qualifiers_of(self._context.ledger.snapshot):
+        if not qualifiers_of(self._context.ledger.snapshot, self._context.name):
             return False
         snapshots = [one.service.inventory.snapshot for one in self._context.resources.values()]
         keys = {(snapshot.resource, name) for snapshot in snapshots for name in snapshot.devices}
-        return not keys.isdisjoint(self._context.gate.reconciled) or (not keys and all(one.listed for one in snapshots))
+        return any(self._context.ready(*key) for key in keys) or (not keys and all(one.listed for one in snapshots))
 
     def _pass_on(self) -> float | None:
         """Pass the slices on; return after how many seconds they are to be made again without a change."""
-        offers, without, qualifiers = [], [], qualifiers_of(self._context.ledger.snapshot)
+        offers, without, qualifiers = [], [], qualifiers_of(self._context.ledger.snapshot, self._context.name)
         for resource, one in self._context.resources.items():
             source, snapshot = one.service.source, one.service.inventory.snapshot
             known = self._context.ledger.snapshot.of(resource)
-            names = snapshot.devices.keys() & {name for name, record in known.items() if record.state.offered}
-            offered = frozenset(name for name in names if (resource, name) in self._context.gate.reconciled)
-            offered -= self._context.node.agent.guard.withheld(resource, "dra").keys()
+            names = snapshot.devices.keys() & {
+                name
+                for name, record in known.items()
+                if record.state.offered and record.driver == self._context.name and not one.leaving
+            }
+            offered = frozenset(name for name in names if self._context.ready(resource, name))
+            offered -= self._context.node.agent.register.withheld(resource, "dra").keys() if offered else set()
             without += [(resource, name) for name in (snapshot.devices.keys() | known.keys()) - offered]
-            replicas = {name: times_offered(source, device) for name, device in snapshot.devices.items()}
+            replicas = {name: len(one.service.ids_now(device)) for name, device in snapshot.devices.items()}
             order = one.order.of(snapshot.devices.keys(), source.links)
             offers.append(Offer(snapshot, offered, replicas, order, qualifiers.get(resource, "")))
         effects = {one.policy.unhealthy for one in self._context.resources.values()}
@@ -167,7 +173,7 @@ class SliceFeed:
             shares[resource] = str(one.handover.share)
             waits |= {(resource, device): str(what) for device, what in one.handover.waiting.items()}
             gone |= {(resource, name) for name in records.of(resource).keys() - (listed.devices.keys() - listed.gone)}
-        asked, qualifiers = self._context.share.text, qualifiers_of(records)
+        asked, qualifiers = self._context.share.text, qualifiers_of(records, self._context.name)
         current = progress.progress(records, shares, waits, asked=asked, gone=gone, qualifiers=qualifiers)
         sides = progress.encoded(progress.without_holders(current))
         if self._reported is None or current != self._reported[0]:

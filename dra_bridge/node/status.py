@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from deviceplugin.device import counted
@@ -35,17 +35,17 @@ class BridgeStatus:
 
     def __init__(self, bridge: Bridge) -> None:
         self._bridge = bridge
-        self._seen: dict[str, Snapshot] = {}
-        """The ledgers as of the last call of `events`, by driver."""
+        self._seen: Snapshot | None = None
+        """The register as of the last call of `events`."""
         self._unreachable = False
 
     def events(self) -> list[Event]:
         """Return the moves and claims that began or ended since the last call."""
         found: list[Event] = []
-        for name, one in list(self._bridge.drivers.items()):
-            now = one.async_ledger.snapshot
-            found += events(self._seen.get(name, now), now, time.time())
-            self._seen[name] = now
+        now = self._bridge.agent.register.snapshot
+        before = self._seen if self._seen is not None and self._seen.sequence else now
+        found += events(before, now, time.time())  # what a ledger has that is opened late is no event
+        self._seen = now
         since = self._bridge.cluster.statistics.unreachable_since()
         if (since is not None) != self._unreachable:
             self._unreachable = since is not None
@@ -59,14 +59,15 @@ class BridgeStatus:
 
         drivers, cluster, listens = list(self._bridge.drivers.values()), self._bridge.cluster, self._kubelet_listens()
         since = cluster.statistics.unreachable_since()
-        claims = [claim for one in drivers for claim in one.async_ledger.snapshot.claims.values()]
+        now = self._bridge.agent.register.snapshot
+        claims = list(now.claims.values())
         uids: frozenset[str] = frozenset().union(*(claim.pods for claim in claims))
         pods = {pod.uid: pod for pod in self._bridge.agent.tracker.pods_named(uids)}
         return ProviderReport(
             families=list(metrics.families(drivers, self._bridge.publisher, cluster, kubelet_listens=listens)),
             status={one.name: self._status(one, listens) for one in drivers},
             unready=list(self._unready(drivers)),
-            locations={key: location for one in drivers for key, location in _locations(one).items()},
+            locations=_locations(now, drivers),
             claims=[
                 PreparedClaim(
                     resource, device, claim.namespace, claim.name, tuple(pods[uid] for uid in sorted(claim.pods))
@@ -74,11 +75,7 @@ class BridgeStatus:
                 for claim in claims
                 for resource, device in sorted(claim.held)
             ],
-            qualifiers={
-                name: qualifier
-                for one in drivers
-                for name, qualifier in qualifiers_of(one.async_ledger.snapshot).items()
-            },
+            qualifiers={name: qualifier for one in drivers for name, qualifier in qualifiers_of(now, one.name).items()},
             shares={name: share for one in drivers for name, share in _shares(one).items()},
             problems=[] if since is None else [f"the API server is unreachable since {_clock(since)}"],
             node=self._bridge.node.name,
@@ -93,6 +90,8 @@ class BridgeStatus:
     def _unready(self, drivers: list[DriverRuntime]) -> Iterator[str]:
         for one in drivers:
             state, registration = self._bridge.publisher.state(one.name), one.registrar.statistics
+            if not (one.resources or one.driver.records.all()):
+                continue  # no resource names it any more, and it has no claim to unprepare
             if not registration.registered:
                 error = f": {registration.error}" if registration.error else ""
                 yield f"driver {one.name} is not registered with the kubelet{error}"
@@ -101,7 +100,7 @@ class BridgeStatus:
                 yield f"slices of driver {one.name} are not published{problem}"
         named = {service.source.driver or "" for service in list(self._bridge.agent.services.values())}
         for name in sorted(named - {"", *(one.name for one in drivers)}):
-            yield f"driver {name} has not started: another agent may have its ledger"
+            yield f"driver {name} has not started: another agent may have the ledger"
 
     def _status(self, driver: DriverRuntime, kubelet_listens: bool) -> dict[str, object]:
         state = self._bridge.publisher.state(driver.name)
@@ -131,6 +130,8 @@ def _clock(at: float) -> str:
 def _shares(one: DriverRuntime) -> dict[str, ShareProgress]:
     found = {}
     for resource, runtime in list(one.resources.items()):
+        if runtime.leaving:
+            continue
         states = Counter(record.state for record in one.async_ledger.snapshot.of(resource).values())
         found[resource] = ShareProgress(
             str(runtime.handover.share),
@@ -142,15 +143,16 @@ def _shares(one: DriverRuntime) -> dict[str, ShareProgress]:
     return found
 
 
-def _locations(one: DriverRuntime) -> dict[tuple[str, str], DeviceLocation]:
+def _locations(now: Snapshot, drivers: Sequence[DriverRuntime]) -> dict[tuple[str, str], DeviceLocation]:
     waits = {
         (resource, device): f"waits for {what}"
+        for one in drivers
         for resource, runtime in list(one.resources.items())
         for device, what in dict(runtime.handover.waiting).items()
     }
     return {
         key: DeviceLocation(record.state.side, record.state.value, record.since, waits.get(key) or record.reason)
-        for key, record in one.async_ledger.snapshot.devices.items()
+        for key, record in now.devices.items()
     }
 
 

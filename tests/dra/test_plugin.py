@@ -186,12 +186,12 @@ def test_a_driver_whose_slices_cannot_be_made_harms_no_other(
 
 def test_an_agent_that_ends_is_not_waited_for(fake_node: FakeNode, bridged: Bridged) -> None:
     """Its error is the cause of what the test sees."""
-    ledger = fake_node.root / "plugins" / D
-    ledger.parent.mkdir(exist_ok=True)
-    ledger.write_text("no directory")
-    with pytest.raises(RuntimeError, match=f"the agent has ended: .*{D}") as failure:
+    directory = fake_node.root / "plugins" / "dra-bridge"
+    directory.parent.mkdir(exist_ok=True)
+    directory.write_text("no directory")
+    with pytest.raises(RuntimeError, match=f"the agent has ended: .*{directory}") as failure:
         bridged(Fpga(), timeout=60.0)
-    assert D in str(failure.value.__cause__)
+    assert str(directory) in str(failure.value.__cause__)
 
 
 def test_the_plugin_is_cheap() -> None:

@@ -8,12 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from deviceplugin.kubelet.granted import Granted, annotate, annotation, granted
+from deviceplugin.identity import recorded
+from deviceplugin.kubelet.granted import annotate, annotation, granted
+from deviceplugin.register.question import Wanted
+from deviceplugin.register.records import UNKNOWN, WHOLE, Amount
 from deviceplugin.wire import deviceplugin_pb2 as pb
 
 R = "example.com/r"
-A = Granted(frozenset({"char:240:1", "uuid:a"}))
-B = Granted(frozenset({"char:240:2"}), shared=True)
+BOOT = "boot"
+TAKES = (("gpu", "memory", "5"),)
+A = Wanted((R, "a"), recorded(frozenset({"char:240:1", "uuid:a"}), BOOT), WHOLE)
+B = Wanted((R, "b"), recorded(frozenset({"char:240:2"}), BOOT), Amount("1/2", TAKES))
+C = Wanted((R, "c"), "", WHOLE)
+NOTHING = Wanted((R, ""), "", UNKNOWN)
 
 
 def kept(response: pb.ContainerAllocateResponse) -> str:
@@ -21,10 +28,11 @@ def kept(response: pb.ContainerAllocateResponse) -> str:
 
 
 def test_an_answer_tells_what_each_device_was() -> None:
-    """Each id has its own tokens, and whether its holder shares the device; a device without tokens is not named."""
+    """Each id has its device, this device's tokens, and how much of it was granted; also a device without tokens."""
     response = pb.ContainerAllocateResponse(annotations={"other": "x"})
-    annotate(response, R, {"a": A, "b": B, "c": Granted()}, "boot")
-    assert [granted(kept(response), R, name, "boot") for name in "abc"] == [A, B, Granted(shared=True)]
+    annotate(response, R, {"a": A, "b::1": B, "c": C}, BOOT)
+    assert [granted(kept(response), R, name, BOOT) for name in ("a", "b::1", "c")] == [A, B, C]
+    assert granted(kept(response), R, "d", BOOT) == NOTHING
     assert response.annotations["other"] == "x"
 
 
@@ -33,22 +41,15 @@ def test_a_container_with_two_resources_gets_two_annotations() -> None:
     both = pb.ContainerAllocateResponse()
     for resource in (R, "example.com/other"):
         one = pb.ContainerAllocateResponse()
-        annotate(one, resource, {"a": A}, "boot")
+        annotate(one, resource, {"a": A}, BOOT)
         assert both.annotations.keys().isdisjoint(one.annotations.keys())
         both.annotations.update(one.annotations)
-    assert granted(kept(both), R, "a", "boot") == A
+    assert granted(kept(both), R, "a", BOOT) == A
 
 
-def test_a_device_without_tokens_gets_no_annotation() -> None:
-    """There is nothing to say of it."""
-    response = pb.ContainerAllocateResponse()
-    annotate(response, R, {"a": Granted()}, "boot")
-    assert not response.annotations
-
-
-@pytest.mark.parametrize("value", [None, "{", "[]", '{"boot":"boot","devices":{"a":7},"shared":[]}', "another boot"])
+@pytest.mark.parametrize("value", [None, "{", "[]", '{"boot":"boot","devices":{"a":7}}', "another boot"])
 def test_without_an_annotation_of_this_boot_the_nodes_tell(value: str | None) -> None:
-    """The numbers of the answer's device nodes count; nobody knows whether their holder has them alone."""
+    """The numbers of the answer's device nodes count; how much of a device it is only the annotation says."""
     node = next(Path("/dev") / name for name in ("fuse", "tty", "ptmx") if (Path("/dev") / name).exists())
     response = pb.ContainerAllocateResponse(
         devices=[pb.DeviceSpec(host_path=str(one)) for one in (node, "/dev/null", "/dev/no-such", "/etc/hostname")]
@@ -58,11 +59,12 @@ def test_without_an_annotation_of_this_boot_the_nodes_tell(value: str | None) ->
     elif value is not None:
         response.annotations[annotation(R)] = value
     number = os.stat(node).st_rdev
-    tokens = frozenset({f"char:{os.major(number)}:{os.minor(number)}"})
-    assert granted(kept(response), R, "a", "boot") == Granted(tokens, shared=True)
+    tokens = recorded(frozenset({f"char:{os.major(number)}:{os.minor(number)}"}), BOOT)
+    expected = (A if value == "another boot" else NOTHING)._replace(identity=tokens)
+    assert granted(kept(response), R, "a", BOOT) == expected
 
 
 @pytest.mark.parametrize("response", ["", "AQL/", "%"])
 def test_what_is_no_answer_tells_nothing(response: str) -> None:
     """It is no error either: other plugins' answers are theirs."""
-    assert granted(response, R, "a", "boot") == Granted(shared=True)
+    assert granted(response, R, "a", BOOT) == NOTHING

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import grpc.aio
@@ -19,14 +19,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deviceplugin.device import ContainerEdits, Device, DeviceNode, Health, Mount
+from deviceplugin.identity import recorded
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet import device_list
-from deviceplugin.kubelet.allocation_gate import AllowAll, Refusal
 from deviceplugin.kubelet.device_list import DeviceIds
-from deviceplugin.kubelet.exclusion_guard import ExclusionGuard
+from deviceplugin.kubelet.granted import annotation, granted
 from deviceplugin.kubelet.podresources import AllocationsInFlight
 from deviceplugin.kubelet.preference import as_names
-from deviceplugin.kubelet.servicer import Endpoint
+from deviceplugin.kubelet.servicer import Endpoint, Refusal
+from deviceplugin.register.records import AllocationRecord, Amount, Change, DeviceRecord, LedgerError, Operation, State
+from deviceplugin.register.register import MemoryStore, Register, ServedDevices
 from deviceplugin.sharing import device_of, replicas_of
 from deviceplugin.source import DeviceSource
 from deviceplugin.wire import deviceplugin_pb2 as pb
@@ -54,15 +56,62 @@ class Source(DeviceSource):
         yield []
 
 
+class Granting(MemoryStore):
+    """Records at once; or when a test lets it, or not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.go_on = asyncio.Event(), asyncio.Event()
+        self.go_on.set()
+        self.error: Exception | None = None
+
+    async def do(self, operation: Operation[Any]) -> Any:
+        self.begun.set()
+        await self.go_on.wait()
+        if self.error is not None:
+            raise self.error
+        return await super().do(operation)
+
+
 class Served:
     """An endpoint behind a server, and a stub that calls it."""
 
     def __init__(self, source: DeviceSource, stub: Any, **options: Any) -> None:
         self.inventory = Inventory(R)
-        self.granted: list[str] = []
+        self.store = Granting()
+        self.unknown: dict[str, str] = {}
+        served = cast("ServedDevices", self)
+        self.register = Register(lambda: {R: served}, self.store, unknown=lambda resource: self.unknown)
         self.in_flight = AllocationsInFlight()
-        self.endpoint = Endpoint(source, self.inventory, self.in_flight, granted=self.granted.extend, **options)
+        self.calls = 0
+        self.endpoint = Endpoint(
+            source, self.inventory, self.in_flight, granted=self.called, register=self.register, **options
+        )
         self.stub = stub
+
+    @property
+    def source(self) -> DeviceSource:
+        return self.endpoint.source
+
+    def ids_now(self, device: Device) -> tuple[str, ...]:
+        return self.endpoint.ids.names_of(device)
+
+    def device_of(self, device_id: str) -> str:
+        return self.endpoint.ids.device_id_of(device_id)
+
+    def called(self) -> None:
+        """Take note of a grant."""
+        self.calls += 1
+
+    def forget_allocations(self) -> None:
+        """Have all pods end."""
+        now = self.store.snapshot
+        self.store.snapshot = now.with_changes([Change("allocations", key, None) for key in now.allocations], 1)
+
+    @property
+    def granted(self) -> list[str]:
+        """The ids that were granted, in this order."""
+        return [one.device_id for one in self.register.snapshot.allocations.values()]
 
     def publish(self, *devices: Device | str) -> None:
         self.inventory.publish([Device(one) if isinstance(one, str) else one for one in devices])
@@ -314,8 +363,10 @@ async def test_allocate_gives_everything_a_device_carries(serve: Serve) -> None:
         ("/h", "/c", True),
         ("/h2", "/c2", False),
     ]
+    assert first.annotations.pop(annotation(R))
     assert dict(first.annotations) == {"k": "v"}
     assert [device.name for device in first.cdi_devices] == ["v.com/c=a"]
+    assert second.annotations.pop(annotation(R)), "the checkpoint says how much of the device it is"
     assert second == pb.ContainerAllocateResponse()
     assert served.granted == ["a", "b"]
     assert (served.endpoint.statistics.allocations, served.endpoint.statistics.devices_allocated) == (1, 2)
@@ -460,26 +511,44 @@ async def test_failing_edits_cost_their_own_call(serve: Serve) -> None:
     assert served.granted == ["good"]
 
 
-async def test_doorkeeper_decides(serve: Serve) -> None:
-    """What the allocation gate does not offer is shown unhealthy; what it refuses is not given out, with its words."""
-
-    class Closed:
-        def offers(self, resource: str, device: str) -> bool:
-            return device != "b"
-
-        def avoids(self, resource: str) -> Sequence[str]:
-            return ()
-
-        async def grant(self, resource: str, names: Sequence[str], devices: Sequence[str]) -> None:
-            if "b" in devices:
-                raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "side", "b is on the other side")
-
-    served = await serve(Source(), "a", "b", allocation_gate=Closed())
+async def test_the_register_decides(serve: Serve) -> None:
+    """What is on the other side is shown unhealthy, and not given out; the refusal says where it is."""
+    served = await serve(Source(), "a", "b")
+    served.store.snapshot = served.store.snapshot.with_changes(
+        [Change("devices", (R, "b"), DeviceRecord(R, "b", State.DRA, 0.0))], 1
+    )
     async with served.listening() as lists:
         assert await lists.next() == {"a": "Healthy", "b": "Unhealthy"}
-    with refused(grpc.StatusCode.FAILED_PRECONDITION, "b is on the other side"):
+    with refused(grpc.StatusCode.FAILED_PRECONDITION, f"device 'b' of {R} is on the DRA side"):
         await served.allocate("a", "b")
-    assert served.granted == []
+    assert (served.granted, served.calls) == ([], 0)
+    assert served.endpoint.statistics.refusals == {"side": 1}
+    await served.allocate("a")
+    assert (served.granted, served.calls) == (["a"], 1)
+
+
+async def test_whose_holder_is_not_known_yet_is_not_given_out(serve: Serve) -> None:
+    """The kubelet tries again by itself; the refusal says what is missing."""
+    served = await serve(Source(), "a", "b")
+    served.unknown = {"b": "the claim state cannot be read"}
+    async with served.listening() as lists:
+        assert await lists.next() == {"a": "Healthy", "b": "Unhealthy"}
+    with refused(grpc.StatusCode.UNAVAILABLE, "who holds device b is not known yet: the claim state cannot be read"):
+        await served.allocate("b")
+    assert served.endpoint.statistics.refusals == {"starting": 1}
+
+
+async def test_what_cannot_be_recorded_is_not_given_out(serve: Serve) -> None:
+    """Neither a grant, nor the former holder that was found before it."""
+    served = await serve(Source(), "a", holders=(known := Known()))
+    served.store.error = LedgerError("the disk is full")
+    with refused(grpc.StatusCode.UNAVAILABLE, f"{R}: the disk is full"):
+        await served.allocate("a")
+    known.error = LedgerError("the disk is still full")
+    with refused(grpc.StatusCode.UNAVAILABLE, f"{R}: the disk is still full"):
+        await served.allocate("a")
+    assert (served.granted, served.calls) == ([], 0)
+    assert served.endpoint.statistics.refusals == {"ledger": 2}
 
 
 class Known:
@@ -488,11 +557,14 @@ class Known:
     def __init__(self, unnamed: Sequence[str] = (), runs: Mapping[str, str] | None = None) -> None:
         self.withheld = unnamed
         self.runs = dict(runs or {})
+        self.error: Exception | None = None
 
     def unnamed_reasons(self, resource: str) -> Mapping[str, str]:
         return dict.fromkeys(self.withheld, "")
 
     async def still_held(self, resource: str, device_ids: Collection[str]) -> Mapping[str, str]:
+        if self.error is not None:
+            raise self.error
         self.withheld = [*self.withheld, *(name for name in self.runs if name in device_ids)]
         return {name: pod for name, pod in self.runs.items() if name in device_ids}
 
@@ -523,36 +595,48 @@ async def test_a_refused_id_is_withheld_at_once(serve: Serve) -> None:
 
 
 async def test_an_id_whose_former_holders_processes_run_is_refused(serve: Serve) -> None:
-    """The kubelet may count a holder as ended that is not; all or none is given, and the ledger is not asked."""
-
-    class Unasked(AllowAll):
-        async def grant(self, resource: str, names: Sequence[str], devices: Sequence[str]) -> None:
-            assert "a" not in names
-
+    """The kubelet may count a holder as ended that is not; all or none is given, and nothing is recorded."""
     known = Known(runs={"a": "processes of pod default/p run"})
-    served = await serve(Source(), "a", "b", holders=known, allocation_gate=Unasked())
+    served = await serve(Source(), "a", "b", holders=known)
     with refused(grpc.StatusCode.FAILED_PRECONDITION, "device a is still held: processes of pod default/p run"):
         await served.allocate("b", "a")
     assert served.granted == []
+    assert not served.store.begun.is_set()
     assert served.endpoint.statistics.refusals == {"held": 1}
     await served.allocate("b")
     known.runs.clear()
-    served.endpoint._allocation_gate = AllowAll()
     await served.allocate("a")
     assert served.granted == ["b", "a"]
+
+
+async def test_processes_are_looked_for_after_the_last_hook(serve: Serve) -> None:
+    """A holder that is found while `released` and `edits` work is not overlooked: each may take a minute."""
+    known = Known()
+
+    class Slow(Source):
+        def released(self, devices: Sequence[Device]) -> None:
+            """Is called in place of this by a test."""
+
+        def edits(self, devices: Sequence[Device]) -> ContainerEdits:
+            known.runs = {"a": "processes of pod default/p run"}
+            return ContainerEdits()
+
+    async def release_former(names: Sequence[str]) -> None:
+        assert not known.runs
+
+    served = await serve(Slow(), "a", holders=known, release_former=release_former)
+    with refused(grpc.StatusCode.FAILED_PRECONDITION, "device a is still held: processes of pod default/p run"):
+        await served.allocate("a")
+    assert served.granted == []
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
 async def test_devices_to_be_avoided_are_taken_last(serve: Serve, replicas: int) -> None:
     """A device that is to move once it is idle goes to a new pod only if there is no other; what must be, is."""
 
-    class Steering(AllowAll):
-        def avoids(self, resource: str) -> Sequence[str]:
-            return ("a", "b")
-
     source = Source()
     source.replicas = replicas
-    served = await serve(source, "a", "b", "c", "d", allocation_gate=Steering())
+    served = await serve(source, "a", "b", "c", "d", avoids=lambda: ("a", "b"))
     ids = {name: " ".join(replicas_of(name, replicas)) for name in "abcd"}
     every = " ".join(ids.values())
     chosen = await served.prefer(every, "", 2 * replicas)
@@ -601,9 +685,9 @@ def test_no_request_breaks_allocate(containers: list[list[str]], replicas: int) 
     async def run() -> None:
         source = Source()
         source.replicas = replicas
-        inventory, granted = Inventory(R), list[str]()
-        inventory.publish([Device("a"), Device("b"), Device("sick", health=Health.UNHEALTHY)])
-        endpoint = Endpoint(source, inventory, AllocationsInFlight(), granted=granted.extend)
+        served = Served(source, None)
+        served.publish("a", "b", Device("sick", health=Health.UNHEALTHY))
+        endpoint = served.endpoint
         good = {name for device in "ab" for name in replicas_of(device, replicas)}
 
         class Context:
@@ -618,11 +702,11 @@ def test_no_request_breaks_allocate(containers: list[list[str]], replicas: int) 
                 grpc.StatusCode.INVALID_ARGUMENT,
                 grpc.StatusCode.FAILED_PRECONDITION,
             )
-            assert granted == []
+            assert served.granted == []
         else:
             assert len(response.container_responses) == len(containers)
             assert all(name in good for names in containers for name in names)
-            assert granted == [name for names in containers for name in names]
+            assert served.granted == list(dict.fromkeys(name for names in containers for name in names))
 
     asyncio.run(run())
 
@@ -759,6 +843,34 @@ async def test_reset_that_hangs_is_given_up(serve: Serve, *, plain: bool) -> Non
         over.set()
 
 
+async def test_a_reset_that_works_on_after_its_timeout_has_the_device_to_itself(serve: Serve) -> None:
+    """Of four containers that start at once one is reset; no pod gets the device."""
+    over = threading.Event()
+    begun: list[str] = []
+
+    class Resetting(Source):
+        hook_timeout = 0.05
+
+        def reset(self, devices: Sequence[Device]) -> None:
+            begun.extend(device.id for device in devices)
+            over.wait()
+
+    served = await serve(Resetting(), "a", "good")
+    request = pb.PreStartContainerRequest(devices_ids=["a"])
+    try:
+        calls = [asyncio.ensure_future(served.stub.PreStartContainer(request)) for _ in range(4)]
+        errors = await asyncio.gather(*calls, return_exceptions=True)
+        details = sorted(str(one.details()) for one in errors if isinstance(one, grpc.aio.AioRpcError))
+        busy = f"a of {R}: `reset` still works on it, after its timeout"
+        assert details == [busy, busy, busy, f"reset of {R} did not answer within 0.05 s"]
+        assert begun == ["a"]
+        with refused(grpc.StatusCode.FAILED_PRECONDITION, "`reset` still works on it, after its timeout"):
+            await served.allocate("a")
+        await served.allocate("good")
+    finally:
+        over.set()
+
+
 async def test_reset_without_a_device_is_not_called(serve: Serve) -> None:
     """Of devices that are not known any more there is nothing to reset; their container is the runtime's matter."""
 
@@ -803,67 +915,122 @@ class Shared(Source):
 @pytest.mark.parametrize(
     ("before", "after", "gone", "stay", "meanwhile"),
     [
-        (1, 2, {"a"}, {"a::0", "a::1"}, "Unhealthy"),
-        (2, 1, {"a::0", "a::1"}, {"a"}, "Unhealthy"),
-        (3, 2, {"a::2"}, {"a::0", "a::1"}, "Healthy"),
-        (2, 3, set(), {"a::0", "a::1", "a::2"}, "Healthy"),
+        (1, 2, {"a"}, {"a::0", "a::1"}, {"a::0": "Unhealthy", "a::1": "Unhealthy"}),
+        (2, 1, {"a::0", "a::1"}, {"a"}, {"a": "Unhealthy"}),
+        (3, 2, {"a::2"}, {"a::0", "a::1"}, {"a::0": "Healthy", "a::1": "Unhealthy"}),
+        (2, 3, set(), {"a::0", "a::1", "a::2"}, {"a::0": "Healthy", "a::1": "Healthy", "a::2": "Unhealthy"}),
     ],
 )
 async def test_ids_from_before_a_change_of_replicas_are_not_dropped(
-    serve: Serve, before: int, after: int, gone: set[str], stay: set[str], meanwhile: str
+    serve: Serve, before: int, after: int, gone: set[str], stay: set[str], meanwhile: Mapping[str, str]
 ) -> None:
     """Ids that are offered no more stay in the list, unhealthy, until they are forgotten: the kubelet would crash.
 
-    Whoever had the device alone goes on having it alone, and nobody gets alone what others have.
+    Whoever had the device alone goes on having it alone, nobody gets alone what others have, and all of them together
+    never have more than the whole.
     """
     served = await serve(Shared(before), "a")
     async with served.listening() as lists:
         await lists.next()
+        for name in sorted(gone or stay - {"a::2"}):
+            await served.allocate(name)
         other = Shared(after)
         served.endpoint.replace(other)
-        assert await lists.next() == dict.fromkeys(gone, "Unhealthy") | dict.fromkeys(stay, meanwhile)
-        if meanwhile == "Unhealthy":
-            with refused(grpc.StatusCode.FAILED_PRECONDITION, f"only when no pod has {min(gone)} any more"):
-                await served.allocate(min(stay))
+        assert await lists.next() == dict.fromkeys(gone, "Unhealthy") | {name: meanwhile[name] for name in stay}
+        for name in sorted(stay, key=lambda name: meanwhile[name] != "Healthy"):
+            if meanwhile[name] == "Healthy":
+                await served.allocate(name)
+                continue
+            with refused(grpc.StatusCode.FAILED_PRECONDITION, f"{name.partition('::')[0]} of {R} is held by a pod"):
+                await served.allocate(name)
         for name in gone:
             with refused(grpc.StatusCode.INVALID_ARGUMENT, f"there is no device {name}"):
                 await served.allocate(name)
             await served.stub.PreStartContainer(pb.PreStartContainerRequest(devices_ids=[name]))
         assert other.resets == ["a"] * len(gone)  # of pods that have them still
+        served.forget_allocations()
         served.endpoint.ids.forget(gone | stay)
         served.endpoint.refresh()
-        if gone:
+        if gone or "Unhealthy" in meanwhile.values():
             assert await lists.next() == dict.fromkeys(stay, "Healthy")
 
 
 async def test_replicas_changed_back_are_whole_again(serve: Serve) -> None:
-    """Ids that are offered again are shown once, healthy."""
+    """Ids that are offered again are shown once, healthy, as soon as nobody has the device alone any more."""
     served = await serve(Shared(2), "a")
     served.endpoint.replace(Shared(1))
+    await served.allocate("a")
     served.endpoint.replace(Shared(2))
     async with served.listening() as lists:
         assert await lists.next() == dict.fromkeys(("a", "a::0", "a::1"), "Unhealthy")
+        served.forget_allocations()
         served.endpoint.ids.forget({"a"})
         served.endpoint.refresh()
         assert await lists.next() == {"a::0": "Healthy", "a::1": "Healthy"}
 
 
-async def test_ids_that_pods_have_from_an_earlier_agent_count(serve: Serve) -> None:
-    """What an agent with other replicas gave out is taken over; ids that are offered and those of strangers are not."""
-    served = await serve(Shared(2), "a", "b", "c")
-    assert served.endpoint.ids.adopt_existing(["a", "b::0", "c::7", "stranger::1"]) == {"stranger::1"}
+async def test_replicas_that_nobody_has_change_at_once(serve: Serve) -> None:
+    """Ids from before are shown, unhealthy, and hold nothing."""
+    served = await serve(Shared(2), "a")
+    served.endpoint.replace(Shared(1))
     async with served.listening() as lists:
-        expected = {"a": "Unhealthy", "a::0": "Unhealthy", "a::1": "Unhealthy", "c::7": "Unhealthy"}
-        assert await lists.next() == expected | dict.fromkeys(("b::0", "b::1", "c::0", "c::1"), "Healthy")
-        with refused(grpc.StatusCode.FAILED_PRECONDITION, "no pod has a any more"):
+        assert await lists.next() == {"a": "Healthy", "a::0": "Unhealthy", "a::1": "Unhealthy"}
+
+
+async def test_a_device_that_is_held_keeps_its_number_of_replicas(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its source may answer another one at any time; that counts once nobody holds the device, and the log says so."""
+
+    class Changing(Shared):
+        now = 2
+
+        def replicas_of(self, device: Device) -> int:
+            return self.now
+
+    source = Changing(3)
+    served = await serve(source, "a")
+    await served.allocate("a::0")
+    async with served.listening() as lists:
+        assert await lists.next() == {"a::0": "Healthy", "a::1": "Healthy"}
+        for number in (1, 3):
+            source.now = number
+            served.endpoint.refresh()
+            served.publish("a", f"b{number}")
+            assert {name for name in await lists.next() if name.startswith("a")} == {"a::0", "a::1"}
+        said = [record.getMessage() for record in caplog.records if "as before" in record.getMessage()]
+        text = f"{R}: device a is offered 2 times as before, not %d times: a pod or claim has it"
+        assert said == [text % 1, text % 3]
+        served.forget_allocations()
+        served.endpoint.refresh()
+        assert {name for name in await lists.next() if name.startswith("a")} == {"a::0", "a::1", "a::2"}
+
+
+async def test_ids_that_pods_have_from_an_earlier_agent_count(serve: Serve) -> None:
+    """What an agent with other replicas gave out is taken over; ids that are offered and those of strangers are not.
+
+    Of each device there is as much left as its holders have not got; all of it may be gone if that is not known.
+    """
+    served = await serve(Shared(2), "a", "b", "c", "d")
+    for name, part in {"a": "1", "b::0": "1/2", "c::7": "1/8", "d::7": ""}.items():
+        record = AllocationRecord(R, name, name[0], 0.0, 0, amount=Amount(part))
+        change = Change("allocations", (R, name), record)
+        served.store.snapshot = served.store.snapshot.with_changes([change], 0)
+    adopted = served.endpoint.ids.adopt_existing(["a", "b::0", "c::7", "d::7", "stranger::1"])
+    assert adopted == {"stranger::1"}
+    async with served.listening() as lists:
+        healthy = {name for name, health in (await lists.next()).items() if health == "Healthy"}
+        assert healthy == {"b::0", "b::1", "c::0"}
+        with refused(grpc.StatusCode.FAILED_PRECONDITION, f"a of {R} is held by a pod"):
             await served.allocate("a::1")
         assert await served.allocate("c::1")
+        with refused(grpc.StatusCode.FAILED_PRECONDITION, f"c of {R} is held by a pod"):
+            await served.allocate("c::0")
 
 
-async def test_what_is_given_out_while_sharing_changes_is_asked_for_by_its_device(serve: Serve) -> None:
-    """The doorkeeper hears of the device behind an id, also if it is one from before by the time of the grant."""
+async def test_what_is_given_out_while_sharing_changes_is_recorded_by_its_device(serve: Serve) -> None:
+    """The register hears of the device behind an id, also if it is one from before by the time of the grant."""
     begun, going_on = asyncio.Event(), asyncio.Event()
-    asked: list[Sequence[str]] = []
 
     class Slow(Shared):
         async def edits(self, devices: Sequence[Device]) -> ContainerEdits:
@@ -871,17 +1038,14 @@ async def test_what_is_given_out_while_sharing_changes_is_asked_for_by_its_devic
             await going_on.wait()
             return ContainerEdits()
 
-    class Asked(AllowAll):
-        async def grant(self, resource: str, names: Sequence[str], devices: Sequence[str]) -> None:
-            asked.append(devices)
-
-    served = await serve(Slow(4), "a", allocation_gate=Asked())
+    served = await serve(Slow(4), "a")
     call = asyncio.ensure_future(served.allocate("a::0 a::1"))
     await begun.wait()
     served.endpoint.replace(Slow(1))
     going_on.set()
     await call
-    assert asked == [["a"]]
+    records = served.register.snapshot.allocations.values()
+    assert [(one.device, one.amount) for one in records] == [("a", Amount("1/4"))] * 2
 
 
 async def test_a_device_that_is_called_like_a_replica_keeps_its_former_id(serve: Serve) -> None:
@@ -889,6 +1053,7 @@ async def test_a_device_that_is_called_like_a_replica_keeps_its_former_id(serve:
     served = await serve(Shared(1), "x::1")
     async with served.listening() as lists:
         assert await lists.next() == {"x::1": "Healthy"}
+        await served.allocate("x::1")
         for replicas in (2, 3):
             served.endpoint.replace(Shared(replicas))
             offered = [f"x::1::{number}" for number in range(replicas)]
@@ -943,24 +1108,31 @@ def test_list_never_shows_a_broken_device_healthy(one: list[Device], two: list[D
 
 async def test_a_device_that_is_held_under_another_id_is_refused(serve: Serve) -> None:
     """Also while the grant of the other one is under way; the refusal names both."""
-    here: dict[str, Any] = {}
-    guard = ExclusionGuard(lambda: here)
-    started, go = asyncio.Event(), asyncio.Event()
-
-    class Slow(AllowAll):
-        async def grant(self, resource: str, names: Sequence[str], devices: Sequence[str]) -> None:
-            started.set()
-            await go.wait()
-
-    source = Source()
-    served = await serve(source, guard=guard, allocation_gate=Slow())
-    here[R] = SimpleNamespace(source=source, inventory=served.inventory, held_devices=frozenset())
+    served = await serve(Source())
     devices = [Device("a", identity="x"), Device("b", identity="x")]
     served.inventory.publish(devices, {one.id: frozenset({"x"}) for one in devices})
+    served.store.go_on.clear()
     first = asyncio.create_task(served.allocate("a"))
-    await started.wait()
-    with refused(grpc.StatusCode.FAILED_PRECONDITION, "b of example.com/r and a of example.com/r", "one thing"):
-        await served.allocate("b")
-    go.set()
+    await served.store.begun.wait()
+    second = asyncio.create_task(served.allocate("b"))
+    served.store.go_on.set()
     await first
+    with refused(grpc.StatusCode.FAILED_PRECONDITION, "b of example.com/r and a of example.com/r", "one thing"):
+        await second
     assert served.granted == ["a"]
+
+
+async def test_an_answer_says_what_was_recorded(serve: Serve) -> None:
+    """Also if the device is listed as another thing while its grant is recorded: the checkpoint is evidence of it."""
+    served = await serve(Source())
+    served.inventory.publish([Device("a", identity="x")], {"a": frozenset({"x"})})
+    served.store.go_on.clear()
+    call = asyncio.create_task(served.allocate("a"))
+    await served.store.begun.wait()
+    served.inventory.publish([Device("a", identity="y")], {"a": frozenset({"y"})})
+    served.store.go_on.set()
+    (response,) = await call
+    kept = base64.b64encode(response.SerializeToString()).decode()
+    record = served.register.snapshot.allocations[R, "a"]
+    assert record.identity == recorded(frozenset({"x"}), served.register.boot)
+    assert granted(kept, R, "a", served.register.boot) == ((R, "a"), record.identity, record.amount)

@@ -17,6 +17,7 @@ from deviceplugin.kubelet.checkpoint import Allocation
 from deviceplugin.kubelet.holders import HolderSnapshot
 from deviceplugin.kubelet.podresources import AllocationsInFlight, Holder, PodResources
 from deviceplugin.kubelet.tracker import MOST_REQUEST, HolderTracker, PodNames
+from deviceplugin.register.register import Register
 from deviceplugin.testing import FakeKubelet, FakePod
 from deviceplugin.testing.devicemanager import PluginCallError
 from deviceplugin.testing.kubelet import Damage
@@ -39,6 +40,7 @@ class World:
         self.requests = 0
         self.listens = True
         self.woken = 0
+        self.register = Register()
         self.tracker = self.made()
 
     def made(self, *, believe_checkpoint: bool = False) -> HolderTracker:
@@ -50,6 +52,7 @@ class World:
             PodResources(paths.pod_resources),
             self.in_flight,
             self.request,
+            register=self.register,
             pod_logs=paths.pod_log_dir,
             believe_checkpoint=believe_checkpoint,
             wake=self.wake,
@@ -135,7 +138,7 @@ async def test_requests_about_the_same_holders_grow_rarer(world: World, monkeypa
     monkeypatch.setattr("deviceplugin.kubelet.tracker.time", SimpleNamespace(monotonic=lambda: clock))
     monkeypatch.setattr(world.in_flight, "none_since", lambda moment: True)
     world.listens = False
-    world.tracker.remember([Allocation("ended", "main", R, "a")])
+    await world.register.add_holders([Allocation("ended", "main", R, "a")])
     asked = []
     for _ in range(600):
         before = world.requests
@@ -384,7 +387,7 @@ async def test_what_is_known_from_before_a_restart(world: World) -> None:
     pod = await world.run_pod()
     ended = Allocation("ended", "main", R, "b")
     again = world.made()
-    again.remember([ended])
+    await world.register.add_holders([ended])
     await again.start()
     assert set(again.snapshot.held) == {allocation(pod), ended}
     assert not again.snapshot.awake

@@ -1,4 +1,4 @@
-"""The agent's flow on one node, real but for its sockets: ledger, driver with its CDI files, handover, gate.
+"""The agent's flow on one node, real but for its sockets: register, driver with its CDI files, handover.
 
 What outlives the agent is recorded as it happens (`record`): who got a device, what the API server has.
 """
@@ -18,20 +18,22 @@ from typing import Any, Final, Self, cast
 
 from deviceplugin.backoff import Backoff
 from deviceplugin.device import ContainerEdits, Device
+from deviceplugin.exclusion import ConflictError
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet import holders
-from deviceplugin.kubelet.allocation_gate import Refusal
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint
-from deviceplugin.kubelet.holders import HolderEvidence, HolderSnapshot
+from deviceplugin.kubelet.device_list import DeviceIds
+from deviceplugin.kubelet.holders import HolderEvidence, HolderSnapshot, kubelet_snapshot
+from deviceplugin.node.scanning import HolderScanner
 from deviceplugin.register import operations
-from deviceplugin.register.records import LedgerError, Side, State
+from deviceplugin.register.records import UNKNOWN, LedgerError, Side, Snapshot, State
+from deviceplugin.register.register import Register, Store
 from deviceplugin.register.rules import Evidence
 from deviceplugin.source import DeviceSource
 from dra_bridge.driver import ClaimError, ClaimRef, ClusterClaims, Driver, Prepared, ServedResource
-from dra_bridge.handover.evidence import allocations_of, held_ids
-from dra_bridge.handover.gate import LedgerGate
 from dra_bridge.handover.moves import Handover
+from dra_bridge.handover.planner import Moving
 from dra_bridge.handover.share import Share
 from dra_bridge.ledger.store import Ledger, connected
 from dra_bridge.ledger.worker import AsyncLedger
@@ -126,6 +128,52 @@ class Outside(ClusterClaims):
         return {(R, device): f"default/{uid}" for uid, device in self.allocated.items()}
 
 
+class Served:
+    """A resource's devices, as a service has them."""
+
+    def __init__(self, source: DeviceSource, inventory: Inventory, held: Callable[[str], bool]) -> None:
+        self.source = source
+        self.resource = source.resource
+        self.inventory = inventory
+        self.ids = DeviceIds(source, inventory, held)
+
+    def ids_now(self, device: Device) -> tuple[str, ...]:
+        """Return the ids under which the kubelet knows a device now."""
+        return self.ids.names_of(device)
+
+    def device_of(self, device_id: str) -> str:
+        """Return the device of one of the kubelet's ids."""
+        return self.ids.device_id_of(device_id)
+
+
+class Grants:
+    """The register of one life of the agent, and what scans lead to.
+
+    reconciled: (resource, device) of those whose evidence was compared with the ledger. bridged: whether devices wait
+    for that.
+    """
+
+    def __init__(self, store: Store, served: Mapping[str, Served], *, bridged: Collection[str]) -> None:
+        self.reconciled: set[tuple[str, str]] = set()
+        self._served, self._bridged = served, bridged
+        self.register = Register(lambda: served, store, unknown=self._unknown)
+        tracker: Any = SimpleNamespace(granted=lambda one: ("", UNKNOWN), title=str)
+        services: Any = served
+        self.scanner = HolderScanner(services, tracker, self.register, cast("Any", None), 0.0, always=True)
+
+    def _unknown(self, resource: str) -> Mapping[str, str] | None:
+        if resource not in self._bridged:
+            return None
+        listed = self._served[resource].inventory.snapshot.devices
+        return {name: "the agent has just started" for name in listed if (resource, name) not in self.reconciled}
+
+
+def allocations_of(now: Snapshot) -> frozenset[Allocation]:
+    """Return the allocations whose containers the register knows."""
+    records = now.allocations.values()
+    return frozenset(Allocation(*who, one.resource, one.device_id) for one in records for who in one.holders)
+
+
 class Flow:
     """One life of the agent."""
 
@@ -138,7 +186,9 @@ class Flow:
         self.step = step
         self.inventory = Inventory(R)
         self.inventory.publish([Device(name, nodes=["/dev/null"]) for name in DEVICES])
-        self.ledger_gate = LedgerGate(async_ledger, {R: str})
+        served = Served(source, self.inventory, lambda device: self.register.is_held((R, device)))
+        self.grants = Grants(async_ledger, {R: served}, bridged=(R,))
+        self.register = self.grants.register
         self.driver = Driver(
             D,
             NODE,
@@ -148,11 +198,11 @@ class Flow:
             cdi_directory=str(directory / "cdi"),
             report=False,
             boot="1",
-            ready=lambda resource, device: (resource, device) in self.ledger_gate.reconciled,
+            ready=lambda resource, device: (resource, device) in self.grants.reconciled,
+            register=self.register,
         )
-        ids = SimpleNamespace(device_id_of=str, ids_of=lambda device: (device,))
         streams = SimpleNamespace(shown=self._shown)
-        endpoint = SimpleNamespace(resource=R, source=source, ids=ids, refresh=lambda: None, streams=streams)
+        endpoint = SimpleNamespace(resource=R, source=source, ids=served.ids, refresh=lambda: None, streams=streams)
         self.handover = Handover(
             cast("Any", endpoint),
             self.inventory,
@@ -164,6 +214,7 @@ class Flow:
             notify=self.publish,
             share=Share(0),
             waits=lambda: Backoff(first=0.0, most=0.0),
+            moving=Moving(D),
         )
         self._clock = itertools.count(11, 11)
         self._names = {name: device.id for name, (_, device) in self.driver.devices.by_name.items()}
@@ -191,26 +242,26 @@ class Flow:
 
     async def place(self) -> None:
         """Compare the ledger with what is held (R8)."""
-        held = held_ids(holders.holders((), self.outside.evidence()), R, str)
+        held = kubelet_snapshot(0, holders.holders((), self.outside.evidence()), R, str).held
         claims = [
             claim
             for claim in self.driver.claim_evidence((), R)
             if (D, claim.uid) not in self.async_ledger.snapshot.claims
         ]
         evidence = Evidence(held, claims)
-        await self.async_ledger.do(operations.reconcile_evidence(R, evidence, DEVICES, Side.PLUGIN, time.time()))
-        self.ledger_gate.reconciled |= {(R, name) for name in DEVICES}
+        await self.async_ledger.do(operations.reconcile_evidence(R, evidence, DEVICES, Side.PLUGIN, time.time(), D))
+        self.grants.reconciled |= {(R, name) for name in DEVICES}
 
     # What the handover asks.
 
     def _shown(self) -> tuple[float, frozenset[str]]:
-        return 0.0, frozenset(name for name in DEVICES if self.ledger_gate.offers(R, name))
+        return 0.0, frozenset(name for name in DEVICES if self.register.offers(R, name))
 
     async def _scan(self, wanted: Collection[tuple[str, str]]) -> HolderSnapshot:
-        before = self.ledger_gate.before_scan()
+        before = self.async_ledger.snapshot.sequence
         known = allocations_of(self.async_ledger.snapshot)
         now = holders.holders(known, self.outside.evidence(), float(next(self._clock)))
-        await self.ledger_gate.after_scan(before, now)
+        await self.grants.scanner.observe(now, before)
         return now
 
     async def allocated(self) -> Mapping[tuple[str, str], str]:
@@ -248,14 +299,14 @@ class Flow:
         for last in (*[False] * 20, True):
             try:
                 return await work()
-            except (LedgerError, Refusal, ClaimError):
+            except (LedgerError, ConflictError, ClaimError):
                 if last:
                     raise
         raise AssertionError
 
     async def allocate(self, device: str) -> None:
         """Start a pod with a device of the plugin's."""
-        await self.patiently(lambda: self.ledger_gate.grant(R, [device], [device]))
+        await self.patiently(lambda: self.register.grant(R, {device: device}))
 
     async def prepare(self, uid: str) -> Prepared:
         """Have the kubelet prepare a claim."""
@@ -325,7 +376,7 @@ async def aftermath(directory: Path, outside: Outside, source: DeviceSource) -> 
     try:
         for device in DEVICES:
             assert flow.state(device) is not State.QUARANTINED, flow.async_ledger.snapshot
-            assert not (flow.ledger_gate.offers(R, device) and device in flow.slice())
+            assert not (flow.register.offers(R, device) and device in flow.slice())
         for device in sorted(outside.pods):
             outside.record("allocated", f"late-{device}={device}")
             late = ClaimRef("default", f"late-{device}", f"late-{device}")
@@ -333,8 +384,8 @@ async def aftermath(directory: Path, outside: Outside, source: DeviceSource) -> 
             outside.record("deallocated", f"late-{device}")
         for uid, device in sorted(outside.running.items()):
             try:
-                await flow.ledger_gate.grant(R, [device], [device])
-            except Refusal:
+                await flow.register.grant(R, {device: device})
+            except ConflictError:
                 pass
             else:
                 raise AssertionError(f"device {device} was given to a pod while claim {uid} has it")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, Final
@@ -11,13 +11,15 @@ from unittest.mock import patch
 from deviceplugin.kubelet import holders
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation
-from deviceplugin.register import rules
+from deviceplugin.register import operations, question, rules
+from deviceplugin.register.question import Use, View
 from deviceplugin.register.records import DeviceRecord, Snapshot
 from deviceplugin.register.rules import ClusterEvidence, KubeletEvidence, KubeletSnapshot, Refused
 
 Replacement = Callable[..., Any]
 
-_R1, _R2, _R5, _R6 = rules.r1_refusal, rules.r2_refusal, rules.r5_waits_for, rules.r6_waits_for
+_R2, _R5, _R6 = rules.r2_refusal, rules.r5_waits_for, rules.r6_waits_for
+_REFUSAL: Final = question.refusal
 _HOLDERS: Final = holders.holders
 _CLAIM_IS_OVER: Final = holders.claim_is_over
 
@@ -30,15 +32,16 @@ def _nothing(*_: object) -> str:
     return ""
 
 
-def _r1_by_state(now: Snapshot, resource: str, device: str) -> Refused | None:
-    return _R1(replace(now, claims={}), resource, device)
+def _r2_by_state(now: Snapshot, driver: str, resource: str, device: str) -> Refused | None:
+    return _R2(replace(now, allocations={}, index={}), driver, resource, device)
 
 
-def _r2_by_state(now: Snapshot, resource: str, device: str) -> Refused | None:
-    return _R2(replace(now, allocations={}), resource, device)
+def _refusal_by_side(wanted: Collection[Use], state: Snapshot, view: View) -> str:
+    kinds = {one.unit[0] for one in wanted}
+    return _REFUSAL(wanted, state, view, own=lambda use: use.unit[0] not in kinds)
 
 
-BY_STATE: Final = ((rules, "r1_refusal", _r1_by_state), (rules, "r2_refusal", _r2_by_state))
+BY_STATE: Final = ((rules, "r2_refusal", _r2_by_state), (operations, "refusal", _refusal_by_side))
 """R1 and R2 by the device's state alone, without the other side's holders: they would hide that a move ended early."""
 
 
@@ -87,9 +90,9 @@ def _over_unless_running(uid: str, pods: Any, _named: object, processes: PodProc
 
 
 MUTATIONS: Final[dict[str, tuple[tuple[object, str, Replacement], ...]]] = {
-    "R1": ((rules, "r1_refusal", _nobody),),
-    "R2": ((rules, "r2_refusal", _nobody),),
-    "R2 between claims": ((rules, "r2_taken", _nobody),),
+    "R1": (*BY_STATE, (rules, "r1_refusal", _nobody)),
+    "R2": (*BY_STATE, (rules, "r2_refusal", _nobody)),
+    "the question, between claims": ((operations, "refusal", _nothing),),
     "R5": ((rules, "r5_waits_for", _nothing), *BY_STATE),
     "R6": ((rules, "r6_waits_for", _nothing), *BY_STATE),
     "R7": ((rules, "r7_releases", _released_at_once), *BY_STATE),

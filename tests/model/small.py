@@ -37,21 +37,25 @@ from typing import Final, NamedTuple
 from deviceplugin.kubelet import holders
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint
-from deviceplugin.kubelet.holders import HolderEvidence, HolderSnapshot
+from deviceplugin.kubelet.holders import HolderEvidence, HolderSnapshot, kubelet_snapshot
 from deviceplugin.register import operations
+from deviceplugin.register.question import View, Wanted
 from deviceplugin.register.records import (
+    WHOLE,
     AllocationRecord,
+    Change,
     Claim,
     ClaimDevice,
     DeviceRecord,
     Operation,
+    Record,
     Side,
     Snapshot,
     State,
 )
-from deviceplugin.register.rules import ClaimEvidence, ClusterEvidence, Evidence, KubeletEvidence, Refused
-from dra_bridge.handover.evidence import held_ids, kubelet_snapshot, shown_unhealthy
-from dra_bridge.handover.planner import held_and_expected, in_state, plan
+from deviceplugin.register.rules import ClaimEvidence, ClusterEvidence, Evidence, Excluded, KubeletEvidence, Refused
+from dra_bridge.handover.ends import shown_unhealthy
+from dra_bridge.handover.planner import Moving, held_and_expected, plan
 from dra_bridge.handover.share import Share
 
 R: Final = "example.com/fpga"
@@ -59,6 +63,9 @@ D: Final = "fpga.example.com"
 TWO: Final = (0, 1)
 NAMES: Final = ("0", "1")
 STATES: Final = tuple(State)
+MINE: Final = Moving(D)
+ALONE: Final = View()
+"""Nothing but the register's own records."""
 CONTAINER: Final = "c"
 SHOWN, OLD, RECENT = 1.0, 1000.0, 2000.0
 BEGUN, FORMER, LATER, NOW = 2, 1, 9, 10
@@ -199,30 +206,33 @@ def start(*states: State) -> World:
 
 def snapshot(world: World) -> Snapshot:
     """Return the world's ledger as the ledger knows it."""
-    devices, holds, claims = {}, {}, {}
+    devices: dict[tuple[str, str], DeviceRecord] = {}
+    held: list[tuple[str, tuple[str, str], Record]] = []
     for name, device in zip(NAMES, world.devices, strict=True):
         if device.state < len(STATES):
             reason = "for claim default/c" if device.pulled else ""
             sequence = LATER if device.new else FORMER
-            devices[R, name] = DeviceRecord(R, name, STATES[device.state], 0.0, sequence, reason)
+            state = STATES[device.state]
+            driver = "" if state is State.PLUGIN else D
+            devices[R, name] = DeviceRecord(R, name, state, 0.0, sequence, reason, driver)
         recorded = frozenset(
             (str(uid), CONTAINER) for uid, pod in enumerate(world.pods) if pod.recorded and NAMES[pod.device] == name
         )
         if recorded or device.pending:
             absent = (None, RECENT, OLD)[device.absent]
             sequence = LATER if device.fresh else FORMER
-            holds[R, name] = AllocationRecord(R, name, name, 0.0, sequence, recorded, device.pending, absent)
+            one = AllocationRecord(R, name, name, 0.0, sequence, recorded, device.pending, absent, amount=WHOLE)
+            held.append(("allocations", (R, name), one))
     for uid, claim in zip("01", world.claims, strict=True):
         if claim.record:
-            claims[D, uid] = replace(claim_of(uid, claim), result="r" if claim.record == 3 else None)
-            if claim.record == 1:
-                claims[D, uid] = replace(claims[D, uid], durable=False)
-    return Snapshot(NOW, devices, holds, claims)
+            result = "r" if claim.record == 3 else None
+            held.append(("claims", (D, uid), replace(claim_of(uid, claim), result=result, durable=claim.record != 1)))
+    return Snapshot(NOW, devices).with_changes([Change(*one) for one in held], NOW)
 
 
 def claim_of(uid: str, claim: Request) -> Claim:
     """Return a claim as the driver records it."""
-    devices = (ClaimDevice(R, NAMES[claim.device]),)
+    devices = (ClaimDevice(R, NAMES[claim.device], amount=WHOLE),)
     return Claim(D, uid, "default", f"c{uid}", devices, "r", 0.0, pods=frozenset({f"c{uid}"}))
 
 
@@ -443,8 +453,9 @@ class Small:
                 if holders.running(known, R, [name], {one.pod_uid for one in known if processes.may_run(one.pod_uid)}):
                     yield f"refuse p{number}", with_pod(world, number, Pod())
                     continue
-                answer, after = self.do(world, ("grant", name), partial(operations.grant, R, {name: name}, 0.0))
-                then = Pod() if isinstance(answer, Refused) else after.pods[number]._replace(at=ANSWERED)
+                wanted = {name: Wanted((R, name), "", WHOLE)}
+                answer, after = self.do(world, ("grant", name), partial(operations.grant, R, wanted, ALONE, 0.0))
+                then = Pod() if isinstance(answer, Refused | Excluded) else after.pods[number]._replace(at=ANSWERED)
                 yield f"grant p{number}", with_pod(after, number, then)
         healthy = self.healthy(world)
         if world.sent != healthy:
@@ -463,7 +474,7 @@ class Small:
                 _, after = self.do(
                     world,
                     ("reserve", uid),
-                    partial(operations.reserve, claim_of(uid, claim), durable=False, pull=True),
+                    partial(operations.reserve, claim_of(uid, claim), ALONE, durable=False, pull=True),
                 )
                 if after.claims[number].record:
                     yield f"reserve c{number}", with_claim(after, number, after.claims[number]._replace(node=1))
@@ -473,9 +484,9 @@ class Small:
                 yield f"file c{number}", with_claim(world, number, claim._replace(node=2, file=True))
             elif claim.node == 2:
                 answer, after = self.do(
-                    world, ("prepare", uid), partial(operations.prepare, claim_of(uid, claim), pull=True)
+                    world, ("prepare", uid), partial(operations.prepare, claim_of(uid, claim), ALONE, pull=True)
                 )
-                if isinstance(answer, Refused):
+                if isinstance(answer, Refused | Excluded):
                     undone = with_claim(after, number, after.claims[number]._replace(node=0, file=False))
                     _, after = self.do(undone, ("unprepare", uid), partial(operations.unprepare, D, uid))
                     yield f"undo c{number}", with_claim(after, number, gone(after.claims[number]))
@@ -513,7 +524,7 @@ class Small:
         for name in self.names:
             for side in Side:
                 answer, after = self.do(
-                    world, ("move", name, side), partial(operations.begin_move, R, [name], side, 0.0)
+                    world, ("move", name, side), partial(operations.begin_move, R, [name], side, 0.0, driver=D)
                 )
                 if answer:
                     yield f"begin {name} {side.value}", after
@@ -523,12 +534,12 @@ class Small:
         stage = world.stage
         if stage.what == 0:
             if world.sent:
-                moving = in_state(snapshot(world), R, State.TO_DRA)
+                moving = MINE.in_state(snapshot(world), R, State.TO_DRA)
                 shown = shown_unhealthy(moving, (1.0, frozenset(names(world.sent))), str)
                 if shown or not moving:
                     yield "request", settled(world, Stage(1, flags(shown)))
             now = snapshot(world)
-            moving = in_state(now, R, State.TO_PLUGIN)
+            moving = MINE.in_state(now, R, State.TO_PLUGIN)
             if free := [name for name in moving if not now.claims_on(R, (name,))]:
                 yield "withdrawn", self.withdrawn(world, moving, free)
         elif stage.what == 1:
@@ -636,7 +647,7 @@ class Small:
         world = self.filed(world, *(pod.memory for pod in world.pods))
         checkpoint = Checkpoint(frozenset(allocations(world, "file")), {})
         now = holders.holders(recorded(world), HolderEvidence([checkpoint], True, self.processes(world)), RECENT)
-        held = held_ids(now, R, str)
+        held = kubelet_snapshot(0, now, R, str).held
         fresh = all(device.state == UNKNOWN for device in world.devices)
         claims = [
             ClaimEvidence(D, uid, frozenset({NAMES[claim.device]}), prepared=claim.file)
@@ -646,7 +657,9 @@ class Small:
         _, after = self.do(
             world,
             ("reconcile", *now.held.items(), *((claim.uid, claim.prepared) for claim in claims)),
-            partial(operations.reconcile_evidence, R, Evidence(held, claims, now.awake), self.names, Side.PLUGIN, 0.0),
+            partial(
+                operations.reconcile_evidence, R, Evidence(held, claims, now.awake), self.names, Side.PLUGIN, 0.0, D
+            ),
         )
         return after._replace(alive=True)
 
@@ -718,7 +731,9 @@ class Small:
         wish = plan(states, in_use, share, "cordon", (), expected)
         for devices, side in ((wish.to_dra, Side.DRA), (wish.to_plugin, Side.PLUGIN)):
             if devices:
-                yield self.do(world, ("moves", devices, side), partial(operations.begin_move, R, devices, side, 0.0))[1]
+                yield self.do(
+                    world, ("moves", devices, side), partial(operations.begin_move, R, devices, side, 0.0, driver=D)
+                )[1]
         yield from (after for what, after in self.fate(world) if what == "tick")
         yield from (after for what, after in self.gathering(world) if what == "withdrawn" and after != world)
         held = any(device.pending or device.state == STATES.index(State.TO_DRA) for device in world.devices)

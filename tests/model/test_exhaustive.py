@@ -200,7 +200,7 @@ def test_halves_are_all_worlds_and_no_other(pods: int, claims: int, crashes: boo
 
 
 SMALLEST: dict[str, dict[str, Any]] = {
-    "R2 between claims": {"pods": 0, "claims": 2, "faults": ()},
+    "the question, between claims": {"pods": 0, "claims": 2, "faults": ()},
     "the checkpoint must be awake": {"pods": 1, "faults": ("lose",)},
     "more checkpoints than writers": {"pods": 1, "slow": True},
     "processes": {"pods": 2, "claims": 0, "faults": ("force",)},
@@ -216,7 +216,7 @@ SMALLEST: dict[str, dict[str, Any]] = {
 def test_without_a_rule_or_some_evidence_the_model_finds_the_double_allocation(what: str) -> None:
     """Each is needed, and the model notices; evidence that is too old has a device offered on both sides."""
     options: dict[str, Any] = {"pods": 1, "claims": 1, "faults": (), **SMALLEST.get(what, {})}
-    side = State.DRA if what.startswith(("R2", "R6", "claims")) else State.PLUGIN
+    side = State.DRA if what.startswith(("R2", "R6", "claims", "the question")) else State.PLUGIN
     old = what.endswith("after the move began")
     small = Small(devices=1, crashes=False, turns=old, **options)
     with without(what):

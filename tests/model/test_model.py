@@ -18,28 +18,27 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final, cast
 
-import grpc
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from deviceplugin.backoff import Backoff
 from deviceplugin.device import Device
+from deviceplugin.exclusion import ConflictError
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet import holders
-from deviceplugin.kubelet.allocation_gate import Refusal
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint
-from deviceplugin.kubelet.holders import HolderEvidence, HolderSnapshot
+from deviceplugin.kubelet.holders import HolderEvidence, HolderSnapshot, kubelet_snapshot
 from deviceplugin.register import operations
-from deviceplugin.register.records import Claim, ClaimDevice, LedgerError, Operation, Side, Snapshot, State
-from deviceplugin.register.rules import ClaimEvidence, Evidence, Refused
-from dra_bridge.handover.evidence import allocations_of, held_ids
-from dra_bridge.handover.gate import LedgerGate
+from deviceplugin.register.records import WHOLE, Claim, ClaimDevice, LedgerError, Operation, Side, Snapshot, State
+from deviceplugin.register.rules import ClaimEvidence, Evidence, Excluded, Refused
+from deviceplugin.source import DeviceSource
 from dra_bridge.handover.moves import Handover
+from dra_bridge.handover.planner import Moving
 from dra_bridge.handover.share import Drain, Share
-from dra_bridge.ledger.worker import AsyncLedger
 from tests.dra.ledger.samples import DirectLedger
+from tests.model.flow import Grants, Served, allocations_of
 
 R: Final = "example.com/fpga"
 D: Final = "fpga.example.com"
@@ -47,6 +46,13 @@ DEVICES: Final = ("a", "b")
 MEMORY: Final = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 """Where the ledger lies: a walk commits thousands of times, and no machine loses its power here."""
 AT_LENGTH: Final = os.environ.get("DEVICEPLUGIN_MODEL") == "long"
+
+
+class Source(DeviceSource):
+    """A source that both sides serve."""
+
+    resource = R
+    driver = D
 
 
 class ServerError(Exception):
@@ -62,8 +68,6 @@ class Pause:
 
 class SlowLedger:
     """`AsyncLedger` without an event loop: before and after each operation something else may come."""
-
-    identify = AsyncLedger.identify
 
     def __init__(self, store: DirectLedger) -> None:
         self.ledger = store
@@ -158,16 +162,15 @@ class Node(RuleBasedStateMachine):
         self.sent: tuple[float, frozenset[str]] | None = None
         self.want: frozenset[str] | None = None
         self.accepted: dict[str, float] = {}
-        self.known = frozenset(allocations_of(self.store.snapshot))
-        if self.checkpoint is not None:
-            self.known |= self.checkpoint.allocations
+        self.scanned = self.checkpoint.allocations if self.checkpoint is not None else frozenset()
         self.flying, self.disturbed, self.scanning = 0, False, False
         inventory = Inventory(R)
         inventory.publish([Device(name) for name in DEVICES])
-        self.ledger_gate = LedgerGate(cast("Any", self.async_ledger), {R: str})
-        ids = SimpleNamespace(device_id_of=str, ids_of=lambda device: (device,))
+        served = Served(Source(), inventory, lambda device: self.register.is_held((R, device)))
+        self.grants = Grants(cast("Any", self.async_ledger), {R: served}, bridged=(R,))
+        self.register = self.grants.register
         streams = SimpleNamespace(shown=lambda: self.sent)
-        endpoint = SimpleNamespace(resource=R, ids=ids, refresh=lambda: None, streams=streams)
+        endpoint = SimpleNamespace(resource=R, ids=served.ids, refresh=lambda: None, streams=streams)
         self.handover = Handover(
             cast("Any", endpoint),
             inventory,
@@ -181,6 +184,7 @@ class Node(RuleBasedStateMachine):
             drain=self.drain,
             errors=(ServerError,),
             waits=lambda: Backoff(first=0.0, most=0.0),
+            moving=Moving(D),
         )
         self.alive = True
         self.reconcile()
@@ -208,7 +212,7 @@ class Node(RuleBasedStateMachine):
         if self.checkpoint is None:
             return
         now = holders.holders(self.known, HolderEvidence([self.checkpoint], awake, self.processes()), self.clock())
-        held = held_ids(now, R, str)
+        held = kubelet_snapshot(0, now, R, str).held
         snapshot = self.store.snapshot
         files = [claim for claim in self.claims.values() if claim.file and (D, claim.uid) not in snapshot.claims]
         evidence = [ClaimEvidence(D, claim.uid, frozenset({claim.device}), prepared=True) for claim in files]
@@ -221,11 +225,18 @@ class Node(RuleBasedStateMachine):
             ]
         try:
             done = self.store.do(
-                operations.reconcile_evidence(R, Evidence(held, evidence, now.awake), DEVICES, Side.PLUGIN, time.time())
+                operations.reconcile_evidence(
+                    R, Evidence(held, evidence, now.awake), DEVICES, Side.PLUGIN, time.time(), D
+                )
             )
         except LedgerError:
             return
-        self.ledger_gate.reconciled |= {(R, name) for name in DEVICES if name not in done.doubtful}
+        self.grants.reconciled |= {(R, name) for name in DEVICES if name not in done.doubtful}
+
+    @property
+    def known(self) -> frozenset[Allocation]:
+        """The allocations that the register knows, and those of the last scan."""
+        return allocations_of(self.store.snapshot) | self.scanned
 
     def processes(self) -> PodProcesses:
         running = {pod.uid for pod in self.pods if pod.at == "runs"}
@@ -238,7 +249,7 @@ class Node(RuleBasedStateMachine):
             await Pause()
         self.scanning = True
         try:
-            before, at = self.ledger_gate.before_scan(), self.clock()
+            before, at = self.store.snapshot.sequence, self.clock()
             self.disturbed = False
             files: list[Checkpoint] = []
             while not holders.shows_present(files) and await self.is_written() and self.checkpoint is not None:
@@ -250,8 +261,8 @@ class Node(RuleBasedStateMachine):
             now = holders.holders(self.known, HolderEvidence(files, awake, self.processes(), "late"), at)
             if self.disturbed or self.flying:
                 return None
-            self.known = frozenset(now.held)
-            await self.ledger_gate.after_scan(before, now)
+            self.scanned = frozenset(now.held)
+            await self.grants.scanner.observe(now, before)
             return now
         finally:
             self.scanning = False
@@ -298,10 +309,10 @@ class Node(RuleBasedStateMachine):
         self.flying, self.disturbed = self.flying + 1, True
         try:
             if holders.running(self.known, R, [pod.device], self.processes().running or ()):
-                raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "held", "")
+                raise ConflictError("held")
             await Pause()
-            await self.ledger_gate.grant(R, [pod.device], [pod.device])
-        except Refusal:
+            await self.register.grant(R, {pod.device: pod.device})
+        except (ConflictError, LedgerError):
             if pod in self.pods:
                 self.pods.remove(pod)
         else:
@@ -311,19 +322,21 @@ class Node(RuleBasedStateMachine):
             self.flying, self.disturbed = self.flying - 1, True
 
     async def prepare(self, claim: Request, *, durable: bool) -> None:
-        devices, pods = (ClaimDevice(R, claim.device),), frozenset({f"pod of {claim.uid}"})
+        devices, pods = (ClaimDevice(R, claim.device, amount=WHOLE),), frozenset({f"pod of {claim.uid}"})
         record = Claim(D, claim.uid, "default", claim.uid, devices, "ready", time.time(), pods=pods)
         claim.node, claim.named = "busy", True
         answered = False
         try:
-            if (R, claim.device) not in self.ledger_gate.reconciled:
+            if (R, claim.device) not in self.grants.reconciled:
                 return
-            answer = await self.async_ledger.do(operations.reserve(record, durable=durable, pull=True))
-            if isinstance(answer, Refused):
+            view = self.register.view()
+            answer = await self.async_ledger.do(operations.reserve(record, view, durable=durable, pull=True))
+            if isinstance(answer, Refused | Excluded):
                 return
             claim.file = True
             await Pause()
-            if not isinstance(await self.async_ledger.do(operations.prepare(record, pull=True)), Refused):
+            answer = await self.async_ledger.do(operations.prepare(record, self.register.view(), pull=True))
+            if not isinstance(answer, Refused | Excluded):
                 claim.node, answered = "prepared", True
                 return
             claim.file = False
@@ -443,7 +456,7 @@ class Node(RuleBasedStateMachine):
     @precondition(lambda self: self.alive)
     @rule()
     def list_is_sent(self) -> None:
-        self.sent = self.clock(), frozenset(name for name in DEVICES if self.ledger_gate.offers(R, name))
+        self.sent = self.clock(), frozenset(name for name in DEVICES if self.register.offers(R, name))
 
     @rule()
     def kubelet_receives_list(self) -> None:
@@ -456,7 +469,7 @@ class Node(RuleBasedStateMachine):
         self.want = frozenset(
             name
             for name in DEVICES
-            if (R, name) in self.ledger_gate.reconciled and self.store.snapshot.device(R, name).state.offered
+            if (R, name) in self.grants.reconciled and self.store.snapshot.device(R, name).state.offered
         )
         for name in self.want:
             self.accepted.pop(name, None)
@@ -702,7 +715,7 @@ class Node(RuleBasedStateMachine):
     def doubt_is_resolved(self) -> None:
         """Reconcile devices in doubt or in quarantine again."""
         quarantined = any(record.state is State.QUARANTINED for record in self.store.snapshot.devices.values())
-        if quarantined or len(self.ledger_gate.reconciled) < len(DEVICES):
+        if quarantined or len(self.grants.reconciled) < len(DEVICES):
             self.checkpoint_is_written()
             self.reconcile(awake=True)
 

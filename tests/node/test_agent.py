@@ -22,16 +22,15 @@ import pytest
 
 from deviceplugin.config import OPEN, Config, load
 from deviceplugin.device import ContainerEdits, Device, Health
-from deviceplugin.kubelet import holders as grants
 from deviceplugin.kubelet.checkpoint import Allocation
 from deviceplugin.kubelet.device_list import Stream
 from deviceplugin.kubelet.holders import HolderSnapshot, Holding
 from deviceplugin.kubelet.status import Withheld
 from deviceplugin.node import following
 from deviceplugin.node import process as process_module
-from deviceplugin.node import service as service_module
 from deviceplugin.node.agent import Agent, AgentError
 from deviceplugin.node.options import Paths, add_run_options, run_options
+from deviceplugin.register import rules as grants
 from deviceplugin.source import DeviceSource
 from deviceplugin.sources.simulated import SimulatedSource
 from deviceplugin.testing import FakeKubelet, FakePod, Served, serve
@@ -697,18 +696,24 @@ async def test_an_unreadable_checkpoint_is_warned_of_once_it_lasts(
 
 
 @pytest.fixture
-async def service(tmp_path: Path) -> service_module.Service:
-    """A service of a shared device to which a kubelet listens; the scans' results are what a test says."""
-    made = Agent([Shared(2)], Paths(tmp_path)).services[R]
+async def alone(tmp_path: Path) -> Agent:
+    """An agent of a shared device to which a kubelet listens; the scans' results are what a test says."""
+    agent = Agent([Shared(2)], Paths(tmp_path))
+    made = agent.services[R]
     made.inventory.publish(made.source.devices)  # type: ignore[attr-defined]
     made.endpoint.streams._open.add(Stream())
-    return made
+    return agent
 
 
-def taken(service: service_module.Service, now: HolderSnapshot) -> None:
-    """Have a service take a scan's result as the agent does."""
-    service.take_holders(now)
-    service.observe(now)
+async def taken(agent: Agent, now: HolderSnapshot) -> None:
+    """Have an agent take a scan's result."""
+
+    async def scanned(wanted: object = None) -> HolderSnapshot:
+        agent.tracker.snapshot = now
+        return now
+
+    agent.tracker.scan = scanned  # type: ignore[method-assign]
+    await agent.scanner.scan()
 
 
 def scan(at: float, *held: str, registered: frozenset[str] | None = frozenset(), awake: bool = True) -> HolderSnapshot:
@@ -727,18 +732,19 @@ def scan(at: float, *held: str, registered: frozenset[str] | None = frozenset(),
     ],
 )
 async def test_an_id_from_before_is_forgotten_when_nobody_has_or_gets_it(
-    service: service_module.Service, held: tuple[str, ...], registered: frozenset[str], stays: set[str]
+    alone: Agent, held: tuple[str, ...], registered: frozenset[str], stays: set[str]
 ) -> None:
     """That takes two scans in which no pod has it and the kubelet would not give it out: one may overlook a grant."""
+    service = alone.services[R]
     service.follower.replace(Shared(1))
     assert set(service.endpoint.ids.legacy) == {"sim-0::0", "sim-0::1"}
-    taken(service, scan(1.0, *held, registered=registered))
+    await taken(alone, scan(1.0, *held, registered=registered))
     assert set(service.endpoint.ids.legacy) == {"sim-0::0", "sim-0::1"}
-    taken(service, scan(2.0, *held, registered=None, awake=False))
+    await taken(alone, scan(2.0, *held, registered=None, awake=False))
     assert set(service.endpoint.ids.legacy) == {"sim-0::0", "sim-0::1"}
-    taken(service, scan(3.0, *held, registered=registered, awake=False))
+    await taken(alone, scan(3.0, *held, registered=registered, awake=False))
     assert set(service.endpoint.ids.legacy) == {"sim-0::0", "sim-0::1"}
-    taken(service, scan(4.0, *held, registered=registered))
+    await taken(alone, scan(4.0, *held, registered=registered))
     assert set(service.endpoint.ids.legacy) == stays
 
 
@@ -747,34 +753,38 @@ async def test_an_id_from_before_is_forgotten_when_nobody_has_or_gets_it(
     [((), frozenset(), False), (("sim-0::1",), frozenset(), True), ((), frozenset({"sim-0::0"}), True)],
 )
 async def test_a_gone_device_is_forgotten_when_nobody_has_or_gets_it(
-    service: service_module.Service, held: tuple[str, ...], registered: frozenset[str], stays: bool
+    alone: Agent, held: tuple[str, ...], registered: frozenset[str], stays: bool
 ) -> None:
     """The same holds for devices; a replica is its device's."""
+    service = alone.services[R]
     service.inventory.publish(())
-    taken(service, scan(1.0, *held, registered=registered))
+    await taken(alone, scan(1.0, *held, registered=registered))
     assert service.inventory.snapshot.gone == {"sim-0"}
-    taken(service, scan(2.0, *held, registered=registered))
+    await taken(alone, scan(2.0, *held, registered=registered))
     assert service.inventory.snapshot.gone == ({"sim-0"} if stays else frozenset())
 
 
-async def test_grants_of_a_former_process_are_in_use_until_two_checkpoints_do_not_name_them(
-    service: service_module.Service,
-) -> None:
+async def test_grants_of_a_former_process_are_in_use_until_two_checkpoints_do_not_name_them(alone: Agent) -> None:
     """A holder from before the grant does not count as the one that it was for."""
-    service.remember({"sim-0::0"}, [Allocation("u1", "main", R, "sim-0::0")])
-    for at, held, devices in (
-        (1.0, ("sim-0::0",), {"sim-0"}),
-        (2.0, (), {"sim-0"}),
+    register, service = alone.register, alone.services[R]
+    await register.grant(R, {"sim-0::0": "sim-0"})
+    await register.add_holders([Allocation("u1", "main", R, "sim-0::0")])
+    for at, held, ids in (
+        (1.0, ("sim-0::0",), {"sim-0::0"}),
+        (2.0, (), {"sim-0::0"}),
         (2.0 + grants.WELL_APART, (), set()),
     ):
-        taken(service, scan(at, *held))
-        assert service.held_devices == devices
+        await taken(alone, scan(at, *held))
+        assert {device_id for _, device_id in register.snapshot.allocations} == ids
+        assert register.is_free((R, "sim-0")) is not bool(ids)
+        assert service.in_use is bool(ids)
 
 
-async def test_what_ended_before_its_device_came_is_not_inherited(service: service_module.Service) -> None:
+async def test_what_ended_before_its_device_came_is_not_inherited(alone: Agent) -> None:
     """A pod had a device that was away when the agent began, and has ended since: nobody has to be waited for."""
+    service = alone.services[R]
     service._existing = frozenset({"late", "later"})
-    taken(service, scan(1.0, "later"))
+    await taken(alone, scan(1.0, "later"))
     service.inventory.publish([Device(name) for name in ("sim-0", "late", "later")])
     service._adopt_existing()
     assert set(service.endpoint.ids.legacy) == {"later"}

@@ -6,15 +6,16 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
-from deviceplugin.kubelet.exclusion_guard import ExclusionGuard
 from deviceplugin.kubelet.holders import HolderSnapshot
 from deviceplugin.kubelet.tracker import HolderTracker
 from deviceplugin.node import scanning
 from deviceplugin.node.scanning import HolderScanner
+from deviceplugin.register.register import Register
 
 NEVER = 1000.0
 
@@ -36,9 +37,8 @@ class Scans(HolderScanner):
 
 @asynccontextmanager
 async def scanning_grants() -> AsyncIterator[Scans]:
-    scanner = Scans(
-        {}, cast("HolderTracker", None), cast("ExclusionGuard", None), tuple, asyncio.Event(), NEVER, always=True
-    )
+    tracker = cast("HolderTracker", SimpleNamespace(snapshot=HolderSnapshot()))
+    scanner = Scans({}, tracker, Register(), asyncio.Event(), NEVER, always=True)
     task = asyncio.create_task(scanner.run())
     try:
         yield scanner

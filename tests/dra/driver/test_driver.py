@@ -28,6 +28,7 @@ from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.claim_state import ClaimStateError, PreparedClaim
 from deviceplugin.register import operations
+from deviceplugin.register.question import View
 from deviceplugin.register.records import UNKNOWN, WHOLE, Claim, ClaimDevice, LedgerError, Side, State
 from deviceplugin.register.rules import ClaimEvidence, Evidence
 from deviceplugin.source import DeviceSource
@@ -72,6 +73,9 @@ class Params(msgspec.Struct):
 
 
 def result(device: str, request: str = "fpga", **more: Any) -> dict[str, Any]:
+    """Return one allocated device; one with a share ID has one share of its device."""
+    if "shareID" in more:
+        more = {"consumedCapacity": {f"{D}/shares": "1"}, **more}
     return {"request": request, "driver": D, "pool": NODE, "device": device, **more}
 
 
@@ -139,6 +143,7 @@ class Plain(DeviceSource):
 
     resource = R
     driver = D
+    replicas = 2
 
 
 @dataclass
@@ -262,14 +267,27 @@ async def test_a_claim_gets_its_device_and_is_recorded(here: World) -> None:
     assert here.driver.statistics.prepare.done == 1
 
 
-async def test_prepare_again_answers_the_same_without_asking_anybody(here: World) -> None:
-    """The kubelet asks again after each of its restarts."""
-    here.claims.add(claim("1", result("d0")))
+async def test_prepare_again_answers_the_same(here: World) -> None:
+    """The kubelet asks again if it lost the answer; the claim is read, and the devices are not set up again."""
+    here.claims.add(claim("1", result("d0", "fpga/big", shareID="s")))
     first = await here.prepared("1")
     os.remove(here.cdi / here.files[0])
-    here.claims.broken = RuntimeError("must not be asked")
     assert await here.prepared("1") == first
     assert len(here.files) == 1, "a missing file is written again"
+    assert (here.claims.gets, here.driver.statistics.prepared_again) == (2, 1)
+
+
+async def test_a_claim_that_cannot_be_read_is_not_answered_from_the_record(here: World) -> None:
+    """It may be allocated elsewhere by now; the kubelet, which reads it first itself, tries again."""
+    here.claims.add(claim("1", result("d0")))
+    first = await here.prepared("1")
+    here.claims.broken = ConnectionError("the API server is away")
+    answer = (await here.prepare("1"))["1"]
+    assert isinstance(answer, ClaimError)
+    assert (answer.reason, str(answer)) == ("api", "claim default/claim-1: the API server is away")
+    assert (D, "1") in here.async_ledger.snapshot.claims
+    here.claims.broken = None
+    assert await here.prepared("1") == first
 
 
 async def test_each_request_has_a_cdi_device_of_its_own(here: World) -> None:
@@ -311,7 +329,32 @@ async def test_administrative_access_disturbs_nobody(tmp_path: Path) -> None:
     here.inventory.publish([devices[0].with_health(Health.UNHEALTHY, "sick"), *devices[1:]])
     here.claims.add(claim("1", result("d0", adminAccess=True), result("d1", adminAccess=True)))
     await here.prepared("1")
-    assert [call[0] for call in source.calls] == ["edits", "prepare"]
+    assert await here.unprepare("1") is None
+    assert [call[0] for call in source.calls] == ["edits"]
+    await end(here)
+
+
+@pytest.mark.parametrize("how", ["ends", "fails", "is over"])
+async def test_administrative_access_does_not_undo_what_is_set_up_for_another_claim(tmp_path: Path, how: str) -> None:
+    """Neither with its end, nor if it cannot be prepared, nor when it is found to be over."""
+    source = Hooked()
+    here = await world(tmp_path, source)
+    parameters = [opaque({"mode": "other"})]
+    here.claims.add(claim("1", result("d0")), claim("2", result("d0", adminAccess=True), config=parameters))
+    await here.prepared("1")
+    source.calls.clear()
+    if how == "fails":
+        source.fails.add("edits")
+        assert isinstance((await here.prepare("2"))["2"], ClaimError)
+    else:
+        await here.prepared("2")
+        if how == "ends":
+            assert await here.unprepare("2") is None
+        else:
+            del here.claims.claims["claim-2"]
+            assert await here.driver.reconciler.reconcile({"1"}, ENDED) == {"unprepared": ["2"]}
+    assert list(here.async_ledger.snapshot.claims) == [(D, "1")]
+    assert [call[0] for call in source.calls] == ["edits"]
     await end(here)
 
 
@@ -412,6 +455,140 @@ async def test_a_device_that_another_claim_shares_is_not_reset(tmp_path: Path) -
     await here.unprepare("2")
     await here.driver._tasks.wait()
     assert [call for call in source.calls if call[0] == "released"] == [("released", ["d0"])]
+    await end(here)
+
+
+@pytest.mark.parametrize("how", ["one after the other", "at once", "one fails"])
+async def test_a_shared_device_is_unprepared_when_its_last_claim_ends(tmp_path: Path, how: str) -> None:
+    """What is set up is that of all its claims, and what one of them has alone is undone with it."""
+    source = Hooked()
+    here = await world(tmp_path, source)
+    here.claims.add(claim("1", result("d0", shareID="x"), result("d1", "own")), claim("2", result("d0", shareID="y")))
+    await here.prepared("1")
+    if how == "one fails":
+        source.fails.add("prepare")
+        assert isinstance((await here.prepare("2"))["2"], ClaimError)
+        source.fails.clear()
+        assert not [call for call in source.calls if call[0] == "unprepare"]
+        assert await here.unprepare("1") is None
+        assert [call for call in source.calls if call[0] == "unprepare"] == [("unprepare", ["d0", "d1"])]
+    else:
+        await here.prepared("2")
+        assert [call[1] for call in source.calls if call[0] == "prepare"] == [["d0"], ["d1"], ["d0"]]
+        if how == "at once":
+            assert await here.driver.unprepare([ref("1"), ref("2")]) == {"1": None, "2": None}
+        else:
+            assert [await here.unprepare(uid) for uid in "12"] == [None, None]
+        calls = [call for call in source.calls if call[0] == "unprepare"]
+        assert calls == [("unprepare", ["d1"]), ("unprepare", ["d0"])]
+    assert not here.async_ledger.snapshot.claims
+    await end(here)
+
+
+@pytest.mark.parametrize("sharer", ["another claim", "the same claim"])
+async def test_a_device_is_not_shared_with_other_parameters(tmp_path: Path, sharer: str) -> None:
+    """The error names the claim that has it; with the same ones, and after that claim, it is set up."""
+    source = Hooked()
+    here = await world(tmp_path, source)
+
+    def sharing(uid: str, **parameters: Any) -> dict[str, Any]:
+        return claim(uid, result("d0", shareID=uid), config=[opaque(parameters)])
+
+    if sharer == "the same claim":
+        both = [opaque({"mode": "fast"}, "a"), opaque({"mode": "slow"}, "b")]
+        here.claims.add(claim("1", result("d0", "a", shareID="x"), result("d0", "b", shareID="y"), config=both))
+        assert "with claim default/claim-1, which has it with other parameters" in await here.refused("1")
+        assert source.calls == []
+        await end(here)
+        return
+    here.claims.add(sharing("1", mode="fast"), sharing("2", mode="slow"), sharing("3", threads=1, mode="fast"))
+    await here.prepared("1")
+    source.calls.clear()
+    refusal = (await here.prepare("2"))["2"]
+    assert isinstance(refusal, ClaimError)
+    shared = f"device 'd0' of {R} is shared with claim default/claim-1"
+    assert str(refusal) == f"{shared}, which has it with other parameters"
+    assert source.calls == []
+    assert list(here.async_ledger.snapshot.claims) == [(D, "1")]
+    await here.prepared("3")
+    assert [await here.unprepare(uid) for uid in "13"] == [None, None]
+    await here.prepared("2")
+    assert ("prepare", ["d0"], Params("slow")) in source.calls
+    await end(here)
+
+
+async def test_of_two_claims_at_once_with_other_parameters_one_gets_the_shared_device(tmp_path: Path) -> None:
+    """The other one is refused, whichever it is."""
+    here = await world(tmp_path, Hooked())
+    for uid in "12":
+        here.claims.add(claim(uid, result("d0", shareID=uid), config=[opaque({"threads": int(uid)})]))
+    answers = await here.prepare("1", "2")
+    assert sorted(type(answer).__name__ for answer in answers.values()) == ["ClaimError", "Prepared"]
+    await end(here)
+
+
+async def test_parameters_that_set_nothing_up_are_each_claims_own(tmp_path: Path) -> None:
+    """A source without `prepare` may be given them for nothing."""
+
+    class Reading(Plain):
+        config_type = Params
+
+    here = await world(tmp_path, Reading())
+    for uid in "12":
+        here.claims.add(claim(uid, result("d0", shareID=uid), config=[opaque({"threads": int(uid)})]))
+        await here.prepared(uid)
+    await end(here)
+
+
+@pytest.mark.parametrize("hook", ["reset", "prepare", "unprepare"])
+async def test_a_hook_that_works_on_after_its_timeout_has_the_device_to_itself(tmp_path: Path, hook: str) -> None:
+    """Whoever asks is refused by the names of device and hook until it has ended: the same claim, and others."""
+    over = threading.Event()
+    working: list[str] = []
+
+    class Slow(Hooked):
+        hook_timeout = 0.05
+
+        def prepare(self, devices: Sequence[Device], config: Params) -> None:  # type: ignore[override]
+            self._note("prepare", [device.id for device in devices])
+
+        def _note(self, name: str, *what: Any) -> None:
+            assert not working, "one hook at a time"
+            super()._note(name, *what)
+            if name == hook and not over.is_set():
+                working.append(name)
+                over.wait()
+                working.clear()
+
+    source = Slow()
+    here = await world(tmp_path, source)
+    here.claims.add(claim("1", result("d0")), claim("2", result("d0")), claim("3", result("d1")))
+    if hook == "unprepare":
+        await here.prepared("1")
+        first: object = await here.unprepare("1")
+    else:
+        first = (await here.prepare("1"))["1"]
+    assert str(first) == f"{hook} of {R} did not answer within 0.05 s"
+    still = f"d0 of {R}: `{hook}` still works on it, after its timeout"
+    calls = len(source.calls)
+    try:
+        asked = [await here.unprepare("1")]
+        if hook != "unprepare":
+            asked += [one for one in (await here.prepare("1")).values() if isinstance(one, ClaimError)]
+        assert [str(one) for one in asked] == [still] * len(asked)
+        refusal = (await here.prepare("2"))["2"]
+        assert isinstance(refusal, ClaimError)
+        # The claim has the device still, for it could not be undone.
+        assert "held by claim default/claim-1" in str(refusal) or str(refusal) == still
+        assert len(source.calls) == calls
+        source.hook_timeout = 5.0
+    finally:
+        over.set()
+    async with asyncio.timeout(20):
+        while await here.unprepare("1") is not None:
+            pass
+    assert source.calls[calls][0] == "unprepare"
+    await here.prepared("2")
     await end(here)
 
 
@@ -641,7 +818,7 @@ async def test_a_call_is_answered_in_time_though_the_undoing_of_a_claim_hangs(tm
 
 
 async def test_prepares_of_one_claim_wait_for_each_other_and_of_two_do_not(here: World) -> None:
-    """A retry while the first try is still under way finds it done."""
+    """A retry while the first try is still under way waits for it, and finds it done."""
     here.claims.add(claim("1", result("d0")), claim("2", result("d1")))
     here.claims.gate = asyncio.Event()
     first, retry = (asyncio.create_task(here.prepare("1")) for _ in range(2))
@@ -650,7 +827,7 @@ async def test_prepares_of_one_claim_wait_for_each_other_and_of_two_do_not(here:
     here.claims.gate.set()
     assert (await first) == (await retry)
     await other
-    assert here.claims.gets == 2
+    assert (here.claims.gets, here.driver.statistics.prepared_again) == (3, 1)
 
 
 async def test_an_unprepare_ends_a_prepare_under_way_and_nothing_is_left(tmp_path: Path) -> None:
@@ -744,7 +921,7 @@ async def test_a_caller_that_goes_away_does_not_stop_the_work(here: World) -> No
         await call
     here.claims.gate.set()
     await here.prepared("1")
-    assert here.claims.gets == 1
+    assert here.driver.statistics.prepared_again == 1
 
 
 async def test_unprepare_of_claims_never_seen_succeeds(here: World) -> None:
@@ -893,7 +1070,7 @@ async def test_a_prepare_that_a_crash_cut_short_can_be_undone_and_done_again(tmp
     for uid, device in (("1", "d0"), ("2", "d1")):
         here.claims.add(claim(uid, result(device)))
         started = Claim(D, uid, "default", f"claim-{uid}", (ClaimDevice(R, device),), None, T0)
-        await here.async_ledger.do(operations.reserve(started, durable=True))
+        await here.async_ledger.do(operations.reserve(started, View(), durable=True))
     after = await here.again(source)
     assert await after.driver.reconciler.reconcile((), ENDED) == {}
     assert await after.unprepare("1") is None
@@ -945,7 +1122,7 @@ async def test_each_claim_has_a_file_of_its_own(tmp_path: Path) -> None:
             pods=frozenset({"pod-uid"}),
             devices=(
                 FiledDevice(R, "d0", part="1", parameters=fast),
-                FiledDevice(R, "d1", admin=True, part="0", parameters=plain),
+                FiledDevice(R, "d1", admin=True, part="0"),
             ),
         ),
         "2": ClaimFile(
@@ -1029,7 +1206,6 @@ async def test_a_claims_file_says_what_its_device_is(here: World) -> None:
     await here.prepared("1")
     (device,) = here.own["1"].devices or ()
     assert device.identity == "boot:1 char:240:0 uuid:1"
-    assert here.async_ledger.snapshot.claims[D, "1"].devices[0].identity == device.identity
 
 
 async def lost(here: World, *prepared: PreparedClaim) -> World:
@@ -1093,8 +1269,11 @@ async def test_a_claims_file_needs_no_published_name(here: World) -> None:
     await here.prepared("1")
     here.driver.devices.qualifiers = lambda resources: {R: "q"}
     (found,) = here.driver.claim_evidence([in_claim_state((NODE, "d0", ""))], R)
-    assert (found.devices, found.name) == (frozenset({"d0"}), "claim-1")
-    assert [one.device for one in found.granted] == ["d0", "d1"]
+    assert (found.devices, found.name, [one.device for one in found.granted]) == (
+        frozenset({"d0"}),
+        "claim-1",
+        ["d0", "d1"],
+    )
     (found,) = here.driver.claim_evidence([in_claim_state((NODE, "q--d3", ""))], "example.com/other")
     assert (found.devices, [one.device for one in found.granted]) == (frozenset(), ["d0", "d1"])
 
@@ -1158,16 +1337,16 @@ async def test_files_of_claims_that_the_kubelet_counts_as_prepared_are_not_swept
     assert here.all_files == []
 
 
-def in_claim_state(*devices: tuple[str, str, str], cdi_ids: tuple[str, ...] = ()) -> PreparedClaim:
-    """What the kubelet's claim state has of a claim with these (pool, device, share)."""
-    pods = frozenset({"pod-uid"})
-    return PreparedClaim("1", "default", "claim-1", pods, {D: frozenset(devices)}, frozenset(cdi_ids))
+def in_claim_state(*devices: tuple[str, str, str], admin: Sequence[str] = ()) -> PreparedClaim:
+    """What the kubelet's claim state has of a claim with these (pool, device, share). admin: of an admin's request."""
+    pods, cdi_ids = frozenset({"pod-uid"}), frozenset({f"{D}/claim=admin_1_look", f"{D}/claim=claim_1_fpga"})
+    requests = frozenset((D, "look" if name in admin else "fpga", name) for _, name, _ in devices)
+    return PreparedClaim("1", "default", "claim-1", pods, {D: frozenset(devices)}, cdi_ids, requests)
 
 
 async def test_the_kubelets_claim_state_is_evidence(here: World) -> None:
     """Of this driver's devices in this pool that the claim holds, with shares, pods and the claim's name."""
-    admin = f"{D}/claim=admin_1_fpga_d2"
-    state = in_claim_state((NODE, "d0", ""), (NODE, "d1", "s"), (NODE, "d2", ""), (NODE, "x", ""), cdi_ids=(admin,))
+    state = in_claim_state((NODE, "d0", ""), (NODE, "d1", "s"), (NODE, "d2", ""), (NODE, "x", ""), admin=["d2"])
     elsewhere = in_claim_state(("other-pool", "d3", ""))
     other = PreparedClaim("2", "default", "c", frozenset(), {"other.example.com": frozenset({(NODE, "d0", "")})})
     (found,) = here.driver.claim_evidence([state, elsewhere, other], R)
@@ -1572,6 +1751,97 @@ async def test_a_claim_that_is_allocated_anew_gets_its_devices_once_processes_ha
     await end(here)
 
 
+def allocated_anew(uid: str, *results: Mapping[str, Any], pod: str = "new") -> dict[str, Any]:
+    """Return a claim that was deallocated, and allocated for another pod."""
+    made = claim(uid, *results)
+    made["status"]["reservedFor"][0]["uid"] = pod
+    return made
+
+
+@pytest.mark.parametrize("unlisted", [False, True])
+async def test_a_prepared_claim_that_is_allocated_anew_is_prepared_anew(tmp_path: Path, *, unlisted: bool) -> None:
+    """It gets its present devices once no process of the pods runs that have the former ones, which are undone."""
+    pod = "other" if unlisted else "pod-uid"
+    source, pods = Hooked(), Pods(pod, unlisted=[pod] if unlisted else [])
+    here = await world(tmp_path, source, running_pods=pods)
+    here.claims.add(claim("1", result("d0")))
+    (before,) = (await here.prepared("1")).devices
+    source.calls.clear()
+    here.claims.add(allocated_anew("1", result("d1")), claim("2", result("d0")))
+    for _ in range(2):
+        refusal = (await here.prepare("1"))["1"]
+        assert isinstance(refusal, ClaimError)
+        assert f"processes of pod {pod} run" in str(refusal)
+    assert here.async_ledger.snapshot.claims[D, "1"].held == {(R, "d0")}
+    assert source.calls == []
+    assert len(here.files) == 1
+    pods.end()
+    (device,) = (await here.prepared("1")).devices
+    assert device.device == "d1"
+    # A kubelet that was restarted gives the runtime what it was answered before, too.
+    assert "FPGA_1=1" in here.edits(before.cdi_ids[0])[0]["env"]
+    assert [call[:2] for call in source.calls if call[0] != "released"] == [
+        ("unprepare", ["d0"]),
+        *((name, ["d1"]) for name in ("reset", "edits", "prepare")),
+    ]
+    assert here.async_ledger.snapshot.claims[D, "1"].pods == {"new"}
+    # The pod runs now: it does not wait for itself when it is prepared once more.
+    pods.now = RunningPods(frozenset({"new"}))
+    assert (await here.prepared("1")).devices == (device,)
+    await here.prepared("2")
+    await end(here)
+
+
+@pytest.mark.parametrize("change", ["device", "request", "share", "one more"])
+async def test_any_difference_of_the_allocation_is_a_new_preparation(here: World, change: str) -> None:
+    """Of requests, devices and shares."""
+    here.claims.add(claim("1", result("d0", shareID="x")))
+    await here.prepared("1")
+    allocations = {
+        "device": [result("d1", shareID="x")],
+        "request": [result("d0", "other", shareID="x")],
+        "share": [result("d0", shareID="y")],
+        "one more": [result("d0", shareID="x"), result("d1")],
+    }
+    here.claims.add(allocated_anew("1", *allocations[change]))
+    answer = await here.prepared("1")
+    found = [(one.request, one.device, one.share) for one in answer.devices]
+    assert found == [(one["request"], one["device"], one.get("shareID", "")) for one in allocations[change]]
+    assert here.async_ledger.snapshot.claims[D, "1"].held == {(R, device) for _, device, _ in found}
+    assert here.driver.statistics.prepared_again == 0
+
+
+async def test_a_claim_that_is_allocated_anew_waits_for_pods_that_are_not_known(tmp_path: Path) -> None:
+    """Nobody can say whether they run; an Unprepare ends it."""
+    here = await world(tmp_path)
+    made = claim("1", result("d0"))
+    made["status"]["reservedFor"] = [{"resource": "jobs", "apiGroup": "batch", "uid": "j"}]
+    here.claims.add(made)
+    await here.prepared("1")
+    here.claims.add(allocated_anew("1", result("d1")))
+    refusal = (await here.prepare("1"))["1"]
+    assert isinstance(refusal, ClaimError)
+    assert "it is not known which pods have the devices that it had before" in str(refusal)
+    assert await here.unprepare("1") is None
+    await here.prepared("1")
+    await end(here)
+
+
+async def test_after_a_reboot_a_claim_that_is_allocated_anew_waits_for_nobody(tmp_path: Path) -> None:
+    """No process runs that had its former devices; what was set up is undone, for it may have outlived the boot."""
+    source = Hooked()
+    here = await world(tmp_path, source)
+    here.claims.add(claim("1", result("d0")))
+    await here.prepared("1")
+    here.claims.add(allocated_anew("1", result("d1")))
+    after = await here.again(source, boot="2", running_pods=Pods("pod-uid"))
+    source.calls.clear()
+    await after.prepared("1")
+    assert ("unprepare", ["d0"]) in source.calls
+    assert after.async_ledger.snapshot.claims[D, "1"].held == {(R, "d1")}
+    await end(after)
+
+
 async def test_pods_that_came_to_share_a_claim_count_before_it_is_unprepared(tmp_path: Path) -> None:
     """The kubelet prepares a claim once; pods that came later are recorded before the ledger is asked."""
     pods = Pods("later")
@@ -1635,7 +1905,7 @@ async def test_a_claim_of_an_older_ledger_is_not_ended_without_the_kubelet(tmp_p
     await here.prepared("1")
     record = dataclasses.replace(here.async_ledger.snapshot.claims[D, "1"], pods=frozenset())
     await here.async_ledger.do(operations.unprepare(D, "1"))
-    await here.async_ledger.do(operations.prepare(record))
+    await here.async_ledger.do(operations.prepare(record, View()))
     del here.claims.claims["claim-1"]
     assert await here.driver.reconciler.reconcile((), ENDED) == {"rewritten": ["1"]}
     assert (D, "1") in here.async_ledger.snapshot.claims

@@ -14,10 +14,10 @@ from deviceplugin.register import operations
 from deviceplugin.register.records import Claim, ClaimDevice, LedgerError, Side, Snapshot, State
 from deviceplugin.register.rules import KubeletEvidence, KubeletSnapshot
 from deviceplugin.sharing import device_of
-from dra_bridge.handover.evidence import shown_unhealthy
-from dra_bridge.handover.planner import followers, held_and_expected, in_state, leading, plan
+from dra_bridge.handover.ends import shown_unhealthy
+from dra_bridge.handover.planner import ALL, Moving, followers, held_and_expected, leading, plan
 from dra_bridge.handover.share import Share
-from tests.dra.ledger.samples import DirectLedger, adopt
+from tests.dra.ledger.samples import DirectLedger, adopt, grant, reserve
 from tests.model.flow import DEVICES, Flow, Outside, R, Source
 
 
@@ -147,9 +147,9 @@ def test_what_is_held_is_not_expected(tmp_path: Path) -> None:
     claim = Claim("d", "1", "default", "c", (ClaimDevice(R, "a"),), None, 1.0)
     with DirectLedger(str(tmp_path / "ledger.db")) as store:
         store.do(adopt(R, DEVICES, Side.PLUGIN, 1.0))
-        store.do(operations.reserve(claim, durable=True, pull=True))
+        store.do(reserve(claim, durable=True, pull=True))
         assert held_and_expected(store.snapshot) == (frozenset(), frozenset({(R, "a")}))
-        store.do(operations.grant(R, {"a": "a"}, 1.0))
+        store.do(grant(R, {"a": "a"}, 1.0))
         assert held_and_expected(store.snapshot) == (frozenset({(R, "a")}), frozenset())
 
 
@@ -159,13 +159,25 @@ def test_evidence_is_gathered_in_the_order_of_the_rule(tmp_path: Path, replicas:
     with DirectLedger(str(tmp_path / "ledger.db")) as store:
         store.do(adopt(R, DEVICES, Side.PLUGIN, 1.0))
         store.do(operations.begin_move(R, DEVICES, Side.DRA, 1.0))
-        moving = in_state(store.snapshot, R, State.TO_DRA)
+        moving = ALL.in_state(store.snapshot, R, State.TO_DRA)
         device_id_of = partial(device_of, replicas=replicas)
         assert moving == DEVICES
         assert shown_unhealthy(moving, None, device_id_of) == {}
         healthy = frozenset({"b" if replicas == 1 else "b::1"})
         assert shown_unhealthy(moving, (3.0, healthy), device_id_of) == {"a": 3.0}
-        assert in_state(store.snapshot, R, State.TO_PLUGIN) == ()
+        assert ALL.in_state(store.snapshot, R, State.TO_PLUGIN) == ()
+
+
+def test_a_driver_moves_its_own_devices_and_those_of_none(tmp_path: Path) -> None:
+    """Those of another driver leave its slices first: that one's handover moves them, and no others."""
+    with DirectLedger(str(tmp_path / "ledger.db")) as store:
+        store.do(adopt(R, "abc", Side.PLUGIN, 1.0))
+        for name, driver in (("a", "d"), ("b", "e")):
+            store.do(operations.begin_move(R, [name], Side.DRA, 1.0, driver=driver))
+        assert Moving("d").of(store.snapshot, R).keys() == {"a", "c"}
+        assert Moving("d", leaving=True).of(store.snapshot, R).keys() == {"a"}
+        assert Moving("d").in_state(store.snapshot, R, State.TO_DRA) == ("a",)
+        assert Moving("e", leaving=True).in_state(store.snapshot, R, State.PLUGIN) == ()
 
 
 # Groups.
@@ -190,7 +202,7 @@ def test_parts_of_one_device_count_as_one(tmp_path: Path) -> None:
         assert leading(store.snapshot, S, states(store.snapshot, S), grouped) == ({}, frozenset(), frozenset())
         at = {"a": State.PLUGIN, "d": State.PLUGIN}
         assert leading(store.snapshot, R, states(store.snapshot, R), grouped) == (at, frozenset(), frozenset())
-        store.do(operations.grant(S, {"c": "c"}, 0.0))
+        store.do(grant(S, {"c": "c"}, 0.0))
         assert leading(store.snapshot, R, states(store.snapshot, R), grouped) == (at, frozenset("a"), frozenset())
 
 

@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import glob
 import sqlite3
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Self, TypeVar, cast
 
 from deviceplugin.register import operations
 from deviceplugin.register.operations import Reconciled
-from deviceplugin.register.records import Claim, ClaimDevice, Operation, Side, State
-from deviceplugin.register.rules import ClusterEvidence, Evidence, KubeletEvidence, KubeletSnapshot, ObservedAllocation
+from deviceplugin.register.question import View, Wanted
+from deviceplugin.register.records import WHOLE, Amount, Claim, ClaimDevice, Operation, Side, State
+from deviceplugin.register.rules import (
+    ClusterEvidence,
+    Evidence,
+    Excluded,
+    KubeletEvidence,
+    KubeletSnapshot,
+    ObservedAllocation,
+    Refused,
+)
 from dra_bridge.ledger.store import Ledger, connected
 
 _T = TypeVar("_T")
 R = "example.com/fpga"
 D = "fpga.example.com"
 T0 = 1_700_000_000.0
+VIEW = View("1")
+"""Of a node whose boot is "1", where nothing is known but the ledger's records."""
 
 
 class DirectLedger(Ledger):
@@ -46,9 +57,35 @@ def adopt(resource: str, devices: Collection[str], side: Side, now: float) -> Op
     return operations.reconcile_evidence(resource, Evidence(), devices, side, now)
 
 
-def claim(uid: str, *devices: str, result: str | None = "ready", admin: bool = False, share: str = "") -> Claim:
-    listed = tuple(ClaimDevice(R, device, share, admin) for device in devices)
+def claim(
+    uid: str,
+    *devices: str,
+    result: str | None = "ready",
+    admin: bool = False,
+    share: str = "",
+    amount: Amount = WHOLE,
+    identity: str = "",
+) -> Claim:
+    listed = tuple(ClaimDevice(R, device, share, admin, identity, amount) for device in devices)
     return Claim(D, uid, "default", f"claim-{uid}", listed, result, T0)
+
+
+def grant(
+    resource: str, ids: Mapping[str, str], now: float = T0, *, amount: Amount = WHOLE, identity: str = ""
+) -> Operation[Refused | Excluded | None]:
+    """Give devices, by id of the kubelet's, to a container."""
+    wanted = {name: Wanted((resource, device), identity, amount) for name, device in ids.items()}
+    return operations.grant(resource, wanted, VIEW, now)
+
+
+def reserve(claim: Claim, *, durable: bool, pull: bool = False) -> Operation[Claim | Refused | Excluded]:
+    """Reserve a claim's devices."""
+    return operations.reserve(claim, VIEW, durable=durable, pull=pull)
+
+
+def prepare(claim: Claim, *, pull: bool = False) -> Operation[Claim | Refused | Excluded]:
+    """Give a claim its devices."""
+    return operations.prepare(claim, VIEW, pull=pull)
 
 
 def state(store: DirectLedger, device: str = "a") -> State:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 
 from deviceplugin.register import operations
-from deviceplugin.register.operations import identify
-from deviceplugin.register.records import Claim, Side, State
+from deviceplugin.register.question import Use, View, Wanted
+from deviceplugin.register.records import UNKNOWN, WHOLE, Amount, Claim, ClaimDevice, Operation, Side, State
 from deviceplugin.register.rules import (
     Evidence,
+    Excluded,
     HolderWait,
     KubeletEvidence,
     KubeletSnapshot,
@@ -25,30 +29,38 @@ from tests.dra.ledger.samples import (
     adopt,
     claim,
     cluster,
+    grant,
     held_by,
     kubelet,
+    prepare,
+    reserve,
     seen,
     state,
     to_dra,
 )
+
+HALF = Amount("1/2")
+N1, N2 = "boot:1 char:240:1", "boot:1 char:240:2"
+OTHER = "other.example.com"
+Ask = Callable[..., Operation[Any]]
 
 # R1
 
 
 def test_allocate_is_granted_on_the_plugins_side_and_recorded(store: DirectLedger, path: str) -> None:
     """A grant is in the file when it is answered."""
-    assert store.do(operations.grant(R, {"a": "a"}, T0)) is None
+    assert store.do(grant(R, {"a": "a"}, T0)) is None
     store.close()
     with DirectLedger(path) as again:
         assert [record.device_id for record in again.snapshot.allocations.values()] == ["a"]
-        assert again.snapshot == replace(store.snapshot)
+        assert again.snapshot == store.snapshot
 
 
 def test_allocate_is_granted_while_the_device_is_leaving_and_the_move_waits(store: DirectLedger) -> None:
     """R1 in TO_DRA: the grant makes the device held."""
     store.do(operations.begin_move(R, ["a"], Side.DRA, T0))
     evidence = kubelet(store)
-    assert store.do(operations.grant(R, {"a": "a"}, T0)) is None
+    assert store.do(grant(R, {"a": "a"}, T0)) is None
     done = store.do(operations.commit_to_dra(R, ["a"], evidence, T0))
     assert done.devices == ()
     assert "allocated" in done.waiting["a"]
@@ -66,7 +78,7 @@ def test_allocate_is_refused_elsewhere_and_says_which_device_where_since_when(st
                 R, Evidence({"a": ObservedAllocation("a", "default/p")}), ["a"], Side.PLUGIN, T0
             )
         )
-    refusal = store.do(operations.grant(R, {"b": "b", "a": "a"}, T0))
+    refusal = store.do(grant(R, {"b": "b", "a": "a"}, T0))
     assert isinstance(refusal, Refused)
     assert (refusal.record.device, refusal.record.state, refusal.record.since) == ("a", to, T0)
     assert "'a'" in refusal.message
@@ -79,7 +91,7 @@ def test_an_id_given_again_is_a_new_grant(store: DirectLedger) -> None:
     """The kubelet takes devices back without a word and gives them to the next pod."""
     records = []
     for now in (T0, T0 + 1):
-        assert store.do(operations.grant(R, {"a": "a"}, now)) is None
+        assert store.do(grant(R, {"a": "a"}, now)) is None
         records += store.snapshot.allocations_on(R, ["a"])
     first, second = records
     assert second.sequence > first.sequence
@@ -87,8 +99,8 @@ def test_an_id_given_again_is_a_new_grant(store: DirectLedger) -> None:
 
 def test_replicas_hold_one_device_together(store: DirectLedger) -> None:
     """The device moves as a whole: it is held until its last replica is free."""
-    store.do(operations.grant(R, {"a::0": "a"}, T0))
-    store.do(operations.grant(R, {"a::1": "a"}, T0))
+    for name in ("a::0", "a::1"):
+        assert store.do(grant(R, {name: "a"}, T0, amount=HALF)) is None
     store.do(operations.begin_move(R, ["a"], Side.DRA, T0))
     held = {"a::1": ObservedAllocation("a", "default/two", holders=frozenset({("two", "main")}))}
     snapshot = KubeletSnapshot(store.snapshot.sequence, 3.0, True, held)
@@ -106,19 +118,19 @@ def test_replicas_hold_one_device_together(store: DirectLedger) -> None:
 def test_a_claim_is_prepared_once_and_answered_the_same_ever_after(store: DirectLedger, path: str) -> None:
     """Also after a restart, also if the driver asks with another result."""
     to_dra(store)
-    first = store.do(operations.prepare(claim("1", "a", result="first")))
+    first = store.do(prepare(claim("1", "a", result="first")))
     assert isinstance(first, Claim)
     store.close()
     with DirectLedger(path) as again:
-        second = again.do(operations.prepare(claim("1", "a", result="second")))
+        second = again.do(prepare(claim("1", "a", result="second")))
         assert second == first
 
 
 def test_a_claim_is_refused_on_the_plugins_side_and_pulls_an_idle_device(store: DirectLedger) -> None:
     """The kubelet tries again; by then the device may have moved."""
-    assert isinstance(store.do(operations.prepare(claim("1", "a"))), Refused)
+    assert isinstance(store.do(prepare(claim("1", "a"))), Refused)
     assert state(store) is State.PLUGIN
-    refusal = store.do(operations.prepare(claim("1", "a", "b"), pull=True))
+    refusal = store.do(prepare(claim("1", "a", "b"), pull=True))
     assert isinstance(refusal, Refused)
     assert refusal.moving
     assert (state(store, "a"), state(store, "b")) == (State.TO_DRA, State.TO_DRA)
@@ -127,8 +139,8 @@ def test_a_claim_is_refused_on_the_plugins_side_and_pulls_an_idle_device(store: 
 
 def test_a_claim_does_not_pull_a_held_device(store: DirectLedger) -> None:
     """A pod has it; the claim waits for a person or the pod."""
-    store.do(operations.grant(R, {"a": "a"}, T0))
-    refusal = store.do(operations.reserve(claim("1", "a"), durable=True, pull=True))
+    store.do(grant(R, {"a": "a"}, T0))
+    refusal = store.do(reserve(claim("1", "a"), durable=True, pull=True))
     assert isinstance(refusal, Refused)
     assert refusal.holder == "a pod"
     assert state(store) is State.PLUGIN
@@ -136,16 +148,17 @@ def test_a_claim_does_not_pull_a_held_device(store: DirectLedger) -> None:
 
 def test_administrative_access_sees_without_holding(store: DirectLedger) -> None:
     """Whatever side the device is on, and the device may move meanwhile."""
-    assert isinstance(store.do(operations.prepare(claim("admin", "a", admin=True))), Claim)
-    assert store.do(operations.grant(R, {"a": "a"}, T0)) is None
+    assert isinstance(store.do(prepare(claim("admin", "a", admin=True))), Claim)
+    assert store.do(grant(R, {"a": "a"}, T0)) is None
     assert store.snapshot.claims_on(R, ["a"]) == []
 
 
 def test_several_claims_may_share_a_device_on_the_dra_side(store: DirectLedger) -> None:
-    """Consumable capacity: the scheduler sees to the amounts."""
+    """Consumable capacity: as many as their parts allow."""
     to_dra(store)
     for uid in "12":
-        assert isinstance(store.do(operations.prepare(claim(uid, "a", share=f"share-{uid}"))), Claim)
+        assert isinstance(store.do(prepare(claim(uid, "a", share=f"share-{uid}", amount=HALF))), Claim)
+    assert isinstance(store.do(prepare(claim("3", "a", share="share-3", amount=HALF))), Excluded)
     store.do(operations.begin_move(R, ["a"], Side.PLUGIN, T0))
     store.do(operations.unprepare(D, "1"))
     assert store.do(operations.commit_to_plugin(R, ["a"], cluster(store), T0)).waiting == {"a": "claim default/claim-2"}
@@ -164,7 +177,7 @@ def test_a_reservation_in_memory_holds_until_the_process_ends(store: DirectLedge
     """It keeps a move from ending under a driver's feet, and costs no fsync."""
     to_dra(store)
     sequence = store.snapshot.sequence
-    assert isinstance(store.do(operations.reserve(claim("1", "a"), durable=False)), Claim)
+    assert isinstance(store.do(reserve(claim("1", "a"), durable=False)), Claim)
     assert store.snapshot.sequence == sequence
     store.do(operations.begin_move(R, ["a"], Side.PLUGIN, T0))
     assert store.do(operations.commit_to_plugin(R, ["a"], cluster(store), T0)).waiting == {"a": "claim default/claim-1"}
@@ -176,12 +189,12 @@ def test_a_reservation_in_memory_holds_until_the_process_ends(store: DirectLedge
 def test_a_durable_reservation_survives_and_can_be_completed(store: DirectLedger, path: str) -> None:
     """A driver whose hooks leave traces can undo them after a crash."""
     to_dra(store)
-    store.do(operations.reserve(claim("1", "a"), durable=False))
-    store.do(operations.reserve(claim("1", "a"), durable=True))
+    store.do(reserve(claim("1", "a"), durable=False))
+    store.do(reserve(claim("1", "a"), durable=True))
     store.close()
     with DirectLedger(path) as again:
         assert again.snapshot.claims[D, "1"].result is None
-        done = again.do(operations.prepare(claim("1", "a")))
+        done = again.do(prepare(claim("1", "a")))
         assert isinstance(done, Claim)
         assert done.result == "ready"
         reopened = again.do(operations.reopen(D, "1"))
@@ -253,7 +266,7 @@ def test_a_move_to_the_plugin_ends_only_with_all_of_its_evidence(store: DirectLe
 def test_a_grant_never_seen_takes_two_snapshots_well_apart(store: DirectLedger) -> None:
     """The pod may be on its way from Allocate to where the kubelet remembers it."""
     before = seen(store, 0.0)
-    store.do(operations.grant(R, {"a": "a"}, T0))
+    store.do(grant(R, {"a": "a"}, T0))
     empty = seen(store)
     for snapshot, at, released in (
         (before, 1.0, ()),  # began before the grant: says nothing
@@ -268,7 +281,7 @@ def test_a_grant_never_seen_takes_two_snapshots_well_apart(store: DirectLedger) 
 
 def test_a_snapshot_that_is_looked_at_late_is_as_old_as_it_is(store: DirectLedger) -> None:
     """R7: a slow disk between two snapshots close together does not set them apart."""
-    store.do(operations.grant(R, {"a": "a"}, T0))
+    store.do(grant(R, {"a": "a"}, T0))
     empty = seen(store)
     store.do(operations.observe(R, empty, T0))
     assert store.do(operations.observe(R, replace(empty, at=2.0), T0 + 3600)).released == ()
@@ -277,20 +290,20 @@ def test_a_snapshot_that_is_looked_at_late_is_as_old_as_it_is(store: DirectLedge
 def test_a_device_that_is_not_shared_has_one_claim(store: DirectLedger) -> None:
     """The API server forgets the claim of a pod that is deleted by force; its container may still run."""
     to_dra(store)
-    assert isinstance(store.do(operations.prepare(claim("1", "a"))), Claim)
-    for other in (claim("2", "a"), claim("2", "a", share="s")):
-        for operation in (operations.prepare(other), operations.reserve(other, durable=False)):
+    assert isinstance(store.do(prepare(claim("1", "a"))), Claim)
+    for other in (claim("2", "a"), claim("2", "a", share="s", amount=HALF), claim("2", "a", amount=UNKNOWN)):
+        for operation in (prepare(other), reserve(other, durable=False)):
             refusal = store.do(operation)
-            assert isinstance(refusal, Refused)
-            assert refusal.holder == "claim default/claim-1"
-    assert isinstance(store.do(operations.prepare(claim("2", "a", admin=True))), Claim)
+            assert isinstance(refusal, Excluded)
+            assert refusal.message == f"a of {R} is held by claim default/claim-1"
+    assert isinstance(store.do(prepare(claim("2", "a", admin=True))), Claim)
     store.do(operations.unprepare(D, "1"))
-    assert isinstance(store.do(operations.prepare(claim("3", "a"))), Claim)
+    assert isinstance(store.do(prepare(claim("3", "a"))), Claim)
 
 
 def test_a_grant_that_was_seen_is_released_with_the_first_snapshot_without_it(store: DirectLedger) -> None:
     """A pod that is gone frees its device at once, so that moves are quick."""
-    store.do(operations.grant(R, {"a": "a"}, T0))
+    store.do(grant(R, {"a": "a"}, T0))
     store.do(operations.observe(R, seen(store, a="u1/main"), T0))
     record = store.snapshot.allocations[R, "a"]
     assert (record.pod, record.holders, record.pending) == ("default/u1", frozenset({("u1", "main")}), False)
@@ -299,9 +312,9 @@ def test_a_grant_that_was_seen_is_released_with_the_first_snapshot_without_it(st
 
 def test_a_snapshot_from_before_a_grant_says_nothing_of_its_pod(store: DirectLedger) -> None:
     """It shows the pod before, which had the device, too; the new one is still to be seen."""
-    store.do(operations.grant(R, {"a": "a"}, T0))
+    store.do(grant(R, {"a": "a"}, T0))
     before = seen(store, a="former/main")
-    store.do(operations.grant(R, {"a": "a"}, T0))
+    store.do(grant(R, {"a": "a"}, T0))
     store.do(operations.observe(R, before, T0))
     assert store.snapshot.allocations[R, "a"].holders == frozenset()
     assert store.do(operations.observe(R, seen(store, 2.0), T0)).released == ()
@@ -309,9 +322,9 @@ def test_a_snapshot_from_before_a_grant_says_nothing_of_its_pod(store: DirectLed
 
 def test_a_grant_to_the_next_pod_waits_though_the_former_pod_has_ended(store: DirectLedger) -> None:
     """Its own container is still to be named; that the former one is named no more proves nothing of it."""
-    store.do(operations.grant(R, {"a": "a"}, T0))
+    store.do(grant(R, {"a": "a"}, T0))
     store.do(operations.observe(R, seen(store, 1.0, a="u1/main"), T0))
-    store.do(operations.grant(R, {"a": "a"}, T0))
+    store.do(grant(R, {"a": "a"}, T0))
     for snapshot in (seen(store, 2.0, a="u1/main"), seen(store, 3.0)):
         assert store.do(operations.observe(R, snapshot, T0)).released == ()
     record = store.snapshot.allocations[R, "a"]
@@ -322,9 +335,9 @@ def test_a_grant_to_the_next_pod_waits_though_the_former_pod_has_ended(store: Di
 
 def test_an_init_container_named_like_an_earlier_pods_container_holds(store: DirectLedger) -> None:
     """A holder is a pod's UID and a container, never a name alone (E0)."""
-    store.do(operations.grant(R, {"a": "a"}, T0))
+    store.do(grant(R, {"a": "a"}, T0))
     store.do(operations.observe(R, seen(store, 1.0, a="u1/main"), T0))
-    store.do(operations.grant(R, {"a": "a"}, T0))
+    store.do(grant(R, {"a": "a"}, T0))
     store.do(operations.observe(R, seen(store, 2.0, a="u1/main u2/main"), T0))
     assert store.do(operations.observe(R, seen(store, 3.0, a="u2/main"), T0)).released == ()
     assert store.snapshot.allocations[R, "a"].holders == {("u2", "main")}
@@ -335,9 +348,9 @@ def test_an_init_container_named_like_an_earlier_pods_container_holds(store: Dir
 
 def test_init_and_app_container_of_a_pod_hold_one_id_one_after_the_other(store: DirectLedger) -> None:
     """The kubelet calls Allocate for each; the id is free when the checkpoint names neither."""
-    store.do(operations.grant(R, {"a": "a"}, T0))
+    store.do(grant(R, {"a": "a"}, T0))
     store.do(operations.observe(R, seen(store, 1.0, a="u1/init"), T0))
-    store.do(operations.grant(R, {"a": "a"}, T0))
+    store.do(grant(R, {"a": "a"}, T0))
     store.do(operations.observe(R, seen(store, 2.0, a="u1/init u1/main"), T0))
     assert not store.snapshot.allocations[R, "a"].pending
     assert store.do(operations.observe(R, seen(store, 3.0, a="u1/main"), T0)).released == ()
@@ -346,9 +359,9 @@ def test_init_and_app_container_of_a_pod_hold_one_id_one_after_the_other(store: 
 
 def test_a_grant_whose_pod_was_refused_is_over_while_an_old_holder_stays(store: DirectLedger) -> None:
     """R7 ends the grant only; who held the id before holds it for as long as the evidence says so."""
-    store.do(operations.grant(R, {"a": "a"}, T0))
+    store.do(grant(R, {"a": "a"}, T0))
     store.do(operations.observe(R, seen(store, 1.0, a="u1/main"), T0))
-    store.do(operations.grant(R, {"a": "a"}, T0))
+    store.do(grant(R, {"a": "a"}, T0))
     for at in (2.0, 12.0):
         assert store.do(operations.observe(R, seen(store, at, a="u1/main"), T0)).released == ()
     record = store.snapshot.allocations[R, "a"]
@@ -358,7 +371,7 @@ def test_a_grant_whose_pod_was_refused_is_over_while_an_old_holder_stays(store: 
 
 def test_holders_and_whether_a_grant_waits_survive_a_restart(store: DirectLedger, path: str) -> None:
     """The next agent goes on with (pod UID, container) of each holder, which the scans look for."""
-    store.do(operations.grant(R, {"a": "a", "b": "b"}, T0))
+    store.do(grant(R, {"a": "a", "b": "b"}, T0))
     store.do(operations.observe(R, seen(store, 1.0, a="u1/init u1/main"), T0))
     store.close()
     with DirectLedger(path) as again:
@@ -393,9 +406,9 @@ def test_devices_are_adopted_once_and_forgotten_when_free(store: DirectLedger) -
     """A new default does not move what is known; a held device is not forgotten."""
     assert store.do(adopt(R, ["a", "c"], Side.DRA, T0)).changed == {"c": State.DRA}
     assert (state(store, "a"), state(store, "c")) == (State.PLUGIN, State.DRA)
-    store.do(operations.grant(R, {"a": "a"}, T0))
+    store.do(grant(R, {"a": "a"}, T0))
     assert store.do(operations.forget(R, ["a", "b", "x"])) == ("b",)
-    store.do(operations.grant(R, {"d": "d"}, T0))
+    store.do(grant(R, {"d": "d"}, T0))
     store.do(adopt(R, ["d"], Side.DRA, T0))
     assert state(store, "d") is State.PLUGIN, "somebody holds it there"
 
@@ -417,33 +430,203 @@ def test_settings_survive(store: DirectLedger, path: str) -> None:
         assert {key: one.value for key, one in again.snapshot.settings.items()} == {("share", R): "none"}
 
 
-# R10
+# A device has one driver
 
 
-def test_a_device_is_recorded_as_what_it_is(store: DirectLedger, path: str) -> None:
-    """Moves keep it, a restart too; an unknown device has none."""
-    store.do(identify({(R, "a"): "boot:1 n1", (R, "z"): "boot:1 n2", (R, "b"): ""}))
-    to_dra(store, "a")
+def by(driver: str, one: Claim) -> Claim:
+    """The same claim, of another driver."""
+    return replace(one, driver=driver)
+
+
+@pytest.mark.parametrize("ask", [prepare, partial(reserve, durable=True)])
+def test_a_claim_gets_devices_of_its_own_driver_alone(store: DirectLedger, path: str, ask: Ask) -> None:
+    """Another driver's claim is refused and moves nothing, also after a restart; the refusal names the driver."""
+    store.do(operations.begin_move(R, ["a"], Side.DRA, T0, driver=D))
+    refusal = store.do(ask(by(OTHER, claim("1", "a")), pull=True))
+    assert isinstance(refusal, Refused)
+    assert not refusal.moving, "it does not come to that driver"
+    assert store.do(operations.commit_to_dra(R, ["a"], kubelet(store), T0)).devices == ("a",)
     store.close()
     with DirectLedger(path) as again:
-        assert {name: record.identity for name, record in again.snapshot.of(R).items()} == {"a": "boot:1 n1", "b": ""}
+        refusal = again.do(ask(by(OTHER, claim("1", "a")), pull=True))
+        assert isinstance(refusal, Refused)
+        assert f"(driver {D})" in refusal.message
+        assert state(again) is State.DRA
+        assert isinstance(again.do(ask(claim("1", "a"))), Claim)
+
+
+def test_a_device_goes_to_another_driver_by_way_of_the_plugins_side(store: DirectLedger) -> None:
+    """It leaves the slices of the one first (R6), whoever asks for that."""
+    store.do(operations.begin_move(R, ["a"], Side.DRA, T0, driver=D))
+    assert store.do(operations.begin_move(R, ["a"], Side.PLUGIN, T0)) == {"a": State.PLUGIN}
+    store.do(operations.begin_move(R, ["a"], Side.DRA, T0, driver=D))
+    store.do(operations.commit_to_dra(R, ["a"], kubelet(store), T0))
+    assert store.do(operations.begin_move(R, ["a"], Side.PLUGIN, T0)) == {"a": State.TO_PLUGIN}
+    assert store.do(operations.begin_move(R, ["a"], Side.DRA, T0, driver=OTHER)) == {}, "it turns round for its own"
+    assert store.snapshot.device(R, "a").driver == D
+    store.do(operations.commit_to_plugin(R, ["a"], cluster(store), T0))
+    assert store.snapshot.device(R, "a").driver == ""
+    assert store.do(operations.begin_move(R, ["a"], Side.DRA, T0, driver=OTHER)) == {"a": State.TO_DRA}
+    assert store.snapshot.device(R, "a").driver == OTHER
+
+
+def test_a_claim_that_pulls_a_device_pulls_it_to_its_driver(store: DirectLedger) -> None:
+    """A claim of another driver waits until the device is back."""
+    store.do(prepare(claim("1", "a"), pull=True))
+    assert (state(store), store.snapshot.device(R, "a").driver) == (State.TO_DRA, D)
+    refusal = store.do(prepare(by(OTHER, claim("2", "a")), pull=True))
+    assert isinstance(refusal, Refused)
+    assert not refusal.moving
+
+
+# What a device is, and how much of it somebody has
+
+
+def test_what_a_holder_got_is_recorded_and_survives(store: DirectLedger, path: str) -> None:
+    """Moves and restarts do not change it; the device's present name says nothing of it."""
+    part, half = Amount("1/2", (("memory", "bytes", "5"),)), Amount("1/2", (("links", "lanes", "4"),))
+    store.do(grant(R, {"a::0": "a"}, amount=part, identity=N1))
+    to_dra(store, "b")
+    store.do(prepare(claim("1", "b", amount=half, identity=N2)))
+    store.do(operations.begin_move(R, ["a"], Side.DRA, T0))
+    store.close()
+    with DirectLedger(path) as again:
+        allocation, held = again.snapshot.allocations[R, "a::0"], again.snapshot.claims[D, "1"].devices
+        assert (allocation.identity, allocation.amount) == (N1, part)
+        assert held == (ClaimDevice(R, "b", "", False, N2, half),)
+        counters = {("memory", "bytes"), ("links", "lanes")}
+        assert again.snapshot.index.keys() == {(R, "a"), (R, "b"), *counters, "char:240:1", "char:240:2"}
 
 
 @pytest.mark.parametrize("side", list(Side))
-def test_a_held_device_is_recorded_as_what_its_holder_got(store: DirectLedger, side: Side) -> None:
-    """Until nobody holds it, or the node was booted since."""
+def test_a_name_that_leads_to_another_thing_is_given_to_nobody(store: DirectLedger, side: Side) -> None:
+    """Until its holder ends; what the holder has is given to nobody under another name either."""
+    asks: list[Operation[object]]
     if side is Side.PLUGIN:
-        store.do(operations.grant(R, {"a": "a"}, T0))
+        store.do(grant(R, {"a": "a"}, identity=N1))
+        asks = [grant(R, {name: name}, identity=one) for name, one in (("a", N2), ("b", N1))]
     else:
-        to_dra(store, "a")
-        store.do(operations.prepare(claim("1", "a")))
-    for identity, after in (("boot:1 n1", "n1"), ("boot:1 n2", "n1"), ("boot:2 n3", "n3"), ("boot:2 n4", "n3")):
-        store.do(identify({(R, "a"): identity}))
-        assert store.snapshot.device(R, "a").identity.endswith(after)
+        to_dra(store, "a", "b")
+        store.do(prepare(claim("1", "a", identity=N1)))
+        asks = [prepare(claim("2", name, identity=one)) for name, one in (("a", N2), ("b", N1))]
+    changed, alias = map(store.do, asks)
+    assert isinstance(changed, Excluded)
+    assert "is held as char 240:1, and is char 240:2 now" in changed.message
+    assert isinstance(alias, Excluded)
+    assert "are one thing (char 240:1)" in alias.message
     if side is Side.PLUGIN:
-        store.do(operations.observe(R, seen(store, 1.0), T0))
-        store.do(operations.observe(R, seen(store, 100.0), T0))
+        for at in (1.0, 100.0):
+            store.do(operations.observe(R, seen(store, at), T0))
     else:
         store.do(operations.unprepare(D, "1"))
-    store.do(identify({(R, "a"): "boot:2 n4"}))
-    assert store.snapshot.device(R, "a").identity == "boot:2 n4"
+    assert not any(isinstance(answer, Excluded) for answer in map(store.do, asks))
+
+
+def test_all_or_none_of_what_others_hold(store: DirectLedger) -> None:
+    """One device that is not to be had refuses the others with it."""
+    store.do(grant(R, {"a::0": "a"}, amount=HALF))
+    assert isinstance(store.do(grant(R, {"b": "b", "a": "a"})), Excluded)
+    assert store.snapshot.allocations.keys() == {(R, "a::0")}
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "after"),
+    [
+        (HALF, Amount("1/4"), HALF),
+        (Amount("1/4"), HALF, HALF),
+        (WHOLE, HALF, WHOLE),
+        (UNKNOWN, HALF, UNKNOWN),
+        (HALF, UNKNOWN, UNKNOWN),
+        (Amount("1", (("m", "x", "9Mi"),)), Amount("1", (("m", "x", "5Gi"),)), Amount("1", (("m", "x", "5Gi"),))),
+        (
+            Amount("1", (("m", "x", "10"), ("m", "y", "1"))),
+            Amount("1/2", (("m", "x", "9"), ("m", "z", "300m"))),
+            Amount("1", (("m", "x", "10"), ("m", "y", "1"), ("m", "z", "300m"))),
+        ),
+    ],
+)
+def test_an_id_given_again_counts_as_its_larger_amount(
+    store: DirectLedger, before: Amount, now: Amount, after: Amount
+) -> None:
+    """The holder before may run on until the evidence says otherwise; what it has is not forgotten."""
+    store.do(grant(R, {"a": "a"}, amount=before, identity=N1))
+    store.do(operations.observe(R, seen(store, a="u1/main"), T0))
+    store.do(grant(R, {"a": "a"}, amount=now))
+    record = store.snapshot.allocations[R, "a"]
+    assert (record.amount, record.identity, record.holders) == (after, N1, frozenset({("u1", "main")}))
+
+
+def test_holdings_of_unknown_identity_adopt_what_their_devices_are_now(store: DirectLedger) -> None:
+    """Once in a boot: what is known of this boot stays, administrative access has none."""
+    to_dra(store, "b")
+    store.do(grant(R, {"a": "a", "c": "c"}))
+    for one in (claim("1", "b"), claim("admin", "b", admin=True)):
+        store.do(prepare(one))
+    sequence = store.snapshot.sequence
+    store.do(operations.adopt({(R, "z"): N1, (R, "c"): ""}, "1"))
+    assert store.snapshot.sequence == sequence, "nothing new is not written"
+
+    def known() -> list[str]:
+        allocations, claims = store.snapshot.allocations, store.snapshot.claims
+        held = [claims[D, uid].devices[0] for uid in ("1", "admin")]
+        return [*(allocations[R, name].identity for name in "ac"), *(one.identity for one in held)]
+
+    for now, boot, expected in (
+        (("boot:1 n1", "boot:1 n2"), "1", ["boot:1 n1", "", "boot:1 n2", ""]),
+        (("boot:1 n3", "boot:1 n4"), "1", ["boot:1 n1", "", "boot:1 n2", ""]),
+        (("boot:2 n5", "boot:2 n6"), "2", ["boot:2 n5", "", "boot:2 n6", ""]),
+        (("boot:2 n7", "boot:2 n8"), "2", ["boot:2 n5", "", "boot:2 n6", ""]),
+    ):
+        store.do(operations.adopt({(R, "a"): now[0], (R, "b"): now[1]}, boot))
+        assert known() == expected
+    assert {"n5", "n6"} <= store.snapshot.index.keys()
+    assert "n1" not in store.snapshot.index
+
+
+def test_evidence_completes_what_is_not_known_of_an_allocation(store: DirectLedger) -> None:
+    """The answer to Allocate is in the checkpoint; what was recorded at the grant stays."""
+    told = replace(held_by("a", "u1/main"), identity=N1, amount=HALF)
+    store.do(operations.add_holders([("u1", "main", R, "a")], T0))
+    assert store.snapshot.allocations[R, "a"].amount == UNKNOWN
+    for one in (told, replace(told, identity=N2, amount=WHOLE)):
+        store.do(operations.observe(R, KubeletSnapshot(store.snapshot.sequence, 1.0, True, {"a": one}), T0))
+        record = store.snapshot.allocations[R, "a"]
+        assert (record.identity, record.amount, record.holders) == (N1, HALF, frozenset({("u1", "main")}))
+
+
+def test_further_holders_hold_as_the_first_ones(store: DirectLedger) -> None:
+    """Evidence shows that their pods may run. A grant keeps what it has; an id that is not known is not awaited."""
+    store.do(grant(R, {"a::1": "a"}, amount=HALF))
+    store.do(operations.add_holders([("u1", "", R, "a::1"), ("u2", "", R, "a::1"), ("u3", "main", R, "b")], T0))
+    first, second = (store.snapshot.allocations[R, name] for name in ("a::1", "b"))
+    assert (first.holders, first.pending, first.amount) == (frozenset({("u1", ""), ("u2", "")}), True, HALF)
+    assert (second.device, second.holders, second.pending) == ("b", frozenset({("u3", "main")}), False)
+    assert isinstance(store.do(grant(R, {"b::0": "b"}, amount=HALF)), Excluded), "it may have all of it"
+
+
+def test_a_reservation_that_was_durable_stays_so(store: DirectLedger, path: str) -> None:
+    """What the hooks did before a reload dropped them is to be undone after a crash as before."""
+    to_dra(store, "a", "b")
+    store.do(reserve(claim("1", "a"), durable=True))
+    for again in (claim("1", "a"), claim("1", "a", "b")):
+        answer = store.do(reserve(again, durable=False))
+        assert isinstance(answer, Claim)
+        assert answer.durable
+    store.close()
+    with DirectLedger(path) as opened:
+        assert opened.snapshot.claims[D, "1"].held == {(R, "a"), (R, "b")}
+
+
+def test_what_others_hold_by_their_files_counts(store: DirectLedger) -> None:
+    """Other drivers and plugins, and hooks that work on: they are in no record of the ledger."""
+    hook = Use(("hook", R, "a"), "`reset` still works on it", (R, "a"), frozenset(), None)
+    foreign = Use(("foreign", "x"), "claim ml/train of x", None, frozenset({"char:240:2"}), None)
+    view = View("1", others=(hook, foreign))
+    wanted = {name: Wanted((R, name), one, WHOLE) for name, one in (("a", N1), ("b", N2))}
+    answers = [store.do(operations.grant(R, {name: one}, view, T0)) for name, one in wanted.items()]
+    assert [answer.message for answer in answers if isinstance(answer, Excluded)] == [
+        "`reset` still works on it",
+        f"b of {R} and what claim ml/train of x has, which counts as held, are one thing (char 240:2)",
+    ]
+    to_dra(store, "a")
+    assert isinstance(store.do(operations.prepare(claim("1", "a"), view)), Excluded)

@@ -8,8 +8,21 @@ import pytest
 
 from deviceplugin.register import operations
 from deviceplugin.register.records import Amount, ClaimDevice, Side, State
-from deviceplugin.register.rules import ClaimEvidence, Evidence, KubeletSnapshot, ObservedAllocation, Refused
-from tests.dra.ledger.samples import T0, D, DirectLedger, R, claim, cluster, held_by, seen, state, to_dra
+from deviceplugin.register.rules import ClaimEvidence, Evidence, Excluded, KubeletSnapshot, ObservedAllocation
+from tests.dra.ledger.samples import (
+    T0,
+    D,
+    DirectLedger,
+    R,
+    claim,
+    cluster,
+    held_by,
+    prepare,
+    reserve,
+    seen,
+    state,
+    to_dra,
+)
 
 
 def test_an_empty_ledger_is_rebuilt_from_evidence(path: str) -> None:
@@ -118,7 +131,7 @@ def test_a_claim_over_two_resources_is_found_once_for_each_of_them(store: Direct
         assert record.devices == (ClaimDevice(R, "a", "share-1"), ClaimDevice(other, "n"))
         assert (record.title, record.pods) == ("ml/train", frozenset({"u1", "u2"}))
         assert again.snapshot.device(other, "n").state is State.DRA
-        assert isinstance(again.do(operations.prepare(claim("2", "a"))), Refused)
+        assert isinstance(again.do(prepare(claim("2", "a", amount=Amount("1/8")))), Excluded), "it may have all of it"
 
 
 def test_a_claim_that_is_found_twice_is_one_claim(store: DirectLedger) -> None:
@@ -151,7 +164,7 @@ def test_a_claim_on_devices_of_other_names_is_recorded(store: DirectLedger) -> N
 def test_evidence_adds_nothing_to_a_claim_that_is_prepared(store: DirectLedger) -> None:
     """Its record says itself what it holds; seen devices among it."""
     to_dra(store)
-    store.do(operations.prepare(claim("1", "a")))
+    store.do(prepare(claim("1", "a")))
     known = store.snapshot.claims[D, "1"]
     found = ClaimEvidence(D, "1", frozenset({"b"}), prepared=True)
     store.do(operations.reconcile_evidence(R, Evidence(claims=[found]), [], Side.PLUGIN, T0))
@@ -163,11 +176,11 @@ def test_evidence_does_not_bring_back_a_claim_that_was_unprepared(store: DirectL
     to_dra(store)
     old = Evidence(claims=[ClaimEvidence(D, "1", frozenset({"a"}), prepared=True)])
     for prepared in (claim("1", "a"), replace(claim("1", "a"), result=None, durable=False)):
-        store.do(operations.prepare(prepared) if prepared.result else operations.reserve(prepared, durable=False))
+        store.do(prepare(prepared) if prepared.result else reserve(prepared, durable=False))
         store.do(operations.unprepare(D, "1"))
         assert store.do(operations.reconcile_evidence(R, old, ["a"], Side.PLUGIN, T0)).changed == {}
         assert store.snapshot.claims == {}
-    store.do(operations.prepare(claim("1", "a")))
+    store.do(prepare(claim("1", "a")))
     store.do(operations.reconcile_evidence(R, old, ["a"], Side.PLUGIN, T0))
     assert store.snapshot.claims[D, "1"].result == "ready", "it was prepared again"
     store.do(operations.unprepare(D, "1"))
@@ -184,7 +197,7 @@ def test_only_the_last_unprepared_claims_are_remembered(store: DirectLedger, mon
     monkeypatch.setattr(operations, "KEEP_ENDED", 2)
     to_dra(store)
     for uid in ("1", "2", "3"):
-        store.do(operations.prepare(claim(uid, "a")))
+        store.do(prepare(claim(uid, "a")))
         store.do(operations.unprepare(D, uid))
     assert list(store.snapshot.ended) == [(D, "2"), (D, "3")]
     found = [ClaimEvidence(D, uid, frozenset({"a"}), prepared=True) for uid in ("1", "2", "3")]

@@ -10,7 +10,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,45 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deviceplugin.register import operations, rules
-from deviceplugin.register.records import Claim, Decision, LedgerError, LedgerLostError, Side, Snapshot
-from deviceplugin.register.rules import ClaimEvidence, ClusterEvidence, Evidence, KubeletEvidence, KubeletSnapshot
+from deviceplugin.register.records import (
+    UNKNOWN,
+    WHOLE,
+    Amount,
+    Change,
+    Claim,
+    Decision,
+    LedgerError,
+    LedgerLostError,
+    Point,
+    Side,
+    Snapshot,
+)
+from deviceplugin.register.rules import (
+    ClaimEvidence,
+    ClusterEvidence,
+    Evidence,
+    Excluded,
+    KubeletEvidence,
+    KubeletSnapshot,
+)
+from dra_bridge.ledger import store as store_module
 from dra_bridge.ledger.worker import AsyncLedger
-from tests.dra.ledger.samples import T0, D, DirectLedger, Flaky, R, Watched, adopt, claim, held_by, put_aside
+from tests.dra.ledger.samples import (
+    T0,
+    D,
+    DirectLedger,
+    Flaky,
+    R,
+    Watched,
+    adopt,
+    claim,
+    grant,
+    held_by,
+    prepare,
+    put_aside,
+    reserve,
+    seen,
+)
 
 
 def test_a_file_that_can_only_be_read_is_put_aside(path: str) -> None:
@@ -60,12 +95,12 @@ def test_a_ledger_removed_under_an_agent_grants_nothing_any_more(path: str, remo
     """Not even when the files are back: another agent may have had the ledger meanwhile."""
     with DirectLedger(path) as store:
         store.do(adopt(R, ["a", "b"], Side.PLUGIN, T0))
-        store.do(operations.grant(R, {"a": "a"}, T0))
+        store.do(grant(R, {"a": "a"}, T0))
         gone = Path(path).parent / removed
         kept = gone.rename(gone.parent.parent / "kept")
         for _ in range(2):
             with pytest.raises(LedgerLostError, match="has to be restarted"):
-                store.do(operations.grant(R, {"b": "b"}, T0))
+                store.do(grant(R, {"b": "b"}, T0))
             if kept.exists():
                 kept.rename(gone)
         assert not store.snapshot.allocations_on(R, ["b"])
@@ -79,7 +114,7 @@ def test_a_ledger_that_another_agent_made_anew_grants_nothing_to_the_first(path:
         with DirectLedger(path) as other:
             other.do(adopt(R, ["a"], Side.DRA, T0))
             with pytest.raises(LedgerLostError):
-                store.do(operations.grant(R, {"a": "a"}, T0))
+                store.do(grant(R, {"a": "a"}, T0))
             assert not store.snapshot.allocations
 
 
@@ -94,15 +129,15 @@ def test_a_disk_that_loses_what_was_written_ends_the_ledger(path: str) -> None:
     with DirectLedger(path, connect=Watched.by(step)) as store:
         store.do(adopt(R, ["a", "b"], Side.PLUGIN, T0))
         old = {suffix: Path(path + suffix).read_bytes() for suffix in ("", "-wal")}
-        store.do(operations.grant(R, {"a": "a"}, T0))
+        store.do(grant(R, {"a": "a"}, T0))
         failing.append("COMMIT")
         with pytest.raises(LedgerError):
-            store.do(operations.grant(R, {"b": "b"}, T0))
+            store.do(grant(R, {"b": "b"}, T0))
         failing.clear()
         for suffix, content in old.items():
             Path(path + suffix).write_bytes(content)
         with pytest.raises(LedgerLostError, match="has lost what was written"):
-            store.do(operations.grant(R, {"b": "b"}, T0))
+            store.do(grant(R, {"b": "b"}, T0))
 
 
 SYNCS = r"""
@@ -134,11 +169,11 @@ def test_an_answer_comes_after_the_disk_was_told_to_keep_it(tmp_path: Path) -> N
 from pathlib import Path
 from deviceplugin.register import operations
 from deviceplugin.register.records import Side
-from tests.dra.ledger.samples import R, T0, DirectLedger, adopt
+from tests.dra.ledger.samples import R, T0, DirectLedger, adopt, grant
 notes = Path({str(notes)!r})
 store = DirectLedger({str(tmp_path / "l.db")!r})
 store.do(adopt(R, ["a"], Side.PLUGIN, T0))
-for operation in (operations.grant(R, {{"a": "a"}}, T0), operations.begin_move(R, ["a"], Side.DRA, T0)):
+for operation in (grant(R, {{"a": "a"}}, T0), operations.begin_move(R, ["a"], Side.DRA, T0)):
     before = len(notes.read_text())
     store.do(operation)
     print(len(notes.read_text()) > before)
@@ -155,10 +190,10 @@ def test_what_is_closed_answers_with_an_error(path: str) -> None:
     store = DirectLedger(path)
     store.close()
     with pytest.raises(LedgerError):
-        store.do(operations.grant(R, {"a": "a"}, T0))
+        store.do(grant(R, {"a": "a"}, T0))
 
 
-@pytest.mark.parametrize("version", [0, 2, 4, 99])
+@pytest.mark.parametrize("version", [0, 3, 5, 99])
 def test_a_file_of_another_schema_is_put_aside(store: DirectLedger, path: str, version: int) -> None:
     """Older or newer: never a reason to stay down, never lost."""
     store.close()
@@ -184,9 +219,9 @@ def filled(path: str) -> bytes:
     with DirectLedger(path) as opened:
         opened.do(adopt(R, [f"device-{n}" for n in range(8)], Side.DRA, T0))
         for number in range(6):
-            opened.do(operations.prepare(claim(str(number), f"device-{number}")))
+            opened.do(prepare(claim(str(number), f"device-{number}")))
         opened.do(adopt(R, ["p"], Side.PLUGIN, T0))
-        opened.do(operations.grant(R, {"p": "p"}, T0))
+        opened.do(grant(R, {"p": "p"}, T0))
     return Path(path).read_bytes()
 
 
@@ -229,7 +264,7 @@ def test_a_damaged_write_ahead_log_ends_where_it_is_damaged(tmp_path: Path) -> N
     opened.do(adopt(R, ["a"], Side.PLUGIN, T0))
     first = opened.snapshot
     size = os.path.getsize(path + "-wal")
-    opened.do(operations.grant(R, {"a": "a"}, T0))
+    opened.do(grant(R, {"a": "a"}, T0))
     copies = {suffix: Path(path + suffix).read_bytes() for suffix in ("", "-wal")}
     both = opened.snapshot
     opened.close()
@@ -243,6 +278,104 @@ def test_a_damaged_write_ahead_log_ends_where_it_is_damaged(tmp_path: Path) -> N
                 assert again.snapshot in (first, both)
 
 
+# The copy of the allocations.
+
+
+def lose(path: str) -> None:
+    """Remove the ledger's files."""
+    for file in Path(path).parent.glob(f"{Path(path).name}*"):
+        file.unlink()
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> str:
+    return str(tmp_path / "run" / "allocations")
+
+
+def test_a_new_ledger_has_the_allocations_of_the_copy(path: str, copy: str) -> None:
+    """They are its own records, also at the start after it; they end as all others do."""
+    with DirectLedger(path, copy) as opened:
+        opened.do(adopt(R, ["a", "b"], Side.PLUGIN, T0))
+        for name in ("a::0", "a::1"):
+            opened.do(grant(R, {name: "a"}, amount=Amount("1/2"), identity="boot:1 n1"))
+        held = {"a::0": held_by("a", "u1/main")}
+        opened.do(operations.observe(R, replace(seen(opened), held=held), T0))
+        for _ in range(9):
+            opened.do(grant(R, {"b": "b"}))
+        known = opened.snapshot.allocations
+    lose(path)
+    with DirectLedger(path, copy) as opened:
+        assert opened.fresh
+        kept = {key: replace(one, sequence=1, absent_since=None) for key, one in known.items()}
+        assert opened.snapshot.allocations == kept
+        assert isinstance(opened.do(grant(R, {"x": "x"}, identity="boot:1 n1")), Excluded)
+    with DirectLedger(path) as opened:
+        assert opened.snapshot.allocations == {
+            key: replace(one, pod="", absent_since=None) for key, one in kept.items()
+        }
+        for at in (1.0, 100.0):
+            opened.do(operations.observe(R, seen(opened, at), T0))
+        assert not opened.snapshot.allocations
+
+
+def test_a_ledger_that_is_there_does_not_read_the_copy(path: str, copy: str) -> None:
+    """It is newer: the copy may have failed."""
+    with DirectLedger(path, copy) as opened:
+        opened.do(adopt(R, ["a"], Side.PLUGIN, T0))
+        opened.do(grant(R, {"a": "a"}))
+    old = Path(copy).read_bytes()
+    with DirectLedger(path, copy) as opened:
+        opened.do(operations.observe(R, seen(opened, a="u1/main"), T0))
+        opened.do(operations.observe(R, seen(opened), T0))
+    Path(copy).write_bytes(old)
+    with DirectLedger(path, copy) as opened:
+        assert not opened.snapshot.allocations
+
+
+def test_the_copy_of_another_boot_says_nothing(path: str, copy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No holder runs any more; what the next boot grants is copied anew."""
+    with DirectLedger(path, copy) as opened:
+        opened.do(grant(R, {"a": "a"}))
+    lose(path)
+    monkeypatch.setattr(store_module, "boot_id", lambda: "another")
+    with DirectLedger(path, copy) as opened:
+        assert opened.fresh
+        assert opened.snapshot == Snapshot()
+    monkeypatch.undo()
+    lose(path)
+    with DirectLedger(path, copy) as opened:
+        assert opened.snapshot == Snapshot(), "it was made anew in the other boot"
+
+
+@pytest.mark.parametrize("left", [None, b"", b"{", b'{"boot": "1", "allocations": []}'])
+def test_the_copy_is_made_anew_at_each_start(path: str, copy: str, left: bytes | None) -> None:
+    """It may be of another boot, be lost with its directory, or be of before a kill."""
+    with DirectLedger(path, copy) as opened:
+        opened.do(grant(R, {"a": "a"}))
+    if left is None:
+        shutil.rmtree(Path(copy).parent)
+    else:
+        Path(copy).write_bytes(left)
+    DirectLedger(path, copy).close()
+    lose(path)
+    with DirectLedger(path, copy) as opened:
+        assert opened.snapshot.allocations.keys() == {(R, "a")}
+
+
+def test_a_copy_that_cannot_be_read_or_written_does_not_stop_the_ledger(
+    path: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log says so; the ledger and the checkpoint have to do."""
+    copy = tmp_path / "copy"
+    copy.write_bytes(b"{")
+    with DirectLedger(path, str(copy)) as opened:
+        assert opened.snapshot == Snapshot()
+    assert "cannot be read" in caplog.text
+    with DirectLedger(path, str(copy / "below a file")) as opened:
+        opened.do(grant(R, {"a": "a"}))
+        assert "cannot copy the allocations" in caplog.text
+
+
 # Crashes and full disks.
 
 
@@ -252,15 +385,15 @@ def crash_operations() -> Sequence[Any]:
     evidence = KubeletEvidence(sequence, {"a": 1.0}, KubeletSnapshot(sequence, 3.0, True))
     return (
         adopt(R, ["a", "b"], Side.PLUGIN, T0),
-        operations.grant(R, {"b": "b"}, T0),
+        grant(R, {"b": "b"}, T0),
         operations.begin_move(R, ["a"], Side.DRA, T0),
         operations.commit_to_dra(R, ["a"], evidence, T0),
-        operations.reserve(claim("1", "a"), durable=True),
-        operations.prepare(claim("1", "a")),
+        reserve(claim("1", "a"), durable=True),
+        prepare(claim("1", "a")),
         operations.begin_move(R, ["a"], Side.PLUGIN, T0),
         operations.unprepare(D, "1"),
         operations.commit_to_plugin(R, ["a"], ClusterEvidence(sequence, {"a": 1.0}, 2.0), T0),
-        operations.grant(R, {"a": "a"}, T0),
+        grant(R, {"a": "a"}, T0),
         operations.forget(R, ["b"]),
     )
 
@@ -329,7 +462,7 @@ def test_a_full_disk_grants_nothing_and_heals(tmp_path: Path) -> None:
 import resource, signal, sys
 from deviceplugin.register import operations
 from deviceplugin.register.records import LedgerError, Side
-from tests.dra.ledger.samples import R, T0, DirectLedger, adopt, put_aside
+from tests.dra.ledger.samples import R, T0, DirectLedger, adopt, grant, put_aside
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 store = DirectLedger({str(tmp_path / "l.db")!r})
 store.do(adopt(R, ["a", "b"], Side.PLUGIN, T0))
@@ -338,12 +471,12 @@ soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
 for _ in range(3):
     try:
-        store.do(operations.grant(R, {{"a": "a"}}, T0))
+        store.do(grant(R, {{"a": "a"}}, T0))
     except LedgerError as error:
         print("refused", error)
     assert store.snapshot == before, store.snapshot
 resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-assert store.do(operations.grant(R, {{"a": "a"}}, T0)) is None
+assert store.do(grant(R, {{"a": "a"}}, T0)) is None
 after = store.snapshot
 store.close()
 again = DirectLedger({str(tmp_path / "l.db")!r})
@@ -388,21 +521,50 @@ def test_a_write_that_fails_refuses_and_the_next_one_looks_at_the_disk(tmp_path:
     path = str(tmp_path / "l.db")
     with DirectLedger(path, connect=lambda where: Flaky(where, fails)) as store:  # type: ignore[arg-type,return-value]
         store.do(adopt(R, ["a", "b"], Side.DRA, T0))
-        store.do(operations.reserve(claim("0", "b"), durable=False))
+        store.do(reserve(claim("0", "b"), durable=False))
         fails.add(word)
         for _ in range(2):
             with pytest.raises(LedgerError):
-                store.do(operations.prepare(claim("1", "a")))
+                store.do(prepare(claim("1", "a")))
         fails.add("PRAGMA")
         with pytest.raises(LedgerError):
-            store.do(operations.prepare(claim("1", "a")))
+            store.do(prepare(claim("1", "a")))
         fails.clear()
         assert set(store.snapshot.claims) == {(D, "0")}
-        assert isinstance(store.do(operations.prepare(claim("1", "a"))), Claim)
+        assert isinstance(store.do(prepare(claim("1", "a"))), Claim)
         assert set(store.snapshot.claims) == {(D, "0"), (D, "1")}
         kept = store.snapshot.devices
     with DirectLedger(path) as again:
         assert again.snapshot.devices == kept
+
+
+def test_what_only_the_process_knows_stays_when_the_file_is_read_again(path: str) -> None:
+    """Claims that it unprepared, reservations in memory, and since when a grant's pod is not seen."""
+    fails: set[str] = set()
+    with DirectLedger(path, connect=lambda where: Flaky(where, fails)) as store:  # type: ignore[arg-type,return-value]
+        store.do(adopt(R, ["a"], Side.PLUGIN, T0))
+        store.do(adopt(R, ["b", "c"], Side.DRA, T0))
+        store.do(grant(R, {"a": "a"}))
+        store.do(operations.observe(R, seen(store, 1.0), T0))
+        store.do(prepare(claim("old", "b")))
+        store.do(operations.unprepare(D, "old"))
+        store.do(reserve(claim("reserved", "c", identity="boot:1 n1"), durable=False))
+        before = store.snapshot
+        fails.add("COMMIT")
+        with pytest.raises(LedgerError):
+            store.do(operations.set_setting("s", "k", "1"))
+        fails.clear()
+        store.do(operations.set_setting("s", "k", "1"))
+        after = store.snapshot
+        assert (after.ended, after.claims, after.allocations) == (before.ended, before.claims, before.allocations)
+        assert after.index == before.index
+        found = [ClaimEvidence(D, "old", frozenset({"b"}), prepared=True)]
+        store.do(operations.reconcile_evidence(R, Evidence(claims=found), ["b"], Side.DRA, T0))
+        assert (D, "old") not in store.snapshot.claims, "it was unprepared"
+        assert isinstance(store.do(prepare(claim("2", "b", identity="boot:1 n1"))), Excluded), (
+            "what is reserved is held"
+        )
+        assert store.do(operations.observe(R, seen(store, 100.0), T0)).released == ("a",)
 
 
 def test_a_file_that_goes_bad_while_it_is_in_use_ends_the_ledger(tmp_path: Path) -> None:
@@ -413,12 +575,12 @@ def test_a_file_that_goes_bad_while_it_is_in_use_ends_the_ledger(tmp_path: Path)
         store.do(adopt(R, ["a", "b"], Side.PLUGIN, T0))
         fails.add("COMMIT")
         with pytest.raises(LedgerError):
-            store.do(operations.grant(R, {"b": "b"}, T0))
+            store.do(grant(R, {"b": "b"}, T0))
         fails.clear()
         Path(path).write_bytes(b"\xff" * 8192)
         for _ in range(2):
             with pytest.raises(LedgerLostError):
-                store.do(operations.grant(R, {"b": "b"}, T0))
+                store.do(grant(R, {"b": "b"}, T0))
         assert put_aside(path)
 
 
@@ -435,7 +597,7 @@ def test_an_operation_that_fails_costs_its_own_caller_only(store: DirectLedger) 
     def mistaken(_now: Snapshot) -> Decision[None]:
         raise ZeroDivisionError
 
-    answers = store.do_all([mistaken, operations.grant(R, {"a": "a"}, T0)])
+    answers = store.do_all([mistaken, grant(R, {"a": "a"}, T0)])
     assert isinstance(answers[0], ZeroDivisionError)
     assert answers[1] is None
     assert store.snapshot.allocations_on(R, ["a"])
@@ -443,17 +605,30 @@ def test_an_operation_that_fails_costs_its_own_caller_only(store: DirectLedger) 
         store.do(mistaken)
 
 
+def indexed(now: Snapshot) -> Mapping[Point, frozenset[tuple[str, tuple[str, str]]]]:
+    """The index of these records, made at once."""
+    records = [Change("allocations", key, one) for key, one in now.allocations.items()]
+    records += [Change("claims", key, one) for key, one in now.claims.items()]
+    return Snapshot().with_changes(records, 1).index
+
+
 @given(data=st.data())
 def test_memory_and_file_never_differ(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     """Whatever is asked in whatever order, a ledger opened again knows the same."""
     path = str(tmp_path_factory.mktemp("same") / "l.db")
     device, uid = st.sampled_from("abc"), st.sampled_from("123")
+    identity = st.sampled_from(["", "boot:1 n1", "boot:1 n1 n2", "boot:0 n3"])
+    amount = st.sampled_from([WHOLE, Amount("1/2"), Amount("1/4", (("memory", "bytes", "5"),)), UNKNOWN])
     operation = st.one_of(
         st.builds(lambda d, s: adopt(R, [d], s, T0), device, st.sampled_from(Side)),
-        st.builds(lambda d: operations.grant(R, {d: d}, T0), device),
+        st.builds(lambda d, a, i: grant(R, {d: d}, amount=a, identity=i), device, amount, identity),
+        st.builds(lambda d: operations.add_holders([("u4", "main", R, d)], T0), device),
+        st.builds(lambda d, i: operations.adopt({(R, d): i}, "1"), device, identity),
         st.builds(lambda d, s: operations.begin_move(R, [d], s, T0), device, st.sampled_from(Side)),
-        st.builds(lambda u, d: operations.prepare(claim(u, d), pull=True), uid, device),
-        st.builds(lambda u, d, k: operations.reserve(claim(u, d), durable=k), uid, device, st.booleans()),
+        st.builds(
+            lambda u, d, a, i: prepare(claim(u, d, amount=a, identity=i), pull=True), uid, device, amount, identity
+        ),
+        st.builds(lambda u, d, i, k: reserve(claim(u, d, identity=i), durable=k), uid, device, identity, st.booleans()),
         st.builds(lambda u: operations.unprepare(D, u), uid),
         st.builds(lambda u: operations.reopen(D, u), uid),
         st.builds(lambda d: operations.forget(R, [d]), device),
@@ -484,8 +659,10 @@ def test_memory_and_file_never_differ(tmp_path_factory: pytest.TempPathFactory, 
         for batch in data.draw(st.lists(st.lists(operation, min_size=1, max_size=3), max_size=10)):
             opened.do_all(batch)
         known = opened.snapshot
+    assert known.index == indexed(known)
     with DirectLedger(path) as again:
         assert not put_aside(path)
+        assert again.snapshot.index == indexed(again.snapshot)
         assert again.snapshot.sequence == known.sequence
         assert again.snapshot.devices == known.devices
         assert again.snapshot.claims == {key: value for key, value in known.claims.items() if value.durable}

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from deviceplugin.register import operations
 from deviceplugin.register.records import LedgerError, LedgerLostError, Side
 from dra_bridge.ledger.store import Ledger
 from dra_bridge.ledger.worker import AsyncLedger
-from tests.dra.ledger.samples import T0, Flaky, R, Watched, adopt, claim
+from tests.dra.ledger.samples import T0, Flaky, R, Watched, adopt, claim, grant, prepare, reserve
 
 
 async def test_a_lost_ledger_is_reported_to_its_owner(path: str) -> None:
@@ -24,7 +23,7 @@ async def test_a_lost_ledger_is_reported_to_its_owner(path: str) -> None:
     assert not async_ledger.lost.is_set()
     shutil.rmtree(Path(path).parent)
     with pytest.raises(LedgerLostError):
-        await async_ledger.do(operations.grant(R, {"a": "a"}, T0))
+        await async_ledger.do(grant(R, {"a": "a"}, T0))
     async with asyncio.timeout(60):
         await async_ledger.lost.wait()
     await async_ledger.close()
@@ -43,10 +42,10 @@ async def test_failed_writes_are_counted(path: str) -> None:
     assert async_ledger.write_failures == 0
     full.append("yes")
     with pytest.raises(LedgerError, match="disk is full"):
-        await async_ledger.do(operations.grant(R, {"a": "a"}, T0))
+        await async_ledger.do(grant(R, {"a": "a"}, T0))
     assert async_ledger.write_failures == 1
     full.clear()
-    await async_ledger.do(operations.grant(R, {"a": "a"}, T0))
+    await async_ledger.do(grant(R, {"a": "a"}, T0))
     assert async_ledger.write_failures == 1
     await async_ledger.close()
 
@@ -69,9 +68,9 @@ async def test_what_is_asked_together_is_committed_together(path: str) -> None:
     held.clear()
     begun.clear()
     commits.clear()
-    first = asyncio.create_task(async_ledger.do(operations.grant(R, {"8": "8"}, T0)))
+    first = asyncio.create_task(async_ledger.do(grant(R, {"8": "8"}, T0)))
     await asyncio.to_thread(begun.wait, 10)
-    others = [asyncio.create_task(async_ledger.do(operations.grant(R, {str(n): str(n)}, T0))) for n in range(8)]
+    others = [asyncio.create_task(async_ledger.do(grant(R, {str(n): str(n)}, T0))) for n in range(8)]
     await asyncio.sleep(0)
     held.set()
     assert await asyncio.gather(first, *others) == [None] * 9
@@ -80,7 +79,7 @@ async def test_what_is_asked_together_is_committed_together(path: str) -> None:
         await async_ledger.do(lambda now: 1 // 0)  # type: ignore[arg-type, return-value]
     await async_ledger.close()
     with pytest.raises(LedgerError):
-        await async_ledger.do(operations.grant(R, {"1": "1"}, T0))
+        await async_ledger.do(grant(R, {"1": "1"}, T0))
 
 
 async def test_what_only_this_process_is_to_know_needs_no_commit(path: str) -> None:
@@ -98,16 +97,16 @@ async def test_what_only_this_process_is_to_know_needs_no_commit(path: str) -> N
     async_ledger = AsyncLedger(Ledger(path, connect=Watched.by(step)))
     await async_ledger.do(adopt(R, ["a", "b", "c"], Side.DRA, T0))
     commits.clear()
-    reserved = async_ledger.do(operations.reserve(claim("1", "a", result=None), durable=False))
+    reserved = async_ledger.do(reserve(claim("1", "a", result=None), durable=False))
     with pytest.raises(StopIteration):
         reserved.send(None)
     assert [one.uid for one in async_ledger.snapshot.claims_on(R, ["a"])] == ["1"]
     assert not commits
     held.clear()
     begun.clear()
-    prepared = asyncio.create_task(async_ledger.do(operations.prepare(claim("2", "b"))))
+    prepared = asyncio.create_task(async_ledger.do(prepare(claim("2", "b"))))
     await asyncio.to_thread(begun.wait, 10)
-    other = asyncio.create_task(async_ledger.do(operations.reserve(claim("3", "c", result=None), durable=False)))
+    other = asyncio.create_task(async_ledger.do(reserve(claim("3", "c", result=None), durable=False)))
     await asyncio.sleep(0)
     assert not other.done()
     held.set()
@@ -115,7 +114,7 @@ async def test_what_only_this_process_is_to_know_needs_no_commit(path: str) -> N
     assert {one.uid for one in async_ledger.snapshot.claims.values()} == {"1", "2", "3"}
     shutil.rmtree(Path(path).parent)
     with pytest.raises(LedgerLostError):
-        await async_ledger.do(operations.reserve(claim("4", "a", result=None), durable=False))
+        await async_ledger.do(reserve(claim("4", "a", result=None), durable=False))
     await async_ledger.close()
 
 
@@ -126,7 +125,7 @@ async def test_the_async_ledger_passes_on_that_a_write_failed(path: str) -> None
     async_ledger = AsyncLedger(store)
     fails.add("COMMIT")
     answers = await asyncio.gather(
-        *(async_ledger.do(operations.grant(R, {device_id: device_id}, T0)) for device_id in "ab"),
+        *(async_ledger.do(grant(R, {device_id: device_id}, T0)) for device_id in "ab"),
         return_exceptions=True,
     )
     assert all(isinstance(answer, LedgerError) for answer in answers)

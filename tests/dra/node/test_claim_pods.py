@@ -38,7 +38,7 @@ async def test_calls_at_once_share_a_reading_that_begins_after_them(tmp_path: Pa
     """Those that come while the evidence is read for others have it read anew: this one may be too old."""
     (tmp_path / claim_state.FILE_NAME).write_bytes(written.to_json([]))
     tracker = Tracker()
-    async_ledger = await AsyncLedger.open(str(tmp_path / "ledger.db"))
+    async_ledger = await AsyncLedger.open(str(tmp_path / "register.db"))
     pods = ClaimPods(D, async_ledger, cast(HolderTracker, tracker), tmp_path)
     async with asyncio.timeout(60):
         first = [asyncio.create_task(pods.running()) for _ in range(4)]

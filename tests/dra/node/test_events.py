@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 from deviceplugin.metrics.report import Event, EventSource, ShareProgress
@@ -62,6 +63,16 @@ def test_the_bridge_tells_each_event_once() -> None:
     moved = {**ledger.snapshot.devices, (RESOURCE, "b"): replace(record, state=State.DRA, since=6.0, reason="")}
     ledger.snapshot = replace(ledger.snapshot, devices=moved)
     assert status.events() == [Event(6.0, RESOURCE, "moved to the DRA side: b")]
+    assert status.events() == []
+
+
+def test_what_a_ledger_has_that_is_opened_late_is_no_event() -> None:
+    """While another agent has the ledger nothing is known of devices and claims; what is known then has not begun."""
+    made = bridge()
+    status, opened = BridgeStatus(cast("Any", made)), made.agent.register
+    made.agent.register = SimpleNamespace(snapshot=Snapshot())
+    assert status.events() == []
+    made.agent.register = opened
     assert status.events() == []
 
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from deviceplugin.device import Device
-from deviceplugin.kubelet.allocation_gate import Refusal
+from deviceplugin.exclusion import ConflictError
 from deviceplugin.node.agent import AgentError
+from deviceplugin.node.service import Service
+from deviceplugin.register.operations import reconcile_evidence
 from deviceplugin.register.records import Side
+from deviceplugin.register.rules import Evidence
 from deviceplugin.source import DeviceSource
 from deviceplugin.testing import FakePod
 from dra_bridge.driver.registrar import Timing
@@ -20,11 +24,12 @@ from dra_bridge.handover.share import Share
 from dra_bridge.kube import Cluster
 from dra_bridge.node import slice_feed
 from dra_bridge.node.bridge import Bridge
+from dra_bridge.node.device_reconciliation import EvidenceReader
 from dra_bridge.node.share import NONE, HandoverPolicy
 from dra_bridge.testing.apiserver import FakeApiServer
 from dra_bridge.testing.node import FakeNode
 from tests.dra.classes import device_class
-from tests.dra.ledger.samples import DirectLedger, adopt
+from tests.dra.ledger.samples import DirectLedger
 
 A, B = "example.com/a", "example.com/b"
 D, E = "d.example.com", "e.example.com"
@@ -84,8 +89,13 @@ def healthy(node: FakeNode, resource: str) -> set[str]:
     return {name for name, one in node.devices(resource).items() if one.health == "Healthy"}
 
 
-def held_ledger(bridge: Bridge, driver: str) -> DirectLedger:
-    return DirectLedger(str(bridge.ledger_path(driver)))
+def held_ledger(bridge: Bridge) -> DirectLedger:
+    return DirectLedger(str(bridge.ledger_path))
+
+
+def unready(bridge: Bridge) -> str:
+    """Return why the agent is not ready."""
+    return "; ".join(one for each in bridge.agent.providers for one in each.report().unready)
 
 
 async def test_an_agent_that_stands_by_ends_when_it_is_told_to(
@@ -94,17 +104,17 @@ async def test_an_agent_that_stands_by_ends_when_it_is_told_to(
     """In a rolling update the next pod may be deleted while it still waits for the ledger."""
     monkeypatch.setattr("dra_bridge.node.bridge.STANDBY", 0.01)
     agent = bridge(node, tmp_path, Source(A, D))
-    with held_ledger(agent, D):
+    with held_ledger(agent):
         async with running(agent):
             await until(lambda: "standing by" in caplog.text)
     assert not node.registrations
-    await asyncio.to_thread(lambda: DirectLedger(str(agent.ledger_path(D))).close())  # nobody has it
+    await asyncio.to_thread(lambda: DirectLedger(str(agent.ledger_path)).close())  # nobody has it
 
 
 async def test_a_ledger_that_cannot_be_opened_is_an_error_that_names_it(node: FakeNode, tmp_path: Path) -> None:
     """A line for whoever has to mend it."""
     agent = bridge(node, tmp_path, Source(A, D))
-    path = agent.ledger_path(D)
+    path = agent.ledger_path
     path.parent.parent.mkdir(parents=True, exist_ok=True)
     path.parent.write_text("a file where the directory should be")
     words = rf"{path}: .*needs write access to {path.parent}, and free space there; into a pod it is mounted by"
@@ -124,19 +134,20 @@ async def test_a_reload_that_adds_a_driver_serves_it_and_the_agent_still_ends(no
 
 
 async def test_a_reload_that_adds_a_driver_whose_directory_is_not_mounted_is_an_error(
-    node: FakeNode, tmp_path: Path
+    node: FakeNode, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It names the directory and what mounts it; the other driver's devices are served on."""
+    """Log and readiness name the directory and what mounts it; the other driver's devices are served on."""
     agent = bridge(node, tmp_path, Source(A, D))
     async with running(agent):
-        await until(lambda: len(healthy(node, A)) == 2)
-        directory = agent.ledger_path(E).parent
+        await until(lambda: len(healthy(node, A)) == 2 and not unready(agent))
+        directory = node.root / "plugins" / E
         directory.write_text("no directory can be made here")
-        with pytest.raises(AgentError, match=rf"{directory}.*what `dra-bridge manifests` prints for this conf"):
-            await agent.reconfigure({B: Source(B, E)}, {B: HandoverPolicy(Share(part=1.0))}, [A])
-        assert set(agent.drivers) == {D}
+        await agent.reconfigure({B: Source(B, E)}, {B: HandoverPolicy(Share(part=1.0))}, [A])
+        await until(lambda: str(directory) in unready(agent))
+        for text in (unready(agent), caplog.text):
+            assert re.search(rf"{E}.*{directory}.*what `dra-bridge manifests` prints for this conf", text)
+        assert agent.drivers[D].registrar.statistics.registered
         assert len(healthy(node, A)) == 2
-        assert not healthy(node, B), "nothing of it is given to pods"
 
 
 async def test_a_reload_while_an_agent_stands_by_is_taken_after_that(
@@ -145,7 +156,7 @@ async def test_a_reload_while_an_agent_stands_by_is_taken_after_that(
     """Nothing is served twice, and the ledger is opened once."""
     monkeypatch.setattr("dra_bridge.node.bridge.STANDBY", 0.01)
     agent = bridge(node, tmp_path, Source(A, D))
-    with held_ledger(agent, D):
+    with held_ledger(agent):
         task = asyncio.create_task(agent.run())
         await until(lambda: "standing by" in caplog.text)
         reload = asyncio.create_task(agent.reconfigure({A: Source(A, D), B: Source(B)}, {}, []))
@@ -160,48 +171,57 @@ async def test_a_reload_while_an_agent_stands_by_is_taken_after_that(
         await task
 
 
-async def test_nothing_is_offered_before_its_ledger_is_open(
-    node: FakeNode, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+async def test_nothing_is_offered_before_its_evidence_was_read(
+    node: FakeNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A resource that a reload adds may have devices on the DRA side, which only its ledger knows."""
-    monkeypatch.setattr("dra_bridge.node.bridge.STANDBY", 0.01)
-    agent = bridge(node, tmp_path, Source(A, D))
+    """A resource that a reload adds may have devices on the DRA side, and its evidence has to be read first."""
+    agent, read, go_on = bridge(node, tmp_path, Source(A, D)), EvidenceReader.read, asyncio.Event()
+
+    async def late(reader: EvidenceReader, service: Service, devices: Sequence[str]) -> Evidence:
+        if service.resource == B:
+            await go_on.wait()
+        return await read(reader, service, devices)
+
+    monkeypatch.setattr(EvidenceReader, "read", late)
+    with held_ledger(agent) as before:
+        before.do(reconcile_evidence(B, Evidence(), ["d0"], Side.DRA, 1.0, E))
     async with running(agent):
         await until(lambda: len(healthy(node, A)) == 2)
-        with held_ledger(agent, E) as other:
-            other.do(adopt(B, ["d0"], Side.DRA, 1.0))
-            reload = asyncio.create_task(agent.reconfigure({B: Source(B, E)}, {B: HandoverPolicy(Share(1))}, [A]))
-            await until(lambda: "standing by" in caplog.text and len(node.devices(B)) == 2)
-            assert all(update.healthy == 0 for update in node.updates(B))
-        async with asyncio.timeout(60):
-            await reload
+        await agent.reconfigure({B: Source(B, E)}, {B: HandoverPolicy(Share(1))}, [A])
+        await until(lambda: len(node.devices(B)) == 2)
+        assert all(update.healthy == 0 for update in node.updates(B))
+        go_on.set()
         await until(lambda: healthy(node, B) == {"d1"})
         assert all(update.healthy < 2 for update in node.updates(B))
 
 
 async def test_a_dropped_resource_gives_nothing_out_on_its_way_out(node: FakeNode, tmp_path: Path) -> None:
-    """Its endpoint outlives its ledger gate by a moment; without a driver it is free again."""
+    """Its endpoint outlives its driver's side by a moment; without a driver it is free again."""
     agent = bridge(node, tmp_path, Source(A, D))
     async with running(agent):
         await until(lambda: len(healthy(node, A)) == 2)
         agent.drivers[D].drop(A)
-        assert not agent.gates.offers(A, "d0")
+        register = agent.agent.register
+        assert not register.offers(A, "d0")
+        with pytest.raises(ConflictError, match="who holds device d0 is not known yet"):
+            await register.grant(A, {"d0": "d0"})
         await agent.reconfigure({A: Source(A)}, {}, [])
-        assert agent.gates.offers(A, "d0")
+        assert register.offers(A, "d0")
         await agent.reconfigure({}, {}, [])
-        assert not agent.gates.by_resource
+        assert not agent.drivers[D].resources
+        assert not register.offers(A, "d0")
 
 
-async def test_a_driver_whose_ledger_cannot_be_opened_holds_up_no_other(node: FakeNode, tmp_path: Path) -> None:
+async def test_a_driver_that_cannot_be_served_holds_up_no_other(node: FakeNode, tmp_path: Path) -> None:
     """A reload serves what can be served, and says what cannot."""
     agent = bridge(node, tmp_path, Source("example.com/c"))
-    agent.ledger_path(D).parent.parent.mkdir(parents=True, exist_ok=True)
-    agent.ledger_path(D).parent.write_text("a file where the directory should be")
+    directory = node.root / "plugins" / D
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    directory.write_text("a file where the directory should be")
     async with running(agent):
-        with pytest.raises(AgentError, match=D):
-            await agent.reconfigure({A: Source(A, D), B: Source(B, E)}, {}, ["example.com/c"])
-        await until(lambda: len(healthy(node, B)) == 2)
-        assert not healthy(node, A)
+        await agent.reconfigure({A: Source(A, D), B: Source(B, E)}, {}, ["example.com/c"])
+        await until(lambda: len(healthy(node, B)) == 2 and agent.drivers[E].registrar.statistics.registered)
+        await until(lambda: f"driver {D} is not registered" in unready(agent) and E not in unready(agent))
 
 
 async def test_health_of_a_resource_that_a_reload_adds_is_told_at_once(
@@ -252,7 +272,6 @@ def sliced(node: FakeNode, driver: str) -> set[str]:
 async def test_claims_of_a_former_driver_keep_their_devices(
     node: FakeNode,
     tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
     driver: str,
     share: Share,
@@ -268,12 +287,14 @@ async def test_claims_of_a_former_driver_keep_their_devices(
             await until(lambda: healthy(node, A) == {other})
         else:
             await until(lambda: sliced(node, E) == {other})
-        await until(lambda: f"through driver {D}, which is not served here" in caplog.text)
-        assert device not in healthy(node, A) | sliced(node, E)
-        with pytest.raises(Refusal):
-            await agent.gates.grant(A, [device], [device])
-    with DirectLedger(str(agent.ledger_path(D))) as former:
-        assert former.snapshot.claims_on(A, [device]), "the former ledger is as it was"
+        await until(lambda: agent.drivers[D].resources[A].handover.waiting.keys() == {device})
+        assert str(agent.drivers[D].resources[A].handover.waiting[device]).startswith("claim default/train")
+        assert device not in healthy(node, A) | sliced(node, D) | sliced(node, E)
+        with pytest.raises(ConflictError, match=f"driver {D}"):
+            await agent.agent.register.grant(A, {device: device})
+    with DirectLedger(str(agent.ledger_path)) as ledger:
+        assert ledger.snapshot.claims_on(A, [device]), "the claim is as it was"
+        assert ledger.snapshot.device(A, device).driver == D
 
 
 async def test_a_claim_of_a_former_driver_that_the_kubelet_has_forgotten(node: FakeNode, tmp_path: Path) -> None:

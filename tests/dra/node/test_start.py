@@ -10,20 +10,25 @@ import shutil
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import grpc
 import pytest
 
 from deviceplugin.device import ContainerEdits, Device
-from deviceplugin.kubelet.allocation_gate import Refusal
+from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.claim_state import PreparedClaim
+from deviceplugin.kubelet.podresources import AllocationsInFlight
+from deviceplugin.kubelet.servicer import Endpoint, Refusal
 from deviceplugin.node.agent import AgentError
-from deviceplugin.register import operations, rules
-from deviceplugin.register.records import Side, State
+from deviceplugin.register import rules
+from deviceplugin.register.operations import reconcile_evidence
+from deviceplugin.register.records import WHOLE, Side, State
+from deviceplugin.register.register import Register
 from deviceplugin.register.rules import ClaimEvidence, Evidence
 from deviceplugin.source import DeviceSource
 from dra_bridge.driver.driver import Driver
-from dra_bridge.handover.gate import LedgerGate
 from dra_bridge.handover.share import Share
 from dra_bridge.kube import Cluster
 from dra_bridge.ledger.store import Ledger
@@ -32,16 +37,17 @@ from dra_bridge.node import device_reconciliation, node_object, slice_feed
 from dra_bridge.node.bridge import Bridge
 from dra_bridge.node.device_reconciliation import DeviceReconciler
 from dra_bridge.node.node_object import NodeWatch
-from dra_bridge.node.resource import ResourceRuntime
+from dra_bridge.node.resource import DriverContext, ResourceRuntime
 from dra_bridge.node.share import HandoverPolicy
 from dra_bridge.testing.apiserver import FakeApiServer
 from dra_bridge.testing.node import FakeNode
 from dra_bridge.testing.serving import device_class
-from tests.dra.ledger.samples import DirectLedger, adopt
+from tests.dra.ledger.samples import DirectLedger
 
 R = "example.com/fpga"
 D = "fpga.example.com"
 NODE = "node"
+LEDGER = "plugins/dra-bridge/register.db"
 
 
 class Source(DeviceSource):
@@ -96,6 +102,10 @@ def states(bridge: Bridge) -> dict[str, State]:
     return {name: record.state for name, record in bridge.drivers[D].async_ledger.snapshot.of(R).items()}
 
 
+def reconciled(bridge: Bridge) -> set[tuple[str, str]]:
+    return bridge.drivers[D].devices.context.reconciled
+
+
 def claims(bridge: Bridge) -> set[str]:
     return {claim.title for claim in bridge.drivers[D].async_ledger.snapshot.claims.values()}
 
@@ -113,18 +123,18 @@ async def test_a_lost_ledger_is_rebuilt_before_files_are_swept(node: FakeNode, t
         (device,) = node.devices_of(pod)
         title = f"default/{node.claims_of(pod)[0]}"
         assert claims(bridge) == {title}
-        path = bridge.ledger_path(D)
+        path = bridge.ledger_path
     for suffix in ("", "-wal"):
         Path(f"{path}{suffix}").unlink(missing_ok=True)
-    files = sorted(cdi.iterdir())
+    files = sorted(cdi.glob("*.json"))
     async with running(node, cdi, Share(0)) as bridge:
         await until(lambda: D in bridge.drivers and len(states(bridge)) == 2, "the evidence to be reconciled")
         assert states(bridge)[device] in {State.DRA, State.TO_PLUGIN}
         await until(lambda: claims(bridge) == {title}, "the claim to be known by name")
-        assert sorted(cdi.iterdir()) == files
+        assert sorted(cdi.glob("*.json")) == files
         await asyncio.to_thread(pod.delete, 20)
         await moved(bridge, State.PLUGIN)
-        assert list(cdi.iterdir()) == []
+        assert list(cdi.glob("*.json")) == []
 
 
 async def test_a_claim_that_ends_while_evidence_is_read_stays_ended(
@@ -165,11 +175,11 @@ async def test_a_wiped_cdi_directory_is_filled_again(node: FakeNode, tmp_path: P
     async with running(node, cdi, Share(part=1.0)) as bridge:
         await moved(bridge, State.DRA)
         await asyncio.to_thread(lambda: node.start_pod("train", template={D: 1}).wait_running(20))
-        files = {path.name: path.read_bytes() for path in cdi.iterdir()}
-        assert len(files) == 2, "the CDI file and our own"
+        files = {path.name: path.read_bytes() for path in cdi.glob("*.json")}
+        assert len(files) == 1
         shutil.rmtree(cdi)
-        await until(lambda: cdi.exists() and {path.name for path in cdi.iterdir()} == files.keys(), "the file")
-        assert {path.name: path.read_bytes() for path in cdi.iterdir()} == files
+        await until(lambda: {path.name for path in cdi.glob("*.json")} == files.keys(), "the file")
+        assert {path.name: path.read_bytes() for path in cdi.glob("*.json")} == files
 
 
 async def test_an_agent_ends_when_its_mount_shows_a_deleted_cdi_directory(
@@ -183,7 +193,7 @@ async def test_an_agent_ends_when_its_mount_shows_a_deleted_cdi_directory(
         async with running(node, Path(f"/proc/self/fd/{mounted}"), Share(part=1.0)) as bridge:
             await moved(bridge, State.DRA)
             await asyncio.to_thread(lambda: node.start_pod("train", template={D: 1}).wait_running(20))
-            assert len(list(cdi.iterdir())) == 2
+            assert len(list(cdi.glob("*.json"))) == 1
             shutil.rmtree(cdi)
             async with asyncio.timeout(20):
                 await bridge.agent.stopping()
@@ -215,10 +225,10 @@ async def test_a_ledger_that_lost_its_end_is_corrected_and_alarm_raised(
         await moved(bridge, State.PLUGIN)
         pod = await asyncio.to_thread(lambda: node.start_pod("train", {R: 1}).wait_running(20))
         (device,) = node.devices_of(pod)
-        path = bridge.ledger_path(D)
+        path = bridge.ledger_path
     Path(path).unlink()
     with DirectLedger(str(path)) as made:  # as if all of it since had been lost
-        made.do(adopt(R, ["d0", "d1"], Side.DRA, 1.0))
+        made.do(reconcile_evidence(R, Evidence(), ["d0", "d1"], Side.DRA, 1.0, D))
     async with running(node, tmp_path / "cdi", Share(part=1.0)) as bridge:
         # A scan or the reconciliation finds it first; the reconciliation after a scan ends it at once.
         await until(
@@ -246,7 +256,8 @@ async def test_a_checkpoint_that_shows_an_ended_pod_alarms_nobody(node: FakeNode
     checkpoint.write_bytes(stale)
     async with running(node, tmp_path / "cdi", Share(part=1.0)) as bridge:
         await until(
-            lambda: D in bridge.drivers and len(bridge.drivers[D].ledger_gate.reconciled) == 2, "all doubt to be gone"
+            lambda: D in bridge.drivers and len(bridge.drivers[D].devices.context.reconciled) == 2,
+            "all doubt to be gone",
         )
         assert set(states(bridge).values()) == {State.DRA}
 
@@ -266,12 +277,12 @@ async def test_no_slice_has_a_device_before_its_evidence_was_reconciled(
 
     monkeypatch.setattr(DeviceReconciler, "reconcile", doubting)
     monkeypatch.setattr(slice_feed, "FIRST", 0.1)
-    path = Path(node.root) / "plugins" / D / "ledger.db"
+    path = node.root / LEDGER
     with DirectLedger(str(path)) as made:
-        made.do(adopt(R, ["d0", "d1"], Side.DRA, 1.0))
+        made.do(reconcile_evidence(R, Evidence(), ["d0", "d1"], Side.DRA, 1.0, D))
     async with running(node, tmp_path / "cdi", Share(part=1.0)) as bridge:
         await until(lambda: published() == {"d0"}, "the slice")
-        assert bridge.drivers[D].ledger_gate.reconciled == {(R, "d0")}
+        assert reconciled(bridge) == {(R, "d0")}
         doubt = False
         await until(lambda: published() == {"d0", "d1"}, "the other device")
 
@@ -291,9 +302,9 @@ async def test_nothing_moves_before_the_node_was_read(
     body = node.server.get("nodes", NODE)
     body["metadata"].setdefault("annotations", {})[f"{D}/dra-share"] = "none"
     node.server.replace(body)
-    path = Path(node.root) / "plugins" / D / "ledger.db"
+    path = node.root / LEDGER
     with DirectLedger(str(path)) as made:
-        made.do(adopt(R, ["d0", "d1"], Side.PLUGIN, 1.0))
+        made.do(reconcile_evidence(R, Evidence(), ["d0", "d1"], Side.PLUGIN, 1.0, D))
     async with running(node, tmp_path / "cdi", Share(part=1.0)) as bridge:
         await until(lambda: "no device moves until its annotations are known" in caplog.text, "the warning")
         await asyncio.to_thread(node.run_pod, "p", {R: 1})
@@ -351,7 +362,7 @@ async def test_an_agent_whose_ledger_is_removed_ends_and_the_next_one_knows_the_
     pod = await asyncio.to_thread(lambda: node.start_pod("train", {R: 1}).wait_running(20))
     (device,) = node.devices_of(pod)
     for suffix in ("", "-wal"):
-        Path(f"{bridge.ledger_path(D)}{suffix}").unlink()
+        Path(f"{bridge.ledger_path}{suffix}").unlink()
     annotate(node, "all")
     with pytest.raises(AgentError, match="the ledger was lost"):
         await asyncio.wait_for(task, 30)
@@ -361,21 +372,28 @@ async def test_an_agent_whose_ledger_is_removed_ends_and_the_next_one_knows_the_
         assert states(after)[device] is State.TO_DRA
 
 
-# The ledger gate.
+# Before evidence and ledger were compared.
 
 
 async def test_nothing_is_offered_or_given_before_its_evidence_was_reconciled(tmp_path: Path) -> None:
     """A ledger that says so may have lost what came last."""
-    async_ledger = AsyncLedger(Ledger(str(tmp_path / "ledger.db")))
-    await async_ledger.do(operations.reconcile_evidence(R, Evidence(), ["a"], Side.PLUGIN, 1.0))
-    ledger_gate = LedgerGate(async_ledger, {R: str})
-    assert not ledger_gate.offers(R, "a")
+    async_ledger = AsyncLedger(Ledger(str(tmp_path / "register.db")))
+    await async_ledger.do(reconcile_evidence(R, Evidence(), ["d0"], Side.PLUGIN, 1.0, D))
+    inventory = Inventory(R)
+    inventory.publish([Device("d0", nodes=["/dev/null"])])
+    context = DriverContext(D, cast("Any", None), async_ledger, cast("Any", None))
+    context.resources[R] = ResourceRuntime(
+        cast("Any", SimpleNamespace(inventory=inventory)), HandoverPolicy(), cast("Any", None)
+    )
+    register = Register(store=async_ledger, unknown=context.unknown)
+    endpoint = Endpoint(Source(), inventory, AllocationsInFlight(), register=register)
+    assert not register.offers(R, "d0")
     with pytest.raises(Refusal) as refused:
-        await ledger_gate.grant(R, ["a"], ["a"])
+        await endpoint._grant(["d0"], {"d0": WHOLE})
     assert refused.value.code is grpc.StatusCode.UNAVAILABLE
     assert not async_ledger.snapshot.allocations
-    ledger_gate.reconciled.add((R, "a"))
-    assert ledger_gate.offers(R, "a")
-    await ledger_gate.grant(R, ["a"], ["a"])
-    assert list(async_ledger.snapshot.allocations) == [(R, "a")]
+    context.reconciled.add((R, "d0"))
+    assert register.offers(R, "d0")
+    await endpoint._grant(["d0"], {"d0": WHOLE})
+    assert list(async_ledger.snapshot.allocations) == [(R, "d0")]
     await async_ledger.close()

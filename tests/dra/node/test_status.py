@@ -61,7 +61,7 @@ def claim(name: str, *devices: ClaimDevice, result: str | None = "{}") -> Claim:
 def bridge(**changes: Any) -> Any:
     """Return the parts of a bridge that a report reads."""
     records = {
-        (RESOURCE, name): DeviceRecord(RESOURCE, name, state, 5.0, reason="the share is 2")
+        (RESOURCE, name): DeviceRecord(RESOURCE, name, state, 5.0, reason="the share is 2", driver=DRIVER)
         for name, state in (("a", State.DRA), ("b", State.TO_DRA), ("c", State.TO_PLUGIN), ("d", State.QUARANTINED))
     }
     claims = [
@@ -73,11 +73,12 @@ def bridge(**changes: Any) -> Any:
     moving = SimpleNamespace(
         statistics=moves, waiting={"b": HolderWait("team/train"), "c": "a list of claims"}, share=Share(2)
     )
+    ledger = SimpleNamespace(
+        write_failures=2, snapshot=Snapshot(1, records, {}, {(DRIVER, one.uid): one for one in claims})
+    )
     one = SimpleNamespace(
         name=DRIVER,
-        async_ledger=SimpleNamespace(
-            write_failures=2, snapshot=Snapshot(1, records, {}, {(DRIVER, one.uid): one for one in claims})
-        ),
+        async_ledger=ledger,
         driver=SimpleNamespace(
             records=SimpleNamespace(all=lambda: claims),
             statistics=ClaimStatistics(
@@ -95,12 +96,13 @@ def bridge(**changes: Any) -> Any:
             ),
         ),
         registrar=SimpleNamespace(statistics=registrar.RegistrarStatistics(registered=True, registrations=2)),
-        resources={RESOURCE: SimpleNamespace(handover=moving)},
+        resources={RESOURCE: SimpleNamespace(handover=moving, leaving=False)},
     )
     parts: dict[str, Any] = {
         "drivers": {DRIVER: one},
         "agent": SimpleNamespace(
             services={RESOURCE: service()},
+            register=ledger,  # what is asked of it is the snapshot alone
             tracker=SimpleNamespace(
                 pods_named=lambda uids: tuple(Holder("team", f"pod-{uid}", uid=uid) for uid in uids)
             ),
@@ -210,7 +212,7 @@ def test_figures_are_those_of_the_parts() -> None:
         f"handover_waits {RESOURCE} b evidence": 0,
         f"handover_waits {RESOURCE} c holder": 0,
         f"handover_waits {RESOURCE} c evidence": 1,
-        f"dra_ledger_write_failures_total {DRIVER}": 2,
+        "dra_ledger_write_failures_total": 2,
         f"slices_published {DRIVER}": 1,
         f"slice_devices {DRIVER}": 2,
         f"slice_writes_total {DRIVER}": 9,
@@ -251,6 +253,19 @@ def test_a_driver_that_the_kubelet_refused_is_said() -> None:
     assert BridgeStatus(made).report().unready == [
         f"driver {DRIVER} is not registered with the kubelet: unsupported version"
     ]
+
+
+def test_a_former_driver_is_missed_only_while_it_has_something_to_do() -> None:
+    """The agent is ready without a driver that no resource names any more, and that has no claims to unprepare."""
+    made = bridge()
+    former = made.drivers[DRIVER]
+    former.registrar.statistics = registrar.RegistrarStatistics(error="its directory is not mounted")
+    former.resources = {}
+    assert BridgeStatus(made).report().unready == [
+        f"driver {DRIVER} is not registered with the kubelet: its directory is not mounted"
+    ]
+    former.driver.records.all = list
+    assert BridgeStatus(made).report().unready == []
 
 
 def test_status_is_made_for_json() -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from deviceplugin import claim_files
 from deviceplugin.device import Device
+from deviceplugin.register import operations
 from deviceplugin.register.records import State
 from deviceplugin.testing import Checkpoint, ContainerSpec, FakePod
 from dra_bridge.driver import preparation
@@ -209,12 +210,12 @@ async def test_ledger_and_claim_state_are_lost_while_a_claims_pod_hangs(
         here.ask("all")
         await here.settle(State.DRA)
         pod = await claimant(node)
-        path, cdi = here.bridge.ledger_path(D), Path(here.bridge.node.cdi_directory)
+        path, cdi = here.bridge.ledger_path, Path(here.bridge.node.cdi_directory)
     await asyncio.to_thread(node.stop)
     pod.force_delete(hang=True)
     assert node.server.objects("resourceclaims") == []
     node.damage_claim_state("deleted")
-    for file in (*path.parent.glob("ledger.db*"), *(() if own else cdi.glob("*.claim"))):
+    for file in (*path.parent.glob(f"{path.name}*"), *(() if own else cdi.glob("*.claim"))):
         file.unlink()
     await asyncio.to_thread(node.start)
     async with world(node, tmp_path, offered=False) as again:
@@ -240,10 +241,10 @@ async def test_a_claims_pod_hangs_after_ledger_and_claim_state_were_lost(
         here.ask("all")
         await here.settle(State.DRA)
         pod = await claimant(node)
-        path, cdi = here.bridge.ledger_path(D), Path(here.bridge.node.cdi_directory)
+        path, cdi = here.bridge.ledger_path, Path(here.bridge.node.cdi_directory)
     await asyncio.to_thread(node.stop)
     node.damage_claim_state("deleted")
-    for file in (*path.parent.glob("ledger.db*"), *(() if own else cdi.glob("*.claim"))):
+    for file in (*path.parent.glob(f"{path.name}*"), *(() if own else cdi.glob("*.claim"))):
         file.unlink()
     await asyncio.to_thread(node.start)
     async with world(node, tmp_path, offered=False) as again:
@@ -464,14 +465,16 @@ async def test_ledger_and_checkpoint_are_lost_while_a_pod_runs(node: FakeNode, t
     """The copy of the allocations is left: the device neither moves nor is offered to another pod."""
     async with world(node, tmp_path) as here:
         await here.until(lambda: here.source.wiped == ["d0"])
+        for number in range(100):  # the copy has a record that is later than all of the next ledger
+            await here.bridge.drivers[D].async_ledger.do(operations.set_setting("test", "number", str(number)))
         pod = await run(node)
         await here.until(
             lambda: any(one.holders for one in here.bridge.drivers[D].async_ledger.snapshot.allocations.values())
         )
-        path = here.bridge.ledger_path(D)
+        path = here.bridge.ledger_path
     await asyncio.to_thread(node.stop)
     node.damage_checkpoint("deleted")
-    for file in path.parent.glob("ledger.db*"):
+    for file in path.parent.glob(f"{path.name}*"):
         file.unlink()
     await asyncio.to_thread(node.start)
     async with world(node, tmp_path, offered=False) as again:
@@ -487,6 +490,7 @@ async def test_ledger_and_checkpoint_are_lost_while_a_pod_runs(node: FakeNode, t
             await again.settle(State.DRA)
         else:
             await again.until(lambda: again.healthy == {"d0"})
+        await again.until(lambda: not again.bridge.drivers[D].async_ledger.snapshot.allocations)
 
 
 async def test_agent_and_checkpoint_are_lost_soon_after_a_grant(node: FakeNode, tmp_path: Path) -> None:

@@ -1,0 +1,158 @@
+"""Hooks that change devices: one at a time for each device, and whoever gets a device waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+from deviceplugin.device import Device
+from deviceplugin.exclusion import Key, titled
+from deviceplugin.hooks import HookError, HookStatistics
+from deviceplugin.source import DeviceSource
+
+_LOG: Final = logging.getLogger(__name__)
+
+CANCELLED: Final = 1.0
+"""Seconds that a coroutine has to end after it was cancelled."""
+
+
+class DeviceBusyError(HookError):
+    """Raised when a hook works on a device; the text names both."""
+
+
+@dataclass(eq=False, slots=True)
+class _Run:
+    """One call of a hook. settled: done when the hook has ended, or is overdue.
+
+    left: nobody waits for the hook any more, and it works on. overdue: it holds its devices.
+    """
+
+    hook: str
+    keys: frozenset[Key]
+    settled: asyncio.Future[None]
+    left: bool = False
+    overdue: bool = False
+
+    @property
+    def reason(self) -> str:
+        return f"`{self.hook}` still works on it" + (", after its timeout" if self.overdue else "")
+
+
+class HookRuns:
+    """The hooks that change devices and work now, for pods and claims alike: reset, prepare, unprepare, released.
+
+    Of devices that are one thing, hooks run one by one, in the order of their calls. A hook that works on after its
+    timeout, or after its caller went away, holds its devices until it ends. Only this process knows of that: its end
+    ends them. same_thing: returns devices and those that are the same thing, or parts of it. changed: called when
+    a hook begins to hold its devices, and when it ends.
+    """
+
+    def __init__(self, same_thing: Callable[[Iterable[Key]], set[Key]], changed: Callable[[], None]) -> None:
+        self._same_thing = same_thing
+        self._changed = changed
+        self._runs: list[_Run] = []
+
+    @property
+    def overdue(self) -> Mapping[Key, str]:
+        """The devices that hooks hold, and why: they work on after their timeouts."""
+        return {key: run.reason for run in self._runs if run.overdue for key in run.keys}
+
+    async def call(
+        self, statistics: HookStatistics, hook: str, source: DeviceSource, devices: Sequence[Device], *more: object
+    ) -> Any:
+        """Call a hook within its source's time, once those before it have ended, and return what it returns.
+
+        Raises HookError: it failed; DeviceBusyError: another one works on after its timeout, or for longer than this
+        hook itself may.
+        """
+        run = self._begin(hook, source, devices)
+        return await self._call(run, statistics, source, devices, *more, patience=source.hook_timeout)
+
+    def start(
+        self, statistics: HookStatistics, hook: str, source: DeviceSource, devices: Sequence[Device]
+    ) -> asyncio.Task[str]:
+        """Call a hook in the background; the task returns why it failed, "" if it did not.
+
+        Whoever waits for the hooks of these devices from now on waits for this one, too.
+        """
+        run = self._begin(hook, source, devices)
+
+        async def work() -> str:
+            try:
+                await self._call(run, statistics, source, devices, patience=None)
+            except HookError as error:
+                _LOG.warning("%s", error)
+                return str(error)
+            return ""
+
+        return asyncio.create_task(work())
+
+    async def wait(self, keys: Iterable[Key], *, resets: bool = True) -> None:
+        """Wait for the hooks of these and the same things. Raises DeviceBusyError: one works on after its timeout.
+
+        resets: also for `reset`, which is only waited for by who does not call it himself.
+        """
+        keys = tuple(keys)
+        while await self._wait(keys, [one for one in self._runs if resets or one.overdue or one.hook != "reset"]):
+            pass  # another one may have begun meanwhile
+
+    def _begin(self, hook: str, source: DeviceSource, devices: Iterable[Device]) -> _Run:
+        keys = frozenset((source.resource, device.id) for device in devices)
+        run = _Run(hook, keys, asyncio.get_running_loop().create_future())
+        self._runs.append(run)
+        return run
+
+    async def _call(
+        self,
+        run: _Run,
+        statistics: HookStatistics,
+        source: DeviceSource,
+        devices: Sequence[Device],
+        *more: object,
+        patience: float | None,
+    ) -> Any:
+        try:
+            await self._wait(run.keys, self._runs[: self._runs.index(run)], patience)
+            method, left = getattr(source, run.hook), partial(self._leave, run)
+            return await statistics.call(run.hook, source, method, devices, *more, left=left)
+        finally:
+            if not run.left:
+                self._end(run)
+
+    async def _wait(self, keys: Iterable[Key], runs: Sequence[_Run], patience: float | None = None) -> bool:
+        """Wait for those of some runs that work on these devices; return whether there were any."""
+        wanted = self._same_thing(keys) if runs else set()
+        if runs := [one for one in runs if not wanted.isdisjoint(one.keys)]:
+            await asyncio.wait({one.settled for one in runs}, timeout=patience)
+            for one in runs:
+                if one.overdue or not one.settled.done():
+                    raise DeviceBusyError(f"{titled(min(one.keys & wanted))}: {one.reason}")
+        return bool(runs)
+
+    def _leave(self, run: _Run, work: asyncio.Future[Any]) -> None:
+        """Have a hook hold its devices until it ends; a coroutine that was cancelled may end at once."""
+        run.left = True
+        work.add_done_callback(lambda _: self._end(run))
+        if isinstance(work, asyncio.Task):
+            asyncio.get_running_loop().call_later(CANCELLED, self._hold, run)
+        else:
+            self._hold(run)
+
+    def _hold(self, run: _Run) -> None:
+        if not run.settled.done():
+            run.overdue = True
+            run.settled.set_result(None)
+            self._changed()
+
+    def _end(self, run: _Run) -> None:
+        self._runs.remove(run)
+        if not run.overdue:
+            run.settled.set_result(None)
+            return
+        run.overdue = False
+        _LOG.info("`%s` has ended, after its timeout: %s", run.hook, ", ".join(map(titled, sorted(run.keys))))
+        self._changed()

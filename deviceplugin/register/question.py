@@ -1,0 +1,194 @@
+"""The one question: may a holder have devices beside all that others hold? Pure.
+
+Two uses are of one thing if their identities share a token, or if they have one name and either has no identity of this
+boot. The parts of one thing, and what is taken of a counter, never add up to more than there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Final, NamedTuple
+
+from deviceplugin import identity
+from deviceplugin.exclusion import Key, titled
+from deviceplugin.identity import Tokens, same_thing, shown
+from deviceplugin.naming import parse_quantity
+from deviceplugin.register.records import AllocationRecord, Amount, Claim, ClaimDevice, Point, Snapshot
+
+Counter = tuple[str, str, str]
+"""(scope, counter set, counter). The scope is the driver of a resource, or its name if it has none."""
+_ONE: Final = Fraction(1)
+
+
+class Use(NamedTuple):
+    """What one holder has of one device.
+
+    unit: of one holder: an id of the kubelet's, a claim, a hook, or something of another plugin or driver. title: the
+    holder, for messages. key: None if only its tokens are known. tokens: of this boot, none if they are not known.
+    part: None if it is not known. takes: what is taken of counters.
+    """
+
+    unit: tuple[str, ...]
+    title: str
+    key: Key | None
+    tokens: Tokens
+    part: Fraction | None
+    takes: Mapping[Counter, Fraction] = {}
+
+    @property
+    def points(self) -> set[Point]:
+        """What may have no other holders than there is room for."""
+        return {*self.tokens, *((self.key,) if self.key else ())}
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What the question needs beside the register's own records.
+
+    boot: the node's. scopes: of counters, by resource that is served now. limits: of counters that a listed device
+    declares. others: what is held and is not in the register: by other drivers, and by hooks that work on.
+    """
+
+    boot: str = ""
+    scopes: Mapping[str, str] = field(default_factory=dict)
+    limits: Mapping[Counter, Fraction] = field(default_factory=dict)
+    others: tuple[Use, ...] = ()
+
+
+class Wanted(NamedTuple):
+    """A device that somebody is to get, as it is now."""
+
+    key: Key
+    identity: str
+    amount: Amount
+
+
+def allocation_unit(resource: str, device_id: str) -> tuple[str, ...]:
+    """Return what the kubelet counts as one: an id of a resource."""
+    return "id", resource, device_id
+
+
+def claim_unit(driver: str, uid: str) -> tuple[str, ...]:
+    """Return the unit of a claim."""
+    return "claim", driver, uid
+
+
+def part_of(amount: Amount) -> Fraction | None:
+    """Return which part of the device an amount is; None if that is not known."""
+    try:
+        return Fraction(amount.part) if amount.part else None
+    except (ValueError, ZeroDivisionError):
+        return None
+
+
+def _takes(amount: Amount, resource: str, view: View, recorded: str = "") -> dict[Counter, Fraction]:
+    """Return what is taken of counters, in the scope of the resource now and in the one that was recorded.
+
+    A pod of a resource that is served no more may have got it in any scope.
+    """
+    scopes = {one for one in (view.scopes.get(resource), recorded) if one} or {resource, *view.scopes.values()}
+    return {(scope, *one[:2]): parse_quantity(one[2]) for one in amount.takes for scope in scopes}
+
+
+def wanted_use(unit: tuple[str, ...], wanted: Wanted, view: View) -> Use:
+    """Return what a holder is to get as a use."""
+    tokens = identity.tokens_of(wanted.identity, view.boot)
+    takes = _takes(wanted.amount, wanted.key[0], view)
+    return Use(unit, "", wanted.key, tokens, part_of(wanted.amount), takes)
+
+
+def use_of_allocation(one: AllocationRecord, view: View) -> Use:
+    """Return an allocation as a use."""
+    tokens = identity.tokens_of(one.identity, view.boot)
+    title = f"pod {one.pod}" if one.pod else "a pod"
+    unit = allocation_unit(one.resource, one.device_id)
+    takes = _takes(one.amount, one.resource, view)
+    return Use(unit, title, (one.resource, one.device), tokens, part_of(one.amount), takes)
+
+
+def use_of_claim(claim: Claim, one: ClaimDevice, view: View) -> Use:
+    """Return one device of a claim as a use; a claim that is known from evidence alone may have any part of it."""
+    tokens = identity.tokens_of(one.identity, view.boot)
+    title = f"claim {claim.title}" if claim.name else f"claim {claim.uid}"
+    unit = claim_unit(claim.driver, claim.uid)
+    takes = _takes(one.amount, one.resource, view, claim.driver)
+    return Use(unit, title, (one.resource, one.device), tokens, part_of(one.amount), takes)
+
+
+def uses(state: Snapshot, points: Iterable[Point], view: View) -> list[Use]:
+    """Return what is held of any of these points: by the register's records, and by others."""
+    points = set(points)
+    found: list[Use] = []
+    for table, key in {one for point in points for one in state.index.get(point, ())}:
+        if table == "allocations":
+            found.append(use_of_allocation(state.allocations[key], view))
+        else:
+            claim = state.claims[key]
+            found += [use_of_claim(claim, one, view) for one in claim.devices if not one.admin]
+    found += [one for one in view.others if not one.points.isdisjoint(points)]
+    return found
+
+
+def refusal(
+    wanted: Collection[Use],
+    state: Snapshot,
+    view: View,
+    beside: Collection[Use] = (),
+    *,
+    own: Callable[[Use], bool] = lambda use: False,
+    counted: Callable[[Use], bool] = lambda use: True,
+) -> str:
+    """Return why a holder may not have these devices beside what all others hold; "" if it may.
+
+    What the holder has already, by its units, does not count; what it asks for adds up. beside: what counts as held
+    besides. own: tells what else does not count. counted: tells of which uses it counts what they take of counters.
+    """
+    units = {one.unit for one in wanted}
+    wanted = [one for one in wanted if one.part != 0]
+    points: set[Point] = {point for one in wanted for point in one.points}
+    points.update(counter[1:] for one in wanted for counter in one.takes)
+    held = [one for one in (*uses(state, points, view), *beside) if one.part != 0]
+    others = [one for one in held if one.unit not in units and not own(one)]
+    for one in wanted:
+        for other in held:
+            if one.key == other.key and not same_thing(one.tokens, other.tokens):
+                return f"{_titled(one)} is held as {shown(other.tokens)}, and is {shown(one.tokens)} now"
+        for other in others:
+            if (common := one.points & other.points) and None in (one.part, other.part):
+                return _excluded(one, other, common)
+    for one in wanted:
+        for point in one.points:
+            of_point = [each for each in others if point in each.points]
+            same = [each for each in wanted if point in each.points]
+            if len(of_point) + len(same) > 1 and sum(each.part or _ONE for each in (*of_point, *same)) > 1:
+                return _excluded(one, of_point[0], {point}) if of_point else _twice(same[0], same[1], point)
+        for counter in one.takes:
+            of_counter = [each for each in others if counter in each.takes and counted(each)]
+            same = [each for each in wanted if counter in each.takes]
+            taken = [each.takes[counter] for each in (*of_counter, *same)]
+            if len(taken) > 1 and (min(taken) < 0 or sum(taken) > view.limits.get(counter, Fraction(-1))):
+                beside = of_counter or [each for each in same if each is not one]
+                names = ", ".join(sorted({_titled(each) for each in beside})[:3])
+                counts = ", which counts as held" if of_counter else ", which it is asked for with"
+                return f"{_titled(one)} does not fit beside {names}{counts} (counter {counter[2]} of {counter[1]})"
+    return ""
+
+
+def _titled(use: Use) -> str:
+    return titled(use.key) if use.key else f"what {use.title} has"
+
+
+def _twice(one: Use, other: Use, point: Point) -> str:
+    if one.key == other.key:
+        return f"more of {_titled(one)} is asked for than there is"
+    return f"{_titled(one)} and {_titled(other)}, which it is asked for with, are one thing ({shown({str(point)})})"
+
+
+def _excluded(one: Use, other: Use, common: Collection[Point]) -> str:
+    tokens = {point for point in common if isinstance(point, str)}
+    if other.key == one.key:
+        return other.title if other.unit[0] == "hook" else f"{_titled(one)} is held by {other.title}"
+    text = f"{_titled(one)} and {_titled(other)}, which counts as held"
+    return f"{text}, are one thing ({shown(tokens)})"

@@ -1,0 +1,497 @@
+"""The register of one agent process: what each way to a device asks before it offers, grants or lets go of one.
+
+The decision is `deviceplugin.register.question`; this module puts together what it asks about, and has the store carry
+out the answer. There is one register for a process, whatever the config calls its resources and drivers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from fractions import Fraction
+from typing import Final, Literal, Protocol, TypeVar
+
+from deviceplugin import identity
+from deviceplugin.device import Device
+from deviceplugin.exclusion import ConflictError, Key, Thing, Things, natural_key, thing_of, titled
+from deviceplugin.hook_runs import DeviceBusyError, HookRuns
+from deviceplugin.identity import Tokens, shown
+from deviceplugin.inventory import Inventory
+from deviceplugin.register import operations
+from deviceplugin.register.question import (
+    Use,
+    View,
+    Wanted,
+    allocation_unit,
+    refusal,
+    uses,
+    wanted_use,
+)
+from deviceplugin.register.records import (
+    NONE,
+    WHOLE,
+    Amount,
+    Decision,
+    Operation,
+    Point,
+    Snapshot,
+)
+from deviceplugin.register.rules import Excluded, KubeletSnapshot, Refused
+from deviceplugin.source import DeviceSource
+
+_LOG: Final = logging.getLogger(__name__)
+_T = TypeVar("_T")
+_K = TypeVar("_K")
+
+Side = Literal["plugin", "dra", ""]
+"""Where a device is: on neither side if it is quarantined."""
+_WORDS: Final[Mapping[Side, str]] = {"plugin": "for pods", "dra": "for claims", "": "quarantined"}
+
+
+class OtherSideError(ConflictError):
+    """Raised when a device is not on the side that asks for it."""
+
+
+class UnknownHolderError(ConflictError):
+    """Raised when it is not known yet who holds a device."""
+
+
+class ServedDevices(Protocol):
+    """A resource's devices (`deviceplugin.node.service.Service`)."""
+
+    source: DeviceSource
+    inventory: Inventory
+
+    def ids_now(self, device: Device) -> tuple[str, ...]:
+        """Return the ids under which the kubelet knows a device now."""
+
+    def device_of(self, device_id: str) -> str:
+        """Return the device of one of the kubelet's ids."""
+
+
+class Store(Protocol):
+    """Carries out operations: in memory, or in a file (`dra_bridge.ledger`)."""
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """Everything as of the last operation."""
+
+    async def do(self, operation: Operation[_T]) -> _T:
+        """Decide and record."""
+
+
+class MemoryStore:
+    """A store for the plugin alone, whose durable record is the kubelet's checkpoint."""
+
+    def __init__(self) -> None:
+        self.snapshot = Snapshot()
+
+    async def do(self, operation: Operation[_T]) -> _T:
+        """Decide and record; nothing is awaited."""
+        decision: Decision[_T] = operation(self.snapshot)
+        if decision.changes:
+            self.snapshot = self.snapshot.with_changes(decision.changes, self.snapshot.sequence + 1)
+        return decision.answer
+
+
+async def _tokens_now(devices: Mapping[_K, Device]) -> dict[_K, Tokens]:
+    """Return what devices are now, by the same keys; in a thread if that may block."""
+
+    def read() -> dict[_K, Tokens]:
+        return {key: identity.tokens_now(device) for key, device in devices.items()}
+
+    return read() if all(map(identity.is_quick, devices.values())) else await asyncio.to_thread(read)
+
+
+class ListedThings:
+    """What the devices of this process's resources are. served: returns these resources by name."""
+
+    def __init__(self, served: Callable[[], Mapping[str, ServedDevices]]) -> None:
+        self.served: Final = served
+        self._things = Things({})
+        self._version: object = None
+        self.scopes: Mapping[str, str] = {}
+        self.limits: Mapping[tuple[str, str, str], Fraction] = {}
+
+    def now(self) -> Things:
+        """Return all devices; the same object until they change."""
+        services = self.served()
+        version = tuple(
+            (name, id(one.inventory), one.inventory.snapshot.version, id(one.source)) for name, one in services.items()
+        )
+        if self._version != version:
+            found: dict[Key, Thing] = {}
+            for name, one in services.items():
+                now, source = one.inventory.snapshot, one.source
+                for device in now.devices.values():
+                    tokens = now.identities.get(device.id, frozenset())
+                    if tokens or device.consumes or device.counters:
+                        found[name, device.id] = thing_of(device, tokens, source.driver or name)
+            self._version, self._things = version, Things(found)
+            self.scopes = {name: one.source.driver or name for name, one in services.items()}
+            self.limits = self._things.limits()
+        return self._things
+
+    def has(self, key: Key) -> bool:
+        """Whether its source lists a device now."""
+        snapshot = self.served()[key[0]].inventory.snapshot
+        return key[1] in snapshot.devices and key[1] not in snapshot.gone
+
+    def group(self, resource: str, device: str) -> tuple[Key, ...]:
+        """Return a device and those of its driver that move together with it, the first of them leading."""
+        services, things = self.served(), self.now()
+        if (resource, device) not in things.related:
+            return ((resource, device),)
+        driver = services[resource].source.driver
+        mine = {name for name, one in services.items() if name == resource or (driver and one.source.driver == driver)}
+        return things.group((resource, device), (key for key in things.related if key[0] in mine and self.has(key)))
+
+
+class Register:
+    """Who holds which device of this node, whatever it is called, and whether somebody else may have it.
+
+    served: returns the resources of this process by name. store: keeps the records. foreign: returns what other drivers
+    and plugins hold, as far as their files and the kubelet's tell; the same object until it changes. reread: has
+    `foreign` and the kubelet's checkpoint read anew. unknown: returns by device why it is not known yet who holds it,
+    for one of the resources whose evidence has to be compared first.
+    """
+
+    def __init__(
+        self,
+        served: Callable[[], Mapping[str, ServedDevices]] = dict,
+        store: Store | None = None,
+        *,
+        foreign: Callable[[], tuple[Use, ...]] = tuple,
+        reread: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0),
+        unknown: Callable[[str], Mapping[str, str] | None] = lambda resource: None,
+    ) -> None:
+        self.boot: Final = identity.boot_id()
+        self.store: Store = store or MemoryStore()
+        self.listed: Final = ListedThings(served)
+        self.hooks: Final = HookRuns(self._with_peers, self.notify)
+        self._reread = reread
+        self._foreign = foreign
+        self._unknown = unknown
+        self._subscribers: list[Callable[[], None]] = []
+        self._noticed: object = None
+        self._withheld: dict[tuple[str, Side], Mapping[str, str]] = {}
+        self._view: tuple[tuple[Things, tuple[Use, ...], Mapping[Key, str]] | None, View] = (None, View())
+        self._granted_now: Counter[Key] = Counter()
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """All records as of now."""
+        return self.store.snapshot
+
+    def view(self) -> View:
+        """Return what the question needs beside the records; the same object until it changes."""
+        things, foreign, overdue = self.listed.now(), self._foreign(), self.hooks.overdue
+        key = things, foreign, overdue
+        before = self._view[0]
+        if before is None or before[0] is not things or before[1] is not foreign or before[2] != overdue:
+            parts = {
+                peer: f"{titled(one)}: {why}"
+                for one, why in overdue.items()
+                for peer in things.peers(one) - things.aliases(one)
+            }
+            busy = {**parts, **overdue}
+            working = [Use(("hook", *one), why, one, things.tokens(one), None) for one, why in busy.items()]
+            view = View(self.boot, self.listed.scopes, self.listed.limits, (*foreign, *working))
+            self._view = key, view
+        return self._view[1]
+
+    # What a device is, and how much of it somebody gets.
+
+    def identity(self, resource: str, device: str) -> str:
+        """Return what a device is, as it is recorded; "" if that is not known."""
+        return identity.recorded(self.listed.now().tokens((resource, device)), self.boot)
+
+    def times(self, resource: str, device: Device) -> int | None:
+        """Return how often a device is offered; None if its resource is not served."""
+        one = self.listed.served().get(resource)
+        return None if one is None else len(one.ids_now(device))
+
+    def amount(self, resource: str, device: str) -> Amount:
+        """Return how much of a device one of its ids stands for now."""
+        services = self.listed.served()
+        known = services[resource].inventory.snapshot.devices.get(device) if resource in services else None
+        if known is None:
+            return WHOLE
+        times = len(services[resource].ids_now(known))
+        takes = tuple(
+            (name, counter, str(value)) for name, each in known.consumes.items() for counter, value in each.items()
+        )
+        return Amount("1" if times == 1 else f"1/{times}", takes) if takes or times > 1 else WHOLE
+
+    def wanted(self, resource: str, device: str) -> Wanted:
+        """Return what a holder gets by one id of a device."""
+        return Wanted((resource, device), self.identity(resource, device), self.amount(resource, device))
+
+    # What is offered.
+
+    def side(self, key: Key) -> Side:
+        """Return on which side a device is."""
+        state = self.snapshot.device(*key).state
+        return "plugin" if state.allocates else "dra" if state.prepares else ""
+
+    def evidence_missing(self, resource: str, device: str) -> str:
+        """Return why it is not known yet who holds a device; "" if it is."""
+        unknown = self._unknown(resource)
+        return "" if unknown is None else unknown.get(device, "")
+
+    def offers(self, resource: str, device: str) -> bool:
+        """Return whether the plugin side may show a device Healthy (R3), if nobody holds what excludes it."""
+        return self.snapshot.device(resource, device).state.healthy and not self.evidence_missing(resource, device)
+
+    def withheld(self, resource: str, side: Side) -> Mapping[str, str]:
+        """Return what must not be offered on a side, and why: ids of the kubelet's, or devices for claims.
+
+        An id is asked for beside all holdings but its own, a device for claims beside all but those of its driver's
+        claims: what they hold stays offered, and the scheduler itself fits parts beside others that claims hold. Ids
+        are walked in order; an idle one that is offered counts for the rest.
+        """
+        services = self.listed.served()
+        if resource not in services:
+            return {}
+        state, view, things, service = self.snapshot, self.view(), self.listed.now(), services[resource]
+        foreign = {point for one in view.others for point in one.points}
+        found: dict[str, str] = {}
+        reasons: dict[str, str] = {}
+        for device in service.inventory.snapshot.devices.values():
+            key = resource, device.id
+            ids = service.ids_now(device) if side == "plugin" else (device.id,)
+            points = {key, *things.tokens(key), *((name, one) for name, of in device.consumes.items() for one in of)}
+            held = not (state.index.keys().isdisjoint(points) and foreign.isdisjoint(points))
+            excluded = self._excluded(key, ids, side, state, view) if held else {}
+            if key in things.related and len(excluded) < len(ids):
+                named_before = "" if state.index.get(key) else self._named_before(key, side)
+                if why := self._elsewhere(key) or named_before:
+                    excluded = dict.fromkeys(ids, why) | excluded
+            found |= excluded
+            if excluded and len(excluded) == len(ids):
+                reasons[device.id] = next(iter(excluded.values()))
+        before = self._withheld.get((resource, side), {})
+        for name, why in reasons.items():
+            if before.get(name) != why:
+                extra = {"resource": resource, "device": name}
+                _LOG.info("%s: device %s is not offered (%s): %s", resource, name, side, why, extra=extra)
+        self._withheld[resource, side] = reasons
+        return found
+
+    def _excluded(self, key: Key, ids: Sequence[str], side: Side, state: Snapshot, view: View) -> dict[str, str]:
+        """Return which ids of a device, or for claims the device itself, could not be granted now, and why."""
+        resource, driver = key[0], self.listed.served()[key[0]].source.driver
+        if side == "dra":
+
+            def of_driver(use: Use) -> bool:
+                return use.unit[:2] == ("claim", driver)
+
+            whole = wanted_use(("slice",), self.wanted(*key)._replace(amount=WHOLE), view)
+            takes = wanted_use(("slice",), self.wanted(*key), view).takes
+            why = refusal(
+                [whole._replace(takes=takes)],
+                state,
+                view,
+                own=lambda use: use.key == key and of_driver(use),
+                counted=lambda use: use.unit[0] != "claim",
+            )
+            return {key[1]: why} if why else {}
+        found: dict[str, str] = {}
+        offered: list[Use] = []
+        for name in ids:
+            one = wanted_use(allocation_unit(resource, name), self.wanted(*key), view)
+            if why := refusal([one], state, view, offered):
+                found[name] = why
+            elif (resource, name) not in state.allocations:
+                offered.append(one)
+        return found
+
+    def _elsewhere(self, key: Key) -> str:
+        """Return which peer is on the other side, so that neither is offered; "" if none is."""
+        mine, services = self.side(key), self.listed.served()
+        for peer in sorted(self.listed.now().peers(key)):
+            if self.listed.has(peer) and (theirs := self.side(peer)) != mine:
+                reason = f"{titled(peer)}, which is the same thing or a part of it, is {_WORDS[theirs]}"
+                reason += f" and this one {_WORDS[mine]}"
+                if services[key[0]].source.driver != services[peer[0]].source.driver:
+                    reason += "; give both resources the share none, or both the share all"
+                return reason
+        return ""
+
+    def _named_before(self, key: Key, side: Side) -> str:
+        """Return under which other id an idle device is offered already, so that it counts once; "" if none."""
+        services = self.listed.served()
+        mine = services[key[0]].source
+        for other in sorted(self.listed.now().aliases(key), key=natural_key):
+            theirs = services[other[0]].source
+            together = other[0] == key[0] or (side == "dra" and mine.driver and mine.driver == theirs.driver)
+            if together and mine.replicas == 1 and natural_key(other) < natural_key(key) and self.listed.has(other):
+                return f"it is offered as {titled(other)}"
+        return ""
+
+    def last_withheld(self, resource: str) -> Mapping[str, str]:
+        """Return which devices `withheld` left out last on the plugin side, and why; from any thread."""
+        return self._withheld.get((resource, "plugin"), {})
+
+    # Grants.
+
+    async def grant(
+        self, resource: str, ids: Mapping[str, str], amounts: Mapping[str, Amount] = NONE
+    ) -> Mapping[str, Wanted]:
+        """Record that ids (by id, the device) are given to a container; return what was recorded, and nothing before.
+
+        amounts: how much of its device each id stood for when it was asked for; by default as of now. Raises
+        ConflictError: what others hold, or the side, leaves too little of a device; or it is not known yet who holds
+        it. Raises what the store raises if it could not be recorded.
+        """
+        devices = list(dict.fromkeys(ids.values()))
+        keys = [(resource, device) for device in devices]
+        await self._reread()
+        await self.verify(keys, resets=False)
+        for device in devices:
+            if why := self.evidence_missing(resource, device):
+                raise UnknownHolderError(f"who holds device {device} is not known yet: {why}")
+        wanted = {name: self.wanted(resource, device) for name, device in ids.items()}
+        wanted |= {name: wanted[name]._replace(amount=amount) for name, amount in amounts.items()}
+        with self._granting(keys):
+            answer = await self.store.do(operations.grant(resource, wanted, self.view(), time.time()))
+        if isinstance(answer, Refused):
+            raise OtherSideError(answer.message)
+        if isinstance(answer, Excluded):
+            raise ConflictError(answer.message)
+        return wanted
+
+    @contextmanager
+    def _granting(self, keys: Collection[Key]) -> Iterator[None]:
+        """Let no `released` hook begin on devices while they are granted."""
+        self._granted_now.update(keys)
+        try:
+            yield
+        finally:
+            self._granted_now.subtract(keys)
+            self.notify()
+
+    def is_held(self, key: Key) -> bool:
+        """Return whether a pod or a claim holds any of a device, by this name."""
+        return key in self.snapshot.index
+
+    async def decide(self, keys: Collection[Key], operation: Callable[[View], Operation[_T]]) -> _T:
+        """Verify devices and have the store carry out an operation that gives them to a claim.
+
+        Raises ConflictError as `verify` does, and what the store raises.
+        """
+        await self._reread()
+        await self.verify(keys)
+        with self._granting(keys):
+            return await self.store.do(operation(self.view()))
+
+    def is_free(self, key: Key, units: Collection[tuple[str, ...]] = ()) -> bool:
+        """Return whether nobody holds any of a device, or is being granted it. units: holders that do not count."""
+        if any(self._granted_now[one] > 0 for one in (key, *self.listed.now().aliases(key))):
+            return False
+        whole = Use(("released", *key), "", key, self.listed.now().tokens(key), Fraction(1))
+        return not refusal([whole], self.snapshot, self.view(), own=lambda use: use.unit in units)
+
+    def _with_peers(self, keys: Iterable[Key]) -> set[Key]:
+        return {one for key in keys for one in (key, *self.listed.now().peers(key))}
+
+    async def verify(self, keys: Iterable[Key], *, resets: bool = True) -> None:
+        """Check that devices are what they were listed as, and wait for hooks. Raises ConflictError.
+
+        resets: also for `reset`, which is only waited for by who does not call it himself.
+        """
+        keys = tuple(keys)
+        for resource, served in tuple(self.listed.served().items()):  # a reload may drop one meanwhile
+            if names := [device for of, device in keys if of == resource]:
+                await self._verify(served.inventory, names)
+        try:
+            await self.hooks.wait(keys, resets=resets)
+        except DeviceBusyError as error:
+            raise ConflictError(str(error)) from error
+
+    async def _verify(self, inventory: Inventory, names: Sequence[str]) -> None:
+        snapshot = inventory.snapshot
+        devices = {name: snapshot.devices[name] for name in names if name in snapshot.devices}
+
+        now = await _tokens_now(devices)
+        listed = {name: snapshot.identities.get(name, frozenset()) for name in now}
+        other = [name for name, tokens in now.items() if tokens.isdisjoint(listed[name])]
+        if any(now[name] or listed[name] for name in other) and inventory.snapshot is snapshot:
+            there = [device for device in snapshot.devices.values() if device.id not in snapshot.gone]
+            await identity.publish(inventory, there)
+        for name in other:
+            if listed[name]:
+                was = f"device {name} of {snapshot.resource} is not what it was listed as"
+                raise ConflictError(f"{was}: {shown(listed[name])}, now {shown(now[name])}")
+
+    async def verify_granted(self, keys: Iterable[Key]) -> None:
+        """Check that devices still are what they were when they were granted. Raises ConflictError: one is not."""
+        services, state, view = self.listed.served(), self.snapshot, self.view()
+        granted: dict[Key, Tokens] = {}
+        devices: dict[Key, Device] = {}
+        for resource, name in keys:
+            held = [one for one in uses(state, [(resource, name)], view) if one.key == (resource, name)]
+            granted[resource, name] = frozenset().union(*(one.tokens for one in held))
+            listed = services[resource].inventory.snapshot.devices if resource in services else {}
+            if granted[resource, name] and name in listed:
+                devices[resource, name] = listed[name]
+        for key, tokens in (await _tokens_now(devices)).items():
+            if tokens.isdisjoint(granted[key]):
+                was = f"{titled(key)} is not what its holder was given"
+                raise ConflictError(f"{was}: {shown(granted[key])}, now {shown(tokens)}")
+
+    # Evidence.
+
+    async def adopt(self) -> None:
+        """Give holdings whose identity is not known the one that their devices have now."""
+        state, things = self.snapshot, self.listed.now()
+        keys = {(one.resource, one.device) for one in state.allocations.values()}
+        keys.update(key for claim in state.claims.values() for key in claim.held)
+        identities = {key: identity.recorded(tokens, self.boot) for key in keys if (tokens := things.tokens(key))}
+        if identities:
+            await self.store.do(operations.adopt(identities, self.boot))
+
+    async def observe(self, resource: str, seen: KubeletSnapshot) -> operations.Observed:
+        """Compare the allocations of a resource with evidence. Raises what the store raises."""
+        return await self.store.do(operations.observe(resource, seen, time.time()))
+
+    async def add_holders(self, holders: Iterable[tuple[str, str, str, str]]) -> None:
+        """Record further holders of ids: (pod UID, container, resource, id). Raises what the store raises."""
+        if found := tuple(holders):
+            await self.store.do(operations.add_holders(found, time.time()))
+
+    # Changes.
+
+    def subscribe(self, callback: Callable[[], None]) -> None:
+        """Call `callback` when other devices may be offered than before because of what others hold."""
+        self._subscribers.append(callback)
+
+    def notify(self) -> None:
+        """Tell the subscribers if other devices may be offered now; most grants concern the device itself alone."""
+        things, state, view = self.listed.now(), self.snapshot, self.view()
+        foreign: dict[Point, object] = {}
+        for point, entries in state.index.items():
+            if isinstance(point, str):
+                listed = things.having(point)
+                if len(listed) > 1 or any(not listed.issuperset(self._keys(state, one)) for one in entries):
+                    foreign[point] = entries
+            elif point in things.related:
+                foreign[point] = entries
+        sides = {key: self.side(key) for key in things.related}
+        noticed: object = things.related, foreign, sides, view.others
+        if noticed != self._noticed:
+            self._noticed = noticed
+            for callback in self._subscribers:
+                callback()
+
+    @staticmethod
+    def _keys(state: Snapshot, entry: tuple[str, Key]) -> Collection[Key]:
+        table, key = entry
+        if table == "claims":
+            return state.claims[key].held
+        one = state.allocations[key]
+        return ((one.resource, one.device),)

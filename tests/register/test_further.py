@@ -1,0 +1,388 @@
+"""Further sequences of configurations, lost files and restarts: no device has two holders, and none is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import threading
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+
+from deviceplugin.device import ContainerEdits, Device
+from deviceplugin.identity import boot_id
+from deviceplugin.source import DeviceSource
+from deviceplugin.testing import FakePod
+from dra_bridge.testing.apiserver import Fault, Request
+from dra_bridge.testing.node import FakeNode
+from tests.register.files import lose_copies, lose_register
+from tests.register.node import (
+    A,
+    B,
+    D,
+    E,
+    Here,
+    Listed,
+    Varying,
+    allocated_elsewhere,
+    answered,
+    restart_without_register,
+    running,
+    serving,
+)
+
+TOKENS = pytest.mark.parametrize("tokens", [False, True], ids=["names", "tokens"])
+SHARE = pytest.mark.parametrize("share", ["none", "all"])
+BOTH = pytest.mark.parametrize("both", [False, True], ids=["pods", "both"])
+
+
+# Claims whose allocation or driver is another one than before.
+
+
+async def test_a_claim_that_was_allocated_elsewhere_says_what_it_waits_for(node: FakeNode) -> None:
+    """The error of its Prepare, which an Event of the new pod shows, names the old pod whose processes run."""
+    async with serving(node, Listed(A, D), share="all") as here:
+        await here.until(lambda: here.sliced() == {"d0", "d1"})
+        hanging, _, again = await allocated_elsewhere(here)
+        await here.until(lambda: answered(again))
+        assert f"processes of pod {hanging.uid} run" in again.container().message
+        await asyncio.to_thread(hanging.end_containers, 15)
+        await asyncio.to_thread(again.wait_running, 15)
+
+
+@TOKENS
+@pytest.mark.parametrize("state", ["kept", "lost"], ids=lambda state: f"state-{state}")
+@pytest.mark.parametrize("driver", ["", E])
+async def test_without_its_register_a_claim_of_a_former_driver_is_known_and_unprepared(
+    node: FakeNode, driver: str, state: str, tokens: bool
+) -> None:
+    """Though no config names its driver any more, no pod gets its device, and its own pod can end."""
+    async with serving(node, Listed(A, D, tokens=tokens), share="all") as here:
+        await here.until(lambda: here.sliced() == {"d0", "d1"})
+        pod = await here.claimant("p")
+        (held,) = node.devices_of(pod)
+    await restart_without_register(node, state)
+    async with serving(node, Listed(A, driver, tokens=tokens)) as here:
+        await here.until(lambda: here.healthy() | {held} == {"d0", "d1"})
+        await here.scans()
+        others = [await here.run(f"p{number}", {A: 1}) for number in range(2)]
+        assert running(node, held) == {pod.uid}
+        for one in (*others, pod):
+            await here.stopped(one)
+        await here.until(lambda: here.healthy() == {"d0", "d1"}, 30)
+        assert not list(node.cdi.glob(f"*{D}*claim*"))
+
+
+class Slow(Listed):
+    """Devices whose `prepare` works until a test lets it end."""
+
+    def __init__(self, driver: str) -> None:
+        super().__init__(A, driver)
+        self.began = asyncio.Event()
+        self.end = asyncio.Event()
+
+    async def prepare(self, devices: Sequence[Device], config: object) -> None:
+        self.began.set()
+        await self.end.wait()
+
+
+@SHARE
+async def test_a_prepare_in_flight_keeps_its_device_when_the_driver_is_renamed(node: FakeNode, share: str) -> None:
+    """A reload gives the resource to another driver meanwhile: neither its claims nor pods get the device."""
+    async with serving(node, source := Slow(D), share="all") as here:
+        await here.until(lambda: here.sliced() == {"d0", "d1"})
+        pod = node.start_pod("p", template={D: 1})
+        await asyncio.wait_for(source.began.wait(), 15)
+        (claim,) = node.server.objects("resourceclaims")
+        (held,) = [one["device"] for one in claim["status"]["allocation"]["devices"]["results"]]
+        (idle,) = {"d0", "d1"} - {held}
+        await here.serve(Listed(A, E), share=share)
+        if share == "none":
+            await here.until(lambda: idle in here.healthy())
+            others = [await here.run(f"p{number}", {A: 1}) for number in range(2)]
+        else:
+            others = [node.start_pod(f"p{number}", template={E: 1}) for number in range(2)]
+            await here.until(lambda: running(node, idle))
+        source.end.set()
+        await asyncio.to_thread(pod.wait_running, 15)
+        await here.scans()
+        assert running(node, held) == {pod.uid}
+        for one in (pod, *others):
+            await here.stopped(one)
+
+
+@SHARE
+async def test_a_prepare_that_waits_for_the_api_server_gives_no_device_twice(node: FakeNode, share: str) -> None:
+    """A reload gives the resource to another driver while the claim is read: one of the two gets the device."""
+    reading = threading.Event()
+
+    def reads_claim(request: Request) -> bool:
+        found = request.method == "GET" and "/resourceclaims/" in request.path
+        if found:
+            reading.set()
+        return found
+
+    async with serving(node, Listed(A, D, "d0"), share="all") as here:
+        await here.until(lambda: here.sliced() == {"d0"})
+        node.server.fail(reads_claim, Fault(delay=1.0))
+        pod = node.start_pod("p", template={D: 1})
+        await asyncio.to_thread(reading.wait, 15)
+        await here.serve(Listed(A, E, "d0"), share=share)
+        rival = node.start_pod("q", {A: 1}) if share == "none" else node.start_pod("q", template={E: 1})
+        await here.until(lambda: answered(pod) or rival.running)
+        await here.scans()
+        assert len(running(node, "d0")) <= 1
+        await here.stopped(pod)
+        await asyncio.to_thread(rival.wait_running, 30)
+
+
+# The copy of the allocations.
+
+
+async def hold(here: Here) -> FakePod:
+    """Run a pod with d0, and wait until the agent knows it."""
+    await here.until(lambda: "d0" in here.healthy())
+    pod = await here.run("p", {A: 1})
+    assert pod.device_ids == ("d0",)
+    await here.scans()
+    return pod
+
+
+async def keeps(here: Here, pod: FakePod) -> None:
+    """Check that a pod's device is given to nobody else until the pod ends."""
+    node = here.node
+    await here.until(lambda: "d1" in here.healthy())
+    others = [await here.run(f"p{number}", {A: 1}) for number in range(2)]
+    assert running(node, "d0") == {pod.uid}
+    for one in (*others, pod):
+        await here.stopped(one)
+    await here.until(lambda: here.healthy() == {"d0", "d1"})
+
+
+@TOKENS
+@pytest.mark.parametrize("kubelet", ["up", "down"])
+@pytest.mark.parametrize("again", ["whole", "lost"])
+async def test_the_copy_is_left_at_the_second_start_after_a_loss(
+    node: FakeNode, again: str, kubelet: str, tokens: bool
+) -> None:
+    """Register and checkpoint are lost, and agents have started since: the next one knows the holder as well.
+
+    Whether or not the register is lost once more, and whether or not the kubelet ran meanwhile.
+    """
+    async with serving(node, Listed(A, D, "d0", tokens=tokens)) as here:
+        pod = await hold(here)
+    await lose(node, ("register", "checkpoint"))
+    if kubelet == "down":
+        await asyncio.to_thread(node.stop)
+    for _ in range({"up": 1, "down": 3}[kubelet]):
+        node.server.forget_log()
+        async with serving(node, Listed(A, D, tokens=tokens)) as here:
+            # It asks for these when its register is open.
+            await here.until(lambda: all(node.server.requests(path=path) for path in ("/nodes", "/resourceslices")))
+            if kubelet == "up":
+                await here.until(lambda: "d1" in here.healthy())
+                await here.scans()
+    if kubelet == "down":
+        await asyncio.to_thread(node.start)
+    if again == "lost":
+        await lose(node, ("register", "checkpoint"))
+    async with serving(node, Listed(A, D, tokens=tokens)) as here:
+        await keeps(here, pod)
+
+
+async def test_the_copy_of_another_boot_is_not_believed(node: FakeNode) -> None:
+    """A pod that has another device since the node was rebooted does not hold its former one."""
+    async with serving(node, Listed(A, D, "d0")) as here:
+        pod = await hold(here)
+    await asyncio.to_thread(node.stop)
+    lose_register(node.root)
+    node.damage_checkpoint("deleted")
+    copies = [*node.cdi.glob("*.allocations")]
+    assert any(boot_id() in copy.read_text() for copy in copies)
+    for copy in copies:
+        copy.write_text(copy.read_text().replace(boot_id(), "00000000-0000-4000-8000-000000000000"))
+    node.lose_network()  # the pod starts again when there is a device for it
+    await asyncio.to_thread(node.reboot)
+    async with serving(node, source := Listed(A, D, "d1")) as here:
+        await here.until(lambda: here.healthy() == {"d1"})
+        node.restore_network()
+        await here.until(lambda: pod.running)
+        assert pod.device_ids == ("d1",)
+        source.list("d0", "d1")
+        await here.until(lambda: here.healthy() == {"d0", "d1"})
+        assert (await here.run("q", {A: 1})).device_ids == ("d0",)
+
+
+async def test_a_copy_that_cannot_be_written_costs_no_pod_its_device(
+    node: FakeNode, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log warns of it, the register does without, and the next agent writes the copy as soon as it starts."""
+    blocked = [node.cdi / f"{name}.allocations" for name in (D, "dra-bridge")]
+    for path in blocked:
+        path.mkdir(parents=True)
+    async with serving(node, Listed(A, D, "d0")) as here:
+        pod = await hold(here)
+        assert pod.running
+        await here.until(lambda: any("allocations" in line.getMessage() for line in caplog.records))
+        assert {line.levelno for line in caplog.records if "allocations" in line.getMessage()} == {logging.WARNING}
+    for path in blocked:
+        path.rmdir()
+    async with serving(node, Listed(A, D)) as here:
+        await here.until(lambda: "d1" in here.healthy())
+        await here.scans()
+    await lose(node, ("register", "checkpoint"))
+    async with serving(node, Listed(A, D)) as here:
+        await keeps(here, pod)
+
+
+# Any two witnesses are lost.
+
+
+@pytest.mark.parametrize("lost", [*itertools.combinations(("register", "copy", "checkpoint"), 2)], ids="-".join)
+async def test_a_pod_is_known_again_after_two_losses(node: FakeNode, lost: Sequence[str]) -> None:
+    """Of register, copy and checkpoint each alone tells who holds what."""
+    async with serving(node, Listed(A, D, "d0")) as here:
+        pod = await hold(here)
+    await lose(node, lost)
+    async with serving(node, Listed(A, D)) as here:
+        await keeps(here, pod)
+
+
+@pytest.mark.parametrize("hangs", [False, True], ids=["runs", "hangs"])
+@pytest.mark.parametrize("edits", [False, True], ids=["bare", "edits"])
+@pytest.mark.parametrize("lost", [*itertools.combinations(("register", "claim state", "copy"), 2)], ids="-".join)
+async def test_a_claim_is_known_again_after_two_losses(
+    node: FakeNode, lost: Sequence[str], edits: bool, hangs: bool
+) -> None:
+    """Slices are lost as well, and so is the claim if its pod was deleted by force; its containers may get nothing."""
+
+    def source(driver: str) -> Listed:
+        made = Listed(A, driver)
+        made.put(*(Device(name, edits=ContainerEdits({"SET": "1"} if edits else {})) for name in ("d0", "d1")))
+        return made
+
+    async with serving(node, source(D), share="all") as here:
+        await here.until(lambda: here.sliced() == {"d0", "d1"})
+        pod = await here.claimant("p")
+        (held,) = node.devices_of(pod)
+    if hangs:
+        pod.force_delete(hang=True)
+    await lose(node, lost)
+    async with serving(node, source(D)) as here:
+        await here.until(lambda: here.healthy())
+        await here.scans()
+        others = [await here.run(f"p{number}", {A: 1}) for number in range(2)]
+        assert [one.running for one in others].count(True) == 1
+        assert running(node, held) == {pod.uid}
+
+
+async def lose(node: FakeNode, lost: Sequence[str]) -> None:
+    """Restart the kubelet while no agent runs, without some of the files."""
+    await asyncio.to_thread(node.stop)
+    if "register" in lost:
+        lose_register(node.root)
+    if "copy" in lost:
+        lose_copies(node.cdi)
+    if "checkpoint" in lost:
+        node.checkpoint.unlink(missing_ok=True)
+    if "claim state" in lost:
+        node.claim_state.unlink()
+    await asyncio.to_thread(node.start)
+
+
+# Containers that restart in place.
+
+
+@pytest.mark.xfail(
+    strict=True, reason="no witness tells one container of a pod that runs from another (register.md, 10)"
+)
+@BOTH
+@pytest.mark.parametrize("devices", [("d0",), ("d0", "d1")], ids=["one", "two"])
+async def test_a_container_that_restarts_after_the_checkpoint_was_lost_takes_over_from_itself(
+    node: FakeNode, devices: Sequence[str], both: bool
+) -> None:
+    """Its own pod is no foreign holder: it runs again, and what it has not got again is free for others."""
+    async with serving(node, source := Listed(A, D, "d0"), both=both) as here:
+        pod = await hold(here)
+        source.list(*devices)
+        await here.until(lambda: here.healthy() == {*devices})
+        await asyncio.to_thread(node.stop)
+        node.damage_checkpoint("deleted")
+        await asyncio.to_thread(node.start)
+        await here.until(lambda: len(node.devices(A)) == len(devices))
+        await here.scans()
+        await asyncio.to_thread(pod.restart_container, timeout=15)
+        await here.until(lambda: here.healthy() == {*devices})
+        others = [await here.run(f"p{number}", {A: 1}) for number in range(len(devices))]
+        assert sum(one.running for one in others) == len(devices) - 1
+        for device in devices:
+            assert len(running(node, device)) == 1
+        for one in (pod, *others):
+            await here.stopped(one)
+        await here.until(lambda: here.healthy() == {*devices})
+
+
+# Sources that bring others along.
+
+
+class Parent(Listed):
+    """A source with a driver, which brings along another one."""
+
+    driver = D
+
+    def __init__(self) -> None:
+        super().__init__(A, D, "d0")
+
+    async def child_sources(self) -> AsyncIterator[Sequence[DeviceSource]]:
+        yield [Child()]
+
+
+class Child(DeviceSource):
+    """Has the driver that its class inherits."""
+
+    resource = B
+    driver = D
+
+    async def watch(self) -> AsyncIterator[Sequence[Device]]:
+        yield [Device("b0", edits=ContainerEdits({"DEVICE_b0": "1"}))]
+
+
+@SHARE
+async def test_a_child_source_with_a_driver_is_offered_on_its_side(node: FakeNode, share: str) -> None:
+    """What a source brings along is served as if the config had named it, and follows what the Node asks for."""
+    async with serving(node, Parent()) as here:
+        await here.until(lambda: here.healthy(A) and here.healthy(B))
+        here.ask(D, share)
+        if share == "none":
+            await here.until(lambda: here.healthy(A) == {"d0"} and here.healthy(B) == {"b0"})
+            assert (await here.run("p", {B: 1})).running
+        else:
+            await here.until(lambda: len(here.sliced()) == 2)
+            pods = [await here.claimant(f"p{number}") for number in range(2)]
+            assert running(node, "b0") < {pod.uid for pod in pods}
+
+
+# What a source says is bounded.
+
+
+@BOTH
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)], ids=str)
+async def test_replicas_change_only_while_nobody_holds_the_device(
+    node: FakeNode, caplog: pytest.LogCaptureFixture, before: int, after: int, both: bool
+) -> None:
+    """Until the last holder has ended the old number stays, and a warning names the device."""
+    ids = {1: {"d0"}, 2: {"d0::0", "d0::1"}}
+    async with serving(node, source := Varying(before), both=both) as here:
+        await here.until(lambda: here.healthy() == ids[before])
+        pod = await here.run("p", {A: 1})
+        await here.scans()
+        caplog.clear()
+        source.vary(after, "t0")
+        await here.until(lambda: "t0" in here.healthy())
+        await here.scans()
+        assert here.healthy() == {"t0", *ids[before]}
+        warnings = [line.getMessage() for line in caplog.records if line.levelno == logging.WARNING]
+        assert any("device d0" in text for text in warnings)
+        await here.stopped(pod)
+        await here.until(lambda: here.healthy() == {"t0", *ids[after]})

@@ -1,0 +1,263 @@
+"""One hook of a device at a time, and what works on after its timeout."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+
+import pytest
+
+from deviceplugin import hook_runs
+from deviceplugin.device import Device
+from deviceplugin.exclusion import Key
+from deviceplugin.hook_runs import DeviceBusyError, HookRuns
+from deviceplugin.hooks import HookError, HookStatistics, HookTimeoutError
+from deviceplugin.source import DeviceSource
+
+R = "example.com/r"
+STILL = "still works on it, after its timeout"
+
+
+class World(DeviceSource):
+    """A source whose hooks do what a test wants; a and b are one thing."""
+
+    resource = R
+    hook_timeout = 5.0
+
+    def __init__(self) -> None:
+        self.changes: asyncio.Queue[None] = asyncio.Queue()
+        self.runs = HookRuns(self._same, lambda: self.changes.put_nowait(None))
+        self.statistics = HookStatistics()
+        self.work: Callable[[str], Awaitable[None] | None] = lambda device: None
+
+    @staticmethod
+    def _same(keys: Iterable[Key]) -> set[Key]:
+        return {other for key in keys for other in (((R, "a"), (R, "b")) if key[1] in "ab" else (key,))}
+
+    def reset(self, devices: Sequence[Device]) -> Awaitable[None] | None:
+        return self.work(devices[0].id)
+
+    def released(self, devices: Sequence[Device]) -> Awaitable[None] | None:
+        return self.work(devices[0].id)
+
+    async def call(self, device: str) -> None:
+        await self.runs.call(self.statistics, "reset", self, [Device(device)])
+
+    def start(self, device: str) -> asyncio.Task[str]:
+        return self.runs.start(self.statistics, "released", self, [Device(device)])
+
+    async def wait(self, device: str, *, resets: bool = True) -> None:
+        await self.runs.wait([(R, device)], resets=resets)
+
+
+@pytest.fixture
+def over() -> Iterator[threading.Event]:
+    """What hanging threads wait for, so that none outlives its test."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+async def test_hooks_of_one_thing_run_one_after_the_other_in_their_order() -> None:
+    """Whatever its names are, and those of other devices beside them."""
+    world, go_on, two = World(), asyncio.Event(), asyncio.Event()
+    running: list[str] = []
+    order: list[str] = []
+
+    async def work(device: str) -> None:
+        assert device == "c" or running in ([], ["c"])
+        order.append(device)
+        running.append(device)
+        if len(running) == 2:
+            two.set()
+        await go_on.wait()
+        running.remove(device)
+
+    world.work = work
+    tasks = [world.start(device) for device in "abac"]
+    await two.wait()
+    assert running == ["a", "c"]
+    go_on.set()
+    assert await asyncio.gather(*tasks) == [""] * 4
+    assert [one for one in order if one != "c"] == ["a", "b", "a"]
+    assert world.changes.empty()
+    assert world.statistics.calls == {(R, "released"): 4}
+
+
+async def test_whoever_gets_a_device_waits_for_its_hooks() -> None:
+    """For one that was started just now, too; not for those of other devices."""
+    world, go_on = World(), asyncio.Event()
+
+    async def work(device: str) -> None:
+        await go_on.wait()
+
+    world.work = work
+    task = world.start("a")
+    waiting = asyncio.create_task(world.wait("b"))
+    await world.wait("c")
+    assert not waiting.done()
+    go_on.set()
+    await waiting
+    assert await task == ""
+
+
+async def test_a_reset_is_not_waited_for_by_who_calls_one() -> None:
+    """Only one that works on after its timeout is."""
+    world, go_on = World(), asyncio.Event()
+
+    async def work(device: str) -> None:
+        await go_on.wait()
+
+    world.work = work
+    calling = asyncio.create_task(world.call("a"))
+    await asyncio.sleep(0)
+    await world.wait("a", resets=False)
+    waiting = asyncio.create_task(world.wait("a"))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    go_on.set()
+    await asyncio.gather(calling, waiting)
+
+
+async def test_a_thread_that_works_on_holds_its_devices_until_it_ends(over: threading.Event) -> None:
+    """Others are refused by the names of device and hook."""
+    world = World()
+    world.hook_timeout = 0.01
+
+    def work(device: str) -> None:
+        over.wait()
+
+    world.work = work
+    with pytest.raises(HookTimeoutError):
+        await world.call("a")
+    await world.changes.get()
+    assert world.runs.overdue == {(R, "a"): f"`reset` {STILL}"}
+    message = f"a of {R}: `reset` {STILL}"
+    assert await world.start("b") == message
+    for refused in (world.call("b"), world.wait("a"), world.wait("b", resets=False)):
+        with pytest.raises(DeviceBusyError, match=message):
+            await refused
+    assert world.statistics.calls == {(R, "reset"): 1}, "who is refused has not called"
+    await world.wait("c")
+    over.set()
+    await world.changes.get()
+    assert world.runs.overdue == {}
+    await world.wait("a")
+    await world.call("b")
+
+
+async def test_who_waits_is_refused_when_the_hook_turns_out_to_work_on(over: threading.Event) -> None:
+    """Four calls for one device at once: one is made."""
+    world = World()
+    world.hook_timeout = 0.05
+
+    def work(device: str) -> None:
+        over.wait()
+
+    world.work = work
+    answers = await asyncio.gather(*(world.call("a") for _ in range(4)), return_exceptions=True)
+    assert [type(one) for one in answers] == [HookTimeoutError, *[DeviceBusyError] * 3]
+    assert world.statistics.calls == {(R, "reset"): 1}
+
+
+async def test_nobody_waits_for_longer_than_a_hook_may_take() -> None:
+    """With as much time for its own work after that; one in the background waits."""
+    world, begun, go_on = World(), asyncio.Event(), asyncio.Event()
+
+    async def work(device: str) -> None:
+        begun.set()
+        await go_on.wait()
+
+    world.work = work
+    first = world.start("a")
+    await begun.wait()
+    world.hook_timeout = 0.01
+    with pytest.raises(DeviceBusyError, match=f"a of {R}: `released` still works on it$"):
+        await world.call("a")
+    background = world.start("a")
+    world.hook_timeout = 5.0
+    go_on.set()
+    assert [await first, await background] == ["", ""]
+
+
+async def test_a_coroutine_that_ends_when_it_is_cancelled_holds_nothing() -> None:
+    """Those that wait go on then."""
+    world = World()
+    world.hook_timeout = 0.01
+
+    async def work(device: str) -> None:
+        await asyncio.Event().wait()
+
+    world.work = work
+    with pytest.raises(HookTimeoutError):
+        await world.call("a")
+    await world.wait("a")
+    assert world.changes.empty()
+
+
+@pytest.mark.parametrize("how", ["timeout", "cancelled"])
+async def test_a_coroutine_that_ignores_its_cancellation_holds_its_devices(
+    monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Also where its caller was cancelled: the kubelet gave up, or Unprepare overtook Prepare."""
+    monkeypatch.setattr(hook_runs, "CANCELLED", 0.01)
+    world, begun, go_on = World(), asyncio.Event(), asyncio.Event()
+
+    async def work(device: str) -> None:
+        begun.set()
+        while not go_on.is_set():
+            try:
+                await go_on.wait()
+            except asyncio.CancelledError:
+                pass
+
+    world.work = work
+    world.hook_timeout = 0.01 if how == "timeout" else 60.0
+    calling = asyncio.create_task(world.call("a"))
+    await begun.wait()
+    if how == "cancelled":
+        calling.cancel()
+    with pytest.raises(HookTimeoutError if how == "timeout" else asyncio.CancelledError):
+        await calling
+    with pytest.raises(DeviceBusyError, match=STILL):
+        await world.wait("a")
+    await world.changes.get()
+    assert world.runs.overdue
+    go_on.set()
+    await world.changes.get()
+    assert world.runs.overdue == {}
+    await world.wait("a")
+
+
+async def test_a_caller_that_is_cancelled_while_it_waits_leaves_nothing() -> None:
+    """Its hook is not called, and nobody waits for it."""
+    world, go_on = World(), asyncio.Event()
+
+    async def work(device: str) -> None:
+        await go_on.wait()
+
+    world.work = work
+    first, second = asyncio.create_task(world.call("a")), asyncio.create_task(world.call("a"))
+    await asyncio.sleep(0)
+    second.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await second
+    go_on.set()
+    await first
+    await world.wait("a")
+    assert world.statistics.calls == {(R, "reset"): 1}
+
+
+async def test_a_hook_that_fails_lets_the_next_one_go_on() -> None:
+    """The error is its own caller's; in the background it is told by the task."""
+    world = World()
+
+    def work(device: str) -> None:
+        raise OSError("no such hardware")
+
+    world.work = work
+    with pytest.raises(HookError, match="no such hardware"):
+        await world.call("a")
+    assert "no such hardware" in await world.start("a")
+    await world.wait("a")
