@@ -1198,6 +1198,16 @@ async def test_an_own_file_that_vanishes_is_written_again_at_once(here: World, m
         await keeping
 
 
+async def test_a_claims_file_says_what_its_device_is(here: World) -> None:
+    """By the tokens that the device is listed with, in this boot."""
+    devices = list(here.inventory.snapshot.devices.values())
+    here.inventory.publish(devices, {"d0": frozenset({"uuid:1", "char:240:0"})})
+    here.claims.add(claim("1", result("d0")))
+    await here.prepared("1")
+    (device,) = here.own["1"].devices or ()
+    assert device.identity == "boot:1 char:240:0 uuid:1"
+
+
 async def lost(here: World, *prepared: PreparedClaim) -> World:
     """Return the world after the ledger was lost and rebuilt from evidence. prepared: by the claim state."""
     await here.async_ledger.close()
@@ -1304,6 +1314,8 @@ async def test_a_claim_without_known_pods_runs_until_the_next_boot(here: World) 
     assert not is_over(found, "1", (), ENDED)
     assert is_over(found, "2", (), ENDED)
     assert not is_over(found, "2", ("1",), ENDED)
+    await after.async_ledger.do(operations.describe(D, "1", "", "", ["p"]))
+    assert await after.driver.reconciler.reconcile((), ENDED) == {}, "nobody can be asked for a claim without a name"
     known = dataclasses.replace(found, pods=frozenset({"p"}))
     assert is_over(known, "1", (), ENDED)
     assert not is_over(known, "1", (), PodProcesses(frozenset({"p"})))
@@ -1701,6 +1713,7 @@ async def test_a_claim_whose_pods_processes_run_on_is_answered_as_unprepared_and
     assert await here.unprepare("1") is not None
     monkeypatch.setattr(preparation, "PATIENCE", 0.0)
     assert await here.unprepare("1") is None
+    assert here.own["1"].pods == {"pod-uid", pod}
     # Neither another claim gets the device, nor does the same claim that was allocated anew get another one.
     here.claims.add(claim("2", result("d0")))
     refusal = (await here.prepare("2"))["2"]

@@ -138,15 +138,16 @@ def test_a_claim_that_is_found_twice_is_one_claim(store: DirectLedger) -> None:
     """What comes first is known best; the rest adds devices, pods and the name. Seen devices are not held."""
     store.do(operations.forget(R, ["a"]))
     granted = ClaimDevice(R, "a", "s", identity="boot:b uuid:1", amount=Amount("1/2")), ClaimDevice(R, "b", admin=True)
+    more = ClaimDevice(R, "a"), ClaimDevice(R, "c", "t")
     found = [
         ClaimEvidence(D, "1", frozenset({"a"}), True, pods=frozenset({"u1"}), granted=granted),
-        ClaimEvidence(D, "1", frozenset({"a", "c"}), False, "ml", "train", frozenset({"u2"}), (ClaimDevice(R, "a"),)),
+        ClaimEvidence(D, "1", frozenset({"a", "c"}), False, "ml", "train", frozenset({"u2"}), more),
         ClaimEvidence(D, "2", frozenset({"a"}), True),
     ]
     for _ in range(2):
         done = store.do(operations.reconcile_evidence(R, Evidence(claims=found), ["a", "b", "c"], Side.PLUGIN, T0))
         record = store.snapshot.claims[D, "1"]
-        assert record.devices == (*granted, ClaimDevice(R, "c"))
+        assert record.devices == (*granted, ClaimDevice(R, "c", "t"))
         assert (record.title, record.pods) == ("ml/train", frozenset({"u1", "u2"}))
         assert store.snapshot.claims[D, "2"].devices == (ClaimDevice(R, "a"),)
     assert done.changed == {}

@@ -30,11 +30,12 @@ class Source(DeviceSource):
 
     driver = D
 
-    def __init__(self, resource: str) -> None:
+    def __init__(self, resource: str, ids: Sequence[str] = ("0", "1")) -> None:
         self.resource = resource
+        self._ids = ids
 
     async def watch(self) -> AsyncIterator[Sequence[Device]]:
-        yield [Device(name, nodes=["/dev/null"]) for name in ("0", "1")]
+        yield [Device(name, nodes=["/dev/null"]) for name in self._ids]
 
 
 ALONE = {"0": (A, "0"), "1": (A, "1")}
@@ -50,9 +51,11 @@ def node() -> Iterator[FakeNode]:
 
 
 @contextlib.asynccontextmanager
-async def running(node: FakeNode, *resources: str, policy: HandoverPolicy = ALL) -> AsyncIterator[Bridge]:
+async def running(
+    node: FakeNode, *resources: str, policy: HandoverPolicy = ALL, ids: Sequence[str] = ("0", "1")
+) -> AsyncIterator[Bridge]:
     bridge = Bridge(
-        [Source(name) for name in resources],
+        [Source(name, ids) for name in resources],
         dict.fromkeys(resources, policy),
         Cluster.from_server(node.server.url),
         NODE,
@@ -92,6 +95,36 @@ async def test_a_running_claim_is_recognised_after_names_were_made_anew(node: Fa
         assert node.devices(A)[device].health == "Unhealthy"
         (claim,) = bridge.drivers[D].async_ledger.snapshot.claims.values()
         assert claim.held == {(A, device)}
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+async def test_a_claim_is_known_by_its_file_when_no_device_has_its_name(
+    node: FakeNode, caplog: pytest.LogCaptureFixture, *, damaged: bool
+) -> None:
+    """The ledger is lost and the ids are others. Where the file is damaged, nothing is offered."""
+    async with running(node, A) as bridge:
+        await until(lambda: len(published(node)) == 2)
+        pod = await asyncio.to_thread(lambda: node.start_pod("p", template={D: 1}).wait_running(60))
+        (device,) = node.devices_of(pod)
+        path = bridge.ledger_path
+    for file in path.parent.glob(f"{path.name}*"):
+        file.unlink()
+    if damaged:
+        (own,) = (node.root / "cdi").glob("*.claim")
+        own.write_bytes(b"{")
+        node.damage_claim_state("deleted")
+        await asyncio.to_thread(node.restart)
+        for file in (node.root / "cdi").glob("*.json"):
+            file.unlink()
+    async with running(node, A, policy=HandoverPolicy(Share(0)), ids=("x", "y")) as bridge:
+        if damaged:
+            why = f"{A}: devices are withheld: x: not known: it is not known what claim"
+            await until(lambda: any(said.startswith(why) for said in caplog.messages))
+            assert not any(one.health == "Healthy" for one in node.devices(A).values())
+        else:
+            await until(lambda: any(one.health == "Healthy" for one in node.devices(A).values()))
+            (claim,) = bridge.drivers[D].async_ledger.snapshot.claims.values()
+            assert claim.held == {(A, device)}
 
 
 def published(node: FakeNode) -> dict[str, str]:

@@ -297,6 +297,22 @@ async def test_claims_of_a_former_driver_keep_their_devices(
         assert ledger.snapshot.device(A, device).driver == D
 
 
+async def test_a_claim_of_a_former_driver_that_the_kubelet_has_forgotten(node: FakeNode, tmp_path: Path) -> None:
+    """The claim state is lost: its file holds its device until no process of its pod runs."""
+    async with running(bridge(node, tmp_path, Source(A, D), share=Share(part=1.0))):
+        pod, device = await asyncio.to_thread(start_claimant, node)
+    await asyncio.to_thread(node.stop)
+    node.damage_claim_state("deleted")
+    await asyncio.to_thread(node.start)
+    (other,) = {"d0", "d1"} - {device}
+    async with running(bridge(node, tmp_path, Source(A))):
+        await until(lambda: healthy(node, A) == {other})
+        pod.force_delete(hang=True)
+        assert node.devices(A)[device].health == "Unhealthy"
+        await asyncio.to_thread(pod.end_containers, 60)
+        await until(lambda: healthy(node, A) == {"d0", "d1"})
+
+
 @pytest.mark.parametrize("driver", ["", E])
 async def test_a_former_drivers_device_is_offered_when_its_claim_has_ended(
     node: FakeNode, tmp_path: Path, driver: str

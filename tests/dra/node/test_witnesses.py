@@ -190,6 +190,7 @@ async def test_a_claims_pod_that_is_deleted_by_force_and_runs_on(node: FakeNode,
         assert node.server.objects("resourceclaims") == []
         await asyncio.to_thread(node.restart)
         here.ask("none")
+        await here.settle(State.TO_PLUGIN)
         for _ in range(3):
             await here.reconcile()
         assert here.states == {"d0": State.TO_PLUGIN}
@@ -271,7 +272,7 @@ async def test_a_pod_that_joins_a_claim_is_in_the_claims_file(node: FakeNode, tm
         pods = [node.start_pod(name, claims=["mine"]) for name in ("first", "second")]
         for pod in pods:
             await asyncio.to_thread(pod.wait_running, 60)
-        await here.bridge.drivers[D].claims.reconcile(sweep=True)
+        await here.bridge.drivers[D].claims.pods.running()
         (file,) = claim_files.read_all(here.bridge.node.cdi_directory)
         assert file.pods == {pod.uid for pod in pods}
 
