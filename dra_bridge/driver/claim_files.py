@@ -62,9 +62,9 @@ class ClaimFiles:
         """Make a claim's answer and its files. Blocks, also for reading device nodes.
 
         Each request has a CDI device, so that a container gets the edits of its own requests, and each once.
-        The request's first device carries it. It is called the same whatever the claim is allocated: to what the kubelet
-        kept of an earlier answer it adds the next one (kubelet 1.36, cm/dra/claiminfo.go: addDevice), and a runtime
-        starts no container of which it does not know a CDI device. A second name has the devices, as evidence (R8).
+        The request's first device carries it. It is called the same whatever the claim is allocated: to an answer that
+        the kubelet kept it adds the next one (kubelet 1.36, cm/dra/claiminfo.go: addDevice), and a runtime starts no
+        container of which it does not know a CDI device. A second name has the devices, as evidence (R8).
         """
         uid = claim.uid
         self._own.write(uid, self._filed(claim))

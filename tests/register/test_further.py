@@ -294,6 +294,9 @@ async def lose(node: FakeNode, lost: Sequence[str]) -> None:
 # Containers that restart in place.
 
 
+@pytest.mark.xfail(
+    strict=True, reason="no witness tells one container of a pod that runs from another (register.md, 10)"
+)
 @BOTH
 @pytest.mark.parametrize("devices", [("d0",), ("d0", "d1")], ids=["one", "two"])
 async def test_a_container_that_restarts_after_the_checkpoint_was_lost_takes_over_from_itself(

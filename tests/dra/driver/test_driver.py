@@ -1122,7 +1122,7 @@ async def test_each_claim_has_a_file_of_its_own(tmp_path: Path) -> None:
             pods=frozenset({"pod-uid"}),
             devices=(
                 FiledDevice(R, "d0", part="1", parameters=fast),
-                FiledDevice(R, "d1", admin=True, part="0", parameters=plain),
+                FiledDevice(R, "d1", admin=True, part="0"),
             ),
         ),
         "2": ClaimFile(
@@ -1214,7 +1214,7 @@ class Halves(Plain):
     replicas = 2
 
 
-SHARE = {"shareID": "s", "consumedCapacity": {"shares": "1"}}
+SHARE: dict[str, Any] = {"shareID": "s", "consumedCapacity": {"shares": "1"}}
 
 
 @pytest.mark.parametrize("named", [False, True], ids=["files alone", "claim state, too"])
@@ -1259,7 +1259,11 @@ async def test_a_claims_file_needs_no_published_name(here: World) -> None:
     await here.prepared("1")
     here.driver.devices.qualifiers = lambda resources: {R: "q"}
     (found,) = here.driver.claim_evidence([in_claim_state((NODE, "d0", ""))], R)
-    assert (found.devices, found.name, [one.device for one in found.granted]) == ({"d0"}, "claim-1", ["d0", "d1"])
+    assert (found.devices, found.name, [one.device for one in found.granted]) == (
+        frozenset({"d0"}),
+        "claim-1",
+        ["d0", "d1"],
+    )
     (found,) = here.driver.claim_evidence([in_claim_state((NODE, "q--d3", ""))], "example.com/other")
     assert (found.devices, [one.device for one in found.granted]) == (frozenset(), ["d0", "d1"])
 
