@@ -160,6 +160,9 @@ def test_access_without_holding_excludes_nobody(by: str) -> None:
     assert asked(held(one), use("a", "n1", amount=takes("10"))) == ""
     assert asked(held(one), use("a", "n2")) == ""
     assert asked(held(pod("a", "n1", amount=takes("10"))), use("a", "n2", amount=nothing)) == ""
+    devices = ClaimDevice(R, "b", "", False, named("n2"), HALF), ClaimDevice(R, "a", "", True, named("n1"), WHOLE)
+    both = held(Claim(D, "c", "ml", "c", devices, "ready", 0.0))
+    assert asked(both, use("b::1", "n2", device="b", amount=HALF), use("a", "n1")) == "", "of one claim, too"
 
 
 # Who is asked for.

@@ -11,7 +11,19 @@ import pytest
 
 from deviceplugin.register import operations
 from deviceplugin.register.question import Use, View, Wanted
-from deviceplugin.register.records import UNKNOWN, WHOLE, Amount, Claim, ClaimDevice, Operation, Side, State
+from deviceplugin.register.records import (
+    UNKNOWN,
+    WHOLE,
+    AllocationRecord,
+    Amount,
+    Change,
+    Claim,
+    ClaimDevice,
+    Decision,
+    Operation,
+    Side,
+    State,
+)
 from deviceplugin.register.rules import (
     Evidence,
     Excluded,
@@ -144,6 +156,17 @@ def test_a_claim_does_not_pull_a_held_device(store: DirectLedger) -> None:
     assert isinstance(refusal, Refused)
     assert refusal.holder == "a pod"
     assert state(store) is State.PLUGIN
+
+
+def test_a_claim_is_refused_while_a_pod_has_a_part_of_its_device(store: DirectLedger) -> None:
+    """R2: pods and claims never share a device, whatever their parts; the refusal names the pod."""
+    to_dra(store)
+    part = AllocationRecord(R, "a::0", "a", T0, 1, frozenset({("u1", "main")}), pod="default/p", amount=HALF)
+    store.do(lambda now: Decision(None, (Change("allocations", (R, "a::0"), part),)))
+    refusal = store.do(prepare(claim("1", "a", amount=HALF)))
+    assert isinstance(refusal, Refused)
+    assert refusal.holder == "default/p"
+    assert state(store) is State.DRA
 
 
 def test_administrative_access_sees_without_holding(store: DirectLedger) -> None:
