@@ -66,7 +66,7 @@ def is_over(
 
 @dataclass(frozen=True, slots=True)
 class ClaimRecords:
-    """The claims of one driver in its ledger, with a lock for each claim that is worked on."""
+    """The claims of one driver in the ledger, with a lock for each claim that is worked on."""
 
     driver: str
     pool: str

@@ -1,4 +1,4 @@
-"""One DRA driver on this node: its ledger, both its sides, its slices, and the moves between the sides."""
+"""One DRA driver on this node: both its sides, its slices, and the moves between the sides."""
 
 from __future__ import annotations
 

@@ -236,6 +236,7 @@ async def test_a_ledger_that_lost_its_end_is_corrected_and_alarm_raised(
         )
         body = json.dumps([one["spec"].get("devices", []) for one in node.server.objects()])
         assert f'"{device}"' not in body
+        await until(bridge.drivers[D].resources[R].reconciled.is_set, "the kubelet to show its checkpoint")
         await bridge.drivers[D].devices.resolve()
         assert states(bridge)[device] in {State.PLUGIN, State.TO_DRA}, "the pod holds it, and nobody else does"
         assert bridge.drivers[D].async_ledger.snapshot.allocations_on(R, (device,)), "the ledger has the pod"
