@@ -50,7 +50,7 @@ what `manifests` made stays, and what asks nodes for shares; to remove that of a
   kubectl delete -l {label} validatingadmissionpolicy,validatingadmissionpolicybinding
   kubectl delete -l {label} namespace  # with all that is in it
   kubectl annotate nodes --all {annotations}
-on each node the ledgers stay: {ledgers} in the kubelet's directory"""
+on each node the ledger stays: plugins/dra-bridge in the kubelet's directory"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -260,8 +260,7 @@ def _uninstall(options: argparse.Namespace) -> int:
         annotations = " ".join(
             f"{driver}/{key}-" for driver in sorted(drivers) for key in ("dra-share", "dra-share-before")
         )
-        ledgers = ", ".join(f"plugins/{driver}" for driver in sorted(drivers))
-        print(_LEFT_BEHIND.format(label=LABEL, annotations=annotations, ledgers=ledgers))
+        print(_LEFT_BEHIND.format(label=LABEL, annotations=annotations))
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
     return 0

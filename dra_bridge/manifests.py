@@ -219,9 +219,9 @@ def _class_values(how: Deployment, resource: ResourceConfig) -> Object:
 
 
 def _driver_directories(drivers: Iterable[str], plugins: str) -> list[str]:
-    """Return the directories of drivers among the kubelet's plugins: of the ledger, and of the socket if it differs."""
-    sockets = (addresses.socket_path(plugins, driver, "/dra-12345678.sock").parent for driver in drivers)
-    return sorted({*(f"{plugins}/{driver}" for driver in drivers), *map(str, sockets)})
+    """Return the directories of drivers' sockets among the kubelet's plugins, but the one that the ledger is in."""
+    found = {str(addresses.socket_path(plugins, driver, "/dra-12345678.sock").parent) for driver in drivers}
+    return sorted(found - {f"{plugins}/dra-bridge"})
 
 
 def wide_mounts(config: Config) -> list[str]:

@@ -124,6 +124,7 @@ def test_options(values: Mapping[str, Any], how: Deployment) -> None:
         "devices: [{nvidia: {mig: single, injection: cdi}}]",
         "devices: [{nvidia: {profile: 1g.10gb, library: /opt/libnvidia-ml.so.1}}]",
         f"devices: [{{path: /dev/x}}], driver: {'d' * 59}.com",
+        "devices: [{path: /dev/x}], driver: dra-bridge",
     ],
 )
 def test_what_a_config_needs(fields: str) -> None:

@@ -230,6 +230,24 @@ def test_pages_are_on_the_index() -> None:
                 assert f"\n{directory}{path.stem}\n" in index, path.name
 
 
+def test_rules_that_are_cited_are_listed() -> None:
+    """Each rule that code and pages cite by its number is in the one list of the architecture page, which has all."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    listed = re.findall(r"^- \*\*([RE]\d+) \w", page, re.MULTILINE)
+    assert listed == [*(f"R{number}" for number in range(1, 11)), *(f"E{number}" for number in range(4))]
+    paths = [
+        *(ROOT / "docs").rglob("*.md"),
+        *(path for name in ("deviceplugin", "dra_bridge") for path in (ROOT / name).rglob("*.py")),
+    ]
+    cited = {
+        rule: path.name
+        for path in paths
+        for rule in re.findall(r"\b(?:R[0-9]+|E[0-3])\b", path.read_text())
+        if rule not in listed
+    }
+    assert cited == {}
+
+
 WITH_FILES = [
     *("README.md", "docs/devices.md", "docs/limits-to-claims.md"),
     *(f"docs/devices/{one.name}" for one in (ROOT / "docs" / "devices").iterdir()),

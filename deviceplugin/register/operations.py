@@ -9,12 +9,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 from typing import Concatenate, Final, ParamSpec, TypeVar
 
 import msgspec
 
 from deviceplugin.identity import replaces, same_thing, tokens_of
+from deviceplugin.naming import parse_quantity
 from deviceplugin.register import rules
 from deviceplugin.register.question import (
     View,
@@ -171,7 +171,7 @@ def _larger(one: Amount, other: Amount) -> Amount:
     part = "" if first is None or second is None else str(max(first, second))
     takes: dict[tuple[str, str], str] = {}
     for counter_set, counter, value in (*one.takes, *other.takes):
-        takes[counter_set, counter] = max(takes.get((counter_set, counter), value), value, key=Fraction)
+        takes[counter_set, counter] = max(takes.get((counter_set, counter), value), value, key=parse_quantity)
     return Amount(part, tuple((*counter, value) for counter, value in takes.items()))
 
 

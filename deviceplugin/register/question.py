@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 from deviceplugin import identity
 from deviceplugin.exclusion import Key, titled
 from deviceplugin.identity import Tokens, same_thing, shown
+from deviceplugin.naming import parse_quantity
 from deviceplugin.register.records import AllocationRecord, Amount, Claim, ClaimDevice, Point, Snapshot
 
 Counter = tuple[str, str, str]
@@ -88,7 +89,7 @@ def _takes(amount: Amount, resource: str, view: View, recorded: str = "") -> dic
     A pod of a resource that is served no more may have got it in any scope.
     """
     scopes = {one for one in (view.scopes.get(resource), recorded) if one} or {resource, *view.scopes.values()}
-    return {(scope, *one[:2]): Fraction(one[2]) for one in amount.takes for scope in scopes}
+    return {(scope, *one[:2]): parse_quantity(one[2]) for one in amount.takes for scope in scopes}
 
 
 def wanted_use(unit: tuple[str, ...], wanted: Wanted, view: View) -> Use:

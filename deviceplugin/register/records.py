@@ -106,7 +106,7 @@ class Amount(msgspec.Struct, frozen=True, array_like=True):
     """How much of a device one holder has, as it was granted.
 
     part: "1" for the whole device, "1/3" for one of three replicas, "0" for access without holding it, "" if it is not
-    known. takes: (counter set, counter, amount) for each counter that the device consumes.
+    known. takes: (counter set, counter, quantity) for each counter that the device consumes.
     """
 
     part: str = ""

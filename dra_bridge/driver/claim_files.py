@@ -62,7 +62,9 @@ class ClaimFiles:
         """Make a claim's answer and its files. Blocks, also for reading device nodes.
 
         Each request has a CDI device, so that a container gets the edits of its own requests, and each once.
-        The request's first device carries it. Its name has the devices, as evidence (R8).
+        The request's first device carries it. It is called the same whatever the claim is allocated: to an answer that
+        the kubelet kept it adds the next one (kubelet 1.36, cm/dra/claiminfo.go: addDevice), and a runtime starts no
+        container of which it does not know a CDI device. A second name has the devices, as evidence (R8).
         """
         uid = claim.uid
         self._own.write(uid, self._filed(claim))
@@ -78,8 +80,8 @@ class ClaimFiles:
             if merged.env or merged.nodes or merged.mounts:
                 kind = _ADMIN if all(group.admin for group, _ in members) else _HOLDING
                 named = dict.fromkeys(result.device for group, result in members if not group.admin or kind == _ADMIN)
-                name = "_".join((kind, uid, request, *named))
-                listed[name] = merged
+                name = "_".join((kind, uid, request))
+                listed[name] = listed["_".join((name, *named))] = merged
                 ids.insert(0, cdi.qualified(self._driver, name))
             for _, result in members:
                 devices.append(PreparedDevice(request, result.pool, result.device, tuple(ids), result.share_id or ""))

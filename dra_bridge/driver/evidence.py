@@ -51,11 +51,11 @@ def of_file(file: ClaimFile, resource: str, pods: frozenset[str]) -> ClaimEviden
 def only_seen(claim: PreparedClaim, driver: str) -> frozenset[str]:
     """Return the names of a driver's devices that a claim has administrative access to and does not hold.
 
-    The CDI ids in our answers tell: `<driver>/claim=admin_<claim UID>_<request>_<device>...`. A device that is also in
-    another request of the claim is held.
+    The CDI ids in our answers tell: `<driver>/claim=admin_<claim UID>_<request>`. A device that is also in another
+    request of the claim is held.
     """
     prefix = cdi.qualified(driver, f"admin_{claim.uid}_")
-    ids = (name.removeprefix(prefix).split("_") for name in claim.cdi_ids if name.startswith(prefix))
-    seen = {(request, device) for request, *devices in ids for device in devices}
-    held = {device for of, request, device in claim.requests if of == driver and (request, device) not in seen}
-    return frozenset(device for _, device in seen if device not in held)
+    admin = {name.removeprefix(prefix) for name in claim.cdi_ids if name.startswith(prefix)}
+    mine = [(request, device) for of, request, device in claim.requests if of == driver]
+    held = {device for request, device in mine if request not in admin}
+    return frozenset(device for request, device in mine if request in admin and device not in held)

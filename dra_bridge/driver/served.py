@@ -38,7 +38,7 @@ class Group:
         """What the source's `prepare` sets the devices up with, as JSON; "" for nothing."""
         if self.config is None or self.admin or "prepare" not in self.served.source.hooks:
             return ""
-        return msgspec.json.encode(self.config, order="deterministic").decode()
+        return msgspec.json.encode(self.config, order="sorted").decode()
 
 
 @dataclass(slots=True)

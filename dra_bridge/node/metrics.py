@@ -34,7 +34,6 @@ _GAUGES: Final = {
 _COUNTERS: Final = {
     "dra_registrations": "Registrations of the driver that the kubelet accepted",
     "dra_registration_failures": "Registrations of the driver that the kubelet refused, or that had no socket",
-    "dra_ledger_write_failures": "Times that the ledger could not record something; nothing was granted then",
     "dra_prepared_again": "Prepares of claims that were prepared already",
     "slice_writes": "Writes of slices that the API server accepted",
 }
@@ -51,6 +50,9 @@ def families(
             for driver, values in figures.items():
                 made.add_metric((driver,), values[name])
             yield made
+    about = "Times that the ledger could not record something; nothing was granted then"
+    failures = drivers[0].async_ledger.write_failures if drivers else 0  # all of them have the one of the agent
+    yield CounterMetricFamily("deviceplugin_dra_ledger_write_failures", about, value=failures)
     yield from _calls(drivers)
     yield from _hooks(drivers)
     yield from _moves(drivers)
@@ -65,7 +67,6 @@ def _figures(one: DriverRuntime, state: PoolState, kubelet_listens: bool) -> Map
         "dra_registration_failures": registration.failures,
         "dra_prepared_claims": sum(claim.result is not None for claim in one.driver.records.all()),
         "dra_claims_in_flight": statistics.in_flight,
-        "dra_ledger_write_failures": one.async_ledger.write_failures,
         "dra_prepared_again": statistics.prepared_again,
         "slices_published": state.accepted >= state.wanted > 0,
         "slices": state.slices,

@@ -129,8 +129,7 @@ class Bridge:
                 with contextlib.suppress(ClusterError):
                     names = [str(resource["name"]) for resource in bridge.resources]
                     cluster.wait_for(lambda: not any(map(cluster.allocatable, names)), 20.0, "nothing is allocatable")
-                for driver in bridge.drivers:
-                    remove_ledger(driver)
+                remove_ledger(*bridge.drivers)
                 for log in bridge._logs:
                     print(f"--- {log.name}\n{log.read_text(errors='replace')}")
                 shutil.rmtree(directory, ignore_errors=True)

@@ -44,6 +44,7 @@ KUBELET_DIRECTORY = Path("/var/lib/kubelet")
 DEVICE_PLUGINS = KUBELET_DIRECTORY / "device-plugins"
 PLUGINS_REGISTRY = KUBELET_DIRECTORY / "plugins_registry"
 PLUGINS = KUBELET_DIRECTORY / "plugins"
+LEDGER = PLUGINS / "dra-bridge" / "register.db"
 POD_RESOURCES_SOCKET = KUBELET_DIRECTORY / "pod-resources" / "kubelet.sock"
 
 COMPONENTS = ("etcd", "containerd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet")
@@ -826,10 +827,11 @@ class Cluster:
         self.wait_for(lambda: not (left := rest()) or _not_yet(left), timeout, "all is removed", log="kubelet")
 
 
-def remove_ledger(driver: str) -> None:
-    """Remove what an agent that has ended leaves of a driver: the ledger, and the copy of its allocations."""
-    shutil.rmtree(PLUGINS / driver, ignore_errors=True)
-    Path(f"/var/run/cdi/{driver}.allocations").unlink(missing_ok=True)
+def remove_ledger(*drivers: str) -> None:
+    """Remove what an agent that has ended leaves: ledger, copy of its allocations, directories of drivers' sockets."""
+    for name in (LEDGER.parent.name, *drivers):
+        shutil.rmtree(PLUGINS / name, ignore_errors=True)
+    Path("/var/run/cdi/dra-bridge.allocations").unlink(missing_ok=True)
 
 
 Pods = list["Pod"]

@@ -40,8 +40,10 @@ BOARDS = Path(isolate.DEVICES) / "boards"
 COUNT = 4
 IMAGES = image.AGENTS
 EXAMPLES = Path(__file__).parents[2] / "examples"
-WRITABLE = [Path("/var/lib/kubelet") / name for name in ("device-plugins", f"plugins/{DRIVER}", "plugins_registry")] + [
-    Path("/var/run/cdi")
+WRITABLE = [
+    *(Path("/var/lib/kubelet") / name for name in ("device-plugins", "plugins_registry")),
+    *(Path("/var/lib/kubelet/plugins") / name for name in (DRIVER, "dra-bridge")),
+    Path("/var/run/cdi"),
 ]
 """The host's directories that an agent in a pod may write to."""
 PATIENCE = 120.0

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import stat
 import subprocess
 import sys
@@ -26,7 +25,7 @@ import pytest
 
 from deviceplugin.version import VERSION
 from tests.cluster import image, isolate
-from tests.cluster.node import Cluster
+from tests.cluster.node import Cluster, remove_ledger
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "limits-to-claims.md"
@@ -98,7 +97,7 @@ def forget(node: Cluster) -> None:
     kinds = "namespace,clusterrole,clusterrolebinding,validatingadmissionpolicy,validatingadmissionpolicybinding"
     node.kubectl("delete", kinds, "--selector=app.kubernetes.io/managed-by=dra-bridge")
     node.kubectl("delete", "configmap", "deviceplugin", "--namespace=kube-system", "--ignore-not-found")
-    shutil.rmtree("/var/lib/kubelet/plugins/serial.example.com", ignore_errors=True)
+    remove_ledger("serial.example.com")
 
 
 @pytest.fixture

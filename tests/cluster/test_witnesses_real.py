@@ -32,6 +32,7 @@ from tests.cluster.node import (
     COMPONENTS,
     DEVICE_PLUGINS,
     KUBELET_DIRECTORY,
+    LEDGER,
     POD_RESOURCES_SOCKET,
     Cluster,
     ClusterError,
@@ -483,7 +484,7 @@ def test_ledger_and_checkpoint_are_lost(scene: Scene) -> None:
     scene.before = len(locks.holders())
     scene.cluster.kill("kubelet")
     scene.agents.kill()
-    damage("removed", "a.example.net")
+    damage("removed")
     CHECKPOINT.unlink()
     scene.cluster.start_kubelet()
     scene.agents.start()
@@ -661,9 +662,9 @@ def test_plugin_follows_bridge(scene: Scene, how: str) -> None:
     scene.handed_on(pod.delete, [pod.uid], "wants-claim")
 
 
-def damage(how: str, driver: str) -> None:
-    """Do something to a driver's ledger."""
-    for file in (KUBELET_DIRECTORY / "plugins" / driver).glob("ledger.db*"):
+def damage(how: str) -> None:
+    """Do something to the ledger."""
+    for file in LEDGER.parent.glob(f"{LEDGER.name}*"):
         if how == "removed":
             file.unlink()
         elif how == "zero":
@@ -674,7 +675,7 @@ def damage(how: str, driver: str) -> None:
             file.write_bytes(os.urandom(file.stat().st_size))
 
 
-LEDGER = [
+DAMAGED = [
     pytest.param(how, successor, marks=() if (how, successor) in often else long, id=f"{how}-{successor}")
     for often in [{("removed", "bridge"), ("zero", "plugin"), ("locked", "plugin"), ("garbage", "bridge")}]
     for how in ("removed", "zero", "truncated", "garbage", "locked")
@@ -682,7 +683,7 @@ LEDGER = [
 ]
 
 
-@pytest.mark.parametrize(("how", "successor"), LEDGER)
+@pytest.mark.parametrize(("how", "successor"), DAMAGED)
 def test_ledger_is_damaged(scene: Scene, how: str, successor: str) -> None:
     """Whoever serves the devices next, without a ledger that can be read, gives nobody what others hold."""
     pod, user = one_of_each(scene)
@@ -697,7 +698,7 @@ def test_ledger_is_damaged(scene: Scene, how: str, successor: str) -> None:
         scene.agents.process = None
     else:
         scene.agents.kill()
-        damage(how, "a.example.net")
+        damage(how)
     if successor == "plugin":
         plugin = scene.agents.start_plugin()
         scene.stack.callback(plugin.kill)

@@ -24,6 +24,7 @@ from deviceplugin.register.records import State
 from dra_bridge import cli
 from dra_bridge.handover.share import parse_share
 from dra_bridge.manifests import Deployment, manifests
+from dra_bridge.node.bridge import AGENT
 from dra_bridge.node.options import add_run_options, parse_run
 from dra_bridge.rollout import progress, rollout
 from dra_bridge.rollout.fleet import RESTARTING
@@ -645,7 +646,7 @@ def test_uninstall_removes_slices(world: World, bridge: Callable[..., Ran], tmp_
     ran = bridge("uninstall", "--config", str(file))
     assert ran.out.startswith("0 slices removed\nwhat `manifests` made stays")
     assert f"  kubectl annotate nodes --all {SHARE}- {BEFORE}-\n" in ran.out
-    assert f"plugins/{D} in the kubelet's directory\n" in ran.out
+    assert f"plugins/{AGENT} in the kubelet's directory\n" in ran.out
     assert ran.err == ""
 
 

@@ -12,6 +12,7 @@ import yaml
 from deviceplugin.config import Config, ResourceConfig, parse
 from deviceplugin.node.options import add_run_options
 from dra_bridge.manifests import Deployment, manifests, to_yaml
+from dra_bridge.node.bridge import AGENT
 
 CONFIG_ARGUMENT = "--config=/etc/dra-bridge/config.yaml"
 
@@ -153,6 +154,7 @@ def test_directories_of_the_host(config: Config) -> None:
         "/sys/fs/cgroup",
         "/var/lib/kubelet/device-plugins",
         "/var/lib/kubelet/plugins/acc.example.com",
+        "/var/lib/kubelet/plugins/dra-bridge",
         "/var/lib/kubelet/plugins_registry",
         "/var/lib/kubelet/pod-resources",
         "/var/run/cdi",
@@ -166,6 +168,7 @@ def test_directories_of_the_host(config: Config) -> None:
     assert {one["mountPath"] for one in mounts.values() if not one.get("readOnly")} == {
         "/var/lib/kubelet/device-plugins",
         "/var/lib/kubelet/plugins/acc.example.com",
+        "/var/lib/kubelet/plugins/dra-bridge",
         "/var/lib/kubelet/plugins_registry",
         "/var/run/cdi",
     }
@@ -176,16 +179,15 @@ def test_directories_of_the_host(config: Config) -> None:
 
 
 def test_a_directory_for_each_driver() -> None:
-    """Of the kubelet's plugins only the drivers' own directories are mounted, that of a long path's socket as well."""
+    """Of the kubelet's plugins only those of the drivers' sockets and of the ledger are mounted, each once."""
     long = "d" * 59 + ".com"
     text = f"resources: [{{name: a/b, driver: x.com, devices: [path: /dev/x]}}, {{name: a/c, driver: {long}, "
-    text += "devices: [path: /dev/y]}]"
+    text += f"devices: [path: /dev/y]}}, {{name: a/d, driver: {AGENT}, devices: [path: /dev/z]}}]"
     (agent,) = of_kind(manifests(parse(text), text, Deployment(kubelet_root="/var/lib/k0s/kubelet")), "DaemonSet")
     paths = [one["hostPath"]["path"] for one in agent["spec"]["template"]["spec"]["volumes"] if "hostPath" in one]
     plugins = [path for path in paths if path.startswith("/var/lib/k0s/kubelet/plugins/")]
-    ledgers = {f"/var/lib/k0s/kubelet/plugins/{driver}" for driver in ("x.com", long)}
-    (short,) = set(plugins) - ledgers
-    assert set(plugins) == {*ledgers, short}
+    (short,) = set(plugins) - {f"/var/lib/k0s/kubelet/plugins/{name}" for name in ("x.com", AGENT)}
+    assert len(plugins) == 3
     assert len(f"{short}/dra-12345678.sock") <= 107
 
 

@@ -294,6 +294,9 @@ async def lose(node: FakeNode, lost: Sequence[str]) -> None:
 # Containers that restart in place.
 
 
+@pytest.mark.xfail(
+    strict=True, reason="no witness tells one container of a pod that runs from another (register.md, 10)"
+)
 @BOTH
 @pytest.mark.parametrize("devices", [("d0",), ("d0", "d1")], ids=["one", "two"])
 async def test_a_container_that_restarts_after_the_checkpoint_was_lost_takes_over_from_itself(
@@ -374,11 +377,12 @@ async def test_replicas_change_only_while_nobody_holds_the_device(
         await here.until(lambda: here.healthy() == ids[before])
         pod = await here.run("p", {A: 1})
         await here.scans()
+        caplog.clear()
         source.vary(after, "t0")
         await here.until(lambda: "t0" in here.healthy())
         await here.scans()
         assert here.healthy() == {"t0", *ids[before]}
         warnings = [line.getMessage() for line in caplog.records if line.levelno == logging.WARNING]
-        assert any("d0" in text and "replica" in text for text in warnings)
+        assert any("device d0" in text for text in warnings)
         await here.stopped(pod)
         await here.until(lambda: here.healthy() == {"t0", *ids[after]})

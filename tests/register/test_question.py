@@ -223,7 +223,7 @@ def test_parts_fit_while_counters_suffice() -> None:
     """Halves fit beside each other, the whole beside nothing; the reason names who is beside, and the counter."""
     half = held(pod("x", amount=takes("5")))
     assert asked(half, use("y", resource=S, amount=takes("5"))) == ""
-    reason = asked(half, use("y", resource=S, amount=takes("11/2")))
+    reason = asked(half, use("y", resource=S, amount=takes("5100m")))
     assert reason == f"y of {S} does not fit beside x of {R}, which counts as held (counter memory of card)"
     assert asked(held(pod("x", amount=takes("10"))), use("y", amount=takes("1")))
     assert asked(half, use("y")) == "", "it takes nothing"

@@ -345,12 +345,11 @@ The host's directories, other than /dev, in which these paths and globs lie, as 
 {{- $outer | toJson -}}
 {{- end -}}
 
-{{- /* The directories of drivers below the kubelet's plugins, of a list and these, as JSON: manifests._driver_directories. */ -}}
+{{- /* The directories of drivers' sockets below the kubelet's plugins, of a list and these, as JSON: manifests._driver_directories. */ -}}
 {{- define "dra-bridge.drivers" -}}
 {{- $plugins := index . 1 -}}
 {{- $found := list -}}
 {{- range index . 0 -}}
-  {{- $found = append $found (printf "%s/%s" $plugins .) -}}
   {{- /* deviceplugin.addresses.socket_path: a unix socket's path has 107 bytes at the most. */ -}}
   {{- $room := int (sub 107 (len (printf "%s//dra-12345678.sock" $plugins))) -}}
   {{- if lt $room 8 -}}
@@ -359,7 +358,9 @@ The host's directories, other than /dev, in which these paths and globs lie, as 
   {{- if gt (len .) $room -}}
     {{- $short := printf "%s-%s" (trunc (int (max 0 (sub $room 9))) .) (sha256sum . | trunc 8) -}}
     {{- $found = append $found (printf "%s/%s" $plugins ($short | trunc (int (mul -1 $room)) | trimPrefix "-")) -}}
+  {{- else -}}
+    {{- $found = append $found (printf "%s/%s" $plugins .) -}}
   {{- end -}}
 {{- end -}}
-{{- $found | uniq | sortAlpha | toJson -}}
+{{- without $found (printf "%s/dra-bridge" $plugins) | uniq | sortAlpha | toJson -}}
 {{- end -}}

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import pytest
 
 from deviceplugin.device import Device
+from deviceplugin.inventory import Inventory
 from deviceplugin.register.records import Amount, Claim, ClaimDevice
 from deviceplugin.source import DeviceSource
 from dra_bridge.driver.claim_devices import devices_of, filed, granted_device
 from dra_bridge.driver.claims import Result
+from dra_bridge.driver.served import Group, ServedResource
 
 R = "example.com/fpga"
 D = "fpga.example.com"
@@ -28,7 +31,7 @@ class Shared(DeviceSource):
         return 2 if device.id == "two" else 4
 
 
-def granted(device: Device, *, admin: bool = False, parameters: object = None, **result: Any) -> ClaimDevice:
+def granted(device: Device, *, admin: bool = False, parameters: str = "", **result: Any) -> ClaimDevice:
     made = msgspec.convert({"request": "r", "driver": D, "pool": "n", "device": "published", **result}, Result)
     return granted_device(Shared(), device, frozenset({"uuid:1", "char:240:0"}), "b", made, admin, parameters)
 
@@ -73,13 +76,22 @@ def test_a_partition_takes_counters() -> None:
 
 
 def test_parameters_are_compared_as_text() -> None:
-    """The same ones have the same text, whatever the order of their fields."""
-    assert granted(Device("d"), parameters={"b": 1, "a": 2}).parameters == '{"a":2,"b":1}'
+    """The same ones have the same text, whatever the order of their fields; only those that set something up count."""
+
+    class Tuned(Shared):
+        def prepare(self, devices: Sequence[Device], config: Any) -> None: ...
+
+    def text(source: DeviceSource, config: object, *, admin: bool = False) -> str:
+        return Group("r", ServedResource(source, Inventory(R)), (), config, admin).parameters
+
+    assert text(Tuned(), {"b": 1, "a": 2}) == text(Tuned(), {"a": 2, "b": 1}) == '{"a":2,"b":1}'
+    assert text(Tuned(), msgspec.defstruct("Config", [("b", int), ("a", int)])(b=1, a=2)) == '{"a":2,"b":1}'
+    assert {text(Tuned(), None), text(Tuned(), {"a": 2}, admin=True), text(Shared(), {"a": 2})} == {""}
 
 
 def test_a_file_says_all_that_a_record_does() -> None:
     """A device without tokens is known to be of this boot all the same."""
-    full = granted(Device("d", consumes={"gpu": {"memory": "5Gi"}}), parameters={"a": 1})
+    full = granted(Device("d", consumes={"gpu": {"memory": "5Gi"}}), parameters='{"a":1}')
     plain = ClaimDevice(R, "e", "s", admin=True, amount=Amount("0"))
     claim = Claim(D, "1", "ml", "train", (full, plain), None, 1.0, pods=frozenset({"p"}))
     file = filed(claim, "b")

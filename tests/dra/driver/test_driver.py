@@ -28,6 +28,7 @@ from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.claim_state import ClaimStateError, PreparedClaim
 from deviceplugin.register import operations
+from deviceplugin.register.question import View
 from deviceplugin.register.records import UNKNOWN, WHOLE, Claim, ClaimDevice, LedgerError, Side, State
 from deviceplugin.register.rules import ClaimEvidence, Evidence
 from deviceplugin.source import DeviceSource
@@ -72,6 +73,9 @@ class Params(msgspec.Struct):
 
 
 def result(device: str, request: str = "fpga", **more: Any) -> dict[str, Any]:
+    """Return one allocated device; one with a share ID has one share of its device."""
+    if "shareID" in more:
+        more = {"consumedCapacity": {f"{D}/shares": "1"}, **more}
     return {"request": request, "driver": D, "pool": NODE, "device": device, **more}
 
 
@@ -139,6 +143,7 @@ class Plain(DeviceSource):
 
     resource = R
     driver = D
+    replicas = 2
 
 
 @dataclass
@@ -1065,7 +1070,7 @@ async def test_a_prepare_that_a_crash_cut_short_can_be_undone_and_done_again(tmp
     for uid, device in (("1", "d0"), ("2", "d1")):
         here.claims.add(claim(uid, result(device)))
         started = Claim(D, uid, "default", f"claim-{uid}", (ClaimDevice(R, device),), None, T0)
-        await here.async_ledger.do(operations.reserve(started, durable=True))
+        await here.async_ledger.do(operations.reserve(started, View(), durable=True))
     after = await here.again(source)
     assert await after.driver.reconciler.reconcile((), ENDED) == {}
     assert await after.unprepare("1") is None
@@ -1117,7 +1122,7 @@ async def test_each_claim_has_a_file_of_its_own(tmp_path: Path) -> None:
             pods=frozenset({"pod-uid"}),
             devices=(
                 FiledDevice(R, "d0", part="1", parameters=fast),
-                FiledDevice(R, "d1", admin=True, part="0", parameters=plain),
+                FiledDevice(R, "d1", admin=True, part="0"),
             ),
         ),
         "2": ClaimFile(
@@ -1209,7 +1214,7 @@ class Halves(Plain):
     replicas = 2
 
 
-SHARE = {"shareID": "s", "consumedCapacity": {"shares": "1"}}
+SHARE: dict[str, Any] = {"shareID": "s", "consumedCapacity": {"shares": "1"}}
 
 
 @pytest.mark.parametrize("named", [False, True], ids=["files alone", "claim state, too"])
@@ -1254,7 +1259,11 @@ async def test_a_claims_file_needs_no_published_name(here: World) -> None:
     await here.prepared("1")
     here.driver.devices.qualifiers = lambda resources: {R: "q"}
     (found,) = here.driver.claim_evidence([in_claim_state((NODE, "d0", ""))], R)
-    assert (found.devices, found.name, [one.device for one in found.granted]) == ({"d0"}, "claim-1", ["d0", "d1"])
+    assert (found.devices, found.name, [one.device for one in found.granted]) == (
+        frozenset({"d0"}),
+        "claim-1",
+        ["d0", "d1"],
+    )
     (found,) = here.driver.claim_evidence([in_claim_state((NODE, "q--d3", ""))], "example.com/other")
     assert (found.devices, [one.device for one in found.granted]) == (frozenset(), ["d0", "d1"])
 
@@ -1316,16 +1325,16 @@ async def test_files_of_claims_that_the_kubelet_counts_as_prepared_are_not_swept
     assert here.all_files == []
 
 
-def in_claim_state(*devices: tuple[str, str, str], cdi_ids: tuple[str, ...] = ()) -> PreparedClaim:
-    """What the kubelet's claim state has of a claim with these (pool, device, share)."""
-    pods = frozenset({"pod-uid"})
-    return PreparedClaim("1", "default", "claim-1", pods, {D: frozenset(devices)}, frozenset(cdi_ids))
+def in_claim_state(*devices: tuple[str, str, str], admin: Sequence[str] = ()) -> PreparedClaim:
+    """What the kubelet's claim state has of a claim with these (pool, device, share). admin: of an admin's request."""
+    pods, cdi_ids = frozenset({"pod-uid"}), frozenset({f"{D}/claim=admin_1_look", f"{D}/claim=claim_1_fpga"})
+    requests = frozenset((D, "look" if name in admin else "fpga", name) for _, name, _ in devices)
+    return PreparedClaim("1", "default", "claim-1", pods, {D: frozenset(devices)}, cdi_ids, requests)
 
 
 async def test_the_kubelets_claim_state_is_evidence(here: World) -> None:
     """Of this driver's devices in this pool that the claim holds, with shares, pods and the claim's name."""
-    admin = f"{D}/claim=admin_1_fpga_d2"
-    state = in_claim_state((NODE, "d0", ""), (NODE, "d1", "s"), (NODE, "d2", ""), (NODE, "x", ""), cdi_ids=(admin,))
+    state = in_claim_state((NODE, "d0", ""), (NODE, "d1", "s"), (NODE, "d2", ""), (NODE, "x", ""), admin=["d2"])
     elsewhere = in_claim_state(("other-pool", "d3", ""))
     other = PreparedClaim("2", "default", "c", frozenset(), {"other.example.com": frozenset({(NODE, "d0", "")})})
     (found,) = here.driver.claim_evidence([state, elsewhere, other], R)
@@ -1743,7 +1752,7 @@ async def test_a_prepared_claim_that_is_allocated_anew_is_prepared_anew(tmp_path
     source, pods = Hooked(), Pods(pod, unlisted=[pod] if unlisted else [])
     here = await world(tmp_path, source, running_pods=pods)
     here.claims.add(claim("1", result("d0")))
-    await here.prepared("1")
+    (before,) = (await here.prepared("1")).devices
     source.calls.clear()
     here.claims.add(allocated_anew("1", result("d1")), claim("2", result("d0")))
     for _ in range(2):
@@ -1756,6 +1765,8 @@ async def test_a_prepared_claim_that_is_allocated_anew_is_prepared_anew(tmp_path
     pods.end()
     (device,) = (await here.prepared("1")).devices
     assert device.device == "d1"
+    # A kubelet that was restarted gives the runtime what it was answered before, too.
+    assert "FPGA_1=1" in here.edits(before.cdi_ids[0])[0]["env"]
     assert [call[:2] for call in source.calls if call[0] != "released"] == [
         ("unprepare", ["d0"]),
         *((name, ["d1"]) for name in ("reset", "edits", "prepare")),
@@ -1881,7 +1892,7 @@ async def test_a_claim_of_an_older_ledger_is_not_ended_without_the_kubelet(tmp_p
     await here.prepared("1")
     record = dataclasses.replace(here.async_ledger.snapshot.claims[D, "1"], pods=frozenset())
     await here.async_ledger.do(operations.unprepare(D, "1"))
-    await here.async_ledger.do(operations.prepare(record))
+    await here.async_ledger.do(operations.prepare(record, View()))
     del here.claims.claims["claim-1"]
     assert await here.driver.reconciler.reconcile((), ENDED) == {"rewritten": ["1"]}
     assert (D, "1") in here.async_ledger.snapshot.claims

@@ -8,14 +8,14 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from dra_bridge.handover.evidence import shown_unhealthy
 
 from deviceplugin.backoff import Backoff
 from deviceplugin.register import operations
 from deviceplugin.register.records import Claim, ClaimDevice, LedgerError, Side, Snapshot, State
 from deviceplugin.register.rules import KubeletEvidence, KubeletSnapshot
 from deviceplugin.sharing import device_of
-from dra_bridge.handover.planner import followers, held_and_expected, in_state, leading, plan
+from dra_bridge.handover.ends import shown_unhealthy
+from dra_bridge.handover.planner import ALL, Moving, followers, held_and_expected, leading, plan
 from dra_bridge.handover.share import Share
 from tests.dra.ledger.samples import DirectLedger, adopt, grant, reserve
 from tests.model.flow import DEVICES, Flow, Outside, R, Source
@@ -159,13 +159,25 @@ def test_evidence_is_gathered_in_the_order_of_the_rule(tmp_path: Path, replicas:
     with DirectLedger(str(tmp_path / "ledger.db")) as store:
         store.do(adopt(R, DEVICES, Side.PLUGIN, 1.0))
         store.do(operations.begin_move(R, DEVICES, Side.DRA, 1.0))
-        moving = in_state(store.snapshot, R, State.TO_DRA)
+        moving = ALL.in_state(store.snapshot, R, State.TO_DRA)
         device_id_of = partial(device_of, replicas=replicas)
         assert moving == DEVICES
         assert shown_unhealthy(moving, None, device_id_of) == {}
         healthy = frozenset({"b" if replicas == 1 else "b::1"})
         assert shown_unhealthy(moving, (3.0, healthy), device_id_of) == {"a": 3.0}
-        assert in_state(store.snapshot, R, State.TO_PLUGIN) == ()
+        assert ALL.in_state(store.snapshot, R, State.TO_PLUGIN) == ()
+
+
+def test_a_driver_moves_its_own_devices_and_those_of_none(tmp_path: Path) -> None:
+    """Those of another driver leave its slices first: that one's handover moves them, and no others."""
+    with DirectLedger(str(tmp_path / "ledger.db")) as store:
+        store.do(adopt(R, "abc", Side.PLUGIN, 1.0))
+        for name, driver in (("a", "d"), ("b", "e")):
+            store.do(operations.begin_move(R, [name], Side.DRA, 1.0, driver=driver))
+        assert Moving("d").of(store.snapshot, R).keys() == {"a", "c"}
+        assert Moving("d", leaving=True).of(store.snapshot, R).keys() == {"a"}
+        assert Moving("d").in_state(store.snapshot, R, State.TO_DRA) == ("a",)
+        assert Moving("e", leaving=True).in_state(store.snapshot, R, State.PLUGIN) == ()
 
 
 # Groups.

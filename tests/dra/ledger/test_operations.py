@@ -484,7 +484,7 @@ def test_a_claim_that_pulls_a_device_pulls_it_to_its_driver(store: DirectLedger)
 
 def test_what_a_holder_got_is_recorded_and_survives(store: DirectLedger, path: str) -> None:
     """Moves and restarts do not change it; the device's present name says nothing of it."""
-    part, half = Amount("1/2", (("memory", "bytes", "5"),)), Amount("1/2", (("links", "lanes", "1/3"),))
+    part, half = Amount("1/2", (("memory", "bytes", "5"),)), Amount("1/2", (("links", "lanes", "4"),))
     store.do(grant(R, {"a::0": "a"}, amount=part, identity=N1))
     to_dra(store, "b")
     store.do(prepare(claim("1", "b", amount=half, identity=N2)))
@@ -537,11 +537,11 @@ def test_all_or_none_of_what_others_hold(store: DirectLedger) -> None:
         (WHOLE, HALF, WHOLE),
         (UNKNOWN, HALF, UNKNOWN),
         (HALF, UNKNOWN, UNKNOWN),
-        (Amount("1", (("m", "x", "2"),)), Amount("1", (("m", "x", "5"),)), Amount("1", (("m", "x", "5"),))),
+        (Amount("1", (("m", "x", "9Mi"),)), Amount("1", (("m", "x", "5Gi"),)), Amount("1", (("m", "x", "5Gi"),))),
         (
             Amount("1", (("m", "x", "10"), ("m", "y", "1"))),
-            Amount("1/2", (("m", "x", "9"), ("m", "z", "1/3"))),
-            Amount("1", (("m", "x", "10"), ("m", "y", "1"), ("m", "z", "1/3"))),
+            Amount("1/2", (("m", "x", "9"), ("m", "z", "300m"))),
+            Amount("1", (("m", "x", "10"), ("m", "y", "1"), ("m", "z", "300m"))),
         ),
     ],
 )

@@ -212,7 +212,7 @@ def test_figures_are_those_of_the_parts() -> None:
         f"handover_waits {RESOURCE} b evidence": 0,
         f"handover_waits {RESOURCE} c holder": 0,
         f"handover_waits {RESOURCE} c evidence": 1,
-        f"dra_ledger_write_failures_total {DRIVER}": 2,
+        "dra_ledger_write_failures_total": 2,
         f"slices_published {DRIVER}": 1,
         f"slice_devices {DRIVER}": 2,
         f"slice_writes_total {DRIVER}": 9,

@@ -1,0 +1,77 @@
+"""What a scan found, as the register takes it."""
+
+from __future__ import annotations
+
+from deviceplugin.device import Device
+from deviceplugin.inventory import Inventory
+from deviceplugin.kubelet.cgroups import PodProcesses
+from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint
+from deviceplugin.kubelet.device_list import DeviceIds
+from deviceplugin.kubelet.holders import HolderEvidence, HolderSnapshot, holders, kubelet_snapshot
+from deviceplugin.register.records import UNKNOWN, Amount
+from deviceplugin.register.rules import ObservedAllocation
+from deviceplugin.source import DeviceSource
+
+R = "example.com/gpu"
+HALF = Amount("1/2")
+
+
+class Gpus(DeviceSource):
+    resource = R
+
+
+def scanned(
+    *named: Allocation, known: tuple[Allocation, ...] = (), runs: str = "", awake: bool = True
+) -> HolderSnapshot:
+    """What a scan says: containers that the checkpoint names, others that are known, pods whose processes run."""
+    checkpoint = Checkpoint(frozenset(named), {R: frozenset({"gpu1", "gpu2::1"})})
+    pods = PodProcesses(frozenset(runs.split()))
+    return holders(known, HolderEvidence([checkpoint], awake, pods, "" if awake else "it was not written"), 5.0)
+
+
+def test_replicas_from_before_sharing_ended_hold_their_device() -> None:
+    """A pod that holds a replica of a device that is shared no more still holds that device."""
+    inventory = Inventory(R)
+    inventory.publish([Device("gpu0"), Device("gpu1")])
+    now = scanned(*(Allocation("u1", "main", R, name) for name in ("gpu0::3", "gpu1")))
+    ids = kubelet_snapshot(1, now, R, DeviceIds(Gpus(), inventory).device_id_of).held
+    assert {name: one.device for name, one in ids.items()} == {"gpu0::3": "gpu0", "gpu1": "gpu1"}
+
+
+def test_all_holders_of_an_id_are_returned() -> None:
+    """Of several, one that is certain is shown to people; the reason says why it counts if no checkpoint names it."""
+    main, init = Allocation("u1", "main", R, "a"), Allocation("u2", "init", R, "a")
+    hidden, other = Allocation("u3", "main", R, "b"), Allocation("u1", "main", "example.com/nic", "a")
+    now = scanned(main, init, other, known=(hidden,), runs="u2 u3", awake=False)
+    titles = {"u1": "ml/one", "u2": "ml/two", "u3": "ml/three"}
+    assert kubelet_snapshot(1, now, R, str, title=titles.__getitem__).held == {
+        "a": ObservedAllocation("a", "ml/two", True, frozenset({("u1", "main"), ("u2", "init")})),
+        "b": ObservedAllocation("b", "ml/three", True, frozenset({("u3", "main")}), "not known: it was not written"),
+    }
+
+
+def test_what_the_answer_to_allocate_said_is_returned() -> None:
+    """Of the holder that is shown; where the checkpoint does not say it, nothing is known."""
+    answers = {"a": ("boot:1 n1", HALF)}
+    now = scanned(Allocation("u1", "main", R, "a"), Allocation("u2", "main", R, "b"))
+    held = kubelet_snapshot(1, now, R, str, lambda one: answers.get(one.device_id, ("", UNKNOWN))).held
+    assert [(one.identity, one.amount) for one in held.values()] == [("boot:1 n1", HALF), ("", UNKNOWN)]
+
+
+def test_what_only_an_old_checkpoint_says_is_not_sure() -> None:
+    """Its pod may have ended since, unless its processes are seen to run."""
+    one = Allocation("u1", "main", R, "a")
+    assert not kubelet_snapshot(1, scanned(one, awake=False), R, str).held["a"].sure
+    assert kubelet_snapshot(1, scanned(one, awake=False, runs="u1"), R, str).held["a"].sure
+    assert kubelet_snapshot(1, scanned(one), R, str).held["a"].sure
+
+
+def test_a_scan_as_the_register_takes_it() -> None:
+    """Ids that the kubelet counts as healthy become devices; of a resource that it does not know there are none."""
+    now = scanned(awake=False)
+    seen = kubelet_snapshot(7, now, R, lambda name: name.partition("::")[0])
+    assert (seen.sequence, seen.at, seen.awake, seen.problem) == (7, 5.0, False, "it was not written")
+    assert seen.registered == {"gpu1", "gpu2"}
+    assert kubelet_snapshot(7, now, "example.com/nic", str).registered == frozenset()
+    nothing = HolderSnapshot(problem="no checkpoint")
+    assert kubelet_snapshot(7, nothing, R, str).registered == frozenset()
