@@ -21,6 +21,8 @@ Tokens = frozenset[str]
 Stat = Callable[[str], os.stat_result]
 Kind = Literal["char", "block"]
 
+_SURE: Final = "boot:"
+_UNSURE: Final = "nodes:"
 MEMORY: Final = 1
 """The major number of null, zero, random: character devices that stand for no hardware."""
 
@@ -109,15 +111,27 @@ def boot_id() -> str:
         return ""
 
 
-def recorded(tokens: Tokens, boot: str) -> str:
-    """Return tokens as a ledger records them; "" for none. They are valid during one boot of the node only."""
-    return " ".join((f"boot:{boot}", *sorted(tokens))) if tokens else ""
+def recorded(tokens: Tokens, boot: str, *, sure: bool = True) -> str:
+    """Return tokens as a ledger records them; "" for none. They are valid during one boot of the node only.
+
+    sure: they are those of one device; else they are all that is known of several, or of a control node, too.
+    """
+    return " ".join((f"{_SURE if sure else _UNSURE}{boot}", *sorted(tokens))) if tokens else ""
 
 
 def tokens_of(record: str, boot: str) -> Tokens:
     """Return the tokens that a ledger recorded; none of another boot, whose containers run no more."""
     of, *tokens = record.split() or [""]
-    return frozenset(tokens) if of == f"boot:{boot}" else frozenset()
+    return frozenset(tokens) if of in {f"{_SURE}{boot}", f"{_UNSURE}{boot}"} else frozenset()
+
+
+def replaces(found: str, known: str) -> bool:
+    """Return whether what was found of a holding, in this boot, says more than what a ledger has recorded of it."""
+    of, *tokens = found.split() or [""]
+    before, *_ = known.split() or [""]
+    if not tokens or of == before:
+        return False
+    return before.partition(":")[2] != of.partition(":")[2] or of.startswith(_SURE)
 
 
 async def publish(inventory: Inventory, devices: Sequence[Device]) -> bool:

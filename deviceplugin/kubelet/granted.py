@@ -47,11 +47,12 @@ def annotate(response: pb.ContainerAllocateResponse, resource: str, devices: Map
 def granted(response: str, resource: str, device_id: str, boot: str) -> Wanted:
     """Return what a device was by the answer to Allocate, as the checkpoint has it. May block for device nodes.
 
-    Without the annotation of this boot its paths tell what it is, and the amount is not known.
+    Without the annotation of this boot its paths tell what it is: with all devices of the answer, and control nodes.
+    How much of it was granted is not known without any annotation.
     """
     of, devices, paths = _decoded(response, resource)
     one = devices.get(device_id, Wanted((resource, ""), "", UNKNOWN))
-    return one if of == boot else one._replace(identity=recorded(numbers_of(paths), boot))
+    return one if of == boot else one._replace(identity=recorded(numbers_of(paths), boot, sure=False))
 
 
 @functools.lru_cache(maxsize=256)

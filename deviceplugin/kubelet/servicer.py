@@ -25,7 +25,7 @@ from deviceplugin.kubelet.granted import annotate
 from deviceplugin.kubelet.podresources import AllocationsInFlight
 from deviceplugin.kubelet.tracker import HolderTracker
 from deviceplugin.register.question import Wanted
-from deviceplugin.register.records import Amount, LedgerError
+from deviceplugin.register.records import NONE, Amount, LedgerError
 from deviceplugin.register.register import OtherSideError, Register, UnknownHolderError
 from deviceplugin.source import DeviceSource
 from deviceplugin.wire import deviceplugin_pb2 as pb
@@ -272,10 +272,10 @@ class Endpoint(DevicePluginServicer):
     def _unrecorded(self, error: LedgerError) -> Refusal:
         return self._refusal("ledger", f"{error}", grpc.StatusCode.UNAVAILABLE)
 
-    async def _grant(self, names: Sequence[str], amounts: Mapping[str, Amount]) -> Mapping[str, Wanted]:
+    async def _grant(self, names: Sequence[str], amounts: Mapping[str, Amount] = NONE) -> Mapping[str, Wanted]:
         """Have a grant recorded, and return what was. Raises Refusal: what others hold excludes it, or its side does.
 
-        amounts: how much of its device each id stood for when it was asked for.
+        amounts: how much of its device each id stood for when it was asked for; by default as of now.
         """
         ids = {name: self.ids.device_id_of(name) for name in names}
         try:

@@ -27,7 +27,7 @@ from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint, CheckpointEr
 from deviceplugin.kubelet.granted import granted
 from deviceplugin.kubelet.holders import HolderEvidence, HolderSnapshot, of_ids
 from deviceplugin.kubelet.podresources import AllocationsInFlight, ClaimUse, Holder, PodResources, PodResourcesReport
-from deviceplugin.register.question import Use, Wanted, part_of
+from deviceplugin.register.question import Use, Wanted, allocation_unit, part_of
 from deviceplugin.register.records import UNKNOWN, Amount
 from deviceplugin.register.register import Register
 
@@ -246,27 +246,29 @@ class HolderTracker:
         granted = self._checkpoint.grants.get(one)
         return (granted[1].identity, granted[1].amount) if granted is not None else ("", UNKNOWN)
 
-    def foreign(self, served: Collection[str]) -> tuple[Use, ...]:
-        """Return what pods hold of resources that are not in the register: of other plugins, or of lost records.
+    def foreign(self, observed: Collection[str]) -> tuple[Use, ...]:
+        """Return what pods hold and the register does not know: of other plugins, or of lost records.
 
-        served: the resources of this process. The same object until it changes.
+        observed: the resources whose allocations the register has compared with evidence. The same object until it
+        changes.
         """
         of = self.snapshot.held, self._checkpoint.last, self._checkpoint.grants  # read once: `take` may run in a thread
         records, before = self._register.snapshot.allocations, self._foreign
-        if not (all(one is other for one, other in zip(before[0], of, strict=True)) and before[1] == frozenset(served)):
+        observed = frozenset(observed)
+        if not (all(one is other for one, other in zip(before[0], of, strict=True)) and before[1] == observed):
             found = []
             for one in sorted(of[1].allocations.union(of[0])):
-                if one.resource in served or (one.resource, one.device_id) in records or one not in of[2]:
+                if one.resource in observed or (one.resource, one.device_id) in records or one not in of[2]:
                     continue
                 what = of[2][one][1]
                 ours, tokens = bool(what.key[1]), tokens_of(what.identity, boot_id())
                 part = part_of(what.amount) if ours else None
-                unit = ("id", one.resource, one.device_id, *one[:2])
+                unit = allocation_unit(one.resource, one.device_id)
                 use = Use(unit, f"pod {self.title(one.pod_uid)}", what.key if ours else None, tokens, part)
                 if ours or tokens:
                     found.append(use)
             uses = before[2] if before[2] == tuple(found) else tuple(found)
-            self._foreign = of, frozenset(served), uses
+            self._foreign = of, observed, uses
         return self._foreign[2]
 
     def double_held(self) -> dict[tuple[str, str], tuple[str, ...]]:

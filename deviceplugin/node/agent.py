@@ -171,7 +171,7 @@ class Agent:
 
     def _foreign_uses(self) -> tuple[Use, ...]:
         """Return what others hold, the same object until it changes."""
-        pods, claims = self.tracker.foreign(self.services.keys()), self._claims.uses() if self._claims else ()
+        pods, claims = self.tracker.foreign(self.scanner.observed), self._claims.uses() if self._claims else ()
         if self._foreign[0] is not pods or self._foreign[1] is not claims:
             self._foreign = pods, claims, (*pods, *claims)
         return self._foreign[2]

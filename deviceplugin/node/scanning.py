@@ -51,6 +51,8 @@ class HolderScanner:
     period: float
     always: bool
     observers: list[HolderObserver] = field(default_factory=list, init=False)
+    observed: frozenset[str] = field(default=frozenset(), init=False)
+    """The resources whose allocations the register has compared with evidence: not one that was added since."""
     _scanning: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     def __post_init__(self) -> None:
@@ -76,7 +78,9 @@ class HolderScanner:
         """Have the register compare its allocations with a scan; return the ids that came free, by resource."""
         released: dict[str, tuple[str, ...]] = {}
         records = self.register.snapshot.allocations
-        for resource in sorted({one.resource for one in records.values()} | self.services.keys()):
+        resources = {one.resource for one in records.values()} | self.services.keys()
+        self.observed &= resources
+        for resource in sorted(resources):
             service = self.services.get(resource)
 
             def unserved(name: str, of: str = resource) -> str:
@@ -92,17 +96,29 @@ class HolderScanner:
                 _LOG.warning("%s: the ledger cannot be written: %s", resource, error)
                 continue
             released[resource] = done.released
+            self.observed |= {resource}
             for name in done.found:
                 _LOG.info("%s: pod %s holds %s, which the register did not know", resource, seen.held[name].pod, name)
             for observer in self.observers:
                 observer.observed(resource, done)
+        try:
+            await self.register.adopt()
+        except LedgerError as error:
+            _LOG.warning("what holders have cannot be recorded: %s", error)
         return released
+
+    @property
+    def _pending(self) -> set[tuple[str, str]]:
+        """The ids that were granted to containers that no checkpoint has named yet."""
+        return {key for key, one in self.register.snapshot.allocations.items() if one.pending}
 
     async def run(self) -> None:
         """Scan until cancelled."""
         backoff = Backoff(first=1.0, most=30.0)
         while True:
+            # A grant whose container is not named is over after a while, also of a resource that is served no more.
             awaited = {(name, one) for name, service in self.services.items() for one in service.awaited}
+            awaited |= self._pending
             held = self.register.snapshot.allocations or self.register.view().others or self.tracker.snapshot.held
             if not (self.always or awaited or held):
                 await self.wanted.wait()
@@ -116,7 +132,7 @@ class HolderScanner:
                         await asyncio.sleep(SOON)
                     # Before its processes run, only a checkpoint that was asked for proves which pod a grant was for.
                     # The register is to have it soon: agent and checkpoint may be lost together.
-                    awaited = {key for key, one in self.register.snapshot.allocations.items() if one.pending}
+                    awaited = self._pending
             self.wanted.clear()
             try:
                 now = await self.scan(awaited)

@@ -147,13 +147,12 @@ class Service:
     def awaited(self) -> frozenset[str]:
         """The kubelet's ids for which something is to be done once they have no holder.
 
-        Those of gone devices and of former sharing are forgotten; after the start, all idle ones are released; grants
-        whose container is not named are over after a while.
+        Those of gone devices and of former sharing are forgotten; after the start, all idle ones are released.
         """
         snapshot, known = self.inventory.snapshot, self.endpoint.ids
         devices = snapshot.devices if self._first_release_due and "released" in self.source.hooks else snapshot.gone
         ids = frozenset(name for one in devices for name in known.names_of(snapshot.devices[one]))
-        return ids | known.legacy.keys() | {one.device_id for one in self._pending}
+        return ids | known.legacy.keys()
 
     @property
     def _pending(self) -> list[AllocationRecord]:

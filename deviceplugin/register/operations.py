@@ -13,7 +13,7 @@ from typing import Concatenate, Final, ParamSpec, TypeVar
 
 import msgspec
 
-from deviceplugin.identity import tokens_of
+from deviceplugin.identity import replaces, same_thing, tokens_of
 from deviceplugin.naming import parse_quantity
 from deviceplugin.register import rules
 from deviceplugin.register.question import (
@@ -111,11 +111,15 @@ def forget(state: Snapshot, resource: str, devices: Collection[str]) -> Decision
 
 @_operation
 def adopt(state: Snapshot, identities: Mapping[Key, str], boot: str) -> Decision[None]:
-    """Give holdings whose identity is not known, or is of another boot, the one that their devices have now."""
+    """Give holdings whose identity is not known, or is of another boot, the one that their devices have now.
+
+    So of those of which all nodes of an answer are known, if one of these is the device's.
+    """
     changes: list[Change] = []
 
     def unknown(recorded: str, key: Key) -> bool:
-        return bool(identities.get(key)) and not tokens_of(recorded, boot) and recorded != identities[key]
+        now = identities.get(key, "")
+        return replaces(now, recorded) and same_thing(tokens_of(now, boot), tokens_of(recorded, boot))
 
     for one in state.allocations.values():
         key = one.resource, one.device
@@ -229,7 +233,7 @@ def _observed(record: AllocationRecord, snapshot: rules.KubeletSnapshot) -> Allo
     observed = snapshot.held.get(record.device_id, nobody)
     if observed.device != record.device:
         record = replace(record, device=observed.device)  # it was found before its source had listed it
-    if not record.identity and observed.identity:
+    if replaces(observed.identity, record.identity):
         record = replace(record, identity=observed.identity)
     if not record.amount.part and observed.amount.part:
         record = replace(record, amount=observed.amount)

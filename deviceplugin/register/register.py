@@ -182,6 +182,8 @@ class Register:
         self._withheld: dict[tuple[str, Side], Mapping[str, str]] = {}
         self._view: tuple[tuple[Things, tuple[Use, ...], Mapping[Key, str]] | None, View] = (None, View())
         self._granted_now: Counter[Key] = Counter()
+        self._adopted: Things | None = None
+        """What was listed when holdings adopted what their devices are."""
 
     @property
     def snapshot(self) -> Snapshot:
@@ -409,6 +411,8 @@ class Register:
         resets: also for `reset`, which is only waited for by who does not call it himself.
         """
         keys = tuple(keys)
+        if self._adopted is not self.listed.now():
+            await self.adopt()
         for resource, served in tuple(self.listed.served().items()):  # a reload may drop one meanwhile
             if names := [device for of, device in keys if of == resource]:
                 await self._verify(served.inventory, names)
@@ -458,6 +462,7 @@ class Register:
         identities = {key: identity.recorded(tokens, self.boot) for key in keys if (tokens := things.tokens(key))}
         if identities:
             await self.store.do(operations.adopt(identities, self.boot))
+        self._adopted = things
 
     async def observe(self, resource: str, seen: KubeletSnapshot) -> operations.Observed:
         """Compare the allocations of a resource with evidence. Raises what the store raises."""

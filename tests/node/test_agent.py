@@ -22,20 +22,27 @@ import pytest
 
 from deviceplugin.config import OPEN, Config, load
 from deviceplugin.device import ContainerEdits, Device, Health
+from deviceplugin.exclusion import ConflictError
+from deviceplugin.identity import boot_id, recorded
 from deviceplugin.kubelet.checkpoint import Allocation
 from deviceplugin.kubelet.device_list import Stream
+from deviceplugin.kubelet.granted import annotate
 from deviceplugin.kubelet.holders import HolderSnapshot, Holding
 from deviceplugin.kubelet.status import Withheld
 from deviceplugin.node import following
 from deviceplugin.node import process as process_module
 from deviceplugin.node.agent import Agent, AgentError
 from deviceplugin.node.options import Paths, add_run_options, run_options
+from deviceplugin.node.service import Service
 from deviceplugin.register import rules as grants
+from deviceplugin.register.question import Wanted
+from deviceplugin.register.records import WHOLE
 from deviceplugin.source import DeviceSource
 from deviceplugin.sources.simulated import SimulatedSource
 from deviceplugin.testing import FakeKubelet, FakePod, Served, serve
 from deviceplugin.testing import checkpoint as written
 from deviceplugin.testing.devicemanager import PluginCallError
+from deviceplugin.wire import deviceplugin_pb2 as pb
 from deviceplugin.wire import podresources_pb2, podresources_pb2_grpc
 from tests.config.files import bombs as config_bombs
 
@@ -416,6 +423,35 @@ def test_a_device_that_is_held_by_a_former_name_is_neither_offered_nor_released(
     pod.delete()
     fake_kubelet.wait_until(lambda: devices.released_ids == [name])
     fake_kubelet.wait_allocatable(resource, 1)
+
+
+async def test_what_a_pod_has_counts_before_its_resource_is_compared(tmp_path: Path) -> None:
+    """A reload that takes over another plugin's resource forgets its holders at no moment, until they have ended."""
+    other, paths = "example.com/b", Paths(tmp_path)
+    agent = Agent([Named("b", lambda: None, other)], paths)
+    device, thing = Device("b", identity="uuid:1"), frozenset({"uuid:1"})
+    agent.services[other].inventory.publish([device], {"b": thing})
+    answer = pb.ContainerAllocateResponse()
+    annotate(answer, R, {"a": Wanted((R, "a"), recorded(thing, boot_id()), WHOLE)}, boot_id())
+    entry = written.PodDevicesEntry("u1", "main", R, {-1: ["a"]}, answer.SerializeToString())
+    paths.plugins.mkdir(parents=True)
+    (paths.plugins / written.FILE_NAME).write_bytes(written.Checkpoint([entry]).to_json())
+    await agent.tracker.start()
+    await agent.scanner.observe(agent.tracker.snapshot, 0)
+    with pytest.raises(ConflictError, match=f"b of {other} and a of {R}, which counts as held, are one thing"):
+        await agent.register.grant(other, {"b": "b"})
+    service = Service(Named("a", lambda: None), agent.services[other]._context)
+    agent._supervisor.services[R] = service
+    service.inventory.publish([Device("a", identity="uuid:1")], {"a": thing})
+    for compared in (False, True):
+        assert ((R, "a") in agent.register.snapshot.allocations) is compared
+        with pytest.raises(ConflictError, match="one thing"):
+            await agent.register.grant(other, {"b": "b"})
+        assert agent.register.withheld(R, "plugin") == {}, "to its own id the kubelet keeps"
+        await agent.scanner.observe(agent.tracker.snapshot, agent.register.snapshot.sequence)
+    (paths.plugins / written.FILE_NAME).write_bytes(written.Checkpoint([]).to_json())
+    await taken(agent, scan(1.0))
+    await agent.register.grant(other, {"b": "b"})
 
 
 def test_released_for_a_pod_that_never_ran(fake_kubelet: FakeKubelet, served: Serve, soon: Mapping[str, float]) -> None:

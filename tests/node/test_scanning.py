@@ -26,19 +26,20 @@ class Scans(HolderScanner):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.count = 0
+        self.wanted_ids: list[Collection[tuple[str, str]] | None] = []
         self.came = asyncio.Event()
 
     async def scan(self, wanted: Collection[tuple[str, str]] | None = None) -> HolderSnapshot | None:
-        del wanted
+        self.wanted_ids.append(wanted)
         self.count += 1
         self.came.set()
         return None
 
 
 @asynccontextmanager
-async def scanning_grants() -> AsyncIterator[Scans]:
+async def scanning_grants(period: float = NEVER, register: Register | None = None) -> AsyncIterator[Scans]:
     tracker = cast("HolderTracker", SimpleNamespace(snapshot=HolderSnapshot()))
-    scanner = Scans({}, tracker, Register(), asyncio.Event(), NEVER, always=True)
+    scanner = Scans({}, tracker, register or Register(), asyncio.Event(), period, always=register is None)
     task = asyncio.create_task(scanner.run())
     try:
         yield scanner
@@ -77,3 +78,12 @@ async def test_grants_that_come_together_share_a_scan(monkeypatch: pytest.Monkey
         await scanner.came.wait()
         assert scanner.count == 1
         assert not scanner.wanted.is_set()
+
+
+async def test_a_grant_whose_container_is_not_named_is_asked_about_whatever_is_served() -> None:
+    """Its resource may have been dropped since; else a rejected pod's device would be held for ever."""
+    register = Register()
+    await register.grant("example.com/dropped", {"a": "a"})
+    async with scanning_grants(0.01, register) as scanner, asyncio.timeout(20):
+        await scanner.came.wait()
+    assert scanner.wanted_ids[0] == {("example.com/dropped", "a")}

@@ -115,10 +115,10 @@ class World:
         await self.register.grant(resource, {name: self.services[resource].device_of(name) for name in names})
 
     async def refused(self, *names: str, why: str, resource: str = R) -> None:
-        before = self.store.snapshot
+        before = self.store.snapshot.allocations.keys()
         with pytest.raises(ConflictError, match=why):
             await self.grant(*names, resource=resource)
-        assert self.store.snapshot is before
+        assert self.store.snapshot.allocations.keys() == before
 
     async def named(self, resource: str = R, *held: str, identity: str = "", amount: Amount = WHOLE) -> None:
         """Have a checkpoint that the kubelet was asked for name a pod with these ids, and no other."""
@@ -400,13 +400,36 @@ def test_a_ledger_knows_what_was_granted_before() -> None:
 
 
 async def test_a_holding_of_unknown_identity_is_what_its_device_is_listed_as() -> None:
-    """So after a reboot, where the answer to Allocate says nothing of this boot; one that is known stays."""
-    world = World(a="n1", b="n1", c="n3", d="n2")
-    await world.named(R, "a")
-    await world.named(R, "a", "c", identity=seen("n2"))
+    """So after a reboot, where the answer to Allocate says nothing of this boot; one that is known stays.
+
+    It counts at the next grant, though nothing has been scanned since the list.
+    """
+    world = World()
+    await world.named(R, "a", identity=recorded(frozenset({"n9"}), "another boot"))
+    world.list(a="n1", b="n1", c="n3")
+    await world.refused("b", why="one thing")
+    assert world.store.snapshot.allocations[key("a")].identity == seen("n1")
+    world.list(a="n2", b="n1", c="n3")
+    await world.refused("b", why="one thing")
+    assert world.withheld() == {"a", "b"}
+
+
+async def test_all_nodes_of_an_answer_are_those_of_its_devices_until_these_are_listed() -> None:
+    """Its devices are not told apart before; one that is listed as something else keeps what its holder got."""
+    world = World(d="n1", e="n2", f="n9")
+    unsure = recorded(frozenset({"n1", "n2", "n3"}), boot_id(), sure=False)
+    await world.named(R, "a", "b", "c", identity=unsure)
+    assert world.withheld() == {"d", "e"}
+    world.list(a="n1", b="n2", c="n9", d="n1", e="n2", f="n9", g="n3")
     await world.register.adopt()
-    assert world.store.snapshot.allocations[key("a")].identity
-    assert world.withheld() >= {"b", "c", "d"}
+    identities = [world.store.snapshot.allocations[key(name)].identity for name in "abc"]
+    assert identities == [seen("n1"), seen("n2"), unsure]
+    assert world.withheld() >= {"c", "d", "e", "g"}
+    assert {"a", "b"} & world.withheld() == {"a", "b"}, "c's holder may have either"
+    await world.end("c")
+    assert world.withheld() == {"d", "e", "f"}
+    await world.named(R, "a", "b", identity=unsure)
+    assert world.store.snapshot.allocations[key("a")].identity == seen("n1")
 
 
 async def test_which_holder_is_not_known_gets_nothing() -> None:

@@ -1,6 +1,6 @@
 """Run a plugin's script, or `-m MODULE`, with agents that scan for holders twice a second.
 
-The fake kubelet is fast; a period of five seconds, and the four seconds for which a grant is kept whose pod ended
+The fake kubelet is fast; a period of five seconds, and the seconds for which a grant is kept whose pod ended
 before a scan, are most of what a scenario would wait for. On a real node the scenarios run with those that users have.
 """
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+import pytest
 
 from deviceplugin.device import Device
 from deviceplugin.source import DeviceSource
@@ -83,6 +86,44 @@ def test_an_agent_that_starts_after_a_link_was_added_knows_the_holder(
         pod.delete()
         fake_kubelet.wait_until(lambda: held not in healthy(fake_kubelet, A), 10.0, "the first id to be offered")
         assert len(healthy(fake_kubelet, A)) == 2, "one thing is counted once"
+
+
+@contextlib.contextmanager
+def another_boot() -> Iterator[None]:
+    """Have agents take this boot of the node for an earlier one."""
+    with pytest.MonkeyPatch.context() as patch:
+        for place in ("deviceplugin.identity", "deviceplugin.kubelet.tracker"):
+            patch.setattr(f"{place}.boot_id", lambda: "an earlier boot")
+        yield
+
+
+def test_after_a_reboot_a_device_is_what_it_is_listed_as(fake_kubelet: FakeKubelet) -> None:
+    """Its pod keeps it by the checkpoint, whose answer says nothing of this boot: no other id of it is free."""
+    sources = [Listed(A, Device("a", identity="uuid:1")), Listed(B, Device("b", identity="uuid:1"), Device("c"))]
+    with another_boot(), serve(sources, fake_kubelet, period=0.05):
+        fake_kubelet.wait_allocatable(A, 1)
+        pod = fake_kubelet.run_pod("first", {A: 1})
+    sources = [Listed(A, Device("a", identity="uuid:1")), Listed(B, Device("b", identity="uuid:1"), Device("c"))]
+    with serve(sources, fake_kubelet, period=0.05):
+        wait_healthy(fake_kubelet, B, "c")
+        assert healthy(fake_kubelet, A) == {"a"}
+        pod.delete()
+        wait_healthy(fake_kubelet, B, "b", "c")
+
+
+def test_after_a_reboot_the_devices_of_one_container_are_told_apart(fake_kubelet: FakeKubelet) -> None:
+    """The nodes of an answer are those of all its devices; the kubelet must not count the container out of them."""
+    nodes = {"a": "/dev/tty", "b": "/dev/ptmx"}
+    devices = [Device(name, nodes=[node]) for name, node in nodes.items()]
+    with another_boot(), serve(Listed(A, *devices), fake_kubelet, period=0.05):
+        fake_kubelet.wait_allocatable(A, 2)
+        pod = fake_kubelet.run_pod("first", {A: 2})
+    with serve((Listed(A, *devices), Listed(B, *devices)), fake_kubelet, period=0.05):
+        fake_kubelet.wait_until(lambda: fake_kubelet.capacity(B) == 2, 10.0, "the other names")
+        wait_healthy(fake_kubelet, B)
+        wait_healthy(fake_kubelet, A, "a", "b")
+        pod.delete()
+        wait_healthy(fake_kubelet, B, "a", "b")
 
 
 def test_links_that_swap_while_one_is_held(fake_kubelet: FakeKubelet, served: Serve, tmp_path: Path) -> None:
