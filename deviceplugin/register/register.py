@@ -262,7 +262,8 @@ class Register:
         for device in service.inventory.snapshot.devices.values():
             key = resource, device.id
             ids = service.ids_now(device) if side == "plugin" else (device.id,)
-            points = {key, *things.tokens(key), *((name, one) for name, of in device.consumes.items() for one in of)}
+            points: set[Point] = {key, *things.tokens(key)}
+            points.update((name, counter) for name, of in device.consumes.items() for counter in of)
             entries = {one for point in points for one in state.index.get(point, ())}
             free = foreign.isdisjoint(points) and (not entries or self._by_itself(key, ids, entries))
             excluded = {} if free else self._excluded(key, ids, side, state, view)

@@ -81,7 +81,9 @@ class Served:
         self.store = Granting()
         self.unknown: dict[str, str] = {}
         served = cast("ServedDevices", self)
-        self.register = Register(lambda: {R: served}, self.store, unknown=lambda _, device: self.unknown.get(device, ""))
+        self.register = Register(
+            lambda: {R: served}, self.store, unknown=lambda _, device: self.unknown.get(device, "")
+        )
         self.in_flight = AllocationsInFlight()
         self.calls = 0
         self.endpoint = Endpoint(

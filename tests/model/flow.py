@@ -161,11 +161,9 @@ class Grants:
         services: Any = served
         self.scanner = HolderScanner(services, tracker, self.register, cast("Any", None), 0.0, always=True)
 
-    def _unknown(self, resource: str) -> Mapping[str, str] | None:
-        if resource not in self._bridged:
-            return None
-        listed = self._served[resource].inventory.snapshot.devices
-        return {name: "the agent has just started" for name in listed if (resource, name) not in self.reconciled}
+    def _unknown(self, resource: str, device: str) -> str:
+        known = resource not in self._bridged or (resource, device) in self.reconciled
+        return "" if known else "the agent has just started"
 
 
 def allocations_of(now: Snapshot) -> frozenset[Allocation]:

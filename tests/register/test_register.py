@@ -93,6 +93,9 @@ class Listed:
 class World:
     """A register over resources' devices, whose holders are what a test says."""
 
+    def why(self, resource: str, device: str) -> str:
+        return self.unknown.get(device, "")
+
     def __init__(self, *devices: Device, driver: str = D, replicas: int = 1, **tokens: str) -> None:
         self.services: dict[str, Listed] = {}
         self.foreign: tuple[Use, ...] = ()
@@ -101,7 +104,10 @@ class World:
         self.now = 0.0
         self.add(R, *devices, driver=driver, replicas=replicas, **tokens)
         self.register = Register(
-            lambda: self.services, self.store, foreign=lambda: self.foreign, unknown=lambda _, device: self.unknown.get(device, "")
+            lambda: self.services,
+            self.store,
+            foreign=lambda: self.foreign,
+            unknown=self.why,
         )
 
     def add(self, resource: str, *devices: Device, driver: str = D, replicas: int = 1, **tokens: str) -> Listed:

@@ -57,8 +57,8 @@ class World:
     def __init__(self, ledger: AsyncLedger, served: dict[str, Served]) -> None:
         self.ledger = ledger
         self.served = served
-        self.unknown: Mapping[str, str] | None = None
-        self.register = Register(lambda: self.served, ledger, unknown=lambda resource: self.unknown)
+        self.unknown: Mapping[str, str] = {}
+        self.register = Register(lambda: self.served, ledger, unknown=lambda _, device: self.unknown.get(device, ""))
         tracker = SimpleNamespace(granted=lambda one: ("", UNKNOWN), title=str)
         services, wanted = cast("Any", self.served), asyncio.Event()
         self.scanner = HolderScanner(services, cast("Any", tracker), self.register, wanted, 1.0, always=True)
