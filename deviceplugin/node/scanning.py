@@ -104,7 +104,7 @@ class HolderScanner:
         try:
             await self.register.adopt()
         except LedgerError as error:
-            _LOG.warning("what holders have cannot be recorded: %s", error)
+            _LOG.warning("the ledger cannot be written: %s", error)
         return released
 
     @property

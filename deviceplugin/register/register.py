@@ -265,7 +265,9 @@ class Register:
             points: set[Point] = {key, *things.tokens(key)}
             points.update((name, counter) for name, of in device.consumes.items() for counter in of)
             entries = {one for point in points for one in state.index.get(point, ())}
-            free = foreign.isdisjoint(points) and (not entries or self._by_itself(key, ids, entries))
+            free = foreign.isdisjoint(points) and (
+                not entries or (side == "plugin" and self._by_itself(key, ids, entries))
+            )
             excluded = {} if free else self._excluded(key, ids, side, state, view)
             if key in things.related and len(excluded) < len(ids):
                 named_before = "" if state.index.get(key) else self._named_before(key, side)

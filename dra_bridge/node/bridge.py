@@ -109,7 +109,9 @@ class Bridge:
     def _unknown(self, resource: str, device: str) -> str:
         """Return why it is not known who holds a device; "" if it is."""
         service = self.agent.services.get(resource)
-        if service is None or not (driver := service.source.driver):
+        if service is None:
+            return "its resource is not served"
+        if not (driver := service.source.driver):
             return self._claims.problem()
         one = self.drivers.get(driver)
         return one.unknown(resource, device) if one is not None else "the agent has just started"
