@@ -127,7 +127,8 @@ class SliceFeed:
                 await self._passed.wait()
 
     def _may_publish(self) -> bool:
-        if not qualifiers_of(self._context.ledger.snapshot, self._context.name):
+        # A driver that has nothing any more leaves its slices, also if the ledger that had its names was lost.
+        if self._context.resources and not qualifiers_of(self._context.ledger.snapshot, self._context.name):
             return False
         snapshots = [one.service.inventory.snapshot for one in self._context.resources.values()]
         keys = {(snapshot.resource, name) for snapshot in snapshots for name in snapshot.devices}
