@@ -12,6 +12,7 @@ from typing import Any, Final
 from deviceplugin.device import Device
 from deviceplugin.exclusion import Key, titled
 from deviceplugin.hooks import HookError, HookStatistics
+from deviceplugin.identity import Tokens
 from deviceplugin.source import DeviceSource
 
 _LOG: Final = logging.getLogger(__name__)
@@ -28,11 +29,12 @@ class DeviceBusyError(HookError):
 class _Run:
     """One call of a hook. settled: done when the hook has ended, or is overdue.
 
+    tokens: what its devices were when it began; their names may stand for others since, or for nothing.
     left: nobody waits for the hook any more, and it works on. overdue: it holds its devices.
     """
 
     hook: str
-    keys: frozenset[Key]
+    tokens: Mapping[Key, Tokens]
     settled: asyncio.Future[None]
     left: bool = False
     overdue: bool = False
@@ -48,18 +50,29 @@ class HookRuns:
     Of devices that are one thing, hooks run one by one, in the order of their calls. A hook that works on after its
     timeout, or after its caller went away, holds its devices until it ends. Only this process knows of that: its end
     ends them. same_thing: returns devices and those that are the same thing, or parts of it. changed: called when
-    a hook begins to hold its devices, and when it ends.
+    a hook begins to hold its devices, and when it ends. tokens: returns what a device is now.
     """
 
-    def __init__(self, same_thing: Callable[[Iterable[Key]], set[Key]], changed: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        same_thing: Callable[[Iterable[Key]], set[Key]],
+        changed: Callable[[], None],
+        tokens: Callable[[Key], Tokens] = lambda key: frozenset(),
+    ) -> None:
         self._same_thing = same_thing
         self._changed = changed
+        self._tokens = tokens
         self._runs: list[_Run] = []
 
     @property
     def overdue(self) -> Mapping[Key, str]:
         """The devices that hooks hold, and why: they work on after their timeouts."""
-        return {key: run.reason for run in self._runs if run.overdue for key in run.keys}
+        return {key: run.reason for run in self._runs if run.overdue for key in run.tokens}
+
+    @property
+    def held(self) -> Mapping[Key, Tokens]:
+        """The devices that hooks hold, and what they were when the hooks began."""
+        return {key: tokens for run in self._runs if run.overdue for key, tokens in run.tokens.items()}
 
     async def call(
         self, statistics: HookStatistics, hook: str, source: DeviceSource, devices: Sequence[Device], *more: object
@@ -96,13 +109,13 @@ class HookRuns:
 
         resets: also for `reset`, which is only waited for by who does not call it himself.
         """
-        keys = tuple(keys)
-        while await self._wait(keys, [one for one in self._runs if resets or one.overdue or one.hook != "reset"]):
+        devices = {key: self._tokens(key) for key in keys}
+        while await self._wait(devices, [one for one in self._runs if resets or one.overdue or one.hook != "reset"]):
             pass  # another one may have begun meanwhile
 
     def _begin(self, hook: str, source: DeviceSource, devices: Iterable[Device]) -> _Run:
-        keys = frozenset((source.resource, device.id) for device in devices)
-        run = _Run(hook, keys, asyncio.get_running_loop().create_future())
+        keys = ((source.resource, device.id) for device in devices)
+        run = _Run(hook, {key: self._tokens(key) for key in keys}, asyncio.get_running_loop().create_future())
         self._runs.append(run)
         return run
 
@@ -116,21 +129,26 @@ class HookRuns:
         patience: float | None,
     ) -> Any:
         try:
-            await self._wait(run.keys, self._runs[: self._runs.index(run)], patience)
+            await self._wait(run.tokens, self._runs[: self._runs.index(run)], patience)
             method, left = getattr(source, run.hook), partial(self._leave, run)
             return await statistics.call(run.hook, source, method, devices, *more, left=left)
         finally:
             if not run.left:
                 self._end(run)
 
-    async def _wait(self, keys: Iterable[Key], runs: Sequence[_Run], patience: float | None = None) -> bool:
+    async def _wait(self, devices: Mapping[Key, Tokens], runs: Sequence[_Run], patience: float | None = None) -> bool:
         """Wait for those of some runs that work on these devices; return whether there were any."""
-        wanted = self._same_thing(keys) if runs else set()
-        if runs := [one for one in runs if not wanted.isdisjoint(one.keys)]:
+        wanted = self._same_thing(devices) if runs else set()
+        tokens = frozenset[str]().union(*devices.values())
+
+        def works_on_them(run: _Run) -> bool:
+            return not (wanted.isdisjoint(run.tokens) and all(map(tokens.isdisjoint, run.tokens.values())))
+
+        if runs := [one for one in runs if works_on_them(one)]:
             await asyncio.wait({one.settled for one in runs}, timeout=patience)
             for one in runs:
                 if one.overdue or not one.settled.done():
-                    raise DeviceBusyError(f"{titled(min(one.keys & wanted))}: {one.reason}")
+                    raise DeviceBusyError(f"{titled(min(one.tokens.keys() & wanted or one.tokens))}: {one.reason}")
         return bool(runs)
 
     def _leave(self, run: _Run, work: asyncio.Future[Any]) -> None:
@@ -154,5 +172,5 @@ class HookRuns:
             run.settled.set_result(None)
             return
         run.overdue = False
-        _LOG.info("`%s` has ended, after its timeout: %s", run.hook, ", ".join(map(titled, sorted(run.keys))))
+        _LOG.info("`%s` has ended, after its timeout: %s", run.hook, ", ".join(map(titled, sorted(run.tokens))))
         self._changed()

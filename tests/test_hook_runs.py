@@ -147,6 +147,31 @@ async def test_a_thread_that_works_on_holds_its_devices_until_it_ends(over: thre
     await world.call("b")
 
 
+async def test_a_hook_holds_what_its_device_was_when_it_began(over: threading.Event) -> None:
+    """Whatever its name stands for since, and whatever the hardware is called: under the other name it waits, too."""
+    world = World()
+    world.hook_timeout = 0.01
+    tokens = {(R, "c"): frozenset({"uuid:1"}), (R, "d"): frozenset({"uuid:2"})}
+    world.runs = HookRuns(world._same, lambda: world.changes.put_nowait(None), lambda key: tokens[key])
+
+    def work(device: str) -> None:
+        over.wait()
+
+    world.work = work
+    with pytest.raises(HookTimeoutError):
+        await world.call("c")
+    await world.changes.get()
+    await world.wait("d")
+    tokens[R, "c"], tokens[R, "d"] = tokens[R, "d"], tokens[R, "c"]
+    assert world.runs.held == {(R, "c"): {"uuid:1"}}
+    for refused in (world.call("d"), world.wait("d")):
+        with pytest.raises(DeviceBusyError, match=f"c of {R}: `reset` {STILL}"):
+            await refused
+    over.set()
+    await world.changes.get()
+    await world.wait("d")
+
+
 async def test_who_waits_is_refused_when_the_hook_turns_out_to_work_on(over: threading.Event) -> None:
     """Four calls for one device at once: one is made."""
     world = World()

@@ -174,7 +174,7 @@ class Register:
         """Returns why it is not known yet who holds a device; "" if it is."""
         self.store: Store = store or MemoryStore()
         self.listed: Final = ListedThings(served)
-        self.hooks: Final = HookRuns(self._with_peers, self.notify)
+        self.hooks: Final = HookRuns(self._with_peers, self.notify, lambda key: self.listed.now().tokens(key))
         self._reread = reread
         self._foreign = foreign
         self._subscribers: list[Callable[[], None]] = []
@@ -202,7 +202,10 @@ class Register:
                 for peer in things.peers(one) - things.aliases(one)
             }
             busy = {**parts, **overdue}
-            working = [Use(("hook", *one), why, one, things.tokens(one), None) for one, why in busy.items()]
+            held = self.hooks.held
+            working = [
+                Use(("hook", *one), why, one, held.get(one, things.tokens(one)), None) for one, why in busy.items()
+            ]
             view = View(self.boot, self.listed.scopes, self.listed.limits, (*foreign, *working))
             self._view = key, view
         return self._view[1]

@@ -127,9 +127,8 @@ class SliceFeed:
                 await self._passed.wait()
 
     def _may_publish(self) -> bool:
-        if not self._context.resources and not self._publisher.state(self._context.name).wanted:
-            return False  # it has only claims to unprepare; what its slices were is another agent's
-        if not qualifiers_of(self._context.ledger.snapshot, self._context.name):
+        # A driver that has nothing any more leaves its slices, also if the ledger that had its names was lost.
+        if self._context.resources and not qualifiers_of(self._context.ledger.snapshot, self._context.name):
             return False
         snapshots = [one.service.inventory.snapshot for one in self._context.resources.values()]
         keys = {(snapshot.resource, name) for snapshot in snapshots for name in snapshot.devices}
@@ -141,11 +140,11 @@ class SliceFeed:
         for resource, one in self._context.resources.items():
             source, snapshot = one.service.source, one.service.inventory.snapshot
             known = self._context.ledger.snapshot.of(resource)
-            names = snapshot.devices.keys() & {
-                name
-                for name, record in known.items()
-                if record.state.offered and record.driver == self._context.name and not one.leaving
-            }
+            if one.leaving:
+                without += [(resource, name) for name in snapshot.devices.keys() | known.keys()]
+                continue
+            mine = {name for name, at in known.items() if at.state.offered and at.driver == self._context.name}
+            names = snapshot.devices.keys() & mine
             offered = frozenset(name for name in names if self._context.ready(resource, name))
             offered -= self._context.node.agent.register.withheld(resource, "dra").keys() if offered else set()
             without += [(resource, name) for name in (snapshot.devices.keys() | known.keys()) - offered]
@@ -154,7 +153,8 @@ class SliceFeed:
             offers.append(Offer(snapshot, offered, replicas, order, qualifiers.get(resource, "")))
         effects = {one.policy.unhealthy for one in self._context.resources.values()}
         unhealthy = "NoExecute" if "NoExecute" in effects else "NoSchedule"
-        annotations, rest = self._annotations()
+        # Without annotations a pool with no device has no slice: the policies let former drivers delete theirs alone.
+        annotations, rest = self._annotations() if offers else ({}, None)
         pool = Pool(self._context.name, self._context.node.name, tuple(offers), unhealthy, annotations)  # type: ignore[arg-type]
         ticket = self._publisher.want(pool)
         self._without = {key: self._without.get(key, (ticket, None)) for key in without}
@@ -171,6 +171,8 @@ class SliceFeed:
         waits: dict[tuple[str, str], str] = {}
         gone: set[tuple[str, str]] = set()
         for resource, one in self._context.resources.items():
+            if one.leaving:
+                continue
             listed = one.service.inventory.snapshot
             shares[resource] = str(one.handover.share)
             waits |= {(resource, device): str(what) for device, what in one.handover.waiting.items()}

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, Final
 from unittest.mock import patch
 
-from deviceplugin.kubelet import holders
+from deviceplugin import claim_files, identity
+from deviceplugin.device import Device
+from deviceplugin.hook_runs import HookRuns
+from deviceplugin.kubelet import holders, orphaned_claims
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation
-from deviceplugin.register import operations, question, rules
+from deviceplugin.kubelet.device_list import DeviceIds
+from deviceplugin.register import operations, question, register, rules
 from deviceplugin.register.question import Use, View
 from deviceplugin.register.records import DeviceRecord, Snapshot
 from deviceplugin.register.rules import ClusterEvidence, KubeletEvidence, KubeletSnapshot, Refused
+from deviceplugin.sharing import times_offered
+from deviceplugin.source import DeviceSource
+from dra_bridge.driver import Prepared
+from dra_bridge.driver.preparation import ClaimPreparation
+from dra_bridge.ledger.store import Ledger
 
 Replacement = Callable[..., Any]
 
@@ -109,6 +118,88 @@ MUTATIONS: Final[dict[str, tuple[tuple[object, str, Replacement], ...]]] = {
     "claims: the kubelet's claim state": ((holders, "claim_is_over", _over_unless_running),),
     "claims: processes": ((holders, "claim_is_over", _over_unless_named),),
 }
+
+
+# Of walks (tests.model.walk).
+
+_USES: Final = question.uses
+_BEGIN: Final = HookRuns._begin
+_TOO_MANY: Final = "has too many holders"
+
+
+def _pairwise(wanted: Collection[Use], state: Snapshot, view: View, *args: Any, **more: Any) -> str:
+    """Ask beside one holder at a time."""
+    points = {point for one in wanted for point in one.points}
+    for unit in {one.unit for one in _USES(state, points, view)}:
+        own = more.get("own", lambda use: False)
+        alone = {**more, "own": lambda use, unit=unit, own=own: use.unit != unit or own(use)}
+        if why := _REFUSAL(wanted, state, view, *args, **alone):
+            return why
+    return ""
+
+
+def _no_tokens(*_: object) -> frozenset[str]:
+    return frozenset()
+
+
+def _r2_of_any_driver(now: Snapshot, driver: str, resource: str, device: str) -> Refused | None:
+    records = {key: replace(record, driver="") for key, record in now.devices.items()}
+    return _R2(replace(now, devices=records), driver, resource, device)
+
+
+def _refusal_by_driver(wanted: Collection[Use], state: Snapshot, view: View) -> str:
+    drivers = {one.unit[:2] for one in wanted if one.unit[0] == "claim"}
+    return _REFUSAL(wanted, state, view, own=lambda use: use.unit[0] == "claim" and use.unit[:2] not in drivers)
+
+
+def _times_now(ids: DeviceIds, device: Device) -> int:
+    return times_offered(ids._source, device)
+
+
+def _left_alone(runs: HookRuns, run: Any, work: object) -> None:
+    run.left = True
+    runs._end(run)
+
+
+def _begun_by_name(runs: HookRuns, hook: str, source: DeviceSource, devices: Iterable[Device]) -> Any:
+    run = _BEGIN(runs, hook, source, devices)
+    run.tokens = dict.fromkeys(run.tokens, frozenset())
+    return run
+
+
+def _same_boot(preparation: ClaimPreparation, former: Prepared, allocation: object) -> bool:
+    return former.boot == preparation.files.boot
+
+
+def _no_files(*_: object) -> tuple[()]:
+    return ()
+
+
+QUESTION: Final = ((operations, "refusal"), (register, "refusal"))
+BY_DRIVER: Final = ((operations, "refusal", _refusal_by_driver),)
+"""The question without claims of other drivers: it would hide that R2 has forgotten the driver."""
+
+WALKS: Final[dict[str, tuple[str, tuple[tuple[object, str, Replacement], ...], str]]] = {
+    "the amounts are summed": ("every name", tuple((*where, _pairwise) for where in QUESTION), _TOO_MANY),
+    "identity": ("every name", ((identity, "tokens_of", _no_tokens),), _TOO_MANY),
+    "R2: the driver": ("former driver", (*BY_DRIVER, (rules, "r2_refusal", _r2_of_any_driver)), _TOO_MANY),
+    "replicas stay while a device is held": (
+        "other replicas by list",
+        ((DeviceIds, "_times_of", _times_now),),
+        "any more, which pods hold",
+    ),
+    "hooks that work on are holders": ("hook", ((HookRuns, "_leave", _left_alone),), _TOO_MANY),
+    "hooks hold what they began with": ("hook", ((HookRuns, "_begin", _begun_by_name),), _TOO_MANY),
+    "a claim's allocation": ("allocated anew", ((ClaimPreparation, "_stands", _same_boot),), "and its pod got"),
+    "device nodes of other vendors": ("foreign hardware", ((orphaned_claims, "nodes_of", _no_tokens),), _TOO_MANY),
+    "the copy of the allocations": ("register and checkpoint lost", ((Ledger, "_copied", _no_files),), _TOO_MANY),
+    "the claims' own files": (
+        "register and claim state lost",
+        ((claim_files, "read_all", _no_files),),
+        _TOO_MANY,
+    ),
+}
+"""What is switched off, in which plan that does harm, and which."""
 
 
 @contextmanager

@@ -1,0 +1,328 @@
+"""One life of the agent of both sides: all of it is real, but its sockets, its threads, its clock and the tasks' turns.
+
+What the tasks of an agent do by themselves (scan, move, compare, publish) is a method here, to be called in any order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from fractions import Fraction
+from types import SimpleNamespace
+from typing import Any, Final, NamedTuple, TypeVar, cast
+from unittest.mock import patch
+
+from deviceplugin import hook_runs
+from deviceplugin.backoff import Backoff
+from deviceplugin.device import Device
+from deviceplugin.kubelet import podresources, tracker
+from deviceplugin.kubelet.device_list import Stream
+from deviceplugin.kubelet.podresources import AllocationsInFlight
+from deviceplugin.node.options import Paths
+from deviceplugin.node.service import Service
+from deviceplugin.register.records import LedgerError, Operation, Snapshot
+from deviceplugin.source import DeviceSource
+from deviceplugin.wire import deviceplugin_pb2 as pb
+from dra_bridge.driver import ClaimError, ClaimRef, Prepared, claim_files, preparation
+from dra_bridge.handover import moves
+from dra_bridge.handover.share import Share
+from dra_bridge.kube import ClusterError
+from dra_bridge.ledger.worker import AsyncLedger
+from dra_bridge.node.bridge import AGENT, Bridge
+from dra_bridge.node.device_reconciliation import EVIDENCE_ERRORS
+from dra_bridge.node.driver_runtime import DriverRuntime
+from dra_bridge.node.share import HandoverPolicy
+from dra_bridge.node.slice_feed import decide_names
+from tests.dra.ledger.samples import DirectLedger
+from tests.model.outside import NODE, TOKENS, Checkpoints, Claim, D, Outside, Pod, R
+
+_T = TypeVar("_T")
+
+
+class Setting(NamedTuple):
+    """What the configuration says of a resource. driver: "" for none. share: how many devices claims are to have."""
+
+    driver: str = D
+    replicas: int = 1
+    share: int = 0
+
+
+Config = Mapping[str, Setting]
+BASE: Final[Config] = {R: Setting()}
+
+
+class Cards(DeviceSource):
+    """A source whose lists say how often a device may be shared, and whose hook may not end."""
+
+    def __init__(self, resource: str, setting: Setting, outside: Outside) -> None:
+        self.resource = resource
+        self.driver = setting.driver or None
+        self.replicas = setting.replicas
+        self.hook_timeout = 60.0
+        self.outside = outside
+
+    def replicas_of(self, device: Device) -> int:
+        """Return how often the list says."""
+        return min(self.replicas, self.outside.times.get(device.id, self.replicas))
+
+    async def released(self, devices: Sequence[Device]) -> None:
+        """Work on the devices; when hooks hang, whatever anybody does, until they are let go."""
+        if not self.outside.stuck:
+            return
+        done = asyncio.Event()
+        self.outside.hooks += [(device.edits.env["HARDWARE"], done) for device in devices]
+        while not done.is_set():
+            try:
+                await done.wait()
+            except asyncio.CancelledError:
+                continue
+
+
+class SlowLedger:
+    """`AsyncLedger` without a thread: before and after each operation something else may come."""
+
+    def __init__(self, ledger: DirectLedger, outside: Outside) -> None:
+        self.ledger, self.outside = ledger, outside
+        self.lost = asyncio.Event()
+        self.write_failures = 0
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """Everything as of the last operation."""
+        return self.ledger.snapshot
+
+    async def do(self, operation: Operation[_T]) -> _T:
+        """Decide and record."""
+        await self.outside.gate.passed()
+        answer = self.ledger.do(operation)
+        await self.outside.gate.passed()
+        return answer
+
+
+class InFlight(AllocationsInFlight):
+    """Allocations in flight, without pauses after them."""
+
+    def busy(self, pause: float = 0.0) -> Any:
+        """Count one."""
+        return super().busy(0.0)
+
+    async def wait(self) -> None:
+        """Wait for those in flight."""
+        await self._idle.wait()
+
+
+class RefusedError(Exception):
+    """Raised where the kubelet gets an error."""
+
+
+class Context:
+    """Of a call of the kubelet's."""
+
+    async def abort(self, code: object, details: str) -> None:
+        """Refuse."""
+        raise RefusedError(details)
+
+
+async def _at_once(function: Callable[..., _T], *args: object) -> _T:
+    return function(*args)
+
+
+@contextmanager
+def modelled(outside: Outside) -> Iterator[None]:
+    """Have no threads, no pauses, and the model's clock."""
+    clock = SimpleNamespace(monotonic=outside.clock)
+    with ExitStack() as stack:
+        for where, name, what in (
+            (asyncio, "to_thread", _at_once),
+            (claim_files, "in_thread", _at_once),
+            (hook_runs, "CANCELLED", 0.0),
+            (moves, "Backoff", lambda **_: Backoff(first=0.0, most=0.0)),
+            (podresources, "time", clock),
+            (preparation, "PATIENCE", 0.0),
+            (tracker, "time", clock),
+        ):
+            stack.enter_context(patch.object(where, name, what))
+        yield
+
+
+class Life(Bridge):
+    """The agent from its start to its death."""
+
+    def __init__(self, outside: Outside, config: Config) -> None:
+        paths = Paths(outside.root, cgroup_root=outside.home, pod_log_dir=outside.logs, cdi_dir=outside.home / "cdi")
+        self.outside = outside
+        self.ledger: DirectLedger | None = None
+        sources = [Cards(name, setting, outside) for name, setting in config.items()]
+        super().__init__(
+            sources, _policies(config), cast("Any", outside), NODE, paths, cdi_directory=str(paths.cdi_dir)
+        )
+        self._claims.fresh = 0.0
+        self.publisher = cast("Any", outside)
+        self.node = replace(self.node, publisher=self.publisher, allocatable=cast("Any", None))
+        node_agent: Any = self.agent
+        node_agent.tracker._in_flight.__class__ = InFlight
+        node_agent.tracker.pods = SimpleNamespace(
+            read=outside.read, running=outside.running, in_cgroups=outside.in_cgroups, own_pod="", kubelet_root=paths
+        )
+        node_agent.tracker.pods.kubelet_root = outside.root
+        node_agent.tracker.pods.missing = str
+        node_agent.tracker._checkpoint.__class__ = Checkpoints
+        node_agent.tracker._checkpoint.outside = outside
+        node_agent.tracker._pod_resources = SimpleNamespace(list=outside.list_pods)
+        node_agent._supervisor.start = self._started
+
+    async def _open_ledger(self) -> AsyncLedger:
+        path = self.ledger_path
+        self.ledger = DirectLedger(str(path), f"{self.node.cdi_directory}/{AGENT}.allocations")
+        return cast("AsyncLedger", SlowLedger(self.ledger, self.outside))
+
+    async def begin(self) -> None:
+        """Start, as far as nothing is offered yet."""
+        await self._open_all()
+        agent = self.agent
+        await agent.tracker.start()
+        await agent.scanner.observe(agent.tracker.snapshot, agent.register.snapshot.sequence)
+        for service in agent.services.values():
+            self._started(service)
+        agent.begun.set()
+
+    def _started(self, service: Service, *, fatal: bool = True) -> None:
+        service._existing = frozenset(self.agent.tracker.snapshot.of(service.resource)) | service._ids
+        service.inventory.subscribe(lambda _: self.agent.register.notify())
+        self.list(service.resource)
+
+    def list(self, resource: str) -> None:
+        """Take in a list."""
+        service = self.agent.services[resource]
+        devices = self.outside.devices(resource)
+        tokens = {one.id: TOKENS[one.edits.env["HARDWARE"]] for one in devices}
+        service.inventory.publish(devices, tokens)
+        service._adopt_existing()
+
+    async def reload(self, config: Config) -> None:
+        """Take another configuration."""
+        services = cast("dict[str, Service]", self.agent.services)
+        for name in services.keys() - config.keys():
+            del services[name]
+        sources = {name: Cards(name, setting, self.outside) for name, setting in config.items()}
+        await self.reconfigure(cast("Any", sources), _policies(config), ())
+        for name in config:
+            self.list(name)
+
+    def die(self) -> None:
+        """End as by SIGKILL: nothing is written any more."""
+        if self.ledger is not None:
+            self.ledger.close()
+        for one in self.drivers.values():
+            files: Any = one.driver.files
+            files.remove = _nothing
+
+    # What the kubelet asks.
+
+    def lines(self, resource: str) -> dict[str, bool]:
+        """Return the list as it is sent now: whether each id is healthy."""
+        lines = self.agent.services[resource].endpoint._lines_if_listed()
+        return {one.name: one.healthy for one in lines or ()}
+
+    def send(self, resource: str) -> dict[str, bool]:
+        """Send the list."""
+        streams, lines = self.agent.services[resource].endpoint.streams, self.lines(resource)
+        shown = self.outside.clock(), frozenset(name for name, healthy in lines.items() if healthy)
+        streams._open.clear()
+        streams._open.add(Stream(shown=shown))
+        return lines
+
+    def hang_up(self) -> None:
+        """Have no kubelet listen."""
+        for service in self.agent.services.values():
+            service.endpoint.streams._open.clear()
+
+    async def allocate(self, pod: Pod) -> None:
+        """Ask for a pod's device."""
+        service = self.agent.services[pod.resource]
+        device = service.inventory.snapshot.devices.get(service.device_of(pod.device_id))
+        parts = len(service.ids_now(device)) if device is not None else 1
+        request = pb.AllocateRequest(container_requests=[pb.ContainerAllocateRequest(devices_ids=[pod.device_id])])
+        answer = await service.endpoint._allocate(request, cast("Any", Context()))
+        (response,) = answer.container_responses
+        pod.response, pod.part = _base64(response), Fraction(1, parts)
+        pod.hardware = response.envs["HARDWARE"]
+
+    async def prepare(self, claim: Claim) -> Prepared:
+        """Have a claim prepared. Raises ClaimError."""
+        ref = ClaimRef("default", claim.uid, claim.uid)
+        answer = (await self.drivers[claim.driver].driver.prepare([ref]))[claim.uid]
+        if isinstance(answer, ClaimError):
+            raise answer
+        return answer
+
+    async def unprepare(self, claim: Claim) -> None:
+        """Have a claim unprepared. Raises ClaimError."""
+        ref = ClaimRef("default", claim.uid, claim.uid)
+        if (error := (await self.drivers[claim.driver].driver.unprepare([ref]))[claim.uid]) is not None:
+            raise error
+
+    # What the tasks of the agent do.
+
+    async def scan(self) -> None:
+        """Look for holders, as from time to time."""
+        awaited = {key for key, one in self.agent.register.snapshot.allocations.items() if one.pending}
+        await self.agent.scanner.scan(awaited)
+
+    async def compare(self, runtime: DriverRuntime, resource: str) -> None:
+        """Compare a resource's devices with the evidence once (`DeviceReconciler.keep`)."""
+        one, context = runtime.resources.get(resource), runtime._context
+        if one is None or one.leaving:
+            return
+        one.changed.clear()
+        known = context.ledger.snapshot
+        certain = context.reconciled & known.devices.keys()
+        unreconciled = [name for name in one.service.inventory.snapshot.devices if (resource, name) not in certain]
+        try:
+            await decide_names(context, resource)
+            if not await runtime.devices.reconcile(one, unreconciled):
+                one.reconciled.set()
+                one.service.release_idle()
+        except (*EVIDENCE_ERRORS, LedgerError):
+            return
+
+    async def resolve(self, runtime: DriverRuntime) -> None:
+        """Compare quarantined devices again."""
+        await runtime.devices.resolve()
+
+    async def move(self, runtime: DriverRuntime, resource: str) -> None:
+        """Move devices one step on."""
+        one = runtime.resources.get(resource)
+        if one is not None and (one.leaving or one.reconciled.is_set()):
+            try:
+                await one.handover._step()
+            except (LedgerError, ClusterError):
+                return
+
+    async def settle_claims(self, runtime: DriverRuntime) -> None:
+        """End claims that are over."""
+        sweep = all(one.reconciled.is_set() or one.leaving for one in runtime.resources.values())
+        try:
+            await runtime.claims.reconcile(sweep=sweep)
+        except EVIDENCE_ERRORS:
+            return
+
+    def publish(self, runtime: DriverRuntime) -> None:
+        """Say what the slices should be (`SliceFeed.run`)."""
+        if runtime.feed._may_publish():
+            runtime.feed._pass_on()
+
+
+async def _nothing(uid: str) -> None:
+    """Remove no file: the process is dead."""
+
+
+def _policies(config: Config) -> dict[str, HandoverPolicy]:
+    return {name: HandoverPolicy(Share(setting.share)) for name, setting in config.items()}
+
+
+def _base64(message: pb.ContainerAllocateResponse) -> str:
+    return base64.b64encode(message.SerializeToString()).decode()

@@ -1,0 +1,386 @@
+"""Kubelet, scheduler, API server and containers of one node, beside a life of the agent (`tests.model.life`).
+
+What a container has is told by its answer, not by the agent: an environment variable names the hardware. What part of
+it the container has is as the list or the slice had it when it was asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import time
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final
+
+from deviceplugin import naming
+from deviceplugin.device import ContainerEdits, Device
+from deviceplugin.kubelet.cgroups import PodProcesses
+from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint, CheckpointError
+from deviceplugin.kubelet.podresources import PodResourcesReport
+from deviceplugin.kubelet.tracker import CheckpointReader
+from deviceplugin.testing import claim_state
+from deviceplugin.testing.claim_state import DevicesOfClaim, PreparedDevice
+from dra_bridge.driver import Prepared
+from dra_bridge.kube import RESOURCE_CLAIMS, ClusterError, Kind, NotFoundError
+from dra_bridge.slices.desired import Pool
+from dra_bridge.slices.publisher import PoolState
+
+R: Final = "example.com/fpga"
+S: Final = "example.com/half"
+D: Final = "fpga.example.com"
+E: Final = "other.example.com"
+FOREIGN: Final = "nic.example.net"
+NODE: Final = "node-1"
+Key = tuple[str, str]
+LISTS: Final[Mapping[Key, str]] = {(R, "a"): "h0", (R, "b"): "h1", (S, "x"): "h0"}
+"""What the hardware is called at first; S is a second resource over it."""
+TOKENS: Final = {f"h{number}": frozenset({f"uuid:h{number}", f"char:240:{number}"}) for number in (0, 1)}
+_HARDWARE: Final = re.compile(r"HARDWARE=(\w+)")
+
+
+@dataclass(eq=False)
+class Pod:
+    """A pod of the plugin side. at: chosen, busy (Allocate at work), answered, admitted, runs, over."""
+
+    uid: str
+    resource: str
+    device_id: str
+    at: str = "chosen"
+    memory: bool = False
+    hardware: str = ""
+    part: Fraction = Fraction(1)
+    response: str = ""
+
+    @property
+    def allocation(self) -> Allocation:
+        """As the checkpoint names it."""
+        return Allocation(self.uid, "c", self.resource, self.device_id)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A device in an accepted slice. replicas: how many claims may share it."""
+
+    key: Key
+    replicas: int
+
+
+@dataclass(eq=False)
+class Claim:
+    """A claim. driver, name, part: as it is allocated. pod: the UID of the pod that may use it.
+
+    answer: the last one, for the pod `answered`.
+    node: none, busy (Prepare or Unprepare at work), prepared, stopped (its pod is gone for the kubelet). named: by the
+    kubelet's claim state, with these pods. hardware: what the scheduler meant.
+    """
+
+    uid: str
+    driver: str
+    name: str
+    entry: Entry
+    hardware: str
+    pod: str
+    allocated: bool = False
+    exists: bool = True
+    node: str = "none"
+    named: bool = False
+    pods: set[str] = field(default_factory=set)
+    answer: Prepared | None = None
+    answered: str = ""
+
+    @property
+    def part(self) -> Fraction:
+        """What of the device it has."""
+        return Fraction(1, self.entry.replicas)
+
+    def body(self) -> dict[str, Any]:
+        """Return the object at the API server."""
+        result: dict[str, Any] = {"request": "r", "driver": self.driver, "pool": NODE, "device": self.name}
+        if self.entry.replicas > 1:
+            result |= {"shareID": f"share-{self.uid}", "consumedCapacity": {naming.SHARES: "1"}}
+        status: dict[str, Any] = {"reservedFor": [{"resource": "pods", "name": "p", "uid": self.pod}]}
+        status["allocation"] = {"devices": {"results": [result], "config": []}}
+        return {
+            "apiVersion": "resource.k8s.io/v1",
+            "kind": "ResourceClaim",
+            "metadata": {"namespace": "default", "name": self.uid, "uid": self.uid, "resourceVersion": "1"},
+            "status": status if self.allocated else {},
+        }
+
+
+@dataclass(frozen=True)
+class Container:
+    """A container that runs with a claim."""
+
+    claim: str
+    pod: str
+    hardware: str
+    part: Fraction
+
+
+@dataclass(eq=False)
+class Slices:
+    """A driver's slices. ticket, pool: as the agent wants them. accepted: the ticket that the API server has."""
+
+    ticket: int = 0
+    pool: Pool | None = None
+    accepted: int = 0
+    there: dict[str, Entry] = field(default_factory=dict)
+    annotations: Mapping[str, str] = field(default_factory=dict)
+
+
+class Gate:
+    """Holds the agent's work at each step until it is let go on."""
+
+    def __init__(self) -> None:
+        self.open = True
+        self.waiting: list[asyncio.Future[None]] = []
+
+    async def passed(self) -> None:
+        """Wait until it is let go on."""
+        if not self.open:
+            step = asyncio.get_running_loop().create_future()
+            self.waiting.append(step)
+            await step
+
+    def let(self, index: int) -> None:
+        """Let one go on."""
+        self.waiting.pop(index % len(self.waiting)).set_result(None)
+
+
+class Outside:
+    """The node but for the agent; what the agent asks of it has the names of what it replaces."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.root = home / "kubelet"
+        self.logs = home / "logs"
+        for path in (self.root / "device-plugins", self.logs, home / "cdi"):
+            path.mkdir(parents=True)
+        self.gate = Gate()
+        self.later = 0.0
+        self.numbers = 0
+        self.lists = dict(LISTS)
+        self.times: dict[str, int] = {}
+        self.pods: list[Pod] = []
+        self.claims: dict[str, Claim] = {}
+        self.containers: set[Container] = set()
+        self.foreign: dict[str, str] = {}
+        """Claims of another vendor's driver whose containers run, and the hardware that they have, if any of ours."""
+        self.hooks: list[tuple[str, asyncio.Event]] = []
+        """Hooks that work now, by the hardware."""
+        self.stuck = False
+        self.registered: dict[str, frozenset[str]] = {}
+        self.checkpoint: Checkpoint | None = Checkpoint(frozenset(), {})
+        self.prompt = False
+        self.slices: dict[str, Slices] = {}
+        self.server_up = True
+        self.write_state()
+
+    def number(self) -> str:
+        """Return a number that nothing has yet."""
+        self.numbers += 1
+        return str(self.numbers)
+
+    def clock(self) -> float:
+        """Return monotonic seconds."""
+        return time.monotonic() + self.later
+
+    def devices(self, resource: str) -> list[Device]:
+        """Return a resource's list."""
+        return [
+            Device(name, identity=f"uuid:{what}", edits=ContainerEdits({"HARDWARE": what}))
+            for (of, name), what in self.lists.items()
+            if of == resource
+        ]
+
+    # The kubelet.
+
+    def new_pod(self, *, old: bool = False) -> str:
+        """Return the UID of another pod, whose log directory is made. old: it is older than all of ours."""
+        uid = f"pod-{self.number()}"
+        logs = self.logs / f"default_{uid}_{uid}"
+        logs.mkdir()
+        if old:
+            os.utime(logs, (0, 0))
+        return uid
+
+    def write_checkpoint(self) -> None:
+        """Write the device manager's checkpoint."""
+        named = [pod for pod in self.pods if pod.memory]
+        answers = {pod.allocation: pod.response for pod in named}
+        file: Any = object()  # each is another file
+        self.checkpoint = Checkpoint(frozenset(answers), dict(self.registered), file, answers)
+        self.forget_pods()
+
+    def names(self, pod: Pod) -> bool:
+        """Return whether the checkpoint names a pod."""
+        return self.checkpoint is not None and pod.allocation in self.checkpoint.allocations
+
+    def forget_pods(self) -> None:
+        """Drop the pods that nobody names and that do not run."""
+        self.pods = [pod for pod in self.pods if pod.at != "over" or pod.memory or self.names(pod)]
+
+    def write_state(self) -> None:
+        """Write the claim state."""
+        found = []
+        for claim in self.claims.values():
+            if claim.named:
+                listed = [
+                    PreparedDevice((one.request,), one.pool, one.device, one.cdi_ids, one.share or None)
+                    for one in (claim.answer.devices if claim.answer is not None else ())
+                ]
+                found.append(DevicesOfClaim("default", claim.uid, claim.uid, {claim.driver: listed}, set(claim.pods)))
+        for uid in self.foreign:
+            # Its device has the name of one of ours.
+            device = PreparedDevice(("r",), NODE, "a", (f"{FOREIGN}/claim={uid}",), None)
+            found.append(DevicesOfClaim("default", uid, uid, {FOREIGN: [device]}, {uid}))
+        claim_state.write(self.root, found)
+
+    def foreign_files(self, cdi_directory: Path) -> None:
+        """Write the other vendor's CDI files: device nodes with the numbers of our hardware, if it is ours."""
+        for path in cdi_directory.glob(f"{FOREIGN}-*"):
+            path.unlink()
+        for uid, hardware in self.foreign.items():
+            node = {"path": "/dev/nic", "type": "c", "major": 240, "minor": int(hardware[1:])} if hardware else None
+            edits = {"deviceNodes": [node]} if node is not None else {"env": ["NIC=1"]}
+            text = json.dumps({"devices": [{"name": uid, "containerEdits": edits}]})
+            (cdi_directory / f"{FOREIGN}-claim_{uid}.json").write_text(text)
+
+    def running(self) -> frozenset[str]:
+        """Return the pods whose processes run."""
+        pods = {pod.uid for pod in self.pods if pod.at == "runs"}
+        return frozenset(pods | {one.pod for one in self.containers} | self.foreign.keys())
+
+    def read(self) -> PodProcesses:
+        """Return what the cgroups say."""
+        return PodProcesses(self.running())
+
+    def in_cgroups(self) -> frozenset[str]:
+        """Return the pods that have cgroups."""
+        return self.running()
+
+    async def list_pods(self) -> PodResourcesReport:
+        """Answer PodResources `List`."""
+        active = {pod.uid for pod in self.pods if pod.memory and pod.at in {"admitted", "runs"}}
+        active |= {uid for claim in self.claims.values() if claim.named for uid in claim.pods}
+        active |= self.foreign.keys()
+        return PodResourcesReport(frozenset(), frozenset(("default", uid) for uid in active))
+
+    # The API server: for the cluster's client, and for the publisher.
+
+    async def ask(self) -> None:
+        """Wait for the API server. Raises ClusterError."""
+        await self.gate.passed()
+        if not self.server_up:
+            raise ClusterError("the API server is away")
+
+    async def list(self, kind: Kind, **selected: str) -> Any:
+        """List objects."""
+        await self.ask()
+        if kind is RESOURCE_CLAIMS:
+            return SimpleNamespace(items=[one.body() for one in self.claims.values() if one.exists])
+        driver = selected["field_selector"].rpartition("=")[2]
+        found = self.slices.get(driver, Slices())
+        return SimpleNamespace(items=[{"metadata": {"annotations": dict(found.annotations)}}] if found.accepted else [])
+
+    async def get(self, kind: Kind, name: str, namespace: str) -> Mapping[str, Any]:
+        """Read a claim."""
+        await self.ask()
+        if name not in self.claims or not self.claims[name].exists:
+            raise NotFoundError(name)
+        return self.claims[name].body()
+
+    async def event(self, *_: object) -> None:
+        """Write no Event."""
+
+    def want(self, pool: Pool) -> int:
+        """Say what a driver's slices should be."""
+        mine = self.slices.setdefault(pool.driver, Slices())
+        if mine.pool != pool:
+            mine.ticket, mine.pool = mine.ticket + 1, pool
+        return mine.ticket
+
+    def state(self, driver: str) -> PoolState:
+        """Return how far a driver's slices are."""
+        mine = self.slices.get(driver, Slices())
+        return PoolState(mine.ticket, mine.accepted)
+
+    def accept(self, driver: str) -> None:
+        """Have the API server take the slices that are wanted."""
+        mine = self.slices[driver]
+        if mine.pool is None:
+            return
+        mine.accepted, mine.annotations, mine.there = mine.ticket, mine.pool.annotations, {}
+        for offer in mine.pool.offers:
+            resource, words = offer.snapshot.resource, {offer.snapshot.resource: offer.qualifier}
+            for name, key in naming.published_names(words, {resource: offer.snapshot.devices}).items():
+                if offer.offered is None or key[1] in offer.offered:
+                    mine.there[name] = Entry(key, offer.replicas.get(key[1], 1))
+
+    # What must be.
+
+    def holders(self) -> Iterator[tuple[str, str, Fraction]]:
+        """Yield what runs: hardware, who has some of it, and how much."""
+        for pod in self.pods:
+            if pod.at == "runs":
+                yield pod.hardware, f"pod {pod.uid} ({pod.device_id})", pod.part
+        for claim, hardware, part in {(one.claim, one.hardware, one.part) for one in self.containers}:
+            yield hardware, f"claim {claim}", part
+        for uid, hardware in self.foreign.items():
+            if hardware:
+                yield hardware, uid, Fraction(1)
+        for hardware, work in self.hooks:
+            if not work.is_set():
+                yield hardware, "a hook", Fraction(1)
+
+    def wrong(self) -> str:
+        """Say of which hardware more is held than there is; "" of none."""
+        found = list(self.holders())
+        for hardware in TOKENS:
+            if sum(part for of, _, part in found if of == hardware) > 1:
+                return f"{hardware} has too many holders: {[one[1:] for one in found if one[0] == hardware]}"
+        return ""
+
+
+def hardware_of(text: str) -> str:
+    """Return which hardware an answer gives to a container."""
+    (found,) = set(_HARDWARE.findall(text))
+    return str(found)
+
+
+class Checkpoints(CheckpointReader):
+    """Reads the checkpoint of `Outside`."""
+
+    outside: Outside
+
+    def current(self) -> Checkpoint | None:
+        """Return what was read last if it is still there."""
+        return self.last if self.last is self.outside.checkpoint else None
+
+    def read(self) -> Checkpoint:
+        """Read the file now."""
+        if self.outside.checkpoint is None:
+            raise CheckpointError("it is not there")
+        self.take([self.outside.checkpoint])
+        return self.outside.checkpoint
+
+    async def _rewritten(self, before: object) -> Checkpoint | None:
+        await self.outside.gate.passed()
+        if not self.outside.prompt:
+            return None
+        self.outside.write_checkpoint()
+        return self.outside.checkpoint
+
+
+def free_shares(entry: Entry, name: str, driver: str, claims: Collection[Claim]) -> bool:
+    """Return whether the scheduler finds a share of a device that no claim has."""
+    taken = sum(one.exists and (one.driver, one.name) == (driver, name) for one in claims)
+    whole = any(one.exists and (one.driver, one.name, one.entry.replicas) == (driver, name, 1) for one in claims)
+    return taken < entry.replicas and not whole

@@ -1,0 +1,211 @@
+"""A whole agent without its sockets, through random configurations, lists, claims, hooks and losses; and as planned."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from tests.model.life import Setting
+from tests.model.mutations import WALKS, patched
+from tests.model.outside import D, E, R, S
+from tests.model.walk import Walk
+
+AT_LENGTH = os.environ.get("DEVICEPLUGIN_MODEL") == "long"
+
+Walk.TestCase.settings = settings(
+    max_examples=2000 if AT_LENGTH else 20,
+    stateful_step_count=120 if AT_LENGTH else 40,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+TestWalk = Walk.TestCase
+
+
+@contextlib.contextmanager
+def walking(**config: Setting) -> Iterator[Walk]:
+    """Begin with resources R and S as configured, and all that follows by itself; leave it alone in the end."""
+    walk = Walk()
+    try:
+        walk.first({{"r": R, "s": S}[name]: setting for name, setting in config.items()})
+        walk.all_goes_well_for_a_while()
+        yield walk
+        walk.nothing_is_wrong()
+    except BaseException:
+        walk.close()
+        raise
+    walk.teardown()
+
+
+def every_name_of_the_hardware_is_asked_for() -> None:
+    """Two pods share h0 through R, others ask for it through S, whose lists are older than that."""
+    with walking(r=Setting("", 2), s=Setting("", 2)) as walk:
+        for _ in range(2):
+            walk.pod_starts_well(R, 0)
+        walk.outside.registered[S] = frozenset({"x::0", "x::1"})
+        for _ in range(2):
+            walk.kubelet_chooses(S)
+            walk.allocate_arrives()
+            walk.kubelet_admits()
+            walk.pod_runs()
+
+
+def a_claim_of_a_former_driver_comes_late() -> None:
+    """The scheduler chose a device of E for a claim, and writes it after the device went to D and has a claim there."""
+    with walking(r=Setting(E, 1, 2)) as walk:
+        walk.scheduler_chooses(E, 0)
+        (late,) = walk.outside.claims.values()
+        walk.rename(D)
+        walk.all_goes_well_for_a_while(8)
+        for index in (0, 1):
+            walk.claim_starts_well(D, index)
+        assert len(walk.outside.containers) == 2
+        walk.rename(E)
+        walk.all_goes_well_for_a_while(1)
+        walk.scheduler_writes()
+        walk.kubelet_prepares()
+        walk.run_container(late)
+
+
+def a_list_says_other_replicas_of_what_is_held() -> None:
+    """Two pods share a device whose list then says that nobody can share it; and the reverse."""
+    with walking(r=Setting("", 2)) as walk:
+        for _ in range(2):
+            walk.pod_starts_well(R, 0)
+        walk.list_says_other_replicas("a", 1)
+        walk.list_is_sent(R)
+        walk.pod_starts_well(R, 0)
+
+
+def a_reload_says_other_replicas_of_what_is_held() -> None:
+    """A pod has one half; by the next configuration devices are whole, by the one after that they are thirds."""
+    with walking(r=Setting("", 2)) as walk:
+        walk.pod_starts_well(R, 0)
+        for replicas in (1, 3):
+            walk.reload({R: Setting("", replicas)})
+            for _ in range(3):
+                walk.pod_starts_well(R, 0)
+
+
+def a_hook_does_not_end() -> None:
+    """`released` of a device's last pod hangs; other pods come, also through another name of the hardware."""
+    with walking(r=Setting("", 1)) as walk:
+        walk.pod_starts_well(R, 0)
+        walk.agent_scans()
+        walk.hooks_hang(stuck=True)
+        walk.pod_ends()
+        walk.checkpoint_is_written()
+        walk.kubelet_writes_when_asked(prompt=True)
+        walk.agent_scans()
+        walk.time_passes()
+        walk.agent_scans()
+        assert walk.outside.hooks
+        walk.kubelet_chooses(R, 0)
+        walk.allocate_arrives()
+        walk.kubelet_admits()
+        walk.pod_runs()
+        walk.reload({S: Setting("", 1)})
+        walk.pod_starts_well(S, 0)
+
+
+def a_claim_is_allocated_anew() -> None:
+    """Its pod is gone for the API server and runs on here; the next pod of its name has another device by then."""
+    with walking(r=Setting(D, 1, 2)) as walk:
+        walk.claim_starts_well(D, 0)
+        walk.claim_is_allocated_elsewhere(0, D, 1)
+        walk.kubelet_prepares()
+        walk.container_with_claim_runs()
+        walk.container_with_claim_ends()
+        walk.kubelet_prepares()
+        walk.container_with_claim_runs()
+
+
+def another_vendor_has_the_hardware() -> None:
+    """A claim of another vendor's driver has our hardware, by its device node."""
+    with walking(r=Setting("", 1)) as walk:
+        walk.foreign_claim("h0")
+        for _ in range(2):
+            walk.kubelet_chooses(R, 0)
+            walk.allocate_arrives()
+            walk.kubelet_admits()
+            walk.pod_runs()
+
+
+def another_vendor_has_our_names() -> None:
+    """A claim of another vendor's driver has a device that is called like ours: we lose nothing."""
+    with walking(r=Setting(D, 1, 1)) as walk:
+        walk.foreign_claim()
+        walk.pod_starts_well(R, 0)
+        walk.claim_starts_well(D, 0)
+        assert len(walk.outside.containers) == 1
+        assert [pod.at for pod in walk.outside.pods] == ["runs"]
+
+
+def the_register_is_lost_with(*more: str) -> Callable[[], None]:
+    """Return a walk in which a pod and a claim run while the agent loses its register, and the driver its name.
+
+    The pod was deleted by force before. Others ask for what there is, by all its names.
+    """
+
+    def lost() -> None:
+        with walking(r=Setting(D, 1, 1)) as walk:
+            walk.claim_starts_well(D, 0)
+            walk.pod_starts_well(R, 0)
+            assert {hardware for hardware, _, _ in walk.outside.holders()} == {"h0", "h1"}
+            walk.agent_scans()
+            walk.pod_is_deleted_by_force()
+            walk.checkpoint_is_written()
+            walk.agent_is_killed()
+            walk.agent_starts(frozenset({"register", *more}), {R: Setting(E, 1, 2)})
+            walk.all_goes_well_for_a_while(6)
+            walk.pod_starts_well(R, 0)
+            for index in (0, 1):
+                walk.claim_starts_well(E, index)
+            walk.reload({S: Setting("", 1)})
+            walk.all_goes_well_for_a_while()
+            walk.pod_starts_well(S, 0)
+
+    return lost
+
+
+def a_driver_goes_before_its_lost_names_are_known() -> None:
+    """The register is lost, and the driver's resource gets another one before the names of its slices are read."""
+    with walking(r=Setting(E, 1, 1)) as walk:
+        assert walk.outside.slices[E].there
+        walk.agent_is_killed()
+        walk.agent_starts(frozenset({"register"}))
+        walk.rename(D)
+
+
+PLANS: dict[str, Callable[[], None]] = {
+    "every name": every_name_of_the_hardware_is_asked_for,
+    "former driver": a_claim_of_a_former_driver_comes_late,
+    "other replicas by list": a_list_says_other_replicas_of_what_is_held,
+    "other replicas by reload": a_reload_says_other_replicas_of_what_is_held,
+    "hook": a_hook_does_not_end,
+    "allocated anew": a_claim_is_allocated_anew,
+    "foreign hardware": another_vendor_has_the_hardware,
+    "foreign names": another_vendor_has_our_names,
+    "register lost": the_register_is_lost_with(),
+    "register and slices lost": the_register_is_lost_with("slices"),
+    "register and claim state lost": the_register_is_lost_with("state"),
+    "driver gone": a_driver_goes_before_its_lost_names_are_known,
+    "register and checkpoint lost": the_register_is_lost_with("checkpoint"),
+}
+
+
+@pytest.mark.parametrize("what", PLANS)
+def test_what_happens_as_planned_harms_nobody(what: str) -> None:
+    """No more of a piece of hardware is held than there is; left alone, nothing is lost."""
+    PLANS[what]()
+
+
+@pytest.mark.parametrize("what", WALKS)
+def test_without_what_a_plan_needs_it_comes_to_harm(what: str) -> None:
+    """Each is needed, and the model notices."""
+    plan, replacements, harm = WALKS[what]
+    with patched(replacements), pytest.raises(AssertionError, match=harm):
+        PLANS[plan]()
