@@ -7,7 +7,6 @@ walk lets them go on. Who holds what is judged by what runs (`tests.model.outsid
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import shutil
 import tempfile
@@ -85,8 +84,8 @@ class Walk(RuleBasedStateMachine):
         tasks = asyncio.all_tasks(self.loop)
         for task in tasks:
             task.cancel()
-        with contextlib.suppress(Exception):
-            self.loop.run_until_complete(asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 5.0))
+        if tasks:
+            self.loop.run_until_complete(asyncio.wait(tasks, timeout=5.0))
         self.loop.close()
         self.stack.close()
         shutil.rmtree(self.home)
