@@ -49,8 +49,8 @@ CONTAINERD_VERSION = "2.1.5"
 
 KUBERNETES_PROGRAMS = ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubectl", "kubelet")
 CONTAINERD_PROGRAMS = ("containerd", "containerd-shim-runc-v2", "ctr")
-PEER_SOURCES = "PEER_SOURCES"
-"""The variable that names a directory of git repositories, for peers that the module proxy does not have."""
+PEER_PROGRAMS = "PEER_PROGRAMS"
+"""The variable that names a directory of finished programs, for peers that are no Go modules here."""
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 DEBIAN = "http://deb.debian.org/debian"
@@ -91,15 +91,10 @@ class Binaries:
 
 @dataclass(frozen=True)
 class Peer:
-    """A Go program of others: its package, and the version of its module.
-
-    commit: the same version in its git repository. repository: the repository's name in ``PEER_SOURCES``.
-    """
+    """A Go program of others: its package, and the version of its module."""
 
     module: str
     version: str
-    commit: str
-    repository: str
     package: str = "."
 
 
@@ -107,15 +102,11 @@ PEERS = {
     "dra-example-kubeletplugin": Peer(
         "sigs.k8s.io/dra-example-driver",
         "v0.4.0",
-        "v0.4.0",
-        "dra-example-driver",
         "cmd/dra-example-kubeletplugin",
     ),
     "generic-device-plugin": Peer(
         "github.com/squat/generic-device-plugin",
         "v0.0.0-20260409131346-179b1fee5dcb",
-        "179b1fee5dcbf259b9940b4a233f95aefaec96e8",
-        "generic-device-plugin",
     ),
 }
 """What the agent is compared with, by the program's name."""
@@ -368,33 +359,24 @@ def _make_peer(program: str, peer: Peer) -> Callable[[Path, Path], None]:
     package = str(Path(peer.module) / peer.package)
     build = ["go", "build", "-trimpath", "-ldflags=-s -w", "-o", program]
 
-    def from_proxy(work: Path, into: Path) -> None:
-        (work / "go.mod").write_text("module scratch\n\ngo 1.24\n")
-        _run(["go", "get", "-tool", f"{package}@{peer.version}"], work)
-        _run([*build, package], work, CGO_ENABLED="0")
-        shutil.move(work / program, into / program)
-
-    def from_sources(work: Path, into: Path) -> None:
-        repository = Path(os.environ[PEER_SOURCES]) / peer.repository
-        _run(["git", "clone", "--quiet", "--no-checkout", str(repository), str(work / "clone")], work)
-        _run(["git", "checkout", "--quiet", peer.commit], work / "clone")
-        _run([*build, f"./{peer.package}"], work / "clone", CGO_ENABLED="0")
-        shutil.move(work / "clone" / program, into / program)
-
     def make(work: Path, into: Path) -> None:
-        if PEER_SOURCES in os.environ and (Path(os.environ[PEER_SOURCES]) / peer.repository).is_dir():
-            return from_sources(work, into)
+        (work / "go.mod").write_text("module scratch\n\ngo 1.24\n")
         try:
-            from_proxy(work, into)
+            _run(["go", "get", "-tool", f"{package}@{peer.version}"], work)
+            _run([*build, package], work, CGO_ENABLED="0")
         except BuildError as error:
-            advice = f"clone it, and name the directory of the clone {peer.repository} by {PEER_SOURCES}"
+            advice = f"put the program {program} into a directory, and name that by {PEER_PROGRAMS}"
             raise BuildError(f"{peer.module} {peer.version} cannot be had as a Go module; {advice}\n{error}") from None
+        shutil.move(work / program, into / program)
 
     return make
 
 
 def ensure_peer(program: str) -> Path:
     """Return the path of one of PEERS, built as needed. Raises BuildError: it cannot be had."""
+    finished = Path(os.environ.get(PEER_PROGRAMS, "")) / program
+    if PEER_PROGRAMS in os.environ and os.access(finished, os.X_OK):
+        return finished
     peer = PEERS[program]
     return _built(f"{program}-{peer.version}", (program,), _make_peer(program, peer)) / program
 
