@@ -24,15 +24,13 @@ from dra_bridge.kube import Cluster
 from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.node.driver_runtime import DriverRuntime
 from dra_bridge.node.node_object import NodeStatusWriter, NodeWatch
+from dra_bridge.node.options import AGENT
 from dra_bridge.node.resource import Node
 from dra_bridge.node.share import HandoverPolicy
 from dra_bridge.node.status import BridgeStatus
 from dra_bridge.slices.publisher import Publisher
 
 _LOG: Final = logging.getLogger(__name__)
-
-AGENT: Final = "dra-bridge"
-"""The name of the agent's directory under the kubelet's plugins."""
 
 STANDBY: Final = 2.0
 """Seconds after which a warning is logged that another agent has the ledger."""
@@ -45,7 +43,7 @@ class Bridge:
     side alone. node: this node's name, which is the pool's. claim_status: whether to write `status.devices` of prepared
     claims. grace: seconds that bound pods have to be admitted before devices are withdrawn. period, report_holders: see
     `Agent`. agent: the plugin side, and what both sides share. drivers: the DRA side, by driver. A driver stays when no
-    resource names it any more: it has claims to unprepare.
+    resource names it any more: it has claims to unprepare. agent_name: names the ledger's directory.
     """
 
     def __init__(
@@ -61,8 +59,10 @@ class Bridge:
         period: float = 2.0,
         grace: float = GRACE,
         report_holders: bool = False,
+        agent_name: str = AGENT,
     ) -> None:
         self.cluster = cluster
+        self._name = agent_name
         self.drivers: dict[str, DriverRuntime] = {}
         self._policies = dict(policies)
         self._group: asyncio.TaskGroup | None = None
@@ -104,7 +104,7 @@ class Bridge:
     @property
     def ledger_path(self) -> Path:
         """Where the ledger lies; whatever the config says."""
-        return self.agent.paths.kubelet_root / "plugins" / AGENT / "register.db"
+        return self.agent.paths.kubelet_root / "plugins" / self._name / "register.db"
 
     def _unknown(self, resource: str, device: str) -> str:
         """Return why it is not known who holds a device; "" if it is."""
@@ -239,7 +239,8 @@ class Bridge:
     async def _open_ledger(self) -> AsyncLedger:
         """Open the ledger, as soon as no other agent has it any more."""
         path = self.ledger_path
-        opening = asyncio.create_task(AsyncLedger.open(str(path), f"{self.node.cdi_directory}/{AGENT}.allocations"))
+        copy = f"{self.node.cdi_directory}/{self._name}.allocations"
+        opening = asyncio.create_task(AsyncLedger.open(str(path), copy))
         try:
             done, _ = await asyncio.wait({opening}, timeout=STANDBY)
             if not done:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from deviceplugin.node import options as common
 
 if TYPE_CHECKING:
     from dra_bridge.kube import Cluster
+
+AGENT: Final = "dra-bridge"
+"""The name of an agent that is given no other: that of its directory under the kubelet's plugins."""
+_NAME: Final = re.compile(r"[A-Za-z0-9]([-.A-Za-z0-9]{0,61}[A-Za-z0-9])?")
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +28,15 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     add_kubeconfig(parser)
     about = "write status.devices of prepared claims: a GET and a PATCH for each claim, and the right to patch"
     parser.add_argument("--claim-status", action="store_true", help=about)
+    about = "names the ledger's directory, plugins/NAME in the kubelet's; agents with one name wait for each other"
+    parser.add_argument("--agent-name", default=AGENT, metavar="NAME", type=_name, help=f"{about} (%(default)s)")
     common.add_run_options(parser)
+
+
+def _name(text: str) -> str:
+    if not _NAME.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no name of a directory: letters, digits, dots and hyphens")
+    return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +46,7 @@ class RunOptions(common.RunOptions):
     cluster: Cluster
     node: str
     claim_status: bool
+    agent_name: str
 
 
 def parse_run(argv: Sequence[str] | None = None) -> RunOptions:
@@ -58,7 +72,9 @@ def run_options(options: argparse.Namespace) -> RunOptions:
 
     cluster = Cluster.from_environment(options.kubeconfig)
     cluster.configure()  # before there is a loop, a socket or a ledger
-    return RunOptions(run.paths, run.metrics_address, cluster, options.node_name, options.claim_status)
+    return RunOptions(
+        run.paths, run.metrics_address, cluster, options.node_name, options.claim_status, options.agent_name
+    )
 
 
 def add_kubeconfig(parser: argparse.ArgumentParser) -> None:

@@ -77,5 +77,6 @@ def _bridge(sources: Sequence[DeviceSource], policies: Mapping[str, HandoverPoli
         options.paths,
         cdi_directory=str(options.paths.cdi_dir),
         claim_status=options.claim_status,
+        agent_name=options.agent_name,
         report_holders=options.metrics_address is not None,
     )

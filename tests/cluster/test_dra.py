@@ -591,7 +591,7 @@ def test_an_unhealthy_device(cluster: Cluster) -> None:
             for status in pod.status["containerStatuses"]:
                 for entry in status.get("allocatedResourcesStatus") or ():
                     for one in entry.get("resources") or ():
-                        if one["resourceID"].endswith(device) or device in one["resourceID"]:
+                        if claim["metadata"]["uid"] in one["resourceID"]:  # the CDI device of its request
                             return str(one["health"])
             return ""
 

@@ -24,8 +24,7 @@ from deviceplugin.register.records import State
 from dra_bridge import cli
 from dra_bridge.handover.share import parse_share
 from dra_bridge.manifests import Deployment, manifests
-from dra_bridge.node.bridge import AGENT
-from dra_bridge.node.options import add_run_options, parse_run
+from dra_bridge.node.options import AGENT, add_run_options, parse_run
 from dra_bridge.rollout import progress, rollout
 from dra_bridge.rollout.fleet import RESTARTING
 from dra_bridge.rollout.progress import DeviceProgress, Progress, ResourceProgress
@@ -759,6 +758,9 @@ def test_options_of_an_authors_agent(world: World, logs_restored: None) -> None:
     assert options.metrics_address is None
     assert not options.claim_status
     assert parse_run(["--claim-status", "--kubeconfig", str(world.kubeconfig)]).claim_status
+    assert parse_run(["--agent-name", "acme", "--kubeconfig", str(world.kubeconfig)]).agent_name == "acme"
+    with pytest.raises(SystemExit):
+        parse_run(["--agent-name", "../x", "--kubeconfig", str(world.kubeconfig)])
 
 
 # migrate

@@ -12,7 +12,7 @@ import yaml
 from deviceplugin.config import Config, ResourceConfig, parse
 from deviceplugin.node.options import add_run_options
 from dra_bridge.manifests import Deployment, manifests, to_yaml
-from dra_bridge.node.bridge import AGENT
+from dra_bridge.node.options import AGENT
 
 CONFIG_ARGUMENT = "--config=/etc/dra-bridge/config.yaml"
 

@@ -31,9 +31,10 @@ from dra_bridge.handover import moves
 from dra_bridge.handover.share import Share
 from dra_bridge.kube import ClusterError
 from dra_bridge.ledger.worker import AsyncLedger
-from dra_bridge.node.bridge import AGENT, Bridge
+from dra_bridge.node.bridge import Bridge
 from dra_bridge.node.device_reconciliation import EVIDENCE_ERRORS
 from dra_bridge.node.driver_runtime import DriverRuntime
+from dra_bridge.node.options import AGENT
 from dra_bridge.node.share import HandoverPolicy
 from dra_bridge.node.slice_feed import decide_names
 from tests.dra.ledger.samples import DirectLedger
