@@ -60,9 +60,8 @@ class EvidenceReader:
         found = await asyncio.to_thread(self.driver.claim_evidence, prepared, resource)
         # A claim counts also if it has none of these devices by their names now: its file says what they are.
         claims = [replace(claim, devices=claim.devices & wanted) for claim in found if not self._recorded(claim)]
-        store, known = self.driver.records.ledger.ledger, self.driver.records.ledger.snapshot
-        quarantined = any(known.device(resource, name).state is State.QUARANTINED for name in devices)
-        if store.fresh or quarantined:
+        known = self.driver.records.ledger.snapshot.of(resource)
+        if any(name not in known or known[name].state is State.QUARANTINED for name in devices):
             # What is allocated: a claim that the kubelet has not prepared yet keeps its device on the DRA side.
             async with asyncio.timeout(5.0):
                 listed = await self._list()
