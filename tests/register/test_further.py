@@ -386,3 +386,16 @@ async def test_replicas_change_only_while_nobody_holds_the_device(
         assert any("device d0" in text for text in warnings)
         await here.stopped(pod)
         await here.until(lambda: here.healthy() == {"t0", *ids[after]})
+
+
+async def test_a_claim_that_was_allocated_keeps_its_device_though_the_register_is_not_empty(node: FakeNode) -> None:
+    """An agent that was killed before it had compared its devices leaves a register that does not know them."""
+    async with serving(node, Listed(A, D, "d1")) as here:
+        await here.until(lambda: here.healthy() == {"d1"})
+        await here.run("p", {A: 1})
+        here.allocate("mine", D, "d0")
+    async with serving(node, Listed(A, D, "d0", "d1")) as here:
+        assert here.bridge is not None
+        runtime = here.bridge.drivers[D]
+        await here.until(lambda: "claim default/mine" in str(runtime.resources[A].handover.waiting.get("d0")))
+        assert "d0" not in here.healthy()
