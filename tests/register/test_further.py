@@ -396,6 +396,8 @@ async def test_a_claim_that_was_allocated_keeps_its_device_though_the_register_i
         here.allocate("mine", D, "d0")
     async with serving(node, Listed(A, D, "d0", "d1")) as here:
         assert here.bridge is not None
-        runtime = here.bridge.drivers[D]
-        await here.until(lambda: "claim default/mine" in str(runtime.resources[A].handover.waiting.get("d0")))
+        drivers = here.bridge.drivers
+        await here.until(
+            lambda: D in drivers and "claim default/mine" in str(drivers[D].resources[A].handover.waiting.get("d0"))
+        )
         assert "d0" not in here.healthy()
