@@ -64,6 +64,7 @@ class Cards(DeviceSource):
         self.replicas = setting.replicas
         self.hook_timeout = 60.0
         self.outside = outside
+        self.dead = False
 
     def replicas_of(self, device: Device) -> int:
         """Return how often the list says."""
@@ -71,7 +72,7 @@ class Cards(DeviceSource):
 
     async def released(self, devices: Sequence[Device]) -> None:
         """Work on the devices; when hooks hang, whatever anybody does, until they are let go."""
-        if not self.outside.stuck:
+        if not self.outside.stuck or self.dead:
             return
         done = asyncio.Event()
         self.outside.hooks += [(device.edits.env["HARDWARE"], done) for device in devices]
@@ -156,7 +157,7 @@ class Life(Bridge):
         paths = Paths(outside.root, cgroup_root=outside.home, pod_log_dir=outside.logs, cdi_dir=outside.home / "cdi")
         self.outside = outside
         self.ledger: DirectLedger | None = None
-        sources = [Cards(name, setting, outside) for name, setting in config.items()]
+        self.sources = sources = [Cards(name, setting, outside) for name, setting in config.items()]
         super().__init__(
             sources, _policies(config), cast("Any", outside), NODE, paths, cdi_directory=str(paths.cdi_dir)
         )
@@ -209,6 +210,7 @@ class Life(Bridge):
         for name in services.keys() - config.keys():
             del services[name]
         sources = {name: Cards(name, setting, self.outside) for name, setting in config.items()}
+        self.sources += sources.values()
         await self.reconfigure(cast("Any", sources), _policies(config), ())
         for name in config:
             self.list(name)
@@ -217,6 +219,8 @@ class Life(Bridge):
         """End as by SIGKILL: nothing is written any more."""
         if self.ledger is not None:
             self.ledger.close()
+        for source in self.sources:
+            source.dead = True
         for one in self.drivers.values():
             files: Any = one.driver.files
             files.remove = _nothing
@@ -270,8 +274,8 @@ class Life(Bridge):
 
     async def scan(self) -> None:
         """Look for holders, as from time to time."""
-        awaited = {key for key, one in self.agent.register.snapshot.allocations.items() if one.pending}
-        await self.agent.scanner.scan(awaited)
+        awaited = {(name, one) for name, service in self.agent.services.items() for one in service.awaited}
+        await self.agent.scanner.scan(awaited | self.agent.scanner._pending)
 
     async def compare(self, runtime: DriverRuntime, resource: str) -> None:
         """Compare a resource's devices with the evidence once (`DeviceReconciler.keep`)."""

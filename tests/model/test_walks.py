@@ -197,6 +197,26 @@ PLANS: dict[str, Callable[[], None]] = {
 }
 
 
+def test_a_device_that_comes_back_is_given_to_nobody_before_the_evidence_was_read() -> None:
+    """It may have got a holder meanwhile of which the register does not know."""
+    with walking(r=Setting(D, 1, 0)) as walk:
+        walk.kubelet_writes_when_asked(prompt=True)
+        walk.device_is_plugged((R, "a"), there=False)
+        walk.list_is_sent(R)
+        for _ in range(3):
+            walk.outside.later += 20.0
+            walk.agent_scans()
+        assert walk.here.lines(R) == {"b": True}, "it is forgotten"
+        walk.device_is_plugged((R, "a"), there=True)
+        assert walk.here.lines(R) == {"b": True, "a": False}
+        walk.outside.registered[R] = frozenset({"a"})
+        walk.kubelet_chooses(R)
+        walk.allocate_arrives()
+        assert walk.outside.pods == []
+        walk.agent_compares()
+        assert walk.here.lines(R) == {"a": True, "b": True}
+
+
 @pytest.mark.parametrize("what", PLANS)
 def test_what_happens_as_planned_harms_nobody(what: str) -> None:
     """No more of a piece of hardware is held than there is; left alone, nothing is lost."""

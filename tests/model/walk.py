@@ -230,6 +230,17 @@ class Walk(RuleBasedStateMachine):
             self.here.list(resource)
         self.turn()
 
+    @precondition(lambda self: self.life is not None)
+    @rule(key=st.sampled_from(sorted(LISTS)), there=st.booleans())
+    def device_is_plugged(self, key: tuple[str, str], there: bool) -> None:
+        """Or unplugged."""
+        self.outside.lists.pop(key, None)
+        if there:
+            self.outside.lists[key] = LISTS[key]
+        if key[0] in self.here.agent.services:
+            self.here.list(key[0])
+        self.turn()
+
     @precondition(lambda self: self.outside.gate.waiting)
     @rule(index=SOME, steps=st.integers(1, 6))
     def proceed(self, index: int, steps: int) -> None:

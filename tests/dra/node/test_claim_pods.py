@@ -10,6 +10,8 @@ from typing import cast
 
 from deviceplugin.kubelet import claim_state
 from deviceplugin.kubelet.tracker import HolderTracker
+from deviceplugin.register import operations
+from deviceplugin.register.records import Claim
 from deviceplugin.testing import claim_state as written
 from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.node.claim_reconciliation import ClaimPods
@@ -50,4 +52,20 @@ async def test_calls_at_once_share_a_reading_that_begins_after_them(tmp_path: Pa
         found = await asyncio.gather(*first, *later)
     assert tracker.readings == 2
     assert {one.running for one in found} == {frozenset({"pod"})}
+    await async_ledger.close()
+
+
+async def test_pods_of_claims_that_the_ledger_lacks_may_use_any_claim(tmp_path: Path) -> None:
+    """The ledger does not have all that these pods use, though the kubelet lists them: nothing is ended beside them."""
+    named = written.PreparedDevice(("r",), "node", "d0", (), None)
+    state = [written.DevicesOfClaim("default", "c", "1", {D: [named]}, {"pod"})]
+    (tmp_path / claim_state.FILE_NAME).write_bytes(written.to_json(state))
+    tracker = Tracker()
+    tracker.let.set()
+    async_ledger = await AsyncLedger.open(str(tmp_path / "ledger.db"))
+    pods = ClaimPods(D, async_ledger, cast(HolderTracker, tracker), tmp_path)
+    assert (await pods.running()).unlisted == {"pod"}
+    await async_ledger.do(operations.adopt_claims([Claim(D, "1", "default", "c", (), None, 0.0)]))
+    assert (await pods.running()).unlisted == frozenset()
+    assert async_ledger.snapshot.claims[D, "1"].pods == {"pod"}
     await async_ledger.close()
