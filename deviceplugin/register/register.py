@@ -277,8 +277,9 @@ class Register:
                 if why := self._elsewhere(key) or named_before:
                     excluded = dict.fromkeys(ids, why) | excluded
             found |= excluded
-            if excluded and len(excluded) == len(ids):
-                reasons[device.id] = next(iter(excluded.values()))
+            at = state.device(*key).state
+            if excluded and len(excluded) == len(ids) and (at.healthy if side == "plugin" else at.offered):
+                reasons[device.id] = next(iter(excluded.values()))  # on the other side it is not looked for
         before = self._withheld.get((resource, side), {})
         for name, why in reasons.items():
             if before.get(name) != why:

@@ -710,3 +710,14 @@ async def test_a_grant_waits_for_every_hook_that_begins_meanwhile() -> None:
     over["b"].set()
     await second
     await grant
+
+
+async def test_a_device_of_the_other_side_is_not_missed(caplog: pytest.LogCaptureFixture) -> None:
+    """That a claim holds it is no reason to look for it among those of pods."""
+    caplog.set_level("INFO")
+    world = World(Device("x"))
+    world.side(State.DRA, "x")
+    await world.claim("x")
+    assert set(world.register.withheld(R, "plugin")) == {"x"}
+    assert world.register.last_withheld(R) == {}
+    assert "is not offered" not in caplog.text
