@@ -99,11 +99,13 @@ class Endpoint(DevicePluginServicer):
         self.source = source
         self.inventory = inventory
         self.statistics = ServicerStatistics()
-        self.ids = DeviceIds(source, inventory, lambda device: self._register.is_held((self.resource, device)))
+        self.ids = DeviceIds(source, inventory, self._is_held)
         self.streams = ListStreams(source.resource, self._lines_if_listed)
         self._allocations = in_flight
         self._calls = AllocationsInFlight()
         """Calls of the kubelet that it should not be cut off from."""
+        self._asked_for: Counter[str] = Counter()
+        """Devices of which Allocate is in flight: a list without the id makes the kubelet crash then."""
         self._granted = granted
         self._release_former = release_former
         self._holders = holders
@@ -166,6 +168,8 @@ class Endpoint(DevicePluginServicer):
         with self._calls.busy(0.0), self._allocations.busy():
             wanted = [tuple(container.devices_ids) for container in request.container_requests]
             names = [name for container in wanted for name in container]
+            devices = Counter(map(self.ids.device_id_of, names))
+            self._asked_for += devices
             try:
                 if self._release_former is not None and "released" in self.source.hooks:
                     await self._refuse_held(names)
@@ -182,6 +186,8 @@ class Endpoint(DevicePluginServicer):
                 extra = {"resource": self.resource, "device": ", ".join(map(printable, names[:SHOWN_IDS]))}
                 _LOG.warning("%s: Allocate refused: %s", self.resource, refusal.details, extra=extra)
                 await context.abort(refusal.code, refusal.details)
+            finally:
+                self._asked_for -= devices
             self.statistics.allocations += 1
             self.statistics.devices_allocated += len(names)
             return pb.AllocateResponse(container_responses=responses)
@@ -230,6 +236,10 @@ class Endpoint(DevicePluginServicer):
         extra = {"resource": self.resource, "device": ids} | ({"pod": pods} if pods else {})
         text = "%s: a container%s with device %s cannot start: %s"
         _LOG.warning(text, self.resource, f" of pod {pods}" if pods else "", ids, error, extra=extra)
+
+    def _is_held(self, device: str) -> bool:
+        """Return whether anybody holds a device, or is about to."""
+        return device in self._asked_for or self._register.is_held((self.resource, device))
 
     def _lines_if_listed(self) -> tuple[Entry, ...] | None:
         """Return the list as the kubelet is to see it now; None before the source's first list."""

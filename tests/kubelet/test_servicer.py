@@ -1050,6 +1050,35 @@ async def test_what_is_given_out_while_sharing_changes_is_recorded_by_its_device
     assert [(one.device, one.amount) for one in records] == [("a", Amount("1/4"))] * 2
 
 
+async def test_the_list_keeps_the_ids_of_an_allocate_in_flight(serve: Serve) -> None:
+    """A list that says another number of replicas changes them only after that: the kubelet would crash."""
+    begun, going_on = asyncio.Event(), asyncio.Event()
+
+    class Slow(Shared):
+        now = 1
+
+        def replicas_of(self, device: Device) -> int:
+            return self.now
+
+        async def edits(self, devices: Sequence[Device]) -> ContainerEdits:
+            begun.set()
+            await going_on.wait()
+            return ContainerEdits()
+
+    source = Slow(3)
+    served = await serve(source, "a")
+    assert served.endpoint.ids.offered() == ("a",)
+    call = asyncio.ensure_future(served.allocate("a"))
+    await begun.wait()
+    source.now = 3
+    assert served.endpoint.ids.offered() == ("a",)
+    going_on.set()
+    await call
+    assert served.endpoint.ids.offered() == ("a",)
+    served.forget_allocations()
+    assert served.endpoint.ids.offered() == ("a::0", "a::1", "a::2")
+
+
 async def test_a_device_that_is_called_like_a_replica_keeps_its_former_id(serve: Serve) -> None:
     """When it is shared from now on, whoever has it alone under that id keeps it from the others."""
     served = await serve(Shared(1), "x::1")

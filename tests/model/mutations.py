@@ -15,6 +15,7 @@ from deviceplugin.kubelet import holders, orphaned_claims
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation
 from deviceplugin.kubelet.device_list import DeviceIds
+from deviceplugin.kubelet.servicer import Endpoint
 from deviceplugin.register import operations, question, register, rules
 from deviceplugin.register.question import Use, View
 from deviceplugin.register.records import DeviceRecord, Snapshot
@@ -156,6 +157,10 @@ def _times_now(ids: DeviceIds, device: Device) -> int:
     return times_offered(ids._source, device)
 
 
+def _held_by_record(endpoint: Endpoint, device: str) -> bool:
+    return endpoint._register.is_held((endpoint.resource, device))
+
+
 def _left_alone(runs: HookRuns, run: Any, work: object) -> None:
     run.left = True
     runs._end(run)
@@ -186,6 +191,11 @@ WALKS: Final[dict[str, tuple[str, tuple[tuple[object, str, Replacement], ...], s
     "replicas stay while a device is held": (
         "other replicas by list",
         ((DeviceIds, "_times_of", _times_now),),
+        "any more, which pods hold",
+    ),
+    "replicas stay while an Allocate is in flight": (
+        "other replicas during an Allocate",
+        ((Endpoint, "_is_held", _held_by_record),),
         "any more, which pods hold",
     ),
     "hooks that work on are holders": ("hook", ((HookRuns, "_leave", _left_alone),), _TOO_MANY),

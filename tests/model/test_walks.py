@@ -80,6 +80,21 @@ def a_list_says_other_replicas_of_what_is_held() -> None:
         walk.pod_starts_well(R, 0)
 
 
+def a_list_says_other_replicas_during_an_allocate() -> None:
+    """The kubelet's list keeps the id that is being given out."""
+    with walking(r=Setting("", 3)) as walk:
+        walk.list_says_other_replicas("a", 1)
+        walk.list_is_sent(R)
+        walk.kubelet_chooses(R, 0)
+        walk.allocate_arrives(end=False)
+        walk.list_says_other_replicas("a", 3)
+        walk.list_is_sent(R)
+        walk.finish()
+        walk.kubelet_admits()
+        walk.pod_runs()
+        walk.list_is_sent(R)
+
+
 def a_reload_says_other_replicas_of_what_is_held() -> None:
     """A pod has one half; by the next configuration devices are whole, by the one after that they are thirds."""
     with walking(r=Setting("", 2)) as walk:
@@ -184,6 +199,7 @@ PLANS: dict[str, Callable[[], None]] = {
     "every name": every_name_of_the_hardware_is_asked_for,
     "former driver": a_claim_of_a_former_driver_comes_late,
     "other replicas by list": a_list_says_other_replicas_of_what_is_held,
+    "other replicas during an Allocate": a_list_says_other_replicas_during_an_allocate,
     "other replicas by reload": a_reload_says_other_replicas_of_what_is_held,
     "hook": a_hook_does_not_end,
     "allocated anew": a_claim_is_allocated_anew,

@@ -315,7 +315,13 @@ class Walk(RuleBasedStateMachine):
     def list_is_sent(self, resource: str, received: bool = True) -> None:
         if resource in self.here.agent.services:
             self.sent[resource] = self.here.send(resource)
-            held = {pod.device_id for pod in self.outside.pods if pod.resource == resource and pod.memory}
+            service = self.here.agent.services[resource]
+            held = {
+                pod.device_id
+                for pod in self.outside.pods
+                if pod.resource == resource and (pod.memory or pod.at in {"busy", "answered"})
+                if service.device_of(pod.device_id) in service.inventory.snapshot.devices
+            }
             if missing := held - self.sent[resource].keys():
                 self.problem = f"the list of {resource} has no {', '.join(sorted(missing))} any more, which pods hold"
             if received:
@@ -613,7 +619,9 @@ class Walk(RuleBasedStateMachine):
         """Return whether any of our pods or claims has, or may be about to get, a piece of hardware."""
         held = any(of == hardware for of, _, _ in self.outside.holders())
         pods = any(pod.at != "over" for pod in self.outside.pods)
-        return held or pods or any(one.node != "none" for one in self.outside.claims.values())
+        return (
+            held or pods or bool(self.outside.hooks) or any(one.node != "none" for one in self.outside.claims.values())
+        )
 
     @rule(only_ours=st.booleans())
     def foreign_claims_end(self, only_ours: bool = False) -> None:
