@@ -17,8 +17,8 @@ from tests.model.walk import Walk
 AT_LENGTH = os.environ.get("DEVICEPLUGIN_MODEL") == "long"
 
 Walk.TestCase.settings = settings(
-    max_examples=2000 if AT_LENGTH else 20,
-    stateful_step_count=120 if AT_LENGTH else 40,
+    max_examples=5000 if AT_LENGTH else settings().max_examples,
+    stateful_step_count=90 if AT_LENGTH else 60,
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )
