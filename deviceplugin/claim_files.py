@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Collection
 from typing import Final
 
 import msgspec
@@ -69,8 +70,8 @@ def decode(data: bytes, driver: str, uid: str) -> ClaimFile:
     return file if (file.driver, file.uid, file.version) == (driver, uid, VERSION) else unknown
 
 
-def read_all(directory: str) -> tuple[ClaimFile, ...]:
-    """Read the files of all drivers' claims. Blocks.
+def read_all(directory: str, without: Collection[str] = ()) -> tuple[ClaimFile, ...]:
+    """Read the files of all drivers' claims. Blocks. without: drivers whose files are left out.
 
     Raises OSError: the directory is there and cannot be read. A file that cannot be read has no devices.
     """
@@ -80,7 +81,7 @@ def read_all(directory: str) -> tuple[ClaimFile, ...]:
         return ()
     found = []
     for name in names:
-        if named := _FILE.fullmatch(name):
+        if (named := _FILE.fullmatch(name)) and named["driver"] not in without:
             try:
                 with open(os.path.join(directory, name), "rb") as file:
                     found.append(decode(file.read(), named["driver"], named["uid"]))

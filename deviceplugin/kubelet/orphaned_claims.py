@@ -93,6 +93,8 @@ class OrphanedClaims:
     _looked_at: float = field(default=-math.inf, init=False)
     _state: FileIdentity | None = field(default=None, init=False)
     _directory: FileIdentity | None = field(default=None, init=False)
+    _read_for: frozenset[str] = field(default=frozenset(), init=False)
+    """The drivers whose files were left out."""
     _claims: tuple[PreparedClaim, ...] = field(default=(), init=False)
     _problem: ClaimStateError | None = field(default=None, init=False)
     _files: tuple[ClaimFile, ...] | OSError = field(default=(), init=False)
@@ -124,10 +126,10 @@ class OrphanedClaims:
     def _current(self) -> _Held:
         """Return what is held; read the files if they have changed."""
         now, served = time.monotonic(), frozenset(self.served())
-        if now - self._looked_at >= self.fresh:
+        if now - self._looked_at >= self.fresh or served != self._read_for:
             self._looked_at = now
             self._read_state()
-            self._read_files()
+            self._read_files(served)
         made_from = self._claims, self._problem, self._files, served
         if made_from != self._made_from or (self._unnamed and now - self._made_at >= ENDING):
             self._made_from, self._made_at = made_from, now
@@ -144,13 +146,14 @@ class OrphanedClaims:
             except ClaimStateError as error:
                 self._problem = error
 
-    def _read_files(self) -> None:
+    def _read_files(self, served: frozenset[str]) -> None:
         directory = file_identity(self.cdi_directory)
-        if directory is None or self._directory != directory:
+        if directory is None or self._directory != directory or self._read_for != served:
+            self._read_for = served
             settled = directory is not None and time.time_ns() - directory.modified_ns > _TICK
             self._directory = directory if settled else None
             try:
-                self._files = claim_files.read_all(self.cdi_directory)
+                self._files = claim_files.read_all(self.cdi_directory, served)
             except OSError as error:
                 self._files = error
 
