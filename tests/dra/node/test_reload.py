@@ -290,6 +290,7 @@ async def test_claims_of_a_former_driver_keep_their_devices(
         await until(lambda: agent.drivers[D].resources[A].handover.waiting.keys() == {device})
         assert str(agent.drivers[D].resources[A].handover.waiting[device]).startswith("claim default/train")
         assert device not in healthy(node, A) | sliced(node, D) | sliced(node, E)
+        await until(lambda: not agent.agent.register.evidence_missing(A, device))
         with pytest.raises(ConflictError, match=f"driver {D}"):
             await agent.agent.register.grant(A, {device: device})
     with DirectLedger(str(agent.ledger_path)) as ledger:
