@@ -166,6 +166,8 @@ async def test_a_renamed_driver_that_cannot_be_served_can_be_named_as_before(nod
         with contextlib.suppress(AgentError):
             await here.serve(Listed(A, E), share=share)
         await here.serve(Listed(A, D), share=share)
+        missing = here.agent.register.evidence_missing  # before that the kubelet may have the list from before all this
+        await here.until(lambda: not (missing(A, "d0") or missing(A, "d1")))
         await here.until(lambda: offered() == {"d0", "d1"})
         pod = await (here.run("p", {A: 1}) if share == "none" else here.claimant("p"))
         assert pod.running
