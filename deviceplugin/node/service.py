@@ -173,8 +173,8 @@ class Service:
             freed = set(snapshot.devices)
         if "released" in self.source.hooks and freed:
             free = {name for name in freed & snapshot.devices.keys() if self._is_free(name)}
-            held = {name for name in freed - free if not register.is_held((self.resource, name))}
-            self._release_later = frozenset(held & snapshot.devices.keys())
+            later = {name for name in freed - free if not register.is_held((self.resource, name))}
+            self._release_later = frozenset(later & snapshot.devices.keys())
             if devices := [device for name, device in snapshot.devices.items() if name in free]:
                 self._release(devices)
         if now.awake and now.registered is not None and self.endpoint.streams.live:

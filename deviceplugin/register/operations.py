@@ -322,7 +322,8 @@ def reopen(state: Snapshot, driver: str, uid: str, pods: Collection[str] = ()) -
 @_operation
 def adopt_claims(state: Snapshot, claims: Iterable[Claim]) -> Decision[tuple[Claim, ...]]:
     """Record claims that their own files name and that the register lacks: it was lost; answer those."""
-    new = tuple(one for one in claims if not {(one.driver, one.uid)} & (state.claims.keys() | state.ended.keys()))
+    known = state.claims.keys() | state.ended.keys()
+    new = tuple(one for one in claims if (one.driver, one.uid) not in known)
     records = [replace(one, result=None, sequence=state.sequence + 1) for one in new]
     return Decision(new, tuple(map(_put_claim, records)))
 

@@ -12,6 +12,7 @@ from fractions import Fraction
 from typing import Final, NamedTuple
 
 from deviceplugin import identity
+from deviceplugin.device import Device
 from deviceplugin.exclusion import Key, titled
 from deviceplugin.identity import Tokens, same_thing, shown
 from deviceplugin.naming import parse_quantity
@@ -73,6 +74,12 @@ def allocation_unit(resource: str, device_id: str) -> tuple[str, ...]:
 def claim_unit(driver: str, uid: str) -> tuple[str, ...]:
     """Return the unit of a claim."""
     return "claim", driver, uid
+
+
+def takes_of(device: Device) -> tuple[tuple[str, str, str], ...]:
+    """Return what whoever has a device takes of counters, in the order of their names."""
+    taken = ((name, counter, str(value)) for name, of in device.consumes.items() for counter, value in of.items())
+    return tuple(sorted(taken))
 
 
 def part_of(amount: Amount) -> Fraction | None:

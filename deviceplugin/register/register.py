@@ -28,6 +28,7 @@ from deviceplugin.register.question import (
     Wanted,
     allocation_unit,
     refusal,
+    takes_of,
     uses,
     wanted_use,
 )
@@ -227,10 +228,7 @@ class Register:
         known = services[resource].inventory.snapshot.devices.get(device) if resource in services else None
         if known is None:
             return WHOLE
-        times = len(services[resource].ids_now(known))
-        takes = tuple(
-            (name, counter, str(value)) for name, each in known.consumes.items() for counter, value in each.items()
-        )
+        times, takes = len(services[resource].ids_now(known)), takes_of(known)
         return Amount("1" if times == 1 else f"1/{times}", takes) if takes or times > 1 else WHOLE
 
     def wanted(self, resource: str, device: str) -> Wanted:
@@ -298,25 +296,20 @@ class Register:
     def _excluded(self, key: Key, ids: Sequence[str], side: Side, state: Snapshot, view: View) -> dict[str, str]:
         """Return which ids of a device, or for claims the device itself, could not be granted now, and why."""
         resource, driver = key[0], self.listed.served()[key[0]].source.driver
+        wanted = self.wanted(*key)
         if side == "dra":
-
-            def of_driver(use: Use) -> bool:
-                return use.unit[:2] == ("claim", driver)
-
-            whole = wanted_use(("slice",), self.wanted(*key)._replace(amount=WHOLE), view)
-            takes = wanted_use(("slice",), self.wanted(*key), view).takes
             why = refusal(
-                [whole._replace(takes=takes)],
+                [wanted_use(("slice",), wanted, view)._replace(part=Fraction(1))],
                 state,
                 view,
-                own=lambda use: use.key == key and of_driver(use),
+                own=lambda use: use.key == key and use.unit[:2] == ("claim", driver),
                 counted=lambda use: use.unit[0] != "claim",
             )
             return {key[1]: why} if why else {}
         found: dict[str, str] = {}
         offered: list[Use] = []
         for name in ids:
-            one = wanted_use(allocation_unit(resource, name), self.wanted(*key), view)
+            one = wanted_use(allocation_unit(resource, name), wanted, view)
             if why := refusal([one], state, view, offered):
                 found[name] = why
             elif (resource, name) not in state.allocations:

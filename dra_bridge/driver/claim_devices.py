@@ -9,6 +9,7 @@ from deviceplugin import naming
 from deviceplugin.claim_files import ClaimFile, FiledDevice
 from deviceplugin.device import Device
 from deviceplugin.identity import Tokens, recorded
+from deviceplugin.register.question import takes_of
 from deviceplugin.register.records import Amount, Claim, ClaimDevice
 from deviceplugin.sharing import times_offered
 from deviceplugin.source import DeviceSource
@@ -30,18 +31,14 @@ def granted_device(
     tokens: what the device is. boot: the node's. parameters: those that the device is set up with, as JSON. times: how
     often the device is offered; None: as its source says.
     """
-    takes = tuple(
-        (name, counter, str(amount))
-        for name, counters in sorted(device.consumes.items())
-        for counter, amount in sorted(counters.items())
-    )
+    part = "0" if admin else _part(times or times_offered(source, device), result)
     return ClaimDevice(
         source.resource,
         device.id,
         result.share_id or "",
         admin,
         recorded(tokens, boot),
-        Amount("0" if admin else _part(times or times_offered(source, device), result), () if admin else takes),
+        Amount(part, () if admin else takes_of(device)),
         parameters,
     )
 
