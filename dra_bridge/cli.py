@@ -40,7 +40,8 @@ _ROLLOUT: Final = """
 Ask the nodes of a label selector for a share, some at a time. What each node was asked for before stands in its
 annotation <driver>/dra-share-before: the same command goes on where a run stopped, and --undo restores it. A
 run stops when a node is not done in time, or when a pod on a node that it has begun is Failed or cannot be prepared
-(FailedPrepareDynamicResources), asks for the driver's devices, and was not in that state before the node was begun.
+(FailedPrepareDynamicResources), asks for the driver's devices, and was not in that state before the node was begun. It
+also stops at a node that another user, or a rollout of another share, has begun, unless it is to --take-over.
 """
 
 _LEFT_BEHIND: Final = """\
@@ -83,6 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     rollout.description = _ROLLOUT
     _add_share(rollout).add_argument("--undo", action="store_true", help="restore what each node was asked for before")
     rollout.add_argument("--selector", "-l", required=True, metavar="LABELS", help="which nodes, such as pool=gpu")
+    over = "also on nodes that another user, or a rollout of another share, has begun"
+    rollout.add_argument("--take-over", action="store_true", help=over)
     nodes = _matching("0*[1-9][0-9]*", "is not a number of nodes, at least 1", int)
     most = "nodes in the move at once (%(default)s)"
     rollout.add_argument("--max-unavailable", type=nodes, default=1, metavar="N", help=most)
@@ -510,7 +513,8 @@ def _rollout(options: argparse.Namespace) -> int:
     from dra_bridge.rollout.fleet import Goal, Limits
     from dra_bridge.rollout.rollout import rollout
 
-    goal = Goal(None if options.share == "default" else options.share, options.undo)
+    share = None if options.share == "default" else options.share
+    goal = Goal(share, options.undo, take_over=options.take_over)
     limits = Limits(options.max_unavailable, options.timeout_per_node, options.pause)
     done = _follow(
         options,

@@ -5,6 +5,7 @@ from dra_bridge.kube.api import NODES as NODES
 from dra_bridge.kube.api import PODS as PODS
 from dra_bridge.kube.api import RESOURCE_CLAIMS as RESOURCE_CLAIMS
 from dra_bridge.kube.api import RESOURCE_SLICES as RESOURCE_SLICES
+from dra_bridge.kube.api import SELF_SUBJECT_REVIEWS as SELF_SUBJECT_REVIEWS
 from dra_bridge.kube.api import AccessError as AccessError
 from dra_bridge.kube.api import ApiError as ApiError
 from dra_bridge.kube.api import ClusterError as ClusterError

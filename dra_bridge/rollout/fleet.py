@@ -39,10 +39,14 @@ def before_annotation(driver: str) -> str:
 
 
 class Before(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a node asked for before a rollout began with it, and the UIDs' beginnings of pods that were failing then."""
+    """What a node asked for before a rollout began with it, and the UIDs' beginnings of pods that were failing then.
+
+    owner: whose rollout asks for what the node is asked for now, as of `Goal`; "" in records of older versions.
+    """
 
     share: str | None
     failed: tuple[str, ...] = ()
+    owner: str = ""
 
 
 class DeviceView(DeviceProgress, frozen=True, kw_only=True):
@@ -63,7 +67,10 @@ class DeviceView(DeviceProgress, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """One driver on one node. asked: the Node's annotation. serves: whether there are slices of the driver at all."""
+    """One driver on one node.
+
+    asked: the Node's annotation. serves: whether there are slices of the driver at all. uid: the Node's.
+    """
 
     node: str
     driver: str
@@ -73,6 +80,7 @@ class NodeView:
     devices: tuple[DeviceView, ...] = ()
     serves: bool = True
     ready: bool = True
+    uid: str = ""
 
     @property
     def taken_in(self) -> bool:
@@ -120,6 +128,7 @@ def views(
                 _devices(name, reported, by_device) if reported is not None else (),
                 name in by_node,
                 all(one.get("status") == "True" for one in conditions if one.get("type") == "Ready"),
+                node["metadata"].get("uid", ""),
             )
         )
     return sorted(found, key=lambda view: natural(view.node))
@@ -321,14 +330,36 @@ def quantity(text: str | int | None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What a rollout is for. share: the annotation's text, None to remove it; without meaning in an undo."""
+    """What a rollout is for. share: the annotation's text, None to remove it; without meaning in an undo.
+
+    owner: the user and the share, for people: the same command of the same user goes on with nodes that it has begun.
+    take_over: whether to go on with nodes that another owner has begun.
+    """
 
     share: str | None = None
     undo: bool = False
+    owner: str = ""
+    take_over: bool = False
 
     def wanted(self, before: Before | None) -> str | None:
         """Return what a node is to be asked for."""
         return before.share if self.undo and before is not None else self.share
+
+
+def conflict(goal: Goal, asked: str | None, before: Before | None, *, begun: bool = False) -> str:
+    """Return who else asks a node for another share than the goal's, in words; "" if nobody does.
+
+    begun: whether this run has asked the node for the goal's share: it asks once.
+    """
+    owner = before.owner if before is not None else ""
+    if asked == goal.wanted(before) or (goal.undo and (before is None or not begun)):
+        return ""
+    if not begun and (goal.take_over or not owner):
+        return ""
+    who = f"by the rollout of {owner}"
+    if owner in ("", goal.owner):
+        who = "by somebody else since this rollout has begun it"
+    return f"is asked for {'nothing' if asked is None else asked} {who}; --take-over replaces it"
 
 
 class Phase(enum.Enum):
@@ -397,6 +428,8 @@ def decide(
     forget = tuple(view.node for view in by_phase[Phase.DONE]) if goal.undo else ()
     stop = []
     for view in nodes:
+        if other := conflict(goal, view.asked, view.before, begun=view.node in own):
+            stop.append(f"{view.node} {other}")
         known = view.before.failed if view.before is not None else ()
         pods = (failing or {}).get(view.node, {})
         stop += [f"{view.node}: {reason}" for uid, reason in pods.items() if uid not in known]
@@ -424,23 +457,30 @@ def share_patch(driver: str, share: str | None) -> dict[str, Any]:
 
 
 def begin_patch(goal: Goal, driver: str, node: Object, failing: Collection[str]) -> dict[str, Any] | None:
-    """Return the merge patch that begins a node, None if it was begun: the share, and what was before it.
+    """Return the merge patch that begins a node: the share, and what was before it.
 
-    node: as it is, which the patch depends on. failing: UIDs as of `failing_pods`. What was before the
-    first rollout stays known through later ones; one that is undone goes back to it.
+    None if it was begun, or belongs to another owner by now. node: as it is, which the patch depends on. failing: UIDs
+    as of `failing_pods`. What was before the first rollout stays known through later ones; an undo goes back to it.
     """
     annotations = node["metadata"].get("annotations") or {}
     key, before_key = share_annotation(driver), before_annotation(driver)
     now, before = annotations.get(key), _before(annotations.get(before_key))
     wanted = goal.wanted(before)
-    if now == wanted or (goal.undo and before is None):
+    if now == wanted or (goal.undo and before is None) or conflict(goal, now, before):
         return None
-    record = Before(before.share if before is not None else now, tuple(sorted(failing)))
+    record = Before(before.share if before is not None else now, tuple(sorted(failing)), goal.owner)
     return _guarded_patch(node, {key: wanted, before_key: msgspec.json.encode(record).decode()})
 
 
-def forget_patch(driver: str, node: Object) -> dict[str, Any]:
-    """Return the merge patch that removes what a rollout has recorded on a node."""
+def forget_patch(goal: Goal, driver: str, node: Object) -> dict[str, Any] | None:
+    """Return the merge patch that removes what a rollout has recorded on a node.
+
+    None if there is no record, or the node is asked for something else than before the rollout by now.
+    """
+    annotations = node["metadata"].get("annotations") or {}
+    before = _before(annotations.get(before_annotation(driver)))
+    if before is None or annotations.get(share_annotation(driver)) != goal.wanted(before):
+        return None
     return _guarded_patch(node, {before_annotation(driver): None})
 
 

@@ -174,9 +174,9 @@ class _Fleet:
 
     def put(self, kind: kube.Kind, found: Object) -> None:
         """Keep an object unless a newer one is known: what was written comes back by the watch later."""
-        name, uid = found["metadata"]["name"], found["metadata"].get("uid")
+        name = found["metadata"]["name"]
         known = self._objects[kind].get(name)
-        if known is None or known["metadata"].get("uid") != uid or not kube.is_older(found, known):
+        if known is None or not kube.is_older(found, known):
             self._objects[kind][name] = found
 
     def views(self) -> list[NodeView]:
@@ -263,8 +263,16 @@ async def rollout(cluster: Cluster, driver: str, goal: Goal, selector: str, limi
         return True
     if not goal.undo and not slices:
         await check_driver(cluster, driver)
+    goal = replace(goal, owner=await _owner(cluster, goal))
     async with _Fleet(cluster, driver, reporter, selector=selector).watched() as watched:
         return await _Rollout(watched, goal, limits).run()
+
+
+async def _owner(cluster: Cluster, goal: Goal) -> str:
+    """Return who rolls out what, by the API server's own word for the user. Raises ClusterError."""
+    told = (await cluster.create(kube.SELF_SUBJECT_REVIEWS, {"metadata": {}})).get("status") or {}
+    user = (told.get("userInfo") or {}).get("username") or "an unknown user"
+    return f"{user} (undo)" if goal.undo else f"{user} (share {goal.share or 'default'})"
 
 
 class _Rollout:
@@ -276,7 +284,8 @@ class _Rollout:
         self._goal = goal
         self._limits = limits
         self._since: dict[str, float] = {}
-        self._own: set[str] = set()
+        self._own: dict[str, str] = {}
+        """The nodes that this run has asked, with the UIDs of their Nodes."""
         self._done: dict[str, float] = {}
         self._failing: dict[str, tuple[float, dict[str, str]]] = {}
         """By node, when its pods were last listed, and which of them were failing."""
@@ -300,6 +309,9 @@ class _Rollout:
         """Do what can be done now; return whether all is well once it is over, None before."""
         nodes = self._fleet.views()
         now = time.monotonic()
+        for name in [view.node for view in nodes if self._own.get(view.node, view.uid) != view.uid]:
+            for kept in (self._own, self._since, self._done):  # it was made anew, without what it was asked for
+                kept.pop(name, None)
         phases = {view.node: fleet.phase(self._goal, view) for view in nodes}
         for name, at in phases.items():
             if at is Phase.MOVING:
@@ -315,8 +327,9 @@ class _Rollout:
         )
         for name in decision.forget:
             node = await self._fleet.cluster.get(NODES, name)
-            patch = fleet.forget_patch(self._fleet.driver, node)
-            self._fleet.put(NODES, await self._fleet.cluster.patch(NODES, name, patch))
+            if patch := fleet.forget_patch(self._goal, self._fleet.driver, node):
+                node = await self._fleet.cluster.patch(NODES, name, patch)
+            self._fleet.put(NODES, node)
             self._since.pop(name, None)
         by_name = {view.node: view for view in nodes}
         for name in decision.begin:
@@ -352,7 +365,7 @@ class _Rollout:
         for line in fleet.excess(view, wanted):
             self._reporter.say(line)
         self._fleet.put(NODES, await _patch(self._fleet.cluster, view.node, patch, wanted, self._reporter))
-        self._own.add(view.node)
+        self._own[view.node] = node["metadata"].get("uid", "")
         self._since[view.node] = time.monotonic()
         self._done.pop(view.node, None)
         self._reporter.show([replace(view, asked=wanted)])  # how far it is from that: it may be there at the next step

@@ -35,6 +35,7 @@ __all__ = ["FakeApiServer", "Fault", "Request", "Snapshot"]
 Object = dict[str, Any]
 
 GROUP: Final = "resource.k8s.io"
+RBAC: Final = "rbac.authorization.k8s.io"
 FEATURES: Final = frozenset({"taints", "counters", "sharing"})
 KINDS: Final[Mapping[str, tuple[str, str, bool]]] = {
     # plural: group, kind, whether it lies in a namespace
@@ -46,6 +47,7 @@ KINDS: Final[Mapping[str, tuple[str, str, bool]]] = {
     "resourceslices": (GROUP, "ResourceSlice", False),
     "resourceclaims": (GROUP, "ResourceClaim", True),
     "deviceclasses": (GROUP, "DeviceClass", False),
+    "clusterrolebindings": (RBAC, "ClusterRoleBinding", False),
 }
 
 
@@ -131,6 +133,8 @@ class FakeApiServer:
         self.log_condition = threading.Condition()
         self.proxied: Callable[[str], tuple[int, Object | str]] = lambda path: (503, "no endpoints available")
         """Answers what is asked of pods and services through the server, by the request's path."""
+        self.user = "system:anonymous"
+        """Who every client is, as SelfSubjectReview tells."""
         self._changed = threading.Condition()
         self._version = 100
         self._oldest = 0
@@ -476,6 +480,8 @@ class FakeApiServer:
             return 200, {"kind": "APIResourceList", "resources": [{"name": name} for name in names]}
         if request.method == "GET" and parts[6:7] == ["proxy"]:
             return self.proxied(request.path)
+        if request.method == "POST" and parts == ["apis", "authentication.k8s.io", "v1", "selfsubjectreviews"]:
+            return 201, {**request.body, "status": {"userInfo": {"username": self.user}}}
         place = self._resource(parts)
         if place is None:
             return _no_page()
@@ -521,6 +527,8 @@ class FakeApiServer:
             group, version, rest = "", "v1", parts[2:]
         elif parts[:2] == ["apis", GROUP] and len(parts) > 3 and parts[2] in self.versions:
             group, version, rest = GROUP, parts[2], parts[3:]
+        elif parts[:3] == ["apis", RBAC, "v1"]:
+            group, version, rest = RBAC, "v1", parts[3:]
         else:
             return None
         namespace = ""

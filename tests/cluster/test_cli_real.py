@@ -35,6 +35,7 @@ BEFORE = f"{DRIVER}/dra-share-before"
 DEVICES = Path(isolate.DEVICES) / "boards"
 COUNT = 4
 OPERATOR = "operator"
+OTHER = "another-operator"
 
 
 @pytest.fixture
@@ -90,7 +91,9 @@ def kubeconfig(cluster: Cluster) -> Path:
     """The kubeconfig of an operator: just the rights that the manifests' role for one gives."""
     deployment = Deployment()
     user = {"kind": "User", "name": OPERATOR, "apiGroup": "rbac.authorization.k8s.io"}
-    cluster.apply([*operators(deployment), bound(f"{deployment.name}-operator", **user)])
+    other = {**user, "name": OTHER}
+    bindings = [bound(f"{deployment.name}-operator", **subject) for subject in (user, other)]
+    cluster.apply([*operators(deployment), *bindings])
     return cluster.kubeconfig_for(OPERATOR)
 
 
@@ -118,8 +121,8 @@ def started(kubeconfig: Path) -> Iterator[Callable[..., Command]]:
     """Return what starts a command line."""
     running: list[tuple[Command, threading.Thread]] = []
 
-    def start(*argv: str) -> Command:
-        command = [sys.executable, "-u", "-m", "dra_bridge", *argv, "--kubeconfig", str(kubeconfig)]
+    def start(*argv: str, access: Path = kubeconfig) -> Command:
+        command = [sys.executable, "-u", "-m", "dra_bridge", *argv, "--kubeconfig", str(access)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         made = Command(process)
         reader = threading.Thread(target=made.read, daemon=True)
@@ -141,8 +144,8 @@ def started(kubeconfig: Path) -> Iterator[Callable[..., Command]]:
 def ran(started: Callable[..., Command]) -> Callable[..., tuple[int, str]]:
     """Return what runs a command line to its end: its status and all that it said."""
 
-    def run(*argv: str) -> tuple[int, str]:
-        made = started(*argv)
+    def run(*argv: str, **options: Path) -> tuple[int, str]:
+        made = started(*argv, **options)
         return ended(made), made.out
 
     return run
@@ -269,6 +272,33 @@ def test_rollout_stalls_goes_on_and_is_undone(bridge: Bridge, ran: Callable[...,
     found = told(ran("status", "-o", "json")[1])
     assert found["settled"]
     assert found["resources"][0]["counts"] == {"dra": 1, "plugin": COUNT - 1}
+
+
+def test_two_operators_do_not_fight(
+    bridge: Bridge, started: Callable[..., Command], ran: Callable[..., tuple[int, str]]
+) -> None:
+    """The second of two contradicting rollouts stops, or takes over and the first one stops; --undo restores all."""
+    cluster, node = bridge.cluster, bridge.cluster.node_name
+    other = cluster.kubeconfig_for(OTHER)
+    annotate(cluster, {SHARE: "1"}, {"pool": "boards"})
+    pod = cluster.start_pod("holder", {RESOURCE: 1}).wait_running()
+    command = ["rollout", "--driver", DRIVER, "--selector", "pool=boards"]
+    first = started(*command, "--share", "all")
+    cluster.wait_for(lambda: asked_of(cluster)[SHARE] == "all", 30, "the first one has begun")
+    status, out = ran(*command, "--share", "none", access=other)
+    assert status == 1, out
+    assert f"stopped: {node} is asked for all by the rollout of {OPERATOR} (share all); --take-over replaces" in out
+    assert first.process.poll() is None
+    status, out = ran(*command, "--share", "2", "--take-over", "--timeout-per-node", "20", access=other)
+    assert status == 0, out
+    assert ended(first) == 1, first.out
+    assert f"stopped: {node} is asked for 2 by the rollout of {OTHER} (share 2); --take-over replaces it" in first.out
+    assert first.out.count("asked for all") == 1
+    pod.delete()
+    pod.wait_gone()
+    status, out = ran(*command, "--undo")
+    assert status == 0, out
+    assert asked_of(cluster) == {SHARE: "1"}
 
 
 def test_rollout_stops_when_a_pod_fails(

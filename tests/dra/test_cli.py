@@ -132,6 +132,8 @@ class World:
     kubeconfig: Path
     agents: dict[str, Agent] = field(default_factory=dict)
     over: threading.Event = field(default_factory=threading.Event)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held while agents work: a Node is replaced between two of their steps."""
     most: int = 0
     """How many nodes were in the move at once, at the most."""
 
@@ -149,8 +151,9 @@ class World:
                 seen = len(self.server.log)
             for agent in list(self.agents.values()):
                 if not agent.deaf:
-                    self.count()
-                    agent.work()
+                    with self.lock:
+                        self.count()
+                        agent.work()
 
     def count(self) -> None:
         moving = 0
@@ -990,7 +993,8 @@ def test_undo_restores_exactly(world: World, bridge: Callable[..., Ran]) -> None
         world.agent(name)
     world.agents["n2"].ask(dra_share="25%")
     assert bridge("rollout", "--driver", D, "--share", "all", "-l", "pool=gpu", "--max-unavailable", "2").status == 0
-    assert bridge("rollout", "--driver", D, "--share", "3", "-l", "pool=gpu", "--max-unavailable", "2").status == 0
+    later = ["rollout", "--driver", D, "--share", "3", "-l", "pool=gpu", "--max-unavailable", "2"]
+    assert bridge(*later, "--take-over").status == 0
     ran = bridge("rollout", "--driver", D, "--undo", "-l", "pool=gpu")
     assert ran.status == 0, ran
     assert world.agents["n1"].annotations == {}
@@ -1009,8 +1013,67 @@ def test_rollout_stops_at_a_stall_and_goes_on(world: World, bridge: Callable[...
     assert second.annotations == {}
     first.held.clear()
     assert bridge(*command).status == 0
-    assert json.loads(first.annotations[BEFORE]) == {"share": None}
+    assert json.loads(first.annotations[BEFORE])["share"] is None
     assert second.annotations[SHARE] == "all"
+
+
+def test_contradicting_rollouts_do_not_fight(world: World, bridge: Callable[..., Ran]) -> None:
+    """The second of two users is told who is at work; if told to, it takes over, and the first one stops with 1.
+
+    What each node was asked for before both is what --undo restores.
+    """
+    first, second = world.agent("n1", held={"gpu-0": "pod default/p"}), world.agent("n2")
+    first.ask(dra_share="2")
+    world.server.user = "alice"
+    theirs = ["rollout", "--driver", D, "--share", "none", "-l", "pool=gpu", "--timeout-per-node", "30"]
+    with started(world, "rollout", "--driver", D, "--share", "all", "-l", "pool=gpu") as process:
+        world.wait_for(lambda: first.annotations.get(SHARE) == "all")
+        world.server.user = "bob"
+        ran = bridge(*theirs)
+        assert ran.status == 1
+        found = "stopped: n1 is asked for all by the rollout of alice (share all); --take-over replaces it"
+        assert ran.out.splitlines()[-1] == found
+        assert process.poll() is None
+        assert first.annotations[SHARE] == "all"
+        with started(world, *theirs, "--take-over") as second_process:
+            out, _ = process.communicate(timeout=WAIT)
+            assert process.returncode == 1
+            assert "stopped: n1 is asked for none by the rollout of bob (share none); --take-over replaces it" in out
+            first.held.clear()
+            second_process.communicate(timeout=WAIT)
+            assert second_process.returncode == 0
+    assert json.loads(first.annotations[BEFORE]) == {"share": "2", "owner": "bob (share none)"}
+    assert bridge("rollout", "--driver", D, "--undo", "-l", "pool=gpu").status == 0
+    assert (first.annotations, second.annotations) == ({SHARE: "2"}, {})
+
+
+def test_a_rollout_asks_a_node_once(world: World, bridge: Callable[..., Ran]) -> None:
+    """Whoever asks a node of a running rollout for another share stops it; it is not asked again and again."""
+    agent = world.agent("n1", held={"gpu-0": "pod default/p"})
+    with started(world, "rollout", "--driver", D, "--share", "all", "-l", "pool=gpu") as process:
+        world.wait_for(lambda: agent.annotations.get(SHARE) == "all")
+        assert bridge("migrate", "n1", "--driver", D, "--share", "1").status == 0
+        out, _ = process.communicate(timeout=WAIT)
+        assert process.returncode == 1
+    assert "stopped: n1 is asked for 1 by somebody else since this rollout has begun it; --take-over repl" in out
+    assert agent.annotations[SHARE] == "1"
+    assert out.count("n1: asked for all") == 1
+
+
+def test_a_node_that_is_made_anew_is_begun_anew(world: World, bridge: Callable[..., Ran]) -> None:
+    """A Node that was deleted and comes back without its annotations belongs to nobody: the rollout asks it again."""
+    agent = world.agent("n1", held={"gpu-0": "pod default/p"})
+    with started(world, "rollout", "--driver", D, "--share", "all", "-l", "pool=gpu") as process:
+        world.wait_for(lambda: agent.told == "all")
+        node = world.server.get("nodes", "n1")
+        with world.lock:
+            world.server.delete("nodes", "n1")
+            del node["metadata"]["annotations"], node["metadata"]["resourceVersion"], node["metadata"]["uid"]
+            world.server.create(node)
+        world.wait_for(lambda: agent.annotations.get(SHARE) == "all")
+        agent.held.clear()
+        out, _ = process.communicate(timeout=WAIT)
+        assert process.returncode == 0, out
 
 
 def failed_pod(node: str, name: str, limits: Mapping[str, str]) -> dict[str, Any]:

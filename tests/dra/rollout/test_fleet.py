@@ -307,7 +307,7 @@ class World:
             if decision.over:
                 return
             for name in decision.forget:
-                self.patch(name, fleet.forget_patch(D, node(name, self.annotations[name])))
+                self.patch(name, fleet.forget_patch(goal, D, node(name, self.annotations[name])))
             for name in decision.begin:
                 self.patch(name, fleet.begin_patch(goal, D, node(name, self.annotations[name]), []))
                 own.add(name)
@@ -332,12 +332,68 @@ def test_rollouts_end_and_undo_restores(
     at_first = {f"n{number}": {SHARE: text} if text else {} for number, text in enumerate(before)}
     world = World({name: dict(found) for name, found in at_first.items()})
     for share in shares:
-        world.roll(Goal(share), Limits(most), choices, crash)
+        world.roll(Goal(share, owner=f"me (share {share})", take_over=True), Limits(most), choices, crash)
         assert all(found.get(SHARE) == share for found in world.annotations.values())
         assert not world.moving()
-    world.roll(Goal(undo=True), Limits(most), choices, crash)
+    world.roll(Goal(undo=True, owner="me (undo)"), Limits(most), choices, crash)
     assert world.annotations == at_first
     assert not world.moving()
+
+
+ALICE, BOB = Goal("all", owner="alice (share all)"), Goal("none", owner="bob (share none)")
+
+
+def owned(share: str | None, goal: Goal, **more: Any) -> NodeView:
+    """Return a node that a goal's rollout has begun, and that is asked for a share now."""
+    return view("n1", asked=share, counts={"plugin": 4}, before=Before("2", owner=goal.owner), **more)
+
+
+@pytest.mark.parametrize(
+    ("goal", "found", "own", "said"),
+    [
+        (BOB, owned("all", ALICE), (), "n1 is asked for all by the rollout of alice (share all); --take-over replaces"),
+        (replace(BOB, take_over=True), owned("all", ALICE), (), ""),
+        (replace(BOB, take_over=True), owned("all", ALICE), ("n1",), "n1 is asked for all by the rollout of alice"),
+        (ALICE, owned("all", ALICE), (), ""),
+        (ALICE, owned("all", BOB), (), ""),  # that somebody else asks for the same is no contradiction
+        (ALICE, owned("none", BOB), ("n1",), "n1 is asked for none by the rollout of bob (share none)"),
+        (ALICE, owned("1", ALICE), (), "n1 is asked for 1 by somebody else since this rollout has begun it"),
+        (ALICE, owned(None, ALICE), ("n1",), "n1 is asked for nothing by somebody else"),
+        (ALICE, view("n1", asked="2"), ("n1",), "n1 is asked for 2 by somebody else"),  # undone meanwhile
+        (ALICE, view("n1", asked="2"), (), ""),
+        (ALICE, owned("none", Goal()), (), ""),  # the record of an older version names nobody
+        (Goal(undo=True, owner="bob (undo)"), owned("all", ALICE), (), ""),
+        (Goal(undo=True, owner="bob (undo)"), owned("all", ALICE), ("n1",), "n1 is asked for all by the rollout of al"),
+    ],
+)
+def test_contradicting_rollouts(goal: Goal, found: NodeView, own: Sequence[str], said: str) -> None:
+    """A run stops at a node that somebody else asks for another share, unless it is to take over, and that once."""
+    decision = fleet.decide(goal, [found, view("n2")], Limits(2), own=own)
+    assert bool(decision.stop) is bool(said)
+    assert "".join(decision.stop).startswith(said)
+    assert not (said and decision.begin)
+    annotations = {SHARE: found.asked, BEFORE: msgspec.json.encode(found.before).decode() if found.before else None}
+    now = node("n1", {key: text for key, text in annotations.items() if text is not None})
+    if said and not own:  # it was begun by another run between the decision and the request
+        assert fleet.begin_patch(goal, D, now, []) is None
+
+
+def test_who_takes_over_keeps_what_was_before() -> None:
+    """The share from before is written once; the owner is the last one who asked."""
+    found = node("n1", {SHARE: "all", BEFORE: '{"share":"2","owner":"alice (share all)"}'})
+    patch = fleet.begin_patch(replace(BOB, take_over=True), D, found, [])
+    assert patch is not None
+    record = patch["metadata"]["annotations"][BEFORE]
+    assert msgspec.json.decode(record, type=Before) == Before("2", owner="bob (share none)")
+
+
+def test_a_record_is_removed_only_where_its_share_is_restored() -> None:
+    """Between the decision and the request another run may have asked for its own share again."""
+    undo = Goal(undo=True, owner="bob (undo)")
+    record = '{"share":"2","owner":"bob (undo)"}'
+    assert fleet.forget_patch(undo, D, node("n1", {SHARE: "2", BEFORE: record})) is not None
+    assert fleet.forget_patch(undo, D, node("n1", {SHARE: "all", BEFORE: record})) is None
+    assert fleet.forget_patch(undo, D, node("n1", {SHARE: "2"})) is None
 
 
 def test_pause_ends_after_the_first_nodes() -> None:
