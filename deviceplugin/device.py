@@ -230,7 +230,7 @@ def _united(what: str, parts: Sequence[Iterable[tuple[str, _T]]]) -> dict[str, _
 
 def _are_numbers(numa: object) -> bool:
     several = numa if isinstance(numa, Sequence) and not isinstance(numa, str | bytes) else (numa,)
-    return all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in several)
+    return all(isinstance(one, int) and not isinstance(one, bool) and one >= -1 for one in several)
 
 
 NO_EDITS: Final = ContainerEdits()
@@ -241,7 +241,7 @@ class Device:
     """One device of a node, the same on both sides.
 
     id: its name on this node, 1 to 63 characters, the same after a restart (the kubelet's checkpoint remembers it).
-    numa: the NUMA node or nodes it is close to, None if unknown.
+    numa: the NUMA node or nodes it is close to; None, or -1 as the file `numa_node` of sysfs has it, if unknown.
     nodes: its device nodes. edits: what else a container gets that holds it.
     attributes: what claims select on; unqualified names belong to the driver's domain.
     capacity: amounts by name, an int or a Kubernetes quantity such as "16Gi".
@@ -278,6 +278,8 @@ class Device:
         _typed("health", self.health, Health, "Health.HEALTHY, Health.UNHEALTHY or Health.UNKNOWN")
         if self.numa is not None and not _are_numbers(self.numa):
             raise TypeError(f"numa must be a NUMA node such as 0, a list of them or None, not {self.numa!r}")
+        if self.numa is not None and -1 in (self.numa if isinstance(self.numa, Sequence) else (self.numa,)):
+            object.__setattr__(self, "numa", tuple(node for node in self.numa_nodes if node != -1) or None)
         _typed("edits", self.edits, ContainerEdits, "ContainerEdits(env={'NAME': 'value'}), say")
         _string("message", self.message)
         _string("identity", self.identity)

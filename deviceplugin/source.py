@@ -36,7 +36,8 @@ class DeviceSource:
             linked ones (by `links`, by NUMA nodes without them), replicas of different devices; "packed", replicas of
             few devices; "distributed", replicas of the devices that are used least; "none", the first.
         hook_timeout: seconds after which a hook's call is given up. The kubelet waits for Allocate without a deadline
-            and admits no other pod meanwhile (kubernetes#117435), and 30 s for PreStartContainer.
+            and admits no other pod meanwhile (kubernetes#117435), 30 s for PreStartContainer, which calls `reset`, and
+            45 s for NodePrepareResources, which calls `reset` and `prepare`: a longer time is warned of at the start.
         config_type: what a claim's opaque parameters are decoded into, any type that msgspec can convert a JSON object
             to (a Struct, a dataclass). Unknown fields are errors. None: this driver takes no parameters.
 
@@ -90,7 +91,12 @@ class DeviceSource:
         return ContainerEdits()
 
     def reset(self, devices: Sequence[Device]) -> Awaitable[None] | None:
-        """Make the devices ready for their next user; called before each start of a container.
+        """Make the devices ready for their next user.
+
+        With limits it is called before each start of a container, also of one that starts again in its pod. With
+        claims it is called once, when the claim is prepared: the kubelet tells a DRA driver nothing of containers that
+        start again. What has to be done between two users belongs to `released` or to this hook; what each start
+        needs, the program in the container must do itself, if pods with claims use it.
 
         Of a device that pods share it runs for each of them, while the others use it. Of one that claims share it runs
         for the first alone, and never for administrative access.
@@ -218,7 +224,9 @@ def _likely_name(kind: type[DeviceSource], name: str, value: object) -> str:
     import difflib
 
     method = isinstance(value, _METHODS)
-    names = _OPTIONAL if method else [one for one, kind_of in _SETTINGS.items() if isinstance(value, kind_of)]
+    # A property is not misspelt by a plain method, nor the other way round.
+    hooks = [one for one in _OPTIONAL if isinstance(value, property) == (one == "links")]
+    names = hooks if method else [one for one, kind_of in _SETTINGS.items() if isinstance(value, kind_of)]
     free = [one for one in names if getattr(kind, one) is getattr(DeviceSource, one)]
     if (known := _OTHER_NAMES.get(name.lower().replace("_", ""))) in free:
         return str(known)

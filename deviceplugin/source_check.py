@@ -23,6 +23,12 @@ _SETTINGS: Final[Mapping[str, tuple[Callable[[Any], object], str]]] = {
 }
 
 
+PRE_START: Final = 30
+"""Seconds that the kubelet waits for PreStartContainer (k8s.io/kubelet 0.36, deviceplugin/v1beta1/constants.go)."""
+PREPARE: Final = 45
+"""Seconds that the kubelet waits for NodePrepareResources (kubelet 1.36, cm/dra/plugin/dra_plugin.go)."""
+
+
 def check_sources(sources: Collection[object]) -> None:
     """Raise TypeError unless these are sources that can be served, NamingError if one's resource or driver is wrong."""
     if not sources:
@@ -56,6 +62,18 @@ def check_source(source: object) -> None:
             raise TypeError(f"{kind}.{name} {mistake}")
     _check_config_type(f"{kind}.config_type", source.config_type)
     _check_links(source)
+
+
+def overlong(source: DeviceSource) -> str:
+    """Return for which calls the kubelet waits shorter than this source's hooks may take; "" for none."""
+    calls = [("PreStartContainer", PRE_START, ("reset",))]
+    calls += [("NodePrepareResources", PREPARE, ("reset", "prepare"))] if source.driver else []
+    found = [
+        f"{call}, which calls {' and '.join(f'`{one}`' for one in of if one in source.hooks)}, after {limit} s"
+        for call, limit, of in calls
+        if source.hook_timeout > limit and not source.hooks.isdisjoint(of)
+    ]
+    return f"hook_timeout is {source.hook_timeout:g} s, but the kubelet gives up {', '.join(found)}" if found else ""
 
 
 def _check_config_type(what: str, config_type: object) -> None:
@@ -97,6 +115,8 @@ def _mistake(name: str, method: Any) -> str:
         inspect.signature(method).bind(*usual)
     except TypeError as error:
         return f"is called as {name}({', '.join(usual)}): {error}"
+    if "devices" in usual and "device" in inspect.signature(method).parameters:
+        return "gets a list of devices, whatever its length: call its parameter `devices`, not `device`"
     if name == "watch":
         return "must yield lists of devices, not return one" if inspect.iscoroutinefunction(method) else ""
     if name == "child_sources":

@@ -188,6 +188,12 @@ def _add_deployment(parser: argparse.ArgumentParser) -> None:
     add("--runtime-class", "runtime_class", runtime, type=class_name, metavar="NAME")
     judged = "auto: where the configuration opens device nodes; an own agent is not judged (auto)"
     add("--privileged", "privileged", judged, choices=("auto", "always", "never"))
+    below_sys = _matching("/sys/+[^/].*", "is not a directory below /sys; write /sys/devices, for example")
+    written = (
+        "what hooks write to of /sys, which is read-only in a container; may be given several times (/sys/devices)"
+    )
+    more = {"metavar": "DIR", "type": below_sys, "nargs": "?", "const": "/sys/devices", "action": "append"}
+    add("--writable-sys", "writable_sys", written, **more)
     alone = "serve limits alone, by `deviceplugin run`, whatever drivers the file names; so it is where it names none"
     add("--plugin-only", "plugin_only", alone, action="store_true")
     add("--memory", "memory", "the container's limit (128Mi)", type=_memory, metavar="QUANTITY")
@@ -275,6 +281,7 @@ def _manifests(options: argparse.Namespace) -> int:
 
     fields = {field.name for field in dataclasses.fields(Deployment)}
     given = {key: value for key, value in vars(options).items() if key in fields}
+    given["writable_sys"] = tuple(dict.fromkeys(given.get("writable_sys", ())))
     if "node_selector" in given:
         given["node_selector"] = dict(labels := given["node_selector"])
         if len(given["node_selector"]) < len(set(labels)):
@@ -301,6 +308,9 @@ def _manifests(options: argparse.Namespace) -> int:
     for directory in wide_mounts(found):
         why = "through what lies there it could take over the node; name paths in a directory of their own"
         print(f"the agent sees all of {directory}: {why}", file=sys.stderr)
+    if deployment.writable_sys:
+        what = "of its node: it can change how every device there works"
+        print(f"the agent may write to {', '.join(deployment.writable_sys)} {what}", file=sys.stderr)
     if options.source and deployment.privileged == "auto":
         print("the agent is not privileged; --privileged always if it opens device nodes", file=sys.stderr)
     metrics = found.metrics

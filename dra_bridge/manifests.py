@@ -37,6 +37,7 @@ class Deployment:
     pod_log_directory: where nodes have what the options of `run` name.
     own_command: of an author's own agent, which reads no config file; empty for `dra-bridge run`.
     privileged: whether the agent's container is privileged; auto: where the configuration needs it (`privileges`).
+    writable_sys: directories of sysfs that an own agent's hooks write to; a container's /sys is read-only.
     plugin_only: `deviceplugin run` in place of `dra-bridge run`, without anything of the API server; so it is as well
     where no resource names a driver.
     """
@@ -60,6 +61,7 @@ class Deployment:
     runtime_class: str = ""
     own_command: tuple[str, ...] = ()
     privileged: Literal["auto", "always", "never"] = "auto"
+    writable_sys: tuple[str, ...] = ()
     plugin_only: bool = False
 
 
@@ -142,6 +144,8 @@ def manifests(config: Config, text: str, deployment: Deployment | None = None) -
         _mount(pod, f"driver-{number}", directory, "DirectoryOrCreate", read_only=False)
     for number, (directory, kind) in enumerate(_directories(config).items()):
         _mount(pod, f"devices-{number}", directory, kind, mountPropagation="HostToContainer")
+    for number, directory in enumerate(how.writable_sys):
+        _mount(pod, f"sys-{number}", directory, "Directory", read_only=False)
     if any(one.injection == "cdi" for one in nvidia) and how.cdi_directory != "/etc/cdi":
         # The names of GPUs are in a spec that NVIDIA's own tools wrote.
         _mount(pod, "etc-cdi", "/etc/cdi", "DirectoryOrCreate")

@@ -63,6 +63,9 @@ def test_numa_is_one_several_or_unknown() -> None:
     assert Device("a").numa_nodes == ()
     assert Device("a", numa=0).numa_nodes == (0,)
     assert Device("a", numa=[1, 0]).numa_nodes == (1, 0)
+    assert Device("a", numa=-1).numa_nodes == Device("a", numa=[-1]).numa_nodes == ()  # as sysfs says it
+    assert Device("a", numa=[-1, 1]).numa_nodes == (1,)
+    assert Device("a", numa=-1) == Device("a", numa=None)
 
 
 def test_health_changes_make_another_device_and_only_then() -> None:
@@ -189,7 +192,7 @@ def test_winner_wins_and_nothing_is_lost(edits: list[ContainerEdits], winner: Co
         (Mount, {"host": "/a", "container": "/b", "readonly": "yes"}, "readonly must be True or False, not 'yes'"),
         (DeviceNode, {"host": "/dev/a", "permissions": 5}, "permissions must be a string .* not 5"),
         (DeviceNode, {"host": "/dev/a", "container": None}, "container path must be a string"),
-        (Device, {"id": "a", "numa": -1}, "device 'a': numa must be .*, not -1"),
+        (Device, {"id": "a", "numa": -2}, "device 'a': numa must be .*, not -2"),
         (Device, {"id": "a", "attributes": {"x": 1.5}}, r"attributes: the value of 'x' must be .* Version, not 1\.5"),
         (Device, {"id": "a", "attributes": {"x": None}}, "device 'a': attributes: the value of 'x' must be"),
         (Device, {"id": "a", "attributes": {1: 1}}, "device 'a': attributes: the name 1 must be a string such as '1'"),

@@ -65,7 +65,6 @@ async def generate(*_: object) -> AsyncIterator[int]:
         ("mesure", "measure"),
         ("replica_of", "replicas_of"),
         ("child_source", "child_sources"),
-        ("link", "links"),
         ("allocate", "edits"),
         ("list_and_watch", "watch"),
         ("ListAndWatch", "watch"),
@@ -92,6 +91,13 @@ def test_a_misspelt_setting_is_an_error_of_its_class(name: str, value: object, m
     with pytest.raises(TypeError, match=rf"Wrong\.{name} is no setting and has no effect; did you mean {meant}\?"):
         type("Wrong", (DeviceSource,), {name: value})
     type("Right", (DeviceSource,), {name: [value]})  # of another type: it is the author's own
+
+
+def test_a_misspelt_property_is_a_property() -> None:
+    """`links` is a property: a property `link` was meant to be it, a method of that name does something else."""
+    with pytest.raises(TypeError, match=r"Wrong\.link is no hook and would never be called; did you mean links\?"):
+        type("Wrong", (DeviceSource,), {"link": property(nothing)})
+    type("Right", (DeviceSource,), {"link": nothing})
 
 
 @pytest.mark.parametrize("name", ["_edit", "devices", "match", "reload", "helper", "scan", "update"])
@@ -156,6 +162,14 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
     (lambda: source_with(edits=ContainerEdits())(), r"Wrong\.edits must be a method, not ContainerEdits\("),
     (lambda: source_with(edits=lambda self: None)(), r"Wrong\.edits is called as edits\(devices\): too many"),
     (
+        lambda: source_with(reset=lambda self, device: None)(),
+        r"Wrong\.reset gets a list of devices, whatever its length: call its parameter `devices`, not `device`",
+    ),
+    (
+        lambda: source_with(prepare=lambda self, device, config: None)(),
+        r"Wrong\.prepare gets a list of devices, .*, not `device`",
+    ),
+    (
         lambda: source_with(prefer=lambda self, devices: devices)(),
         r"as prefer\(available, must_include, size\)",
     ),
@@ -173,6 +187,33 @@ def test_what_cannot_be_served_is_refused_at_the_start(make: Callable[[], Any], 
             start(make(), argv=[])
     with pytest.raises((TypeError, NamingError), match=message):
         Agent([make()])
+
+
+@pytest.mark.parametrize(
+    ("members", "warned"),
+    [
+        (
+            {"reset": nothing, "hook_timeout": 60},
+            "the kubelet gives up PreStartContainer, which calls `reset`, after 30 s",
+        ),
+        ({"reset": nothing, "hook_timeout": 60, "driver": "a.example.com"}, "NodePrepareResources, .*after 45 s"),
+        ({"prepare": nothing, "hook_timeout": 60, "driver": "a.example.com"}, "NodePrepareResources, .*after 45 s"),
+        ({"reset": nothing, "hook_timeout": 20}, ""),
+        ({"released": nothing, "hook_timeout": 60}, ""),
+        ({"prepare": nothing, "hook_timeout": 60}, ""),
+    ],
+)
+def test_a_timeout_longer_than_the_kubelets_is_warned_of(
+    members: dict[str, object], warned: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Who lets a hook take longer than the kubelet waits for it learns that at the agent's start."""
+    Agent([source_with(**members)()])
+    texts = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    if warned:
+        (text,) = texts
+        assert re.search(rf"^example\.com/toy: hook_timeout is 60 s, but .*{warned}", text)
+    else:
+        assert texts == []
 
 
 def yielding(listed: Any) -> Iterator[DeviceSource]:

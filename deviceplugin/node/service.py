@@ -28,7 +28,7 @@ from deviceplugin.register.question import allocation_unit
 from deviceplugin.register.records import AllocationRecord
 from deviceplugin.register.register import Register
 from deviceplugin.source import DeviceSource
-from deviceplugin.source_check import checked_children
+from deviceplugin.source_check import checked_children, overlong
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -59,6 +59,9 @@ class Service:
     def __init__(self, source: DeviceSource, context: ServiceContext) -> None:
         self.source = source
         self.resource = source.resource
+        if problem := overlong(source):
+            what = "such a hook works on, and its devices are given to nobody until it ends"
+            _LOG.warning("%s: %s; %s", source.resource, problem, what, extra={"resource": source.resource})
         self.inventory = Inventory(source.resource)
         self.inventory.subscribe(InventoryLog(source.resource, self._holder))
         self.follower = SourceFollower(source, self.inventory, self._take_source, self._adopt_existing)

@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Literal, Self
@@ -34,6 +34,7 @@ from deviceplugin.testing.run import Registration, Rpc, Run, Update, describe
 from deviceplugin.wire import podresources_pb2 as pr
 
 if TYPE_CHECKING:
+    from deviceplugin.kubelet.status import ResourceStatus
     from deviceplugin.node.options import Paths
 
 __all__ = ["Damage", "FakeKubelet", "Registration", "Rpc", "Update"]
@@ -116,6 +117,8 @@ class FakeKubelet:
         """Every call to a plugin or to PodResources, in the order of their beginnings."""
         self.crashes: list[str] = []
         """Where a real kubelet would have crashed. A test that expects one clears it."""
+        self.statuses: list[Callable[[], Sequence[ResourceStatus]]] = []
+        """Of the agents of `serve`: they know why a device is withheld; a kubelet is not told."""
         self._updates: dict[str, list[Update]] = {}
         self._rejecting: list[str] = []
         self._rejecting_pods: list[str] = []
@@ -358,6 +361,16 @@ class FakeKubelet:
 
     # Pods.
 
+    def withheld(self, resources: Collection[str]) -> str:
+        """Return why the agents of `serve` withhold devices of these resources, for a message; "" if they do not."""
+        reasons = [
+            f"{device}: {why.reason}"
+            for resource in itertools.chain.from_iterable(status() for status in self.statuses)
+            if resource.resource in resources
+            for device, why in sorted(resource.withheld.items())
+        ]
+        return "; withheld: " + "; ".join(reasons) if reasons else ""
+
     def start_pod(
         self,
         name: str,
@@ -407,7 +420,7 @@ class FakeKubelet:
         self.wait_until(lambda: pod.running or pod.terminal, timeout, lambda: f"{pod!r} to run or fail")
         pod.raise_crash()
         if check and pod.phase == "Failed":
-            raise PodFailedError(f"{pod!r} has failed")
+            raise PodFailedError(f"{pod!r} has failed{self.withheld(asked)}")
         for one in pod.containers.values() if check and pod.running else ():
             for resource, number in one.spec.limits.items():
                 if resource in served and len(one.devices.get(resource, ())) < number:

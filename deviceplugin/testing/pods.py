@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 from deviceplugin.testing.devicemanager import ContainerSpec, KubeletCrashError, PodSpec, RunOptions
@@ -116,6 +116,9 @@ class Node(Protocol):
     def end_container(self, pod: FakePod, container: FakeContainer) -> None:
         """End a container's process."""
 
+    def withheld(self, resources: Collection[str]) -> str:
+        """Return which devices of these resources are withheld and why, for a message; "" for none."""
+
 
 class FakePod:
     """A pod on the fake node.
@@ -162,7 +165,7 @@ class FakePod:
     def __repr__(self) -> str:
         why = f" {self.reason}: {self.message}" if self.reason else ""
         if not self.bound and self.waits_for:
-            why = f"; it waits for {self.waits_for}"
+            why = f"; it waits for {self.waits_for}{self._node.withheld(self.requests)}"
         return f"<FakePod {self.namespace}/{self.name} {self.phase}{why} {list(self.all_containers.values())}>"
 
     @property

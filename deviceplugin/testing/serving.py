@@ -39,6 +39,7 @@ class Served:
         self._thread = threading.Thread(target=self._main, name="agent", daemon=True)
         self._thread.start()
         self._made.wait()
+        kubelet.statuses.append(lambda: self.agent.status().resources if self.alive else ())
 
     @property
     def agent(self) -> Agent:
@@ -75,7 +76,8 @@ class Served:
         self._raise_end()
         if (failure := self._failure()) is not None:
             name, cause = failure
-            raise RuntimeError(f"{name}: watch failed before its first list: {cause!r}") from cause
+            why = f"{type(cause).__name__}: {cause}"  # its repr leaves out the path of a missing file
+            raise RuntimeError(f"{name}: watch failed before its first list: {why}") from cause
 
     def stop(self, timeout: float = 10.0) -> None:
         """End the agent.

@@ -27,10 +27,10 @@ Object = dict[str, Any]
 _TERM: Final = re.compile(
     r"""device\.(?:
         (?P<driver>driver)
-        | (?P<part>attributes|capacity)\["(?P<domain>[^"]+)"\]\.(?P<name>\w+)
+        | (?P<part>attributes|capacity)\[(?P<quote>["'])(?P<domain>[^"']+)(?P=quote)\]\.(?P<name>\w+)
         )\s*(?:
-        (?P<operator>==|!=)\s*(?P<value>"[^"]*"|true|false|-?\d+)
-        | \.compareTo\(quantity\("(?P<quantity>[^"]+)"\)\)\s*(?P<order>>=|<=|==|>|<)\s*0
+        (?P<operator>==|!=)\s*(?P<value>"[^"]*"|'[^']*'|true|false|-?\d+)
+        | \.compareTo\(quantity\((?P<mark>["'])(?P<quantity>[^"']+)(?P=mark)\)\)\s*(?P<order>>=|<=|==|>|<)\s*0
         | (?P<bool>)
         )\s*""",
     re.VERBOSE,
@@ -111,7 +111,7 @@ def _holds(term: re.Match[str], driver: str, device: Mapping[str, Any]) -> bool:
     if term["operator"] is None:
         return value is True
     literal = term["value"]
-    wanted: Any = literal[1:-1] if literal[0] == '"' else {"true": True, "false": False}.get(literal)
+    wanted: Any = literal[1:-1] if literal[0] in "\"'" else {"true": True, "false": False}.get(literal)
     if wanted is None:
         wanted = int(literal)
     return bool(value == wanted) == (term["operator"] == "==")

@@ -286,6 +286,26 @@ def test_unprivileged_agent_has_what_it_needs_and_no_more(deployed: Deployed) ->
     )
 
 
+def test_hooks_write_to_sysfs_only_where_asked_for(deployed: Deployed) -> None:
+    """In a pod /sys is read-only; `--writable-sys` opens the devices' directories, also through links, and no other."""
+    device, link, other = (
+        "/sys/devices/virtual/mem/null/uevent",
+        "/sys/class/mem/null/uevent",
+        "/sys/kernel/uevent_helper",
+    )
+    agent = deployed.agent()
+    refused = "Read-only file system"
+    found = tried(agent, device, link, other)
+    assert [found[one] for one in (device, link, other)] == [refused] * 3
+    deployed.apply("--writable-sys")
+    agent = deployed.agent(other_than=agent.uid)
+    found = tried(agent, device, link, other)
+    deployed.apply()
+    deployed.agent(other_than=agent.uid)
+    assert [found[one] for one in (device, link, other)] == ["opened", "opened", refused]
+    assert (found["CapEff"], found["NoNewPrivs"]) == (f"{0:016x}", "1")
+
+
 def test_privileged_agent_opens_devices_for_both_sides(node: Cluster) -> None:
     """With `probe: open` the agent is privileged and says why; without the privilege it cannot tell the health."""
     numbers = [os.stat(path).st_rdev for path in ("/dev/fuse", "/dev/loop-control")]

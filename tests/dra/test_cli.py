@@ -393,6 +393,24 @@ def test_manifests_of_an_own_agent(tmp_path: Path, capsys: pytest.CaptureFixture
     assert err == "the agent is not privileged; --privileged always if it opens device nodes\n"
 
 
+def test_manifests_of_an_own_agent_that_writes_to_sysfs(capsys: pytest.CaptureFixture[str]) -> None:
+    """A hook can write to the devices' directories if asked for, or to another one; what that means is said."""
+    example = Path(__file__).parents[2] / "examples" / "11-parameters.py"
+    command = ["manifests", "--source", str(example), "--command", "x", "--writable-sys"]
+    assert cli.main(command) == 0
+    out, err = capsys.readouterr()
+    assert "mountPath: /sys/devices" in out
+    assert "the agent may write to /sys/devices of its node: it can change how every device there works\n" in err
+    assert cli.main([*command, "/sys/module/x", "--writable-sys", "/sys/bus/pci"]) == 0
+    out, err = capsys.readouterr()
+    assert "mountPath: /sys/devices" not in out
+    assert "mountPath: /sys/bus/pci" in out
+    assert "write to /sys/module/x, /sys/bus/pci of" in err
+    with pytest.raises(SystemExit):
+        cli.main([*command, "/sysfs"])
+    assert "'/sysfs' is not a directory below /sys; write /sys/devices, for example" in capsys.readouterr().err
+
+
 def parse_options(arguments: list[str]) -> str | None:
     """Return the metrics address of an agent's arguments; an own agent takes no others than these."""
     parser = argparse.ArgumentParser(exit_on_error=False)

@@ -132,6 +132,9 @@ def test_each_part_of_a_shared_device_has_a_name() -> None:
         (f'device.attributes["{D}"].missing == "x"', False),
         (f'device.capacity["{D}"].memory.compareTo(quantity("16Gi")) >= 0', True),
         (f'device.capacity["{D}"].memory.compareTo(quantity("32Gi")) > 0', False),
+        (f"device.driver == '{D}' && device.attributes['{D}'].family == 'Arc'", True),
+        (f"device.attributes['{D}'].family == 'It\"s'", False),
+        (f"device.capacity['{D}'].memory.compareTo(quantity('16Gi')) >= 0", True),
     ],
 )
 def test_selectors(expression: str, so: bool) -> None:

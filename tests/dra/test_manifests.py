@@ -276,6 +276,18 @@ def test_privileged_by_the_administrator() -> None:
     assert {"name": "tmp", "mountPath": "/tmp"} in container["volumeMounts"]
 
 
+def test_directories_of_sysfs_that_a_hook_writes_to() -> None:
+    """They are mounted at their own path and writable; by default the runtime's /sys is all there is, read-only."""
+    pod = agent_of("", writable_sys=("/sys/devices", "/sys/module/x"))["spec"]
+    found = {one["mountPath"]: one.get("readOnly", False) for one in pod["containers"][0]["volumeMounts"]}
+    assert (found["/sys/devices"], found["/sys/module/x"]) == (False, False)
+    paths = {one["hostPath"]["path"]: one["hostPath"]["type"] for one in pod["volumes"] if "hostPath" in one}
+    assert (paths["/sys/devices"], paths["/sys/module/x"]) == ("Directory", "Directory")
+    assert not [
+        one for one in agent_of("")["spec"]["containers"][0]["volumeMounts"] if one["mountPath"].startswith("/sys")
+    ]
+
+
 def test_a_low_port_takes_a_capability() -> None:
     """Without it an unprivileged container may not bind the port where the runtime does not allow all."""
     (container,) = agent_of("", metrics_port=443)["spec"]["containers"]

@@ -15,6 +15,7 @@ from deviceplugin import ContainerEdits, Device, DeviceSource
 from deviceplugin.kubelet.registration import Timing
 from deviceplugin.testing import FakeKubelet, PodFailedError, Served, serve
 
+R = "example.com/thing"
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
 
 
@@ -115,6 +116,31 @@ def test_a_watch_that_fails_is_not_waited_for(served: Callable[..., Served], kin
         served(Things("a"), kind(error), timeout=60.0)
     assert failure.value.__cause__ is error
     assert time.monotonic() - began < 30.0
+
+
+def test_a_file_that_is_missing_is_named(served: Callable[..., Served]) -> None:
+    """A directory of sysfs that is not on this machine is named by its path."""
+    with pytest.raises(RuntimeError, match=r"first list: FileNotFoundError: .* '/sys/class/nonesuch'"):
+        served(Failing(FileNotFoundError(2, "No such file or directory", "/sys/class/nonesuch")), timeout=60.0)
+
+
+class Alike(Things):
+    """Two ids of one thing."""
+
+    async def watch(self) -> AsyncIterator[Sequence[Device]]:
+        yield [Device(name, identity="serial-7") for name in ("a", "b")]
+
+
+def test_devices_that_exclude_each_other_are_named(fake_kubelet: FakeKubelet, served: Callable[..., Served]) -> None:
+    """A pod that fails, or waits, for want of a device that another one excludes names both, not numbers alone."""
+    served(Alike())
+    fake_kubelet.run_pod("p", {R: 1})
+    reason = r"0 free.*; withheld: [ab]: .*\b[ab]\b"
+    with pytest.raises(PodFailedError, match=reason.replace("0 free", "0 are free")):
+        fake_kubelet.run_pod("q", {R: 1})
+    fake_kubelet.wait_allocatable(R, 1)
+    with pytest.raises(TimeoutError, match=reason):
+        fake_kubelet.start_pod("r", {R: 1}).wait_running(timeout=0.1)
 
 
 def test_a_health_of_a_wrong_type_fails_the_test(served: Callable[..., Served]) -> None:
