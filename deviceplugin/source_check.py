@@ -66,7 +66,7 @@ def check_source(source: object) -> None:
 
 def overlong(source: DeviceSource) -> str:
     """Return for which calls the kubelet waits shorter than this source's hooks may take; "" for none."""
-    calls = [("PreStartContainer", PRE_START, ("reset",))]
+    calls: list[tuple[str, int, tuple[str, ...]]] = [("PreStartContainer", PRE_START, ("reset",))]
     calls += [("NodePrepareResources", PREPARE, ("reset", "prepare"))] if source.driver else []
     found = [
         f"{call}, which calls {' and '.join(f'`{one}`' for one in of if one in source.hooks)}, after {limit} s"

@@ -321,7 +321,7 @@ def _manifests(options: argparse.Namespace) -> int:
 
 
 class _Given(BaseException):
-    """Raised in place of serving; the arguments are the sources."""
+    """Raised in place of serving; the arguments are the sources, and how metrics are served."""
 
 
 def _config_of(file: Path) -> Config:
@@ -330,17 +330,19 @@ def _config_of(file: Path) -> Config:
 
     import deviceplugin
     import dra_bridge
-    from deviceplugin.config import Config, ResourceConfig
+    from deviceplugin.config import Config, MetricsConfig, ResourceConfig
     from deviceplugin.naming import check_resource
+    from deviceplugin.node.options import metrics_config
     from deviceplugin.source_check import check_sources
 
-    def run(*sources: DeviceSource, **_: object) -> None:
+    def run(*sources: DeviceSource, **more: Any) -> None:
         check_sources(sources)
         for source in sources:
             if not source.driver:
                 raise CommandError(f"{file}: {source!r} names no driver; set `driver`")
             check_resource(source.resource)
-        raise _Given(*sources)
+        files = {name: more.get(name) for name in ("certificate", "key", "client_ca", "token")}
+        raise _Given(sources, metrics_config(**files) or MetricsConfig())
 
     def run_alone(*_: object, **__: object) -> None:
         raise CommandError(f"{file} calls deviceplugin.run, which serves no claims: see examples/daemonset.yaml")
@@ -349,9 +351,9 @@ def _config_of(file: Path) -> Config:
     try:
         runpy.run_path(str(file), run_name="__main__")
     except _Given as given:
-        return Config(
-            resources=tuple(ResourceConfig(name=one.resource, driver=one.driver, devices=()) for one in given.args)
-        )
+        sources, metrics = given.args
+        found = tuple(ResourceConfig(name=one.resource, driver=one.driver, devices=()) for one in sources)
+        return Config(resources=found, metrics=metrics)
     except (CommandError, OSError):
         raise
     except (Exception, SystemExit) as error:

@@ -62,6 +62,34 @@ def check_links(text: str) -> None:
         raise PackageError(f"links of the description lead nowhere on PyPI: {', '.join(relative)}")
 
 
+OWN = """
+from deviceplugin import Device, DeviceSource
+
+class Toys(DeviceSource):
+    resource, driver = "example.com/toy", "toy.example.com"
+
+    def watch(self):
+        yield [Device("a")]
+
+def test_by_limits(fake_kubelet, served):
+    served(Toys())
+    fake_kubelet.run_pod("p", {"example.com/toy": 1})
+
+def test_by_a_claim(fake_node, bridged):
+    bridged(Toys(), share="all")
+    fake_node.start_pod("p", template={"toy.example.com": 1}).wait_running()
+"""
+
+
+def check_fixtures(python: Path, directory: Path) -> None:
+    """Refuse an author's test run, with the extra `test` and no settings, that fails or warns of anything."""
+    directory.mkdir()
+    (directory / "test_own.py").write_text(OWN)
+    said = _run([python, "-W", "error", "-m", "pytest", "-q", "-p", "no:cacheprovider"], directory)
+    if "2 passed" not in said or "arning" in said:
+        raise PackageError(f"an author's tests with the extra `test`: {said}")
+
+
 def check(dist: Path, scratch: Path) -> None:
     """Check the source distribution and the wheel in a directory; raise PackageError."""
     (sdist,), (wheel,) = (list(dist.glob(name)) for name in ("*.tar.gz", "*.whl"))
@@ -75,6 +103,8 @@ def check(dist: Path, scratch: Path) -> None:
     venv.create(scratch / "venv", with_pip=True)
     programs = scratch / "venv" / "bin"
     _run([programs / "pip", "install", "-q", "--no-compile", f"{wheel}[bridge,cli,nvidia,test]"], scratch)
+    check_fixtures(programs / "python", scratch / "own")
+    _run([programs / "pip", "install", "-q", "--no-compile", f"{wheel}[develop]"], scratch)
     for name, called in PROGRAMS.items():
         *said, version = _run([programs / name, "--version"], scratch).split()
         if f"-{version}.tar.gz" not in sdist.name or " ".join(said) != called:

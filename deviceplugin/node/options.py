@@ -14,7 +14,7 @@ from deviceplugin.addresses import parse_address
 from deviceplugin.node import logs
 
 if TYPE_CHECKING:
-    from deviceplugin.config import Lock
+    from deviceplugin.config import Lock, MetricsConfig
 
 EXITS: Final = (
     "exit status: 0 all is well, 1 it failed while running, 2 wrong usage or a config file that cannot be used"
@@ -57,13 +57,47 @@ class RunOptions:
     metrics_address: str | None
 
 
-def parse_run(argv: Sequence[str] | None = None) -> RunOptions:
-    """Read the options of an author's own plugin (`run(Source())`) and set up its logs."""
+def parse_run(argv: Sequence[str] | None = None, metrics_address: str | None = None) -> RunOptions:
+    """Read the options of an author's own plugin (`run(Source())`) and set up its logs.
+
+    metrics_address: where it is not an option.
+    """
     parser = argparse.ArgumentParser(
         description="Serve a device plugin to this node's kubelet.", epilog=EXITS, allow_abbrev=False
     )
     add_run_options(parser)
+    parser.set_defaults(metrics_address=metrics_address)
     return run_options(parser.parse_args(argv))
+
+
+def metrics_config(
+    certificate: str | Path | None = None,
+    key: str | Path | None = None,
+    client_ca: str | Path | None = None,
+    token: str | Path | None = None,
+) -> MetricsConfig | None:
+    """Return how an author's own agent protects its metrics, None if it does not.
+
+    Raises ValueError: a path is not absolute, or there is no certificate to a key or to authorities of clients.
+    """
+    files = {"certificate": certificate, "key": key, "client_ca": client_ca, "token": token}
+    given = {name: path for name, path in files.items() if path is not None}
+    for name, path in given.items():
+        if not isinstance(path, str | Path) or not str(path).startswith("/"):
+            raise ValueError(f"{name} must be an absolute path, not {path!r}")
+        if name in ("key", "client_ca") and "certificate" not in given:
+            raise ValueError(f"{name}: there is no TLS without `certificate`")
+    if not given:
+        return None
+    from deviceplugin.config import MetricsConfig
+
+    paths = {name: str(path) for name, path in given.items()}
+    return MetricsConfig(
+        certificate=paths.get("certificate"),
+        key=paths.get("key"),
+        client_ca=paths.get("client_ca"),
+        token=paths.get("token"),
+    )
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:

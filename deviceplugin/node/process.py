@@ -19,12 +19,12 @@ from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.orphaned_claims import OrphanedClaims
 from deviceplugin.naming import node_name
 from deviceplugin.node.agent import Agent, AgentError
-from deviceplugin.node.options import Paths, parse_run
+from deviceplugin.node.options import Paths, metrics_config, parse_run
 from deviceplugin.source import DeviceSource
 from deviceplugin.version import VERSION
 
 if TYPE_CHECKING:
-    from deviceplugin.config import Config, Lock
+    from deviceplugin.config import Config, Lock, MetricsConfig
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -79,15 +79,29 @@ class Program:
         return cls(agent, agent.run, lambda _, changed, unchanged: agent.reconfigure(changed, unchanged))
 
 
-def run(*sources: DeviceSource, argv: Sequence[str] | None = None) -> None:
+def run(
+    *sources: DeviceSource,
+    metrics_address: str | None = None,
+    certificate: str | Path | None = None,
+    key: str | Path | None = None,
+    client_ca: str | Path | None = None,
+    token: str | Path | None = None,
+    argv: Sequence[str] | None = None,
+) -> None:
     """Serve these sources until SIGTERM or SIGINT; what the last line of an author's file calls.
 
+    metrics_address: where metrics are served, as HOST:PORT; the option --metrics-address goes before it, and without
+    either there are none. certificate, key, client_ca, token: absolute paths of the files that protect them, as
+    `metrics` of a config file has them; the kubelet's probes need neither token nor client certificate.
+
     The command line (or `argv`) has options; see `--help`. Ends the process with status 1 if the node cannot be served.
-    Raises TypeError if something is no source, NamingError if a source's resource or driver cannot be one.
+    Raises TypeError if something is no source, NamingError if a source's resource or driver cannot be one, ValueError
+    if a path is not absolute or the certificate is missing.
     """
-    options = parse_run(argv)
+    metrics = metrics_config(certificate=certificate, key=key, client_ca=client_ca, token=token)
+    options = parse_run(argv, metrics_address)
     address = options.metrics_address
-    status = serve(lambda: _plugin(sources, options.paths, address), metrics_address=address)
+    status = serve(lambda: _plugin(sources, options.paths, address), metrics_address=address, metrics=metrics)
     if status:
         sys.exit(status)
 
@@ -120,9 +134,18 @@ def _plugin(sources: Sequence[DeviceSource], paths: Paths, metrics_address: str 
     return Program.of(agent)
 
 
-def serve(make: Callable[[], Program], *, metrics_address: str | None = None, config: File | None = None) -> int:
-    """Run a program until a signal ends it, following a config file; return the process's exit status."""
-    work = _serve(make, metrics_address, config)
+def serve(
+    make: Callable[[], Program],
+    *,
+    metrics_address: str | None = None,
+    metrics: MetricsConfig | None = None,
+    config: File | None = None,
+) -> int:
+    """Run a program until a signal ends it, following a config file; return the process's exit status.
+
+    metrics: how they are served where no config file says it; None for the defaults.
+    """
+    work = _serve(make, metrics_address, config.config.metrics if config else metrics, config)
     try:
         asyncio.run(work)
     except AgentError as error:
@@ -133,7 +156,9 @@ def serve(make: Callable[[], Program], *, metrics_address: str | None = None, co
     return 0
 
 
-async def _serve(make: Callable[[], Program], metrics_address: str | None, config: File | None) -> None:
+async def _serve(
+    make: Callable[[], Program], metrics_address: str | None, metrics: MetricsConfig | None, config: File | None
+) -> None:
     program = make()
     loop = asyncio.get_running_loop()
     reload = asyncio.Event()
@@ -151,11 +176,10 @@ async def _serve(make: Callable[[], Program], metrics_address: str | None, confi
         loop.add_signal_handler(signal.SIGHUP, _LOG.info, "SIGHUP: there is no config file to read again")
     with contextlib.ExitStack() as stack:
         if metrics_address is not None:
-            from deviceplugin.metrics import collectors as metrics
+            from deviceplugin.metrics import collectors
 
             try:
-                how = config.config.metrics if config else None
-                stack.enter_context(metrics.serving(metrics_address, program.agent, how))
+                stack.enter_context(collectors.serving(metrics_address, program.agent, metrics))
             except OSError as error:
                 raise AgentError(f"cannot serve metrics at {metrics_address}: {error.strerror or error}") from error
             # A page is rendered in another thread; the default, 5 ms, is what each step of the others may wait for it.

@@ -49,11 +49,15 @@ class RunOptions(common.RunOptions):
     agent_name: str
 
 
-def parse_run(argv: Sequence[str] | None = None) -> RunOptions:
-    """Read the options of an author's own agent (`dra_bridge.run(Source())`) and set up its logs."""
+def parse_run(argv: Sequence[str] | None = None, metrics_address: str | None = None) -> RunOptions:
+    """Read the options of an author's own agent (`dra_bridge.run(Source())`) and set up its logs.
+
+    metrics_address: where it is not an option.
+    """
     about = "Serve devices to this node's pods and claims."
     parser = argparse.ArgumentParser(description=about, epilog=common.EXITS, allow_abbrev=False)
     add_run_options(parser)
+    parser.set_defaults(metrics_address=metrics_address)
     from dra_bridge.kube import AccessError
 
     try:

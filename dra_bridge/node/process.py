@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deviceplugin.node import process
+from deviceplugin.node.options import metrics_config
 from deviceplugin.source_check import check_sources
 from dra_bridge.handover.share import parse_share
 from dra_bridge.node.bridge import Bridge
@@ -24,28 +25,38 @@ if TYPE_CHECKING:
 
 
 def run(
-    *sources: DeviceSource, share: str | int = "none", drain: Drain = "cordon", argv: Sequence[str] | None = None
+    *sources: DeviceSource,
+    share: str | int = "none",
+    drain: Drain = "cordon",
+    metrics_address: str | None = None,
+    certificate: str | Path | None = None,
+    key: str | Path | None = None,
+    client_ca: str | Path | None = None,
+    token: str | Path | None = None,
+    argv: Sequence[str] | None = None,
 ) -> None:
     """Serve these sources on both sides until SIGTERM or SIGINT; for an author's own agent.
 
     share: what claims get of each source's devices to begin with, as in a config file; the Node's
-    annotation `<driver>/dra-share` overrides it. The command line (or `argv`) has the rest,
+    annotation `<driver>/dra-share` overrides it. metrics_address, certificate, key, client_ca, token: see
+    `deviceplugin.run`. The command line (or `argv`) has the rest,
     see `--help`. Ends the process with status 1 if the node cannot be served.
 
     Raises ShareError: the share is not one; TypeError: something is no source; NamingError: a source's resource or
-    driver cannot be one.
+    driver cannot be one; ValueError: a path is not absolute, or the certificate is missing.
     """
     from dra_bridge.node.options import parse_run
 
     check_sources(sources)
     policies = {source.resource: HandoverPolicy(parse_share(share), drain) for source in sources}
-    options = parse_run(argv)
+    metrics = metrics_config(certificate=certificate, key=key, client_ca=client_ca, token=token)
+    options = parse_run(argv, metrics_address)
 
     def make() -> process.Program:
         bridge = _bridge(sources, policies, options)
         return process.Program(bridge.agent, bridge.run, process.Program.of(bridge.agent).take, options.node)
 
-    status = process.serve(make, metrics_address=options.metrics_address)
+    status = process.serve(make, metrics_address=options.metrics_address, metrics=metrics)
     if status:
         sys.exit(status)
 

@@ -1,6 +1,6 @@
 """A whole node for tests: both halves of a kubelet, its scheduler, and the claims of its pods.
 
-    with FakeApiServer() as server, FakeNode(server, "n1") as node, serve_both(Gpus(), node):
+    with FakeApiServer() as server, FakeNode(server, "n1") as node, serve_both(Gpus(), node, share="all"):
         pod = node.start_pod("train", {"example.com/gpu": 1}).wait_running()
         other = node.start_pod("infer", template={"gpu.example.com": 1}).wait_running()
         assert not overlaps(node.holdings())

@@ -35,7 +35,7 @@ def fake_node() -> Iterator[FakeNode]:
 def bridged(fake_node: FakeNode) -> Iterator[Callable[..., ServedBoth]]:
     """Give a function that serves sources to pods and to claims until the test ends.
 
-    bridged(*sources, share="all", drain="cordon", timeout=20.0, period=0.2, **options) returns once the devices are on
+    bridged(*sources, share="none", drain="cordon", timeout=20.0, period=0.2, **options) returns once the devices are on
     the sides that the share says; `serve_both` describes its arguments and errors.
     """
     from dra_bridge.testing.serving import serve_both

@@ -83,7 +83,7 @@ def serve_both(
     sources: DeviceSource | Sequence[DeviceSource],
     node: FakeNode,
     *,
-    share: str | int = "all",
+    share: str | int = "none",
     drain: Drain = "cordon",
     timeout: float | None = 20.0,
     period: float = 0.2,
@@ -94,7 +94,8 @@ def serve_both(
     A class that the API server has already stays as it is. Of a driver with one resource, example.com/fpga and
     fpga.example.com say, the class is called like the driver; see `deviceplugin.naming.class_name`.
 
-    share: how many devices claims get: none, all, a number or a percentage. drain: see `dra_bridge.run`.
+    share: how many devices claims get: none, as by default of `dra_bridge.run`, all, a number or a percentage.
+    drain: see `dra_bridge.run`.
     timeout: seconds to wait until the devices are where the share says; None does not wait.
     period: seconds between two looks at who holds the devices.
     options: further arguments of `Bridge`.

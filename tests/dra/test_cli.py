@@ -393,6 +393,20 @@ def test_manifests_of_an_own_agent(tmp_path: Path, capsys: pytest.CaptureFixture
     assert err == "the agent is not privileged; --privileged always if it opens device nodes\n"
 
 
+def test_manifests_of_an_own_agent_with_a_certificate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Probes speak TLS where the agent does, and the files that `run` names are said to be missing in the pod."""
+    file = tmp_path / "agent.py"
+    file.write_text(
+        "from dra_bridge import run\nfrom deviceplugin import DeviceSource as D\n"
+        "class S(D): resource, driver = 'a.b/x', 'a.b'\n"
+        "run(S(), metrics_address=':1', token='/t/token', certificate='/t/tls.pem')"
+    )
+    assert cli.main(["manifests", "--source", str(file), "--command", "x"]) == 0
+    out, err = capsys.readouterr()
+    assert "scheme: HTTPS" in out
+    assert "/t/tls.pem, /t/token: to be mounted into the DaemonSet's container" in err
+
+
 def test_manifests_of_an_own_agent_that_writes_to_sysfs(capsys: pytest.CaptureFixture[str]) -> None:
     """A hook can write to the devices' directories if asked for, or to another one; what that means is said."""
     example = Path(__file__).parents[2] / "examples" / "11-parameters.py"

@@ -52,7 +52,7 @@ class Fpga(DeviceSource):
 def test_a_claim_gets_a_device(fake_node: FakeNode, bridged: Bridged) -> None:
     """A pod with a claim runs with its device and what the hooks give; the claim's end is unprepared."""
     source = Fpga()
-    bridged(source)
+    bridged(source, share="all")
     pod = fake_node.start_pod("p", template={D: 1}).wait_running()
     ((name, side),) = fake_node.devices_of(pod).items()
     assert side == "claim"
@@ -66,7 +66,7 @@ def test_a_claim_gets_a_device(fake_node: FakeNode, bridged: Bridged) -> None:
 
 def test_a_claim_has_parameters(fake_node: FakeNode, bridged: Bridged) -> None:
     """What a claim says to a driver is what `prepare` gets as its config."""
-    bridged(Fpga())
+    bridged(Fpga(), share="all")
     fake_node.claim("fast", D, parameters={D: {"mode": "fast"}})
     pod = fake_node.start_pod("p", claims=["fast"]).wait_running()
     assert fake_node.edits_of(pod).env["MODE"] == "fast"
@@ -84,6 +84,14 @@ def test_devices_are_shared_out(fake_node: FakeNode, bridged: Bridged) -> None:
     assert fake_node.edits_of(by_limits).nodes == (DeviceNode("/dev/null", "/dev/null"),)
 
 
+def test_claims_get_nothing_unless_a_share_says_so(fake_node: FakeNode, bridged: Bridged) -> None:
+    """The share is that of `dra_bridge.run`: none, so that a test tells what an agent without one does."""
+    bridged(Fpga())
+    assert fake_node.allocatable(R) == 2
+    with pytest.raises(TimeoutError):
+        fake_node.start_pod("p", template={D: 1}).wait_running(timeout=0.1)
+
+
 def test_several_resources_of_a_driver(fake_node: FakeNode, bridged: Bridged) -> None:
     """Each resource has a class of its own; one that is there already stays as its test made it."""
 
@@ -93,7 +101,7 @@ def test_several_resources_of_a_driver(fake_node: FakeNode, bridged: Bridged) ->
     own = device_class(R, D)
     own["spec"]["extendedResourceName"] = "example.com/other"
     fake_node.server.create(own)
-    bridged(Fpga(), Half())
+    bridged(Fpga(), Half(), share="all")
     classes = {one["metadata"]["name"]: one["spec"] for one in fake_node.server.objects("deviceclasses")}
     assert classes.keys() == {D, f"half.{D}"}
     assert classes[D]["extendedResourceName"] == "example.com/other"
@@ -132,7 +140,7 @@ def test_wrong_arguments_are_refused_at_once(fake_node: FakeNode, bridged: Bridg
         driver = None  # type: ignore[assignment]  # mypy infers str
 
     with pytest.raises(ValueError, match="no source has a `driver`, so claims cannot have a share of all"):
-        bridged(Plain())
+        bridged(Plain(), share="all")
     with pytest.raises(ValueError, match="drain must be one of cordon, wait, not 'cordn'"):
         bridged(Fpga(), drain="cordn")
     with pytest.raises(TypeError, match="there is no source to serve"):
@@ -178,7 +186,7 @@ def test_a_driver_whose_slices_cannot_be_made_harms_no_other(
             attributes[1] = 1  # behind the constructor's back
             yield [device]
 
-    bridged(Odd(), Fpga(), timeout=None)
+    bridged(Odd(), Fpga(), share="all", timeout=None)
     fake_node.start_pod("p", template={D: 1}).wait_running(60.0)
     fake_node.wait_until(lambda: "the slices cannot be made: AttributeError" in caplog.text, 60.0)
     fake_node.start_pod("q", template={D: 1}).wait_running(60.0)

@@ -29,6 +29,8 @@ from prometheus_client.metrics_core import CounterMetricFamily
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_open
 from prometheus_client.parser import text_string_to_metric_families as read_plain
 
+import deviceplugin
+import dra_bridge
 from deviceplugin import config
 from deviceplugin.addresses import parse_address
 from deviceplugin.config import MetricsConfig
@@ -668,6 +670,51 @@ class TestStart:
                     assert b'deviceplugin_devices{health="healthy",resource="example.com/sim"' in answer.read()
             finally:
                 process.terminate()
+
+    def test_an_own_agent_serves_as_it_says(self, fake_kubelet: FakeKubelet, tmp_path: Path) -> None:
+        """`run` of an author's file has address, certificate and token as parameters; --metrics-address goes before."""
+        certificate, key = make_certificate(tmp_path, "node")
+        (tmp_path / "token").write_text("s3cret")
+        program = f"""
+from pathlib import Path
+from deviceplugin import Device, DeviceSource, run
+class Toys(DeviceSource):
+    resource = "example.com/toy"
+    async def watch(self):
+        yield [Device("a")]
+run(Toys(), metrics_address="192.0.2.1:9", token={str(tmp_path / "token")!r}, certificate={str(certificate)!r},
+    key=Path({str(key)!r}))
+"""
+        command = [sys.executable, "-c", program, "--metrics-address=127.0.0.1:0", *fake_kubelet.arguments]
+        with running(command, stderr=subprocess.PIPE) as process:
+            assert process.stderr is not None
+            address = next(
+                found[1] for line in process.stderr if (found := re.search(r"metrics at https://(\S+?)/metrics", line))
+            )
+            tls = ssl.create_default_context(cafile=str(certificate))
+            request = urllib.request.Request(f"https://{address}/metrics")
+            with pytest.raises(urllib.error.HTTPError, match="401") as refused:
+                urllib.request.urlopen(request, timeout=10, context=tls)
+            refused.value.close()
+            request.add_header("Authorization", "Bearer s3cret")
+            with urllib.request.urlopen(request, timeout=10, context=tls) as answer:
+                assert answer.status == 200
+            process.terminate()
+
+    @pytest.mark.parametrize(
+        ("fields", "message"),
+        [
+            ({"token": "tokens/toys"}, "token must be an absolute path, not 'tokens/toys'"),
+            ({"certificate": b"/x"}, "certificate must be an absolute path, not b'/x'"),
+            ({"key": "/x"}, "key: there is no TLS without `certificate`"),
+            ({"client_ca": "/x", "token": "/y"}, "client_ca: there is no TLS without `certificate`"),
+        ],
+    )
+    def test_what_protects_nothing_is_refused(self, fields: dict[str, Any], message: str) -> None:
+        """A file that cannot be named so, and a key without its certificate, raise in the author's own line."""
+        for start in (deviceplugin.run, dra_bridge.run):
+            with pytest.raises(ValueError, match=re.escape(message)):
+                start(Gpus(), argv=[], **fields)
 
     async def test_the_end_frees_the_address(self, tmp_path: Path) -> None:
         """After the context nothing listens any more."""
