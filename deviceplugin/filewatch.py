@@ -23,18 +23,22 @@ from watchdog.observers.api import BaseObserver, ObservedWatch
 from deviceplugin.files import inode_of
 
 _LOG: Final = logging.getLogger(__name__)
-_NAMES: Final[list[type[events.FileSystemEvent]]] = [
-    *(events.DirCreatedEvent, events.DirDeletedEvent, events.DirMovedEvent),
-    *(events.FileCreatedEvent, events.FileDeletedEvent, events.FileMovedEvent),
-]
-# Not for device directories: every close of /dev/null would be one.
-_NAMES_AND_WRITES: Final = [*_NAMES, events.FileClosedEvent]
+_Events = frozenset[type[events.FileSystemEvent]]
+REMOVALS: Final[_Events] = frozenset({events.DirDeletedEvent, events.FileDeletedEvent})
+"""Names that are deleted."""
+NAMES: Final[_Events] = REMOVALS | {
+    *(events.DirCreatedEvent, events.DirMovedEvent),
+    *(events.FileCreatedEvent, events.FileMovedEvent),
+}
+"""Names that come and go."""
+NAMES_AND_WRITES: Final[_Events] = NAMES | {events.FileClosedEvent}
+"""Also files that were written. Not for device directories: every close of /dev/null would be one."""
 
 _CANNOT_WATCH: Final = (
     "cannot watch %s (%s); it is read from time to time instead. "
     "fs.inotify.max_user_instances or max_user_watches may be too low"
 )
-_Wants = Mapping["Watch", bool]  # whether writes are hints, too
+_Wants = Mapping["Watch", _Events]  # what is a hint
 
 
 class Watcher:
@@ -45,9 +49,9 @@ class Watcher:
         self._armed: dict[str, _Armed] = {}
         self._complained = False
 
-    def watch(self, directories: Iterable[str], *, writes: bool = False) -> Watch:
-        """Watch for names that come and go (`writes`: and files written); a context manager, in a running loop."""
-        return Watch(self, directories, writes=writes)
+    def watch(self, directories: Iterable[str], hints: _Events = NAMES) -> Watch:
+        """Watch for `NAMES`, `NAMES_AND_WRITES` or `REMOVALS`; a context manager, in a running loop."""
+        return Watch(self, directories, hints)
 
     @functools.cached_property
     def _observer(self) -> BaseObserver:
@@ -56,10 +60,10 @@ class Watcher:
         observer.start()
         return observer
 
-    def arm(self, watch: Watch, before: Iterable[str], wanted: Mapping[str, bool]) -> None:
+    def arm(self, watch: Watch, before: Iterable[str], wanted: Mapping[str, _Events]) -> None:
         """Give hints of the wanted directories to `watch`, and no more of those before.
 
-        wanted: by directory, whether writes are hints, too. Begins anew where another directory has the name now.
+        wanted: by directory, what is a hint. Begins anew where another directory has the name now.
         """
         with self._lock:
             for directory in {*before, *wanted}:
@@ -70,13 +74,13 @@ class Watcher:
                 self._observe(directory, wants)
 
     def _observe(self, directory: str, wants: _Wants) -> None:
-        """Observe the directory that is there now for these watches, and its writes if one of them wants those.
+        """Observe the directory that is there now for these watches, and what any of them wants.
 
         All share one inotify watch: of two on one directory the kernel keeps only what the later one asks for.
         """
         before, identity = self._armed.pop(directory, None), inode_of(directory)
         if before is not None:
-            if wants and (before.identity, before.writes) == (identity, any(wants.values())):
+            if wants and (before.identity, before.hints) == (identity, _union(wants)):
                 before.wants = wants
                 self._armed[directory] = before
                 return
@@ -86,9 +90,8 @@ class Watcher:
         if not wants or identity is None:
             return
         armed = _Armed(identity, wants)
-        event_filter = _NAMES_AND_WRITES if armed.writes else _NAMES
         try:
-            armed.observed = self._observer.schedule(armed, directory, event_filter=event_filter)
+            armed.observed = self._observer.schedule(armed, directory, event_filter=list(armed.hints))
             self._armed[directory] = armed
         except OSError as error:
             if not self._complained:
@@ -99,34 +102,37 @@ class Watcher:
                 watch.wake()  # for what came in between
 
 
+def _union(wants: _Wants) -> _Events:
+    return frozenset[type[events.FileSystemEvent]]().union(*wants.values())
+
+
 class _Armed(events.FileSystemEventHandler):
-    """A directory that is observed, and the watches that want hints, of writes or not; in the observer's thread."""
+    """A directory that is observed, and the watches that want hints; in the observer's thread."""
 
     observed: ObservedWatch
 
     def __init__(self, identity: tuple[int, int], wants: _Wants) -> None:
         self.identity = identity
         self.wants = wants
-        self.writes = any(wants.values())
+        self.hints = _union(wants)
 
     def dispatch(self, event: events.FileSystemEvent) -> None:
         # Only enqueue: an exception here would end the observer's thread.
-        written = isinstance(event, events.FileClosedEvent)
-        for watch, writes in self.wants.items():
-            if writes or not written:
+        for watch, hints in self.wants.items():
+            if type(event) in hints:
                 watch.hint(os.fsdecode(event.src_path), os.fsdecode(event.dest_path))
 
 
 class Watch:
     """Hints of some directories for one reader; several hints become one."""
 
-    def __init__(self, watcher: Watcher, directories: Iterable[str], *, writes: bool = False) -> None:
+    def __init__(self, watcher: Watcher, directories: Iterable[str], hints: _Events = NAMES) -> None:
         self._watcher = watcher
-        self._writes = writes
+        self._hints = hints
         self._loop = asyncio.get_running_loop()
         self._hinted = asyncio.Event()
         self._wanted: frozenset[str] = frozenset()
-        self._armed: Mapping[str, bool] = {}
+        self._armed: Mapping[str, _Events] = {}
         self.set(directories)
 
     def __enter__(self) -> Self:
@@ -172,9 +178,9 @@ class Watch:
     def _rearm(self) -> None:
         parents = {_nearest(os.path.dirname(directory)) for directory in self._wanted}
         parents |= {_nearest(os.path.dirname(parent)) for parent in parents}
-        self._arm(dict.fromkeys(parents, False) | dict.fromkeys(self._wanted, self._writes))
+        self._arm(dict.fromkeys(parents, NAMES) | dict.fromkeys(self._wanted, self._hints))
 
-    def _arm(self, directories: Mapping[str, bool]) -> None:
+    def _arm(self, directories: Mapping[str, _Events]) -> None:
         self._watcher.arm(self, self._armed, directories)
         self._armed = directories
 

@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from watchdog.observers.inotify import InotifyObserver
@@ -25,8 +26,8 @@ async def watching() -> AsyncIterator[Watching]:
     watcher = Watcher()
     watches = []
 
-    def watch(*directories: Path, writes: bool = False) -> Watch:
-        watches.append(watcher.watch(map(str, directories), writes=writes))
+    def watch(*directories: Path, hints: Any = filewatch.NAMES) -> Watch:
+        watches.append(watcher.watch(map(str, directories), hints))
         return watches[-1]
 
     yield watch
@@ -69,12 +70,23 @@ async def test_writes_are_hints_only_if_wanted(watching: Watching, tmp_path: Pat
     """A file that is written to is a hint for whoever asked for writes."""
     file = tmp_path / "f"
     file.write_text("1")
-    names, writes = watching(tmp_path), watching(tmp_path, writes=True)
+    names, writes = watching(tmp_path), watching(tmp_path, hints=filewatch.NAMES_AND_WRITES)
     await in_flight(names)
     await in_flight(writes)
     file.write_text("2")
     assert await writes.wait(LONG)
     assert not await names.wait(0.05)
+
+
+async def test_files_that_come_are_no_hints_where_removals_are_wanted(watching: Watching, tmp_path: Path) -> None:
+    """Whoever only writes missing files again hears of a removed file, and not of those that it puts into place."""
+    watch = watching(tmp_path, hints=filewatch.REMOVALS)
+    await in_flight(watch)
+    (tmp_path / ".draft").touch()
+    (tmp_path / ".draft").rename(tmp_path / "file")
+    assert not await watch.wait(0.2)
+    (tmp_path / "file").unlink()
+    assert await watch.wait(LONG)
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -85,7 +97,8 @@ async def test_who_wants_writes_hears_of_them_whoever_else_watches_the_directory
     (tmp_path / "d").mkdir()
     file = tmp_path / "a"
     file.touch()
-    made = {writes: watching(tmp_path, writes=writes) for writes in (first, not first)}
+    kinds = {True: filewatch.NAMES_AND_WRITES, False: filewatch.NAMES}
+    made = {writes: watching(tmp_path, hints=kinds[writes]) for writes in (first, not first)}
     beside = watching(tmp_path / "d")
     for watch in (*made.values(), beside):
         await in_flight(watch)

@@ -200,7 +200,7 @@ async def _follow_config(program: Program, file: File, reload: asyncio.Event) ->
     reload: set when SIGHUP came before this began.
     """
     path, content = file.path, file.content
-    with filewatch.shared().watch([str(path.absolute().parent)], writes=True) as watch:
+    with filewatch.shared().watch([str(path.absolute().parent)], filewatch.NAMES_AND_WRITES) as watch:
 
         def read_again() -> None:
             reload.set()

@@ -79,7 +79,7 @@ class SimulatedSource(DeviceSource):
     async def watch(self) -> AsyncIterator[Sequence[Device]]:
         """Yield the devices now and whenever one of them changes."""
         directories = [os.path.dirname(self._file)] if self._file else []
-        with filewatch.shared().watch(directories, writes=True) as watch:
+        with filewatch.shared().watch(directories, filewatch.NAMES_AND_WRITES) as watch:
             with self._lock:
                 self._watches.add(watch)
             try:

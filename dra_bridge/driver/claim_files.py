@@ -157,7 +157,7 @@ class ClaimFiles:
         directory was deleted on the host while it is mounted here: this mount shows the deleted one ever after.
         """
         backoff = Backoff(first=1.0, most=60.0)
-        with filewatch.shared().watch([os.path.realpath(self._store.directory)]) as watch:
+        with filewatch.shared().watch([os.path.realpath(self._store.directory)], filewatch.REMOVALS) as watch:
             while not await in_thread(self._store.deleted):
                 missing = await in_thread(self._missing)
                 if errors := list(filter(None, await asyncio.gather(*map(self._restore, missing)))):

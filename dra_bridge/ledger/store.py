@@ -162,6 +162,8 @@ class Ledger:
         self._seal = 0
         self._files: tuple[tuple[int, int] | None, ...] = ()
         self._lost = ""
+        self.copy_is_old = False
+        """Whether allocations were recorded since `write_copy`."""
         try:
             os.makedirs(os.path.dirname(path) or ".", mode=0o750, exist_ok=True)
             self._lock_file = locked(path + ".lock", wait=True)
@@ -175,7 +177,7 @@ class Ledger:
             changes = [Change("allocations", (one.resource, one.device_id), one) for one in copied]
             if changes:  # in the ledger they outlive the next start, too
                 self.do_all([lambda state: Decision(None, tuple(changes))])
-            self._write_copy()
+            self.write_copy()
         except BaseException:
             self.close()
             raise
@@ -213,8 +215,7 @@ class Ledger:
             if after.sequence != self.snapshot.sequence:
                 self._write(after.sequence, changes)
             self.snapshot = after
-            if any(change.table == "allocations" and change.durable for change in changes):
-                self._write_copy()
+            self.copy_is_old |= any(change.table == "allocations" and change.durable for change in changes)
             return answers
 
     def do_in_memory(self, operation: Operation[_T]) -> Decision[_T] | None:
@@ -286,8 +287,9 @@ class Ledger:
             raise LedgerError(f"cannot write the ledger {self.path}: {error}") from error
         self._seal = seal
 
-    def _write_copy(self) -> None:
+    def write_copy(self) -> None:
         """Copy the allocations; where that is not possible, the ledger and the checkpoint have to do."""
+        self.copy_is_old = False
         if not self._copy:
             return
         data = msgspec.json.encode(_Copy(boot_id(), tuple(self.snapshot.allocations.values())))

@@ -67,9 +67,15 @@ class AsyncLedger:
         await asyncio.get_running_loop().run_in_executor(self._executor, self.ledger.close)
 
     async def _answer(self) -> None:
-        """Carry out what is asked, together what came meanwhile, until there is nothing more."""
+        """Carry out what is asked, together what came meanwhile, until there is nothing more.
+
+        The copy of the allocations follows the answers: it counts only where the ledger and the checkpoint are lost.
+        """
         loop = asyncio.get_running_loop()
-        while self._asked:
+        while self._asked or self.ledger.copy_is_old:
+            if not self._asked:
+                await loop.run_in_executor(self._executor, self.ledger.write_copy)
+                continue
             batch, self._asked = self._asked, []
             operations = [operation for operation, _ in batch]
             answers: list[Any]
