@@ -1,0 +1,427 @@
+"""A stand-in for a vendor's device plugin: a process that shares no code with the agents, with vendors' quirks.
+
+    python -m deviceplugin.testing.foreign FILE --directory /var/lib/kubelet/device-plugins
+
+FILE is JSON: `{"resources": [...], ...}` with the fields of `Resource`, `Answer` and `Quirks` below. Its devices are
+read again when it is replaced. Each quirk was read in a plugin's source, or seen when that plugin ran (NVIDIA, AMD,
+Intel, SR-IOV, squat, GKE, the Kubernetes sample). With the default quirks it is what most of them have in common: one
+constant socket, a new registration when kubelet.sock is made, one reader of the list.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import secrets
+import signal
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import grpc.aio
+import msgspec
+from watchdog import events
+from watchdog.observers import Observer
+
+from deviceplugin.wire import deviceplugin_pb2 as pb
+from deviceplugin.wire.deviceplugin_pb2_grpc import (
+    DevicePluginServicer,
+    RegistrationStub,
+    add_DevicePluginServicer_to_server,
+)
+
+_CHANNEL: Final = (("grpc.default_authority", "localhost"), ("grpc.use_local_subchannel_pool", 1))
+PANIC: Final = 2
+"""The exit status of a Go program that panics."""
+
+
+class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What Allocate answers. `{id}` stands for each device's id in turn, `{ids}` for all, `{random}` for a number.
+
+    nodes: [host path, container path, permissions] for each id. control: the same, once in each answer. mounts: [host
+    path, container path] for each id. extra: bytes, in hexadecimal, of fields that this version of the API lacks.
+    """
+
+    env: dict[str, str] = {}
+    nodes: list[tuple[str, str, str]] = []
+    control: list[tuple[str, str, str]] = []
+    mounts: list[tuple[str, str]] = []
+    annotations: dict[str, str] = {}
+    cdi: list[str] = []
+    extra: str = ""
+
+    def message(self, ids: Sequence[str]) -> bytes:
+        """Return the AllocateResponse of one container, as it goes over the wire."""
+        number = secrets.token_hex(4)
+
+        def put(text: str, one: str = "") -> str:
+            return text.replace("{ids}", ",".join(ids)).replace("{id}", one).replace("{random}", number)
+
+        one = pb.ContainerAllocateResponse(
+            envs={name: put(value) for name, value in self.env.items()},
+            mounts=[
+                pb.Mount(host_path=put(host, name), container_path=put(inside, name), read_only=True)
+                for name in ids
+                for host, inside in self.mounts
+            ],
+            devices=[
+                pb.DeviceSpec(host_path=put(host, name), container_path=put(inside, name), permissions=permissions)
+                for nodes, names in ((self.control, ("",)), (self.nodes, ids))
+                for name in names
+                for host, inside, permissions in nodes
+            ],
+            annotations={put(name): put(value) for name, value in self.annotations.items()},
+            cdi_devices=[pb.CDIDevice(name=put(name, one)) for one in ids for name in self.cdi],
+        )
+        with_extra = pb.ContainerAllocateResponse.FromString(one.SerializeToString() + bytes.fromhex(self.extra))
+        return pb.AllocateResponse(container_responses=[with_extra]).SerializeToString()
+
+
+class Resource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One resource. devices: health by id, in the order of the list. numa: nodes by id."""
+
+    name: str
+    devices: dict[str, str]
+    numa: dict[str, list[int]] = {}
+    answer: Answer = Answer()
+    socket: str = ""
+
+    @property
+    def socket_name(self) -> str:
+        """The name of its socket: constant, as that of most plugins is."""
+        return self.socket or f"{self.name.replace('/', '_')}-vendor.sock"
+
+
+class Quirks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """In what plugins differ.
+
+    trigger: what makes it register again: kubelet.sock is made (NVIDIA, AMD), its own socket is removed (Intel), or is
+    missing when it looks after `poll` seconds (SR-IOV, squat). once: it never registers if kubelet.sock is not there
+    when it starts (GKE). failed_register: it tries at the next trigger, ends (Intel, SR-IOV), or stops all its
+    resources and begins anew after `retry` seconds (NVIDIA). stream_end: when the client ends a ListAndWatch, the
+    reader that is left swallows the next update (most), and the process panics then (Intel), or it ends at once (AMD).
+    second_stream: what a second stream beside the first does: both share the updates, or it panics (KubeVirt).
+    empty_first: the first list is empty (Intel). repeat: seconds after which the same list comes again (AMD). shuffled:
+    in another order each time. unknown_ids: Allocate answers ids that it does not know with success (AMD, SR-IOV).
+    needs_list: before a list was sent no id is known (AMD). minds_deprecation: does not register where DEPRECATION lies
+    (the Kubernetes sample). hold: Allocate waits while this file is there. pre_start, preferred: the optional calls.
+    """
+
+    trigger: Literal["create", "own-socket", "poll"] = "create"
+    once: bool = False
+    failed_register: Literal["retry", "exit", "stop-all"] = "retry"
+    stream_end: Literal["unnoticed", "panic", "exit"] = "unnoticed"
+    second_stream: Literal["shared", "panic"] = "shared"
+    empty_first: bool = False
+    repeat: float = 0.0
+    shuffled: bool = False
+    unknown_ids: bool = False
+    needs_list: bool = False
+    minds_deprecation: bool = False
+    hold: str = ""
+    pre_start: bool = False
+    preferred: bool = False
+    poll: float = 0.2
+    retry: float = 0.2
+
+
+class File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The whole configuration."""
+
+    resources: list[Resource]
+    quirks: Quirks = Quirks()
+
+
+def write(path: Path, resources: Sequence[Mapping[str, Any]], **quirks: Any) -> None:
+    """Write a configuration; one that is there is replaced in one step. Raises msgspec.ValidationError."""
+    content = {"resources": list(resources), "quirks": quirks}
+    msgspec.convert(content, File)
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(json.dumps(content))
+    new.replace(path)
+
+
+def calls(notes: Path, call: str = "") -> list[dict[str, Any]]:
+    """Return what a plugin has noted: `{"call": ..., "resource": ..., ...}` for each call, or for those of one name."""
+    if not notes.exists():
+        return []
+    found = [json.loads(line) for line in notes.read_text().splitlines()]
+    return [one for one in found if not call or one["call"] == call]
+
+
+class _Service(DevicePluginServicer):
+    """One resource on one socket."""
+
+    def __init__(self, plugin: Plugin, resource: Resource) -> None:
+        self.resource = resource
+        self._plugin = plugin
+        self._updates: asyncio.Queue[None] = asyncio.Queue()
+        self._open = 0
+        self._listed = False
+        self._left: set[asyncio.Task[None]] = set()
+
+    def update(self, resource: Resource) -> None:
+        self.resource = resource
+        self._updates.put_nowait(None)
+
+    async def GetDevicePluginOptions(self, request: pb.Empty, context: object) -> pb.DevicePluginOptions:  # noqa: N802
+        self._plugin.note("GetDevicePluginOptions", self.resource)
+        return self._plugin.options
+
+    async def ListAndWatch(  # noqa: N802
+        self, request: pb.Empty, context: object
+    ) -> AsyncIterator[pb.ListAndWatchResponse]:
+        quirks, stopping = self._plugin.quirks, self._plugin.stopping
+        self._plugin.note("ListAndWatch", self.resource, open=self._open)
+        if self._open and quirks.second_stream == "panic":
+            self._plugin.end("close of closed channel", PANIC)
+        self._open += 1
+        try:
+            if quirks.empty_first:
+                yield pb.ListAndWatchResponse()
+            while not stopping.is_set():
+                self._listed = True
+                yield self._list()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(quirks.repeat or None):
+                        await self._updates.get()
+        except (asyncio.CancelledError, GeneratorExit):
+            if not stopping.is_set():
+                self._abandoned()
+            raise
+        finally:
+            self._open -= 1
+
+    def _list(self) -> pb.ListAndWatchResponse:
+        lines = list(self.resource.devices.items())
+        if self._plugin.quirks.shuffled:
+            random.shuffle(lines)
+        message = pb.ListAndWatchResponse()
+        for name, health in lines:
+            device = message.devices.add(ID=name, health=health)
+            for node in self.resource.numa.get(name, ()):
+                device.topology.nodes.add(ID=node)
+        return message
+
+    def _abandoned(self) -> None:
+        """Do what the plugin does when its client has gone while it lives."""
+        self._plugin.note("stream ended", self.resource)
+        how = self._plugin.quirks.stream_end
+        if how == "exit":
+            self._plugin.end("the kubelet closed the stream", 1)
+
+        async def swallow() -> None:
+            await self._updates.get()
+            self._plugin.note("update swallowed", self.resource)
+            if how == "panic":
+                self._plugin.end("send on closed channel", PANIC)
+
+        task = asyncio.get_running_loop().create_task(swallow())
+        self._left.add(task)
+        task.add_done_callback(self._left.discard)
+
+    async def Allocate(self, request: pb.AllocateRequest, context: Any) -> Any:  # noqa: N802
+        ids = [name for one in request.container_requests for name in one.devices_ids]
+        self._plugin.note("Allocate", self.resource, ids=ids, containers=len(request.container_requests))
+        quirks = self._plugin.quirks
+        while quirks.hold and os.path.exists(quirks.hold):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)  # nothing tells when a file goes
+        known = self.resource.devices if self._listed or not quirks.needs_list else {}
+        if not quirks.unknown_ids and (wrong := [name for name in ids if known.get(name) != "Healthy"]):
+            await context.abort(grpc.StatusCode.UNKNOWN, f"invalid allocation request: unknown device {wrong[0]!r}")
+        answer = self.resource.answer.message([name for name in ids if name in known])
+        self._plugin.note("answer", self.resource, bytes=answer.hex())
+        return pb.AllocateResponse.FromString(answer)
+
+    async def GetPreferredAllocation(self, request: pb.PreferredAllocationRequest, context: Any) -> Any:  # noqa: N802
+        self._plugin.note("GetPreferredAllocation", self.resource)
+        response = pb.PreferredAllocationResponse()
+        for one in request.container_requests:
+            rest = sorted(set(one.available_deviceIDs) - set(one.must_include_deviceIDs), reverse=True)
+            chosen = [*one.must_include_deviceIDs, *rest][: one.allocation_size]
+            response.container_responses.add(deviceIDs=chosen)
+        return response
+
+    async def PreStartContainer(self, request: pb.PreStartContainerRequest, context: Any) -> Any:  # noqa: N802
+        self._plugin.note("PreStartContainer", self.resource, ids=list(request.devices_ids))
+        return pb.PreStartContainerResponse()
+
+
+class _Names(events.FileSystemEventHandler):
+    """Tells of names that are made or removed in a directory, as fsnotify does: a rename makes its new name."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[tuple[str, str]]) -> None:
+        self._loop = loop
+        self._queue = queue
+
+    def dispatch(self, event: events.FileSystemEvent) -> None:
+        found = []
+        if event.event_type in (events.EVENT_TYPE_DELETED, events.EVENT_TYPE_MOVED):
+            found.append(("removed", os.path.basename(os.fsdecode(event.src_path))))
+        if event.event_type in (events.EVENT_TYPE_CREATED, events.EVENT_TYPE_MOVED):
+            found.append(("made", os.path.basename(os.fsdecode(event.dest_path or event.src_path))))
+        for one in found:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._queue.put_nowait, one)
+
+
+class Plugin:
+    """The vendor's process: serves the file's resources in a directory until it is told to end."""
+
+    def __init__(self, path: Path, directory: Path, notes: Path | None = None) -> None:
+        self.file = _read(path)
+        self.quirks = self.file.quirks
+        self.stopping = asyncio.Event()
+        """Whether the servers are being stopped: their streams end by themselves then."""
+        self._path = path
+        self._directory = directory
+        self._notes = notes
+        self._servers: list[grpc.aio.Server] = []
+        self._services: list[_Service] = []
+        self._names: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
+
+    @property
+    def options(self) -> pb.DevicePluginOptions:
+        """What GetDevicePluginOptions answers; Register says nothing of it, and the kubelet does not look there."""
+        quirks = self.quirks
+        return pb.DevicePluginOptions(
+            pre_start_required=quirks.pre_start, get_preferred_allocation_available=quirks.preferred
+        )
+
+    def note(self, call: str, resource: Resource, **more: object) -> None:
+        """Write down what has happened."""
+        line = json.dumps({"call": call, "resource": resource.name, **more})
+        _say(line)
+        if self._notes is not None:
+            with self._notes.open("a") as file:
+                file.write(f"{line}\n")
+
+    def end(self, why: str, status: int) -> None:
+        """End the process as a program does that gives up: at once, with its sockets left behind."""
+        _say(f"panic: {why}" if status == PANIC else f"fatal: {why}")
+        os._exit(status)
+
+    async def run(self) -> None:
+        """Serve and register; again at each trigger."""
+        observer = Observer()
+        handler = _Names(asyncio.get_running_loop(), self._names)
+        for directory in {str(self._directory), str(self._path.parent)}:
+            observer.schedule(handler, directory)
+        observer.start()
+        try:
+            kubelet_was_there = (self._directory / "kubelet.sock").exists()
+            while True:
+                await self._serve()
+                registers = kubelet_was_there or not self.quirks.once
+                if not registers or await self._register_all():
+                    await self._wait_for_trigger()
+                else:
+                    await asyncio.sleep(self.quirks.retry)  # the vendor's own pause
+                await self._stop()
+        finally:
+            observer.stop()
+            await self._stop()
+
+    async def _serve(self) -> None:
+        self.stopping = asyncio.Event()
+        for resource in self.file.resources:
+            server, service = grpc.aio.server(), _Service(self, resource)
+            add_DevicePluginServicer_to_server(service, server)
+            path = self._directory / resource.socket_name
+            path.unlink(missing_ok=True)
+            server.add_insecure_port(f"unix:{path}")
+            await server.start()
+            self._servers.append(server)
+            self._services.append(service)
+        while not self._names.empty():  # what it made itself
+            self._names.get_nowait()
+
+    async def _stop(self) -> None:
+        self.stopping.set()
+        for service in self._services:
+            service.update(service.resource)
+        await asyncio.gather(*(server.stop(0.5) for server in self._servers))
+        self._servers, self._services = [], []
+
+    async def _register_all(self) -> bool:
+        """Register all resources; return whether that is done, or not to be tried again."""
+        if self.quirks.minds_deprecation and (self._directory / "DEPRECATION").exists():
+            _say("DEPRECATION is there: not registered")
+            return True
+        target = f"unix:{self._directory / 'kubelet.sock'}"
+        async with grpc.aio.insecure_channel(target, options=_CHANNEL) as channel:
+            for resource in self.file.resources:
+                request = pb.RegisterRequest(
+                    version="v1beta1", endpoint=resource.socket_name, resource_name=resource.name
+                )
+                try:
+                    await RegistrationStub(channel).Register(request, timeout=10)  # type: ignore[misc]
+                except grpc.aio.AioRpcError as error:
+                    self.note("Register failed", resource, why=f"{error.details()}")
+                    if self.quirks.failed_register == "exit" and error.code() is not grpc.StatusCode.UNAVAILABLE:
+                        self.end(f"could not register: {error.details()}", 1)
+                    if self.quirks.failed_register == "stop-all":
+                        return False
+                    # Most wait for the next trigger; a kubelet that is not there yet is one.
+                    continue
+                self.note("registered", resource)
+        return True
+
+    async def _wait_for_trigger(self) -> None:
+        quirks, own = self.quirks, {resource.socket_name for resource in self.file.resources}
+        while True:
+            try:
+                async with asyncio.timeout(quirks.poll if quirks.trigger == "poll" else None):
+                    what, name = await self._names.get()
+            except TimeoutError:
+                if not all((self._directory / one).exists() for one in own):
+                    return
+                continue
+            if name == self._path.name and what == "made":
+                self.file = _read(self._path)
+                for service in self._services:
+                    for resource in self.file.resources:
+                        if resource.name == service.resource.name and resource != service.resource:
+                            service.update(resource)
+            elif (quirks.trigger, what, name) == ("create", "made", "kubelet.sock") or (
+                quirks.trigger == "own-socket" and name in own and not (self._directory / name).exists()
+            ):
+                return
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def _read(path: Path) -> File:
+    return msgspec.json.decode(path.read_bytes(), type=File)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run it until SIGTERM."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--directory", type=Path, default=Path("/var/lib/kubelet/device-plugins"), metavar="DIR")
+    parser.add_argument("--notes", type=Path, metavar="FILE", help="what it was asked, a line of JSON for each call")
+    options = parser.parse_args(argv)
+
+    async def serve() -> None:
+        plugin = Plugin(options.file.absolute(), options.directory, options.notes)
+        task = asyncio.create_task(plugin.run())
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    asyncio.run(serve())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,346 @@
+"""From the plugin of somebody else to this project, and away from it, while pods run; see docs/existing-plugin.md.
+
+The other plugin is the testing kit's stand-in. What containers hold is shown by locks of the kernel
+(``tests.cluster.locks``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deviceplugin.sources.path import device_id
+from deviceplugin.testing import foreign
+from dra_bridge.wire import dra_v1_pb2 as v1
+from tests.cluster import locks
+from tests.cluster.node import KUBELET_DIRECTORY, Pod
+from tests.cluster.test_witnesses_real import (
+    LIMIT,
+    Scene,
+    claimer,
+    named,
+    plain,
+    resource,
+    restart_kubelet,
+    scene,
+)
+from tests.testing.bare_dra import BareDriver
+
+__all__ = ["scene"]
+
+CONTROL = locks.NODES.parent / "control"
+"""A device node that is in each answer of the plugin, as NVIDIA's /dev/nvidiactl is; it is no device of its own."""
+
+
+class Vendor:
+    """A vendor's plugin for the device nodes of a resource, as a process.
+
+    answer: how its containers get their devices: `nodes` as device nodes, `variables` as a variable and in a way that
+    the kubelet does not know. prefix: of its ids, before the nodes' names; without it as a `path` source has them.
+    """
+
+    def __init__(self, scene: Scene, letter: str, answer: str = "nodes", prefix: str = "") -> None:
+        self.scene = scene
+        self.file = scene.cluster.logs / f"vendor-{time.monotonic_ns()}.json"
+        self.log = self.file.with_suffix(".log")
+        self.notes = self.file.with_suffix(".notes")
+        directory = locks.NODES / letter
+        if not CONTROL.exists():
+            locks.make_node(CONTROL, 255)
+        links = directory.parent.parent / "links"
+        links.mkdir(exist_ok=True)
+        ids = []
+        for node in sorted(directory.iterdir()):
+            ids.append(f"{prefix}{node.name}" if prefix else device_id(str(node)))
+            (links / ids[-1]).unlink(missing_ok=True)
+            (links / ids[-1]).symlink_to(node)
+        path = f"{links}/{{id}}"
+        how: dict[str, Any] = {"env": {"GADGETS": "{ids}"}}
+        if answer == "nodes":
+            how["nodes"] = [[path, f"{directory}/{{id}}", "rw"]]
+            how["control"] = [[str(CONTROL), "/dev/gadgetctl", "rw"]]
+        else:
+            how["mounts"] = [[path, f"{directory}/{{id}}"]]
+        self.resources = [{"name": named(letter), "devices": dict.fromkeys(ids, "Healthy"), "answer": how}]
+        self.process: subprocess.Popen[bytes] | None = None
+        scene.stack.callback(self.stop, signal.SIGKILL)
+
+    def start(self) -> None:
+        foreign.write(self.file, self.resources)
+        command = [sys.executable, "-m", "deviceplugin.testing.foreign", str(self.file), "--notes", str(self.notes)]
+        with self.log.open("ab") as output:
+            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """Remove the plugin, as the deletion of its DaemonSet does."""
+        process, self.process = self.process, None
+        if process is not None:
+            process.send_signal(number)
+            process.wait(20)
+
+
+def restart_container(scene: Scene, pod: Pod) -> None:
+    """Let a pod's container die; wait until it runs again, with its lock."""
+    before = pod.restarts()
+    for pid in locks.pids(pod.uid):
+        os.kill(pid, signal.SIGKILL)
+    scene.cluster.wait_for(lambda: pod.restarts() > before, 60, f"{pod.name} runs again")
+    scene.running(pod)
+
+
+@pytest.mark.parametrize("answer", ["nodes", "variables"])
+def test_another_plugin_is_replaced(scene: Scene, answer: str) -> None:
+    """With the same resource name and ids, pods of the former plugin run on, and nobody gets what they hold.
+
+    However the former plugin's containers got their devices: the kubelet's checkpoint has the ids. So it stays through
+    restarts of agent, kubelet and container, and through the move to claims.
+    """
+    cluster = scene.cluster
+    scene.nodes("a", 4)
+    vendor = Vendor(scene, "a", answer)
+    vendor.start()
+    cluster.wait_allocatable(named("a"), 4)
+    held = [scene.pod(f"before-{number}", "a") for number in range(2)]
+    scene.running(*held)
+    keys = {pod.name: scene.key(pod) for pod in held}
+    scene.before = len(locks.holders())
+    vendor.stop()
+    cluster.wait_allocatable(named("a"), 0)
+    if answer == "variables":
+        restart_kubelet(cluster, "sigterm")
+    agents = scene.serve(resource("a", "none"))
+    cluster.wait_allocatable(named("a"), 4)
+    after = [scene.pod(f"after-{number}", "a") for number in range(2)]
+    scene.running(*after)
+    scene.wait(plain("wants-plain", "a"))
+    restart_kubelet(cluster, "sigkill")
+    agents.kill()
+    agents.start()
+    agents.wait_registered()
+    cluster.wait_allocatable(named("a"), 4)
+    scene.observe(5)
+    assert {pod.name: scene.key(pod) for pod in held} == keys
+    restart_container(scene, held[0])
+    assert scene.key(held[0]) == keys[held[0].name]
+    # A pod that waits gets the device of a pod that the former plugin served.
+    scene.handed_on(held[0].delete, [held[0].uid], "wants-plain")
+    scene.share(a="all")
+    scene.wait_states("a", to_dra=4)
+    scene.wait(claimer("wants-claim", "a"))
+    restart_kubelet(cluster, "sigterm")
+    scene.observe(5)
+    scene.handed_on(held[1].delete, [held[1].uid], "wants-claim")
+
+
+def test_another_plugin_had_other_ids(scene: Scene) -> None:
+    """Under other ids, what pods of the former plugin hold is known by their device nodes, until they end."""
+    cluster = scene.cluster
+    scene.nodes("a", 3)
+    vendor = Vendor(scene, "a", prefix="gadget-")
+    vendor.start()
+    cluster.wait_allocatable(named("a"), 3)
+    held = scene.pod("before", "a")
+    scene.running(held)
+    scene.before = len(locks.holders())
+    vendor.stop()
+    scene.serve(resource("a", "none"))
+    cluster.wait_allocatable(named("a"), 2)
+    scene.running(scene.pod("after", "a"))
+    # One device is idle and cannot be had: the scheduler takes the held one's request off what is allocatable, too.
+    scene.wait(plain("wants-plain", "a"))
+    scene.observe(5)
+    key, wants = scene.key(held), scene.waiting.pop("wants-plain")
+    held.delete()
+    scene.running(cluster.pod(wants["metadata"]["name"]), last := scene.pod("last", "a"))
+    assert {scene.key(last), scene.key(cluster.pod("wants-plain"))} >= {key}
+    scene.check()
+
+
+# --- away from this project -------------------------------------------------------------------------------------------
+
+
+def uninstall(scene: Scene, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run `dra-bridge uninstall` for the drivers of the config file."""
+    config, kubeconfig = str(scene.agents.config), str(scene.cluster.kubeconfig)
+    command = [sys.executable, "-m", "dra_bridge", "uninstall", "--config", config, "--kubeconfig", kubeconfig]
+    return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
+
+
+def test_back_to_the_former_plugin(scene: Scene) -> None:
+    """Once claims hold nothing, a plugin with the same resource name and ids takes over; pods by limits run on."""
+    cluster = scene.cluster
+    scene.nodes("a", 3)
+    agents = scene.serve(resource("a", 1))
+    cluster.wait_allocatable(named("a"), 2)
+    agents.wait_offered(1)
+    kept, user = scene.pod("kept", "a"), scene.claimer("user", "a")
+    scene.running(kept, user)
+    scene.before = len(locks.holders())
+    key = scene.key(kept)
+    scene.share(a="none")
+    scene.wait_states("a", plugin=2, to_plugin=1)
+    refused = uninstall(scene)
+    assert refused.returncode == 1
+    assert "claims have devices of these drivers: default/user-device-" in refused.stderr
+    user.delete()
+    scene.wait_states("a", plugin=3)
+    agents.stop()
+    done = uninstall(scene)
+    assert (done.returncode, agents.slices()) == (0, []), done.stderr
+    vendor = Vendor(scene, "a")
+    vendor.start()
+    cluster.wait_allocatable(named("a"), 3)
+    others = [scene.pod(f"after-{number}", "a") for number in range(2)]
+    scene.running(*others)
+    scene.wait(plain("wants-plain", "a"))
+    restart_kubelet(cluster, "sigterm")
+    cluster.wait_allocatable(named("a"), 3)
+    scene.observe(3)
+    assert scene.key(kept) == key
+    scene.handed_on(kept.delete, [kept.uid], "wants-plain")
+
+
+class OtherDriver(BareDriver):
+    """Another vendor's DRA driver for the same device nodes, which knows nothing of ours."""
+
+    NAME = "other.example.org"
+
+    def __init__(self, scene: Scene, letter: str) -> None:
+        self._cluster = scene.cluster
+        paths = sorted((locks.NODES / letter).iterdir())
+        spec: dict[str, Any] = {
+            "cdiVersion": "0.5.0",
+            "kind": f"{self.NAME}/card",
+            "devices": [
+                {"name": path.name, "containerEdits": {"deviceNodes": [{"path": str(path), "type": "c"}]}}
+                for path in paths
+            ],
+        }
+        self._spec = Path("/var/run/cdi/other.json")
+        self._spec.parent.mkdir(parents=True, exist_ok=True)
+        self._spec.write_text(json.dumps(spec))
+        super().__init__(Path("/var/lib/kubelet"), self.NAME)
+        node = scene.cluster.node_name
+        pool = {"name": node, "generation": 1, "resourceSliceCount": 1}
+        devices = [{"name": path.name} for path in paths]
+        spec = {"driver": self.NAME, "nodeName": node, "pool": pool, "devices": devices}
+        self._apply(scene, "ResourceSlice", f"{node}-other", spec)
+
+    @classmethod
+    def make_class(cls, scene: Scene) -> None:
+        """Make its DeviceClass; a claim that names a class that is missing is not allocated at all."""
+        cls._apply(
+            scene,
+            "DeviceClass",
+            cls.NAME,
+            {"selectors": [{"cel": {"expression": f'device.driver == "{cls.NAME}"'}}]},
+        )
+
+    @staticmethod
+    def _apply(scene: Scene, kind: str, name: str, spec: dict[str, Any]) -> None:
+        version = scene.agents.api_version
+        scene.cluster.apply({"apiVersion": version, "kind": kind, "metadata": {"name": name}, "spec": spec})
+
+    def NodePrepareResources(self, request: Any, context: Any) -> Any:  # noqa: N802
+        """Have each claim get the device nodes of what is allocated to it."""
+        response = v1.NodePrepareResourcesResponse()
+        for claim in request.claims:
+            status = self._cluster.get("ResourceClaim", claim.name, claim.namespace)["status"]
+            for result in status["allocation"]["devices"]["results"]:
+                name = result["device"]
+                device = response.claims[claim.uid].devices.add(pool_name=result["pool"], device_name=name)
+                device.cdi_device_ids.append(f"{self.NAME}/card={name}")
+                device.request_names.append(result["request"])
+        return response
+
+    def stop(self) -> None:
+        """End it, and remove what it left."""
+        super().stop()
+        self._spec.unlink(missing_ok=True)
+
+
+def test_to_another_vendors_driver(scene: Scene) -> None:
+    """With both classes in the pods' template, pods that are made anew are served by the driver that comes next."""
+    cluster = scene.cluster
+    if cluster.minor < 34:
+        pytest.skip("a prioritized list came with 1.34")
+    scene.nodes("a", 2)
+    agents = scene.serve(resource("a", "all"))
+    agents.wait_offered(2)
+    OtherDriver.make_class(scene)
+    ours = {"name": "ours", "deviceClassName": agents.classes[named("a")]}
+    other = {"name": "other", "deviceClassName": OtherDriver.NAME}
+    agents.template("either", {"name": "device", "firstAvailable": [ours, other]})
+    pods = [scene.claimer(f"user-{number}", "either") for number in range(2)]
+    scene.running(*pods)
+    scene.before = len(locks.holders())
+    scene.share(a="none")
+    scene.wait_states("a", to_plugin=2)
+    for pod in pods:  # as a rolling update does
+        pod.delete()
+        pod.wait_gone()
+    scene.wait_states("a", plugin=2)
+    pods = [scene.claimer(f"next-{number}", "either") for number in range(2)]
+    cluster.wait_for(lambda: all(pod.unschedulable() for pod in pods), LIMIT, "nobody offers a device to claims")
+    agents.stop()
+    assert uninstall(scene).returncode == 0
+    driver = OtherDriver(scene, "a")
+    scene.stack.callback(driver.stop)
+    try:
+        scene.running(*pods)
+        scene.after = len(locks.holders())
+    finally:
+        for pod in cluster.pods("default"):  # while their driver is there
+            pod.delete()
+        for pod in cluster.pods("default"):
+            pod.wait_gone()
+
+
+def test_agents_are_just_deleted(scene: Scene) -> None:
+    """Pods run on without the agents, through restarts; pods with claims cannot end before an agent is there again."""
+    cluster = scene.cluster
+    scene.nodes("a", 3)
+    agents = scene.serve(resource("a", 2))
+    cluster.wait_allocatable(named("a"), 1)
+    agents.wait_offered(2)
+    kept = scene.pod("kept", "a")
+    users = [scene.claimer(f"user-{number}", "a") for number in range(2)]
+    scene.running(kept, *users)
+    scene.before = len(locks.holders())
+    agents.stop()
+    for pod in (kept, users[0]):
+        restart_container(scene, pod)
+    restart_kubelet(cluster, "sigterm")
+    # A kubelet deletes the slices of drivers that have not registered with it: nothing more is allocated here.
+    cluster.wait_for(lambda: not agents.slices(), 60, "the kubelet deletes the slices")
+    restart_container(scene, users[0])
+    scene.wait(claimer("wants-claim", "a"))
+    users[0].delete()
+    scene.cluster.wait_for(lambda: not locks.pids(users[0].uid), LIMIT, "the container has ended")
+    users[1].delete(0)
+    users[1].wait_gone()
+    scene.cluster.wait_for(lambda: not locks.pids(users[1].uid), LIMIT, "the container has ended")
+
+    def claims() -> list[str]:
+        found = cluster.list("ResourceClaim", "default", api_version=agents.api_version)
+        return sorted(one["metadata"]["name"].partition("-device")[0] for one in found)
+
+    cluster.wait_for(lambda: claims() == ["user-0", "wants-claim"], LIMIT, "the claim of the pod has gone with it")
+    scene.observe(5)
+    state = (KUBELET_DIRECTORY / "dra_manager_state").read_text()
+    assert state.count("a.example.net") >= 2
+    assert cluster.pod("user-0").object["metadata"]["deletionTimestamp"]
+    del scene.waiting["wants-claim"]
+    agents.start()
+    agents.wait_registered()
+    users[0].wait_gone(120)
+    scene.running(cluster.pod("wants-claim"))
+    scene.check()

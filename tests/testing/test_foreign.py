@@ -1,0 +1,208 @@
+"""The stand-in for a vendor's plugin has the quirks that it is told to have, on the fake kubelet alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from deviceplugin.testing import FakeKubelet, PodFailedError
+from deviceplugin.wire import deviceplugin_pb2 as pb
+from deviceplugin.wire.deviceplugin_pb2_grpc import DevicePluginStub
+from tests.scenarios.node import wait_for
+from tests.testing.vendor import RESOURCE, Vendor, resource
+
+Start = Callable[..., Vendor]
+
+
+@pytest.fixture
+def vendor(tmp_path: Path, fake_kubelet: FakeKubelet) -> Iterator[Start]:
+    """Give a function that starts the plugin on the fake kubelet."""
+    made: list[Vendor] = []
+
+    def start(*resources: dict[str, Any], **quirks: Any) -> Vendor:
+        made.append(Vendor(tmp_path, fake_kubelet.device_plugin_dir, *resources, **quirks))
+        return made[-1].start()
+
+    yield start
+    for one in made:
+        one.stop(kill=True)
+
+
+def stub(vendor: Vendor) -> Any:
+    """A client of its first resource's socket."""
+    path = vendor.directory / f"{vendor.resources[0]['name'].replace('/', '_')}-vendor.sock"
+    return DevicePluginStub(grpc.insecure_channel(f"unix:{path}", (("grpc.default_authority", "localhost"),)))
+
+
+def allocate(vendor: Vendor, *ids: str) -> pb.ContainerAllocateResponse:
+    request = pb.AllocateRequest(container_requests=[pb.ContainerAllocateRequest(devices_ids=ids)])
+    return stub(vendor).Allocate(request, timeout=10).container_responses[0]  # type: ignore[no-any-return]
+
+
+def test_it_serves_pods(fake_kubelet: FakeKubelet, vendor: Start) -> None:
+    """A pod gets what the file says, by device; control nodes once; random and unknown parts are in it."""
+    answer: dict[str, Any] = {
+        "env": {"GADGETS": "{ids}"},
+        "nodes": [["/dev/{id}", "/dev/inside-{id}", "rw"]],
+        "control": [["/dev/ctl", "/dev/ctl", "rw"]],
+        "mounts": [["/opt/lib", "/opt/lib"]],
+        "annotations": {"cdi.k8s.io/{random}": "vendor.example/gadget={ids}"},
+        "cdi": ["vendor.example/gadget={id}"],
+        "extra": "f80105",  # field 31 is 5
+    }
+    vendor(resource("g0", "g1", **answer))
+    fake_kubelet.wait_allocatable(RESOURCE, 2)
+    pod = fake_kubelet.run_pod("p", {RESOURCE: 2})
+    assert pod.env["GADGETS"] in ("g0,g1", "g1,g0")
+    assert sorted(node.container for node in pod.nodes) == ["/dev/ctl", "/dev/inside-g0", "/dev/inside-g1"]
+    (rpc,) = fake_kubelet.rpcs("Allocate")
+    (one,) = rpc.response.container_responses
+    assert [mount.container_path for mount in one.mounts] == ["/opt/lib"] * 2  # duplicates are sent
+    assert len(one.cdi_devices) == 2
+    assert next(iter(one.annotations)).startswith("cdi.k8s.io/")
+    assert bytes.fromhex("f80105") in one.SerializeToString()
+
+
+@pytest.mark.parametrize("trigger", ["create", "own-socket", "poll"])
+def test_it_registers_again(fake_kubelet: FakeKubelet, vendor: Start, trigger: str) -> None:
+    """A kubelet that starts again is registered with; one that only makes its socket anew is not by all triggers."""
+    plugin = vendor(trigger=trigger)
+    fake_kubelet.wait_allocatable(RESOURCE, 2)
+    fake_kubelet.restart()
+    plugin.wait("registered", 2)
+    fake_kubelet.wait_allocatable(RESOURCE, 2)
+    fake_kubelet.run_pod("p", {RESOURCE: 1})
+    if trigger == "create":
+        fake_kubelet.recreate_socket()
+        plugin.wait("registered", 3)
+
+
+def test_it_may_look_once(fake_kubelet: FakeKubelet, vendor: Start) -> None:
+    """With `once` it registers with no kubelet that comes later."""
+    fake_kubelet.stop()
+    fake_kubelet.socket.unlink(missing_ok=True)
+    plugin = vendor(once=True)
+    wait_for("the plugin to have looked", lambda: any(plugin.directory.glob("*-vendor.sock")), 10)
+    (where := plugin.notes.parent / "other").mkdir()
+    other = Vendor(where, plugin.directory, resource(name="vendor.example/other"))
+    fake_kubelet.start(wipe=False)
+    try:
+        other.start()
+        fake_kubelet.wait_allocatable("vendor.example/other", 2)
+    finally:
+        other.stop(kill=True)
+    assert not plugin.calls("registered")
+
+
+def test_a_refusal_ends_it(fake_kubelet: FakeKubelet, vendor: Start) -> None:
+    """Some end when a resource is refused."""
+    fake_kubelet.reject_registrations()
+    assert vendor(failed_register="exit").status() == 1
+
+
+def test_a_refusal_stops_all_resources(fake_kubelet: FakeKubelet, vendor: Start) -> None:
+    """Some stop all their resources, and begin anew."""
+    fake_kubelet.reject_registrations()
+    other = "vendor.example/other"
+    plugin = vendor(resource(), resource("o0", name=other), failed_register="stop-all")
+    plugin.wait("registered", 2)
+    assert [one["resource"] for one in plugin.calls("Register failed")] == [RESOURCE]
+    fake_kubelet.wait_allocatable(other, 1)
+
+
+@pytest.mark.parametrize(("how", "status"), [("exit", 1), ("panic", 2), ("unnoticed", None)])
+def test_the_end_of_a_stream(fake_kubelet: FakeKubelet, vendor: Start, how: str, status: int | None) -> None:
+    """When the client ends the stream, the process ends, panics at the next update, or loses that update."""
+    plugin = vendor(stream_end=how)
+    fake_kubelet.wait_allocatable(RESOURCE, 2)
+    fake_kubelet.drop_streams()
+    if how != "exit":
+        plugin.wait("stream ended")
+        plugin.health(g0="Healthy", g1="Unhealthy")
+    if status is not None:
+        assert plugin.status() == status
+    else:
+        plugin.wait("update swallowed")
+        assert fake_kubelet.updates(RESOURCE)[-1].healthy == 2
+
+
+@pytest.mark.parametrize("how", ["panic", "shared"])
+def test_a_second_stream(fake_kubelet: FakeKubelet, vendor: Start, how: str) -> None:
+    """A second stream beside the first shares the updates with it, or ends the process."""
+    plugin = vendor(second_stream=how)
+    fake_kubelet.wait_allocatable(RESOURCE, 2)
+    stream = stub(plugin).ListAndWatch(pb.Empty())
+    if how == "panic":
+        assert plugin.status() == 2
+        return
+    assert len(next(stream).devices) == 2
+    plugin.health(g0="Healthy", g1="Unhealthy")
+    fake_kubelet.wait_allocatable(RESOURCE, 1)
+    plugin.health(g0="Unhealthy", g1="Unhealthy")
+    assert {one.health for one in next(stream).devices} == {"Unhealthy"}
+    assert fake_kubelet.allocatable(RESOURCE) == 1
+    stream.cancel()
+
+
+def test_lists_may_be_empty_at_first_repeated_and_shuffled(fake_kubelet: FakeKubelet, vendor: Start) -> None:
+    """The first list is empty, the next ones come again and again, in any order."""
+    vendor(resource(*(f"g{number}" for number in range(8))), empty_first=True, repeat=0.01, shuffled=True)
+    fake_kubelet.wait_until(lambda: len(fake_kubelet.updates(RESOURCE)) > 4)
+    assert [one.total for one in fake_kubelet.updates(RESOURCE)[:3]] == [0, 8, 8]
+
+
+def test_unknown_ids(fake_kubelet: FakeKubelet, vendor: Start) -> None:
+    """Allocate of an id that is not listed, or not healthy, is an error, or answers with the control nodes alone."""
+    answer: dict[str, Any] = {"nodes": [["/dev/{id}", "/dev/{id}", "rw"]], "control": [["/dev/ctl", "/dev/ctl", "rw"]]}
+    strict = vendor(resource(**answer))
+    fake_kubelet.wait_allocatable(RESOURCE, 2)
+    with pytest.raises(grpc.RpcError, match="unknown device 'nope'"):
+        allocate(strict, "g0", "nope")
+    strict.stop()
+    easy = vendor(resource(**answer), unknown_ids=True, needs_list=True)
+    easy.wait("ListAndWatch", 2)
+    assert [one.host_path for one in allocate(easy, "nope").devices] == ["/dev/ctl"]
+
+
+def test_the_file_deprecation(fake_kubelet: FakeKubelet, vendor: Start) -> None:
+    """The Kubernetes sample does not register where the file lies."""
+    (fake_kubelet.device_plugin_dir / "DEPRECATION").touch()
+    plugin = vendor(minds_deprecation=True)
+    fake_kubelet.wait_until(lambda: "DEPRECATION is there" in plugin.log.read_text())
+    assert not plugin.calls("registered")
+
+
+def test_allocate_hangs(fake_kubelet: FakeKubelet, vendor: Start, tmp_path: Path) -> None:
+    """While the file is there, Allocate has no answer."""
+    hold = tmp_path / "hold"
+    hold.touch()
+    plugin = vendor(hold=str(hold))
+    fake_kubelet.wait_allocatable(RESOURCE, 2)
+    pod = fake_kubelet.start_pod("p", {RESOURCE: 1})
+    plugin.wait("Allocate")
+    assert not plugin.calls("answer")
+    hold.unlink()
+    pod.wait_running(10)
+
+
+def test_the_optional_calls(fake_kubelet: FakeKubelet, vendor: Start) -> None:
+    """Only GetDevicePluginOptions says which of them it wants."""
+    plugin = vendor(pre_start=True, preferred=True)
+    fake_kubelet.wait_allocatable(RESOURCE, 2)
+    pod = fake_kubelet.run_pod("p", {RESOURCE: 1})
+    assert pod.device_ids == ("g1",)  # it prefers the last
+    assert plugin.calls("PreStartContainer")[0]["ids"] == ["g1"]
+
+
+def test_a_device_that_fails_is_not_given(fake_kubelet: FakeKubelet, vendor: Start) -> None:
+    """What the file says of health is listed."""
+    plugin = vendor()
+    fake_kubelet.wait_allocatable(RESOURCE, 2)
+    plugin.health(g0="Unhealthy", g1="Unhealthy")
+    fake_kubelet.wait_allocatable(RESOURCE, 0)
+    with pytest.raises(PodFailedError):
+        fake_kubelet.run_pod("p", {RESOURCE: 1})

@@ -1,0 +1,67 @@
+"""The stand-in for a vendor's plugin as a process of a test."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from deviceplugin.testing import foreign
+from tests.scenarios.node import wait_for
+
+RESOURCE = "vendor.example/gadget"
+
+
+def resource(*ids: str, name: str = RESOURCE, **answer: Any) -> dict[str, Any]:
+    """A resource of healthy devices, with an answer."""
+    return {"name": name, "devices": dict.fromkeys(ids or ("g0", "g1"), "Healthy"), "answer": answer}
+
+
+class Vendor:
+    """The process; its file, and what it has noted."""
+
+    def __init__(self, where: Path, directory: Path, *resources: Mapping[str, Any], **quirks: Any) -> None:
+        self.file, self.notes, self.log = (where / f"vendor.{end}" for end in ("json", "notes", "log"))
+        self.directory = directory
+        self.quirks = quirks
+        self.process: subprocess.Popen[bytes] | None = None
+        self.show(*(resources or (resource(),)))
+
+    def show(self, *resources: Mapping[str, Any]) -> None:
+        """Have other devices."""
+        self.resources: Sequence[Mapping[str, Any]] = resources
+        foreign.write(self.file, resources, **self.quirks)
+
+    def health(self, **health: str) -> None:
+        """Have the first resource's devices be healthy or not; those that are not named are gone."""
+        self.show({**self.resources[0], "devices": health}, *self.resources[1:])
+
+    def start(self) -> Vendor:
+        arguments = [str(self.file), "--directory", str(self.directory), "--notes", str(self.notes)]
+        with self.log.open("ab") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "deviceplugin.testing.foreign", *arguments], stdout=output, stderr=output
+            )
+        return self
+
+    def stop(self, *, kill: bool = False) -> None:
+        if self.process is not None:
+            (self.process.kill if kill else self.process.terminate)()
+            self.process.wait(10)
+            self.process = None
+
+    def status(self, timeout: float = 10.0) -> int:
+        """Wait until it has ended by itself; return its exit status."""
+        assert self.process is not None
+        return self.process.wait(timeout)
+
+    def calls(self, call: str) -> list[dict[str, Any]]:
+        return foreign.calls(self.notes, call)
+
+    def wait(self, call: str, count: int = 1, timeout: float = 10.0) -> dict[str, Any]:
+        """Wait until it has noted so many; return the last of them."""
+        enough: Callable[[], bool] = lambda: len(self.calls(call)) >= count  # noqa: E731
+        wait_for(f"{count} {call}: {self.log.read_text()[-2000:]}", enough, timeout)
+        return self.calls(call)[-1]
