@@ -67,7 +67,7 @@ class CommandLine:
             sys.stdout.flush()  # it fails here, not while the interpreter ends
             return status
         except CommandError as error:
-            print(error, file=sys.stderr)
+            print("\n".join(map(printable, str(error).split("\n"))), file=sys.stderr)
             return error.status
         except ConfigError as error:
             print(explained(error), file=sys.stderr)
@@ -101,6 +101,11 @@ class CommandLine:
         return 0
 
 
+def printable(text: str) -> str:
+    """Return a line in which what would move a terminal's cursor, change its colours or its order stands escaped."""
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+
+
 def explained(error: ConfigError) -> str:
     """Return what is wrong with a config file, and how many problems these are if there are several."""
     number = len(error.problems)
@@ -109,6 +114,7 @@ def explained(error: ConfigError) -> str:
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], red: Sequence[Sequence[str]] = ()) -> None:
     """Print aligned columns; on a terminal with rich, where the extra `cli` is installed. red: rows in this colour."""
+    rows, red = ([tuple(map(printable, row)) for row in each] for each in (rows, red))
     if sys.stdout.isatty() and (rich := import_rich()):
         table = rich.table.Table(*header, box=None, pad_edge=False)
         for row in rows:

@@ -21,7 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from deviceplugin.cli import CommandError, CommandLine, import_rich, print_table
+from deviceplugin.cli import CommandError, CommandLine, import_rich, print_table, printable
 from deviceplugin.device import counted
 from deviceplugin.node import logs
 from deviceplugin.node.options import add_config_options, lock_of
@@ -92,6 +92,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     rollout.add_argument("--pause", action="store_true", help="stop after the first N nodes; the same command goes on")
     longest = "a node that takes longer has stalled (%(default)g)"
     rollout.add_argument("--timeout-per-node", type=_seconds, default=600.0, metavar="SECONDS", help=longest)
+    where = "where the agents run (what the bindings of the manifests name)"
+    for command in (uninstall, status):
+        command.add_argument("--namespace", "-n", default="", metavar="NAME", help=where)
     for command in (uninstall, status, migrate, rollout):
         add_kubeconfig(command)
     demo = line.add("demo", _demo, "Show both sides at work, with an embedded kubelet and API server.")
@@ -228,14 +231,15 @@ def _run(options: argparse.Namespace) -> int:
 def _uninstall(options: argparse.Namespace) -> int:
     from deviceplugin import config
     from dra_bridge.kube import RESOURCE_CLAIMS, ForbiddenError
-    from dra_bridge.rollout.agents import LABEL, running_agents
+    from dra_bridge.rollout.agents import LABEL, namespaces_of_agents, running_agents
     from dra_bridge.rollout.fleet import allocations, shortened
     from dra_bridge.rollout.rollout import check_driver
     from dra_bridge.slices.publisher import remove_slices
 
     async def obstacles(cluster: Cluster) -> list[str]:
         try:
-            agents = await running_agents(cluster, options.node)
+            namespaces = [options.namespace] if options.namespace else await namespaces_of_agents(cluster)
+            agents = await running_agents(cluster, namespaces, options.node)
             claims = (await cluster.list(RESOURCE_CLAIMS)).items
         except ForbiddenError as error:
             return [f"it is not known whether agents run or claims are in use: {error.message}"]
@@ -271,7 +275,7 @@ def _uninstall(options: argparse.Namespace) -> int:
         )
         print(_LEFT_BEHIND.format(label=LABEL, annotations=annotations))
     for warning in warnings:
-        print(f"warning: {warning}", file=sys.stderr)
+        print(f"warning: {printable(warning)}", file=sys.stderr)
     return 0
 
 
@@ -398,7 +402,7 @@ def _status(options: argparse.Namespace) -> int:
 
     async def read(cluster: Cluster) -> tuple[list[NodeView], list[str], list[str]]:
         nodes = await read_nodes(cluster, options.driver, options.node)
-        answers = await ask_agents(cluster, {view.node for view in nodes if view.devices})
+        answers = await ask_agents(cluster, {view.node for view in nodes if view.devices}, options.namespace)
         nodes = [fleet.with_answers(view, answers) for view in nodes]
         unknown = fleet.unknown(nodes, answers)
         try:
@@ -441,11 +445,11 @@ def _status(options: argparse.Namespace) -> int:
         print_table(header, lines, red)
         print()
     for view in nodes:
-        print(f"{view.node} {view.driver}: {fleet.summary(view)}")
+        print(printable(f"{view.node} {view.driver}: {fleet.summary(view)}"))
         for line in (*fleet.obstacles(view), *fleet.withheld(view)) if view.reported is not None else ():
-            print(f"  {line}")
+            print(f"  {printable(line)}")
     for line in (*waiting, *unknown):
-        print(line)
+        print(printable(line))
     return 0
 
 
@@ -545,7 +549,7 @@ def _follow(
     from dra_bridge.rollout.rollout import Reporter
 
     with contextlib.ExitStack() as stack:
-        say: Callable[[str], None] = functools.partial(print, flush=True)
+        show: Callable[[str], None] = functools.partial(print, flush=True)
         bars = None
         if sys.stdout.isatty() and (rich := import_rich()):
             columns = (
@@ -555,7 +559,11 @@ def _follow(
                 rich.progress.TimeElapsedColumn(),
             )
             bars = stack.enter_context(rich.progress.Progress(*columns))
-            say = functools.partial(bars.console.print, markup=False, highlight=False)
+            show = functools.partial(bars.console.print, markup=False, highlight=False)
+
+        def say(line: str) -> None:
+            show(printable(line))
+
         reporter = Reporter(say, bars)
         try:
             return _ask(options, lambda cluster: work(cluster, reporter))

@@ -29,6 +29,7 @@ class Kind(NamedTuple):
 NODES: Final = Kind("", "v1", "nodes", "Node")
 PODS: Final = Kind("", "v1", "pods", "Pod")
 EVENTS: Final = Kind("", "v1", "events", "Event")
+CLUSTER_ROLE_BINDINGS: Final = Kind("rbac.authorization.k8s.io", "v1", "clusterrolebindings", "ClusterRoleBinding")
 SELF_SUBJECT_REVIEWS: Final = Kind("authentication.k8s.io", "v1", "selfsubjectreviews", "SelfSubjectReview")
 RESOURCE_SLICES: Final = Kind(GROUP, "", "resourceslices", "ResourceSlice")
 RESOURCE_CLAIMS: Final = Kind(GROUP, "", "resourceclaims", "ResourceClaim")

@@ -12,10 +12,21 @@ from typing import Final
 
 import msgspec
 
-from dra_bridge.kube import PODS, ApiError, Cluster, ForbiddenError, Object
+from dra_bridge.kube import (
+    CLUSTER_ROLE_BINDINGS,
+    PODS,
+    ApiError,
+    Cluster,
+    ClusterError,
+    ForbiddenError,
+    NotFoundError,
+    Object,
+)
 
 LABEL: Final = "app.kubernetes.io/managed-by=dra-bridge"
-"""Which all objects of `manifests` have, the agents' pods included."""
+"""Which all objects of `manifests` have, the agents' pods included. Anybody may put it on pods of a namespace."""
+BINDING: Final = "dra-bridge"
+"""The binding of the agents' ServiceAccount, as `manifests` calls it where it is not told otherwise."""
 PORT: Final = "metrics"
 """The name of the container port that `manifests` gives to an agent's page."""
 TIMEOUT: Final = 3.0  # seconds in which an agent must answer
@@ -80,24 +91,57 @@ class Answers:
     reasons: Mapping[str, str] = field(default_factory=dict)
 
 
-async def running_agents(cluster: Cluster, node: str = "") -> Sequence[Object]:
-    """Return the running pods of agents, those of one node or of all. Raises ClusterError."""
+async def namespaces_of_agents(cluster: Cluster) -> list[str]:
+    """Return the namespaces of the ServiceAccounts that the manifests bind. Raises ClusterError.
+
+    Only who may bind roles in the whole cluster can add one. An operator may read the binding of the usual name.
+    """
+    try:
+        bindings = (await cluster.list(CLUSTER_ROLE_BINDINGS, label_selector=LABEL)).items
+    except ForbiddenError:
+        try:
+            bindings = [await cluster.get(CLUSTER_ROLE_BINDINGS, BINDING)]
+        except NotFoundError:
+            bindings = []
+    subjects = [one for binding in bindings for one in binding.get("subjects") or ()]
+    return sorted({one.get("namespace", "") for one in subjects if one.get("kind") == "ServiceAccount"} - {""})
+
+
+async def running_agents(cluster: Cluster, namespaces: Sequence[str], node: str = "") -> Sequence[Object]:
+    """Return the running pods of agents in these namespaces, those of one node or of all. Raises ClusterError."""
     selector = "status.phase=Running" + (f",spec.nodeName={node}" if node else "")
-    pods = (await cluster.list(PODS, field_selector=selector, label_selector=LABEL)).items
-    return [pod for pod in pods if "deletionTimestamp" not in pod["metadata"]]
+    found = [
+        pod
+        for namespace in namespaces
+        for pod in (await cluster.list(PODS, namespace, field_selector=selector, label_selector=LABEL)).items
+    ]
+    return [pod for pod in found if "deletionTimestamp" not in pod["metadata"]]
 
 
-async def ask_agents(cluster: Cluster, nodes: Collection[str]) -> Answers:
-    """Ask the agents of these nodes for their devices; what they do not answer has a reason. Raises ClusterError."""
+async def ask_agents(cluster: Cluster, nodes: Collection[str], namespace: str = "") -> Answers:
+    """Ask the agents of these nodes for their devices; what they do not answer has a reason. Raises ClusterError.
+
+    namespace: where the agents run; "" for where the manifests' bindings say.
+    """
     if not nodes:
         return Answers()
+    why = f"no ClusterRoleBinding with the label {LABEL} says in which namespace agents run; name it by -n"
     try:
-        pods = await running_agents(cluster, *nodes) if len(nodes) == 1 else await running_agents(cluster)
+        namespaces = [namespace] if namespace else await namespaces_of_agents(cluster)
+    except ClusterError as error:
+        message = error.message if isinstance(error, ApiError) else str(error)
+        namespaces, why = [], f"{message}; name the namespace of the agents by -n"
+    if not namespaces:
+        return Answers(reasons=dict.fromkeys(nodes, why))
+    try:
+        pods = await running_agents(cluster, namespaces, *(nodes if len(nodes) == 1 else ()))
     except ForbiddenError as error:
         return Answers(reasons=dict.fromkeys(nodes, f"{error.message}; this takes the right to list pods"))
     turns = asyncio.Semaphore(AT_ONCE)
     asked = [(pod, node) for pod in pods if (node := pod["spec"].get("nodeName", "")) in nodes]
-    reasons = dict.fromkeys(set(nodes) - {node for _, node in asked}, f"no pod with the label {LABEL} runs there")
+    where = f"in namespace{'s' if len(namespaces) > 1 else ''} {', '.join(namespaces)}"
+    absent = f"no pod with the label {LABEL} {where} runs there"
+    reasons = dict.fromkeys(set(nodes) - {node for _, node in asked}, absent)
     answers = await asyncio.gather(*(_ask(cluster, pod, turns) for pod, _ in asked))
     devices: dict[tuple[str, str, str], DeviceNow] = {}
     for (_, node), answer in zip(asked, answers, strict=True):

@@ -137,7 +137,7 @@ class Deployed(Bridge):
 
     def run_cli(self, *argv: str) -> str:
         """Run a command line of `dra-bridge` as an administrator; return what it said."""
-        command = [sys.executable, "-m", "dra_bridge", *argv, "--kubeconfig", str(self.cluster.kubeconfig)]
+        command = [sys.executable, "-m", "dra_bridge", argv[0], "--kubeconfig", str(self.cluster.kubeconfig), *argv[1:]]
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=150)
         assert done.returncode == 0, (argv, done.stdout, done.stderr)
         return done.stdout
@@ -397,6 +397,39 @@ def test_share_moves_from_a_pod(deployed: Deployed) -> None:
     assert deployed.wait_offered(0) == {}
     pod = cluster.start_pod("through-plugin", {RESOURCE: 1}).wait_running()
     assert deployed.sides()[held_by(pod)][0] == "plugin"
+
+
+def test_an_operator_is_told_no_lies(deployed: Deployed) -> None:
+    """`status` of an operator asks the agents' pods, found by their binding, and no other pod that has their label."""
+    cluster = deployed.cluster
+    _, _, held = deployed.both_doors()
+    labels = {"app.kubernetes.io/managed-by": "dra-bridge"}
+    forged = cluster.start_pod("forged", {})
+    forged.wait_running()
+    cluster.api.patch("Pod", "forged", {"metadata": {"labels": labels}}, "default")
+    group = "rbac.authorization.k8s.io"
+    subject = {"kind": "User", "name": "watcher", "apiGroup": group}
+    bindings: list[dict[str, Any]] = [
+        {
+            "apiVersion": f"{group}/v1",
+            "kind": f"{kind}Binding",
+            "metadata": {"name": "watcher", **metadata},
+            "roleRef": {"apiGroup": group, "kind": kind, "name": "dra-bridge-operator"},
+            "subjects": [subject],
+        }
+        for kind, metadata in (("ClusterRole", {}), ("Role", {"namespace": NAMESPACE}))
+    ]
+    cluster.apply(bindings)
+    kubeconfig = str(cluster.kubeconfig_for("watcher"))
+
+    def told(*more: str) -> tuple[dict[str, str], list[str]]:
+        found = json.loads(deployed.run_cli("status", "-o", "json", *more, "--kubeconfig", kubeconfig))
+        devices = [device for resource in found["nodes"][0]["resources"] for device in resource["devices"]]
+        return {one["name"]: one["holder"] for one in devices if one["holder"]}, found["unknown"]
+
+    cluster.wait_for(lambda: told() == (held, []), 30, f"the holders are {held}")
+    _, (unknown,) = told("-n", "default")
+    assert "its pod has no port named metrics" in unknown
 
 
 def test_changed_config_map_is_taken(deployed: Deployed) -> None:

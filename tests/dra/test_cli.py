@@ -29,6 +29,7 @@ from dra_bridge.rollout import progress, rollout
 from dra_bridge.rollout.fleet import RESTARTING
 from dra_bridge.rollout.progress import DeviceProgress, Progress, ResourceProgress
 from dra_bridge.testing.apiserver import FakeApiServer, Fault, Request
+from tests.dra.rollout.test_agents import binding
 from tests.programs import running
 
 D = "gpu.example.com"
@@ -182,6 +183,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
             "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
         }
         file.write_text(yaml.safe_dump(named))
+        server.create(binding())
         here = World(server, file)
         thread = threading.Thread(target=here.loop, daemon=True)
         thread.start()
@@ -558,7 +560,7 @@ def test_status_tells_devices_and_holders(world: World, bridge: Callable[..., Ra
     assert "  WAITS FOR\n" in table
     assert "n1    example.com/gpu  gpu-1   dra     dra     claim ml/c for q  ?       " in table
     assert "n1    example.com/gpu  gpu-2   dra     dra     ?                 ?       " in table
-    why = "no pod with the label app.kubernetes.io/managed-by=dra-bridge runs there"
+    why = "no pod with the label app.kubernetes.io/managed-by=dra-bridge in namespace dra-bridge runs there"
     assert table.splitlines()[-1] == f"not known (?) of n1: {why}"
     assert f"n1 {D}: asked for all; {R}: 2 dra, 1 to-dra (share all)" in table
     assert "  gpu-0 (to-dra) waits for its holder, held by pod default/p" in table
@@ -605,6 +607,30 @@ def test_status_asks_the_agents(world: World, bridge: Callable[..., Ran]) -> Non
     ]
     assert [one["withheld"] for one in resource["devices"]] == ["not known: no checkpoint", *[""] * 4]
     assert len(world.server.writes) == writes
+
+
+def test_nothing_of_a_cluster_reaches_the_terminal_raw(world: World, bridge: Callable[..., Ran]) -> None:
+    """What anybody may write into an object or answer cannot move the cursor, colour or reorder what is printed."""
+    evil = "\x1b[2J\x1b[31m\r\n\u202ereversed"
+    agent = world.agent("n1", held={"gpu-0": f"pod default/p{evil}"})
+    agent.ask(dra_share="all")
+    world.wait_for(lambda: agent.told == "all")
+    ports = [{"name": "metrics", "containerPort": 9410}]
+    world.server.create(agent_pod("n1", containers=[{"name": "agent", "ports": ports}]))
+    devices = [{"id": "gpu-1", "health": "unhealthy", "message": evil, "holders": [], "withheld": evil}]
+    world.server.proxied = lambda path: (
+        200,
+        {"holdersKnown": True, "resources": [{"resource": R, "devices": devices}]},
+    )
+    ran = bridge("status")
+    assert (ran.status, ran.err) == (0, "")
+    assert set(ran.out) <= set(map(chr, range(32, 127))) | {"\n"}
+    assert "gpu-0 (to-dra) waits for its holder, held by pod default/p\\x1b[2J\\x1b[31m\\r\\n\\u202ereversed" in ran.out
+    assert "unhealthy (\\x1b[2J" in ran.out
+    ran = bridge("migrate", "n1", "--driver", D, "--share", "all", "--wait", "--timeout", "0.3")
+    assert "held by pod default/p\\x1b[2J" in ran.out
+    world.server.fail(lambda request: "resourceslices" in request.path, Fault(code=403, message=f"no{evil}"))
+    assert bridge("status").err == "403 Injected: no\\x1b[2J\\x1b[31m\\r\n\\u202ereversed\n"
 
 
 def test_status_of_some_nodes(world: World, bridge: Callable[..., Ran]) -> None:

@@ -16,6 +16,7 @@ from prometheus_client.metrics_core import Metric
 from deviceplugin.kubelet.podresources import Holder
 from deviceplugin.metrics import load
 from deviceplugin.metrics.collectors import AgentCollector
+from dra_bridge.manifests import Deployment
 from dra_bridge.node.status import BridgeStatus
 from tests.dra.node.test_status import bridge
 from tests.metrics.views import RESOURCE, Source, Still, resource
@@ -38,6 +39,14 @@ def queries() -> list[str]:
 
 def filled(text: str) -> str:
     return text.replace("$__rate_interval", "1m").replace("$node", ".*").replace("$resource", ".*")
+
+
+def test_only_pods_of_the_agents_namespaces_are_scraped() -> None:
+    """Anybody may put the agents' label on a pod of his own."""
+    job = yaml.safe_load((EXAMPLES / "prometheus.yaml").read_text())["scrape_configs"][0]
+    (found,) = job["kubernetes_sd_configs"]
+    *_, daemon_set = yaml.safe_load_all((EXAMPLES.parent / "daemonset.yaml").read_text())
+    assert found["namespaces"]["names"] == [Deployment().namespace, daemon_set["metadata"]["namespace"]]
 
 
 def known_families() -> list[Metric]:

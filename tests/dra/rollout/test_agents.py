@@ -23,9 +23,20 @@ from tests.metrics.views import RESOURCE, Still, resource
 READY: dict[str, Any] = {"readinessProbe": {"httpGet": {"path": "/readyz", "port": "metrics"}}}
 
 
+def binding(name: str = "dra-bridge", namespace: str = "dra-bridge") -> dict[str, Any]:
+    """Return the binding of the agents' ServiceAccount as `manifests` makes it."""
+    return {
+        "apiVersion": "rbac.authorization.k8s.io/v1",
+        "kind": "ClusterRoleBinding",
+        "metadata": {"name": name, "labels": {"app.kubernetes.io/managed-by": "dra-bridge"}},
+        "subjects": [{"kind": "ServiceAccount", "name": name, "namespace": namespace}],
+    }
+
+
 @pytest.fixture
 def server() -> Iterator[FakeApiServer]:
     with FakeApiServer() as started:
+        started.create(binding())
         yield started
 
 
@@ -49,9 +60,9 @@ def status(still: Still) -> dict[str, Any]:
     return found
 
 
-async def asked(server: FakeApiServer, *nodes: str) -> Answers:
+async def asked(server: FakeApiServer, *nodes: str, namespace: str = "") -> Answers:
     async with Cluster.from_server(server.url) as cluster:
-        return await ask_agents(cluster, nodes)
+        return await ask_agents(cluster, nodes, namespace)
 
 
 async def test_holders_and_health_of_now(server: FakeApiServer) -> None:
@@ -136,9 +147,43 @@ async def test_nodes_without_a_page(server: FakeApiServer) -> None:
     answers = await asked(server, "n1", "n2")
     assert answers.reasons == {
         "n1": "its pod has no port named metrics: its agent has no --metrics-address",
-        "n2": "no pod with the label app.kubernetes.io/managed-by=dra-bridge runs there",
+        "n2": "no pod with the label app.kubernetes.io/managed-by=dra-bridge in namespace dra-bridge runs there",
     }
     assert not server.requests("GET", "/proxy/")
+
+
+async def test_pods_of_others_are_not_asked(server: FakeApiServer) -> None:
+    """Whoever may make pods somewhere could forge what agents answer: only those in the agents' namespace are asked.
+
+    That is where the ServiceAccounts are that the manifests bind, or the one that is named.
+    """
+    forged = agent_pod("n1")
+    forged["metadata"]["namespace"] = "team"
+    server.create(forged)
+    server.proxied = lambda path: (200, status(Still(resource("a"))))
+    reason = "no pod with the label app.kubernetes.io/managed-by=dra-bridge in namespace dra-bridge runs there"
+    assert (await asked(server, "n1")).reasons == {"n1": reason}
+    server.create(binding("two", "gpus"))
+    server.create(binding("three", "dra-bridge"))
+    more = reason.replace("namespace dra-bridge", "namespaces dra-bridge, gpus")
+    assert (await asked(server, "n1")).reasons == {"n1": more}
+    assert not server.requests("GET", "/proxy/")
+    assert ("n1", RESOURCE, "a") in (await asked(server, "n1", namespace="team")).devices
+    assert all("/namespaces/" in one.path for one in server.requests("GET", "/pods"))
+
+
+async def test_the_namespace_of_agents_is_not_known(server: FakeApiServer) -> None:
+    """An operator may read the one binding of the manifests; where not even that, the namespace has to be named."""
+    server.create(agent_pod("n1"))
+    server.proxied = lambda path: (200, status(Still(resource("a"))))
+    lists = Fault(code=403, message="you may not list bindings")
+    server.fail(lambda request: request.path.endswith("/clusterrolebindings"), lists, times=2)
+    assert ("n1", RESOURCE, "a") in (await asked(server, "n1")).devices
+    server.fail(lambda request: request.path.endswith("/clusterrolebindings/dra-bridge"), Fault(code=403, message="no"))
+    assert (await asked(server, "n1")).reasons == {"n1": "no; name the namespace of the agents by -n"}
+    server.delete("clusterrolebindings", "dra-bridge")
+    why = "no ClusterRoleBinding with the label app.kubernetes.io/managed-by=dra-bridge says in which namespace agents"
+    assert (await asked(server, "n1")).reasons == {"n1": f"{why} run; name it by -n"}
 
 
 async def test_no_right_to_list_pods(server: FakeApiServer) -> None:
