@@ -23,7 +23,7 @@ from deviceplugin.config import Config, ConfigError, Lock
 from deviceplugin.device import Device, counted
 from deviceplugin.node import logs
 from deviceplugin.node.options import EXITS, add_config_options, add_run_options, lock_of, run_options
-from deviceplugin.version import VERSION
+from deviceplugin.version import VERSION, installing
 
 if TYPE_CHECKING:
     from deviceplugin.sources import ConfiguredSource
@@ -92,7 +92,7 @@ class CommandLine:
         try:
             import shtab
         except ImportError as error:
-            raise CommandError("shtab is not installed; pip install 'deviceplugin[cli]'") from error
+            raise CommandError(f"shtab is not installed; {installing('cli')}") from error
         for parser in (self.parser, *self._commands.choices.values()):
             for action in parser._actions:  # noqa: SLF001 - argparse has no other way to its options
                 if action.metavar in ("FILE", "DIR", "PATH"):

@@ -1,5 +1,12 @@
-"""The version of both distributions; setup.cfg reads it from here."""
+"""The version, which setup.cfg reads from here, and how the package is installed."""
 
 from typing import Final
 
 VERSION: Final = "0.1.0"
+
+
+def installing(extra: str) -> str:
+    """Return the command that installs the package with an extra, for messages; it is on no index yet."""
+    return (
+        f"pip install '.[{extra}]' in the repository, or pip install 'deviceplugin-{VERSION}-py3-none-any.whl[{extra}]'"
+    )

@@ -25,6 +25,7 @@ from deviceplugin.cli import CommandError, CommandLine, import_rich, print_table
 from deviceplugin.device import counted
 from deviceplugin.node import logs
 from deviceplugin.node.options import add_config_options, lock_of
+from deviceplugin.version import VERSION
 from dra_bridge.node.options import add_kubeconfig, add_run_options, run_options
 
 if TYPE_CHECKING:
@@ -169,7 +170,7 @@ def _add_deployment(parser: argparse.ArgumentParser) -> None:
     status = "run the agent with --claim-status, and give it the right to patch the status of claims"
     runtime = "of the agent's pod; `nvidia` where that is not the nodes' default and there are GPUs (none)"
     selector = "a label that nodes must have; may be given several times"
-    add("--image", "image", "the agent's image (deviceplugin:0.1.0)", type=image, metavar="IMAGE")
+    add("--image", "image", f"the agent's image (deviceplugin:{VERSION})", type=image, metavar="IMAGE")
     command = "what runs an own agent in the image, such as 'python3 /app/agent.py'; with --source"
     add("--command", "own_command", command, type=lambda text: tuple(shlex.split(text)))
     add("--pull-policy", "pull_policy", "of the image (IfNotPresent)", choices=policies)

@@ -21,6 +21,7 @@ import yaml
 from deviceplugin import addresses, cdi
 from deviceplugin.config import Config, ResourceConfig, needed
 from deviceplugin.naming import EXTENDED_RESOURCE, canonical_resource, class_name
+from deviceplugin.version import VERSION
 
 Object = dict[str, Any]
 _WIDE: Final = {"/etc", "/proc", "/root", "/run", "/var", "/var/lib", "/var/run"}
@@ -42,7 +43,7 @@ class Deployment:
     where no resource names a driver.
     """
 
-    image: str = "deviceplugin:0.1.0"
+    image: str = f"deviceplugin:{VERSION}"
     namespace: str = "dra-bridge"
     name: str = "dra-bridge"
     version: Literal["v1", "v1beta2", "v1beta1"] = "v1"

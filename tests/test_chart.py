@@ -427,11 +427,3 @@ def test_lint(path: Path) -> None:
         "lint", "--strict", str(chart.CHART), f"--set-json=config={json.dumps(yaml.safe_load(path.read_text()))}"
     )
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_versions() -> None:
-    """The chart has the version of the package, and so has the image that it names."""
-    about = yaml.safe_load((chart.CHART / "Chart.yaml").read_text())
-    assert about["version"] == about["appVersion"] == VERSION
-    (image,) = yaml.safe_load(about["annotations"]["artifacthub.io/images"])
-    assert image["image"] == Deployment().image

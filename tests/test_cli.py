@@ -311,7 +311,8 @@ def test_completion_without_its_extra(monkeypatch: pytest.MonkeyPatch, capsys: p
     """Without shtab the extra that has it is named."""
     monkeypatch.setitem(sys.modules, "shtab", None)
     assert cli.main(["completion", "bash"]) == 2
-    assert capsys.readouterr().err == "shtab is not installed; pip install 'deviceplugin[cli]'\n"
+    advice = f"pip install '.[cli]' in the repository, or pip install 'deviceplugin-{VERSION}-py3-none-any.whl[cli]'"
+    assert capsys.readouterr().err == f"shtab is not installed; {advice}\n"
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["run", "--help"], ["devices", "--help"]])

@@ -16,9 +16,11 @@ import yaml
 
 from deviceplugin import DeviceSource, Health, config
 from deviceplugin.metrics.collectors import LOOP_TIMEOUT
+from deviceplugin.naming import class_name
 from deviceplugin.testing import FakeKubelet
-from deviceplugin.version import VERSION
-from dra_bridge.manifests import Deployment, manifests
+from deviceplugin.version import installing
+from dra_bridge.manifests import manifests
+from tests.cluster.matrix import VERSIONS
 from tests.cluster.node import FEATURE_GATES
 from tests.programs import running
 
@@ -143,16 +145,26 @@ def test_the_plugin_alone_is_confined_as_the_bridge_is() -> None:
     assert contexts[0]["capabilities"] == {"drop": ["ALL"]}
 
 
-def test_image_has_one_name() -> None:
-    """What the README builds is what the Dockerfile says, and what daemonset.yaml and the printed manifests run."""
-    assert "\nversion = attr: deviceplugin.version.VERSION\n" in (ROOT / "setup.cfg").read_text()
-    name = f"deviceplugin:{VERSION}"
-    command = f"docker build -f examples/Dockerfile -t {name} ."
-    assert command in (ROOT / "README.md").read_text()
-    assert command in (EXAMPLES / "Dockerfile").read_text()
-    _, daemonset = yaml.safe_load_all((EXAMPLES / "daemonset.yaml").read_text())
-    (container,) = daemonset["spec"]["template"]["spec"]["containers"]
-    assert container["image"] == Deployment().image == name
+def test_nothing_is_installed_from_the_index_before_it_is_there() -> None:
+    """Wherever something says how to install the package or an extra, it is from the repository or from a wheel."""
+    parts = ("README.md", "charts", "deviceplugin", "docs", "dra_bridge", "examples", ".github", "CONTRIBUTING.md")
+    files = [path for part in parts for path in (ROOT / part, *(ROOT / part).rglob("*")) if path.is_file()]
+    wrong = re.compile(r"(install|--from|--spec) '?deviceplugin(\[|=|'| )")
+    assert len(files) > 200
+    assert [path for path in files if path.suffix != ".pyc" and wrong.search(path.read_text(errors="replace"))] == []
+    page = (ROOT / "docs" / "operations.md").read_text()
+    assert all(f"\n{one}" in page for one in installing("bridge,cli").split(" in the repository, or "))
+
+
+def test_pages_of_nvidia_name_the_class() -> None:
+    """The DeviceClass of the README's resource and driver has a name that nobody guesses; the pages have it."""
+    example = config.load(EXAMPLES / "06-nvidia-gpus.yaml").resources[0]
+    (shown,) = (one for one in blocks("yaml") if "nvidia.com/gpu" in one)
+    (resource,) = config.parse(shown, "README.md").resources
+    assert (resource.name, resource.driver) == (example.name, example.driver)
+    name = class_name(example.name, example.driver or "")
+    for page in (ROOT / "docs" / "devices" / "nvidia.md", EXAMPLES / "06-nvidia-gpus.yaml"):
+        assert name in page.read_text(), page
 
 
 def test_ci_runs_the_readmes_test_command() -> None:
@@ -261,6 +273,20 @@ def test_config_files_on_pages_are_valid(name: str) -> None:
     assert texts
     for text in texts:
         assert config.parse(text, name).resources
+
+
+def test_tested_versions_stand_in_one_place() -> None:
+    """The support page has the versions of the matrix and of the package's classifiers; no other page has its own."""
+    page = (ROOT / "docs" / "support.md").read_text()
+    (named,) = re.findall(r"tested\]\(support-matrix\.md\) with (1\.[^|]+) \|", page)
+    assert re.findall(r"1\.\d+", named) == [version.rpartition(".")[0] for version in VERSIONS]
+    pythons = re.findall(r"Programming Language :: Python :: (3\.\d+)$", (ROOT / "setup.cfg").read_text(), re.MULTILINE)
+    assert f"| Python | {pythons[0]} to {pythons[-1]}, on Linux |" in page
+    pages = {ROOT / "README.md", ROOT / "SECURITY.md", *(ROOT / "docs").rglob("*.md")} - {
+        ROOT / "docs/support-matrix.md"
+    }
+    said = [one.name for one in pages if re.search(r"tested[^|\n]* with (Kubernetes )?1\.\d", one.read_text())]
+    assert said == ["support.md"]
 
 
 def test_support_page_names_every_feature() -> None:

@@ -28,10 +28,10 @@ def test_base_image_is_one_that_stays() -> None:
 
 
 def test_python_of_the_image_is_supported() -> None:
-    """The image has the newest Python that the package names, and the lock is made for it."""
+    """The image has a Python that the package names, and the lock is made for it."""
     named = re.findall(r"Programming Language :: Python :: (3\.\d+)$", (ROOT / "setup.cfg").read_text(), re.MULTILINE)
     (version,) = re.findall(r"^FROM python:(3\.\d+)-slim", DOCKERFILE, re.MULTILINE)
-    assert version == named[-1]
+    assert version in named
     assert f"--python-version {version} " in LOCK
 
 

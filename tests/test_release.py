@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import configparser
 import re
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import yaml
 
 from deviceplugin.version import VERSION
-from tests import package
+from tests import package, version
 from tests.cluster import build
 from tests.programs import tool
 
@@ -26,6 +27,10 @@ def address() -> str:
     settings = configparser.ConfigParser()
     settings.read(ROOT / "setup.cfg")
     return settings["metadata"]["url"]
+
+
+PACKAGE = f"deviceplugin[bridge,cli] @ {address()}/releases/download/v{VERSION}/deviceplugin-{VERSION}-py3-none-any.whl"
+"""The wheel of the release, until the name is on the index."""
 
 
 def test_project_has_one_address() -> None:
@@ -46,17 +51,38 @@ def test_project_has_one_address() -> None:
     assert len(found) > len(files)
 
 
+def test_version_is_set_everywhere(tmp_path: Path) -> None:
+    """Each file that cannot read the version has it, and one command sets all of them."""
+    assert "\nversion = attr: deviceplugin.version.VERSION\n" in (ROOT / "setup.cfg").read_text()
+    assert {name: set(those) for name, those in version.found().items()} == {key: {VERSION} for key in version.FILES}
+    for name in version.FILES:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / name, tmp_path / name)
+    assert version.main(["9.8.7"], tmp_path) == 0
+    assert {one for those in version.found(tmp_path).values() for one in those} == {"9.8.7"}
+    assert [name for name in version.FILES if VERSION in (tmp_path / name).read_text()] == []
+
+
+def test_no_other_file_has_the_version() -> None:
+    """A version that the command does not set would stay behind at the next release."""
+    parts = ("README.md", "api", "charts", "deviceplugin", "docs", "dra_bridge", "examples", ".github", "setup.cfg")
+    files = [path for part in parts for path in (ROOT / part, *(ROOT / part).rglob("*")) if path.is_file()]
+    named = re.compile(rf"(deviceplugin[-:]|/v|ersion: v?|==){re.escape(VERSION)}")
+    texts = {str(path.relative_to(ROOT)): path for path in files if path.suffix != ".pyc"}
+    found = {name for name, path in texts.items() if named.search(path.read_text(errors="replace"))}
+    assert found <= set(version.FILES)
+
+
 def test_krew_manifest() -> None:
     """The manifest names this version's archive, whose files are here, and the program runs this version."""
     manifest: dict[str, Any] = yaml.safe_load((KREW / "dra-bridge.yaml").read_text())
     spec = manifest["spec"]
     assert (manifest["kind"], manifest["metadata"]["name"]) == ("Plugin", "dra-bridge")
-    assert spec["version"] == f"v{VERSION}"
     (platform,) = spec["platforms"]
     assert platform["uri"] == f"{address()}/releases/download/v{VERSION}/kubectl-dra_bridge.tar.gz"
     assert (KREW / platform["bin"]).stat().st_mode & 0o111
     assert {one["from"] for one in platform["files"]} == {platform["bin"], "LICENSE"}
-    assert f"package='deviceplugin[bridge,cli]=={VERSION}'" in (KREW / platform["bin"]).read_text()
+    assert f"package='{PACKAGE}'" in (KREW / platform["bin"]).read_text()
 
 
 @pytest.mark.parametrize("runner", ["uvx", "pipx", ""])
@@ -70,11 +96,11 @@ def test_krew_program(tmp_path: Path, runner: str) -> None:
     if runner:
         arguments = done.stdout.splitlines()
         assert arguments[-4:] == ["kubectl-dra_bridge", "status", "--node", "a b"]
-        assert f"deviceplugin[bridge,cli]=={VERSION}" in arguments
+        assert PACKAGE in arguments
         assert done.returncode == 3
     else:
         assert done.returncode == 2
-        assert f"pip install 'deviceplugin[bridge,cli]=={VERSION}'" in done.stderr
+        assert f"pip install '{PACKAGE}'" in done.stderr
 
 
 @tool("actionlint")

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from deviceplugin.version import installing
+
 SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Where the kubelet puts a pod's token and the cluster's CA."""
 
@@ -108,8 +110,7 @@ class _KubeConfig:
             from kubernetes_asyncio.client import Configuration
             from kubernetes_asyncio.config.kube_config import KubeConfigLoader, KubeConfigMerger
         except ImportError as error:
-            advice = "pip install 'deviceplugin[cli]'"
-            raise KubeConfigError(f"a kubeconfig needs kubernetes_asyncio: {error}; {advice}") from error
+            raise KubeConfigError(f"a kubeconfig needs kubernetes_asyncio: {error}; {installing('cli')}") from error
         logging.getLogger("kubernetes_asyncio").setLevel(logging.CRITICAL)  # it raises what it logs, too
         if not any(Path(path).expanduser().is_file() for path in self._paths.split(os.pathsep) if path):
             empty = ", and $KUBECONFIG is empty" if os.environ.get("KUBECONFIG") == "" else ""

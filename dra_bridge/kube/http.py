@@ -12,10 +12,12 @@ import urllib.parse
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, Final, NamedTuple
 
+from deviceplugin.version import installing
+
 try:
     import aiohttp
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError("aiohttp is not installed; pip install 'deviceplugin[bridge]'", name="aiohttp") from error
+    raise ModuleNotFoundError(f"aiohttp is not installed; {installing('bridge')}", name="aiohttp") from error
 import yarl
 from aiohttp.http import HttpProcessingError
 

@@ -21,6 +21,7 @@ import yaml
 
 from deviceplugin import config
 from deviceplugin.register.records import State
+from deviceplugin.version import installing
 from dra_bridge import cli
 from dra_bridge.handover.share import parse_share
 from dra_bridge.manifests import Deployment, manifests
@@ -240,7 +241,7 @@ def test_missing_extra_is_named(argv: list[str]) -> None:
     code = f"import sys; sys.modules['aiohttp'] = None; from dra_bridge import cli; sys.exit(cli.main({argv!r}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT, check=False)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "aiohttp is not installed; pip install 'deviceplugin[bridge]'\n"
+    assert done.stderr == f"aiohttp is not installed; {installing('bridge')}\n"
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Any, Final, cast
 
 from deviceplugin.device import AttributeValue, Version
 from deviceplugin.health import Finding, Verdict
+from deviceplugin.version import installing
 
 LIBRARY: Final = "libnvidia-ml.so.1"
 
@@ -111,7 +112,7 @@ def load(library: str, user: object) -> ModuleType:
     try:
         import pynvml  # type: ignore[import-untyped]
     except ImportError as error:
-        raise NvmlError("nvidia-ml-py is not installed; pip install 'deviceplugin[nvidia]'") from error
+        raise NvmlError(f"nvidia-ml-py is not installed; {installing('nvidia')}") from error
     with _lock:
         if pynvml.nvmlLib is None:
             try:

@@ -7,6 +7,7 @@ import base64
 import contextlib
 import json
 import os
+import re
 import shutil
 import ssl
 import subprocess
@@ -18,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from deviceplugin.version import installing
 from dra_bridge.kube import NODES, Cluster, UnavailableError
 from dra_bridge.kube import auth as access
 from dra_bridge.kube.auth import KubeConfigError, from_environment
@@ -213,7 +215,7 @@ async def test_files_that_make_no_sense(tmp_path: Path, text: str) -> None:
 async def test_without_the_reader_of_kubeconfigs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where kubernetes_asyncio is not installed, the error says which extra brings it."""
     monkeypatch.setitem(sys.modules, "kubernetes_asyncio.client", None)
-    with pytest.raises(KubeConfigError, match=r"pip install 'deviceplugin\[cli\]'"):
+    with pytest.raises(KubeConfigError, match=re.escape(installing("cli"))):
         await from_environment(kubeconfig(tmp_path / "config", {}))
 
 
