@@ -58,8 +58,8 @@ class Pool:
     """All that one driver has on one node.
 
     offers: one for each resource of the driver, also those that offer nothing now. unhealthy: the effect of the taint
-    `<driver>/unhealthy`. annotations: on the pool's first slice, names under `<driver>/`; with any of them there is a
-    slice even without devices.
+    `<driver>/unhealthy`. annotations: on the pool's first slice, names under `<driver>/`; the others have them without
+    their values. With any of them there is a slice even without devices.
     """
 
     driver: str
@@ -134,8 +134,9 @@ def desired(pool: Pool, *, without: Collection[Feature] = ()) -> Desired | None:
     slices: list[Object] = []
     for number, part in enumerate(parts):
         metadata: Object = {"name": slice_name(pool.node, pool.driver, number)}
-        if pool.annotations and number == 0:
-            metadata["annotations"] = dict(pool.annotations)
+        if pool.annotations:
+            # On all: by them the policies know a slice as one of this agent's, which a former driver may delete.
+            metadata["annotations"] = dict(pool.annotations) if number == 0 else dict.fromkeys(pool.annotations, "")
         whole = {"name": pool.node, "resourceSliceCount": len(parts)}
         spec = {"driver": pool.driver, "nodeName": pool.node, "pool": whole, **part}
         slices.append({"metadata": metadata, "spec": spec})

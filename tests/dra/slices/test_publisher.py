@@ -143,6 +143,13 @@ def test_only_devices_of_the_dra_side() -> None:
     assert body["metadata"]["annotations"] == {f"{DRIVER}/progress": "1/3"}
 
 
+def test_each_slice_is_marked() -> None:
+    """The policy lets a former driver delete what has its annotation; only the first one has a value."""
+    noted = replace(pool(*many(130)), annotations={f"{DRIVER}/progress": "1/3"})
+    values = [body["metadata"]["annotations"][f"{DRIVER}/progress"] for body in slices(noted)]
+    assert values == ["1/3", "", ""]
+
+
 def test_before_the_first_list_nothing_is_known() -> None:
     """While a source has not listed its devices there is no desired state, rather than an empty one."""
     assert desired(Pool(DRIVER, NODE, (Offer(snapshot(Device("a"))), Offer(Snapshot("example.com/fpga"))))) is None
@@ -760,9 +767,9 @@ async def test_two_drivers_one_watch(server: FakeApiServer) -> None:
 
 async def test_annotation_alone_is_one_write(server: FakeApiServer) -> None:
     """A changed annotation is one write that leaves generation and foreign annotations alone."""
-    async with publishing(server, pool(*many(300))) as publisher:
+    async with publishing(server, replace(pool(*many(300)), annotations={f"{DRIVER}/progress": "0/2"})) as publisher:
         body = server.get("resourceslices", slice_name(NODE, DRIVER, 0))
-        body["metadata"]["annotations"] = {"someone.else/note": "x"}
+        body["metadata"]["annotations"]["someone.else/note"] = "x"
         server.replace(body)
         server.forget_log()
         await became(publisher, replace(pool(*many(300)), annotations={f"{DRIVER}/progress": "1/2"}))
