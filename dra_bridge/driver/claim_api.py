@@ -22,7 +22,8 @@ class ClusterClaims:
     def __init__(self, api: kube.Cluster, node: str) -> None:
         self._api = api
         self._node = node
-        self._status_refused = False
+        self._without_status: set[str] = set()
+        """Drivers whose entries the server refuses; a former driver may write none."""
 
     async def get_claim(self, namespace: str, name: str) -> Mapping[str, Any] | None:
         """Return a ResourceClaim, None if there is none."""
@@ -33,7 +34,7 @@ class ClusterClaims:
 
     async def set_devices(self, claim: ClaimRef, driver: str, devices: Sequence[Mapping[str, Any]]) -> None:
         """Write this driver's entries of `status.devices`, until the server drops or refuses them."""
-        if self._status_refused:
+        if driver in self._without_status:
             return
         name, namespace = claim.name, claim.namespace
         for _ in range(3):
@@ -48,15 +49,15 @@ class ClusterClaims:
             except kube.ConflictError:
                 continue
             except kube.ForbiddenError as error:
-                self._refused(str(error))
+                self._refused(driver, str(error))
             else:
                 if not (made.get("status") or {}).get("devices"):
-                    self._refused("the server drops them (DRAResourceClaimDeviceStatus is off)")
+                    self._refused(driver, "the server drops them (DRAResourceClaimDeviceStatus is off)")
             return
 
-    def _refused(self, why: str) -> None:
-        self._status_refused = True
-        _LOG.info("status.devices of claims is not written any more: %s", why)
+    def _refused(self, driver: str, why: str) -> None:
+        self._without_status.add(driver)
+        _LOG.info("%s: status.devices of claims is not written any more: %s", driver, why)
 
     async def claim_event(self, claim: ClaimRef, reason: str, message: str) -> None:
         """Write a warning Event about the claim."""

@@ -1518,7 +1518,7 @@ async def test_what_another_driver_writes_meanwhile_is_not_lost(
 
 
 async def test_a_conflict_is_tried_again_and_a_refusal_is_not(server: FakeApiServer) -> None:
-    """A server that does not let us is asked once, not for every claim."""
+    """A server that does not let us is asked once, not for every claim; what a former driver may not, others may."""
     made = server.create({**claim("1", result("d0")), "metadata": {"namespace": "default", "name": "claim-1"}})
     one = ref(made["metadata"]["uid"], "claim-1")
     mine = {"driver": D, "pool": NODE, "device": "d0", "conditions": []}
@@ -1532,6 +1532,9 @@ async def test_a_conflict_is_tried_again_and_a_refusal_is_not(server: FakeApiSer
         count = len(server.requests())
         await claims.set_devices(one, D, [mine])
         assert len(server.requests()) == count
+        others: dict[str, Any] = {**mine, "driver": "other.example.com"}
+        await claims.set_devices(one, others["driver"], [others])
+        assert server.get("resourceclaims", "claim-1", "default")["status"]["devices"] == [mine, others]
 
 
 async def test_an_api_server_that_is_away_is_the_claims_error(tmp_path: Path, server: FakeApiServer) -> None:
