@@ -163,7 +163,8 @@ async def plain_driver(scene: Scene, gpus: Gpus) -> None:
         driver = Driver(DRIVER, NODE, served, async_ledger, claims, cdi_directory=str(scene.node.cdi))
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(Registrar(driver, scene.node.root).run())
+                root = scene.node.root
+                group.create_task(Registrar(driver, root / "plugins" / "plain", root / "plugins_registry").run())
                 group.create_task(publisher.run())
         finally:
             await driver.close()

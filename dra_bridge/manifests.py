@@ -93,7 +93,7 @@ def privileges(config: Config, deployment: Deployment) -> list[str]:
 def manifests(config: Config, text: str, deployment: Deployment | None = None) -> list[Object]:
     """Return the objects to apply, in their order; text: the configuration as it is in the file, for the ConfigMap.
 
-    Without a text there is no ConfigMap.
+    Without a text there is no ConfigMap. Raises ValueError: the path of a driver's socket would be too long.
     """
     how = deployment or Deployment()
     served = [] if how.plugin_only else [resource for resource in config.resources if resource.driver]
@@ -101,6 +101,8 @@ def manifests(config: Config, text: str, deployment: Deployment | None = None) -
     bridge = True if drivers else None
     nvidia = [entry.nvidia for resource in config.resources for entry in resource.devices if entry.nvidia]
     root = how.kubelet_root.rstrip("/")
+    for driver in drivers:
+        addresses.socket_path(f"{root}/plugins_registry", driver, "-12345678-reg.sock")
     lock, reasons = needed(config), privileges(config, how)
     values = {
         **asdict(how),
@@ -141,8 +143,6 @@ def manifests(config: Config, text: str, deployment: Deployment | None = None) -
     *first, daemon_set = _filled([*first, config_map, daemon_set], values)
     last = [first.pop(), daemon_set] if text else [daemon_set]
     pod = daemon_set["spec"]["template"]["spec"]
-    for number, directory in enumerate(_driver_directories(drivers, f"{root}/plugins")):
-        _mount(pod, f"driver-{number}", directory, "DirectoryOrCreate", read_only=False)
     for number, (directory, kind) in enumerate(_directories(config).items()):
         _mount(pod, f"devices-{number}", directory, kind, mountPropagation="HostToContainer")
     for number, directory in enumerate(how.writable_sys):
@@ -221,12 +221,6 @@ def _class_values(how: Deployment, resource: ResourceConfig) -> Object:
         "driver": resource.driver,
         "extended_resource_name": resource.name if how.extended_resource and how.version == "v1" else None,
     }
-
-
-def _driver_directories(drivers: Iterable[str], plugins: str) -> list[str]:
-    """Return the directories of drivers' sockets among the kubelet's plugins, but the one that the ledger is in."""
-    found = {str(addresses.socket_path(plugins, driver, "/dra-12345678.sock").parent) for driver in drivers}
-    return sorted(found - {f"{plugins}/dra-bridge"})
 
 
 def wide_mounts(config: Config) -> list[str]:

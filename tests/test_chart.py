@@ -403,7 +403,7 @@ def test_older_clusters() -> None:
         ({"config": served(), "updateStrategy": {"rollingUpdate": {"maxSurge": 1}}}, "maxSurge"),
         ({"config": served(), "podMonitor": {"interval": "15"}}, "/podMonitor/interval"),
         ({"config": served(), "prometheusRule": {"runbookUrl": "docs"}}, "/prometheusRule/runbookUrl"),
-        ({"config": served(driver="x.example.com"), "kubeletRoot": "/" + "x" * 100}, "too long"),
+        ({"config": served(driver="x.example.com"), "kubeletRoot": "/" + "x" * 63}, "/kubeletRoot"),
         ({"config": served(), "image": {"digest": "sha256:1"}}, "/image/digest"),
         ({"groups": {"a": {"config": served()}}}, "nodeSelector"),
         ({"groups": {"a": {"nodeSelector": {"pool": "a"}}}}, "groups.a.config.resources is empty"),

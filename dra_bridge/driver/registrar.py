@@ -4,6 +4,9 @@ The kubelet finds a driver by a socket in `plugins_registry/`, asks there for it
 answers whether it accepted it (NotifyRegistrationStatus, 5 s), and then calls the service's own socket. A driver has
 nothing to call: it can only have the socket there, and put a new one there when something went wrong.
 
+The sockets of all drivers of an agent are in one directory, so that no mount depends on what drivers are called. The
+kubelet dials whatever path GetInfo names (1.36.3, operation_generator.go and cm/dra/plugin/dra_plugin_manager.go).
+
 Facts (kubelet 1.36.3, pluginmanager): the watcher takes every socket that does not begin with a dot, also those it
 finds at its start, and passes them to a reconciler that runs once a second. A failed registration is tried again by the
 kubelet, ever more rarely, by the socket's path, so a new try at once takes a new name. A removed socket deregisters.
@@ -210,20 +213,25 @@ class _Socket:
 
 
 class Registrar:
-    """Serves one driver and keeps it registered. changed: called when the registration came or went."""
+    """Serves one driver and keeps it registered.
+
+    directory: of the agent's sockets; registry: the kubelet's `plugins_registry`. Both are made where they are missing.
+    changed: called when the registration came or went.
+    """
 
     def __init__(
         self,
         driver: Driver,
-        kubelet_root: Path = Path("/var/lib/kubelet"),
+        directory: Path,
+        registry: Path,
         *,
         timing: Timing | None = None,
         changed: Callable[[], None] = lambda: None,
     ) -> None:
         self.driver = driver
         self.statistics = RegistrarStatistics()
-        self._registry = kubelet_root / "plugins_registry"
-        self._plugins = kubelet_root / "plugins"
+        self._directory = directory
+        self._registry = registry
         self._timing = timing or Timing()
         self._changed = changed
         self._backoff = Backoff(first=0.5, most=60.0)
@@ -233,11 +241,6 @@ class Registrar:
         self._refused = False
         self._stopping = Tasks()
 
-    @property
-    def directory(self) -> Path:
-        """The driver's own directory among the kubelet's plugins."""
-        return addresses.socket_path(self._plugins, self.driver.name, "/dra-12345678.sock").parent
-
     def follow(self) -> None:
         """Report the health of the resources that the driver serves now; call it when they are other ones."""
         if self._health is not None:
@@ -246,10 +249,10 @@ class Registrar:
     async def run(self) -> None:
         """Serve and be registered until cancelled, then end calls in flight and remove the own sockets.
 
-        Raises ValueError: the kubelet's root has a path too long for any socket.
+        Raises ValueError: the registry's path leaves no room for a socket's name.
         """
         try:
-            with filewatch.shared().watch([str(self._registry), str(self.directory)]) as watch:
+            with filewatch.shared().watch([str(self._registry), str(self._directory)]) as watch:
                 while True:
                     try:
                         await self._serve(watch)
@@ -267,7 +270,7 @@ class Registrar:
 
     def _cannot_serve(self, error: OSError) -> str:
         needs = "into a pod both are mounted by what `dra-bridge manifests` prints for this configuration"
-        return f"cannot serve in {self._registry} and {self.directory}: {error}; {needs}"
+        return f"cannot serve in {self._registry} and {self._directory}: {error}; {needs}"
 
     async def _keep(self, watch: filewatch.Watch) -> None:
         """Wait until new sockets are needed: one was removed, or the kubelet refused the driver or does not answer."""
@@ -296,12 +299,12 @@ class Registrar:
         """Make both sockets, the service's first; their names are new."""
         name, instance = self.driver.name, secrets.token_hex(4)
         self._registry.mkdir(parents=True, exist_ok=True)
-        self.directory.mkdir(parents=True, exist_ok=True, mode=0o750)
+        self._directory.mkdir(parents=True, exist_ok=True, mode=0o750)
         self._sweep()
         self._health = HealthService(self.driver, self._timing.keep_alive)
         service, registration = (grpc.aio.server(options=SERVER_OPTIONS) for _ in range(2))
         add_to_server(self.driver, self._health, service)
-        endpoint = self.directory / f"dra-{instance}.sock"
+        endpoint = self._directory / f"dra-{instance}.sock"
         await self._bind(service, endpoint)
         info = pb.PluginInfo(type="DRAPlugin", name=name, endpoint=str(endpoint), supported_versions=list(SERVICES))
         answered = functools.partial(self._answered, watch)
@@ -337,11 +340,14 @@ class Registrar:
         self._changed()
 
     def _sweep(self) -> None:
-        """Remove sockets of instances of this driver that were killed: nobody answers there."""
+        """Remove sockets of agents that were killed, also of drivers that are served no more: nobody answers there."""
         tail, instance = "-12345678-reg.sock", "[0-9a-f]" * 8
         prefix = addresses.socket_path(self._registry, self.driver.name, tail).name.removesuffix(tail)
-        registrations = self._registry.glob(f"{prefix}-{instance}-reg.sock")
-        addresses.remove_abandoned((*registrations, *self.directory.glob(f"dra-{instance}.sock")))
+        own = list(self._directory.glob(f"dra-{instance}.sock"))
+        registrations = list(self._registry.glob(f"{prefix}-{instance}-reg.sock"))
+        for socket in own:
+            registrations += self._registry.glob(f"*{socket.stem.removeprefix('dra')}-reg.sock")
+        addresses.remove_abandoned((*registrations, *own))
 
     def _retire(self) -> None:
         """Let the servers go, the registration first; calls in flight may end."""

@@ -43,7 +43,8 @@ class Bridge:
     side alone. node: this node's name, which is the pool's. claim_status: whether to write `status.devices` of prepared
     claims. grace: seconds that bound pods have to be admitted before devices are withdrawn. period, report_holders: see
     `Agent`. agent: the plugin side, and what both sides share. drivers: the DRA side, by driver. A driver stays when no
-    resource names it any more: it has claims to unprepare. agent_name: names the ledger's directory.
+    resource names it any more: it has claims to unprepare. agent_name: names the directory of the
+    ledger and of the drivers' sockets.
     """
 
     def __init__(
@@ -62,7 +63,6 @@ class Bridge:
         agent_name: str = AGENT,
     ) -> None:
         self.cluster = cluster
-        self._name = agent_name
         self.drivers: dict[str, DriverRuntime] = {}
         self._policies = dict(policies)
         self._group: asyncio.TaskGroup | None = None
@@ -91,6 +91,7 @@ class Bridge:
         self._watch = NodeWatch(cluster, node, self._read_shares, self._allocatable.observe)
         self.node = Node(
             node,
+            paths.kubelet_root / "plugins" / agent_name,
             self.agent,
             cluster,
             ClusterClaims(cluster, node),
@@ -104,7 +105,7 @@ class Bridge:
     @property
     def ledger_path(self) -> Path:
         """Where the ledger lies; whatever the config says."""
-        return self.agent.paths.kubelet_root / "plugins" / self._name / "register.db"
+        return self.node.directory / "register.db"
 
     def _unknown(self, resource: str, device: str) -> str:
         """Return why it is not known who holds a device; "" if it is."""
@@ -224,7 +225,7 @@ class Bridge:
         self._serve(self.agent.services[resource])
 
     def _left(self, resource: str) -> None:
-        """Go on after the devices of a resource have left a driver."""
+        """Go on after devices of a resource have left a driver."""
         for one in self.drivers.values():
             if resource in one.resources:
                 one.resources[resource].handover.wake()
@@ -239,7 +240,7 @@ class Bridge:
     async def _open_ledger(self) -> AsyncLedger:
         """Open the ledger, as soon as no other agent has it any more."""
         path = self.ledger_path
-        copy = f"{self.node.cdi_directory}/{self._name}.allocations"
+        copy = f"{self.node.cdi_directory}/{path.parent.name}.allocations"
         opening = asyncio.create_task(AsyncLedger.open(str(path), copy))
         try:
             done, _ = await asyncio.wait({opening}, timeout=STANDBY)

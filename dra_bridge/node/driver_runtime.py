@@ -66,7 +66,7 @@ class DriverRuntime:
             register=register,
         )
         pods.described = self.driver.files.describe
-        self.registrar = Registrar(self.driver, root, changed=self.publish)
+        self.registrar = Registrar(self.driver, node.directory, root / "plugins_registry", changed=self.publish)
         self.feed = SliceFeed(context, self.registrar)
         register.subscribe(self.publish)
         self.claims = ClaimReconciliation(self.driver, pods, tracker, node.cluster)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
 from deviceplugin import topology
@@ -94,9 +95,14 @@ class DriverContext:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """What the drivers of a node share. name: the node's, which is the pool's."""
+    """What the drivers of a node share.
+
+    name: the node's, which is the pool's. directory: the agent's own among the kubelet's plugins, with the ledger and
+    the sockets of all drivers.
+    """
 
     name: str
+    directory: Path
     agent: Agent
     cluster: Cluster
     claims: ClusterClaims

@@ -827,10 +827,9 @@ class Cluster:
         self.wait_for(lambda: not (left := rest()) or _not_yet(left), timeout, "all is removed", log="kubelet")
 
 
-def remove_ledger(*drivers: str) -> None:
-    """Remove what an agent that has ended leaves: ledger, copy of its allocations, directories of drivers' sockets."""
-    for name in (LEDGER.parent.name, *drivers):
-        shutil.rmtree(PLUGINS / name, ignore_errors=True)
+def remove_ledger() -> None:
+    """Remove what an agent that has ended leaves: its directory, and the copy of its allocations."""
+    shutil.rmtree(LEDGER.parent, ignore_errors=True)
     Path("/var/run/cdi/dra-bridge.allocations").unlink(missing_ok=True)
 
 

@@ -8,6 +8,7 @@ own way to the API server; and the kubelet and the DaemonSet controller decide w
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -27,12 +28,14 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from deviceplugin.naming import class_name
 from deviceplugin.sources.path import device_id
 from tests.cluster import image, isolate
 from tests.cluster.bridge import Bridge
 from tests.cluster.node import Cluster, Pod, remove_ledger
 
 DRIVER = "board.example.net"
+RENAMED = "card.example.net"
 RESOURCE = "example.net/board"
 NAMESPACE = "dra-bridge"
 SHARE = f"{DRIVER}/dra-share"
@@ -42,7 +45,7 @@ IMAGES = image.AGENTS
 EXAMPLES = Path(__file__).parents[2] / "examples"
 WRITABLE = [
     *(Path("/var/lib/kubelet") / name for name in ("device-plugins", "plugins_registry")),
-    *(Path("/var/lib/kubelet/plugins") / name for name in (DRIVER, "dra-bridge")),
+    Path("/var/lib/kubelet/plugins/dra-bridge"),
     Path("/var/run/cdi"),
 ]
 """The host's directories that an agent in a pod may write to."""
@@ -75,6 +78,7 @@ class Deployed(Bridge):
     """A Bridge that is no process of ours but what `dra-bridge manifests` prints, applied by kubectl."""
 
     image = IMAGES[0]
+    reloads = 0
 
     def _install(self) -> None:
         self.classes = {RESOURCE: DRIVER}
@@ -110,6 +114,25 @@ class Deployed(Bridge):
     def log(self) -> str:
         """Return what the agent's pod has said since its container started."""
         return self.agent().logs()
+
+    def read_again(self, agent: Pod) -> None:
+        """Wait until the agent's pod has read its changed file once more than is known of by now."""
+        said = f"was read again: changed {RESOURCE}"
+
+        def taken() -> bool:
+            # The kubelet looks at a pod's volumes once a minute, and when the pod changes.
+            looked = {"metadata": {"annotations": {"looked-at": str(int(time.monotonic()))}}}
+            self.cluster.api.patch("Pod", agent.name, looked, NAMESPACE)
+            return agent.logs().count(said) > self.reloads
+
+        self.cluster.wait_for(taken, PATIENCE, "the agent has read the file again", log="kubelet")
+        self.reloads += 1
+
+    def rename(self, driver: str) -> None:
+        """Have the file name another driver."""
+        self.resources[0]["driver"] = driver
+        self.classes = {RESOURCE: class_name(RESOURCE, driver)}
+        self.write()
 
     def uninstall(self) -> None:
         """Remove the DaemonSet, and wait until nothing of its devices is left on the node."""
@@ -186,7 +209,7 @@ def deployment(kind: type[D], node: Cluster, numbers: Sequence[int], **fields: A
         finally:
             made.uninstall()
             node.api.patch("Node", node.node_name, {"metadata": {"annotations": {SHARE: None}}}, "")
-            remove_ledger(DRIVER)
+            remove_ledger()
             shutil.rmtree(directory)
 
 
@@ -438,18 +461,57 @@ def test_changed_config_map_is_taken(deployed: Deployed) -> None:
     deployed.wait_offered(2)
     deployed.share(1)
     deployed.apply()
-
-    def taken() -> bool:
-        # The kubelet looks at a pod's volumes once a minute, and when the pod changes.
-        looked = {"metadata": {"annotations": {"looked-at": str(int(time.monotonic()))}}}
-        cluster.api.patch("Pod", agent.name, looked, NAMESPACE)
-        return f"was read again: changed {RESOURCE}" in agent.logs()
-
-    cluster.wait_for(taken, PATIENCE, "the agent has read the file again", log="kubelet")
+    deployed.read_again(agent)
     deployed.wait_offered(1)
     cluster.wait_allocatable(RESOURCE, COUNT - 1)
     assert deployed.agent().uid == agent.uid
     assert agent.restarts() == 0
+
+
+@pytest.mark.parametrize("how", ["reload", "rollout"])
+def test_driver_is_renamed(node: Cluster, how: str) -> None:
+    """A claim of the former driver keeps its device and ends as always; then the new driver has the device.
+
+    The file is printed and applied again, with another image too (rollout), or alone, which changes no pod (reload).
+    """
+    if node.minor < 35:
+        pytest.skip("1.34 leaves extended resources to DRA only where the node does not name them at all")
+    with deployment(Deployed, node, [os.makedev(1, 5)] * 2, dra={"share": "all"}) as deployed:
+        agent = deployed.agent()
+        deployed.wait_offered(2)
+        deployed.claim("former")
+        user = deployed.pod("user", {"board": "former"}).wait_running()
+        held = held_by(user)
+        images = itertools.cycle(reversed(IMAGES))
+        for driver, former in ((RENAMED, DRIVER), (DRIVER, RENAMED)):
+            deployed.rename(driver)
+            if how == "rollout":
+                deployed.image = next(images)
+            deployed.apply()
+            if how == "rollout":
+                agent = deployed.agent(other_than=agent.uid)
+            else:
+                deployed.read_again(agent)
+            deployed.cluster.wait_for(lambda: not deployed.slices(former), 60, f"{former} has no slices")  # noqa: B023
+            deployed.wait_offered(1, driver)
+            deployed.template(f"of-{driver}")
+            claims = {"board": {"resourceClaimTemplateName": f"of-{driver}"}}
+            other = deployed.pod(f"other-{driver}", claims).wait_running()
+            hungry = [deployed.pod(f"hungry-{driver}", claims), node.start_pod(f"plain-{driver}", {RESOURCE: 1})]
+            for pod in hungry:
+                pod.wait_unschedulable()
+            assert held_by(user) == held != held_by(other)
+            assert user.restarts() == 0
+            hungry.pop().delete()
+            # A's Unprepare is served: the kubelet ends a pod only after it.
+            user.delete()
+            user.wait_gone(20)
+            (pod,) = hungry
+            pod.wait_running()
+            assert held_by(pod) == held
+            other.delete()
+            other.wait_gone(20)
+            user = pod
 
 
 def delete(deployed: Deployed, agent: Pod) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.bridge import Bridge, env_of, seconds_until
-from tests.cluster.node import PLUGINS_REGISTRY, Cluster
+from tests.cluster.node import PLUGINS, PLUGINS_REGISTRY, Cluster
 from tests.programs import ANY_CONFIG
 
 OUTAGE = float(os.environ.get("OUTAGE", "5"))
@@ -445,6 +445,74 @@ def test_a_rolling_update(bridge: Bridge) -> None:
         assert {one["metadata"]["uid"] for one in bridge.slices()} == slices
     devices = [bridge.allocated(name) for name in ("mine", "between", "after")]
     assert len({name for names in devices for name in names}) == 3
+
+
+FORMER = f"""
+import sys
+from pathlib import Path
+from dra_bridge import cli
+from dra_bridge.driver.registrar import Registrar
+
+make = Registrar.__init__
+
+def former(self, driver, directory, *rest, **more):
+    make(self, driver, Path("{PLUGINS}") / driver.name, *rest, **more)
+
+Registrar.__init__ = former
+sys.exit(cli.main())
+"""
+"""An agent whose drivers have directories of their own, as before there was one for all."""
+
+
+class Former(Bridge):
+    """A Bridge that such an agent is the first process of."""
+
+    former_layout = True
+
+    def command(self) -> list[str]:
+        """Return what is run."""
+        command = super().command()
+        return [sys.executable, "-c", FORMER, *command[3:]] if self.former_layout else command
+
+
+@pytest.mark.parametrize("rename", [False, True])
+@pytest.mark.parametrize("ended", ["killed", "stopped"])
+def test_the_former_layout_of_sockets(cluster: Cluster, ended: str, rename: bool) -> None:
+    """After an upgrade from directories by drivers claims end as always, also if it renames the driver."""
+    with Former.running(cluster, fpga(1)) as bridge:
+        bridge.wait_offered(1)
+        bridge.claim("mine")
+        pod = bridge.pod("user", {"fpga": "mine"}).wait_running()
+        assert list((PLUGINS / DRIVER).glob("dra-*.sock"))
+        bridge.kill() if ended == "killed" else bridge.stop()
+        bridge.former_layout = False
+        if rename:
+            bridge.resources[0]["driver"] = "renamed.example.com"
+            bridge.write()
+            bridge._install()
+        bridge.start()
+        bridge.wait_registered()
+        registered = len(list(PLUGINS_REGISTRY.glob(f"{DRIVER}-*")))
+        assert registered == 1, "the socket of the former process is there"
+        pod.delete()
+        pod.wait_gone(20)
+        bridge.wait_offered(1)
+        cluster.delete("ResourceClaim", "mine", api_version=bridge.api_version)
+        bridge.claim("next")
+        bridge.pod("other", {"fpga": "next"}).wait_running()
+        shutil.rmtree(PLUGINS / DRIVER)
+
+
+def test_a_driver_with_many_slices_is_renamed(cluster: Cluster) -> None:
+    """The former driver may delete all its slices, not only the first, and may write none."""
+    with Bridge.running(cluster, fpga(130)) as bridge:
+        bridge.wait_offered(130)
+        assert len(bridge.slices()) == 3
+        bridge.resources[0]["driver"] = other = "renamed.example.com"
+        bridge.write()
+        bridge._install()
+        bridge.wait_offered(130, other, 60)
+        assert not bridge.slices(DRIVER)
 
 
 def test_a_reboot(bridge: Bridge, tmp_path: Path) -> None:

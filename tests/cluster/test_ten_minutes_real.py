@@ -97,7 +97,7 @@ def forget(node: Cluster) -> None:
     kinds = "namespace,clusterrole,clusterrolebinding,validatingadmissionpolicy,validatingadmissionpolicybinding"
     node.kubectl("delete", kinds, "--selector=app.kubernetes.io/managed-by=dra-bridge")
     node.kubectl("delete", "configmap", "deviceplugin", "--namespace=kube-system", "--ignore-not-found")
-    remove_ledger("serial.example.com")
+    remove_ledger()
 
 
 @pytest.fixture

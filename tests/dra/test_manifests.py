@@ -12,7 +12,6 @@ import yaml
 from deviceplugin.config import Config, ResourceConfig, parse
 from deviceplugin.node.options import add_run_options
 from dra_bridge.manifests import Deployment, manifests, to_yaml
-from dra_bridge.node.options import AGENT
 
 CONFIG_ARGUMENT = "--config=/etc/dra-bridge/config.yaml"
 
@@ -153,7 +152,6 @@ def test_directories_of_the_host(config: Config) -> None:
         "/var/lib/kubelet",
         "/sys/fs/cgroup",
         "/var/lib/kubelet/device-plugins",
-        "/var/lib/kubelet/plugins/acc.example.com",
         "/var/lib/kubelet/plugins/dra-bridge",
         "/var/lib/kubelet/plugins_registry",
         "/var/lib/kubelet/pod-resources",
@@ -167,7 +165,6 @@ def test_directories_of_the_host(config: Config) -> None:
     mounts = {one["name"]: one for one in container["volumeMounts"]}
     assert {one["mountPath"] for one in mounts.values() if not one.get("readOnly")} == {
         "/var/lib/kubelet/device-plugins",
-        "/var/lib/kubelet/plugins/acc.example.com",
         "/var/lib/kubelet/plugins/dra-bridge",
         "/var/lib/kubelet/plugins_registry",
         "/var/run/cdi",
@@ -178,17 +175,12 @@ def test_directories_of_the_host(config: Config) -> None:
     assert pod["priorityClassName"] == "system-node-critical"
 
 
-def test_a_directory_for_each_driver() -> None:
-    """Of the kubelet's plugins only those of the drivers' sockets and of the ledger are mounted, each once."""
-    long = "d" * 59 + ".com"
-    text = f"resources: [{{name: a/b, driver: x.com, devices: [path: /dev/x]}}, {{name: a/c, driver: {long}, "
-    text += f"devices: [path: /dev/y]}}, {{name: a/d, driver: {AGENT}, devices: [path: /dev/z]}}]"
-    (agent,) = of_kind(manifests(parse(text), text, Deployment(kubelet_root="/var/lib/k0s/kubelet")), "DaemonSet")
-    paths = [one["hostPath"]["path"] for one in agent["spec"]["template"]["spec"]["volumes"] if "hostPath" in one]
-    plugins = [path for path in paths if path.startswith("/var/lib/k0s/kubelet/plugins/")]
-    (short,) = set(plugins) - {f"/var/lib/k0s/kubelet/plugins/{name}" for name in ("x.com", AGENT)}
-    assert len(plugins) == 3
-    assert len(f"{short}/dra-12345678.sock") <= 107
+def test_the_daemon_set_does_not_depend_on_what_drivers_are_called(config: Config) -> None:
+    """A renamed, added or removed driver needs no other pod: the agent takes the ConfigMap's change as it runs."""
+    other = TEXT.replace("acc.example.com", "renamed.example.com")
+    assert other != TEXT
+    (before,), (after,) = (of_kind(manifests(parse(text), text), "DaemonSet") for text in (TEXT, other))
+    assert before == after
 
 
 def test_without_drivers_nothing_of_dra_is_written() -> None:

@@ -67,9 +67,9 @@ class Machine(RuleBasedStateMachine):
 
     # The config and the lists.
 
-    @rule(config=CONFIGS, spoiled=st.sampled_from(["", "", "", D, E]))
-    def reload(self, config: Config, spoiled: str) -> None:
-        self.here.reload(config, spoiled=spoiled)
+    @rule(config=CONFIGS)
+    def reload(self, config: Config) -> None:
+        self.here.reload(config)
 
     @rule(driver=st.sampled_from([D, E, "", None]))
     def rename(self, driver: str | None) -> None:

@@ -56,14 +56,6 @@ def test_a_reload_says_other_replicas(begin: Make) -> None:
         world.leave_alone()
 
 
-def test_a_driver_whose_files_cannot_be_made(begin: Make) -> None:
-    """A reload that is undone afterwards serves the resource again."""
-    with begin({A: Settings(D)}) as world:
-        world.reload({A: Settings(E)}, spoiled=E)
-        world.reload({A: Settings(D)})
-        world.leave_alone()
-
-
 def test_names_are_made_anew_after_register_and_slices_are_lost(begin: Make) -> None:
     """A claim is known by its device, not by the name that was published."""
     with begin({A: Settings(D, share="all"), B: Settings(D, share="all")}) as world:

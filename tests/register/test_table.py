@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import uuid
 from collections.abc import Sequence
@@ -11,10 +10,10 @@ from fractions import Fraction
 
 import pytest
 
-from deviceplugin.node.agent import AgentError
 from deviceplugin.testing import FakePod, claim_state
 from deviceplugin.testing.claim_state import DevicesOfClaim, PreparedDevice
 from dra_bridge.testing.node import FakeNode
+from tests.dra.classes import unserved
 from tests.register.node import (
     NODE,
     A,
@@ -162,8 +161,7 @@ async def test_a_renamed_driver_that_cannot_be_served_can_be_named_as_before(nod
     async with serving(node, Listed(A, D), share=share) as here:
         offered = here.healthy if share == "none" else here.sliced
         await here.until(lambda: offered() == {"d0", "d1"})
-        (node.root / "plugins" / E).write_text("no directory can be made here")
-        with contextlib.suppress(AgentError):
+        with unserved(E):
             await here.serve(Listed(A, E), share=share)
         await here.serve(Listed(A, D), share=share)
         missing = here.agent.register.evidence_missing  # before that the kubelet may have the list from before all this

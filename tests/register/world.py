@@ -359,22 +359,13 @@ class World:
         devices = self.node.devices(resource)
         return {name.partition("::")[0] for name, one in devices.items() if one.health == "Healthy"}
 
-    def reload(self, config: Config, *, spoiled: str = "") -> None:
-        """Have the agent take a config. spoiled: a driver of which nothing can be written at that time."""
+    def reload(self, config: Config) -> None:
+        """Have the agent take a config."""
         self.config = dict(config)
-        obstacle = self.node.root / "plugins" / spoiled
-        in_the_way = bool(spoiled) and not obstacle.exists()
-        if in_the_way:
-            obstacle.parent.mkdir(parents=True, exist_ok=True)
-            obstacle.touch()
-        try:
-            if self.agent is not None:
-                if answer := self.agent.reload(config):
-                    self.said.append(answer)
-                self._wait_served()
-        finally:
-            if in_the_way:
-                obstacle.unlink()
+        if self.agent is not None:
+            if answer := self.agent.reload(config):
+                self.said.append(answer)
+            self._wait_served()
         self.settle()
 
     def list(self, resource: str, name: str, hardware: str | None, times: int = 3) -> None:

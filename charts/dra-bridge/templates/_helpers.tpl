@@ -183,11 +183,6 @@ names. tests/test_chart.py compares the objects of both.
 {{- end -}}
 {{- $volumes := list -}}
 {{- $mounts := list -}}
-{{- range $number, $directory := include "dra-bridge.drivers" (list $drivers (printf "%s/plugins" $root)) | fromJsonArray -}}
-  {{- $name := printf "driver-%d" $number -}}
-  {{- $volumes = append $volumes (dict "name" $name "hostPath" (dict "path" $directory "type" "DirectoryOrCreate")) -}}
-  {{- $mounts = append $mounts (dict "name" $name "mountPath" $directory) -}}
-{{- end -}}
 {{- $directories := include "dra-bridge.directories" (dict "globs" $globs "made" $made) | fromJson -}}
 {{- range $number, $directory := keys $directories | sortAlpha -}}
   {{- $name := printf "devices-%d" $number -}}
@@ -343,24 +338,4 @@ The host's directories, other than /dev, in which these paths and globs lie, as 
   {{- end -}}
 {{- end -}}
 {{- $outer | toJson -}}
-{{- end -}}
-
-{{- /* The directories of drivers' sockets below the kubelet's plugins, of a list and these, as JSON: manifests._driver_directories. */ -}}
-{{- define "dra-bridge.drivers" -}}
-{{- $plugins := index . 1 -}}
-{{- $found := list -}}
-{{- range index . 0 -}}
-  {{- /* deviceplugin.addresses.socket_path: a unix socket's path has 107 bytes at the most. */ -}}
-  {{- $room := int (sub 107 (len (printf "%s//dra-12345678.sock" $plugins))) -}}
-  {{- if lt $room 8 -}}
-    {{- fail (printf "kubeletRoot: the path of a unix socket in %s is too long (107 bytes in all)" $plugins) -}}
-  {{- end -}}
-  {{- if gt (len .) $room -}}
-    {{- $short := printf "%s-%s" (trunc (int (max 0 (sub $room 9))) .) (sha256sum . | trunc 8) -}}
-    {{- $found = append $found (printf "%s/%s" $plugins ($short | trunc (int (mul -1 $room)) | trimPrefix "-")) -}}
-  {{- else -}}
-    {{- $found = append $found (printf "%s/%s" $plugins .) -}}
-  {{- end -}}
-{{- end -}}
-{{- without $found (printf "%s/dra-bridge" $plugins) | uniq | sortAlpha | toJson -}}
 {{- end -}}

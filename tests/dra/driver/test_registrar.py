@@ -33,6 +33,7 @@ from tests.dra.ledger.samples import adopt
 D = "fpga.example.com"
 R = "example.com/fpga"
 NODE = "node-1"
+AGENT = "agent"
 QUICK = Timing(check=0.2, patience=30.0, drain=0.5, keep_alive=10.0)
 _T = TypeVar("_T")
 
@@ -111,7 +112,7 @@ class Running:
 
     def __init__(self, driver: Driver, root: Path, timing: Timing = QUICK) -> None:
         self.word = asyncio.Condition()
-        self.registrar = Registrar(driver, root, timing=timing)
+        self.registrar = Registrar(driver, root / "plugins" / AGENT, root / "plugins_registry", timing=timing)
         self.task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Registrar:
@@ -152,7 +153,7 @@ async def test_a_driver_registers_prepares_and_goes(
         assert os.listdir(root / "cdi") == []
     await aside(kubelet.wait_for, lambda: kubelet._store == {})
     assert os.listdir(root / "plugins_registry") == []
-    assert os.listdir(root / "plugins" / D) == []
+    assert os.listdir(root / "plugins" / AGENT) == []
 
 
 async def test_an_older_kubelet_gets_v1beta1(driver: Driver, root: Path, server: Server) -> None:
@@ -232,16 +233,42 @@ async def test_two_instances_may_be_registered_at_once(driver: Driver, root: Pat
 async def test_sockets_of_a_killed_instance_are_swept_and_a_foreign_file_is_not(
     driver: Driver, root: Path, kubelet: FakeDraKubelet
 ) -> None:
-    """Nobody answers there; the kubelet would try for ever."""
-    dead = [root / "plugins_registry" / f"{D}-0123abcd-reg.sock", root / "plugins" / D / "dra-0123abcd.sock"]
-    other = root / "plugins_registry" / "other.example.com-0123abcd-reg.sock"
-    for path in (*dead, other):
+    """Nobody answers there; the kubelet would try for ever. Former drivers' are known by the agent's directory."""
+    registry, own = root / "plugins_registry", root / "plugins" / AGENT
+    dead = [registry / f"{D}-0123abcd-reg.sock", registry / "former.example.com-456789ab-reg.sock"]
+    dead += [own / "dra-456789ab.sock"]
+    other = [registry / "other.example.com-0123abcd-reg.sock", own / "other.sock"]
+    for path in (*dead, *other):
         path.parent.mkdir(exist_ok=True)
         with socket.socket(socket.AF_UNIX) as bound:
             bound.bind(str(path))
     async with Running(driver, root):
         await aside(kubelet.wait_registered, D)
-        assert [path.exists() for path in (*dead, other)] == [False, False, True]
+        assert [path.exists() for path in (*dead, *other)] == [False] * 3 + [True] * 2
+
+
+async def test_drivers_of_an_agent_share_a_directory(
+    driver: Driver, root: Path, kubelet: FakeDraKubelet, server: Server
+) -> None:
+    """Each is registered by an endpoint of its own in it, and one that goes leaves the other's socket."""
+    records, inventory = driver.records, driver.devices.resources[0].inventory
+    other = Driver(
+        "other.example.com",
+        NODE,
+        [ServedResource(Source(), inventory)],
+        records.ledger,
+        server,
+        cdi_directory=str(root / "cdi"),
+    )
+    async with Running(driver, root):
+        async with Running(other, root):
+            both = [(await aside(kubelet.wait_registered, one.name))[0].endpoint for one in (driver, other)]
+            assert {os.path.dirname(endpoint) for endpoint in both} == {str(root / "plugins" / AGENT)}
+        await aside(kubelet.wait_for, lambda: kubelet.plugins(other.name) == [])
+        assert [os.path.exists(endpoint) for endpoint in both] == [True, False]
+        (left,) = await aside(kubelet.wait_registered, D)
+        assert left.endpoint == both[0]
+    await other.close()
 
 
 async def test_silence_is_broken_by_new_sockets(driver: Driver, root: Path) -> None:

@@ -28,7 +28,7 @@ from dra_bridge.node.device_reconciliation import EvidenceReader
 from dra_bridge.node.share import NONE, HandoverPolicy
 from dra_bridge.testing.apiserver import FakeApiServer
 from dra_bridge.testing.node import FakeNode
-from tests.dra.classes import device_class
+from tests.dra.classes import device_class, unserved
 from tests.dra.ledger.samples import DirectLedger
 
 A, B = "example.com/a", "example.com/b"
@@ -133,19 +133,19 @@ async def test_a_reload_that_adds_a_driver_serves_it_and_the_agent_still_ends(no
         await until(lambda: any(one["spec"]["driver"] == E for one in node.server.objects("resourceslices")))
 
 
-async def test_a_reload_that_adds_a_driver_whose_directory_is_not_mounted_is_an_error(
+async def test_a_reload_that_adds_a_driver_that_cannot_be_served_is_an_error(
     node: FakeNode, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Log and readiness name the directory and what mounts it; the other driver's devices are served on."""
+    """Log and readiness name the directories and what mounts them; the other driver's devices are served on."""
     agent = bridge(node, tmp_path, Source(A, D))
     async with running(agent):
         await until(lambda: len(healthy(node, A)) == 2 and not unready(agent))
-        directory = node.root / "plugins" / E
-        directory.write_text("no directory can be made here")
-        await agent.reconfigure({B: Source(B, E)}, {B: HandoverPolicy(Share(part=1.0))}, [A])
-        await until(lambda: str(directory) in unready(agent))
+        with unserved(E):
+            await agent.reconfigure({B: Source(B, E)}, {B: HandoverPolicy(Share(part=1.0))}, [A])
+            await until(lambda: str(agent.node.directory) in unready(agent))
         for text in (unready(agent), caplog.text):
-            assert re.search(rf"{E}.*{directory}.*what `dra-bridge manifests` prints for this conf", text)
+            words = "No space left.*what `dra-bridge manifests` prints for this conf"
+            assert re.search(rf"{E}.*{agent.node.directory}.*{words}", text)
         assert agent.drivers[D].registrar.statistics.registered
         assert len(healthy(node, A)) == 2
 
@@ -215,13 +215,11 @@ async def test_a_dropped_resource_gives_nothing_out_on_its_way_out(node: FakeNod
 async def test_a_driver_that_cannot_be_served_holds_up_no_other(node: FakeNode, tmp_path: Path) -> None:
     """A reload serves what can be served, and says what cannot."""
     agent = bridge(node, tmp_path, Source("example.com/c"))
-    directory = node.root / "plugins" / D
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    directory.write_text("a file where the directory should be")
     async with running(agent):
-        await agent.reconfigure({A: Source(A, D), B: Source(B, E)}, {}, ["example.com/c"])
-        await until(lambda: len(healthy(node, B)) == 2 and agent.drivers[E].registrar.statistics.registered)
-        await until(lambda: f"driver {D} is not registered" in unready(agent) and E not in unready(agent))
+        with unserved(D):
+            await agent.reconfigure({A: Source(A, D), B: Source(B, E)}, {}, ["example.com/c"])
+            await until(lambda: len(healthy(node, B)) == 2 and agent.drivers[E].registrar.statistics.registered)
+            await until(lambda: f"driver {D} is not registered" in unready(agent) and E not in unready(agent))
 
 
 async def test_health_of_a_resource_that_a_reload_adds_is_told_at_once(
