@@ -33,7 +33,7 @@ SETTLE: Final = 0.2
 class DriverRuntime:
     """Makes and runs the parts of one DRA driver. resources: those that name this driver, or did.
 
-    left: called with a resource after its devices have left this driver.
+    left: called with a resource after devices of it have left this driver.
     """
 
     def __init__(
@@ -220,7 +220,7 @@ class DriverRuntime:
             one.handover.wake()  # devices of other resources may move along
         self._context.node.agent.register.notify()
         mine = self.resources.get(service.resource)
-        if mine is not None and mine.leaving and self.has_left(service.resource):
+        if mine is not None and mine.leaving:
             self._tasks.start(self._let_go(service.resource))
 
     def has_left(self, resource: str) -> bool:
@@ -228,7 +228,8 @@ class DriverRuntime:
         return not any(record.driver == self.name for record in self.async_ledger.snapshot.of(resource).values())
 
     async def _let_go(self, resource: str) -> None:
-        self.drop(resource)
+        if self.has_left(resource):
+            self.drop(resource)
         self._left(resource)
 
     def observed(self, resource: str, done: operations.Observed) -> None:

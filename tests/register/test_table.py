@@ -152,6 +152,22 @@ async def test_a_reload_just_after_an_allocate_forgets_no_grant(node: FakeNode, 
         await here.until(lambda: here.sliced() == {"d0", "d1"}, 20)
 
 
+async def test_devices_leave_a_former_driver_one_by_one(node: FakeNode) -> None:
+    """The driver that the config names has a device as soon as its claim has ended, whatever other claims hold."""
+    async with serving(node, Listed(A, D), share="all") as here:
+        await here.until(lambda: here.sliced() == {"d0", "d1"})
+        pods = [await here.claimant(name) for name in ("p0", "p1")]
+        held = [set(node.devices_of(pod)) for pod in pods]
+        await here.serve(Listed(A, E), share="all")
+        await here.until(lambda: not here.sliced())
+        await here.scans()
+        assert not here.sliced(E)
+        await here.stopped(pods[0])
+        await here.until(lambda: here.sliced(E) == held[0])
+        await here.stopped(pods[1])
+        await here.until(lambda: here.sliced(E) == {"d0", "d1"})
+
+
 # A driver that cannot be served.
 
 
