@@ -401,17 +401,17 @@ def _status(options: argparse.Namespace) -> int:
     from dra_bridge.rollout.rollout import read_nodes
     from dra_bridge.rollout.waiting import hints
 
-    async def read(cluster: Cluster) -> tuple[list[NodeView], list[str], list[str]]:
+    async def read(cluster: Cluster) -> tuple[list[NodeView], list[str], list[str], list[str]]:
         nodes = await read_nodes(cluster, options.driver, options.node)
         answers = await ask_agents(cluster, {view.node for view in nodes if view.devices}, options.namespace)
         nodes = [fleet.with_answers(view, answers) for view in nodes]
-        unknown = fleet.unknown(nodes, answers)
+        unknown, problems = fleet.unknown(nodes, answers), fleet.problems(answers)
         try:
-            return nodes, await hints(cluster, nodes), unknown
+            return nodes, await hints(cluster, nodes), unknown, problems
         except ForbiddenError as error:
-            return nodes, [f"pods that wait for devices are not known: {error}"], unknown
+            return nodes, [f"pods that wait for devices are not known: {error}"], unknown, problems
 
-    nodes, waiting, unknown = _ask(options, read)
+    nodes, waiting, unknown, problems = _ask(options, read)
     if not nodes:
         of = f" of node {', '.join(options.node)}" if options.node else ""
         raise CommandError(
@@ -420,9 +420,16 @@ def _status(options: argparse.Namespace) -> int:
             status=1,
         )
     if options.output == "json":
-        found = {"nodes": [_as_json(view) for view in nodes], "hints": waiting, "unknown": unknown}
+        found = {
+            "problems": problems,
+            "nodes": [_as_json(view) for view in nodes],
+            "hints": waiting,
+            "unknown": unknown,
+        }
         print(json.dumps(found, indent=2))
-        return 0
+        return int(bool(problems))
+    for line in problems:
+        print(printable(line))
     rows = [
         (
             view.node,
@@ -451,7 +458,7 @@ def _status(options: argparse.Namespace) -> int:
             print(f"  {printable(line)}")
     for line in (*waiting, *unknown):
         print(printable(line))
-    return 0
+    return int(bool(problems))
 
 
 def _health(device: DeviceView) -> str:

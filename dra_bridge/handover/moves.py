@@ -42,7 +42,8 @@ class MoveStatistics:
 class Handover:
     """Moves one resource's devices between the sides until their sides are as the share says.
 
-    notify: called after moves have begun or ended: lists and slices may be other ones. allocatable: makes the number of
+    notify: called after moves have begun or ended: lists and slices may be other ones. report: called when `waiting` is
+    another one. allocatable: makes the number of
     devices known to the scheduler; None to leave that to the kubelet. groups: returns the devices that had best move
     together. errors: what `list_claims` and `read_claim` raise when the API server cannot be asked. title: a pod's name
     by its UID, for people. waits: makes the delays between two reads of the claim that a device waits for. group:
@@ -70,6 +71,7 @@ class Handover:
         waits: Callable[[], Backoff] = lambda: Backoff(first=0.5, most=300.0),
         group: Group | None = None,
         moving: Moving = ALL,
+        report: Callable[[], None] = lambda: None,
     ) -> None:
         self.resource = endpoint.resource
         self.waiting: Mapping[str, str] = {}
@@ -77,6 +79,7 @@ class Handover:
         self._inventory = inventory
         self._ledger = async_ledger
         self._notify = notify
+        self._report = report
         self._allocatable = allocatable
         self._errors: tuple[type[Exception], ...] = (LedgerError, *errors)
         group = group or (lambda name: ((self.resource, name),))
@@ -147,7 +150,9 @@ class Handover:
         if arrived := await self._to_dra.commit(waiting):
             self._committed(Side.DRA, arrived, before)
         self._log_waits({name: what for name, what in waiting.items() if self.waiting.get(name) != what})
-        self.waiting = waiting
+        if waiting != self.waiting:
+            self.waiting = waiting
+            self._report()
         return bool(returned or arrived), bool(waiting)
 
     def _log_waits(self, waits: Mapping[str, str]) -> None:

@@ -121,6 +121,7 @@ class DriverRuntime:
             title=agent.tracker.title,
             group=functools.partial(agent.register.listed.group, service.resource),
             moving=moving,
+            report=self.publish,
         )
 
     def drop(self, resource: str) -> None:

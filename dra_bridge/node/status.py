@@ -11,6 +11,7 @@ from deviceplugin.device import counted
 from deviceplugin.metrics.report import DeviceLocation, Event, PreparedClaim, ProviderReport, ShareProgress
 from deviceplugin.register.records import Claim, Snapshot, State
 from dra_bridge.node.slice_feed import qualifiers_of
+from dra_bridge.rollout.agents import WAITS
 
 if TYPE_CHECKING:
     from dra_bridge.node.bridge import Bridge
@@ -145,7 +146,7 @@ def _shares(one: DriverRuntime) -> dict[str, ShareProgress]:
 
 def _locations(now: Snapshot, drivers: Sequence[DriverRuntime]) -> dict[tuple[str, str], DeviceLocation]:
     waits = {
-        (resource, device): f"waits for {what}"
+        (resource, device): f"{WAITS}{what}"
         for one in drivers
         for resource, runtime in list(one.resources.items())
         for device, what in dict(runtime.handover.waiting).items()

@@ -29,6 +29,8 @@ BINDING: Final = "dra-bridge"
 """The binding of the agents' ServiceAccount, as `manifests` calls it where it is not told otherwise."""
 PORT: Final = "metrics"
 """The name of the container port that `manifests` gives to an agent's page."""
+WAITS: Final = "waits for "
+"""How the reason of a device begins whose move waits."""
 TIMEOUT: Final = 3.0  # seconds in which an agent must answer
 TOTAL: Final = 15.0  # seconds after which no more agents are waited for
 AT_ONCE: Final = 16  # agents that are asked at one time
@@ -54,6 +56,8 @@ class _Device(msgspec.Struct):
     message: str = ""
     gone: bool = False
     withheld: str = ""
+    state: str = ""
+    reason: str = ""
     holders: list[_Holder] = []
 
 
@@ -67,12 +71,15 @@ class _Status(msgspec.Struct):
 
     resources: list[_Resource]
     holders_known: bool = msgspec.field(name="holdersKnown")
+    unready: list[str] = []
+    problems: list[str] = []
 
 
 class DeviceNow(msgspec.Struct, frozen=True):
     """One device as its agent sees it. holder: "" if nobody has it, None if that is not known.
 
-    withheld: why the agent offers it to nobody, "" if it does.
+    withheld: why the agent offers it to nobody, "" if it does. state: in the agent's register. waits: what its move
+    waits for.
     """
 
     health: str
@@ -81,14 +88,21 @@ class DeviceNow(msgspec.Struct, frozen=True):
     holder: str | None = None
     pods: tuple[str, ...] = ()
     withheld: str = ""
+    state: str = ""
+    waits: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What agents answered. devices: by node, resource and id. reasons: why something is not known, by node."""
+    """What agents answered.
+
+    devices: by node, resource and id. reasons: why something is not known, by node. problems: of agents themselves, by
+    node: what keeps one from being ready, a config file that it has refused.
+    """
 
     devices: Mapping[tuple[str, str, str], DeviceNow] = field(default_factory=dict)
     reasons: Mapping[str, str] = field(default_factory=dict)
+    problems: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 async def namespaces_of_agents(cluster: Cluster) -> list[str]:
@@ -144,16 +158,19 @@ async def ask_agents(cluster: Cluster, nodes: Collection[str], namespace: str = 
     reasons = dict.fromkeys(set(nodes) - {node for _, node in asked}, absent)
     answers = await asyncio.gather(*(_ask(cluster, pod, turns) for pod, _ in asked))
     devices: dict[tuple[str, str, str], DeviceNow] = {}
+    problems: dict[str, tuple[str, ...]] = {}
     for (_, node), answer in zip(asked, answers, strict=True):
         if isinstance(answer, str):
             reasons[node] = answer
             continue
         if not answer.holders_known:
             reasons[node] = "its agent has not read the kubelet's checkpoint lately"
+        if found := (*(f"it is not ready: {reason}" for reason in answer.unready), *answer.problems):
+            problems[node] = found
         for resource in answer.resources:
             known = {one.id: _now(one, known=answer.holders_known) for one in resource.devices}
             devices |= {(node, resource.resource, name): now for name, now in known.items()}
-    return Answers(devices, reasons)
+    return Answers(devices, reasons, problems)
 
 
 async def _ask(cluster: Cluster, pod: Object, turns: asyncio.Semaphore) -> _Status | str:
@@ -186,4 +203,6 @@ def _now(device: _Device, *, known: bool) -> DeviceNow:
     holder: str | None = ", ".join(dict.fromkeys(one.text for one in device.holders))
     pods = sorted({one.pod for one in device.holders if one.side == "dra" and one.pod})
     holder = holder if holder or known else None
-    return DeviceNow(device.health, device.message, device.gone, holder, tuple(pods), device.withheld)
+    waits = device.reason.removeprefix(WAITS) if device.reason.startswith(WAITS) else ""
+    health, state = device.health, device.state
+    return DeviceNow(health, device.message, device.gone, holder, tuple(pods), device.withheld, state, waits)

@@ -164,18 +164,29 @@ def _devices(pool: str, reported: Progress, claims: Mapping[Key, Sequence[Object
 
 
 def with_answers(view: NodeView, answers: Answers) -> NodeView:
-    """Return a node with what its agent answered: the health, and holders that the API server does not know."""
+    """Return a node with what its agent answered: health, what moves wait for, holders that no claim names."""
     devices = []
     for one in view.devices:
         now = answers.devices.get((view.node, one.resource, one.name))
         if now is not None:
             changes: dict[str, Any] = {"health": now.health, "message": now.message, "withheld": now.withheld}
             changes["gone"] = one.gone or now.gone
+            if now.state == one.state.value:
+                changes["waits"] = now.waits
             if not one.known and now.holder is not None:
                 changes |= {"holder": now.holder, "pods": now.pods, "known": True}
             one = msgspec.structs.replace(one, **changes)
         devices.append(one)
     return replace(view, devices=tuple(devices))
+
+
+def problems(answers: Answers) -> list[str]:
+    """Return a sentence for each problem that agents have themselves, with their nodes."""
+    by_problem: dict[str, list[str]] = {}
+    for node, found in answers.problems.items():
+        for problem in found:
+            by_problem.setdefault(problem, []).append(node)
+    return [f"the agent of {shortened(nodes)}: {problem}" for problem, nodes in by_problem.items()]
 
 
 def unknown(nodes: Iterable[NodeView], answers: Answers) -> list[str]:

@@ -160,10 +160,15 @@ class Deployed(Bridge):
 
     def run_cli(self, *argv: str) -> str:
         """Run a command line of `dra-bridge` as an administrator; return what it said."""
+        status, out = self.cli(*argv)
+        assert status == 0, (argv, out)
+        return out
+
+    def cli(self, *argv: str) -> tuple[int, str]:
+        """Run a command line of `dra-bridge` as an administrator; return its exit status and what it said."""
         command = [sys.executable, "-m", "dra_bridge", argv[0], "--kubeconfig", str(self.cluster.kubeconfig), *argv[1:]]
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=150)
-        assert done.returncode == 0, (argv, done.stdout, done.stderr)
-        return done.stdout
+        return done.returncode, done.stdout + done.stderr
 
     def migrate(self, share: str) -> None:
         """Move devices until claims have a share."""
@@ -453,6 +458,39 @@ def test_an_operator_is_told_no_lies(deployed: Deployed) -> None:
     cluster.wait_for(lambda: told() == (held, []), 30, f"the holders are {held}")
     _, (unknown,) = told("-n", "default")
     assert "its pod has no port named metrics" in unknown
+
+
+def test_status_begins_with_what_is_wrong_with_the_agent(deployed: Deployed) -> None:
+    """While the kubelet is dead the agent is not ready, and `status` says so first and ends with 1."""
+    cluster, problem = deployed.cluster, f"it is not ready: {RESOURCE}: not registered with the kubelet"
+    deployed.wait_offered(2)
+    assert deployed.cli("status")[0] == 0
+    cluster.stop_kubelet()
+
+    def told() -> bool:
+        status, out = deployed.cli("status")
+        return status == 1 and out.startswith(f"the agent of {cluster.node_name}: {problem}")
+
+    try:
+        cluster.wait_for(told, 60, "the problem is told")
+    finally:
+        cluster.start_kubelet()
+    cluster.wait_for(lambda: deployed.cli("status")[0] == 0, 60, "all is well")
+
+
+def test_what_a_move_waits_for_outlasts_the_agent(deployed: Deployed) -> None:
+    """After a restart of the agent `status` and a timeout of `migrate` name the pod that a device's move waits for."""
+    cluster, agent = deployed.cluster, deployed.agent()
+    cluster.wait_allocatable(RESOURCE, 2)
+    cluster.start_pod("plain", {RESOURCE: 1}).wait_running()
+    ask = ("migrate", cluster.node_name, "--driver", DRIVER, "--share", "all")
+    deployed.run_cli(*ask)
+    deployed.wait_offered(COUNT - 1)
+    waits = "(to-dra) waits for pod default/plain"
+    cluster.wait_for(lambda: waits in deployed.cli("status")[1], 30, "status names the pod")
+    delete(deployed, agent)
+    cluster.wait_for(lambda: waits in deployed.cli("status")[1], 30, "status names the pod again")
+    cluster.wait_for(lambda: waits in deployed.cli(*ask, "--wait", "--timeout", "1")[1], 30, "so does migrate")
 
 
 def test_changed_config_map_is_taken(deployed: Deployed) -> None:

@@ -610,6 +610,29 @@ def test_status_asks_the_agents(world: World, bridge: Callable[..., Ran]) -> Non
     assert len(world.server.writes) == writes
 
 
+def test_status_begins_with_problems_of_agents(world: World, bridge: Callable[..., Ran]) -> None:
+    """An agent that is not ready, or has refused a config file, is named above the table; the exit status is 1."""
+    ports = [{"name": "metrics", "containerPort": 9410}]
+    answer = {
+        "holdersKnown": True,
+        "resources": [],
+        "unready": [f"{R}: not registered with the kubelet"],
+        "problems": ["the config file was not taken, everything goes on as it was: x"],
+    }
+    world.server.proxied = lambda path: (200, answer)
+    for node in ("n1", "n2"):
+        world.agent(node)
+        world.server.create(agent_pod(node, containers=[{"name": "agent", "ports": ports}]))
+    lines = [
+        f"the agent of n1, n2: it is not ready: {R}: not registered with the kubelet",
+        "the agent of n1, n2: the config file was not taken, everything goes on as it was: x",
+    ]
+    ran = bridge("status")
+    assert (ran.status, ran.out.splitlines()[:2]) == (1, lines)
+    ran = bridge("status", "-o", "json")
+    assert (ran.status, json.loads(ran.out)["problems"]) == (1, lines)
+
+
 def test_nothing_of_a_cluster_reaches_the_terminal_raw(world: World, bridge: Callable[..., Ran]) -> None:
     """What anybody may write into an object or answer cannot move the cursor, colour or reorder what is printed."""
     evil = "\x1b[2J\x1b[31m\r\n\u202ereversed"

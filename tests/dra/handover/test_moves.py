@@ -19,6 +19,7 @@ from deviceplugin.register.records import State
 from deviceplugin.source import DeviceSource
 from dra_bridge.handover.share import parse_share
 from dra_bridge.kube import Cluster, ClusterError
+from dra_bridge.node import slice_feed
 from dra_bridge.node.bridge import Bridge
 from dra_bridge.node.share import HandoverPolicy
 from dra_bridge.rollout.fleet import share_patch
@@ -137,6 +138,21 @@ def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNode]:
         server.create(device_class(R, D))
         with FakeNode(server, NODE) as made:
             yield made
+
+
+async def test_what_a_move_waits_for_is_reported_after_a_restart(
+    node: FakeNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slice's annotation says what a device waits for now, not what it waited for when its state last changed."""
+    monkeypatch.setattr(slice_feed, "HOLDERS", 0.1)
+    async with world(node, tmp_path, Source(1)) as here:
+        await asyncio.to_thread(node.run_pod, "p", {R: 1})
+        here.ask("all")
+        await here.settle(State.TO_DRA)
+        await here.until(lambda: here.told["d0"].waits == "pod default/p")
+    async with world(node, tmp_path, Source(1), offered=False) as here:
+        await here.until(lambda: here.waiting.get("d0") == "pod default/p")
+        await here.until(lambda: here.told["d0"].waits == "pod default/p")
 
 
 async def test_a_shared_device_moves_as_a_whole(node: FakeNode, tmp_path: Path) -> None:

@@ -14,9 +14,11 @@ from deviceplugin.inventory import merged
 from deviceplugin.kubelet.podresources import Holder
 from deviceplugin.kubelet.status import Withheld
 from deviceplugin.metrics import page
+from deviceplugin.register.records import State
 from dra_bridge.kube import Cluster
-from dra_bridge.rollout import agents
+from dra_bridge.rollout import agents, fleet
 from dra_bridge.rollout.agents import Answers, DeviceNow, ask_agents
+from dra_bridge.rollout.fleet import DeviceView, NodeView
 from dra_bridge.testing.apiserver import FakeApiServer, Fault
 from tests.metrics.views import RESOURCE, Still, resource
 
@@ -76,15 +78,46 @@ async def test_holders_and_health_of_now(server: FakeApiServer) -> None:
     server.forget_log()
     answers = await asked(server, "n1")
     assert answers.devices == {
-        ("n1", RESOURCE, "a"): DeviceNow("healthy", holder="pod ml/train", withheld="not known"),
-        ("n1", RESOURCE, "b"): DeviceNow("unhealthy", "too hot", holder="pod 1234"),
-        ("n1", RESOURCE, "c"): DeviceNow("healthy", holder=""),
-        ("n1", RESOURCE, "d"): DeviceNow("unhealthy", answers.devices["n1", RESOURCE, "d"].message, True, ""),
+        ("n1", RESOURCE, "a"): DeviceNow("healthy", holder="pod ml/train", withheld="not known", state="plugin"),
+        ("n1", RESOURCE, "b"): DeviceNow("unhealthy", "too hot", holder="pod 1234", state="plugin"),
+        ("n1", RESOURCE, "c"): DeviceNow("healthy", holder="", state="plugin"),
+        ("n1", RESOURCE, "d"): DeviceNow(
+            "unhealthy", answers.devices["n1", RESOURCE, "d"].message, True, "", state="plugin"
+        ),
     }
     assert answers.reasons == {}
     assert not server.writes
     paths = [one.path for one in server.log if "/proxy/" in one.path]
     assert paths == ["/api/v1/namespaces/dra-bridge/pods/agent-n1:9410/proxy/status"]
+
+
+async def test_problems_of_the_agent_itself(server: FakeApiServer) -> None:
+    """What keeps an agent from being ready, and what else is wrong with it, is told beside its devices."""
+    one = resource("a")
+    object.__setattr__(one, "registered", False)
+    still = Still(one)
+    still.config_error = "the config file was not taken, everything goes on as it was: x"
+    server.create(agent_pod("n1"))
+    server.proxied = lambda path: (200, status(still))
+    answers = await asked(server, "n1")
+    unready = f"it is not ready: {RESOURCE}: not registered with the kubelet"
+    assert answers.problems == {"n1": (unready, "the config file was not taken, everything goes on as it was: x")}
+    assert ("n1", RESOURCE, "a") in answers.devices
+
+
+async def test_what_moves_wait_for_now(server: FakeApiServer) -> None:
+    """What an agent says of a device that moves is newer than its slice; of another state it says nothing."""
+    device = {"id": "a", "health": "healthy", "state": "to-dra", "reason": "waits for pod default/train-0"}
+    server.create(agent_pod("n1"))
+    server.proxied = lambda path: (
+        200,
+        {"holdersKnown": True, "resources": [{"resource": RESOURCE, "devices": [device]}]},
+    )
+    answers = await asked(server, "n1")
+    stale = "ListAndWatch to show it Unhealthy"
+    for state, waits in ((State.TO_DRA, "pod default/train-0"), (State.TO_PLUGIN, stale)):
+        view = NodeView("n1", "d", devices=(DeviceView(state, 1, "", stale, resource=RESOURCE, name="a"),))
+        assert fleet.with_answers(view, answers).devices[0].waits == waits
 
 
 async def test_pages_with_tls(server: FakeApiServer) -> None:
@@ -102,7 +135,7 @@ async def test_agent_without_a_checkpoint(server: FakeApiServer) -> None:
     server.create(agent_pod("n1"))
     server.proxied = lambda path: (200, status(still))
     answers = await asked(server, "n1")
-    assert answers.devices == {("n1", RESOURCE, "a"): DeviceNow("healthy", holder=None)}
+    assert answers.devices == {("n1", RESOURCE, "a"): DeviceNow("healthy", holder=None, state="plugin")}
     assert answers.reasons == {"n1": "its agent has not read the kubelet's checkpoint lately"}
 
 
