@@ -214,7 +214,7 @@ class Bridge:
                 one.drop(resource)
         if driver:
             one = self._driver(driver, self._ledger)
-            one.read_share(self._watch.annotations)
+            one.read_share(self._watch.annotations, self._watch.uid)
             one.serve(service, self._policies.get(resource, HandoverPolicy()))
         service.endpoint.refresh()
 
@@ -258,7 +258,7 @@ class Bridge:
 
     def _read_shares(self) -> None:
         for one in self.drivers.values():
-            one.read_share(self._watch.annotations)
+            one.read_share(self._watch.annotations, self._watch.uid)
 
     async def _end_claims(self) -> None:
         """Take no more claims; another agent may serve the devices as soon as the plugin side has ended."""

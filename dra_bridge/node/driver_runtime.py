@@ -141,9 +141,9 @@ class DriverRuntime:
         self.driver.devices.replace([ServedResource(service.source, service.inventory) for service in services])
         self.registrar.follow()
 
-    def read_share(self, annotations: Mapping[str, str] | None) -> None:
-        """Take the share that the Node asks for. annotations: the Node's, None while they are not known."""
-        if self._context.share.read(annotations):
+    def read_share(self, annotations: Mapping[str, str] | None, node: str) -> None:
+        """Take the share that the Node asks for: see `DriverShare`."""
+        if self._context.share.read(annotations, node):
             for one in self.resources.values():
                 one.handover.ask(self._share_of(one), one.policy.drain)
             self.publish()

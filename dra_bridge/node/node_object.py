@@ -22,8 +22,9 @@ NODE_READ: Final = 5.0
 class NodeWatch:
     """Follows this node's Node.
 
-    annotated: called when its annotations are other ones. allocatable: called with the numbers of each version's
-    `status.allocatable`. annotations: None while they are not known.
+    annotated: called when its annotations are other ones, or it is another Node of this name. allocatable: called with
+    the numbers of each version's `status.allocatable`. annotations, uid: those of the last Node that was seen, also
+    while there is none; None and "" before.
     """
 
     cluster: Cluster
@@ -31,6 +32,7 @@ class NodeWatch:
     annotated: Callable[[], None]
     allocatable: Callable[[Mapping[str, int]], None]
     annotations: Mapping[str, str] | None = None
+    uid: str = ""
     _known: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self) -> None:
@@ -42,9 +44,13 @@ class NodeWatch:
                 else:
                     found = event.object if event.type != "DELETED" else {}
                 self.allocatable(numbers((found.get("status") or {}).get("allocatable") or {}))
-                annotations = (found.get("metadata") or {}).get("annotations") or {}
-                if annotations != self.annotations:
-                    self.annotations = annotations
+                if not found:
+                    if self.uid:
+                        _LOG.warning("the Node object %s is gone; what it has asked for stays", self.node)
+                    continue
+                annotations, uid = found["metadata"].get("annotations") or {}, found["metadata"].get("uid", "")
+                if (annotations, uid) != (self.annotations, self.uid):
+                    self.annotations, self.uid = annotations, uid
                     self._known.set()
                     self.annotated()
 

@@ -20,6 +20,9 @@ _LOG: Final = logging.getLogger(__name__)
 SHARE: Final = "share"
 """The section of the ledger's settings that has the last valid share of the Node's annotation, by driver."""
 
+SHARE_NODE: Final = "share's node"
+"""The section that has the UID of the Node which that share is of, by driver."""
+
 NONE: Final = Share(0)
 
 
@@ -46,10 +49,13 @@ def policies_of(config: Config) -> dict[str, HandoverPolicy]:
 
 @dataclass(slots=True, eq=False)
 class DriverShare:
-    """The share that the Node asks of one driver. The ledger keeps the last valid one, for use beside an invalid one.
+    """The share that the Node asks of one driver. The ledger keeps the last valid one.
 
-    share: None if the config's shares apply. text: the annotation, "" if there is none. refused: the text that is not a
-    share and was logged.
+    It stays beside an invalid one, and where another Node comes without any: a Node object that is deleted and made
+    anew (by automatic repair, say) undoes no migration. share: None if the config's shares apply. text: the annotation,
+    "" if there is none. kept: the share of the Node before, while it stays for that reason. refused: the text that is
+    not a share and was logged. asked_by: the UID of the Node that asked last, also before the ledger has it. warned:
+    the UID of the Node for which it was logged that the share stays.
     """
 
     driver: str
@@ -57,19 +63,33 @@ class DriverShare:
     tasks: Tasks
     share: Share | None = None
     text: str = ""
+    kept: str = ""
     refused: str | None = None
+    asked_by: str | None = None
+    warned: str = ""
 
     def of(self, policy: HandoverPolicy) -> Share:
         """Return the share of a resource with this policy."""
         return self.share if self.share is not None else policy.share
 
-    def read(self, annotations: Mapping[str, str] | None) -> bool:
-        """Take the share from the Node's annotations; return whether anything changed."""
-        before = self.share, self.text
+    def read(self, annotations: Mapping[str, str] | None, node: str) -> bool:
+        """Take the share from the Node's annotations; return whether anything changed.
+
+        annotations: None while they are not known. node: the UID of the Node that has them.
+        """
+        before = self.share, self.text, self.kept
         key = progress.share_annotation(self.driver)
         kept = self.ledger.snapshot.setting(SHARE, self.driver)
+        asked_by = self.asked_by or self.ledger.snapshot.setting(SHARE_NODE, self.driver)
         text = kept if annotations is None else annotations.get(key)
-        self.text = text or ""
+        self.text, self.kept = text or "", ""
+        if text is None and kept is not None and asked_by not in (None, node):
+            self.share, self.kept = parse_share(kept), kept
+            if self.warned != node:
+                stays = "%s: the Node was made anew without the annotation %s; the share %s from before stays"
+                _LOG.warning(stays, self.driver, key, kept)
+            self.warned = node
+            return before != (self.share, self.text, self.kept)
         try:
             self.share = parse_share(text) if text is not None else None
         except ShareError as error:
@@ -80,12 +100,15 @@ class DriverShare:
             self.refused = text
         else:
             self.refused = None
-            if text != kept:
-                self.tasks.start(self._keep(text))
-        return before != (self.share, self.text)
+            if annotations is not None and text is not None:
+                self.asked_by = node
+            if text != kept or (annotations is not None and text is not None and asked_by != node):
+                self.tasks.start(self._keep(text, node))
+        return before != (self.share, self.text, self.kept)
 
-    async def _keep(self, text: str | None) -> None:
+    async def _keep(self, text: str | None, node: str) -> None:
         try:
+            await self.ledger.do(operations.set_setting(SHARE_NODE, self.driver, node if text is not None else None))
             await self.ledger.do(operations.set_setting(SHARE, self.driver, text))
         except LedgerError as error:
             _LOG.warning("%s: the share %s cannot be recorded for the next start: %s", self.driver, text, error)

@@ -177,8 +177,10 @@ class SliceFeed:
             shares[resource] = str(one.handover.share)
             waits |= {(resource, device): str(what) for device, what in one.handover.waiting.items()}
             gone |= {(resource, name) for name in records.of(resource).keys() - (listed.devices.keys() - listed.gone)}
-        asked, qualifiers = self._context.share.text, qualifiers_of(records, self._context.name)
-        current = progress.progress(records, shares, waits, asked=asked, gone=gone, qualifiers=qualifiers)
+        share, qualifiers = self._context.share, qualifiers_of(records, self._context.name)
+        current = progress.progress(
+            records, shares, waits, asked=share.text, kept=share.kept, gone=gone, qualifiers=qualifiers
+        )
         sides = progress.encoded(progress.without_holders(current))
         if self._reported is None or current != self._reported[0]:
             if self._reported is not None and sides == self._reported[1] and self._reported[2] + HOLDERS > now:

@@ -244,7 +244,7 @@ def excess(view: NodeView, text: str | None) -> list[str]:
 
 def settled(view: NodeView) -> bool:
     """Return whether the agent knows what is asked for and every device is where it should be."""
-    return view.taken_in and distance(view) == 0
+    return view.taken_in and distance(view) == 0 and not (view.reported is not None and view.reported.kept)
 
 
 def obstacles(view: NodeView) -> list[str]:
@@ -258,6 +258,9 @@ def obstacles(view: NodeView) -> list[str]:
     if not view.taken_in:
         ready = "" if view.ready else " (the node is not Ready)"
         return [f"its agent has not taken it in yet; is it running?{ready}"]
+    if kept := view.reported.kept:
+        stays = f"the share {kept} from before stays, until it is asked for a share"
+        return [f"its Node was made anew and asks for nothing; {stays}"]
     together: dict[tuple[str, str], list[str]] = {}
     for device in view.devices:
         if device.state in (State.TO_DRA, State.TO_PLUGIN):

@@ -44,13 +44,15 @@ class ResourceProgress(msgspec.Struct, frozen=True, omit_defaults=True):
 class Progress(msgspec.Struct, frozen=True, omit_defaults=True):
     """One driver on one node.
 
-    asked: the Node's annotation as the agent knows it; "": the config's shares apply. qualifiers: in
-    the names of published devices, by resource, also of resources that the driver has no longer.
+    asked: the Node's annotation as the agent knows it; "": the config's shares apply, or the share `kept`, which the
+    Node before this one asked for. qualifiers: in the names of published devices, by resource, also of resources that
+    the driver has no longer.
     """
 
     resources: dict[str, ResourceProgress]
     asked: str = ""
     qualifiers: dict[str, str] = {}
+    kept: str = ""
 
 
 def annotation(driver: str) -> str:
@@ -69,6 +71,7 @@ def progress(
     waits: Mapping[Key, str],
     *,
     asked: str,
+    kept: str = "",
     gone: Collection[Key],
     qualifiers: Mapping[str, str],
 ) -> Progress:
@@ -86,7 +89,7 @@ def progress(
             )
         counts = Counter(device.state.value for device in devices.values() if not device.gone)
         resources[resource] = ResourceProgress(share, dict(counts), devices if len(devices) <= MAX_DEVICES else {})
-    while len(encoded(report := Progress(resources, asked, dict(qualifiers))).encode()) > MAX_BYTES:
+    while len(encoded(report := Progress(resources, asked, dict(qualifiers), kept)).encode()) > MAX_BYTES:
         name = max(resources, key=lambda name: len(resources[name].devices))
         if not resources[name].devices:
             break

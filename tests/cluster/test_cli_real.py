@@ -274,6 +274,30 @@ def test_rollout_stalls_goes_on_and_is_undone(bridge: Bridge, ran: Callable[...,
     assert found["resources"][0]["counts"] == {"dra": 1, "plugin": COUNT - 1}
 
 
+def test_a_migration_outlasts_the_node_object(bridge: Bridge, ran: Callable[..., tuple[int, str]]) -> None:
+    """Devices stay with claims while there is no Node, and when the kubelet has made another; who asks is heard."""
+    cluster, node = bridge.cluster, bridge.cluster.node_name
+    move = ("migrate", node, "--driver", DRIVER, "--wait", "--timeout", "60", "--share")
+    assert ran(*move, "all")[0] == 0
+    bridge.wait_offered(COUNT)
+    cluster.delete("Node", node)
+    cluster.wait_for(lambda: f"the Node object {node} is gone; what it has asked" in bridge.log(), 30, "it is noticed")
+    cluster.restart_kubelet()
+    cluster.wait_for(lambda: "the share all from before stays" in bridge.log(), 60, "the other Node is noticed")
+    bridge.wait_offered(COUNT)
+
+    def waits() -> bool:
+        found = told(ran("status", "-o", "json")[1])
+        (resource,) = found["resources"]
+        assert resource["counts"] == {"dra": COUNT}
+        return "its Node was made anew and asks for nothing" in "".join(found["waitsFor"])
+
+    cluster.wait_for(waits, 30, "status says what stays")
+    status, out = ran(*move, "none")
+    assert status == 0, out
+    cluster.wait_allocatable(RESOURCE, COUNT)
+
+
 def test_two_operators_do_not_fight(
     bridge: Bridge, started: Callable[..., Command], ran: Callable[..., tuple[int, str]]
 ) -> None:

@@ -252,7 +252,7 @@ async def test_a_checkpoint_that_shows_an_ended_pod_alarms_nobody(node: FakeNode
         checkpoint = node.device_plugin_dir / "kubelet_internal_checkpoint"
         stale = checkpoint.read_bytes()
         await asyncio.to_thread(pod.delete, 20)
-        bridge.drivers[D].read_share({f"{D}/dra-share": "all"})
+        bridge.drivers[D].read_share({f"{D}/dra-share": "all"}, "")
         await moved(bridge, State.DRA)
     checkpoint.write_bytes(stale)
     async with running(node, tmp_path / "cdi", Share(part=1.0)) as bridge:
@@ -343,6 +343,49 @@ async def test_an_invalid_share_keeps_the_last_valid_one_over_a_restart(
         await until(lambda: D in bridge.drivers and R in bridge.drivers[D].resources, "the resource to be served")
         assert bridge.drivers[D].resources[R].handover.share == Share(part=1.0)
         assert set(states(bridge).values()) == {State.DRA}
+
+
+def made_anew(body: dict[str, Any]) -> dict[str, Any]:
+    """Return another Node of this name, without annotations, as after a repair by the cloud."""
+    lost = ("annotations", "uid", "resourceVersion")
+    return {**body, "metadata": {key: value for key, value in body["metadata"].items() if key not in lost}}
+
+
+async def test_the_share_outlasts_the_node_object(
+    node: FakeNode, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A Node that is deleted, and another one that comes without the annotation, undo no migration; a restart neither.
+
+    Somebody who takes the annotation from the same Node asks for the config's share.
+    """
+    annotate(node, "all")
+    async with running(node, tmp_path / "cdi", Share(0)) as bridge:
+        await moved(bridge, State.DRA)
+        handover = bridge.drivers[D].resources[R].handover
+        body = node.server.get("nodes", NODE)
+        node.server.delete("nodes", NODE)
+        await until(lambda: "the Node object node is gone; what it has asked for stays" in caplog.text, "the warning")
+        assert handover.share == Share(part=1.0)
+        node.server.create(made_anew(body))
+        stays = "the Node was made anew without the annotation fpga.example.com/dra-share; the share all from before"
+        await until(lambda: stays in caplog.text, "the other warning")
+        told = bridge.drivers[D].feed
+        await until(lambda: told._reported is not None and told._reported[0].kept == "all", "the report")
+        assert handover.share == Share(part=1.0)
+    async with running(node, tmp_path / "cdi", Share(0)) as bridge:
+        await until(lambda: caplog.text.count(stays) == 2, "the warning of the new agent")
+        assert set(states(bridge).values()) == {State.DRA}
+        annotate(node, "all")
+        await until(lambda: "dra-share" in str(bridge._watch.annotations), "the annotation to be seen")
+        body = node.server.get("nodes", NODE)
+        del body["metadata"]["annotations"]
+        node.server.replace(body)
+        await moved(bridge, State.PLUGIN)
+        node.server.delete("nodes", NODE)
+        node.server.create(made_anew(body))
+        await until(lambda: bridge._watch.uid == node.server.get("nodes", NODE)["metadata"]["uid"], "the other Node")
+        assert bridge.drivers[D].resources[R].handover.share == Share(0)
+        assert caplog.text.count(stays) == 2
 
 
 async def test_an_agent_whose_ledger_is_removed_ends_and_the_next_one_knows_the_holders(

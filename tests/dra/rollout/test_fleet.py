@@ -60,6 +60,8 @@ def test_settled_only_once_the_agent_knows() -> None:
     assert not fleet.settled(replace(at_rest, reported=msgspec.structs.replace(at_rest.reported, asked="none")))
     assert not fleet.settled(replace(at_rest, asked=None))
     assert not fleet.settled(NodeView("n1", D, "all"))
+    kept = msgspec.structs.replace(report({"dra": 4}, share="all"), kept="all")
+    assert not fleet.settled(NodeView("n1", D, reported=kept))
 
 
 def test_gone_devices_do_not_count() -> None:
@@ -142,6 +144,10 @@ def test_claims_name_holders_of_a_shared_device() -> None:
         (replace(view(), asked="all"), "its agent has not taken it in yet; is it running?"),
         (replace(view(), asked="all", ready=False), "(the node is not Ready)"),
         (view(asked="all", counts={"plugin": 1}), "its agent has yet to move devices"),
+        (
+            NodeView("n1", D, reported=msgspec.structs.replace(report({"dra": 4}, share="all"), kept="all")),
+            "its Node was made anew and asks for nothing; the share all from before stays, until it is asked for a ",
+        ),
     ],
 )
 def test_obstacles_of_a_node(found: NodeView, said: str) -> None:
