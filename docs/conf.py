@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from sphinx.application import Sphinx
+from sphinx.errors import ExtensionError
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -16,11 +17,10 @@ from deviceplugin.version import VERSION  # noqa: E402
 project = "deviceplugin"
 copyright = "the authors, Apache License 2.0"  # noqa: A001
 release = version = VERSION
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinxcontrib.mermaid"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 html_theme = "furo"
 html_title = f"deviceplugin {VERSION}"
 myst_heading_anchors = 3
-myst_fence_as_directive = ["mermaid"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 default_role = "code"  # single backticks, as in Markdown
@@ -62,7 +62,16 @@ def as_rest(_: Sphinx, __: str, ___: str, ____: object, _____: object, lines: li
     lines[:] = made
 
 
+def check_offline(app: Sphinx, error: Exception | None) -> None:
+    """Fail if a page of the site loads anything from elsewhere."""
+    loads = re.compile(r"<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=[\"'](?:https?:)?//[^>]*>")
+    for page in sorted(Path(app.outdir).rglob("*.html")) if error is None else ():
+        if found := loads.search(page.read_text(encoding="utf-8")):
+            raise ExtensionError(f"{page.relative_to(app.outdir)} loads {found[0]}")
+
+
 def setup(app: Sphinx) -> None:
     """Connect what is above."""
+    app.connect("build-finished", check_offline)
     app.connect("autodoc-process-docstring", as_rest, priority=400)  # before napoleon
     app.connect("source-read", leave_links)

@@ -242,6 +242,19 @@ def test_pages_are_on_the_index() -> None:
                 assert f"\n{directory}{path.stem}\n" in index, path.name
 
 
+def test_pages_need_no_script() -> None:
+    """A diagram is text or a table: it can be read as it is, and the site loads nothing from elsewhere."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    assert {language for page in pages for language in re.findall(r"^```(\w+)$", page.read_text(), re.MULTILINE)} <= {
+        "console",
+        "json",
+        "python",
+        "sh",
+        "text",
+        "yaml",
+    }
+
+
 def test_rules_that_are_cited_are_listed() -> None:
     """Each rule that code and pages cite by its number is in the one list of the architecture page, which has all."""
     page = (ROOT / "docs" / "architecture.md").read_text()
