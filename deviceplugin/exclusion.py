@@ -82,6 +82,8 @@ class Things:
         together = [*self._by_token.values(), *self._by_set.values()]
         self.related = frozenset(key for keys in together if len(keys) > 1 for key in keys)
         """Devices that have peers."""
+        self.listed: Final = frozenset(self._by_token)
+        """All tokens of all devices."""
 
     def tokens(self, key: Key) -> Tokens:
         """Return a device's tokens, none if they are not known."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Mapping
@@ -11,6 +12,7 @@ from typing import Final, NamedTuple
 
 from deviceplugin.device import Device
 from deviceplugin.inventory import Inventory
+from deviceplugin.kubelet.foreign_plugin import LATE, SentList
 from deviceplugin.sharing import device_of, replicas_of, times_offered
 from deviceplugin.source import DeviceSource
 from deviceplugin.wire import deviceplugin_pb2 as pb
@@ -159,6 +161,8 @@ class ListStreams:
 
     def __init__(self, resource: str, lines: Callable[[], tuple[Entry, ...] | None]) -> None:
         self.begun = 0
+        self.sent: tuple[SentList, ...] = ()
+        """The last list, and those that it or another one has replaced lately; the oldest first."""
         self._resource = resource
         self._lines = lines
         self._serving = True
@@ -216,6 +220,11 @@ class ListStreams:
         self.refresh()
         return any(stream.shown is not None for stream in self._open)
 
+    def _note(self, now: SentList) -> None:
+        """Note a list that is sent now; of those before it only the ones that were replaced lately are kept."""
+        replaced = itertools.pairwise((*self.sent, now))
+        self.sent = (*(one for one, after in replaced if after.at > now.at - LATE), now)
+
     async def lists(self) -> AsyncGenerator[pb.ListAndWatchResponse, None]:
         """Open a stream: yield the list now and after each change, until the stream is ended."""
         stream = Stream()
@@ -236,9 +245,11 @@ class ListStreams:
                     continue
                 message = rendered(lines)  # whatever changes until it is sent is sent as one list after it
                 if (size := message.ByteSize()) <= MAX_LIST_BYTES:
+                    healthy = frozenset(line.name for line in lines if line.healthy)
+                    self._note(SentList(time.time(), healthy))
                     yield message
                     sent = lines
-                    stream.shown = (time.monotonic(), frozenset(line.name for line in lines if line.healthy))
+                    stream.shown = (time.monotonic(), healthy)
                 else:
                     refused = lines
                     _LOG.error(_TOO_LARGE, self._resource, len(lines), size, MAX_LIST_BYTES)

@@ -55,6 +55,11 @@ def granted(response: str, resource: str, device_id: str, boot: str) -> Wanted:
     return one if of == boot else one._replace(identity=recorded(numbers_of(paths), boot, sure=False))
 
 
+def ours(one: Wanted) -> bool:
+    """Return whether `granted` found that this framework has given a device."""
+    return bool(one.key[1])
+
+
 @functools.lru_cache(maxsize=256)
 def _decoded(response: str, resource: str) -> tuple[str, Mapping[str, Wanted], tuple[str, ...]]:
     """Return the boot and the devices of the annotation, and the host paths of device nodes."""

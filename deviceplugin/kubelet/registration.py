@@ -6,7 +6,9 @@ the next step is a pure function of what is seen (`next_step`), so a restart tak
 Facts (kubelet 1.36.3): at its start the kubelet deletes every socket in the directory, its own
 last, then makes kubelet.sock; it dials back before it answers Register; when an old ListAndWatch
 ends after the same name was registered again, it drops the new registration, so the old stream
-is ended first. A recreated kubelet.sock need not mean that plugins' sockets were deleted.
+is ended first. A recreated kubelet.sock need not mean that plugins' sockets were deleted. Kubelet
+1.37.1 refuses a socket that it has not taken note of as disconnected, and does so for ever after
+the first such try (handler.go, connectClient): so each Register has a socket of its own.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from deviceplugin import filewatch
 from deviceplugin.addresses import remove_abandoned, socket_path
 from deviceplugin.backoff import Backoff
 from deviceplugin.files import FileIdentity, file_identity, leads_to, locked
+from deviceplugin.kubelet.foreign_plugin import ForeignPluginWatch, KubeletRecord, Socket, sockets
 from deviceplugin.kubelet.podresources import CHANNEL_OPTIONS, SERVER_OPTIONS, unix_address
 from deviceplugin.kubelet.servicer import Endpoint
 from deviceplugin.wire import deviceplugin_pb2 as pb
@@ -71,7 +74,8 @@ class Seen:
     """What is seen at one moment. ready: there is a list to serve.
 
     kubelet: kubelet.sock. served: the own socket is in its place. live: a ListAndWatch is open. listened: one was since
-    the last Register that succeeded. registered: the kubelet.sock of that Register. since: seconds since then.
+    the last Register that succeeded. registered: the kubelet.sock of that Register. since: seconds since then. foreign:
+    why another plugin must have registered the resource since, "" if none has.
     """
 
     kubelet: FileIdentity | None
@@ -81,6 +85,7 @@ class Seen:
     registered: FileIdentity | None
     since: float
     ready: bool = True
+    foreign: str = ""
 
 
 class Step(enum.Enum):
@@ -102,7 +107,7 @@ def next_step(seen: Seen, patience: float) -> Step:
     if not seen.served or seen.kubelet != seen.registered:
         return Step.REGISTER
     if seen.live:
-        return Step.REST
+        return Step.REGISTER if seen.foreign else Step.REST
     return Step.REGISTER if seen.listened or seen.since >= patience else Step.WAIT_FOR_STREAM
 
 
@@ -158,7 +163,11 @@ class RegistrationStatistics:
     registrations: int = 0
     failures: int = 0
     kubelet_restarts: int = 0
+    foreign: int = 0
+    """How often another plugin was found to have registered the resource."""
     registered: bool = False
+    contested: str = ""
+    """Why another plugin must have registered the resource; "" since it was registered again."""
 
 
 @dataclass(slots=True)
@@ -188,6 +197,8 @@ class SocketServer:
         self._server: grpc.aio.Server | None = None
         self._socket = directory
         self._identity: FileIdentity | None = None
+        self.used = False
+        """Whether the kubelet may have been told of the socket."""
         self._stopping: set[asyncio.Task[None]] = set()
 
     @property
@@ -210,9 +221,12 @@ class SocketServer:
         raise RegistrationError(f"{served} ({owner}); stop it, or give this one another resource name")
 
     async def serve(self) -> str:
-        """Return the name of the served socket; start a server if need be. Raises RegistrationError."""
+        """Return the name of a served socket that the kubelet does not know; start a server if need be.
+
+        Raises RegistrationError.
+        """
         await self.lock_resource()
-        if self.in_place:
+        if self.in_place and not self.used:
             return self._socket.name
         self.retire()
         self._remove_stale_sockets()
@@ -224,7 +238,7 @@ class SocketServer:
         except RuntimeError as error:
             raise RegistrationError(f"{self._directory}: cannot make a socket there: {error}; {_NEEDED}") from error
         await server.start()
-        self._server, self._socket, self._identity = server, path, file_identity(path)
+        self._server, self._socket, self._identity, self.used = server, path, file_identity(path), False
         return path.name
 
     def _remove_stale_sockets(self) -> None:
@@ -269,12 +283,23 @@ class Registration:
     """Keeps one endpoint served and registered until it is cancelled.
 
     turn: serialises Register between the resources of a process: the kubelet dials back during the call, and leaks
-    memory when registrations follow too fast (kubernetes#124716).
+    memory when registrations follow too fast (kubernetes#124716). recorded: returns what the kubelet's checkpoint says
+    of the resource; it may block. contested: called when another plugin has registered the resource.
     """
 
     def __init__(
-        self, endpoint: Endpoint, directory: Path, turn: asyncio.Lock | None = None, timing: Timing | None = None
+        self,
+        endpoint: Endpoint,
+        directory: Path,
+        turn: asyncio.Lock | None = None,
+        timing: Timing | None = None,
+        *,
+        recorded: Callable[[], KubeletRecord | None] = lambda: None,
+        contested: Callable[[], None] = lambda: None,
     ) -> None:
+        self._recorded = recorded
+        self._contested = contested
+        self._foreign = ForeignPluginWatch()
         self.endpoint = endpoint
         self.statistics = RegistrationStatistics()
         self._kubelet = directory / KUBELET_SOCKET
@@ -304,7 +329,8 @@ class Registration:
         if self._has_directory():
             await self._server.lock_resource()  # raises at once what no kubelet can repair
         while True:
-            seen = self._seen()
+            foreign, again = await self._look()
+            seen = self._seen(foreign)
             step = next_step(seen, timing.patience)
             if step is Step.REST and self._accepted is not None and self._accepted.options != self.endpoint.options:
                 step = Step.REGISTER  # the hooks changed with the source: the kubelet asks once, at Register
@@ -327,7 +353,18 @@ class Registration:
             elif step is Step.REST and seen.since >= timing.patience:
                 self._backoff.reset()
             stream_due = max(0.01, timing.patience - seen.since)
-            await watch.wait(stream_due if step is Step.WAIT_FOR_STREAM else timing.poll)
+            await watch.wait(stream_due if step is Step.WAIT_FOR_STREAM else min(timing.poll, again))
+
+    async def _look(self) -> tuple[str, float]:
+        """Return why another plugin must have registered the resource, and when to look again (seconds)."""
+        if self._accepted is None or not self.endpoint.streams.live:
+            return "", self._timing.poll
+        record, there = await asyncio.to_thread(self._read)
+        return self._foreign.found(record, there, self.endpoint.streams.sent)
+
+    def _read(self) -> tuple[KubeletRecord | None, frozenset[Socket]]:
+        there = sockets(self._kubelet.parent)
+        return self._recorded(), there
 
     def _has_directory(self) -> bool:
         """Whether the kubelet's directory is there. Raises RegistrationError: it is none, or cannot be looked at."""
@@ -344,7 +381,14 @@ class Registration:
 
     async def _register_or_pause(self, watch: filewatch.Watch, seen: Seen) -> None:
         again = seen.registered is not None and seen.kubelet == seen.registered
-        if again and seen.served:
+        if seen.live and seen.foreign:
+            self.statistics.foreign += 1
+            self.statistics.contested = seen.foreign
+            text = "%s: another plugin has registered this resource with the kubelet: %s; registering again"
+            resource = self.endpoint.resource
+            _LOG.warning(text, resource, seen.foreign, extra={"resource": resource})
+            self._contested()
+        elif again and seen.served:
             why = "does not listen any more" if seen.listened else "took the registration but does not listen"
             level = logging.INFO if seen.listened else logging.WARNING
             _LOG.log(level, "%s: the kubelet %s; registering again", self.endpoint.resource, why)
@@ -362,7 +406,7 @@ class Registration:
             await watch.wait(rest)
         self._backoff.reset()
 
-    def _seen(self) -> Seen:
+    def _seen(self, foreign: str = "") -> Seen:
         accepted = self._accepted
         return Seen(
             kubelet=file_identity(self._kubelet),
@@ -372,6 +416,7 @@ class Registration:
             registered=accepted.kubelet if accepted is not None else None,
             since=time.monotonic() - accepted.at if accepted is not None else 0.0,
             ready=self.endpoint.inventory.snapshot.listed,
+            foreign=foreign,
         )
 
     async def _register(self, watch: filewatch.Watch) -> bool:
@@ -385,6 +430,8 @@ class Registration:
             _LOG.warning("%s: an old ListAndWatch did not end in time; starting a new server", resource)
             self._server.retire()
         await self._server.serve()
+        self.endpoint.streams.sent = ()
+        self._foreign.begin(*await asyncio.to_thread(self._read))
         options = self.endpoint.options
         try:
             async with self._turn:
@@ -397,11 +444,13 @@ class Registration:
                 # A fresh channel each time: one that failed for long took 3 s to recover, a fresh one 1 ms.
                 async with grpc.aio.insecure_channel(unix_address(self._kubelet), options=CHANNEL_OPTIONS) as channel:
                     stub: RegistrationAsyncStub = RegistrationStub(channel)  # type: ignore[assignment]
+                    self._server.used = True
                     call = asyncio.ensure_future(stub.Register(request, timeout=timing.register))
                     if not await self._answered(call, watch, kubelet):
                         return False
         except grpc.aio.AioRpcError as error:
             gone = error.code() is grpc.StatusCode.UNAVAILABLE
+            self._server.used = not gone
             self.statistics.failures += not gone
             why = f"{error.code().name}: {error.details()}"
             text = f"does not answer at {self._kubelet}" if gone else f"refused the registration ({why})"
@@ -410,7 +459,7 @@ class Registration:
         again = " again" if self.statistics.registrations else ""
         self.statistics.registrations += 1
         self.statistics.kubelet_restarts += self._last_kubelet not in (None, kubelet)
-        self.statistics.registered = True
+        self.statistics.registered, self.statistics.contested = True, ""
         self._last_kubelet, self._last_logged = kubelet, ""
         self._accepted = Accepted(kubelet, time.monotonic(), options, streams)
         _LOG.info("%s: registered%s as %s", resource, again, name, extra={"resource": resource})

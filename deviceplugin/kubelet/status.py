@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from deviceplugin.exclusion import Key
 from deviceplugin.inventory import Snapshot
 from deviceplugin.kubelet.podresources import ClaimUse, Holder
 from deviceplugin.kubelet.registration import RegistrationStatistics
@@ -15,17 +16,22 @@ from deviceplugin.kubelet.servicer import ServicerStatistics
 class Withheld(NamedTuple):
     """Why a device is offered to nobody, in words for people.
 
-    kind: "excluded" (what is held under another id, or elsewhere, excludes it), "held" (processes of its former pod
-    run) or "unknown" (evidence is missing, or a claim holds it of a driver that is not served).
+    kind: "excluded" (what is held under another id, or elsewhere, excludes it), "foreign" (a pod has it, or may have
+    it, by another plugin of the same resource), "held" (processes of its former pod run) or "unknown" (evidence is
+    missing, or a claim holds it of a driver that is not served).
     """
 
-    kind: Literal["excluded", "held", "unknown"]
+    kind: Literal["excluded", "foreign", "held", "unknown"]
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class ResourceStatus:
-    """One resource as of now. holders: by the kubelet's device ids. withheld: by device."""
+    """One resource as of now. holders: by the kubelet's device ids. withheld: by device.
+
+    held_twice: devices of which holders have more than there is, whatever they call them. elsewhere: the (resource,
+    device) that ids of unlisted devices stand for, as far as the answers of the plugin that gave them away say.
+    """
 
     resource: str
     snapshot: Snapshot
@@ -37,6 +43,8 @@ class ResourceStatus:
     registration: RegistrationStatistics
     source_error: str
     withheld: Mapping[str, Withheld] = field(default_factory=dict)
+    held_twice: frozenset[str] = frozenset()
+    elsewhere: Mapping[str, frozenset[Key]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,8 @@ from deviceplugin.identity import boot_id, tokens_of
 from deviceplugin.kubelet import checkpoint, holders
 from deviceplugin.kubelet.cgroups import PodProcesses, PodReader, read_directories
 from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint, CheckpointError
-from deviceplugin.kubelet.granted import granted
+from deviceplugin.kubelet.foreign_plugin import KubeletRecord
+from deviceplugin.kubelet.granted import granted, ours
 from deviceplugin.kubelet.holders import HolderEvidence, HolderSnapshot, of_ids
 from deviceplugin.kubelet.podresources import AllocationsInFlight, ClaimUse, Holder, PodResources, PodResourcesReport
 from deviceplugin.register.question import Use, Wanted, allocation_unit, part_of
@@ -208,6 +209,26 @@ class HolderTracker:
             named = frozenset()
         return of_ids(self._known | named, resource, device_ids)
 
+    def recorded(self, resource: str, served: Collection[str]) -> KubeletRecord | None:
+        """Return what the checkpoint says now that concerns a resource; None if it cannot be read. May block.
+
+        served: the resources of this process.
+        """
+        now = self._checkpoint.current()
+        if now is None:
+            with contextlib.suppress(CheckpointError):
+                now = self._checkpoint.read()
+        if now is None or now.file is None:
+            return None
+        grants = self._checkpoint.grants
+        answered = (one for one in now.allocations if one.resource == resource and one in grants)
+        return KubeletRecord(
+            now.file.modified_ns / 1e9,
+            now.registered.get(resource, frozenset()),
+            {name: ids for name, ids in now.registered.items() if name not in served},
+            frozenset(one for one in answered if not ours(grants[one][1])),
+        )
+
     async def reread(self) -> None:
         """Read the checkpoint if it has changed: it names what was allocated since the last scan."""
         if self._checkpoint.current() is None:
@@ -258,14 +279,16 @@ class HolderTracker:
         if not (all(one is other for one, other in zip(before[0], of, strict=True)) and before[1] == observed):
             found = []
             for one in sorted(of[1].allocations.union(of[0])):
-                if one.resource in observed or (one.resource, one.device_id) in records or one not in of[2]:
+                if (one.resource, one.device_id) in records or one not in of[2]:
                     continue
                 what = of[2][one][1]
-                ours, tokens = bool(what.key[1]), tokens_of(what.identity, boot_id())
-                part = part_of(what.amount) if ours else None
+                if one.resource in observed and ours(what):
+                    continue  # it is over
+                own, tokens = ours(what), tokens_of(what.identity, boot_id())
+                part = part_of(what.amount) if own else None
                 unit = allocation_unit(one.resource, one.device_id)
-                use = Use(unit, f"pod {self.title(one.pod_uid)}", what.key if ours else None, tokens, part)
-                if ours or tokens:
+                use = Use(unit, f"pod {self.title(one.pod_uid)}", what.key if own else None, tokens, part)
+                if own or tokens:
                     found.append(use)
             uses = before[2] if before[2] == tuple(found) else tuple(found)
             self._foreign = of, observed, uses

@@ -42,7 +42,7 @@ PYTHON: Final = ".".join(map(str, sys.version_info[:3]))
 _BOUNDS: Final = (*map(str, BOUNDS), "+Inf")
 OPEN_METRICS: Final = "application/openmetrics-text"
 HEALTHS: Final = ("healthy", "unhealthy", "unknown")
-WITHHELD: Final = ("excluded", "held", "unknown")
+WITHHELD: Final = ("excluded", "foreign", "held", "unknown")
 STATES: Final = ("plugin", "to-dra", "dra", "to-plugin", "quarantined")
 _FAMILIES: Final[Mapping[Callable[..., Metric], Mapping[str, tuple[str, str]]]] = {
     GaugeMetricFamily: {
@@ -57,8 +57,9 @@ _FAMILIES: Final[Mapping[Callable[..., Metric], Mapping[str, tuple[str, str]]]] 
         "devices_gone": ("resource", "Devices that their source no longer lists but that may still be held"),
         "devices_withheld": (
             "resource reason",
-            "Devices that are offered to nobody: excluded by what is held elsewhere, held by processes of their former "
-            "pod, or unknown because evidence is missing (from the kubelet's files and pod cgroups); /status says more",
+            "Devices that are offered to nobody: excluded by what is held elsewhere, foreign because a pod has them by "
+            "another plugin of the resource, or may have, held by processes of their former pod, or unknown because "
+            "evidence is missing (from the kubelet's files and pod cgroups); /status says more",
         ),
         "device_replicas": ("resource device", "Containers that may share the device (from its source)"),
         "device_state": (
@@ -74,6 +75,11 @@ _FAMILIES: Final[Mapping[Callable[..., Metric], Mapping[str, tuple[str, str]]]] 
             "resource device",
             "Holders of the device: containers, pods of claims whose containers are not known; 0 if it is free",
         ),
+        "device_held_twice": (
+            "resource device",
+            "1 while holders have more of the device than there is, whatever they call it; administrative access does "
+            "not count (from the register)",
+        ),
         "registered": ("resource", "1 while the resource is registered with the kubelet"),
         "kubelet_listening": ("resource", "1 while the kubelet follows the list of devices"),
         "source_up": ("resource", "1 while the source of the devices works, 0 after it failed"),
@@ -88,6 +94,10 @@ _FAMILIES: Final[Mapping[Callable[..., Metric], Mapping[str, tuple[str, str]]]] 
             "Devices that the kubelet gave to several pods at once (kubernetes#137534); must stay 0",
         ),
         "registrations": ("resource", "Registrations that the kubelet accepted"),
+        "foreign_registrations": (
+            "resource",
+            "Times that another plugin registered the resource, and the agent registered it again",
+        ),
         "registration_failures": ("resource", "Registrations that the kubelet refused or did not answer in time"),
         "kubelet_restarts": ("resource", "Restarts of the kubelet that the agent noticed"),
         "lists_sent": ("resource", "Lists of devices sent to the kubelet"),
@@ -174,6 +184,7 @@ def _devices(one: ResourceView, holders_known: bool, add: Callable[..., None]) -
             add("allocation", (name, device, *row), {})
         if holders_known:
             add("device_holders", (name, device), len(seen.holders))
+        add("device_held_twice", (name, device), device in one.status.held_twice)
     for key, number in sorted(counts.items()):
         add("devices", (name, *key), number)
     add("devices_gone", (name,), len(one.status.snapshot.gone))
@@ -193,6 +204,7 @@ def _service(one: ResourceView, add: Callable[..., None]) -> None:
     add("source_up", key, not status.source_error)
     add("source_listed", key, status.snapshot.listed)
     add("registrations", key, registration.registrations)
+    add("foreign_registrations", key, registration.foreign)
     add("registration_failures", key, registration.failures)
     add("kubelet_restarts", key, registration.kubelet_restarts)
     add("lists_sent", key, servicer.lists_sent)

@@ -52,7 +52,7 @@ QUANTITIES: Final[Mapping[str, Quantity]] = {
 """By name after `deviceplugin_device_`; one that ends with `_total` is a counter. A source may measure others, too."""
 
 _NAME: Final = re.compile(r"[a-z][a-z0-9_]*")
-TAKEN: Final = frozenset({"health", "holders", "replicas", "state", "state_since_timestamp_seconds"})
+TAKEN: Final = frozenset({"health", "held_twice", "holders", "replicas", "state", "state_since_timestamp_seconds"})
 """The names after `deviceplugin_device_` of other metrics, which a source must not give."""
 
 Value = float | dict[str, float]  # one number, or numbers by the value of the quantity's label

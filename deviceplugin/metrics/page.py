@@ -87,6 +87,7 @@ def _device(seen: DeviceView) -> dict[str, Any]:
         "numa": list(device.numa_nodes),
         "attributes": dict(device.attributes),
         "holders": seen.holders,
+        "administrativeAccess": seen.admins,
         "load": dict(seen.load),
     }
 
@@ -247,6 +248,7 @@ def _row(resource: str, seen: DeviceView, view: View, *, loads: bool) -> str:
     device, location = seen.device, seen.location
     numa = f"NUMA {', '.join(map(str, device.numa_nodes))}" if device.numa_nodes else ""
     withheld = _small(f"withheld: {seen.withheld.reason}" if seen.withheld else "")
+    admins = "".join(_small(f"administrative access, not held: {one.text}") for one in seen.admins)
     color = {"healthy": "good", "unhealthy": "bad"}.get(device.health.value, "warn")
     moving = "fine" if location.state in ("plugin", "dra") else "warn"
     cells = [
@@ -259,7 +261,7 @@ def _row(resource: str, seen: DeviceView, view: View, *, loads: bool) -> str:
             + _small(_since(_moving_since(seen)))
             + withheld,
         ),
-        _cell("Holder", _holders(resource, seen, view)),
+        _cell("Holder", _holders(resource, seen, view) + admins),
     ]
     if loads:
         cells.append(_cell("Load", "".join(_load(seen.load)), "load"))

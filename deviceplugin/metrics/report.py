@@ -27,13 +27,17 @@ DEFAULT_LOCATION: Final = DeviceLocation()  # where a device is that no provider
 
 @dataclass(frozen=True, slots=True)
 class PreparedClaim:
-    """A device of a claim that is prepared on this node. pods: those that it was prepared for."""
+    """A device of a claim that is prepared on this node. pods: those that it was prepared for.
+
+    admin: the claim has administrative access to the device, and does not hold it.
+    """
 
     resource: str
     device: str
     namespace: str
     claim: str
     pods: tuple[Holder, ...] = ()
+    admin: bool = False
 
 
 @dataclass(frozen=True, slots=True)

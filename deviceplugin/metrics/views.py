@@ -81,11 +81,16 @@ class DeviceHolder:
         return ", ".join(part for part in (container, claim) if part)
 
 
+_Holders = Mapping[tuple[str, str], tuple[DeviceHolder, ...]]
+"""By (resource, device id), the plugin side first."""
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceView:
     """One device as of now. replicas: how many containers may share it. withheld: why the agent offers it to nobody.
 
-    since: Unix time from which this agent has seen a health other than healthy; None if it is healthy.
+    admins: claims with administrative access, which hold nothing, with containers and pods. since: Unix time from which
+    this agent has seen a health other than healthy; None if it is healthy.
     """
 
     device: Device
@@ -96,6 +101,7 @@ class DeviceView:
     replicas: int = 1
     withheld: Withheld | None = None
     since: float | None = None
+    admins: tuple[DeviceHolder, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +144,9 @@ def unready(status: Status) -> Iterable[str]:
             error = f" ({one.source_error})" if one.source_error else ""
             yield f"{one.resource}: its source has not listed its devices{error}"
         elif not one.registered:
-            yield f"{one.resource}: not registered with the kubelet"
+            why = one.registration.contested
+            because = f": another plugin has registered it ({why})" if why else ""
+            yield f"{one.resource}: not registered with the kubelet{because}"
 
 
 def events_between(before: ResourceStatus | None, now: ResourceStatus, at: float) -> list[Event]:
@@ -281,12 +289,14 @@ class Observer:
         status = self._agent.status()
         reports, silent = self._reports()
         known = status.scanned_at is not None and time.monotonic() - status.scanned_at < HOLDERS_STALE
-        holders = self._holders(status, reports, known=known)
+        holders, admins = self._holders(status, reports, known=known)
         locations = {key: location for report in reports.values() for key, location in report.locations.items()}
         shares = {resource: share for report in reports.values() for resource, share in report.shares.items()}
         return View(
             time.time(),
-            tuple(self._resource(one, locations, holders, shares.get(one.resource)) for one in status.resources),
+            tuple(
+                self._resource(one, locations, holders, admins, shares.get(one.resource)) for one in status.resources
+            ),
             status.double_allocations,
             known,
             reports,
@@ -306,7 +316,8 @@ class Observer:
         self,
         one: ResourceStatus,
         locations: Mapping[tuple[str, str], DeviceLocation],
-        holders: Mapping[tuple[str, str], tuple[DeviceHolder, ...]],
+        holders: _Holders,
+        admins: _Holders,
         share: ShareProgress | None,
     ) -> ResourceView:
         gauge = self._gauges.get(one.resource)
@@ -321,6 +332,7 @@ class Observer:
                 self._replicas(one, device),
                 one.withheld.get(name),
                 self._ill.get((one.resource, name, device.health)),
+                admins.get((one.resource, name), ()),
             )
             for name, device in one.snapshot.devices.items()
         )
@@ -333,9 +345,12 @@ class Observer:
 
     def _holders(
         self, status: Status, reports: Mapping[str, ProviderReport], *, known: bool
-    ) -> Mapping[tuple[str, str], tuple[DeviceHolder, ...]]:
-        """Return the holders by (resource, device id), plugin side first. known: whether those of containers count."""
+    ) -> tuple[_Holders, _Holders]:
+        """Return holders, and who has administrative access. known: whether those of containers count."""
         found: dict[tuple[str, str], set[DeviceHolder]] = defaultdict(set)
+        admins: dict[tuple[str, str], set[DeviceHolder]] = defaultdict(set)
+        claims = [claim for report in reports.values() for claim in report.claims]
+        admin = {(one.resource, one.device, one.namespace, one.claim) for one in claims if one.admin}
         for one in status.resources if known else ():
             service = self._agent.services.get(one.resource)
             for kubelet_id, holders in one.holders.items():
@@ -343,20 +358,22 @@ class Observer:
                     device = device_of(kubelet_id, one.replicas)
                 else:
                     device = service.endpoint.ids.device_id_of(kubelet_id)
-                found[one.resource, device].update(map(_plugin_holder, holders))
+                for thing in one.elsewhere.get(kubelet_id, ((one.resource, device),)):
+                    found[thing].update(map(_plugin_holder, holders))
         if known and status.claims:
             published = self._published_names(reports)
             for use in status.claims:
                 if (key := published.get((use.driver, use.device))) is not None:
                     holder = use.holder
-                    found[key].add(DeviceHolder("dra", holder.namespace, holder.pod, holder.container, use.claim))
-        for claim in (claim for report in reports.values() for claim in report.claims):
-            those = found[claim.resource, claim.device]
+                    those = (admins if (*key, holder.namespace, use.claim) in admin else found)[key]
+                    those.add(DeviceHolder("dra", holder.namespace, holder.pod, holder.container, use.claim))
+        for claim in claims:
+            those = (admins if claim.admin else found)[claim.resource, claim.device]
             prepared = ("dra", claim.namespace, claim.claim)
             if all((holder.side, holder.namespace, holder.claim) != prepared for holder in those):
                 for pod in claim.pods or (Holder(claim.namespace),):
                     those.add(DeviceHolder("dra", claim.namespace, pod.pod, "", claim.claim, pod.uid))
-        return {key: tuple(sorted(those, key=_order)) for key, those in found.items()}
+        return _sorted(found), _sorted(admins)
 
     def _published_names(self, reports: Mapping[str, ProviderReport]) -> Mapping[tuple[str, str], tuple[str, str]]:
         """Return (resource, device id) by (driver, the device's name in slices)."""
@@ -390,6 +407,10 @@ class Observer:
                 else:
                     reports[provider.name] = report
         return reports, silent
+
+
+def _sorted(found: Mapping[tuple[str, str], set[DeviceHolder]]) -> _Holders:
+    return {key: tuple(sorted(those, key=_order)) for key, those in found.items()}
 
 
 def _order(holder: DeviceHolder) -> tuple[object, ...]:

@@ -13,6 +13,7 @@ import grpc
 
 from deviceplugin.backoff import Backoff
 from deviceplugin.device import Device
+from deviceplugin.exclusion import Key
 from deviceplugin.hook_runs import DeviceBusyError
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.checkpoint import Allocation
@@ -26,7 +27,7 @@ from deviceplugin.node.device_log import InventoryLog
 from deviceplugin.node.following import SourceFollower
 from deviceplugin.register.question import allocation_unit
 from deviceplugin.register.records import AllocationRecord
-from deviceplugin.register.register import Register
+from deviceplugin.register.register import SIDES, Register
 from deviceplugin.source import DeviceSource
 from deviceplugin.source_check import checked_children, overlong
 
@@ -75,7 +76,14 @@ class Service:
             register=context.register,
             avoids=lambda: context.avoids(source.resource),
         )
-        self.registration = Registration(self.endpoint, context.plugins, context.turn, context.timing)
+        self.registration = Registration(
+            self.endpoint,
+            context.plugins,
+            context.turn,
+            context.timing,
+            recorded=lambda: context.tracker.recorded(source.resource, context.register.listed.served()),
+            contested=context.wake_scan,
+        )
         self._context = context
         self._released: frozenset[Allocation] = frozenset()
         """Allocations that have ended, and whose devices were released before a grant; they are not forgotten yet."""
@@ -84,6 +92,8 @@ class Service:
         """Devices that came free while they are held under another id, or while it is not known who holds them."""
         self._existing: frozenset[str] = frozenset()
         """Ids that pods have from before this process began, and whose devices are not listed yet."""
+        self._held_twice: frozenset[str] = frozenset()
+        self._elsewhere: Mapping[str, frozenset[Key]] = {}
         self._forgettable: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
         """Gone devices and legacy ids as of the last scan."""
 
@@ -191,6 +201,12 @@ class Service:
             held |= {name for name in snapshot.gone if register.evidence_missing(self.resource, name)}
             self.inventory.forget((snapshot.gone & gone_before) - held)
         self._forgettable = snapshot.gone, frozenset(ids.legacy)
+        several = self._context.tracker.double_held()
+        doubled = {ids.device_id_of(device_id) for of, device_id in several if of == self.resource}
+        doubled.update(name for name, device in snapshot.devices.items() if register.held_twice(self.resource, device))
+        self._held_twice = frozenset(doubled)
+        unlisted = (one for one in now.of(self.resource) if ids.device_id_of(one) not in snapshot.devices)
+        self._elsewhere = {one: same for one in unlisted if (same := register.same_as(self.resource, one))}
         self.endpoint.refresh()
 
     def _is_free(self, device: str, ids: Collection[str] = ()) -> bool:
@@ -235,11 +251,16 @@ class Service:
     def status(self) -> ResourceStatus:
         """Return what is known now."""
         name, context = self.resource, self._context
-        withheld = {one: Withheld("excluded", why) for one, why in context.register.last_withheld(name).items()}
+        register, withheld = context.register, {}
+        for side in SIDES:
+            given = register.given_by_others.get((name, side), frozenset())
+            for one, why in register.last_withheld(name, side).items():
+                if side == "plugin" or one in given:
+                    withheld[one] = Withheld("foreign" if one in given else "excluded", why)
         withheld |= {
             one: Withheld("unknown", why)
             for one in self.inventory.snapshot.devices
-            if (why := context.register.evidence_missing(name, one))
+            if (why := register.evidence_missing(name, one))
         }
         for device_id, reason in context.tracker.unnamed_reasons(name).items():
             withheld.setdefault(self.endpoint.ids.device_id_of(device_id), Withheld("held", reason))
@@ -254,6 +275,8 @@ class Service:
             self.registration.statistics,
             self.follower.error,
             withheld,
+            self._held_twice,
+            self._elsewhere,
         )
 
 

@@ -21,6 +21,8 @@ from deviceplugin.register.records import AllocationRecord, Amount, Claim, Claim
 Counter = tuple[str, str, str]
 """(scope, counter set, counter). The scope is the driver of a resource, or its name if it has none."""
 _ONE: Final = Fraction(1)
+DOUBT: Final = "doubt"
+"""Begins the unit of what a pod has by another plugin, while it is not known which device that is."""
 
 
 class Use(NamedTuple):
@@ -138,6 +140,45 @@ def uses(state: Snapshot, points: Iterable[Point], view: View) -> list[Use]:
     return found
 
 
+def doubts(
+    records: Iterable[AllocationRecord], boot: str, devices: Mapping[str, Mapping[str, Tokens]], listed: Tokens
+) -> tuple[Use, ...]:
+    """Return uses of every device that a pod may have got from another plugin under its resource's name.
+
+    Any device of the resource may be meant, if neither the id nor the answer to Allocate says which. devices: tokens by
+    resource and device. listed: tokens of all devices.
+    """
+    found: list[Use] = []
+    for one in records:
+        of, tokens = devices.get(one.resource, {}), identity.tokens_of(one.identity, boot)
+        if is_given_by_others(one) and one.device not in of and tokens.isdisjoint(listed):
+            what = f"pod {one.pod} has {one.device_id} of {one.resource} from another plugin"
+            title = f"{what}, and it is not known which device that is"
+            unit = DOUBT, one.resource, one.device_id
+            found += [Use(unit, title, (one.resource, device), its, None) for device, its in of.items()]
+    return tuple(found)
+
+
+def is_given_by_others(one: AllocationRecord) -> bool:
+    """Return whether another plugin has given a pod what is recorded: how much of the device is not known."""
+    return not (one.amount.part or one.pending)
+
+
+def held_twice(wanted: Wanted, times: int, state: Snapshot, view: View) -> bool:
+    """Return whether holders have more of a device, whatever they call it, than there is; hooks do not count.
+
+    times: how often it is offered; what is held of it without a known amount counts as one of these.
+    """
+    points: set[Point] = {wanted.key, *identity.tokens_of(wanted.identity, view.boot)}
+    held = [one for one in uses(state, points, view) if one.part != 0 and one.unit[0] not in ("hook", DOUBT)]
+    for point in points:
+        of_point = [one for one in held if point in one.points]
+        units = {one.unit for one in of_point}
+        if len(units) > 1 and sum(one.part or Fraction(1, times) for one in of_point) > 1:
+            return True
+    return False
+
+
 def refusal(
     wanted: Collection[Use],
     state: Snapshot,
@@ -196,6 +237,6 @@ def _twice(one: Use, other: Use, point: Point) -> str:
 def _excluded(one: Use, other: Use, common: Collection[Point]) -> str:
     tokens = {point for point in common if isinstance(point, str)}
     if other.key == one.key:
-        return other.title if other.unit[0] == "hook" else f"{_titled(one)} is held by {other.title}"
+        return other.title if other.unit[0] in ("hook", DOUBT) else f"{_titled(one)} is held by {other.title}"
     text = f"{_titled(one)} and {_titled(other)}, which counts as held"
     return f"{text}, are one thing ({shown(tokens)})"

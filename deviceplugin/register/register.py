@@ -7,6 +7,7 @@ out the answer. There is one register for a process, whatever the config calls i
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections import Counter
@@ -23,12 +24,17 @@ from deviceplugin.identity import Tokens, shown
 from deviceplugin.inventory import Inventory
 from deviceplugin.register import operations
 from deviceplugin.register.question import (
+    DOUBT,
     Use,
     View,
     Wanted,
     allocation_unit,
+    doubts,
+    held_twice,
+    is_given_by_others,
     refusal,
     takes_of,
+    use_of_allocation,
     uses,
     wanted_use,
 )
@@ -50,6 +56,7 @@ _K = TypeVar("_K")
 
 Side = Literal["plugin", "dra", ""]
 """Where a device is: on neither side if it is quarantined."""
+SIDES: Final[tuple[Side, ...]] = ("dra", "plugin")
 _WORDS: Final[Mapping[Side, str]] = {"plugin": "for pods", "dra": "for claims", "": "quarantined"}
 
 
@@ -182,6 +189,9 @@ class Register:
         self._noticed: object = None
         self._withheld: dict[tuple[str, Side], Mapping[str, str]] = {}
         self._view: tuple[tuple[Things, tuple[Use, ...], Mapping[Key, str]] | None, View] = (None, View())
+        self._doubts: tuple[object, object, tuple[Use, ...]] = (None, None, ())
+        self.given_by_others: dict[tuple[str, Side], frozenset[str]] = {}
+        """The withheld devices that pods have, or may have, by another plugin of the same resource."""
         self._granted_now: Counter[Key] = Counter()
         self._adopted: Things | None = None
         """What was listed when holdings adopted what their devices are."""
@@ -193,10 +203,10 @@ class Register:
 
     def view(self) -> View:
         """Return what the question needs beside the records; the same object until it changes."""
-        things, foreign, overdue = self.listed.now(), self._foreign(), self.hooks.overdue
+        things, foreign, overdue = self.listed.now(), (*self._foreign(), *self._in_doubt()), self.hooks.overdue
         key = things, foreign, overdue
         before = self._view[0]
-        if before is None or before[0] is not things or before[1] is not foreign or before[2] != overdue:
+        if before is None or before[0] is not things or before[1] != foreign or before[2] != overdue:
             parts = {
                 peer: f"{titled(one)}: {why}"
                 for one, why in overdue.items()
@@ -210,6 +220,19 @@ class Register:
             view = View(self.boot, self.listed.scopes, self.listed.limits, (*foreign, *working))
             self._view = key, view
         return self._view[1]
+
+    def _in_doubt(self) -> tuple[Use, ...]:
+        """Return which devices pods may have by another plugin."""
+        services, things, records = self.listed.served(), self.listed.now(), self.snapshot.allocations
+        if self._doubts[0] is not things or self._doubts[1] is not records:
+            named = {one.resource for one in records.values() if is_given_by_others(one)} & services.keys()
+            devices = {
+                name: {device: things.tokens((name, device)) for device in services[name].inventory.snapshot.devices}
+                for name in named
+            }
+            found = doubts(records.values(), self.boot, devices, things.listed) if devices else ()
+            self._doubts = things, records, found
+        return self._doubts[2]
 
     # What a device is, and how much of it somebody gets.
 
@@ -258,6 +281,10 @@ class Register:
             return {}
         state, view, things, service = self.snapshot, self.view(), self.listed.now(), services[resource]
         foreign = {point for one in view.others for point in one.points}
+        others = {point for one in view.others if one.unit[0] == DOUBT for point in one.points}
+        given = (one for one in state.allocations.values() if is_given_by_others(one))
+        others.update(point for one in given for point in use_of_allocation(one, view).points)
+        by_others: set[str] = set()
         found: dict[str, str] = {}
         reasons: dict[str, str] = {}
         for device in service.inventory.snapshot.devices.values():
@@ -278,12 +305,15 @@ class Register:
             at = state.device(*key).state
             if excluded and len(excluded) == len(ids) and (at.healthy if side == "plugin" else at.offered):
                 reasons[device.id] = next(iter(excluded.values()))  # on the other side it is not looked for
+                if points & others:
+                    by_others.add(device.id)
         before = self._withheld.get((resource, side), {})
         for name, why in reasons.items():
             if before.get(name) != why:
                 extra = {"resource": resource, "device": name}
                 _LOG.info("%s: device %s is not offered (%s): %s", resource, name, side, why, extra=extra)
         self._withheld[resource, side] = reasons
+        self.given_by_others[resource, side] = frozenset(by_others)
         return found
 
     def _by_itself(self, key: Key, ids: Sequence[str], entries: Collection[tuple[str, Key]]) -> bool:
@@ -298,11 +328,14 @@ class Register:
         resource, driver = key[0], self.listed.served()[key[0]].source.driver
         wanted = self.wanted(*key)
         if side == "dra":
+            held = key in state.index
             why = refusal(
                 [wanted_use(("slice",), wanted, view)._replace(part=Fraction(1))],
                 state,
                 view,
-                own=lambda use: use.key == key and use.unit[:2] == ("claim", driver),
+                own=lambda use: (
+                    use.key == key and (use.unit[:2] == ("claim", driver) or self._doubtless(use, held=held))
+                ),
                 counted=lambda use: use.unit[0] != "claim",
             )
             return {key[1]: why} if why else {}
@@ -310,11 +343,18 @@ class Register:
         offered: list[Use] = []
         for name in ids:
             one = wanted_use(allocation_unit(resource, name), wanted, view)
-            if why := refusal([one], state, view, offered):
+            given = (resource, name) in state.allocations
+            own = functools.partial(self._doubtless, held=given)
+            if why := refusal([one], state, view, offered, own=own):
                 found[name] = why
-            elif (resource, name) not in state.allocations:
+            elif not given:
                 offered.append(one)
         return found
+
+    @staticmethod
+    def _doubtless(use: Use, *, held: bool) -> bool:
+        """Return whether a use does not count: nobody else gets what has a holder, so that it stays shown as it was."""
+        return held and use.unit[0] == DOUBT
 
     def _elsewhere(self, key: Key) -> str:
         """Return which peer is on the other side, so that neither is offered; "" if none is."""
@@ -339,9 +379,20 @@ class Register:
                 return f"it is offered as {titled(other)}"
         return ""
 
-    def last_withheld(self, resource: str) -> Mapping[str, str]:
-        """Return which devices `withheld` left out last on the plugin side, and why; from any thread."""
-        return self._withheld.get((resource, "plugin"), {})
+    def last_withheld(self, resource: str, side: Side = "plugin") -> Mapping[str, str]:
+        """Return which devices `withheld` left out last on a side, and why; from any thread."""
+        return self._withheld.get((resource, side), {})
+
+    def same_as(self, resource: str, device_id: str) -> frozenset[Key]:
+        """Return the listed devices that are what was given away by an id of the kubelet's, as far as that is known."""
+        known, things = self.snapshot.allocations.get((resource, device_id)), self.listed.now()
+        tokens = identity.tokens_of(known.identity, self.boot) if known is not None else frozenset()
+        return frozenset(key for token in tokens for key in things.having(token))
+
+    def held_twice(self, resource: str, device: Device) -> bool:
+        """Return whether holders have more of a device, under whatever id, than there is."""
+        times = self.times(resource, device) or 1
+        return held_twice(self.wanted(resource, device.id), times, self.snapshot, self.view())
 
     # Grants.
 

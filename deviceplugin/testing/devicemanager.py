@@ -131,9 +131,12 @@ class RunOptions:
 class Endpoint:
     """A plugin that registered for a resource, or the memory of one after a restart."""
 
-    def __init__(self, resource: str, call: Call | None, options: pb.DevicePluginOptions | None) -> None:
+    def __init__(
+        self, resource: str, call: Call | None, options: pb.DevicePluginOptions | None, socket: str = ""
+    ) -> None:
         self.resource = resource
         self.options = options
+        self.socket = socket
         self.stopped_at: float | None = None if call else time.monotonic()
         self._call = call
 
@@ -180,7 +183,8 @@ class DeviceManager:
     """What one run of the kubelet knows of devices.
 
     lock: the mutex. active_pods: the uids of pods that are not over. seed: sets are walked in
-    random order as in Go, but in the same one every time.
+    random order as in Go, but in the same one every time. by_socket: several plugins of one resource
+    are told apart by their sockets, as since kubelet 1.37 (kubernetes#135437).
     """
 
     def __init__(
@@ -193,8 +197,11 @@ class DeviceManager:
         policy: Policy = "none",
         stop_grace: float = 300.0,
         seed: int = 0,
+        by_socket: bool = False,
     ) -> None:
         self.endpoints: dict[str, Endpoint] = {}
+        self._connected: dict[str, dict[str, Endpoint]] = {}
+        self._by_socket = by_socket
         self.sources_ready = False
         self.running_containers: frozenset[tuple[str, str]] = frozenset()
         """Pod uid and container name of what ran when this kubelet started."""
@@ -223,14 +230,35 @@ class DeviceManager:
     # Plugins come, speak and go.
 
     def connected(self, endpoint: Endpoint) -> None:
-        """Take note of a plugin that registered."""
+        """Take note of a plugin that registered: Allocate goes to the last.
+
+        Raises:
+            PluginCallError: its socket is connected already (kubelet 1.37).
+
+        """
         with self._lock:
+            if self._by_socket:
+                connected = self._connected.setdefault(endpoint.resource, {})
+                if endpoint.socket in connected:
+                    raise PluginCallError(f"device plugin already connected: {endpoint.socket}")
+                connected[endpoint.socket] = endpoint
             self.endpoints[endpoint.resource] = endpoint
             self._lock.notify_all()
 
-    def disconnected(self, resource: str) -> None:
-        """Make every device of the resource unhealthy and its endpoint, whichever it is now, stopped."""
+    def disconnected(self, resource: str, socket: str = "") -> None:
+        """Make every device of the resource unhealthy and its endpoint, whichever it is now, stopped.
+
+        By socket: only that endpoint stops. Another one of the resource takes its place, and the devices stay.
+        """
         with self._lock:
+            if self._by_socket:
+                if (ended := self._connected.get(resource, {}).pop(socket, None)) is None:
+                    return
+                ended.stopped_at = time.monotonic()
+                if others := list(self._connected[resource].values()):
+                    self.endpoints[resource] = self._random.choice(others)
+                    self._lock.notify_all()
+                    return
             if endpoint := self.endpoints.get(resource):
                 self._unhealthy.setdefault(resource, set()).update(self._healthy.get(resource, ()))
                 if resource in self._healthy:

@@ -64,6 +64,7 @@ class FakeKubelet:
     pod_resources_qps, pod_resources_burst: the rate limit of PodResources.
     cgroup_root: where the node's cgroups are; None is `cgroup` under the root.
     cgroup_layout: the cgroups' version and naming.
+    minor: 36, or 37 for a kubelet that tells several plugins of one resource apart by their sockets.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class FakeKubelet:
         pod_resources_burst: int = 10,
         cgroup_root: Path | None = None,
         cgroup_layout: CgroupLayout = "v2",
+        minor: int = 36,
     ) -> None:
         self._own_root = root is None
         self.root = Path(root).resolve() if root is not None else Path(tempfile.mkdtemp(prefix="dp-", dir=_short_tmp()))
@@ -91,6 +93,7 @@ class FakeKubelet:
         self.dial_timeout = dial_timeout
         self.start_backoff = start_backoff
         self.seed = seed
+        self.minor = minor
         self.pod_resources_qps = pod_resources_qps
         self.pod_resources_burst = pod_resources_burst
         self.cgroups = CgroupTree(cgroup_root or self.root / "cgroup", cgroup_layout)

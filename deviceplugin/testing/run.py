@@ -128,7 +128,7 @@ class Run:
         self._known: set[str] = set()
         self.queue: collections.deque[FakePod] = collections.deque()
         self.streams: collections.Counter[str] = collections.Counter()
-        self.clients: dict[str, _Client] = {}
+        self.clients: dict[str, list[_Client]] = {}
         self._all_clients: list[_Client] = []
         self._threads: list[threading.Thread] = []
         self._servers: list[grpc.Server] = []
@@ -142,6 +142,7 @@ class Run:
             policy=kubelet.topology_policy,
             stop_grace=kubelet.stop_grace,
             seed=kubelet.seed,
+            by_socket=kubelet.minor >= 37,
         )
 
     def start(self, *, wipe: bool) -> None:
@@ -227,13 +228,14 @@ class Run:
         client = _Client(self, resource, self.kubelet.device_plugin_dir / request.endpoint.lstrip("/"))
         with self.changed:
             self._all_clients.append(client)
-            self.clients[resource] = client
+            before = self.clients.get(resource, ()) if self.kubelet.minor >= 37 else ()
+            self.clients[resource] = [*before, client]
         try:
             options = client.connect(context)
         except PluginCallError:
-            # Whoever was connected before is not put back: its end will go unnoticed.
+            # Whoever was connected before is not put back: its end will go unnoticed. So since 1.37 of the same socket.
             with self.changed:
-                self.clients.pop(resource, None)
+                self._deregister(client)
             raise
         with self.changed:
             self.streams[resource] += 1
@@ -247,12 +249,20 @@ class Run:
             self.streams[resource] -= 1
             if self.over.is_set():
                 return
-            # Whoever is registered now is disconnected, not the one whose stream has ended.
-            current = self.clients.pop(resource, None)
+            # Before 1.37 whoever is registered now is disconnected, not the one whose stream has ended.
+            current = next(iter(self._deregister(client)), None)
         if current is not None:
             current.disconnect()
-            self.manager.disconnected(resource)
+            self.manager.disconnected(resource, str(current.path))
         self.kubelet.notify()
+
+    def _deregister(self, client: _Client) -> list[_Client]:
+        """Forget the clients of a client's resource, since 1.37 only those of its socket; return them."""
+        clients = self.clients.pop(client.resource, [])
+        kept = [one for one in clients if one.path != client.path] if self.kubelet.minor >= 37 else []
+        if kept:
+            self.clients[client.resource] = kept
+        return [one for one in clients if one not in kept]
 
     def drop_streams(self, resource: str | None) -> None:
         """End streams from this side."""
@@ -441,7 +451,7 @@ class _Client:
     def __init__(self, run: Run, resource: str, path: Path) -> None:
         self.resource = resource
         self._run = run
-        self._path = path
+        self.path = path
         self._channel = grpc.insecure_channel(unix_address(path), options=_CHANNEL_OPTIONS)
         self._stub = pb_grpc.DevicePluginStub(self._channel)
         self._stream: Any = None
@@ -461,21 +471,21 @@ class _Client:
                 call.add_done_callback(lambda _: woken.set())
                 if not context.add_callback(woken.set):  # the caller has gone already
                     woken.set()
-                if not woken.wait(self._run.kubelet.dial_timeout) and _accepts(self._path):
+                if not woken.wait(self._run.kubelet.dial_timeout) and _accepts(self.path):
                     woken.wait()
                 if not call.done():
                     call.cancel()
-                    raise PluginCallError(f"no plugin answers on {self._path}")
+                    raise PluginCallError(f"no plugin answers on {self.path}")
                 rpc.response = options = call.result()
         except (grpc.RpcError, grpc.FutureCancelledError, ValueError) as error:
             self.close()
-            raise PluginCallError(f"{self.resource} on {self._path}: {describe(error)}") from error
+            raise PluginCallError(f"{self.resource} on {self.path}: {describe(error)}") from error
         except PluginCallError:
             self.close()
             raise
         assert isinstance(options, pb.DevicePluginOptions)
         self._dialled = True
-        self._run.manager.connected(Endpoint(self.resource, self.call, options))
+        self._run.manager.connected(Endpoint(self.resource, self.call, options, str(self.path)))
         return options
 
     def call(self, method: Method | str, request: Any, timeout: float | None = None) -> Any:

@@ -71,10 +71,12 @@ class BridgeStatus:
             locations=_locations(now, drivers),
             claims=[
                 PreparedClaim(
-                    resource, device, claim.namespace, claim.name, tuple(pods[uid] for uid in sorted(claim.pods))
+                    *(*key, claim.namespace, claim.name),
+                    tuple(pods[uid] for uid in sorted(claim.pods)),
+                    admin=key not in claim.held,
                 )
                 for claim in claims
-                for resource, device in sorted(claim.held)
+                for key in sorted({(one.resource, one.device) for one in claim.devices})
             ],
             qualifiers={name: qualifier for one in drivers for name, qualifier in qualifiers_of(now, one.name).items()},
             shares={name: share for one in drivers for name, share in _shares(one).items()},

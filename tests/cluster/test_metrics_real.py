@@ -112,6 +112,7 @@ class Prometheus:
             .replace("> 900", "> 3")
             .replace("[15m]", "[30s]")
             .replace("[10m]", "[30s]")
+            .replace("[2m]", "[5s]")
         )
         (self.directory / "alerts.yaml").write_text(text.replace("offset 15m", "offset 30s"))
         job = yaml.safe_load((EXAMPLES / "prometheus.yaml").read_text())["scrape_configs"][0]

@@ -336,15 +336,14 @@ def test_waits_for_a_directory_that_is_not_there(kubelet_root: Path, caplog: pyt
 def test_registers_again_after_a_kubelet_restart(fake_kubelet: FakeKubelet, served: Serve, *, wipe: bool) -> None:
     """A restarted kubelet is registered with again, whether it deleted the plugins' sockets or not."""
     agent = served(source())
-    first = fake_kubelet.wait_registered(R)
+    fake_kubelet.wait_registered(R)
     # The fake knows of a registration before the agent has the answer; each restart is to come after it.
     wait(lambda: agent.agent.status().resources[0].registered)
     for count in (2, 3):
         fake_kubelet.restart(wipe=wipe)
         again = fake_kubelet.wait_registered(R, count)
         fake_kubelet.wait_allocatable(R, 2)
-        assert sockets(fake_kubelet) == {again.endpoint}
-        assert (again.endpoint == first.endpoint) or wipe
+        fake_kubelet.wait_until(lambda: sockets(fake_kubelet) == {again.endpoint})  # noqa: B023
         wait(lambda: agent.agent.status().resources[0].registration.kubelet_restarts == count - 1)  # noqa: B023
 
 
@@ -370,12 +369,12 @@ def test_registers_again_when_its_own_socket_is_gone(fake_kubelet: FakeKubelet, 
 def test_registers_again_when_a_stream_is_dropped(
     fake_kubelet: FakeKubelet, served: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A ListAndWatch that ends while kubelet and plugin live is mended at once, on the same socket, and said."""
+    """A ListAndWatch that ends while kubelet and plugin live is mended at once, on a new socket, and said."""
     caplog.set_level(logging.INFO, "deviceplugin")
     served(source())
     first = fake_kubelet.wait_registered(R)
     drop_stream(fake_kubelet)
-    assert fake_kubelet.wait_registered(R, 2).endpoint == first.endpoint
+    assert fake_kubelet.wait_registered(R, 2).endpoint != first.endpoint
     fake_kubelet.wait_allocatable(R, 2)
     assert "the kubelet does not listen any more; registering again" in caplog.text
 

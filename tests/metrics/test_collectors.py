@@ -228,7 +228,7 @@ class TestRunningAgent:
             for sample in family.samples
             if sample.name == "deviceplugin_devices_withheld"
         }
-        assert found == {"excluded": 0, "held": 1, "unknown": 1}
+        assert found == {"excluded": 0, "foreign": 0, "held": 1, "unknown": 1}
 
     def test_points_in_time_are_named_so(self) -> None:
         """What has Unix seconds as its value ends with `_timestamp_seconds`."""

@@ -24,6 +24,9 @@ from tests.programs import promtool
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "monitoring"
 
+NO_NAMES = {"clock", "direction", "for", "health", "hook", "kind", "method", "python", "side", "state", "version"}
+"""Labels whose values are words of the agent's."""
+
 
 def rules() -> list[dict[str, Any]]:
     groups = yaml.safe_load((EXAMPLES / "alerts.yaml").read_text())["groups"]
@@ -115,6 +118,25 @@ def test_rules_do_what_their_tests_say() -> None:
     done = subprocess.run(
         ["promtool", "test", "rules", "alerts.test.yaml"], cwd=EXAMPLES, capture_output=True, text=True
     )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@promtool
+def test_only_the_agents_are_scraped(tmp_path: Path) -> None:
+    """The example asks pods of the namespaces of `manifests` and of the example alone, and takes no name with control characters."""
+    config = yaml.safe_load((EXAMPLES / "prometheus.yaml").read_text())
+    (job,) = config["scrape_configs"]
+    (found,) = job.pop("kubernetes_sd_configs")  # Debian's promtool does not know it
+    assert found == {"role": "pod", "namespaces": {"names": ["dra-bridge", "kube-system"]}}
+    (rule,) = job["metric_relabel_configs"]
+    assert rule["action"] == "drop"
+    labels = {label for family in known_families() for sample in family.samples for label in sample.labels}
+    assert {"resource", "device", "namespace", "pod", "container", "claim", "driver", "reason"} <= labels
+    assert labels - {"le"} <= {*rule["source_labels"], *NO_NAMES}
+    assert re.fullmatch(rule["regex"].replace("[[:cntrl:]]", r"[\x00-\x1f\x7f]"), "deviceplugin_devices;x\x1b[2J;;;")
+    (tmp_path / "alerts.yaml").write_text("groups: []\n")
+    (tmp_path / "prometheus.yaml").write_text(yaml.safe_dump(config))
+    done = subprocess.run(["promtool", "check", "config", tmp_path / "prometheus.yaml"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from deviceplugin.device import Device, Health
 from deviceplugin.inventory import merged
 from deviceplugin.kubelet.podresources import ClaimUse, Holder
 from deviceplugin.kubelet.status import ResourceStatus
-from deviceplugin.metrics import views
+from deviceplugin.metrics import page, views
 from deviceplugin.metrics.report import DeviceLocation, Event, PreparedClaim, ProviderReport
 from deviceplugin.metrics.views import HOLDERS_STALE, DeviceHolder, View, events_between
 from deviceplugin.naming import device_name
@@ -133,6 +134,33 @@ class TestHolders:
         assert holders(view, "a") == [DeviceHolder("dra", "team", "train", "main", "used")]
         assert holders(view, "b") == [DeviceHolder("dra", "team", "", "", "waiting")]
         assert holders(view, "b")[0].text == "claim team/waiting"
+
+    def test_administrative_access_is_shown_and_holds_nothing(self) -> None:
+        """A claim with administrative access is no holder, whether the kubelet names its container or the ledger it."""
+        source = Source()
+        source.driver = "gpu.example.com"
+        still = Still(resource("a", "b"))
+        still.sources = {RESOURCE: source}
+        still.claims = frozenset({ClaimUse("gpu.example.com", "node1", "a", "watch", MAIN)})
+        claims = [PreparedClaim(RESOURCE, name, "team", "watch", admin=True) for name in "ab"]
+        still.providers.append(Telling(lambda: ProviderReport(claims=claims)))
+        view = still.observer().view()
+        assert holders(view, "a") == holders(view, "b") == []
+        assert [[one.text for one in seen.admins] for seen in view.resources[0].devices] == [
+            ["team/train (main), claim team/watch"],
+            ["claim team/watch"],
+        ]
+        assert "administrative access, not held: claim team/watch" in page.html(view).decode()
+        shown = json.loads(page.status(view))["resources"][0]["devices"][1]
+        assert (shown["holders"], shown["administrativeAccess"][0]["claim"]) == ([], "watch")
+
+    def test_what_another_plugin_gave_is_shown_at_the_device_that_it_is(self) -> None:
+        """A pod that has a device under an id that is not listed is its holder, beside whoever else has it."""
+        one = resource("a", "b", held={"theirs": [MAIN]})
+        still = Still(replace(one, elsewhere={"theirs": frozenset({(RESOURCE, "a")})}))
+        view = still.observer().view()
+        assert [one.text for one in holders(view, "a")] == ["team/train (main)"]
+        assert holders(view, "b") == []
 
 
 class TestReadiness:

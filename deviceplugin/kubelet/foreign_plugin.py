@@ -1,0 +1,143 @@
+"""Notices that another plugin has registered a resource with the kubelet, which tells nobody.
+
+Facts (kubelet 1.36.3 and 1.37.1, devicemanager/manager.go, plugin/v1beta1/handler.go): Register of a name that is
+registered succeeds. The kubelet goes on to take the lists of both plugins, the last one counts, and Allocate goes to
+the plugin that registered last. When that one leaves, 1.36 counts all devices as unhealthy and the plugin as stopped,
+whoever else has a stream open; 1.37 goes on with another plugin and with the last list, whosever it was. After each
+list the kubelet writes its checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+import stat
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from deviceplugin.files import FileIdentity
+from deviceplugin.kubelet.checkpoint import Allocation
+
+LATE: Final = 5.0
+"""Seconds after which the kubelet has taken a list and has written it down, on a slow disk, too."""
+SETTLED: Final = 1.0
+"""Seconds from a new socket to the list of its plugin in the checkpoint."""
+_TICK: Final = 0.01
+"""Seconds by which a file's time may lag behind the clock."""
+_OWN: Final = re.compile(r"kubelet\.sock|.*-[0-9a-f]{8}\.sock")
+"""Sockets of the kubelet and of this framework, of which a lock lets one process serve a resource."""
+
+Socket = tuple[str, FileIdentity]
+
+
+class SentList(NamedTuple):
+    """The healthy ids of a list that was sent to the kubelet. at: Unix seconds."""
+
+    at: float
+    ids: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class KubeletRecord:
+    """What the checkpoint says that concerns a resource.
+
+    written: when the kubelet wrote it (Unix seconds). registered: the healthy ids of the resource. others: those of
+    resources that this process does not serve. foreign: allocations of the resource that another plugin has answered.
+    """
+
+    written: float
+    registered: frozenset[str]
+    others: Mapping[str, frozenset[str]]
+    foreign: frozenset[Allocation]
+
+
+def sockets(directory: Path) -> frozenset[Socket]:
+    """Return the sockets of other plugins in the device plugin directory."""
+    found = set()
+    with contextlib.suppress(OSError), os.scandir(directory) as entries:
+        for entry in entries:
+            with contextlib.suppress(OSError):  # it has gone meanwhile
+                status = entry.stat(follow_symlinks=False)
+                if stat.S_ISSOCK(status.st_mode) and not _OWN.fullmatch(entry.name):
+                    found.add((entry.name, FileIdentity.of(status)))
+    return frozenset(found)
+
+
+def contradiction(record: KubeletRecord, sent: Sequence[SentList], now: float) -> str | None:
+    """Return in words how the kubelet's list differs from ours; "" if it does not, None if that is not known yet.
+
+    sent: the lists since Register, the oldest first, and before them what the checkpoint had. now: Unix seconds.
+    """
+    if not sent or record.written < sent[-1].at - _TICK:
+        return None
+    if record.registered == sent[-1].ids:
+        return ""
+    recent = [one.ids for one, after in itertools.pairwise(sent) if after.at > now - LATE]
+    if now < sent[-1].at + LATE and record.registered in recent:
+        return None
+    return f"its checkpoint has {_counted(record.registered)} where {_counted(sent[-1].ids)} were sent"
+
+
+def _counted(ids: Collection[str]) -> str:
+    names = [*sorted(ids)[:3], *(["..."] if len(ids) > 3 else [])]
+    return f"{len(ids)} healthy devices" + (f" ({', '.join(names)})" if names else "")
+
+
+class ForeignPluginWatch:
+    """Compares what the kubelet does with a resource to what its registered plugin would have it do."""
+
+    def __init__(self) -> None:
+        self._known: frozenset[Socket] = frozenset()
+        self._foreign: frozenset[Allocation] = frozenset()
+        self._before: tuple[SentList, ...] = ()
+        self._others: Mapping[str, frozenset[str]] = {}
+        self._new: dict[Socket, tuple[float, Mapping[str, frozenset[str]]]] = {}
+        """Sockets that came since Register: when they were made (Unix seconds), and what others had before."""
+
+    def begin(self, record: KubeletRecord | None, there: frozenset[Socket]) -> None:
+        """Take what is there before Register is called: it is no sign of a plugin that registers after it."""
+        now = time.time()
+        self._known, self._new = there, {}
+        # A kubelet that has just started has no devices until it has a list.
+        self._before = (SentList(now, frozenset()),)
+        if record is not None:
+            self._foreign, self._others = record.foreign, record.others
+            self._before = (*self._before, SentList(now, record.registered))
+
+    def found(
+        self, record: KubeletRecord | None, there: frozenset[Socket], sent: Sequence[SentList], now: float | None = None
+    ) -> tuple[str, float]:
+        """Return why another plugin must have registered the resource, "" if none has; and when to look again.
+
+        That is in seconds from now. sent: see `contradiction`. now: Unix seconds.
+        """
+        now = time.time() if now is None else now
+        self._new = {one: known for one, known in self._new.items() if one in there}
+        for one in there - self._known - self._new.keys():
+            self._new[one] = one[1].modified_ns / 1e9, self._others
+        if record is None:
+            return "", LATE
+        for foreign in sorted(record.foreign - self._foreign):
+            return f"it gave {foreign.device_id} to a pod of UID {foreign.pod_uid}", LATE
+        if not sent:
+            return "", LATE
+        if differs := contradiction(record, (*self._before, *sent), now):
+            return differs, LATE
+        again = LATE if differs == "" else max(_TICK, sent[-1].at + LATE - now)
+        for one, (since, others) in sorted(self._new.items()):
+            if record.written < since - _TICK:
+                continue  # its plugin has sent no list yet
+            if record.others != others:
+                self._known |= {one}  # the list was that of another resource
+                del self._new[one]
+            elif now < since + SETTLED:
+                again = min(again, since + SETTLED - now)
+            else:
+                return f"a plugin made the socket {one[0]}, and no other resource has another list since", LATE
+        self._others = record.others
+        return "", again

@@ -1,0 +1,171 @@
+"""Another plugin registers a resource of the bridge on the real node, stays for five seconds and goes.
+
+It is `tests.testing.bare`, which knows nothing of the agent, as a vendor's plugin does. Before Kubernetes 1.37 the
+kubelet counts all devices as unhealthy when it goes; since then it keeps the list of the plugin that has gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from deviceplugin.wire import deviceplugin_pb2 as pb
+from tests.cluster import isolate
+from tests.cluster import test_witnesses_real as witnesses
+from tests.cluster.node import DEVICE_PLUGINS, Pod
+from tests.cluster.test_witnesses_real import Agents, Scene, named, plain, resource
+from tests.testing.bare import BarePlugin
+
+scene = witnesses.scene  # a fixture
+AGENT = "http://127.0.0.1:9410"
+STAYS = 5.0
+"""Seconds that the other plugin runs, as a vendor's pod does that is deleted as soon as it is seen."""
+NOTICED = re.compile(r"another plugin has registered this resource with the kubelet: ([^\n]*); registering again")
+
+
+@pytest.fixture(autouse=True)
+def watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the agents serve their metrics."""
+    command = Agents.command
+    monkeypatch.setattr(Agents, "command", lambda self: [*command(self), "--metrics-address", "127.0.0.1:9410"])
+
+
+def ready() -> str:
+    """Return what the agent lacks; "" if it is ready."""
+    try:
+        with urllib.request.urlopen(f"{AGENT}/readyz", timeout=5):
+            return ""
+    except urllib.error.HTTPError as error:
+        return error.read().decode()
+
+
+def metric(name: str, **labels: str) -> float:
+    """Return a metric of the resource."""
+    with urllib.request.urlopen(f"{AGENT}/metrics", timeout=5) as answer:
+        lines = answer.read().decode().splitlines()
+    wanted = {"resource": named("a"), **labels}
+    for line in lines:
+        if line.startswith(f"deviceplugin_{name}{{") and all(f'{key}="{value}"' in line for key, value in wanted.items()):
+            return float(line.rpartition(" ")[2])
+    return 0.0
+
+
+@contextlib.contextmanager
+def other_plugin(*ids: str, nodes: tuple[Path, ...] = ()) -> Iterator[BarePlugin]:
+    """Register another plugin; at the end its socket and its streams are gone at once."""
+    plugin = BarePlugin(DEVICE_PLUGINS, *ids, resource=named("a"), endpoint="vendor.sock")
+    one = pb.ContainerAllocateResponse(
+        devices=[pb.DeviceSpec(container_path=str(node), host_path=str(node), permissions="rw") for node in nodes]
+    )
+    plugin.response = lambda names: pb.AllocateResponse(container_responses=[one])
+    try:
+        plugin.register()
+        yield plugin
+    finally:
+        plugin.stop()
+
+
+def serve(scene: Scene, devices: int) -> None:
+    """Have the plugin side serve so many devices."""
+    scene.nodes("a", devices)
+    scene.serve(resource("a", "none"))
+    scene.cluster.wait_allocatable(named("a"), devices)
+    scene.cluster.wait_for(lambda: not ready(), 30, "the agent is ready")
+
+
+@pytest.mark.parametrize("same", [False, True], ids=["other-ids", "the-same-ids"])
+def test_it_stays_for_five_seconds(scene: Scene, same: bool) -> None:
+    """The agent says so within seconds and registers again; pods get its devices meanwhile and ever after."""
+    cluster = scene.cluster
+    serve(scene, 3)
+    running = scene.pod("before", "a")
+    scene.running(running)
+    ids = sorted(re.findall(r"device (\S+) was granted", scene.agents.log())) if same else []
+    names = listed(scene) if same else ["theirs-0", "theirs-1"]
+    assert not NOTICED.search(scene.agents.log()), ids
+    with other_plugin(*names) as plugin:
+        began = time.monotonic()
+        cluster.wait_for(lambda: NOTICED.search(scene.agents.log()), 10, "it is noticed")
+        scene.observe(max(0.0, STAYS - (time.monotonic() - began)))
+        during = scene.pod("during", "a")
+        scene.running(running, during)
+        assert not ready()
+    scene.observe(3)
+    after = scene.pod("after", "a")
+    scene.running(running, during, after)
+    cluster.wait_allocatable(named("a"), 3)
+    assert not ready()
+    assert plugin.allocations == []
+    assert metric("foreign_registrations_total") >= 1
+    assert metric("registered") == 1
+    assert metric("device_held_twice", device=next(iter(names))) == 0
+    scene.before = scene.after = 3
+    assert running.phase == during.phase == "Running"
+
+
+def listed(scene: Scene) -> list[str]:
+    """Return the ids that the kubelet counts as healthy."""
+    text = (DEVICE_PLUGINS / "kubelet_internal_checkpoint").read_text()
+    import json
+
+    return sorted(json.loads(text)["Data"]["RegisteredDevices"][named("a")])
+
+
+def test_what_it_gave_while_no_agent_ran(scene: Scene) -> None:
+    """A pod has a device by it that another pod has by the agent: both are shown, and nobody else gets one in doubt."""
+    cluster = scene.cluster
+    serve(scene, 2)
+    holder = scene.pod("ours", "a")
+    scene.running(holder)
+    (path,) = [path for path in sorted((isolate.DEVICES / "held" / "a").iterdir()) if witnesses.locks.key_of(path) == scene.key(holder)]
+    scene.agents.kill()
+    with other_plugin("theirs", nodes=(path,)) as plugin:
+        cluster.wait_allocatable(named("a"), 1)
+        taker = Pod(cluster, cluster.api.create(witnesses.locks.pod("theirs", sleeper())))
+        taker.wait_running()
+        assert plugin.allocations == [["theirs"]]
+    scene.agents.start()
+    scene.agents.wait_registered()
+    cluster.wait_for(lambda: metric("device_held_twice") == 1, 30, "the device with two holders is told")
+    cluster.wait_for(lambda: not ready(), 30, "the agent is ready")
+    taker.delete()
+    taker.wait_gone()
+    cluster.wait_for(lambda: metric("device_held_twice") == 0, 60, "one holder is left")
+    scene.running(holder, scene.pod("again", "a"))
+    scene.before = scene.after = 2
+
+
+def sleeper() -> dict[str, object]:
+    """Return a container that asks for a device and locks none."""
+    made = witnesses.locks.container(limits={named("a"): 1})
+    return {**made, "command": ["sleep", "3600"], "args": []}
+
+
+def test_what_it_gave_without_saying_which(scene: Scene) -> None:
+    """A pod may have any device by another plugin: none is given to anybody until that pod ends."""
+    cluster = scene.cluster
+    serve(scene, 2)
+    scene.agents.kill()
+    with other_plugin("theirs"):
+        cluster.wait_allocatable(named("a"), 1)
+        taker = Pod(cluster, cluster.api.create(witnesses.locks.pod("theirs", sleeper())))
+        taker.wait_running()
+    scene.agents.start()
+    scene.agents.wait_registered()
+    cluster.wait_for(lambda: metric("devices_withheld", reason="foreign") == 2, 30, "both devices are withheld")
+    cluster.wait_allocatable(named("a"), 0)
+    scene.wait(plain("waits", "a"))
+    taker.delete()
+    taker.wait_gone()
+    cluster.wait_allocatable(named("a"), 2, 60)
+    cluster.wait_for(lambda: metric("devices_withheld", reason="foreign") == 0, 30, "nothing is withheld")
+    scene.running(cluster.pod("waits"))
+    scene.waiting.clear()
+    scene.before = scene.after = 1

@@ -1,0 +1,344 @@
+"""Another plugin registers a resource that is served: what tells it, and what follows, on kubelet 1.36 and 1.37."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deviceplugin.device import Device
+from deviceplugin.files import FileIdentity
+from deviceplugin.kubelet.checkpoint import Allocation
+from deviceplugin.kubelet.foreign_plugin import (
+    LATE,
+    SETTLED,
+    ForeignPluginWatch,
+    KubeletRecord,
+    SentList,
+    Socket,
+    contradiction,
+)
+from deviceplugin.metrics.views import unready
+from deviceplugin.source import DeviceSource
+from deviceplugin.sources.simulated import SimulatedSource
+from deviceplugin.testing import FakeKubelet, Served, serve
+from deviceplugin.wire import deviceplugin_pb2 as pb
+from tests.testing.bare import BarePlugin
+
+R = "example.com/r"
+NOW = 1_000_000.0
+OURS, THEIRS = frozenset({"sim-0", "sim-1"}), frozenset({"theirs"})
+SOCKET: Socket = ("theirs.sock", FileIdentity(1, 1, int((NOW + 1) * 1e9)))
+
+
+# What tells it.
+
+
+def record(
+    registered: frozenset[str] = OURS,
+    *,
+    written: float = NOW,
+    others: dict[str, frozenset[str]] | None = None,
+    foreign: frozenset[Allocation] = frozenset(),
+) -> KubeletRecord:
+    return KubeletRecord(written, registered, others or {}, foreign)
+
+
+@pytest.mark.parametrize(
+    ("registered", "written", "lists", "now", "known"),
+    [
+        (OURS, 0.1, [(0.0, OURS)], 0.2, True),
+        (THEIRS, 1.0, [(0.0, OURS)], 1.1, False),
+        (THEIRS, -1.0, [(0.0, OURS)], 9.0, None),  # written before ours was sent
+        (OURS, 0.5, [(-60.0, OURS), (0.0, THEIRS)], 0.6, None),  # the kubelet is slow
+        (OURS, 0.5, [(-60.0, OURS), (0.0, THEIRS)], LATE + 1, False),
+        (OURS, 60.0, [(-60.0, OURS), (0.0, frozenset())], 60.1, False),  # a list of ours from long ago
+    ],
+    ids=["the same", "others", "not written since", "the list before", "still the list before", "a former list"],
+)
+def test_the_kubelets_list_is_compared_with_ours(
+    registered: frozenset[str],
+    written: float,
+    lists: list[tuple[float, frozenset[str]]],
+    now: float,
+    known: bool | None,
+) -> None:
+    """The checkpoint contradicts us if it has what we did not send, or have replaced since long ago."""
+    sent = [SentList(NOW + at, ids) for at, ids in lists]
+    said = contradiction(record(registered, written=NOW + written), sent, NOW + now)
+    assert said == "" if known else said is None if known is None else said
+
+
+_ids = st.frozensets(st.sampled_from("abc"))
+
+
+@given(st.lists(_ids, min_size=1, max_size=4), st.floats(0, 30), st.floats(0, 30))
+def test_a_kubelet_that_takes_our_lists_never_contradicts(
+    lists: list[frozenset[str]], pause: float, after: float
+) -> None:
+    """Whichever of our lists a kubelet has got to within its time: that is no sign of another plugin."""
+    sent = [SentList(NOW + pause * number, ids) for number, ids in enumerate(lists)]
+    now = sent[-1].at + after
+    got_to = [one.ids for one, later in zip(sent, [*sent[1:], None], strict=True) if not later or later.at > now - LATE]
+    for ids in got_to:
+        if ids == lists[-1] or after < LATE:
+            assert not contradiction(record(ids, written=now), sent, now)
+
+
+def test_a_socket_counts_when_no_other_resource_explains_it() -> None:
+    """A new socket, and a list since it was made that changed no other resource, are of another plugin of ours."""
+    watch, sent = ForeignPluginWatch(), [SentList(NOW, OURS)]
+    watch.begin(record(others={"q": THEIRS}), frozenset())
+    assert watch.found(record(others={"q": THEIRS}), frozenset({SOCKET}), sent, NOW + 1.1)[0] == ""  # no list yet
+    after = record(written=NOW + 1.2, others={"q": THEIRS})
+    why, again = watch.found(after, frozenset({SOCKET}), sent, NOW + 1.3)
+    assert why == ""
+    assert again == pytest.approx(SETTLED - 0.3)
+    why, _ = watch.found(after, frozenset({SOCKET}), sent, NOW + 2.1)
+    assert why.startswith("a plugin made the socket theirs.sock")
+    watch.begin(after, frozenset({SOCKET}))
+    assert watch.found(after, frozenset({SOCKET}), sent, NOW + 60)[0] == ""
+
+
+def test_a_socket_of_another_resource_is_nothing() -> None:
+    """A plugin that comes with a resource of its own is not ours to notice, and is not asked about again."""
+    watch, sent = ForeignPluginWatch(), [SentList(NOW, OURS)]
+    watch.begin(record(), frozenset())
+    explained = record(written=NOW + 1.2, others={"q": THEIRS})
+    for later in (1.3, 5.0):
+        assert watch.found(explained, frozenset({SOCKET}), sent, NOW + later)[0] == ""
+
+
+def test_an_allocation_that_another_plugin_answered_counts_once() -> None:
+    """Pods that had devices of another plugin before are no sign; one that gets a device of it now is, once."""
+    before, new = Allocation("u1", "c", R, "theirs"), Allocation("u2", "c", R, "theirs")
+    watch, sent = ForeignPluginWatch(), [SentList(NOW, OURS)]
+    watch.begin(record(foreign=frozenset({before})), frozenset())
+    assert watch.found(record(foreign=frozenset({before})), frozenset(), sent, NOW)[0] == ""
+    now = record(foreign=frozenset({before, new}))
+    assert watch.found(now, frozenset(), sent, NOW)[0] == "it gave theirs to a pod of UID u2"
+    watch.begin(now, frozenset())
+    assert watch.found(now, frozenset(), sent, NOW)[0] == ""
+
+
+def test_a_checkpoint_that_cannot_be_read_says_nothing() -> None:
+    """Without a checkpoint, before a list was sent, and before a new kubelet has one, nothing is concluded."""
+    watch = ForeignPluginWatch()
+    watch.begin(None, frozenset())
+    now = time.time()
+    empty = record(frozenset(), written=now)
+    assert watch.found(empty, frozenset(), [SentList(now, OURS)], now)[0] == ""
+    assert watch.found(None, frozenset({SOCKET}), [SentList(NOW, OURS)], NOW)[0] == ""
+    assert watch.found(record(THEIRS), frozenset(), [], NOW)[0] == ""
+
+
+# Against a kubelet.
+
+
+@pytest.fixture(params=[36, 37])
+def kubelet(request: pytest.FixtureRequest) -> Iterator[FakeKubelet]:
+    with FakeKubelet(minor=request.param) as kubelet:
+        yield kubelet
+        assert not kubelet.crashes
+
+
+@contextlib.contextmanager
+def another_plugin(kubelet: FakeKubelet, *ids: str) -> Iterator[BarePlugin]:
+    """Have another plugin register the resource; at the end it goes as a killed process does."""
+    plugin = BarePlugin(kubelet.device_plugin_dir, *ids, resource=R)
+    try:
+        plugin.register()
+        yield plugin
+    finally:
+        plugin.stop()
+
+
+def foreign(agent: Served) -> int:
+    return agent.agent.status().resources[0].registration.foreign
+
+
+@pytest.mark.parametrize("ids", [("theirs",), ("sim-0", "sim-1")], ids=["other ids", "the same ids"])
+def test_a_plugin_that_comes_and_goes_costs_no_pod(
+    kubelet: FakeKubelet, caplog: pytest.LogCaptureFixture, ids: tuple[str, ...]
+) -> None:
+    """While it runs and after it has gone the kubelet gives our devices, by our Allocate, and the log says why."""
+    with serve(SimulatedSource(2, resource=R), kubelet, period=0.1) as agent:
+        kubelet.wait_allocatable(R, 2)
+        with another_plugin(kubelet, *ids) as plugin:
+            kubelet.wait_until(lambda: foreign(agent) == 1)
+            kubelet.wait_until(lambda: agent.agent.status().resources[0].registered)
+            kubelet.wait_until(lambda: set(kubelet.devices(R)) == OURS and kubelet.allocatable(R) == 2)
+            assert kubelet.run_pod("during", {R: 1}).running
+        kubelet.wait_until(lambda: set(kubelet.devices(R)) == OURS and kubelet.allocatable(R) == 2)
+        assert kubelet.run_pod("after", {R: 1}).running
+        assert not plugin.allocations
+        kubelet.wait_until(lambda: len(agent.agent.status().resources[0].holders) == 2)
+    said = [one.getMessage() for one in caplog.records if "another plugin has registered this resource" in one.msg]
+    assert len(said) == 1
+
+
+def test_a_plugin_that_insists_is_answered_ever_more_slowly(kubelet: FakeKubelet) -> None:
+    """Two that register against each other do not keep the kubelet busy (kubernetes#124716)."""
+    with serve(SimulatedSource(2, resource=R), kubelet) as agent, contextlib.ExitStack() as stack:
+        for number in range(6):
+            plugin = BarePlugin(kubelet.device_plugin_dir, "theirs", resource=R, endpoint=f"theirs-{number}.sock")
+            stack.callback(plugin.stop)
+            plugin.register()
+            kubelet.wait_until(lambda: agent.agent.status().resources[0].registration.registrations == number + 2)  # noqa: B023
+        times = [one.at for one in kubelet.registrations if one.endpoint.startswith("example.com_r")]
+        assert times[-1] - times[-2] > 0.05
+
+
+def test_while_it_is_not_registered_again_the_agent_is_not_ready(kubelet: FakeKubelet) -> None:
+    """/readyz and the metric say that another plugin has the resource until the kubelet takes ours again."""
+    gate = threading.Event()
+
+    def wait(method: str) -> None:
+        if method == "ListAndWatch":
+            gate.wait(10)
+
+    with serve(SimulatedSource(2, resource=R), kubelet) as agent:
+        plugin = BarePlugin(kubelet.device_plugin_dir, "theirs", resource=R)
+        plugin.before_answer = wait
+        plugin.register()
+        kubelet.reject_registrations(8, "not now")
+        gate.set()
+        kubelet.wait_until(lambda: len(kubelet.rejections) > 5)
+        assert not agent.agent.status().resources[0].registered
+        (why,) = unready(agent.agent.status())
+        assert why.startswith(f"{R}: not registered with the kubelet: another plugin has registered it (its checkpoint")
+        kubelet.wait_until(lambda: not list(unready(agent.agent.status())))
+        plugin.stop()
+
+
+def test_a_registration_never_uses_a_socket_twice(kubelet: FakeKubelet) -> None:
+    """A kubelet that refuses a socket that it knows (1.37) is never asked to take one twice."""
+    with serve(SimulatedSource(2, resource=R), kubelet):
+        for count in range(2, 6):
+            kubelet.wait_until(lambda: len(kubelet.updates(R)) == len(kubelet.registrations))
+            kubelet.recreate_socket()
+            kubelet.wait_registered(R, count)
+            kubelet.wait_allocatable(R, 2)
+    assert len({one.endpoint for one in kubelet.registrations}) == 5
+    assert not kubelet.rejections
+
+
+def test_nothing_is_said_of_an_agent_alone(kubelet: FakeKubelet, caplog: pytest.LogCaptureFixture) -> None:
+    """Health, pods, a plugin of another resource and a kubelet restart are no signs of another plugin."""
+    caplog.set_level(logging.INFO, "deviceplugin")
+    source = SimulatedSource(2, resource=R)
+    with serve(source, kubelet, period=0.1) as agent:
+        kubelet.wait_allocatable(R, 2)
+        pod = kubelet.run_pod("p", {R: 1})
+        source.remove("sim-1")
+        kubelet.wait_until(lambda: kubelet.allocatable(R) < 2)
+        other = BarePlugin(kubelet.device_plugin_dir, "q", resource="example.com/q")
+        other.register()
+        kubelet.wait_allocatable("example.com/q", 1)
+        source.add("sim-1")
+        kubelet.wait_allocatable(R, 2)
+        pod.delete()
+        kubelet.restart()
+        kubelet.wait_allocatable(R, 2)
+        kubelet.wait_until(lambda: not agent.agent.status().resources[0].holders)
+        kubelet.wait_until(lambda: not list(unready(agent.agent.status())))
+        other.stop()
+        assert foreign(agent) == 0
+    assert not [one for one in caplog.records if one.levelno >= logging.WARNING]
+
+
+# What it gave to pods.
+
+
+class Cards(DeviceSource):
+    """Two of the three cards."""
+
+    resource = R
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def watch(self) -> Iterator[list[Device]]:
+        yield [Device(name, [f"{self.directory}/{name}"]) for name in "ab"]
+
+
+@pytest.fixture
+def cards(tmp_path: Path) -> Path:
+    """Three device nodes, which stand for no hardware of this machine."""
+    for number, name in enumerate("abc"):
+        try:  # a number for local experiments: devices.txt of Linux
+            os.mknod(tmp_path / name, 0o600 | stat.S_IFCHR, os.makedev(60, number))
+        except PermissionError:
+            pytest.skip("device nodes cannot be made here")
+    return tmp_path
+
+
+def answer(*paths: Path) -> Callable[[list[str]], pb.AllocateResponse]:
+    """What another plugin answers: device nodes, or variables alone."""
+    nodes = [pb.DeviceSpec(container_path=str(path), host_path=str(path), permissions="rw") for path in paths]
+    one = pb.ContainerAllocateResponse(devices=nodes, envs={"CARD": "something"})
+    return lambda ids: pb.AllocateResponse(container_responses=[one])
+
+
+def withheld(agent: Served) -> dict[str, str]:
+    return {name: one.kind for name, one in agent.agent.status().resources[0].withheld.items()}
+
+
+@pytest.mark.parametrize(
+    ("given", "kinds"),
+    [("b", {"b": "foreign"}), ("", {"a": "foreign", "b": "foreign"}), ("c", {"a": "foreign", "b": "foreign"})],
+    ids=["a device of ours", "not known which", "none of ours"],
+)
+def test_what_it_gave_is_withheld_until_its_pod_ends(
+    kubelet: FakeKubelet, cards: Path, given: str, kinds: dict[str, str]
+) -> None:
+    """The device that it gave, or all of the resource if it is not known which that is, goes to nobody meanwhile."""
+    with another_plugin(kubelet, "theirs") as plugin:
+        plugin.response = answer(*(cards / name for name in given))
+        kubelet.wait_allocatable(R, 1)
+        pod = kubelet.run_pod("their-pod", {R: 1})
+    with serve(Cards(cards), kubelet, period=0.1) as agent:
+        kubelet.wait_until(lambda: withheld(agent) == kinds)
+        kubelet.wait_until(lambda: kubelet.allocatable(R) == 2 - len(kinds))
+        known = {"theirs": {(R, "b")}} if given == "b" else {}
+        kubelet.wait_until(lambda: agent.agent.status().resources[0].elsewhere == known)
+        if given != "b":
+            waiting = kubelet.start_pod("p", {R: 1})
+            assert not waiting.running
+            why = agent.agent.status().resources[0].withheld["a"].reason
+            assert f"has theirs of {R} from another plugin, and it is not known which device that is" in why
+        pod.delete()
+        kubelet.wait_until(lambda: withheld(agent) == {} and kubelet.allocatable(R) == 2)
+
+
+def test_a_device_with_two_holders_is_told_whatever_its_ids(kubelet: FakeKubelet, cards: Path) -> None:
+    """A pod has a device by us, and another one has the same by another plugin under another id: it is held twice."""
+    gate = threading.Event()
+
+    def wait(method: str) -> None:
+        if method == "ListAndWatch":
+            gate.wait(10)
+
+    with serve(Cards(cards), kubelet, period=0.1) as agent:
+        (held,) = kubelet.run_pod("ours", {R: 1}).device_ids
+        plugin = BarePlugin(kubelet.device_plugin_dir, "theirs", resource=R)
+        plugin.response = answer(cards / held)
+        plugin.before_answer = wait
+        plugin.register()
+        pod = kubelet.run_pod("theirs", {R: 1})
+        assert plugin.allocations == [list(pod.device_ids)] != [[held]]
+        kubelet.wait_until(lambda: foreign(agent) == 1)  # by what it gave: it has sent no list
+        kubelet.wait_until(lambda: agent.agent.status().resources[0].held_twice == {held})
+        gate.set()
+        plugin.stop()
+        pod.delete()
+        kubelet.wait_until(lambda: not agent.agent.status().resources[0].held_twice)
