@@ -123,7 +123,7 @@ def test_rules_do_what_their_tests_say() -> None:
 
 @promtool
 def test_only_the_agents_are_scraped(tmp_path: Path) -> None:
-    """The example asks pods of the namespaces of `manifests` and of the example alone, and takes no name with control characters."""
+    """Only pods of the namespaces that the agents run in are asked, and no name with control characters is taken."""
     config = yaml.safe_load((EXAMPLES / "prometheus.yaml").read_text())
     (job,) = config["scrape_configs"]
     (found,) = job.pop("kubernetes_sd_configs")  # Debian's promtool does not know it
