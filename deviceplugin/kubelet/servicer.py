@@ -36,6 +36,7 @@ _LOG: Final = logging.getLogger(__name__)
 _INVALID: Final = grpc.StatusCode.INVALID_ARGUMENT
 _INTERNAL: Final = grpc.StatusCode.INTERNAL
 SHOWN_IDS: Final = 8  # that an error names
+KEPT_FAILURES: Final = 256  # starts of containers of which it is known that their failure was logged
 
 
 @dataclass(slots=True)
@@ -106,6 +107,8 @@ class Endpoint(DevicePluginServicer):
         """Calls of the kubelet that it should not be cut off from."""
         self._asked_for: Counter[str] = Counter()
         """Devices of which Allocate is in flight: a list without the id makes the kubelet crash then."""
+        self._failed_starts: dict[frozenset[str], str] = {}
+        """Why containers of these ids could not start the last time."""
         self._granted = granted
         self._release_former = release_former
         self._holders = holders
@@ -221,6 +224,7 @@ class Endpoint(DevicePluginServicer):
                 with self._calls.busy(0.0):
                     await self._register.verify_granted((self.resource, device.id) for device in devices)
                     await self._register.hooks.call(self.statistics.hooks, "reset", self.source, devices)
+            self._failed_starts.pop(frozenset(request.devices_ids), None)
         except (ConflictError, hooks.HookError) as error:
             self._log_failed_start(request.devices_ids, error)
             conflict = isinstance(error, ConflictError)
@@ -232,10 +236,19 @@ class Endpoint(DevicePluginServicer):
         known = self._holders.holders(self.resource) if self._holders is not None else {}
         holders = {one for name in names for one in known.get(name, ())}
         pods = ", ".join(sorted(f"{one.namespace}/{one.pod}" if one.pod else one.uid for one in holders))
+        key = frozenset(names)
+        again = self._failed_starts.pop(key, "") == str(error)
+        self._failed_starts[key] = str(error)
+        if len(self._failed_starts) > KEPT_FAILURES:
+            del self._failed_starts[next(iter(self._failed_starts))]
         ids = ", ".join(map(printable, names[:SHOWN_IDS]))
         extra = {"resource": self.resource, "device": ids} | ({"pod": pods} if pods else {})
         text = "%s: a container%s with device %s cannot start: %s"
-        _LOG.warning(text, self.resource, f" of pod {pods}" if pods else "", ids, error, extra=extra)
+        where = self.resource, f" of pod {pods}" if pods else "", ids
+        if again:
+            _LOG.debug(text, *where, error, extra=extra)  # the kubelet tries again for as long as the pod is there
+        else:
+            _LOG.warning(text, *where, error, extra=extra)
 
     def _is_held(self, device: str) -> bool:
         """Return whether anybody holds a device, or is about to."""

@@ -49,8 +49,9 @@ class ResourceStatus:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """The agent as of now. scanned_at: when holders were last scanned (monotonic seconds), None before.
+    """The agent as of now.
 
+    scanned_at: when a scan for holders last read the kubelet's checkpoint (monotonic seconds), None before.
     config_error: why the config file was not taken, or not all of it, when it changed; "" if it was.
     """
 

@@ -68,6 +68,8 @@ class HolderTracker:
         wake: Callable[[], None],
     ) -> None:
         self.snapshot = HolderSnapshot(problem="the kubelet has not been asked yet")
+        self.read_at: float | None = None
+        """When a scan last read the checkpoint (monotonic seconds); None before."""
         self.claim_uses: frozenset[ClaimUse] = frozenset()
         """What containers use through claims, as of the last `List`."""
         self.all_pods_listed = False
@@ -339,6 +341,7 @@ class HolderTracker:
         self._begun = pods & (self._begun | (seen.pods.running or frozenset()))
         await self._names.update(pods)
         self.snapshot, self._refused = now, {}
+        self.read_at = self.read_at if now.registered is None else at
         return now
 
     def _read(self, written: Sequence[Checkpoint] = (), problem: str = "") -> HolderEvidence:

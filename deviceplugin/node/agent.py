@@ -113,7 +113,7 @@ class Agent:
             tuple(service.status() for service in list(self.services.values())),
             self.scanner.log.double_allocations,
             self.tracker.claim_uses,
-            self.tracker.snapshot.at or None,
+            self.tracker.read_at,
             self.config_error,
         )
 

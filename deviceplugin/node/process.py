@@ -251,7 +251,8 @@ async def _reload(take: Take, file: File) -> File:
     if wanted.metrics != current.metrics:
         _LOG.warning("%s: `metrics` is read at the start; the change is taken when the agent is started again", path)
     if not any(differences.values()):
-        _LOG.info("%s was read again: nothing changed", path)
+        what = "it is right now, and says what is served" if file.refused else "nothing changed"
+        _LOG.info("%s was read again: %s", path, what)
         return replace(file, config=wanted, refused="")
     why = ""
     try:

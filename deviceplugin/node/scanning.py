@@ -171,9 +171,10 @@ class ScanLog:
     def problem(self, now: HolderSnapshot | None) -> None:
         """Log why the kubelet's checkpoint cannot be read, if two scans in a row could not.
 
-        The kubelet of a new node has none until the first plugin has registered.
+        The kubelet of a new node has none until the first plugin has registered. What follows the cause is another text
+        each time that the kubelet was asked to write it.
         """
-        problem = now.problem if now is not None and now.registered is None else ""
+        problem = now.problem.partition("; ")[0] if now is not None and now.registered is None else ""
         first, self._problem_before = bool(problem) and not self._problem_before, bool(problem)
         if problem != self._problem and not first:
             self._problem = problem

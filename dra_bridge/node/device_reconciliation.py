@@ -144,7 +144,7 @@ class DeviceReconciler:
 
     async def _reconcile_all(self, resource: str, one: ResourceRuntime) -> None:
         """Reconcile devices until none is left: all at each start, for the ledger may have lost its last records."""
-        backoff, logged, tries = Backoff(first=0.1, most=5.0), "", 0
+        backoff, logged, tries = Backoff(first=0.1, most=5.0), set[str](), 0
         while True:
             tries += 1
             snapshot, known = one.service.inventory.snapshot, self.context.ledger.snapshot
@@ -171,8 +171,8 @@ class DeviceReconciler:
             self.context.reasons[resource] = reasons
             text = "; ".join(f"{device}: {reason}" for device, reason in sorted(reasons.items()))
             # At the start the kubelet does not listen yet; that is soon over.
-            if text != logged and tries > 3:
-                logged = text
+            if text not in logged and tries > 3:
+                logged.add(text)  # two texts may alternate
                 where = {"device": ", ".join(sorted(reasons))}
                 _LOG.warning("%s: devices are withheld: %s", resource, text, extra=where)
             await asyncio.sleep(backoff.next())

@@ -823,6 +823,27 @@ async def test_reset_is_called_with_the_devices(serve: Serve, caplog: pytest.Log
     assert source.calls == [["a"], ["b"]]
 
 
+async def test_a_reset_that_goes_on_failing_is_logged_once(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    """The kubelet tries again and again; the same error is logged once until a start succeeds, another one at once."""
+
+    class Resetting(Source):
+        error = "stuck"
+
+        def reset(self, devices: Sequence[Device]) -> None:
+            if self.error:
+                raise OSError(self.error)
+
+    source = Resetting()
+    served = await serve(source, "a", "b")
+    said = []
+    for error, ids in (("stuck", "ab"), ("stuck", "ba"), ("burnt", "ab"), ("", "ab"), ("burnt", "ba")):
+        source.error = error
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            await served.stub.PreStartContainer(pb.PreStartContainerRequest(devices_ids=list(ids)))
+        said.append(sum("cannot start" in one.getMessage() for one in caplog.records if one.levelname == "WARNING"))
+    assert said == [1, 1, 2, 2, 3]
+
+
 @pytest.mark.parametrize("plain", [True, False])
 async def test_reset_that_hangs_is_given_up(serve: Serve, *, plain: bool) -> None:
     """A reset that hangs keeps its own container from starting, long before the kubelet's 30 s are over."""

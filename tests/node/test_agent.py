@@ -731,6 +731,33 @@ async def test_an_unreadable_checkpoint_is_warned_of_once_it_lasts(
     assert said == [[], [], [], ["WARNING"], [], ["INFO"]]
 
 
+async def test_an_unreadable_checkpoint_is_warned_of_once_for_a_cause(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is added while the kubelet is asked alternates; the warning comes again for another cause."""
+    agent = Agent([source(1)], Paths(tmp_path))
+    torn = [HolderSnapshot(problem=f"the file is torn{more}") for more in ("", "; the kubelet does not listen")]
+    for now in (*torn * 15, HolderSnapshot(problem="no such file"), *torn):
+        agent.scanner.log.problem(now)
+    causes = ("the file is torn", "no such file", "the file is torn")
+    assert [record.args for record in caplog.records] == [(cause,) for cause in causes]
+
+
+def test_holders_are_unknown_while_the_checkpoint_cannot_be_read(fake_kubelet: FakeKubelet, served: Serve) -> None:
+    """Scans go on beside a torn checkpoint and a dead kubelet, and prove nothing: what was known gets old."""
+    agent = served(source(1), period=0.05, report_holders=True).agent
+    fake_kubelet.run_pod("p", {R: 1})
+    wait(lambda: agent.status().resources[0].holders)
+    fake_kubelet.stop()
+    fake_kubelet.damage_checkpoint("torn")
+    wait(lambda: agent.tracker.snapshot.registered is None)
+    before, known = agent.tracker.snapshot.at, agent.status().scanned_at
+    wait(lambda: agent.tracker.snapshot.at > before + 0.1)
+    assert agent.status().scanned_at == known
+    fake_kubelet.start()
+    wait(lambda: (agent.status().scanned_at or 0) > before)
+
+
 @pytest.fixture
 async def alone(tmp_path: Path) -> Agent:
     """An agent of a shared device to which a kubelet listens; the scans' results are what a test says."""
@@ -1038,6 +1065,8 @@ def test_sighup_reads_the_file_again(
     config.unlink()
     agent.child.send_signal(signal.SIGHUP)
     wait(lambda: agent.said("everything goes on as it was"))
+    config.write_text(text(a=1))
+    wait(lambda: agent.said("it is right now, and says what is served"))
     assert fake_kubelet.allocatable("example.com/a") == 1
     assert agent.end() == 0
 

@@ -138,7 +138,10 @@ def test_claims_hold_devices_but_administrators_do_not() -> None:
     """A claim that is being prepared holds its devices already; administrative access holds nothing, and is told."""
     claims = BridgeStatus(bridge()).report().claims
     assert [one.claim for one in claims if one.admin]
-    assert {one for one in claims if not one.admin} == {PreparedClaim(RESOURCE, "a", "team", "mine"), PreparedClaim(RESOURCE, "c", "team", "soon")}
+    assert {one for one in claims if not one.admin} == {
+        PreparedClaim(RESOURCE, "a", "team", "mine"),
+        PreparedClaim(RESOURCE, "c", "team", "soon"),
+    }
 
 
 def test_claims_have_the_pods_that_they_were_prepared_for() -> None:
