@@ -69,6 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     uninstall.add_argument("--config", type=Path, metavar="FILE", help="the config file (YAML)")
     uninstall.add_argument("--driver", action="append", default=[], metavar="NAME", help="a driver's name")
     uninstall.add_argument("--node", default="", metavar="NAME", help="of this node alone (all nodes)")
+    check = "remove nothing: end with 1 if claims have devices, whose pods could not end without an agent"
+    uninstall.add_argument("--check", action="store_true", help=check)
     force = "also while agents run, which publish slices again, or claims have devices"
     uninstall.add_argument("--force", action="store_true", help=force)
     status = line.add("status", _status, "Show per node and device: side, state, holder, health and since when.")
@@ -240,7 +242,8 @@ def _uninstall(options: argparse.Namespace) -> int:
     async def obstacles(cluster: Cluster) -> list[str]:
         try:
             namespaces = [options.namespace] if options.namespace else await namespaces_of_agents(cluster)
-            agents = await running_agents(cluster, namespaces, options.node)
+            # Before they are removed nothing is wrong with agents that run.
+            agents = [] if options.check else await running_agents(cluster, namespaces, options.node)
             claims = (await cluster.list(RESOURCE_CLAIMS)).items
         except ForbiddenError as error:
             return [f"it is not known whether agents run or claims are in use: {error.message}"]
@@ -259,6 +262,10 @@ def _uninstall(options: argparse.Namespace) -> int:
         for driver in options.driver:
             await check_driver(cluster, driver)
         found = await obstacles(cluster)
+        if options.check and found:
+            raise CommandError("\n".join(found), status=1)
+        if options.check:
+            return 0, []
         if found and not options.force:
             raise CommandError("\n".join(("nothing is removed; --force goes on all the same", *found)), status=1)
         return await remove_slices(cluster, sorted(drivers), options.node), found
@@ -269,6 +276,9 @@ def _uninstall(options: argparse.Namespace) -> int:
     if not drivers:
         raise CommandError("dra-bridge uninstall: name a config file or a driver")
     removed, warnings = _ask(options, remove)
+    if options.check:
+        print(f"no claim has devices of {', '.join(sorted(drivers))}: the agents can be removed")
+        return 0
     print(counted(removed, "slice"), "removed")
     if not options.node:
         annotations = " ".join(
@@ -399,13 +409,14 @@ def _status(options: argparse.Namespace) -> int:
     from dra_bridge.rollout import fleet
     from dra_bridge.rollout.agents import ask_agents
     from dra_bridge.rollout.rollout import read_nodes
-    from dra_bridge.rollout.waiting import hints
+    from dra_bridge.rollout.waiting import hints, other_classes
 
     async def read(cluster: Cluster) -> tuple[list[NodeView], list[str], list[str], list[str]]:
         nodes = await read_nodes(cluster, options.driver, options.node)
         answers = await ask_agents(cluster, {view.node for view in nodes if view.devices}, options.namespace)
         nodes = [fleet.with_answers(view, answers) for view in nodes]
         unknown, problems = fleet.unknown(nodes, answers), fleet.problems(answers)
+        unknown += await other_classes(cluster, nodes)
         try:
             return nodes, await hints(cluster, nodes), unknown, problems
         except ForbiddenError as error:

@@ -32,6 +32,7 @@ EVENTS: Final = Kind("", "v1", "events", "Event")
 CLUSTER_ROLE_BINDINGS: Final = Kind("rbac.authorization.k8s.io", "v1", "clusterrolebindings", "ClusterRoleBinding")
 SELF_SUBJECT_REVIEWS: Final = Kind("authentication.k8s.io", "v1", "selfsubjectreviews", "SelfSubjectReview")
 RESOURCE_SLICES: Final = Kind(GROUP, "", "resourceslices", "ResourceSlice")
+DEVICE_CLASSES: Final = Kind(GROUP, "", "deviceclasses", "DeviceClass")
 RESOURCE_CLAIMS: Final = Kind(GROUP, "", "resourceclaims", "ResourceClaim")
 
 

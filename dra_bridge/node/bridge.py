@@ -27,7 +27,7 @@ from dra_bridge.node.node_object import NodeStatusWriter, NodeWatch
 from dra_bridge.node.options import AGENT
 from dra_bridge.node.resource import Node
 from dra_bridge.node.share import HandoverPolicy
-from dra_bridge.node.status import BridgeStatus
+from dra_bridge.node.status import MAX_SURGE, BridgeStatus
 from dra_bridge.slices.publisher import Publisher
 
 _LOG: Final = logging.getLogger(__name__)
@@ -245,7 +245,7 @@ class Bridge:
         try:
             done, _ = await asyncio.wait({opening}, timeout=STANDBY)
             if not done:
-                _LOG.warning("another agent has the ledger %s; standing by until it ends", path)
+                _LOG.warning("another agent has the ledger %s; standing by until it ends; %s", path, MAX_SURGE)
             return await opening
         except LedgerError as error:
             needs = (

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from dra_bridge.node.driver_runtime import DriverRuntime
 
 
+MAX_SURGE: Final = "with maxSurge that one stays until this one is ready: set maxSurge to 0"
+"""What to do about an update that waits for ever."""
 NAMED: Final = 3
 """Devices that one event names; of more it says the number."""
 _WORDS: Final = {
@@ -103,7 +105,7 @@ class BridgeStatus:
                 yield f"slices of driver {one.name} are not published{problem}"
         named = {service.source.driver or "" for service in list(self._bridge.agent.services.values())}
         for name in sorted(named - {"", *(one.name for one in drivers)}):
-            yield f"driver {name} has not started: another agent may have the ledger"
+            yield f"driver {name} has not started: another agent may have the ledger; {MAX_SURGE}"
 
     def _status(self, driver: DriverRuntime, kubelet_listens: bool) -> dict[str, object]:
         state = self._bridge.publisher.state(driver.name)

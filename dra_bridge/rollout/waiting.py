@@ -9,7 +9,7 @@ from typing import Any
 
 from deviceplugin.naming import class_name
 from deviceplugin.register.records import State
-from dra_bridge.kube import NODES, PODS, RESOURCE_CLAIMS, Cluster
+from dra_bridge.kube import DEVICE_CLASSES, NODES, PODS, RESOURCE_CLAIMS, Cluster, ForbiddenError
 from dra_bridge.rollout.fleet import NodeView, asked_of, quantity, shortened
 
 Object = Mapping[str, Any]
@@ -55,6 +55,34 @@ async def hints(cluster: Cluster, views: Sequence[NodeView]) -> list[str]:
         node = await cluster.get(NODES, view.node)
         bound = (await cluster.list(PODS, field_selector=f"spec.nodeName={view.node}")).items
         found += hints_of(view, node, bound, waits)
+    return found
+
+
+async def other_classes(cluster: Cluster, views: Sequence[NodeView]) -> list[str]:
+    """Return what is to be known of DeviceClasses that name the same extended resource. Raises ClusterError."""
+    resources = [name for view in views if view.reported is not None for name in view.reported.resources]
+    try:
+        classes = (await cluster.list(DEVICE_CLASSES)).items
+    except ForbiddenError:  # a role of former manifests
+        return []
+    return contested_names(resources, classes)
+
+
+def contested_names(resources: Iterable[str], classes: Sequence[Object]) -> list[str]:
+    """Return a sentence for each resource that several DeviceClasses name as their extended resource.
+
+    The scheduler takes the newest of them, and of two as new the first by name (extendedresourcecache.go,
+    kube-scheduler 1.36).
+    """
+    found = []
+    for resource in dict.fromkeys(resources):
+        mine = [one["metadata"] for one in classes if one["spec"].get("extendedResourceName") == resource]
+        named = sorted(mine, key=lambda metadata: str(metadata["name"]))
+        if len(named) > 1:
+            taken = max(named, key=lambda metadata: str(metadata.get("creationTimestamp")))["name"]
+            names = ", ".join(str(metadata["name"]) for metadata in named)
+            text = f"DeviceClasses {names} all name the extended resource {resource}"
+            found.append(f"{text}: pods that ask for it by limits get devices of {taken}")
     return found
 
 

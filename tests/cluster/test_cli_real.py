@@ -298,6 +298,22 @@ def test_a_migration_outlasts_the_node_object(bridge: Bridge, ran: Callable[...,
     cluster.wait_allocatable(RESOURCE, COUNT)
 
 
+def test_another_class_takes_the_extended_resource(bridge: Bridge, ran: Callable[..., tuple[int, str]]) -> None:
+    """An operator is told of a DeviceClass that takes pods away, which the API server accepts without a word."""
+    selector = {"cel": {"expression": f'device.driver == "{DRIVER}"'}}
+    spec = {"selectors": [selector], "extendedResourceName": RESOURCE}
+    kind = {"apiVersion": bridge.api_version, "kind": "DeviceClass"}
+    (applied,) = bridge.cluster.apply([{**kind, "metadata": {"name": "zz-later"}, "spec": spec}])
+    try:
+        bridge.wait_offered(0)
+        status, out = ran("status")
+        assert status == 0, out
+        said = f"zz-later all name the extended resource {RESOURCE}: pods that ask for it by limits get devices of zz-"
+        assert said in out
+    finally:
+        bridge.cluster.delete("DeviceClass", applied["metadata"]["name"], api_version=bridge.api_version)
+
+
 def test_two_operators_do_not_fight(
     bridge: Bridge, started: Callable[..., Command], ran: Callable[..., tuple[int, str]]
 ) -> None:

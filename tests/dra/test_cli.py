@@ -657,6 +657,19 @@ def test_nothing_of_a_cluster_reaches_the_terminal_raw(world: World, bridge: Cal
     assert bridge("status").err == "403 Injected: no\\x1b[2J\\x1b[31m\\r\n\\u202ereversed\n"
 
 
+def test_status_names_classes_that_take_the_resource(world: World, bridge: Callable[..., Ran]) -> None:
+    """A second DeviceClass with our extended resource sends pods elsewhere; who may not list them is told nothing."""
+    world.agent("n1")
+    for name in ("ours", "theirs"):
+        spec = {"extendedResourceName": R}
+        kind = {"apiVersion": "resource.k8s.io/v1", "kind": "DeviceClass"}
+        world.server.create({**kind, "metadata": {"name": name}, "spec": spec})
+    assert f"DeviceClasses ours, theirs all name the extended resource {R}: pods that" in bridge("status").out
+    world.server.fail(lambda request: request.path.endswith("/deviceclasses"), Fault(code=403))
+    ran = bridge("status")
+    assert (ran.status, "DeviceClasses" in ran.out) == (0, False)
+
+
 def test_status_of_some_nodes(world: World, bridge: Callable[..., Ran]) -> None:
     """Only the nodes and the driver that are named are shown, in an order for people."""
     for node in ("n10", "n9", "n8"):
@@ -781,6 +794,21 @@ def test_uninstall_beside_agents_is_refused(world: World, bridge: Callable[..., 
     world.server.fail(lambda request: request.path.endswith("/pods"), Fault(code=403, message="no, you may not"))
     ran = bridge("uninstall", "--driver", D)
     assert (ran.status, "not known whether agents run or claims are in use: no, you may not" in ran.err) == (1, True)
+
+
+def test_check_before_the_agents_are_removed(world: World, bridge: Callable[..., Ran]) -> None:
+    """It removes nothing; whether agents run is all the same, and claims that have devices are named, with status 1."""
+    world.agent("n1", deaf=True)
+    world.server.create(agent_pod("n1"))
+    ran = bridge("uninstall", "--driver", D, "--check")
+    assert (ran.status, ran.out) == (0, f"no claim has devices of {D}: the agents can be removed\n")
+    status = {"allocation": {"devices": {"results": [{"driver": D, "pool": "n1", "device": "gpu-1", "request": "r"}]}}}
+    claim = {"apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim", "metadata": {"name": "c", "namespace": "ml"}}
+    world.server.create({**claim, "status": status})
+    ran = bridge("uninstall", "--driver", D, "--check")
+    assert (ran.status, ran.out) == (1, "")
+    assert ran.err == "claims have devices of these drivers: ml/c: their pods cannot end without the driver's agent\n"
+    assert len(world.server.objects("resourceslices")) == 1
 
 
 def test_uninstall_of_an_unknown_driver(world: World, bridge: Callable[..., Ran]) -> None:

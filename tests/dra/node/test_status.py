@@ -241,7 +241,7 @@ def test_ready_when_registered_and_published() -> None:
             {"publisher": SimpleNamespace(state=lambda name: PoolState(1, problems=("forbidden",)))},
             "not published: forbidden",
         ),
-        ({"drivers": {}}, "has not started: another agent"),
+        ({"drivers": {}}, "another agent may have the ledger; with maxSurge that one stays until this one is ready"),
     ],
 )
 def test_what_is_missing_is_said(changes: dict[str, Any], why: str) -> None:

@@ -14,7 +14,7 @@ from dra_bridge.kube import Cluster
 from dra_bridge.rollout import waiting
 from dra_bridge.rollout.fleet import DeviceView, NodeView
 from dra_bridge.rollout.progress import Progress, ResourceProgress
-from dra_bridge.rollout.waiting import Room, moves_for
+from dra_bridge.rollout.waiting import Room, contested_names, moves_for
 from dra_bridge.testing.apiserver import FakeApiServer
 
 D = "gpu.example.com"
@@ -134,3 +134,33 @@ async def test_where_no_pod_waits_one_list_is_read() -> None:
         assert [one.path for one in server.requests("GET") if "pods" in one.path or "nodes" in one.path] == [
             "/api/v1/pods"
         ]
+
+
+def device_class(name: str, at: str, resource: str | None = R) -> dict[str, Any]:
+    spec = {"extendedResourceName": resource} if resource else {}
+    return {"metadata": {"name": name, "creationTimestamp": f"2026-01-{at}T00:00:00Z"}, "spec": spec}
+
+
+@pytest.mark.parametrize(
+    ("classes", "said"),
+    [
+        (
+            [
+                device_class("ours", "01"),
+                device_class("other", "02", "example.com/other"),
+                device_class("x", "03", None),
+            ],
+            [],
+        ),
+        ([device_class("ours", "01"), device_class("theirs", "02")], ["theirs"]),
+        ([device_class("ours", "03"), device_class("theirs", "02")], ["ours"]),
+        ([device_class("b", "01"), device_class("a", "01"), device_class("c", "01")], ["a"]),
+    ],
+)
+def test_classes_that_name_one_extended_resource(classes: list[dict[str, Any]], said: list[str]) -> None:
+    """Where several DeviceClasses name a resource the scheduler takes the newest, of two as new the first by name."""
+    names = ", ".join(sorted(one["metadata"]["name"] for one in classes))
+    assert contested_names([R, R], classes) == [
+        f"DeviceClasses {names} all name the extended resource {R}: pods that ask for it by limits get devices of {one}"
+        for one in said
+    ]
