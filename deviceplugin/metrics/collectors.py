@@ -28,6 +28,7 @@ from prometheus_client.metrics_core import (
 
 from deviceplugin.durations import BOUNDS, Durations
 from deviceplugin.metrics import web
+from deviceplugin.metrics.credentials import Certificate, Token
 from deviceplugin.metrics.load import QUANTITIES
 from deviceplugin.metrics.report import DEFAULT_LOCATION
 from deviceplugin.metrics.views import ObservedAgent, Observer, ResourceView, View
@@ -319,8 +320,8 @@ def serving(address: str, agent: ObservedAgent, config: MetricsConfig | None = N
     if config is not None:
         observer = Observer(agent, config.period)
         if config.certificate:
-            certificate = web.Certificate(config.certificate, config.key, config.client_ca, config.min_version)
-        token = web.Token(config.token) if config.token else None
+            certificate = Certificate(config.certificate, config.key, config.client_ca, config.min_version)
+        token = Token(config.token) if config.token else None
     if token and not certificate:
         _LOG.warning("the token of the metrics crosses the network in clear text; set a certificate")
     dcgm = config is not None and config.dcgm
