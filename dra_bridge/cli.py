@@ -173,7 +173,7 @@ def _add_deployment(parser: argparse.ArgumentParser) -> None:
     runtime = "of the agent's pod; `nvidia` where that is not the nodes' default and there are GPUs (none)"
     selector = "a label that nodes must have; may be given several times"
     add("--image", "image", f"the agent's image (deviceplugin:{VERSION})", type=image, metavar="IMAGE")
-    command = "what runs an own agent in the image, such as 'python3 /app/agent.py'; with --source"
+    command = "what runs an own agent in the image, such as 'python /app/agent.py'; with --source"
     add("--command", "own_command", command, type=lambda text: tuple(shlex.split(text)))
     add("--pull-policy", "pull_policy", "of the image (IfNotPresent)", choices=policies)
     add("--namespace", "namespace", "where the agent runs (dra-bridge)", type=name, metavar="NAME")

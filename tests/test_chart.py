@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ import yaml
 
 from deviceplugin.config import Config, ResourceConfig, load, parse
 from deviceplugin.version import VERSION
+from dra_bridge import cli
 from dra_bridge.manifests import Deployment, manifests
 from tests import chart
 from tests.cluster import build
@@ -151,6 +153,19 @@ def test_an_own_agent() -> None:
     command = ["python3", "/app/agent.py"]
     found = by_name(rendered({"config": own, "command": command}))
     assert found == by_name(manifests(config, "", Deployment(own_command=tuple(command))))
+
+
+@helm_is_there
+def test_the_example_of_an_own_plugin(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its values make what `manifests --source` prints for its source, and its image runs the same command."""
+    directory = chart.ROOT / "examples" / "own-plugin"
+    values = yaml.safe_load((directory / "values.yaml").read_text())
+    name = f"{values['image']['repository']}:{values['image']['tag']}"
+    command = " ".join(values["command"])
+    assert cli.main(["manifests", "--source", str(directory / "toys.py"), "--command", command, "--image", name]) == 0
+    assert by_name(rendered(values)) == by_name(yaml.safe_load_all(capsys.readouterr().out))
+    (entrypoint,) = re.findall(r"^ENTRYPOINT (.+)$", (directory / "Dockerfile").read_text(), re.MULTILINE)
+    assert json.loads(entrypoint) == values["command"]
 
 
 @helm_is_there

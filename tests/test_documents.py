@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from deviceplugin.metrics.collectors import LOOP_TIMEOUT
 from deviceplugin.naming import class_name
 from deviceplugin.testing import FakeKubelet
 from deviceplugin.version import installing
-from dra_bridge.manifests import manifests
+from dra_bridge.manifests import Deployment, manifests
 from tests.cluster.matrix import VERSIONS
 from tests.cluster.node import FEATURE_GATES
 from tests.programs import running
@@ -327,6 +328,20 @@ def test_the_authors_page_runs(tmp_path: Path) -> None:
     assert names <= set(re.findall(r"def (\w+)\(self", code))
     assert all(f"Health.{health.name}" in code for health in Health)
     run_as_tests(tmp_path, code)
+
+
+def test_the_example_of_an_own_plugin_runs(tmp_path: Path) -> None:
+    """Its test passes in a copy of its directory, as its author runs it; its image is made of what is there."""
+    example = EXAMPLES / "own-plugin"
+    shutil.copytree(example, tmp_path / "own", ignore=shutil.ignore_patterns("__pycache__"))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:asyncio", "-p", "no:randomly"]
+    done = subprocess.run(command, cwd=tmp_path / "own", capture_output=True, text=True)
+    assert "2 passed" in done.stdout, done.stdout + done.stderr
+    text = (example / "Dockerfile").read_text()
+    assert re.findall(r"^FROM (.+)$", text, re.MULTILINE) == [Deployment().image]
+    copied = re.findall(r"^COPY (\S+) /app/$", text, re.MULTILINE)
+    assert copied == ["toys.py"]
+    assert (example / copied[0]).exists()
 
 
 def test_the_kits_page_runs(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ FILES: Final = (
     "examples/daemonset.yaml",
     "examples/krew/dra-bridge.yaml",
     "examples/krew/kubectl-dra_bridge",
+    "examples/own-plugin/Dockerfile",
 )
 PLACE: Final = re.compile(r'(deviceplugin[-:]|/download/v|ersion: v?|VERSION: Final = ")(\d+\.\d+\.\d+)\b')
 """The version, behind what it follows in these files."""

@@ -12,6 +12,7 @@ import io
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import tarfile
@@ -75,7 +76,7 @@ def write_busybox(busybox: str, path: Path) -> None:
     # the sandbox's pid namespace it buries orphans, as the usual image of sandboxes does: a shell that waits does.
     forever = "trap 'exit 0' INT TERM; while :; do sleep 2147483647 & wait; done"
     config = {"Cmd": ["/bin/sh", "-c", forever], "Env": ["PATH=/bin"]}
-    _write(path, buffer.getvalue(), config, [IMAGE])
+    _write(path, [buffer.getvalue()], config, [IMAGE])
 
 
 def write_agent(
@@ -111,7 +112,30 @@ def write_agent(
                 archive.add(path, path.relative_to(inside / "tree"), recursive=False, filter=_of_root)
     variables = {"PATH": "/usr/local/bin", "PYTHONPATH": "/opt/site", **environment}
     config = {"Entrypoint": list(entrypoint), "Env": [f"{name}={value}" for name, value in variables.items()]}
-    _write(into, buffer.getvalue(), config, names)
+    _write(into, [buffer.getvalue()], config, names)
+
+
+def write_derived(base: Path, into: Path, directory: Path, name: str) -> None:
+    """Write what a directory's Dockerfile makes of an image that `write_agent` wrote: COPY of files, and ENTRYPOINT."""
+    text = (directory / "Dockerfile").read_text()
+    with tarfile.open(base) as archive:
+
+        def content(digest: str) -> bytes:
+            file = archive.extractfile(f"blobs/sha256/{digest.removeprefix('sha256:')}")
+            assert file is not None
+            return file.read()
+
+        index = archive.extractfile("index.json")
+        assert index is not None
+        manifest = json.loads(content(json.load(index)["manifests"][0]["digest"]))
+        layers = [content(one["digest"]) for one in manifest["layers"]]
+        how = json.loads(content(manifest["config"]["digest"]))["config"]
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as made:
+        for source, target in re.findall(r"^COPY (\S+) (/\S*/)$", text, re.MULTILINE):
+            _file(made, target.lstrip("/") + source, (directory / source).read_bytes())
+    (entrypoint,) = re.findall(r"^ENTRYPOINT (.+)$", text, re.MULTILINE)
+    _write(into, [*layers, buffer.getvalue()], {**how, "Entrypoint": json.loads(entrypoint)}, [name])
 
 
 def _of_root(entry: tarfile.TarInfo) -> tarfile.TarInfo:
@@ -120,7 +144,7 @@ def _of_root(entry: tarfile.TarInfo) -> tarfile.TarInfo:
     return entry
 
 
-def _write(path: Path, layer: bytes, how: Mapping[str, object], names: Sequence[str]) -> None:
+def _write(path: Path, layers: Sequence[bytes], how: Mapping[str, object], names: Sequence[str]) -> None:
     """Write an OCI image layout (https://github.com/opencontainers/image-spec) as a tar for ``ctr images import``."""
     blobs: dict[str, bytes] = {}
 
@@ -129,18 +153,18 @@ def _write(path: Path, layer: bytes, how: Mapping[str, object], names: Sequence[
         blobs[digest] = data
         return {"mediaType": media_type, "digest": digest, "size": len(data)}
 
-    stored = blob(_LAYER, layer)
+    stored = [blob(_LAYER, layer) for layer in layers]
     config = {
         "architecture": _ARCHITECTURES.get(platform.machine(), platform.machine()),
         "os": "linux",
         "config": how,
-        "rootfs": {"type": "layers", "diff_ids": [stored["digest"]]},
+        "rootfs": {"type": "layers", "diff_ids": [one["digest"] for one in stored]},
     }
     manifest = {
         "schemaVersion": 2,
         "mediaType": _MANIFEST,
         "config": blob(_CONFIG, json.dumps(config).encode()),
-        "layers": [stored],
+        "layers": stored,
     }
     entry = blob(_MANIFEST, json.dumps(manifest).encode())
     entries = []
