@@ -31,6 +31,7 @@ class FiledDevice(msgspec.Struct, frozen=True, omit_defaults=True):
     part: str = ""
     takes: tuple[tuple[str, str, str], ...] = ()
     parameters: str = ""
+    limits: bool = False
 
 
 class ClaimFile(msgspec.Struct, frozen=True, kw_only=True):

@@ -506,7 +506,8 @@ def _prepared_claims(state: Snapshot, resource: str, claims: Iterable[rules.Clai
         if not before.name:
             before = replace(before, namespace=claim.namespace, name=claim.name)
         devices = rules.added(before.devices, claim.granted)
-        devices = rules.added(devices, (ClaimDevice(resource, device) for device in sorted(claim.devices)))
+        unknown = (ClaimDevice(resource, device, limits=True) for device in sorted(claim.devices))
+        devices = rules.added(devices, unknown)
         after = replace(before, devices=devices, pods=before.pods | claim.pods)
         if after != before:
             changes.append(_put_claim(replace(after, sequence=state.sequence + 1)))

@@ -166,7 +166,8 @@ class ClaimDevice(msgspec.Struct, frozen=True, array_like=True):
     """A device of a claim. share: of consumable capacity, else "". admin: access without holding it.
 
     identity: what the device was when it was granted (`deviceplugin.identity.recorded`). amount: how much of it.
-    parameters: those that it was set up with, as JSON; "" for none.
+    parameters: those that it was set up with, as JSON; "" for none. limits: the scheduler made the claim for the
+    `limits` of a pod, so the kubelet counts the device among the extended resource; also if that is not known.
     """
 
     resource: str
@@ -176,6 +177,7 @@ class ClaimDevice(msgspec.Struct, frozen=True, array_like=True):
     identity: str = ""
     amount: Amount = UNKNOWN
     parameters: str = ""
+    limits: bool = False
 
 
 @dataclass(frozen=True, slots=True)

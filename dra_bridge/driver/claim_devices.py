@@ -25,11 +25,13 @@ def granted_device(
     admin: bool,
     parameters: str,
     times: int | None = None,
+    *,
+    limits: bool = False,
 ) -> ClaimDevice:
     """Return what a claim is granted of a device now.
 
     tokens: what the device is. boot: the node's. parameters: those that the device is set up with, as JSON. times: how
-    often the device is offered; None: as its source says.
+    often the device is offered; None: as its source says. limits: whether the claim stands for a pod's `limits`.
     """
     part = "0" if admin else _part(times or times_offered(source, device), result)
     return ClaimDevice(
@@ -40,6 +42,7 @@ def granted_device(
         recorded(tokens, boot),
         Amount(part, () if admin else takes_of(device)),
         parameters,
+        limits,
     )
 
 
@@ -69,6 +72,7 @@ def filed(claim: Claim, boot: str) -> ClaimFile:
             part=one.amount.part,
             takes=one.amount.takes,
             parameters=one.parameters,
+            limits=one.limits,
         )
         for one in claim.devices
     )
@@ -93,4 +97,5 @@ def devices_of(file: ClaimFile) -> Iterator[ClaimDevice]:
     for one in file.devices or ():
         identity = one.identity or f"boot:{file.boot}"
         amount = Amount(one.part, one.takes)
-        yield ClaimDevice(one.resource, one.device, one.share, one.admin, identity, amount, one.parameters)
+        held = one.resource, one.device, one.share, one.admin, identity, amount, one.parameters
+        yield ClaimDevice(*held, limits=one.limits)

@@ -52,6 +52,7 @@ def check_ref(ref: ClaimRef) -> None:
 
 class _Meta(msgspec.Struct):
     uid: str = ""
+    annotations: dict[str, str] | None = None
 
 
 class Result(msgspec.Struct, frozen=True, rename="camel"):
@@ -112,12 +113,14 @@ class Allocation:
     """What a claim has of one driver on one node.
 
     config: this driver's only, class before claim. reserved: for a pod or something else. pods: UIDs of these pods.
+    limits: see `stands_for_limits`.
     """
 
     results: tuple[Result, ...]
     config: tuple[Config, ...]
     reserved: bool
     pods: frozenset[str] = frozenset()
+    limits: bool = False
 
     @property
     def named(self) -> frozenset[tuple[str, str, str, str]]:
@@ -125,6 +128,14 @@ class Allocation:
         return frozenset(
             (one.request.partition("/")[0], one.pool, one.device, one.share_id or "") for one in self.results
         )
+
+
+def stands_for_limits(annotations: Mapping[str, str] | None) -> bool:
+    """Return whether the scheduler made a claim for the `limits` of a pod (resource.k8s.io, 1.34 and later).
+
+    annotations: the claim's.
+    """
+    return (annotations or {}).get("resource.kubernetes.io/extended-resource-claim") == "true"
 
 
 def parse_allocation(claim: Mapping[str, Any] | None, ref: ClaimRef, driver: str, pool: str) -> Allocation:
@@ -157,7 +168,7 @@ def parse_allocation(claim: Mapping[str, Any] | None, ref: ClaimRef, driver: str
     ordered = sorted(ours, key=lambda config: config.source != "FromClass")
     users = parsed.status.reserved_for or ()
     pods = frozenset(user.uid for user in users if user.resource == "pods" and not user.api_group and user.uid)
-    return Allocation(results, tuple(ordered), bool(users), pods)
+    return Allocation(results, tuple(ordered), bool(users), pods, stands_for_limits(parsed.metadata.annotations))
 
 
 def decoded_config(config_type: type[_T] | None, config: Sequence[Config], request: str) -> _T | None:

@@ -271,6 +271,7 @@ class ClaimPreparation:
                             group.admin,
                             group.parameters,
                             self.devices.register.times(group.served.source.resource, device),
+                            limits=allocation.limits,
                         )
                         for group in groups
                         for device, result in group.members

@@ -128,7 +128,7 @@ def test_a_claim_over_two_resources_is_found_once_for_each_of_them(store: Direct
     store.close()
     with DirectLedger(path) as again:
         record = again.snapshot.claims[D, "1"]
-        assert record.devices == (ClaimDevice(R, "a", "share-1"), ClaimDevice(other, "n"))
+        assert record.devices == (ClaimDevice(R, "a", "share-1"), ClaimDevice(other, "n", limits=True))
         assert (record.title, record.pods) == ("ml/train", frozenset({"u1", "u2"}))
         assert again.snapshot.device(other, "n").state is State.DRA
         assert isinstance(again.do(prepare(claim("2", "a", amount=Amount("1/8")))), Excluded), "it may have all of it"
@@ -149,7 +149,7 @@ def test_a_claim_that_is_found_twice_is_one_claim(store: DirectLedger) -> None:
         record = store.snapshot.claims[D, "1"]
         assert record.devices == (*granted, ClaimDevice(R, "c", "t"))
         assert (record.title, record.pods) == ("ml/train", frozenset({"u1", "u2"}))
-        assert store.snapshot.claims[D, "2"].devices == (ClaimDevice(R, "a"),)
+        assert store.snapshot.claims[D, "2"].devices == (ClaimDevice(R, "a", limits=True),)
     assert done.changed == {}
     assert store.snapshot.device(R, "a").state is State.DRA
 
