@@ -632,6 +632,10 @@ class FakeKubelet:
                         free[resource] = free.get(resource, 0) - number
                     self._bind(pod)
 
+    def node_allocatable(self) -> Mapping[str, int]:
+        """Return what the Node says is allocatable; 0 of what has not registered again after a restart."""
+        return {} if self._run is None else self._run.manager.capacity()[1]
+
     def assigned_pods(self) -> list[FakePod]:
         """Return the pods that the API server, or a manifest, gives to this node and that are not over."""
         with self.changed:

@@ -344,6 +344,7 @@ class Run:
             return
         try:
             self.manager.admit(pod.spec)
+            self._check_fits(pod)
             if pod.phase == "Pending" and (reason := self.kubelet.take_pod_rejection()) is not None:
                 raise AdmissionError("rejected by the test after its devices were allocated", reason)
         except AdmissionError as error:
@@ -352,6 +353,26 @@ class Run:
             self._crash(pod, error)
         else:
             self.thread(lambda: self._keep(pod), f"kubelet-pod-{pod.name}")
+
+    def _check_fits(self, pod: FakePod) -> None:
+        """Count pods that DRA serves by limits beside this one (removeMissingExtendedResources, kubelet 1.36.3).
+
+        What DRA serves is left out of the pod that is admitted, not of those that were before it
+        (lifecycle/predicate.go; kubernetes#124586). Where there is none the pods fit, or the device manager has refused
+        already. Raises AdmissionError.
+        """
+        with self.changed:
+            others = [one for one in self.kubelet.pods.values() if one.uid in self._known and not one.terminal]
+            number = self.kubelet.node_allocatable()
+        served = frozenset[str]().union(*(one.through_dra for other in others for one in other.spec.containers))
+        own = frozenset[str]().union(*(one.through_dra for one in pod.spec.containers))
+        for resource in served & pod.requests.keys() - own:
+            asked = pod.requests[resource]
+            used = sum(one.requests.get(resource, 0) for one in others if one is not pod)
+            capacity = max(number.get(resource, 0), len(self.manager.allocated(resource)))
+            if asked + used > capacity:
+                text = f"requested: {asked}, used: {used}, capacity: {capacity}"
+                raise AdmissionError(f"Node didn't have enough resource: {resource}, {text}", f"OutOf{resource}")
 
     def _keep(self, pod: FakePod) -> None:
         """Start the containers of a pod, again where they ended, until the pod is over.

@@ -382,6 +382,10 @@ class FakeNode(FakeKubelet):
         if patch:
             self.server.patch("nodes", self.name, {"status": patch}, subresource="status")
 
+    def node_allocatable(self) -> Mapping[str, int]:
+        """Return what the Node says is allocatable, as the kubelet sees it when it admits a pod."""
+        return self._reported(super().node_allocatable())
+
     def _reported(self, allocatable: Mapping[str, int]) -> Mapping[str, int]:
         """Return what the scheduler takes for allocatable. allocatable: what the kubelet has."""
         if self._status_period is None:
@@ -433,7 +437,9 @@ class FakeNode(FakeKubelet):
             devices: dict[str, int] = {}
             for resource, device_class in through.items():
                 devices[device_class] = devices.get(device_class, 0) + pod.requests[resource]
-            made.append(_claim(f"{pod.name}-{_EXTENDED}-{uuid.uuid4().hex[:5]}", pod.namespace, devices))
+            claim = _claim(f"{pod.name}-{_EXTENDED}-{uuid.uuid4().hex[:5]}", pod.namespace, devices)
+            claim["metadata"]["annotations"] = {"resource.kubernetes.io/extended-resource-claim": "true"}
+            made.append(claim)
         bodies: list[Object] = []
         for name in wants.claims:
             if (found := self._get_claim(pod.namespace, name)) is None:

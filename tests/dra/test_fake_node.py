@@ -334,3 +334,17 @@ def test_the_node_is_made_once() -> None:
         server.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "n", "labels": {"a": "b"}}})
         with FakeNode(server, "n"):
             assert server.get("nodes", "n")["metadata"]["labels"] == {"a": "b"}
+
+
+def test_a_restarted_kubelet_counts_what_dra_serves(node: FakeNode) -> None:
+    """It leaves that out for the pod that it admits, but not for those beside it (kubernetes#124586)."""
+    older = node.start_pod("older", {R: 1}).wait_running()
+    with serve(demo.Gpus(2), node):
+        node.wait_allocatable(R, 2)
+        younger = node.start_pod("younger", {R: 1}).wait_running()
+        assert set(node.devices_of(younger).values()) == {"plugin"}
+        node.restart()
+        node.wait_until(lambda: younger.terminal)
+        assert younger.reason == f"OutOf{R}"
+        assert younger.message == f"Node didn't have enough resource: {R}, requested: 1, used: 1, capacity: 1"
+        assert older.running
