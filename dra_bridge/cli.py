@@ -117,7 +117,17 @@ def _add_share(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGr
     group = parser.add_mutually_exclusive_group(required=True)
     about = "what claims get: none, all, a number of devices, a percentage; default removes what was asked for"
     group.add_argument("--share", type=_share, metavar="SHARE", help=about)
+    about = "move devices also if a kubelet restart would end pods then (kubernetes#124586)"
+    parser.add_argument("--force", action="store_true", help=about)
     return group
+
+
+def _asked(options: argparse.Namespace) -> str | None:
+    """Return what Nodes are to ask for; None for what the config says. Raises CommandError."""
+    share: str | None = None if options.share == "default" else options.share
+    if options.force and share is None:
+        raise CommandError("--force belongs to a share: none, all, a number of devices, or a percentage")
+    return f"{share} force" if options.force else share
 
 
 def _share(text: str) -> str:
@@ -532,7 +542,7 @@ def _migrate(options: argparse.Namespace) -> int:
     if options.timeout and not options.wait:
         raise CommandError("dra-bridge migrate: --timeout belongs to --wait")
     nodes = list(dict.fromkeys(options.nodes))
-    share = None if options.share == "default" else options.share
+    share = _asked(options)
     done = _follow(
         options,
         lambda cluster, reporter: migrate(
@@ -548,7 +558,7 @@ def _rollout(options: argparse.Namespace) -> int:
     from dra_bridge.rollout.fleet import Goal, Limits
     from dra_bridge.rollout.rollout import rollout
 
-    share = None if options.share == "default" else options.share
+    share = _asked(options)
     goal = Goal(share, options.undo, take_over=options.take_over)
     limits = Limits(options.max_unavailable, options.timeout_per_node, options.pause)
     done = _follow(

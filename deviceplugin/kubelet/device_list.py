@@ -202,6 +202,12 @@ class ListStreams:
             return None
         return shown[1].union(line.name for line in self._lines() or () if line.healthy)
 
+    def staying(self) -> frozenset[str] | None:
+        """Return the ids that are Healthy in the list sent last and in the one to be sent next; None as of `shown`."""
+        if (shown := self.shown()) is None:
+            return None
+        return shown[1].intersection(line.name for line in self._lines() or () if line.healthy)
+
     async def end(self, timeout: float) -> bool:
         """End every stream; return whether all were gone within `timeout` seconds."""
         for stream in self._open:

@@ -16,6 +16,7 @@ from deviceplugin.kubelet.servicer import Endpoint
 from deviceplugin.register import operations
 from deviceplugin.register.records import Claim, Side, Snapshot, State
 from deviceplugin.register.rules import ClusterEvidence, HolderWait, KubeletEvidence
+from dra_bridge.handover.admission import served_by_dra
 from dra_bridge.handover.planner import ALL, Moving, held_and_expected
 from dra_bridge.ledger.worker import AsyncLedger
 
@@ -24,9 +25,25 @@ _LOG: Final = logging.getLogger(__name__)
 Scan = Callable[[Collection[Key]], Awaitable[HolderSnapshot | None]]
 """Finds out who holds devices (`HolderScanner.scan`); None if an Allocate came in between."""
 ReadClaim = Callable[[str, str, str], Awaitable[bool]]
-"""Reads a claim, by namespace/name; returns whether its allocation names a device of this node (resource, id)."""
-ListClaims = Callable[[], Awaitable[Mapping[Key, str]]]
-"""Lists all claims, consistently; returns namespace/name by the device of this node that an allocation names."""
+"""Reads a claim, by namespace/name; returns whether its allocation names a device of this node (resource, id).
+
+Without an id: any device of the resource.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Allocated:
+    """What allocations of claims name on this node, as of a consistent list of all claims.
+
+    claims: namespace/name by (resource, device). limits: those of them that pods have by their `limits`.
+    """
+
+    claims: Mapping[Key, str] = field(default_factory=dict)
+    limits: frozenset[Key] = frozenset()
+
+
+ListClaims = Callable[[], Awaitable[Allocated]]
+"""Lists all claims, consistently."""
 Withdrawn = Callable[[str, str], float | None]
 """Returns since when (monotonic seconds) the API server has had slices without a device, if it has."""
 
@@ -83,11 +100,21 @@ class MovesToDra:
 
 @dataclass(slots=True)
 class _ClaimQuery:
-    """Which claim's allocation names a device, "" if none is known, and when to ask again (monotonic seconds)."""
+    """Which claim a device waits for, "" if none is known, and when to ask again (monotonic seconds).
+
+    device: the one that the claim's allocation names; "" for a claim of a pod that has any of the resource by `limits`.
+    """
 
     waits: Backoff
     claim: str = ""
+    device: str = ""
     due: float = 0.0
+
+
+def _waits_for_limits(claim: str) -> HolderWait:
+    return HolderWait(
+        f"claim {claim} (its pod has a device by limits: until it ends, a kubelet restart would end others)"
+    )
 
 
 @dataclass(slots=True, eq=False)
@@ -98,7 +125,10 @@ class MovesToPlugin:
     that wait then). While a claim's allocation names it, that claim is read after 0.5 s at first and 5 min at most, and
     the claims are listed again when it names it no longer. A list that fails is tried again after 30 s at most.
 
-    queries: by device and the sequence of its record: each move asks anew.
+    None ends while a pod has any of the resource through DRA by its `limits`, unless it is forced: a kubelet restart
+    would end pods that come to the plugin's side then (`dra_bridge.handover.admission`).
+
+    queries: by device and the sequence of its record: each move asks anew. forced: whether the share is.
     """
 
     resource: str
@@ -107,6 +137,7 @@ class MovesToPlugin:
     read_claim: ReadClaim
     withdrawn: Withdrawn
     waits: Callable[[], Backoff]
+    forced: Callable[[], bool]
     moving: Moving = ALL
     queries: dict[tuple[str, int], _ClaimQuery] = field(default_factory=dict)
 
@@ -116,29 +147,42 @@ class MovesToPlugin:
         devices = self.moving.in_state(before, self.resource, State.TO_PLUGIN)
         claims = {name: one for one in before.claims.values() for of, name in one.held if of == self.resource}
         queries = self._known(before, devices, claims)
+        served = [] if self.forced() else served_by_dra(before, self.resource)
         withdrawn = {}
         for name in devices:
             if name in claims:
                 waiting[name] = HolderWait(f"claim {claims[name].title}")
+            elif served:
+                waiting[name] = _waits_for_limits(served[0].title)
             elif (at := self.withdrawn(self.resource, name)) is None:
                 waiting[name] = "the API server to accept the slice without it"
             else:
                 withdrawn[name] = at
         lists = await self._read(queries, withdrawn)
         for name in withdrawn:
-            claim = queries[name].claim
-            waiting[name] = HolderWait(f"claim {claim}") if claim else "a list of claims"
+            waiting[name] = self._waits_for(queries[name])
         if not lists:
             return ()
         at = time.monotonic()
         found = await self.list_claims()
-        allocated = {device: claim for (resource, device), claim in found.items() if resource == self.resource}
+        allocated = {device: claim for (resource, device), claim in found.claims.items() if resource == self.resource}
+        limits = sorted(key for key in found.limits if key[0] == self.resource)
         for name in withdrawn:
-            queries[name].claim = allocated.get(name, "")
-        evidence = ClusterEvidence(before.sequence, withdrawn, at, allocated)
-        done = await self.ledger.do(operations.commit_to_plugin(self.resource, withdrawn, evidence, time.time()))
+            queries[name].claim, queries[name].device = allocated.get(name, ""), name
+            if limits and name not in allocated and not self.forced():
+                queries[name].claim, queries[name].device = found.claims[limits[0]], ""
+            waiting[name] = self._waits_for(queries[name])
+        arrived = {name: at for name, at in withdrawn.items() if queries[name].device or self.forced()}
+        evidence = ClusterEvidence(before.sequence, arrived, at, allocated)
+        done = await self.ledger.do(operations.commit_to_plugin(self.resource, arrived, evidence, time.time()))
         waiting.update(done.waiting)
         return done.devices
+
+    @staticmethod
+    def _waits_for(query: _ClaimQuery) -> str:
+        if not query.claim:
+            return "a list of claims"
+        return HolderWait(f"claim {query.claim}") if query.device else _waits_for_limits(query.claim)
 
     def _known(self, now: Snapshot, devices: Iterable[str], prepared: Mapping[str, Claim]) -> dict[str, _ClaimQuery]:
         """Return what is known of the claims that name these devices. prepared: claims by device."""
@@ -146,7 +190,7 @@ class MovesToPlugin:
         self.queries = {key: self.queries.get(key) or _ClaimQuery(self.waits()) for key in keys.values()}
         for name, key in keys.items():
             if (claim := prepared.get(name)) is not None:  # when it is unprepared, it is read first, and soon
-                self.queries[key] = _ClaimQuery(self.waits(), claim.title if claim.name else "")
+                self.queries[key] = _ClaimQuery(self.waits(), claim.title if claim.name else "", name)
         return {name: self.queries[key] for name, key in keys.items()}
 
     async def _read(self, queries: Mapping[str, _ClaimQuery], devices: Iterable[str]) -> bool:
@@ -155,12 +199,12 @@ class MovesToPlugin:
         It is when no claim is known, or none any more, that names one of the devices that are due.
         """
         now = time.monotonic()
-        due = {name: queries[name] for name in devices if queries[name].due <= now}
-        for name, query in due.items():
+        due = [queries[name] for name in devices if queries[name].due <= now]
+        for query in due:
             query.due = now + query.waits.next()  # also if the API server does not answer
-            if query.claim and not await self.read_claim(query.claim, self.resource, name):
+            if query.claim and not await self.read_claim(query.claim, self.resource, query.device):
                 query.claim = ""
-        if all(query.claim for query in due.values()):
+        if all(query.claim for query in due):
             return False
         unnamed = [queries[name] for name in devices if not queries[name].claim]
         again = min(max(query.due for query in unnamed), now + 30.0)

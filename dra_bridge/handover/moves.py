@@ -20,6 +20,7 @@ from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.servicer import Endpoint
 from deviceplugin.register.records import LedgerError, Side, Snapshot
 from deviceplugin.register.rules import HolderWait
+from dra_bridge.handover.admission import denied_now
 from dra_bridge.handover.allocatable import AllocatableStatus
 from dra_bridge.handover.ends import ListClaims, MovesToDra, MovesToPlugin, ReadClaim, Scan, UnpluggedDevices, Withdrawn
 from dra_bridge.handover.planner import ALL, Group, Moving
@@ -47,8 +48,10 @@ class Handover:
     devices known to the scheduler; None to leave that to the kubelet. groups: returns the devices that had best move
     together. errors: what `list_claims` and `read_claim` raise when the API server cannot be asked. title: a pod's name
     by its UID, for people. waits: makes the delays between two reads of the claim that a device waits for. group:
-    returns the devices that a device must move together with. moving: whose devices these are. waiting: what moves wait
-    for, by device; a `HolderWait` where that is a holder.
+    returns the devices that a device must move together with. endpoints: returns the servicer of a resource of such
+    devices, None if it is not served. moving: whose devices these are. waiting: what moves wait for, by device; a
+    `HolderWait` where that is a holder. denied: UIDs of the pods that a kubelet restart would end, as of the last look;
+    "" for one that is not known yet.
     """
 
     def __init__(
@@ -70,24 +73,30 @@ class Handover:
         title: Callable[[str], str] = str,
         waits: Callable[[], Backoff] = lambda: Backoff(first=0.5, most=300.0),
         group: Group | None = None,
+        endpoints: Callable[[str], Endpoint | None] | None = None,
         moving: Moving = ALL,
         report: Callable[[], None] = lambda: None,
     ) -> None:
         self.resource = endpoint.resource
         self.waiting: Mapping[str, str] = {}
+        self.denied: tuple[str, ...] = ()
         self._endpoint = endpoint
         self._inventory = inventory
         self._ledger = async_ledger
         self._notify = notify
         self._report = report
+        self._title = title
         self._allocatable = allocatable
         self._errors: tuple[type[Exception], ...] = (LedgerError, *errors)
         group = group or (lambda name: ((self.resource, name),))
-        self._starter = MoveStarter(endpoint, inventory, async_ledger, share, drain, allocatable, groups, group, moving)
+        endpoints = endpoints or (lambda resource: endpoint if resource == self.resource else None)
+        how = share, drain, allocatable, groups, group, endpoints
+        self._starter = starter = MoveStarter(endpoint, inventory, async_ledger, *how, moving)
         self.statistics = MoveStatistics(self._starter.begun)
         self._unplugged = UnpluggedDevices(self.resource, inventory, async_ledger, scan, notify, moving)
         self._to_dra = MovesToDra(endpoint, async_ledger, scan, title, moving)
-        self._to_plugin = MovesToPlugin(self.resource, async_ledger, list_claims, read_claim, withdrawn, waits, moving)
+        asks = list_claims, read_claim, withdrawn, waits, lambda: starter.share.forced
+        self._to_plugin = MovesToPlugin(self.resource, async_ledger, *asks, moving)
         self._wake = asyncio.Event()
 
     @property
@@ -108,6 +117,15 @@ class Handover:
     def wake(self) -> None:
         """Have the next step done soon."""
         self._wake.set()
+
+    def look(self) -> None:
+        """Find out which pods a kubelet restart would end now; new ones are logged."""
+        before = self.denied
+        self.denied = denied_now(self._ledger.snapshot, self.resource)
+        for uid in sorted(set(self.denied).difference(before)):
+            title = self._title(uid) if uid else "that has just come"
+            text = "%s: pod %s would be ended by a kubelet restart, beside older pods that DRA serves by limits"
+            _LOG.warning(text, self.resource, title, extra={"resource": self.resource, "pod": title})
 
     async def run(self) -> None:
         """Move devices until cancelled."""
@@ -137,6 +155,7 @@ class Handover:
         await self._unplugged.forget(waiting)
         if await self._starter.begin():
             self._notify()
+        waiting.update(self._starter.blocked)
         # This side first: it does not need the kubelet, which may take long to answer.
         before = self._ledger.snapshot
         if returned := await self._to_plugin.commit(waiting):
@@ -153,6 +172,7 @@ class Handover:
         if waiting != self.waiting:
             self.waiting = waiting
             self._report()
+        self.look()
         return bool(returned or arrived), bool(waiting)
 
     def _log_waits(self, waits: Mapping[str, str]) -> None:

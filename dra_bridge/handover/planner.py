@@ -99,11 +99,13 @@ def _choose(
 ) -> tuple[str, ...]:
     """Choose `count` candidates to go to the side where `there` are already.
 
-    Devices in the state `turning` come first: they are on their way back, and nobody on the other side holds them.
+    Devices in the state `turning` come first: they are on their way back, and nobody on the other side holds them;
+    those of them that somebody holds here before others.
     Then come whole groups: those begun already, then those that fit, idle ones before held ones.
     """
     at = {name: index for index, name in enumerate(candidates)}
-    chosen = [name for name in candidates if states[name] is turning][:count]
+    returning = [name for name in candidates if states[name] is turning]
+    chosen = sorted(returning, key=lambda name: name not in held)[:count]
     parts = [group for group in groups if group & at.keys()]
     grouped = frozenset().union(*parts)
     parts += [frozenset({name}) for name in candidates if name not in grouped]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import re
 import reprlib
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Final, Literal
 
 Drain = Literal["cordon", "wait"]
 """How devices that are held leave the plugin side: withdrawn at once, or when they are idle (new pods avoid them)."""
@@ -18,10 +18,14 @@ class ShareError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """How many of a node's devices claims are to have: a count, or a part of all (0 to 1)."""
+    """How many of a node's devices claims are to have: a count, or a part of all (0 to 1).
+
+    forced: also if a kubelet restart would end pods then (`dra_bridge.handover.admission`).
+    """
 
     count: int | None = None
     part: float = 0.0
+    forced: bool = False
 
     def of(self, total: int) -> int:
         """Return how many of `total` devices that is; parts are rounded to the nearest, halves up."""
@@ -30,9 +34,19 @@ class Share:
         return min(total, math.floor(self.part * total + 0.5))
 
     def __str__(self) -> str:
+        forced = _FORCED if self.forced else ""
         if self.count is not None:
-            return str(self.count) if self.count else "none"
-        return "all" if self.part == 1 else f"{self.part:.0%}"
+            return (str(self.count) if self.count else "none") + forced
+        return ("all" if self.part == 1 else f"{self.part:.0%}") + forced
+
+
+_FORCED: Final = " force"
+
+
+def parse_asked(text: str) -> Share:
+    """Read what a Node asks for: a share, or one with the word force behind it. Raises ShareError."""
+    share = parse_share(text.removesuffix(_FORCED))
+    return replace(share, forced=text.endswith(_FORCED))
 
 
 def parse_share(text: str | int) -> Share:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -13,21 +13,28 @@ from deviceplugin.device import counted
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.servicer import Endpoint
 from deviceplugin.register import operations
-from deviceplugin.register.records import Side, State
+from deviceplugin.register.records import Side, Snapshot, State
+from deviceplugin.register.rules import HolderWait
+from deviceplugin.topology import natural
+from dra_bridge.handover.admission import counts_of, may_leave, resources_served_by_dra
 from dra_bridge.handover.allocatable import AllocatableStatus
 from dra_bridge.handover.planner import ALL, Group, Moving, Plan, followers, leading, plan
 from dra_bridge.handover.share import Drain, Share
 from dra_bridge.ledger.worker import AsyncLedger
 
 _LOG: Final = logging.getLogger(__name__)
+_BLOCKED: Final = HolderWait(
+    "pods of one side to end: a kubelet restart would end pods of the plugin side beside pods that DRA serves by limits"
+)
 
 
 @dataclass(slots=True, eq=False)
 class MoveStarter:
     """Begins moves of one resource's devices, so that their sides become as the share says.
 
-    allocatable, groups, group: see `Handover`. draining: devices on the plugin side that are to leave it, so that new
-    pods had better get others. begun: how many moves have begun, by direction.
+    allocatable, groups, group, endpoints: see `Handover`. draining: devices on the plugin side that are to leave it, so
+    that new pods had better get others. blocked: what devices wait for whose moves cannot begin. begun: how many moves
+    have begun, by direction.
     """
 
     endpoint: Endpoint
@@ -38,8 +45,10 @@ class MoveStarter:
     allocatable: AllocatableStatus | None
     groups: Callable[[], Sequence[frozenset[str]]]
     group: Group
+    endpoints: Callable[[str], Endpoint | None]
     moving: Moving = ALL
     draining: frozenset[str] = frozenset()
+    blocked: Mapping[str, str] = field(default_factory=dict)
     begun: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -80,8 +89,49 @@ class MoveStarter:
         }
 
     def _planned(self) -> Plan:
-        leaders, held, expected = leading(self.ledger.snapshot, self.resource, self._listed(), self.group)
-        return plan(leaders, held, self.share, self.drain, self.groups(), expected)
+        """Return what the share asks for, as far as it makes no kubelet restart end a pod."""
+        now = self.ledger.snapshot
+        leaders, held, expected = leading(now, self.resource, self._listed(), self.group)
+
+        def planned(states: Mapping[str, State], drain: Drain) -> Plan:
+            return plan(states, held, self.share, drain, self.groups(), expected)
+
+        wanted = planned(leaders, self.drain)
+        self.blocked = {}
+        if self.share.forced:
+            return wanted
+        served = resources_served_by_dra(now)
+        limited = {name for name in leaders if any(of in served for of, _ in self.group(name))} if served else set()
+        waiting = {name for name in limited if leaders[name] is State.TO_PLUGIN}
+        if back := limited.intersection(planned(leaders | dict.fromkeys(waiting, State.DRA), self.drain).to_plugin):
+            # None arrives on the plugin's side before the pods that DRA serves by limits have ended, and no other ones
+            # come once the slices offer nothing. What claims are to keep turns round then.
+            leaves = {name for name in limited if leaders[name] is State.DRA} if self.drain == "cordon" else set()
+            self.blocked = dict.fromkeys(back - leaves - waiting, _BLOCKED)
+            return Plan((), tuple(sorted(leaves, key=natural)))
+        if self._may_leave(now, wanted.to_dra):
+            return wanted
+        chosen: list[str] = []
+        # What pods hold is not withdrawn: it leaves when it is idle.
+        for name in planned(leaders, "wait").to_dra:
+            if self._may_leave(now, [*chosen, name]):
+                chosen.append(name)
+        rest = (wanted.draining | frozenset(wanted.to_dra)).difference(chosen)
+        self.blocked = dict.fromkeys(rest, _BLOCKED)
+        return Plan(tuple(chosen), (), rest)
+
+    def _may_leave(self, now: Snapshot, leaders: Iterable[str]) -> bool:
+        """Return whether these devices and those that move with them may leave for DRA together, of each resource."""
+        leaving: dict[str, set[str]] = {}
+        for of, name in {member for leader in leaders for member in self.group(leader)}:
+            leaving.setdefault(of, set()).add(name)
+        for of, names in leaving.items():
+            if (endpoint := self.endpoints(of)) is not None:
+                shown = endpoint.streams.staying()
+                ids = {one for name in names for one in endpoint.ids.ids_of(name)}
+                if not may_leave(counts_of(now, of, shown), len(ids if shown is None else ids & shown)):
+                    return False
+        return True
 
     def _followed(self, leaders: Iterable[str]) -> frozenset[str]:
         """Return these devices and those of this resource that move with them."""

@@ -22,6 +22,8 @@ from deviceplugin.register import operations
 from deviceplugin.register.records import LedgerError, Side, State
 from deviceplugin.register.rules import ClaimEvidence, Evidence
 from dra_bridge.driver import Driver
+from dra_bridge.driver.claims import stands_for_limits
+from dra_bridge.handover.ends import Allocated
 from dra_bridge.kube import RESOURCE_CLAIMS, Cluster, ClusterError, NotFoundError
 from dra_bridge.node.resource import DriverContext, ResourceRuntime
 from dra_bridge.node.slice_feed import decide_names, qualifiers_of
@@ -97,18 +99,24 @@ class EvidenceReader:
             and (name := result.get("device", "")) in devices
         }
 
-    async def allocated(self) -> Mapping[Key, str]:
-        """List all claims, consistently; return namespace/name by the (resource, device) allocated here."""
-        return {key: f"{data['namespace']}/{data['name']}" for data, keys in await self._list() for key in keys}
+    async def allocated(self) -> Allocated:
+        """List all claims, consistently; return what is allocated here."""
+        listed = await self._list()
+        claims = {key: f"{data['namespace']}/{data['name']}" for data, keys in listed for key in keys}
+        limits = (keys for data, keys in listed if stands_for_limits(data.get("annotations")))
+        return Allocated(claims, frozenset().union(*limits))
 
     async def allocates(self, claim: str, resource: str, device: str) -> bool:
-        """Read one claim, by namespace/name; return whether its allocation names the device of this node."""
+        """Read one claim, by namespace/name; return whether its allocation names the device of this node.
+
+        Without a device: any one of the resource.
+        """
         namespace, _, name = claim.partition("/")
         try:
             found = await self.cluster.get(RESOURCE_CLAIMS, name, namespace)
         except NotFoundError:
             return False
-        return (resource, device) in self._allocated(found)
+        return any(of == resource and device in ("", name) for of, name in self._allocated(found))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,11 @@ import asyncio
 import functools
 import logging
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from typing import Final
 
 from deviceplugin.backoff import Backoff
+from deviceplugin.kubelet.servicer import Endpoint
 from deviceplugin.node.service import Service
 from deviceplugin.register import operations
 from dra_bridge.driver import Driver, Registrar, ServedResource
@@ -96,7 +98,8 @@ class DriverRuntime:
         self.publish()
 
     def _share_of(self, one: ResourceRuntime) -> Share:
-        return NONE if one.leaving else self._context.share.of(one.policy)
+        asked = self._context.share.of(one.policy)
+        return replace(NONE, forced=asked.forced) if one.leaving else asked
 
     def unknown(self, resource: str, device: str) -> str:
         """See `DriverContext`."""
@@ -120,9 +123,14 @@ class DriverRuntime:
             errors=(ClusterError,),
             title=agent.tracker.title,
             group=functools.partial(agent.register.listed.group, service.resource),
+            endpoints=self._endpoint,
             moving=moving,
             report=self.publish,
         )
+
+    def _endpoint(self, resource: str) -> Endpoint | None:
+        one = self.resources.get(resource)
+        return None if one is None else one.service.endpoint
 
     def drop(self, resource: str) -> None:
         """Serve a resource no more; its prepared claims can still be unprepared, nothing of it is given to pods."""
@@ -238,6 +246,7 @@ class DriverRuntime:
         if resource in self.resources:
             for device in done.quarantined:
                 self._quarantined(resource, device)
+            self.resources[resource].handover.look()
             if done.released or done.found or done.quarantined:
                 self._changed()
 

@@ -13,6 +13,7 @@ from prometheus_client.metrics_core import (
     SummaryMetricFamily,
 )
 
+from deviceplugin.kubelet.podresources import Holder
 from deviceplugin.metrics.collectors import buckets
 from deviceplugin.register.records import State
 from deviceplugin.register.rules import HolderWait
@@ -40,9 +41,14 @@ _COUNTERS: Final = {
 
 
 def families(
-    drivers: Sequence[DriverRuntime], publisher: Publisher, cluster: Cluster, *, kubelet_listens: bool
+    drivers: Sequence[DriverRuntime],
+    publisher: Publisher,
+    cluster: Cluster,
+    ends: Mapping[str, Sequence[Holder]],
+    *,
+    kubelet_listens: bool,
 ) -> Iterator[Metric]:
-    """Yield all families of the bridge."""
+    """Yield all families of the bridge. ends: pods that a kubelet restart would end, by resource."""
     figures = {one.name: _figures(one, publisher.state(one.name), kubelet_listens) for one in drivers}
     for family, names in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
         for name, about in names.items():
@@ -56,6 +62,13 @@ def families(
     yield from _calls(drivers)
     yield from _hooks(drivers)
     yield from _moves(drivers)
+    about = "1 for a pod by limits of the plugin side that a kubelet restart would end now (kubernetes#124586)"
+    ended = GaugeMetricFamily("deviceplugin_kubelet_restart_ends_pod", about, labels=("resource", "namespace", "pod"))
+    for resource, pods in ends.items():
+        for pod in pods:
+            ended.add_metric((resource, pod.namespace, pod.pod or pod.uid), 1)
+    if ended.samples:
+        yield ended
     yield from _requests(cluster)
 
 

@@ -11,7 +11,7 @@ from deviceplugin.config import Config
 from deviceplugin.register import operations
 from deviceplugin.register.records import LedgerError
 from dra_bridge.driver.tasks import Tasks
-from dra_bridge.handover.share import Drain, Share, ShareError, parse_share
+from dra_bridge.handover.share import Drain, Share, ShareError, parse_asked, parse_share
 from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.rollout import progress
 
@@ -91,9 +91,9 @@ class DriverShare:
             self.warned = node
             return before != (self.share, self.text, self.kept)
         try:
-            self.share = parse_share(text) if text is not None else None
+            self.share = parse_asked(text) if text is not None else None
         except ShareError as error:
-            self.share = parse_share(kept) if kept is not None else None
+            self.share = parse_asked(kept) if kept is not None else None
             if text != self.refused:
                 stays = f"the share {kept} from before" if kept is not None else "the configuration's share"
                 _LOG.error("annotation %s of the node: %s; %s stays", key, error, stays)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from deviceplugin.device import counted
+from deviceplugin.kubelet.podresources import Holder
 from deviceplugin.metrics.report import DeviceLocation, Event, PreparedClaim, ProviderReport, ShareProgress
 from deviceplugin.register.records import Claim, Snapshot, State
 from dra_bridge.node.slice_feed import qualifiers_of
@@ -65,9 +66,11 @@ class BridgeStatus:
         now = self._bridge.agent.register.snapshot
         claims = list(now.claims.values())
         uids: frozenset[str] = frozenset().union(*(claim.pods for claim in claims))
-        pods = {pod.uid: pod for pod in self._bridge.agent.tracker.pods_named(uids)}
+        denied = {name: found for one in drivers for name, found in _denied(one)}
+        pods = {pod.uid: pod for pod in self._bridge.agent.tracker.pods_named(uids.union(*denied.values()))}
+        ends = {name: tuple(pods.get(uid, Holder(uid=uid)) for uid in found) for name, found in denied.items()}
         return ProviderReport(
-            families=list(metrics.families(drivers, self._bridge.publisher, cluster, kubelet_listens=listens)),
+            families=list(metrics.families(drivers, self._bridge.publisher, cluster, ends, kubelet_listens=listens)),
             status={one.name: self._status(one, listens) for one in drivers},
             unready=list(self._unready(drivers)),
             locations=_locations(now, drivers),
@@ -82,7 +85,10 @@ class BridgeStatus:
             ],
             qualifiers={name: qualifier for one in drivers for name, qualifier in qualifiers_of(now, one.name).items()},
             shares={name: share for one in drivers for name, share in _shares(one).items()},
-            problems=[] if since is None else [f"the API server is unreachable since {_clock(since)}"],
+            problems=[
+                *([] if since is None else [f"the API server is unreachable since {_clock(since)}"]),
+                *_ends(ends),
+            ],
             node=self._bridge.node.name,
         )
 
@@ -130,6 +136,20 @@ class BridgeStatus:
 
 def _clock(at: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at))
+
+
+def _denied(one: DriverRuntime) -> list[tuple[str, tuple[str, ...]]]:
+    """Return the UIDs of the pods that a kubelet restart would end, by resource."""
+    return [(name, runtime.handover.denied) for name, runtime in list(one.resources.items()) if not runtime.leaving]
+
+
+def _ends(pods: Mapping[str, Sequence[Holder]]) -> Iterator[str]:
+    """Yield a sentence for each resource of which a kubelet restart would end pods."""
+    for resource, found in pods.items():
+        if found:
+            names = ", ".join(f"{pod.namespace}/{pod.pod}" if pod.pod else pod.uid or "?" for pod in found)
+            why = "they have devices of the plugin side beside older pods that DRA serves by limits (kubernetes#124586)"
+            yield f"{resource}: a kubelet restart would end {names}: {why}"
 
 
 def _shares(one: DriverRuntime) -> dict[str, ShareProgress]:

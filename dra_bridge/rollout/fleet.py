@@ -17,7 +17,7 @@ from deviceplugin.exclusion import Key
 from deviceplugin.naming import NamingError, parse_quantity, published_names
 from deviceplugin.register.records import State
 from deviceplugin.topology import natural
-from dra_bridge.handover.share import Share, ShareError, parse_share
+from dra_bridge.handover.share import Share, ShareError, parse_asked
 from dra_bridge.rollout.agents import Answers
 from dra_bridge.rollout.progress import DeviceProgress, Progress, annotation, read, share_annotation
 
@@ -291,7 +291,7 @@ def summary(view: NodeView) -> str:
 
 def _share(text: str | None) -> Share | None:
     try:
-        return parse_share(text) if text is not None else None
+        return parse_asked(text) if text is not None else None
     except ShareError:
         return None
 

@@ -23,7 +23,7 @@ from deviceplugin import config
 from deviceplugin.register.records import State
 from deviceplugin.version import installing
 from dra_bridge import cli
-from dra_bridge.handover.share import parse_share
+from dra_bridge.handover.share import parse_asked
 from dra_bridge.manifests import Deployment, manifests
 from dra_bridge.node.options import AGENT, add_run_options, parse_run
 from dra_bridge.rollout import progress, rollout
@@ -81,7 +81,7 @@ class Agent:
     def work(self) -> None:
         """Do what can be done of what is asked for, and tell of it."""
         asked = self.annotations.get(SHARE)
-        share = parse_share(asked or "none")
+        share = parse_asked(asked or "none")
         dra, there = (State.DRA, State.TO_DRA), [n for n, s in self.states.items() if s in (State.DRA, State.TO_DRA)]
         rest = sorted(self.states.keys() - set(there))
         want = share.of(self.count)
@@ -899,6 +899,16 @@ def test_shares_are_written_as_they_are_read(world: World, bridge: Callable[...,
     agent = world.agent("n1", deaf=True)
     assert bridge("migrate", "n1", "--driver", D, "--share", "02").out == "n1: asked for 2\n"
     assert agent.annotations == {SHARE: "2"}
+
+
+def test_a_share_is_forced(world: World, bridge: Callable[..., Ran]) -> None:
+    """The word goes with the share; without one it is wrong usage."""
+    agent = world.agent("n1")
+    ran = bridge("migrate", "n1", "--driver", D, "--share", "100%", "--force", "--wait")
+    assert (ran.status, ran.out.splitlines()[0]) == (0, "n1: asked for all force")
+    assert agent.annotations == {SHARE: "all force"}
+    ran = bridge("migrate", "n1", "--driver", D, "--unset", "--force")
+    assert (ran.status, "--force belongs to a share" in ran.err) == (2, True)
 
 
 def test_a_timeout_without_waiting(world: World, bridge: Callable[..., Ran]) -> None:

@@ -32,6 +32,7 @@ from deviceplugin.register.register import Register, Store
 from deviceplugin.register.rules import Evidence
 from deviceplugin.source import DeviceSource
 from dra_bridge.driver import ClaimError, ClaimRef, ClusterClaims, Driver, Prepared, ServedResource
+from dra_bridge.handover.ends import Allocated
 from dra_bridge.handover.moves import Handover
 from dra_bridge.handover.planner import Moving
 from dra_bridge.handover.share import Share
@@ -123,9 +124,9 @@ class Outside(ClusterClaims):
     async def claim_event(self, claim: ClaimRef, reason: str, message: str) -> None:
         """Write no Event."""
 
-    async def listed(self) -> Mapping[tuple[str, str], str]:
+    async def listed(self) -> Allocated:
         """List all claims."""
-        return {(R, device): f"default/{uid}" for uid, device in self.allocated.items()}
+        return Allocated({(R, device): f"default/{uid}" for uid, device in self.allocated.items()})
 
 
 class Served:
@@ -199,7 +200,7 @@ class Flow:
             ready=lambda resource, device: (resource, device) in self.grants.reconciled,
             register=self.register,
         )
-        streams = SimpleNamespace(shown=self._shown)
+        streams = SimpleNamespace(shown=self._shown, staying=lambda: self._shown()[1])
         endpoint = SimpleNamespace(resource=R, source=source, ids=served.ids, refresh=lambda: None, streams=streams)
         self.handover = Handover(
             cast("Any", endpoint),
@@ -262,13 +263,13 @@ class Flow:
         await self.grants.scanner.observe(now, before)
         return now
 
-    async def allocated(self) -> Mapping[tuple[str, str], str]:
+    async def allocated(self) -> Allocated:
         """List all claims."""
         return await self.outside.listed()
 
     async def allocates(self, claim: str, resource: str, device: str) -> bool:
         """Read one claim."""
-        return self.outside.allocated.get(claim.partition("/")[2]) == device
+        return self.outside.allocated.get(claim.partition("/")[2], "") == device
 
     def publish(self) -> None:
         """Write the slice: one atomic write, as the API server takes it."""

@@ -12,7 +12,7 @@ import shutil
 import sqlite3
 import tempfile
 import time
-from collections.abc import Callable, Coroutine, Generator, Mapping
+from collections.abc import Callable, Coroutine, Generator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,6 +34,7 @@ from deviceplugin.register import operations
 from deviceplugin.register.records import WHOLE, Claim, ClaimDevice, LedgerError, Operation, Side, Snapshot, State
 from deviceplugin.register.rules import ClaimEvidence, Evidence, Excluded, Refused
 from deviceplugin.source import DeviceSource
+from dra_bridge.handover.ends import Allocated
 from dra_bridge.handover.moves import Handover
 from dra_bridge.handover.planner import Moving
 from dra_bridge.handover.share import Drain, Share
@@ -169,7 +170,7 @@ class Node(RuleBasedStateMachine):
         served = Served(Source(), inventory, lambda device: self.register.is_held((R, device)))
         self.grants = Grants(cast("Any", self.async_ledger), {R: served}, bridged=(R,))
         self.register = self.grants.register
-        streams = SimpleNamespace(shown=lambda: self.sent)
+        streams = SimpleNamespace(shown=lambda: self.sent, staying=lambda: self.staying)
         endpoint = SimpleNamespace(resource=R, ids=served.ids, refresh=lambda: None, streams=streams)
         self.handover = Handover(
             cast("Any", endpoint),
@@ -281,13 +282,13 @@ class Node(RuleBasedStateMachine):
     def withdrawn(self, resource: str, device: str) -> float | None:
         return self.accepted.get(device)
 
-    async def list_claims(self) -> Mapping[tuple[str, str], str]:
+    async def list_claims(self) -> Allocated:
         await Pause()
         if not self.server_up:
             raise ServerError
         found = {(R, claim.device): f"default/{claim.uid}" for claim in self.claims.values() if claim.allocated}
         await Pause()
-        return found
+        return Allocated(found)
 
     async def read_claim(self, title: str, resource: str, device: str) -> bool:
         await Pause()
@@ -295,6 +296,10 @@ class Node(RuleBasedStateMachine):
             raise ServerError
         claim = self.claims.get(title.partition("/")[2])
         return claim is not None and claim.allocated and claim.device == device
+
+    @property
+    def staying(self) -> frozenset[str] | None:
+        return self.sent[1] if self.sent is not None else None
 
     async def move(self) -> None:
         try:

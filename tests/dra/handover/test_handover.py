@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from deviceplugin.register import operations
 from deviceplugin.register.records import Claim, ClaimDevice, LedgerError, Side, Snapshot, State
 from deviceplugin.register.rules import KubeletEvidence, KubeletSnapshot
 from deviceplugin.sharing import device_of
-from dra_bridge.handover.ends import shown_unhealthy
+from dra_bridge.handover.ends import Allocated, shown_unhealthy
 from dra_bridge.handover.planner import ALL, Moving, followers, held_and_expected, leading, plan
 from dra_bridge.handover.share import Share
 from tests.dra.ledger.samples import DirectLedger, adopt, grant, reserve
@@ -67,7 +66,7 @@ async def test_a_claim_that_keeps_a_device_is_read_seldom_and_claims_are_not_lis
     reads: list[tuple[str, str, str]] = []
     allocated, allocates = flow.allocated, flow.allocates
 
-    async def lists_claims() -> Mapping[tuple[str, str], str]:
+    async def lists_claims() -> Allocated:
         lists.append(clock.now)
         return await allocated()
 

@@ -71,7 +71,10 @@ def bridge(**changes: Any) -> Any:
     moves = MoveStatistics()
     moves.begun["to-dra"], moves.finished["to-dra"], moves.seconds["to-dra"] = 3, 2, 1.5
     moving = SimpleNamespace(
-        statistics=moves, waiting={"b": HolderWait("team/train"), "c": "a list of claims"}, share=Share(2)
+        statistics=moves,
+        waiting={"b": HolderWait("team/train"), "c": "a list of claims"},
+        share=Share(2),
+        denied=("young",),
     )
     ledger = SimpleNamespace(
         write_failures=2, snapshot=Snapshot(1, records, {}, {(DRIVER, one.uid): one for one in claims})
@@ -156,6 +159,7 @@ def test_claims_have_the_pods_that_they_were_prepared_for() -> None:
 def test_an_api_server_out_of_reach_is_a_problem_and_an_event() -> None:
     """It is said with the time since when, also that it is back, and the agent stays ready; a short loss is nothing."""
     made = bridge()
+    made.drivers[DRIVER].resources[RESOURCE].handover.denied = ()
     status, statistics = BridgeStatus(made), made.cluster.statistics
     statistics.lost_since = time.monotonic() - LOST / 2
     assert (status.report().problems, status.events()) == ([], [])
@@ -216,6 +220,7 @@ def test_figures_are_those_of_the_parts() -> None:
         f"handover_waits {RESOURCE} b evidence": 0,
         f"handover_waits {RESOURCE} c holder": 0,
         f"handover_waits {RESOURCE} c evidence": 1,
+        f"kubelet_restart_ends_pod {RESOURCE} team pod-young": 1,
         "dra_ledger_write_failures_total": 2,
         f"slices_published {DRIVER}": 1,
         f"slice_devices {DRIVER}": 2,
@@ -270,6 +275,17 @@ def test_a_former_driver_is_missed_only_while_it_has_something_to_do() -> None:
     ]
     former.driver.records.all = list
     assert BridgeStatus(made).report().unready == []
+
+
+def test_pods_that_a_kubelet_restart_would_end_are_a_problem() -> None:
+    """They are named; without any there is no problem."""
+    made = bridge()
+    (problem,) = BridgeStatus(made).report().problems
+    assert problem.startswith(
+        f"{RESOURCE}: a kubelet restart would end team/pod-young: they have devices of the plugin"
+    )
+    made.drivers[DRIVER].resources[RESOURCE].handover.denied = ()
+    assert BridgeStatus(made).report().problems == []
 
 
 def test_status_is_made_for_json() -> None:

@@ -1,0 +1,125 @@
+"""Which pods the kubelet would end if it started anew now, and which moves would make it do so. Pure.
+
+At its start the kubelet admits the node's pods again, the oldest by their creation first (HandlePodAdditions). Of the
+pod that it admits it leaves out what DRA serves, but not of the pods beside it (removeMissingExtendedResources,
+lifecycle/predicate.go; kubernetes#124586). It compares the sum with the Node's `status.allocatable`, or with the number
+of ids in its checkpoint if that is larger (sanitizeNodeAllocatable, devicemanager/manager.go). A pod that does not fit
+is ended, though it runs. So it is in kubelet 1.36.
+
+So a pod of the plugin side is in danger beside pods that get their `limits` through DRA and are older than it. The
+kubelet's own number is 0 until the agent has registered. Nobody is in danger where the one kind of pods has ended
+before the other kind comes: devices return to the plugin's side when no pod has any through DRA by `limits`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple
+
+from deviceplugin.register.records import Claim, Snapshot
+
+AGE: Final = 5.0
+"""Seconds by which a pod may be older than the claim that DRA serves it by: when it was made is not known here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What the kubelet counts of one resource, in its own ids.
+
+    shown: ids that ListAndWatch shows Healthy, and goes on to show so; None if the kubelet does not listen. by_plugin:
+    ids that pods have, also of withdrawn devices. by_dra: what pods have through DRA by their `limits`.
+    """
+
+    shown: int | None
+    by_plugin: int
+    by_dra: int
+
+    @property
+    def capacity(self) -> int:
+        """What the kubelet compares with at its next start, if the agent has registered by then."""
+        return max(self.shown or 0, self.by_plugin)
+
+
+def counts_of(now: Snapshot, resource: str, shown: Collection[str] | None) -> Counts:
+    """Return the counts of a resource. shown: see `Counts`."""
+    by_plugin = sum(one.resource == resource for one in now.allocations.values())
+    by_dra = sum(_served(claim, resource) for claim in now.claims.values())
+    return Counts(len(shown) if shown is not None else None, by_plugin, by_dra)
+
+
+def served_by_dra(now: Snapshot, resource: str) -> list[Claim]:
+    """Return the claims through which pods have devices of a resource by their `limits`, the oldest first."""
+    return sorted((one for one in now.claims.values() if _served(one, resource)), key=lambda one: one.since)
+
+
+def resources_served_by_dra(now: Snapshot) -> set[str]:
+    """Return the resources of which pods have devices through DRA by their `limits`."""
+    return {one.resource for claim in now.claims.values() for one in claim.devices if one.limits and not one.admin}
+
+
+def _served(claim: Claim, resource: str) -> int:
+    return sum(one.limits and not one.admin and one.resource == resource for one in claim.devices)
+
+
+def may_leave(now: Counts, ids: int) -> bool:
+    """Return whether so many ids that are shown Healthy may leave for DRA, all at once.
+
+    They may where no pod of the plugin side can be ended by it: there is none, or none beside it is served by DRA, or
+    the kubelet's number stays the same, or stays large enough for all.
+    """
+    if not now.by_plugin or not now.by_dra:
+        return True
+    if now.shown is None:
+        return not ids
+    after = replace(now, shown=now.shown - ids)
+    return after.capacity == now.capacity or after.capacity >= now.by_plugin + now.by_dra
+
+
+class AdmittedPod(NamedTuple):
+    """A pod that the kubelet admits again. created: Unix seconds. asks: for how much of one resource."""
+
+    title: str
+    created: float
+    asks: int
+    by_dra: bool
+
+
+def denied(pods: Iterable[AdmittedPod], capacity: int) -> tuple[str, ...]:
+    """Return the pods that the kubelet denies. Of pods of one second those through DRA count as older."""
+    used = 0
+    found = []
+    for pod in sorted(pods, key=lambda one: (int(one.created), not one.by_dra, one.title)):
+        if not pod.by_dra and used + pod.asks > capacity:
+            found.append(pod.title)
+        else:
+            used += pod.asks
+    return tuple(found)
+
+
+def pods_of(now: Snapshot, resource: str) -> list[AdmittedPod]:
+    """Return the pods that have devices of a resource by their `limits`, with the time when they got them.
+
+    A pod of the plugin side has its UID for a title, "" if it is not known yet. A pod that had waited before DRA served
+    it is older than it seems here.
+    """
+    ids: dict[str, set[str]] = {}
+    since: dict[str, float] = {}
+    for one in now.allocations.values():
+        if one.resource == resource:
+            for uid in {uid for uid, _ in one.holders} or {""}:
+                ids.setdefault(uid, set()).add(one.device_id)
+                since[uid] = min(since.get(uid, one.since), one.since)
+    by_plugin = [AdmittedPod(uid, since[uid], len(names), by_dra=False) for uid, names in ids.items()]
+    served = served_by_dra(now, resource)
+    return by_plugin + [AdmittedPod(one.title, one.since - AGE, _served(one, resource), by_dra=True) for one in served]
+
+
+def denied_now(now: Snapshot, resource: str) -> tuple[str, ...]:
+    """Return the UIDs of the pods that the kubelet would deny if it started anew now.
+
+    Its number counts as 0: an agent that is late, or away, has not registered by then.
+    """
+    if not served_by_dra(now, resource):
+        return ()
+    return denied(pods_of(now, resource), counts_of(now, resource, None).capacity)

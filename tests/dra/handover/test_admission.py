@@ -1,0 +1,121 @@
+"""Which moves a kubelet restart would make pods pay for, and which pods."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from deviceplugin.register.records import AllocationRecord, Claim, ClaimDevice, Snapshot
+from dra_bridge.handover.admission import AdmittedPod, Counts, counts_of, denied, may_leave, pods_of, served_by_dra
+
+R, OTHER, D = "example.com/card", "example.com/other", "card.example.com"
+
+
+@pytest.mark.parametrize(
+    ("shown", "by_plugin", "by_dra", "leaving", "allowed"),
+    [
+        # No pod through DRA: never blocked, held devices included.
+        (8, 0, 0, 8, True),
+        (8, 2, 0, 6, True),
+        (8, 2, 0, 8, True),
+        (0, 2, 0, 0, True),
+        # No pod of the plugin side: all may leave.
+        (4, 0, 2, 4, True),
+        (1, 0, 6, 1, True),
+        # Both kinds: what stays is enough for all of them.
+        (4, 2, 2, 1, False),
+        (4, 2, 2, 4, False),
+        (4, 1, 2, 1, True),  # one of the two pods of the plugin side has ended
+        (4, 1, 2, 2, False),
+        (3, 1, 2, 1, False),
+        (8, 2, 2, 4, True),
+        (8, 2, 2, 5, False),
+        # The number of the checkpoint is the larger one, before and after: nothing changes.
+        (1, 2, 2, 1, True),
+        (2, 2, 2, 2, True),
+        (2, 2, 6, 1, True),
+        (3, 2, 6, 1, False),
+        # Nothing that the kubelet counts leaves: broken or withdrawn devices.
+        (2, 1, 6, 0, True),
+        # The kubelet does not listen: its number is not known.
+        (None, 2, 2, 1, False),
+        (None, 2, 2, 0, True),
+        (None, 2, 0, 1, True),
+        (None, 0, 2, 1, True),
+    ],
+)
+def test_devices_that_may_leave(shown: int | None, by_plugin: int, by_dra: int, leaving: int, allowed: bool) -> None:
+    """A batch begins if it ends no pod of the plugin side at a kubelet restart, whatever the ages of the pods."""
+    assert may_leave(Counts(shown, by_plugin, by_dra), leaving) is allowed
+
+
+def test_no_batch_that_may_leave_ends_a_pod() -> None:
+    """Whoever is admitted before a batch is admitted after it, too: all ages of up to five pods of one device."""
+    tried = 0
+    for kinds in itertools.chain.from_iterable(itertools.product((True, False), repeat=n) for n in range(6)):
+        pods = [AdmittedPod(f"{age}", float(age), 1, by_dra) for age, by_dra in enumerate(kinds)]
+        by_dra = sum(kinds)
+        for shown in range(7):
+            now = Counts(shown, len(kinds) - by_dra, by_dra)
+            before = denied(pods, now.capacity)
+            for leaving in range(1, shown + 1):
+                if may_leave(now, leaving):
+                    after = Counts(shown - leaving, now.by_plugin, by_dra)
+                    assert denied(pods, after.capacity) == before or not by_dra
+                    tried += 1
+    assert tried > 100
+
+
+def pod(title: str, created: float, asks: int = 1) -> AdmittedPod:
+    return AdmittedPod(title, created, asks, by_dra=False)
+
+
+def dra(created: float, asks: int = 1) -> AdmittedPod:
+    return AdmittedPod("served by DRA", created, asks, by_dra=True)
+
+
+@pytest.mark.parametrize(
+    ("pods", "capacity", "ended"),
+    [
+        ([pod("a", 1), pod("b", 2), dra(3), dra(4)], 2, ()),  # the straight way: pods of the plugin side are older
+        ([dra(1), dra(2), pod("a", 3), pod("b", 4)], 2, ("a", "b")),  # after a way back
+        ([dra(1), dra(2), pod("a", 3), pod("b", 4)], 4, ()),  # as long as there is room for all
+        ([dra(1), dra(2), pod("a", 3), pod("b", 4)], 3, ("b",)),
+        ([pod("a", 1), dra(2), pod("b", 3)], 2, ("b",)),
+        ([dra(1, 4), pod("a", 2), dra(3)], 1, ("a",)),  # one that waited for four devices while another one came
+        ([dra(1), pod("large", 2, 4), pod("small", 3)], 4, ("large",)),  # what is denied is not counted
+        ([dra(1.9), pod("a", 1.1)], 1, ("a",)),  # the kubelet sorts pods of one second at random
+        ([], 0, ()),
+    ],
+)
+def test_pods_that_are_denied(pods: list[AdmittedPod], capacity: int, ended: tuple[str, ...]) -> None:
+    """Each is admitted beside those that are older than it and were admitted."""
+    assert denied(pods, capacity) == ended
+
+
+def test_what_the_register_says() -> None:
+    """Ids of one resource count, whatever state their device is in, and claims that stand for limits."""
+
+    def held(name: str, since: float, *uids: str, resource: str = R) -> AllocationRecord:
+        holders = frozenset((uid, "main") for uid in uids)
+        return AllocationRecord(resource, name, name, since, 1, holders, pending=not uids)
+
+    def claim(name: str, *devices: ClaimDevice) -> Claim:
+        return Claim(D, name, "ml", name, devices, "{}", 100.0)
+
+    allocations = [held("a", 50.0, "one"), held("b", 60.0, "one"), held("c", 70.0), held("a", 1.0, "x", resource=OTHER)]
+    two = ClaimDevice(R, "d", limits=True), ClaimDevice(R, "e", limits=True)
+    others = ClaimDevice(OTHER, "e", limits=True), ClaimDevice(R, "f", admin=True, limits=True), ClaimDevice(R, "g")
+    now = Snapshot(
+        allocations={(one.resource, one.device_id): one for one in allocations},
+        claims={(D, name): claim(name, *devices) for name, devices in (("served", two), ("others", others))},
+    )
+    assert counts_of(now, R, {"h", "i"}) == Counts(2, 3, 2)
+    assert counts_of(now, R, None).capacity == 3
+    assert [one.name for one in served_by_dra(now, R)] == ["served"]
+    assert pods_of(now, R) == [
+        AdmittedPod("one", 50.0, 2, by_dra=False),
+        AdmittedPod("", 70.0, 1, by_dra=False),
+        AdmittedPod("ml/served", 95.0, 2, by_dra=True),
+    ]

@@ -1,0 +1,186 @@
+"""Moves beside pods that DRA serves by their limits: none makes a kubelet restart end a pod, unless it is forced."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from deviceplugin.register import rules
+from deviceplugin.register.records import State
+from deviceplugin.testing.pods import FakePod
+from dra_bridge.node.share import HandoverPolicy
+from dra_bridge.testing.apiserver import FakeApiServer
+from dra_bridge.testing.node import FakeNode
+from dra_bridge.testing.serving import device_class
+from tests.dra.handover.test_moves import NODE, D, R, Source, World, world
+
+PLUGIN, TO_DRA, DRA, TO_PLUGIN = State.PLUGIN, State.TO_DRA, State.DRA, State.TO_PLUGIN
+
+
+@pytest.fixture
+def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNode]:
+    monkeypatch.setattr(rules, "WELL_APART", 0.2)
+    with FakeApiServer() as server:
+        server.create(device_class(R, D))
+        with FakeNode(server, NODE) as made:
+            yield made
+
+
+async def started(here: World, name: str, count: int = 1) -> FakePod:
+    """Start a pod with limits; it runs."""
+    pod = here.node.start_pod(name, {R: count})
+    await asyncio.to_thread(pod.wait_running, 60)
+    return pod
+
+
+async def ended(pod: FakePod) -> None:
+    await asyncio.to_thread(pod.delete, 60)
+
+
+async def test_devices_return_when_no_pod_has_one_through_dra_by_limits(node: FakeNode, tmp_path: Path) -> None:
+    """Idle ones leave the slices and wait with the held one; a pod with a claim of its own keeps none but its own."""
+    async with world(node, tmp_path, Source(3)) as here:
+        here.ask("all")
+        await here.settle(DRA, DRA, DRA)
+        unchanged = await started(here, "unchanged")
+        claims = node.start_pod("claims", template={D: 1})
+        await asyncio.to_thread(claims.wait_running, 60)
+        here.ask("none")
+        await here.settle(TO_PLUGIN, TO_PLUGIN, TO_PLUGIN)
+        await here.until(lambda: "by limits" in here.waiting.get("d2", ""))
+        assert isinstance(here.waiting["d2"], rules.HolderWait)
+        await here.until(lambda: not here.published)
+        assert not here.healthy
+        await ended(unchanged)
+        await here.until(lambda: sorted(one.value for one in here.states.values()) == ["plugin", "plugin", "to-plugin"])
+        assert claims.running
+
+
+async def test_pods_by_limits_that_wait_do_not_keep_devices_from_returning(node: FakeNode, tmp_path: Path) -> None:
+    """They get none through DRA meanwhile, also none of those that claims are to keep; a claim's device turns round."""
+    async with world(node, tmp_path, Source(4)) as here:
+        here.ask("all")
+        await here.settle(DRA, DRA, DRA, DRA)
+        unchanged = await started(here, "unchanged", 3)
+        claims = node.start_pod("claims", template={D: 1})
+        await asyncio.to_thread(claims.wait_running, 60)
+        pod = node.start_pod("waits", {R: 3})
+        here.ask("1")
+        await here.settle(TO_PLUGIN, TO_PLUGIN, TO_PLUGIN, TO_PLUGIN)
+        await here.until(lambda: not here.published)
+        await ended(unchanged)
+        await asyncio.to_thread(pod.wait_running, 60)
+        assert sorted(one.value for one in here.states.values()) == ["dra", "plugin", "plugin", "plugin"]
+        assert set(pod.devices[R]) == {name for name, one in here.states.items() if one is PLUGIN}
+        assert claims.running
+
+
+async def test_devices_that_wait_to_return_are_offered_to_claims(node: FakeNode, tmp_path: Path) -> None:
+    """With `wait` nothing is withdrawn before the last pod by limits has ended."""
+    async with world(node, tmp_path, Source(2)) as here:
+        here.ask("all")
+        await here.settle(DRA, DRA)
+        here.bridge.drivers[D].resources[R].policy = HandoverPolicy(drain="wait")
+        unchanged = await started(here, "unchanged")
+        here.ask("none")
+        await here.until(lambda: "a kubelet restart" in here.waiting.get("d1", ""))
+        claims = node.start_pod("claims", template={D: 1})
+        await asyncio.to_thread(claims.wait_running, 60)
+        assert here.states == {"d0": DRA, "d1": DRA}
+        await ended(unchanged)
+        await ended(claims)
+        await here.settle(PLUGIN, PLUGIN)
+
+
+async def test_an_allocation_by_limits_that_is_not_prepared_keeps_devices(node: FakeNode, tmp_path: Path) -> None:
+    """The scheduler has written it, the kubelet has not asked yet: the pod counts at the kubelet's next start."""
+    async with world(node, tmp_path, Source(2)) as here:
+        here.ask("all")
+        await here.settle(DRA, DRA)
+        (pool,) = node.server.objects("resourceslices")
+        names = here.bridge.drivers[D].driver.devices.by_name
+        name = next(name for name, (_, device) in names.items() if device.id == "d0")
+        result = {"request": "r", "driver": D, "pool": pool["spec"]["pool"]["name"], "device": name}
+        claim = {
+            "apiVersion": "resource.k8s.io/v1",
+            "kind": "ResourceClaim",
+            "metadata": {
+                "name": "late",
+                "namespace": "default",
+                "annotations": {"resource.kubernetes.io/extended-resource-claim": "true"},
+            },
+            "spec": {},
+            "status": {"allocation": {"devices": {"results": [result]}}},
+        }
+        node.server.create(claim)
+        here.ask("none")
+        await here.until(lambda: here.waiting.get("d0") == "claim default/late")
+        await here.until(lambda: here.waiting.get("d1", "").startswith("claim default/late (its pod has"))
+        node.server.delete("resourceclaims", "late", "default")
+        await here.settle(PLUGIN, PLUGIN)
+
+
+async def test_a_move_that_is_withdrawn_waits_too(node: FakeNode, tmp_path: Path) -> None:
+    """A device that a pod of the plugin side holds is not offered to pods again beside those that DRA serves."""
+    async with world(node, tmp_path, Source(2)) as here:
+        held = await started(here, "held")
+        here.ask("all")
+        await here.until(lambda: sorted(one.value for one in here.states.values()) == ["dra", "to-dra"])
+        unchanged = await started(here, "unchanged")
+        here.ask("none")
+        await here.until(lambda: sorted(one.value for one in here.states.values()) == ["to-dra", "to-plugin"])
+        await here.until(lambda: len(here.waiting) == 2)
+        assert not here.healthy
+        await ended(unchanged)
+        await here.settle(PLUGIN, PLUGIN)
+        assert held.running
+
+
+async def test_what_is_forced_moves_at_once(node: FakeNode, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Devices return beside pods that DRA serves by limits, and those that younger pods hold are withdrawn."""
+    async with world(node, tmp_path, Source(4)) as here:
+        here.ask("all")
+        await here.settle(DRA, DRA, DRA, DRA)
+        unchanged = await started(here, "unchanged")
+        here.ask("1 force")
+        await here.until(lambda: len(here.healthy) == 3)
+        handover = here.bridge.drivers[D].resources[R].handover
+        assert handover.denied == ()
+        younger = await started(here, "younger")
+        await here.until(lambda: handover.denied == (younger.uid,))
+        assert "pod default/younger would be ended by a kubelet restart" in caplog.text
+        here.ask("all")
+        # One may leave: two are enough for both pods. The other idle one stays, and so does the held one.
+        await here.until(lambda: len(here.healthy) == 2)
+        await here.until(lambda: list(here.states.values()).count(PLUGIN) == 2)
+        await here.until(lambda: here.waiting.keys() == {name for name, one in here.states.items() if one is PLUGIN})
+        here.ask("all force")
+        await here.until(lambda: sorted(one.value for one in here.states.values()) == ["dra", "dra", "dra", "to-dra"])
+        assert younger.running
+        await ended(younger)
+        await here.settle(DRA, DRA, DRA, DRA)
+        await here.until(lambda: handover.denied == ())
+        assert unchanged.running
+
+
+async def test_devices_leave_as_pods_of_the_plugin_side_end(node: FakeNode, tmp_path: Path) -> None:
+    """With four devices shown, two pods of each kind: none leaves; with each pod that ends one more; then all."""
+    async with world(node, tmp_path, Source(6)) as here:
+        here.ask("all")
+        await here.settle(*[DRA] * 6)
+        unchanged = await started(here, "unchanged", 2)
+        here.ask("2 force")
+        await here.until(lambda: len(here.healthy) == 4)
+        pods = [await started(here, f"p{number}") for number in range(2)]
+        here.ask("all")
+        await here.until(lambda: len(here.waiting) == 4)
+        assert len(here.healthy) == 4
+        await ended(pods[0])
+        await here.until(lambda: len(here.healthy) == 3)
+        await here.until(lambda: list(here.states.values()).count(PLUGIN) == 3)
+        await ended(pods[1])
+        await here.settle(*[DRA] * 6)
+        assert unchanged.running
