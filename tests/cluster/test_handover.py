@@ -264,7 +264,10 @@ def test_idle_devices_move_fast(bridge: Bridge) -> None:
 
 
 def test_a_held_device_moves_with_its_holder(bridge: Bridge) -> None:
-    """A device in a pod's hands is withdrawn at once and moves when the pod ends; a claim's device likewise back."""
+    """A device in a pod's hands is withdrawn at once and moves when the pod ends.
+
+    Back go all of them when the pod by limits that DRA served has ended.
+    """
     cluster = bridge.cluster
     pod = cluster.start_pod("holder", {RESOURCE: 1}).wait_running()
     annotate(cluster, "all")
@@ -276,7 +279,9 @@ def test_a_held_device_moves_with_its_holder(bridge: Bridge) -> None:
     pod.wait_gone()
     cluster.wait_for(lambda: at_rest(bridge, 8), 30, "the last one is moved")
     annotate(cluster, "none")
-    cluster.wait_for(lambda: states(bridge) == Counter({"plugin": 7, "to-plugin": 1}), 30, "all but one are back")
+    cluster.wait_for(lambda: states(bridge) == Counter({"to-plugin": 8}), 30, "all leave the slices")
+    cluster.wait_for(lambda: "its pod has a device by limits" in bridge.log(), 30, "they wait for the pod")
+    assert cluster.allocatable(RESOURCE) == 0
     unchanged.exec(["true"])
     unchanged.delete()
     unchanged.wait_gone()
@@ -362,10 +367,6 @@ def test_no_device_ever_has_two_holders(bridge: Bridge) -> None:
             explained["a fault"] += 1
         elif "UnexpectedAdmissionError" in said and any(began <= at <= began + REPORTING for began in withdrawn):
             explained["the kubelet's reporting period"] += 1
-        elif said.startswith(f"OutOf{RESOURCE}"):
-            # The device manager has granted a device before the kubelet counts (1.36, lifecycle/predicate.go), and it
-            # counts pods that DRA serves by limits as users of the plugin's devices.
-            explained["the kubelet's count"] += 1
         else:
             unexplained[name] = said
     logs = bridge.logs()

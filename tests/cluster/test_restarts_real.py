@@ -1,0 +1,194 @@
+"""Kubelet restarts beside moves, on the real node: no move makes a restart end a pod, unless it is forced.
+
+At its start the kubelet admits the node's pods, the oldest first (HandlePodAdditions, kubelet 1.36). It leaves out what
+the admitted pod has through DRA, but not what the pods beside it have (kubernetes#124586), and compares with the larger
+of the Node's number and the ids in its checkpoint. `dra_bridge.handover.admission` says what follows from that.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import time
+from collections.abc import Iterator
+from datetime import datetime
+
+import pytest
+
+from tests.cluster.bridge import Bridge
+from tests.cluster.node import Cluster, Pod
+from tests.cluster.test_handover import RESOURCE, annotate, at_rest, serving_cards, states
+
+_CANARIES = itertools.count()
+
+
+@pytest.fixture
+def bridge(cluster: Cluster) -> Iterator[Bridge]:
+    with serving_cards(cluster) as running:
+        running.template("cards")
+        yield running
+
+
+def by_limits(bridge: Bridge, name: str) -> Pod:
+    """Start a pod that asks for one device by `limits`; it runs, and pods that are made from now on are younger."""
+    return older(bridge.cluster.start_pod(name, {RESOURCE: 1})).wait_running()
+
+
+def older(pod: Pod) -> Pod:
+    """Wait until pods that are made now are younger: the kubelet sorts by seconds."""
+    created = datetime.fromisoformat(pod.object["metadata"]["creationTimestamp"]).timestamp()
+    pod.cluster.wait_for(lambda: time.time() >= created + 1, 10, "the next second")
+    return pod
+
+
+def by_claim(bridge: Bridge, name: str) -> Pod:
+    """Start a pod that asks for one device by a claim of its own; it runs."""
+    return bridge.pod(name, {"card": {"resourceClaimTemplateName": "cards"}}).wait_running()
+
+
+def through_dra(pod: Pod) -> bool:
+    """Whether a pod by limits is served by DRA."""
+    return "extendedResourceClaimStatus" in pod.status
+
+
+def restart_kubelet(bridge: Bridge, *, without_agent: bool = False) -> dict[str, str]:
+    """Restart the kubelet, and wait until it has admitted all pods again; return why it denied which.
+
+    without_agent: the agent is stopped then. The kubelet ends a pod that it has denied some seconds later, and calls it
+    Failed or Succeeded only then; so its log is asked.
+    """
+    cluster = bridge.cluster
+    if without_agent:
+        bridge.stop()
+    log = cluster.components["kubelet"].log
+    before = log.stat().st_size
+    cluster.restart_kubelet(reported=True)
+    # Pods are admitted one after the other, the oldest first: when a new one runs, all others are done.
+    canary = cluster.start_pod(f"canary-{next(_CANARIES)}").wait_running()
+    canary.delete()
+    canary.wait_gone()
+    if without_agent:
+        bridge.start()
+        bridge.wait_registered()
+    with log.open(errors="replace") as file:
+        file.seek(before)
+        lines = [line for line in file if "Pod admission denied" in line]
+    return {re.findall(r'pod="([^"]*)"', line)[0]: line.partition("reason=")[2].strip() for line in lines}
+
+
+def no_pod_ends(bridge: Bridge, *pods: Pod) -> None:
+    """Restart the kubelet, once while the agent runs and once while it is stopped; all pods go on."""
+    before = {pod.name: pod.container_id() for pod in pods}
+    for without_agent in (False, True):
+        assert restart_kubelet(bridge, without_agent=without_agent) == {}, f"{without_agent=}"
+    assert {pod.name: (pod.phase, pod.container_id()) for pod in pods} == {
+        name: ("Running", container) for name, container in before.items()
+    }
+
+
+def wait_states(bridge: Bridge, **wanted: int) -> None:
+    """Wait until so many devices are in these states; a state's name has _ for -."""
+    counts = {name.replace("_", "-"): count for name, count in wanted.items()}
+    bridge.cluster.wait_for(lambda: dict(states(bridge)) == counts, 60, f"the devices are {counts}")
+
+
+def test_a_kubelet_restart_after_each_step_ends_no_pod(bridge: Bridge) -> None:
+    """There, back and there again: pods of the plugin side, unchanged ones through DRA, and claims all go on."""
+    cluster = bridge.cluster
+    # There. The first pod is older than all those that DRA serves.
+    first = by_limits(bridge, "first")
+    annotate(cluster, "4")
+    wait_states(bridge, plugin=4, dra=4)
+    claim = by_claim(bridge, "claim")
+    second = by_limits(bridge, "second")
+    assert not any(map(through_dra, (first, second)))
+    no_pod_ends(bridge, first, second, claim)
+    annotate(cluster, "all")
+    wait_states(bridge, dra=6, to_dra=2)
+    cluster.wait_allocatable(RESOURCE, 0)
+    unchanged = [by_limits(bridge, f"unchanged-{number}") for number in range(2)]
+    assert all(map(through_dra, unchanged))
+    no_pod_ends(bridge, first, second, claim, *unchanged)
+    first.delete()
+    first.wait_gone()
+    wait_states(bridge, dra=7, to_dra=1)
+    no_pod_ends(bridge, second, claim, *unchanged)
+    # Back, while DRA serves pods by limits: nothing arrives, and no pod of the plugin side comes.
+    annotate(cluster, "2")
+    wait_states(bridge, to_plugin=7, to_dra=1)
+    waits = cluster.start_pod("waits", {RESOURCE: 1})
+    waits.wait_unschedulable()
+    no_pod_ends(bridge, second, claim, *unchanged)
+    wait_states(bridge, to_plugin=7, to_dra=1)
+    for pod in unchanged:
+        pod.delete()
+        pod.wait_gone()
+    wait_states(bridge, dra=1, to_dra=1, plugin=6)
+    waits.wait_running()
+    assert not through_dra(waits)
+    younger = by_limits(bridge, "younger")
+    no_pod_ends(bridge, second, claim, waits, younger)
+    # There again, with older and younger pods of the plugin side.
+    annotate(cluster, "all")
+    wait_states(bridge, dra=5, to_dra=3)
+    cluster.wait_allocatable(RESOURCE, 0)
+    again = [by_limits(bridge, f"again-{number}") for number in range(2)]
+    assert all(map(through_dra, again))
+    no_pod_ends(bridge, second, claim, waits, younger, *again)
+    for pod in (second, waits, younger):
+        pod.delete()
+        pod.wait_gone()
+    wait_states(bridge, dra=8)
+    no_pod_ends(bridge, claim, *again)
+    # And back once more; all pods of both kinds by limits have ended in between.
+    for pod in again:
+        pod.delete()
+        pod.wait_gone()
+    annotate(cluster, "1")
+    wait_states(bridge, dra=1, plugin=7)
+    last = by_limits(bridge, "last")
+    no_pod_ends(bridge, claim, last)
+
+
+def test_devices_leave_one_by_one_beside_pods_of_both_kinds(bridge: Bridge) -> None:
+    """After a forced return none leaves that pods need; force takes it, and a restart ends the pod that is named."""
+    cluster = bridge.cluster
+    annotate(cluster, "all")
+    cluster.wait_for(lambda: at_rest(bridge, 8), 60, "all devices are on the DRA side")
+    cluster.wait_allocatable(RESOURCE, 0)
+    unchanged = [by_limits(bridge, f"unchanged-{number}") for number in range(2)]
+    assert all(map(through_dra, unchanged))
+    annotate(cluster, "4 force")
+    wait_states(bridge, dra=4, plugin=4)
+    cluster.wait_allocatable(RESOURCE, 4)
+    younger = [by_limits(bridge, f"younger-{number}") for number in range(2)]
+    assert not any(map(through_dra, younger))
+    named = [f"pod default/{pod.name} would be ended by a kubelet restart" for pod in younger]
+    cluster.wait_for(lambda: all(text in bridge.log() for text in named), 30, "both are named")
+    annotate(cluster, "6")
+    cluster.wait_for(lambda: "waits for pods of one side to end" in bridge.log(), 30, "the move waits")
+    wait_states(bridge, dra=4, plugin=4)
+    cluster.wait_allocatable(RESOURCE, 4)
+    younger[0].delete()
+    younger[0].wait_gone()
+    wait_states(bridge, dra=5, plugin=3)
+    cluster.wait_allocatable(RESOURCE, 3)
+    annotate(cluster, "all force")
+    wait_states(bridge, dra=7, to_dra=1)
+    cluster.wait_allocatable(RESOURCE, 0)
+    assert list(restart_kubelet(bridge)) == ["default/younger-1"]
+
+
+def test_a_pod_that_waited_is_older_than_those_that_came_after_it(bridge: Bridge) -> None:
+    """What `cordon` does not prevent, and the pages say so: DRA serves it beside a younger pod of the plugin side."""
+    cluster = bridge.cluster
+    first = older(cluster.start_pod("first", {RESOURCE: 2})).wait_running()
+    waits = older(cluster.start_pod("waits", {RESOURCE: 7}))
+    waits.wait_unschedulable()
+    younger = by_limits(bridge, "younger")
+    annotate(cluster, "all")
+    wait_states(bridge, dra=5, to_dra=3)
+    first.delete()
+    waits.wait_running()
+    assert through_dra(waits)
+    assert list(restart_kubelet(bridge)) == [f"default/{younger.name}"]
