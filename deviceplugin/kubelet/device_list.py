@@ -22,7 +22,7 @@ _LOG: Final = logging.getLogger(__name__)
 MAX_LIST_BYTES: Final = 4 * 1024 * 1024
 """The kubelet takes no larger message and shows a capacity of 0 (kubernetes#109304)."""
 _TOO_LARGE: Final = (
-    "%s: the list of %d devices has %d bytes, more than the %d that the kubelet takes; it is not sent. "
+    "the list of %d devices has %d bytes, more than the %d that the kubelet takes; it is not sent. "
     "Use shorter device ids, fewer devices or replicas, or leave the topology out"
 )
 ANY_REPLICAS: Final = 2  # as good as any number above 1 for telling which device a replica belongs to
@@ -127,8 +127,9 @@ class DeviceIds:
         if times != before and self._held(device.id):
             if self._refused.get(device.id) != times:
                 self._refused[device.id] = times
-                text = "%s: device %s is offered %d times as before, not %d times: a pod or claim has it"
-                _LOG.warning(text, self._source.resource, device.id, before, times)
+                text = "device %s is offered %d times as before, not %d times: a pod or claim has it"
+                extra = {"resource": self._source.resource, "device": device.id}
+                _LOG.warning(text, device.id, before, times, extra=extra)
             return before
         self._times[device.id] = times
         self._refused.pop(device.id, None)
@@ -237,7 +238,7 @@ class ListStreams:
         self._open.add(stream)
         self._none_open.clear()
         self.begun += 1
-        _LOG.debug("%s: the kubelet listens", self._resource)
+        _LOG.debug("the kubelet listens", extra={"resource": self._resource})
         try:
             sent: tuple[Entry, ...] | None = None
             refused: tuple[Entry, ...] | None = None
@@ -258,13 +259,13 @@ class ListStreams:
                     stream.shown = (time.monotonic(), healthy)
                 else:
                     refused = lines
-                    _LOG.error(_TOO_LARGE, self._resource, len(lines), size, MAX_LIST_BYTES)
+                    _LOG.error(_TOO_LARGE, len(lines), size, MAX_LIST_BYTES, extra={"resource": self._resource})
                 del message
         finally:
             self._open.discard(stream)
             if not self._open:
                 self._none_open.set()
-                _LOG.debug("%s: the kubelet does not listen any more", self._resource)
+                _LOG.debug("the kubelet does not listen any more", extra={"resource": self._resource})
                 self._on_end()
 
 

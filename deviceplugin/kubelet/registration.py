@@ -384,14 +384,13 @@ class Registration:
         if seen.live and seen.foreign:
             self.statistics.foreign += 1
             self.statistics.contested = seen.foreign
-            text = "%s: another plugin has registered this resource with the kubelet: %s; registering again"
-            resource = self.endpoint.resource
-            _LOG.warning(text, resource, seen.foreign, extra={"resource": resource})
+            text = "another plugin has registered this resource with the kubelet: %s; registering again"
+            _LOG.warning(text, seen.foreign, extra={"resource": self.endpoint.resource})
             self._contested()
         elif again and seen.served:
             why = "does not listen any more" if seen.listened else "took the registration but does not listen"
             level = logging.INFO if seen.listened else logging.WARNING
-            _LOG.log(level, "%s: the kubelet %s; registering again", self.endpoint.resource, why)
+            _LOG.log(level, "the kubelet %s; registering again", why, extra={"resource": self.endpoint.resource})
         if not await self._register(watch) or self._backoff.tries:
             await self._pause(watch, self._backoff.next(), seen.kubelet)
         elif again:
@@ -427,7 +426,7 @@ class Registration:
             await self.endpoint.settled(timing.calls)  # the kubelet ends them with the stream
         self.statistics.registered = False
         if not await self.endpoint.streams.end(timing.stream):
-            _LOG.warning("%s: an old ListAndWatch did not end in time; starting a new server", resource)
+            _LOG.warning("an old ListAndWatch did not end in time; starting a new server", extra={"resource": resource})
             self._server.retire()
         await self._server.serve()
         self.endpoint.streams.sent = ()
@@ -462,7 +461,7 @@ class Registration:
         self.statistics.registered, self.statistics.contested = True, ""
         self._last_kubelet, self._last_logged = kubelet, ""
         self._accepted = Accepted(kubelet, time.monotonic(), options, streams)
-        _LOG.info("%s: registered%s as %s", resource, again, name, extra={"resource": resource})
+        _LOG.info("registered%s as %s", again, name, extra={"resource": resource})
         return True
 
     async def _answered(
@@ -498,4 +497,4 @@ class Registration:
         """Log a message once, until another one is logged."""
         if self._last_logged != key:
             self._last_logged = key
-            _LOG.log(level, "%s: %s", self.endpoint.resource, message)
+            _LOG.log(level, "%s", message, extra={"resource": self.endpoint.resource})

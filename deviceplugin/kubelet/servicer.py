@@ -187,7 +187,7 @@ class Endpoint(DevicePluginServicer):
             except Refusal as refusal:
                 self.statistics.refusals[refusal.reason] += 1
                 extra = {"resource": self.resource, "device": ", ".join(map(printable, names[:SHOWN_IDS]))}
-                _LOG.warning("%s: Allocate refused: %s", self.resource, refusal.details, extra=extra)
+                _LOG.warning("Allocate refused: %s", refusal.details, extra=extra)
                 await context.abort(refusal.code, refusal.details)
             finally:
                 self._asked_for -= devices
@@ -243,8 +243,8 @@ class Endpoint(DevicePluginServicer):
             del self._failed_starts[next(iter(self._failed_starts))]
         ids = ", ".join(map(printable, names[:SHOWN_IDS]))
         extra = {"resource": self.resource, "device": ids} | ({"pod": pods} if pods else {})
-        text = "%s: a container%s with device %s cannot start: %s"
-        where = self.resource, f" of pod {pods}" if pods else "", ids
+        text = "a container%s with device %s cannot start: %s"
+        where = f" of pod {pods}" if pods else "", ids
         if again:
             _LOG.debug(text, *where, error, extra=extra)  # the kubelet tries again for as long as the pod is there
         else:
@@ -350,7 +350,7 @@ class Endpoint(DevicePluginServicer):
                     return chosen
             return preference.choice(self.source, self.inventory.snapshot, self.ids, available, must_include, size)
         except Exception:  # whatever it is, it must not fail the pods
-            _LOG.exception("%s: no preference could be found", self.resource)
+            _LOG.exception("no preference could be found", extra={"resource": self.resource})
             return [*must_include, *(name for name in available if name not in must_include)][:size]
 
     async def _preferred_by_hook(self, available: list[str], must_include: list[str], size: int) -> list[str] | None:
@@ -366,13 +366,13 @@ class Endpoint(DevicePluginServicer):
             _LOG.warning("%s; choosing without it", error, extra={"resource": self.resource})
             return None
         if isinstance(preferred, str) or not isinstance(preferred, Iterable):
-            text = "prefer of %s must return devices or their ids, not %r; choosing without it"
-            _LOG.warning(text, self.resource, preferred)
+            text = "prefer must return devices or their ids, not %r; choosing without it"
+            _LOG.warning(text, preferred, extra={"resource": self.resource})
             return None
         ids = [one.id if isinstance(one, Device) else str(one) for one in preferred]
         chosen = preference.as_names(ids, available, must_include, self.ids.offered_as)
         if chosen is None or len(chosen) != size:
-            text = "prefer of %s answered %s for %d of %s; choosing without it"
-            _LOG.warning(text, self.resource, ids, size, available, extra={"resource": self.resource})
+            text = "prefer answered %s for %d of %s; choosing without it"
+            _LOG.warning(text, ids, size, available, extra={"resource": self.resource})
             return None
         return chosen

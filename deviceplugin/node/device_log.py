@@ -33,8 +33,8 @@ class InventoryLog:
         if not before.listed and now.listed:
             healths = Counter(device.health.value for device in now.devices.values())
             words = ", ".join(f"{count} {health}" for health, count in sorted(healths.items()))
-            text = "%s: the source lists %s (%s)"
-            _LOG.info(text, resource, counted(len(now.devices)), words or "none", extra={"resource": resource})
+            count = counted(len(now.devices))
+            _LOG.info("the source lists %s (%s)", count, words or "none", extra={"resource": resource})
         found = list(changes(before, now))
         for number, change in enumerate(found):
             holder = self._holder(change.device) if change.bad else ""
@@ -45,9 +45,9 @@ class InventoryLog:
                 level = logging.DEBUG
             else:
                 level = logging.WARNING if broken or holder else logging.INFO
-            _LOG.log(level, "%s: device %s %s", resource, change.device, text, extra=extra)
+            _LOG.log(level, "device %s %s", change.device, text, extra=extra)
         if len(found) > SHOWN:
-            _LOG.info("%s: %d more devices changed", resource, len(found) - SHOWN, extra={"resource": resource})
+            _LOG.info("%d more devices changed", len(found) - SHOWN, extra={"resource": resource})
 
 
 class HolderLog:
@@ -80,9 +80,9 @@ class HolderLog:
                     pod = self._titles.get(pod_uid, pod)
                 self._titles[pod_uid] = pod
                 extra = {"resource": resource, "pod": pod}
-                _LOG.info("%s: pod %s %s %s", resource, pod, verb, counted(len(ids)), extra=extra)
+                _LOG.info("pod %s %s %s", pod, verb, counted(len(ids)), extra=extra)
                 for name in sorted(ids) if _LOG.isEnabledFor(logging.DEBUG) else ():
-                    _LOG.debug("%s: pod %s %s %s", resource, pod, verb, name, extra={**extra, "device": name})
+                    _LOG.debug("pod %s %s %s", pod, verb, name, extra={**extra, "device": name})
         if verbs:
             held_now = {one.pod_uid for one in now}
             self._titles = {uid: title for uid, title in self._titles.items() if uid in held_now}

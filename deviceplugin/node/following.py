@@ -97,8 +97,8 @@ class SourceFollower:
             except Exception as error:
                 self.failure = error
                 count, delay = len(self.inventory.snapshot.devices), backoff.next()
-                message = "%s: the source failed; its last list of %d devices stays, trying again in %.1f s"
-                _LOG.exception(message, source.resource, count, delay)
+                message = "the source failed; its last list of %d devices stays, trying again in %.1f s"
+                _LOG.exception(message, count, delay, extra={"resource": source.resource})
                 await asyncio.sleep(delay)
             else:
                 self._take_over(source)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import sys
 import threading
 from datetime import UTC, datetime
@@ -16,8 +15,8 @@ FORMATS: Final = ("text", "json")
 LEVELS: Final = ("debug", "info", "warning", "error")
 
 _LOG: Final = logging.getLogger(__name__)
-_NAMED: Final = re.compile(r"(?:\b(driver|resource|device|claim|pod) )?%[-+#0]*[\d.]*[a-z]")
-_SUBJECT: Final = re.compile(r"(?:[-a-z0-9]+\.)+[-a-z0-9]+(/.+)?")
+_SUBJECTS: Final = ("resource", "driver")
+"""What a line is about, if the first that is given as `extra` is one of these; a line for people begins with it."""
 _STANDARD: Final = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
 
 
@@ -68,18 +67,8 @@ def _message(record: logging.LogRecord) -> str:
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    """Return what was given as `extra`: resource, driver, device, claim and pod where a line is about them.
-
-    What the message itself calls so is a field, too: what is put after `device`, and the resource or driver in front.
-    """
-    found: dict[str, Any] = {}
-    if isinstance(record.msg, str) and isinstance(record.args, tuple):
-        for place, value in zip(_NAMED.finditer(record.msg.replace("%%", "")), record.args, strict=False):
-            if place[1]:
-                found[place[1]] = value
-            elif record.msg.startswith("%s: ") and not place.start() and (subject := _SUBJECT.fullmatch(str(value))):
-                found["resource" if subject[1] else "driver"] = value
-    return found | {name: value for name, value in record.__dict__.items() if name not in _STANDARD}
+    """Return what was given as `extra`: resource, driver, device, claim and pod where a line is about them."""
+    return {name: value for name, value in record.__dict__.items() if name not in _STANDARD}
 
 
 class JsonFormatter(logging.Formatter):
@@ -124,7 +113,9 @@ class TextFormatter(logging.Formatter):
         when = f"{at:%H:%M:%S}.{at.microsecond // 1000:03}" if self._short else at.isoformat(timespec="milliseconds")
         logger = record.name.removeprefix("deviceplugin.")
         message = _message(record)
-        fields = {name: str(value) for name, value in _fields(record).items()}
+        fields = {name: _text(value) for name, value in _fields(record).items()}
+        if (subject := next(iter(fields), "")) in _SUBJECTS:
+            message = f"{fields.pop(subject)}: {message}"
         more = "".join(f" {name}={value}" for name, value in fields.items() if value not in message)
         line = f"{when} {record.levelname:<7} {logger}: {message}{more}"
         exc = _exception(self, record)

@@ -93,12 +93,17 @@ class HolderScanner:
             try:
                 done = await self.register.observe(resource, seen)
             except LedgerError as error:
-                _LOG.warning("%s: the ledger cannot be written: %s", resource, error)
+                _LOG.warning("the ledger cannot be written: %s", error, extra={"resource": resource})
                 continue
             released[resource] = done.released
             self.observed |= {resource}
             for name in done.found:
-                _LOG.info("%s: pod %s holds %s, which the register did not know", resource, seen.held[name].pod, name)
+                _LOG.info(
+                    "pod %s holds %s, which the register did not know",
+                    seen.held[name].pod,
+                    name,
+                    extra={"resource": resource, "pod": seen.held[name].pod},
+                )
             for observer in self.observers:
                 observer.observed(resource, done)
         try:
@@ -163,10 +168,10 @@ class ScanLog:
             # Between two requests for a checkpoint the reason is another one each time.
             if why not in (logged := self._withheld.setdefault(key, set())):
                 logged.add(why)
-                _LOG.warning("%s: device %s is withheld: %s", *key, why, extra=dict(zip(_FIELDS, key, strict=True)))
+                _LOG.warning("device %s is withheld: %s", key[1], why, extra=dict(zip(_FIELDS, key, strict=True)))
         for key in self._withheld.keys() - now.keys():
             del self._withheld[key]
-            _LOG.info("%s: device %s is not withheld any more", *key, extra=dict(zip(_FIELDS, key, strict=True)))
+            _LOG.info("device %s is not withheld any more", key[1], extra=dict(zip(_FIELDS, key, strict=True)))
 
     def problem(self, now: HolderSnapshot | None) -> None:
         """Log why the kubelet's checkpoint cannot be read, if two scans in a row could not.
@@ -189,6 +194,6 @@ class ScanLog:
         for resource, device in doubled.keys() - self._doubled:
             self.double_allocations += 1
             pods = ", ".join(doubled[resource, device])
-            message = "the kubelet gave device %s of %s to several pods: %s (kubernetes#137534)"
-            _LOG.error(message, device, resource, pods, extra={"resource": resource, "device": device, "pod": pods})
+            message = "the kubelet gave device %s to several pods: %s (kubernetes#137534)"
+            _LOG.error(message, device, pods, extra={"resource": resource, "device": device, "pod": pods})
         self._doubled = frozenset(doubled)

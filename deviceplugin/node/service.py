@@ -62,7 +62,7 @@ class Service:
         self.resource = source.resource
         if problem := overlong(source):
             what = "such a hook works on, and its devices are given to nobody until it ends"
-            _LOG.warning("%s: %s; %s", source.resource, problem, what, extra={"resource": source.resource})
+            _LOG.warning("%s; %s", problem, what, extra={"resource": source.resource})
         self.inventory = Inventory(source.resource)
         self.inventory.subscribe(InventoryLog(source.resource, self._holder))
         self.follower = SourceFollower(source, self.inventory, self._take_source, self._adopt_existing)
@@ -359,8 +359,8 @@ class Supervisor:
                 return
             except Exception:
                 delay = backoff.next()
-                message = "%s: child_sources failed; those before are served, trying again in %.1f s"
-                _LOG.exception(message, parent.resource, delay)
+                message = "child_sources failed; those before are served, trying again in %.1f s"
+                _LOG.exception(message, delay, extra={"resource": parent.resource})
                 await asyncio.sleep(delay)
 
     async def _supervise(self, service: Service, *, fatal: bool) -> None:
@@ -377,7 +377,7 @@ class Supervisor:
                         return
                     _LOG.error("%s; trying again", error)  # no traceback for what a user must mend
                 except Exception:
-                    _LOG.exception("%s: serving failed; trying again", name)
+                    _LOG.exception("serving failed; trying again", extra={"resource": name})
                 await asyncio.sleep(backoff.next())
         finally:
             if self.services.get(name) is service:

@@ -273,7 +273,9 @@ class ConfiguredSource(DeviceSource):
                 return  # its last list stays valid
             except Exception:
                 delay = backoff.next()
-                _LOG.exception("%s: %r failed; it is started again in %.1f s", self.resource, entry, delay)
+                _LOG.exception(
+                    "%r failed; it is started again in %.1f s", entry, delay, extra={"resource": self.resource}
+                )
                 if lists[index] is None:
                     lists[index] = ()
                     changed.set()
@@ -312,7 +314,7 @@ class ConfiguredSource(DeviceSource):
             made = known.device if known is not None and known.listed is device else self._with_settings(device)
             served[device.id] = _Served(entry, device, made)
         for note in left_out.keys() - self._left_out.keys():
-            _LOG.warning("%s: %s", self.resource, note)
+            _LOG.warning("%s", note, extra={"resource": self.resource})
         self._served, self._left_out = served, left_out
         return [one.device for one in served.values()]
 
@@ -388,7 +390,7 @@ class ProbedHealth:
             if (before.health, before.message) != (after.health, after.message):
                 changed = True
                 why = f": {message}" if message else ""
-                _LOG.debug("%s: %s is %s%s", self._resource, name, after.health.value, why)
+                _LOG.debug("%s is %s%s", name, after.health.value, why, extra={"resource": self._resource})
         return changed
 
 

@@ -57,7 +57,7 @@ class ClusterClaims:
 
     def _refused(self, driver: str, why: str) -> None:
         self._without_status.add(driver)
-        _LOG.info("%s: status.devices of claims is not written any more: %s", driver, why)
+        _LOG.info("status.devices of claims is not written any more: %s", why, extra={"driver": driver})
 
     async def claim_event(self, claim: ClaimRef, reason: str, message: str) -> None:
         """Write a warning Event about the claim."""
@@ -115,6 +115,11 @@ class ClaimEvents:
             try:
                 await write(ref, *args)
             except Exception as error:  # best effort
-                _LOG.debug("%s: nothing could be written about claim %s: %s", self.records.driver, ref.title, error)
+                _LOG.debug(
+                    "nothing could be written about claim %s: %s",
+                    ref.title,
+                    error,
+                    extra={"driver": self.records.driver, "claim": ref.title},
+                )
 
         self.tasks.start(attempt())

@@ -161,7 +161,7 @@ class ClaimFiles:
             while not await in_thread(self._store.deleted):
                 missing = await in_thread(self._missing)
                 if errors := list(filter(None, await asyncio.gather(*map(self._restore, missing)))):
-                    _LOG.warning("%s: CDI files are missing: %s", self._driver, errors[0])
+                    _LOG.warning("CDI files are missing: %s", errors[0], extra={"driver": self._driver})
                     await asyncio.sleep(backoff.next())
                     continue
                 backoff.reset()
@@ -187,7 +187,11 @@ class ClaimFiles:
                 return ""
             try:
                 if await self.write(known):
-                    _LOG.warning("%s: a file of claim %s was removed; it is written again", self._driver, uid)
+                    _LOG.warning(
+                        "a file of claim %s was removed; it is written again",
+                        uid,
+                        extra={"driver": self._driver, "claim": uid},
+                    )
             except cdi.CdiError as error:
                 return str(error)
             return ""

@@ -314,8 +314,8 @@ class ClaimPreparation:
                     error = _still_running(ref, users, unlisted)
                     if now - self.refused.setdefault(ref.uid, now) < PATIENCE:
                         raise error
-                    text = "%s: %s; the kubelet is answered that the claim is unprepared, for it may end them only then"
-                    _LOG.warning(text, driver, error)
+                    text = "%s; the kubelet is answered that the claim is unprepared, for it may end them only then"
+                    _LOG.warning(text, error, extra={"driver": driver, "claim": ref.title})
                     await self.records.ledger.do(operations.reopen(driver, ref.uid, unlisted))
                     await self.files.describe(ref.uid)
         except ClaimError as failure:
@@ -336,10 +336,10 @@ class ClaimPreparation:
         except BaseException as error:
             failure = _as_claim_error(error, f"claim {ref.title}", self.deadline)
             statistics.failures[failure.reason] += 1
-            text, extra = "%s: cannot %s claim %s (%s): %s", {"driver": self.records.driver, "claim": ref.title}
+            text, extra = "cannot %s claim %s (%s): %s", {"driver": self.records.driver, "claim": ref.title}
             level = logging.DEBUG if self.logged.get(ref.uid) == f"{verb} {failure}" else logging.WARNING
             self.logged[ref.uid] = f"{verb} {failure}"
-            _LOG.log(level, text, self.records.driver, verb, ref.title, ref.uid, failure, extra=extra)
+            _LOG.log(level, text, verb, ref.title, ref.uid, failure, extra=extra)
             raise failure from error
         finally:
             self.statistics.in_flight -= 1
@@ -410,8 +410,8 @@ class ClaimPreparation:
         try:
             await self._take_back(record)
         except (hooks.HookError, cdi.CdiError, LedgerError) as error:
-            text = "%s: the failed Prepare of claim %s is not wholly undone: %s"
-            _LOG.warning(text, self.records.driver, ref.title, error)
+            text = "the failed Prepare of claim %s is not wholly undone: %s"
+            _LOG.warning(text, ref.title, error, extra={"driver": self.records.driver, "claim": ref.title})
 
     async def _users(self, ref: ClaimRef) -> tuple[frozenset[str], frozenset[str]]:
         """Return the pods of a claim whose processes run, and those of which it is not known whether they use it.
@@ -482,10 +482,10 @@ def _other_parameters(state: Snapshot, claim: Claim) -> str:
 def _log(verb: str, claim: Claim) -> None:
     """Log that a claim was prepared or unprepared, its devices at DEBUG."""
     extra = {"driver": claim.driver, "claim": claim.title}
-    _LOG.info("%s: claim %s was %s: %s", claim.driver, claim.title, verb, counted(len(claim.devices)), extra=extra)
+    _LOG.info("claim %s was %s: %s", claim.title, verb, counted(len(claim.devices)), extra=extra)
     for one in claim.devices if _LOG.isEnabledFor(logging.DEBUG) else ():
         where = {**extra, "resource": one.resource, "device": one.device}
-        _LOG.debug("%s: claim %s has device %s of %s", claim.driver, claim.title, one.device, one.resource, extra=where)
+        _LOG.debug("claim %s has device %s of %s", claim.title, one.device, one.resource, extra=where)
 
 
 def _still_running(ref: ClaimRef, users: frozenset[str], unlisted: frozenset[str] = frozenset()) -> ClaimError:

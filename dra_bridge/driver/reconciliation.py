@@ -65,7 +65,7 @@ class ClaimReconciler:
                             uids.setdefault("removed", []).append(uid)
         done = {what: sorted(of) for what, of in uids.items()}
         if done:
-            _LOG.info("%s: claims reconciled: %s", self.records.driver, done)
+            _LOG.info("claims reconciled: %s", done, extra={"driver": self.records.driver})
         return done
 
     async def _reconcile_one(
@@ -82,7 +82,12 @@ class ClaimReconciler:
                 await self.preparation.end(uid)
                 return "unprepared"
         except Exception as error:  # the API server's, a hook's, the disk's: the next run tries again
-            _LOG.info("%s: claim %s stays as it is for now: %s", self.records.driver, known.title, error)
+            _LOG.info(
+                "claim %s stays as it is for now: %s",
+                known.title,
+                error,
+                extra={"driver": self.records.driver, "claim": known.title},
+            )
             return "unknown"
         if prepared is None:
             return ""
@@ -92,7 +97,9 @@ class ClaimReconciler:
                 return "reopened"
             written = await self.files.write(known)
         except (cdi.CdiError, LedgerError) as error:
-            _LOG.warning("%s: claim %s: %s", self.records.driver, known.title, error)
+            _LOG.warning(
+                "claim %s: %s", known.title, error, extra={"driver": self.records.driver, "claim": known.title}
+            )
             return "unknown"
         return "rewritten" if written else ""
 

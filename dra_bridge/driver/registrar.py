@@ -260,7 +260,7 @@ class Registrar:
                     except OSError as error:
                         reason, wait = self._cannot_serve(error), self._backoff.next()
                         if self.statistics.error != reason:
-                            _LOG.error("%s: %s; trying again in %.1f s", self.driver.name, reason, wait)
+                            _LOG.error("%s; trying again in %.1f s", reason, wait, extra={"driver": self.driver.name})
                         self._fail(reason)
                         await watch.wait(wait)
                     finally:
@@ -286,13 +286,13 @@ class Registrar:
                 if wait <= 0:
                     return
             await watch.wait(wait)
-        _LOG.warning("%s: a socket was removed; making new ones", self.driver.name)
+        _LOG.warning("a socket was removed; making new ones", extra={"driver": self.driver.name})
 
     async def _pause(self) -> None:
         """Wait after a refusal, longer after each."""
         self._refused, delay = False, self._backoff.next()
         reason = f"the kubelet refused the registration: {self.statistics.error}"
-        _LOG.error("%s: %s; trying again in %.1f s", self.driver.name, reason, delay)
+        _LOG.error("%s; trying again in %.1f s", reason, delay, extra={"driver": self.driver.name})
         await asyncio.sleep(delay)
 
     async def _serve(self, watch: filewatch.Watch) -> None:
@@ -310,7 +310,7 @@ class Registrar:
         answered = functools.partial(self._answered, watch)
         add_RegistrationServicer_to_server(_Registration(info, answered), registration)
         await self._bind(registration, addresses.socket_path(self._registry, name, f"-{instance}-reg.sock"))
-        _LOG.debug("%s: serving at %s, waiting for the kubelet", name, endpoint)
+        _LOG.debug("serving at %s, waiting for the kubelet", endpoint, extra={"driver": name})
 
     async def _bind(self, server: grpc.aio.Server, path: Path) -> None:
         try:
@@ -326,7 +326,7 @@ class Registrar:
             self.statistics.registered = True
             self.statistics.registrations += 1
             self.statistics.error = ""
-            _LOG.info("%s: registered with the kubelet", self.driver.name)
+            _LOG.info("registered with the kubelet", extra={"driver": self.driver.name})
             self._changed()
         else:
             self._refused = True

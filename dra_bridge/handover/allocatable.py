@@ -112,8 +112,8 @@ class AllocatableStatus:
                 settled = True
         self._lowered[resource] = time.monotonic()
         if not settled:
-            text = "%s: the Node shows more than %d allocatable; devices are withdrawn all the same"
-            _LOG.info(text, resource, number)
+            text = "the Node shows more than %d allocatable; devices are withdrawn all the same"
+            _LOG.info(text, number, extra={"resource": resource})
         return waited and settled
 
     async def _put(self, resource: str, number: int) -> bool:

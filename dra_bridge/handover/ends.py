@@ -250,6 +250,6 @@ class UnpluggedDevices:
         over = [name for name, state in gone.items() if state in (State.PLUGIN, State.QUARANTINED)]
         if over and (forgotten := await self.ledger.do(operations.forget(self.resource, over))):
             names = ", ".join(forgotten)
-            text = "%s: unplugged devices that nobody holds are forgotten: %s"
-            _LOG.info(text, self.resource, names, extra={"device": names})
+            extra = {"resource": self.resource, "device": names}
+            _LOG.info("unplugged devices that nobody holds are forgotten: %s", names, extra=extra)
             self.notify()

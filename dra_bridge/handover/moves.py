@@ -137,7 +137,9 @@ class Handover:
                 try:
                     progress, moving = await self._step()
                 except self._errors as error:
-                    _LOG.info("%s: moves of devices are delayed, trying again: %s", self.resource, error)
+                    _LOG.info(
+                        "moves of devices are delayed, trying again: %s", error, extra={"resource": self.resource}
+                    )
                     progress, moving = False, True
                 if progress:
                     backoff.reset()
@@ -183,7 +185,7 @@ class Handover:
             kind, _, holder = what.partition(" (")[0].partition(" ")
             if kind in ("pod", "claim"):
                 extra[kind] = holder
-            _LOG.log(level, "%s: the move of device %s waits for %s", self.resource, name, what, extra=extra)
+            _LOG.log(level, "the move of device %s waits for %s", name, what, extra=extra)
 
     def _committed(self, side: Side, devices: Sequence[str], before: Snapshot) -> None:
         """Count and log the moves that ended."""
@@ -193,8 +195,7 @@ class Handover:
         self.statistics.finished[way] += len(devices)
         present = [name for name in devices if name in self._inventory.snapshot.devices]  # others are forgotten soon
         if present:
-            _LOG.info("%s: moved to the %s side: %s", self.resource, side.text, counted(len(present)), extra=extra)
+            _LOG.info("moved to the %s side: %s", side.text, counted(len(present)), extra=extra)
         for name in present:
-            text, where = "%s: device %s has moved to the %s side", {**extra, "device": name}
-            _LOG.debug(text, self.resource, name, side.text, extra=where)
+            _LOG.debug("device %s has moved to the %s side", name, side.text, extra={**extra, "device": name})
         self._notify()

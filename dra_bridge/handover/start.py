@@ -60,7 +60,12 @@ class MoveStarter:
         """Ask for another share from now on, and for another way to drain if there is one."""
         drain = drain or self.drain
         if (share, drain) != (self.share, self.drain):
-            _LOG.info("%s: claims are to have %s of the devices (before: %s)", self.resource, share, self.share)
+            _LOG.info(
+                "claims are to have %s of the devices (before: %s)",
+                share,
+                self.share,
+                extra={"resource": self.resource},
+            )
             self.share, self.drain = share, drain
 
     async def begin(self) -> bool:
@@ -154,8 +159,8 @@ class MoveStarter:
         begin = operations.begin_move(self.resource, devices, side, time.time(), reason, self.moving.driver)
         moves = await self.ledger.do(begin)
         self.begun.update(state.value for state in moves.values())
-        text = "%s: %s leave for the %s side (%s)" if len(moves) > 1 else "%s: %s leaves for the %s side (%s)"
-        _LOG.info(text, self.resource, counted(len(moves)), side.text, reason, extra={"resource": self.resource})
+        text = "%s leave for the %s side (%s)" if len(moves) > 1 else "%s leaves for the %s side (%s)"
+        _LOG.info(text, counted(len(moves)), side.text, reason, extra={"resource": self.resource})
         for name, state in moves.items():
             extra = {"resource": self.resource, "device": name}
-            _LOG.debug("%s: device %s is %s", self.resource, name, state.text, extra=extra)
+            _LOG.debug("device %s is %s", name, state.text, extra=extra)

@@ -184,7 +184,8 @@ class Bridge:
             claims = [claim_of(file, time.time()) for file in files if file.devices is not None]
             for claim in await self._ledger.do(operations.adopt_claims(claims)):
                 text = "the ledger lacks claim %s of driver %s; its own file says what it holds"
-                _LOG.warning(text, claim.title if claim.name else claim.uid, claim.driver)
+                extra = {"claim": claim.title if claim.name else claim.uid, "driver": claim.driver}
+                _LOG.warning(text, *extra.values(), extra=extra)
         except (LedgerError, OSError) as error:
             raise AgentError(f"it cannot be recorded what claims hold: {error}") from error
         holding = {file.driver for file in files} | {claim.driver for claim in self._ledger.snapshot.claims.values()}

@@ -124,7 +124,7 @@ class ClaimReconciliation:
             try:
                 await self.reconcile(sweep=not waits)
             except (ClaimStateError, ClusterError, LedgerError, OSError) as error:
-                _LOG.info("%s: prepared claims cannot be reconciled now: %s", self.driver.name, error)
+                _LOG.info("prepared claims cannot be reconciled now: %s", error, extra={"driver": self.driver.name})
                 await asyncio.sleep(backoff.next())
                 continue
             backoff.reset()
@@ -171,5 +171,9 @@ class ClaimReconciliation:
                 names = metadata["namespace"], metadata["name"], pods
                 await records.ledger.do(operations.describe(records.driver, claim.uid, *names))
             elif is_over(claim, self.driver.files.boot, named, processes, unlisted):
-                _LOG.info("%s: claim %s, known from its CDI file, does not exist", records.driver, claim.uid)
+                _LOG.info(
+                    "claim %s, known from its CDI file, does not exist",
+                    claim.uid,
+                    extra={"driver": records.driver, "claim": claim.uid},
+                )
                 await self.driver.unprepare([ClaimRef("", "", claim.uid)])

@@ -181,8 +181,8 @@ class DeviceReconciler:
             # At the start the kubelet does not listen yet; that is soon over.
             if text not in logged and tries > 3:
                 logged.add(text)  # two texts may alternate
-                where = {"device": ", ".join(sorted(reasons))}
-                _LOG.warning("%s: devices are withheld: %s", resource, text, extra=where)
+                where = {"resource": resource, "device": ", ".join(sorted(reasons))}
+                _LOG.warning("devices are withheld: %s", text, extra=where)
             await asyncio.sleep(backoff.next())
 
     async def reconcile(self, one: ResourceRuntime, devices: Sequence[str]) -> tuple[str, ...]:
@@ -207,7 +207,7 @@ class DeviceReconciler:
             if state is State.QUARANTINED:
                 self.quarantined(resource, device)
             elif (resource, device) in self.context.reconciled:
-                _LOG.debug("%s: device %s is %s", resource, device, state.text)
+                _LOG.debug("device %s is %s", device, state.text, extra={"resource": resource, "device": device})
         self.changed()
         return done.doubtful
 
@@ -230,9 +230,14 @@ class DeviceReconciler:
             try:
                 await self.reconcile(one, names)
             except EVIDENCE_ERRORS as error:
-                _LOG.info("%s: quarantined devices stay so for now: %s", resource, error)
+                _LOG.info("quarantined devices stay so for now: %s", error, extra={"resource": resource})
                 continue
             for name in names:
                 state = self.context.ledger.snapshot.device(resource, name).state
                 if state is not State.QUARANTINED:
-                    _LOG.warning("%s: device %s leaves quarantine; it is %s", resource, name, state.text)
+                    _LOG.warning(
+                        "device %s leaves quarantine; it is %s",
+                        name,
+                        state.text,
+                        extra={"resource": resource, "device": name},
+                    )

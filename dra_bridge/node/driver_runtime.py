@@ -218,8 +218,8 @@ class DriverRuntime:
 
     def _quarantined(self, resource: str, device: str) -> None:
         reason = self.async_ledger.snapshot.device(resource, device).reason
+        _LOG.error("device %s is quarantined: %s", device, reason, extra={"resource": resource, "device": device})
         message = f"device {device} of {resource} is quarantined: {reason}"
-        _LOG.error("%s", message, extra={"resource": resource, "device": device})
         self._tasks.start(self._context.node.alarm("DeviceQuarantined", message))
 
     def _moved(self, service: Service) -> None:

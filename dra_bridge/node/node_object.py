@@ -89,7 +89,7 @@ class NodeStatusWriter:
         except ClusterError as error:
             _LOG.info("the status of node %s cannot be written now: %s", self.node, error)
             return False
-        _LOG.debug("%s: the node's status says %d allocatable", resource, number)
+        _LOG.debug("the node's status says %d allocatable", number, extra={"resource": resource})
         self.refused = False
         return True
 

@@ -86,8 +86,8 @@ class DriverShare:
         if text is None and kept is not None and asked_by not in (None, node):
             self.share, self.kept = parse_share(kept), kept
             if self.warned != node:
-                stays = "%s: the Node was made anew without the annotation %s; the share %s from before stays"
-                _LOG.warning(stays, self.driver, key, kept)
+                stays = "the Node was made anew without the annotation %s; the share %s from before stays"
+                _LOG.warning(stays, key, kept, extra={"driver": self.driver})
             self.warned = node
             return before != (self.share, self.text, self.kept)
         try:
@@ -111,4 +111,6 @@ class DriverShare:
             await self.ledger.do(operations.set_setting(SHARE_NODE, self.driver, node if text is not None else None))
             await self.ledger.do(operations.set_setting(SHARE, self.driver, text))
         except LedgerError as error:
-            _LOG.warning("%s: the share %s cannot be recorded for the next start: %s", self.driver, text, error)
+            _LOG.warning(
+                "the share %s cannot be recorded for the next start: %s", text, error, extra={"driver": self.driver}
+            )

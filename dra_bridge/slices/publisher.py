@@ -352,7 +352,7 @@ class Publisher:
             if len(driver.warned) >= 1000:
                 driver.warned.clear()
             driver.warned.add(message)
-            logger.warning("%s: %s", driver.pool.driver, message)
+            logger.warning("%s", message, extra={"driver": driver.pool.driver})
 
     def _set(self, driver: _Driver, **changes: Any) -> None:
         driver.state = replace(driver.state, **changes)

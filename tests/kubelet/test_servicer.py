@@ -299,7 +299,7 @@ async def test_too_large_list_is_not_sent_and_said(
         served.publish("a", "b")
         assert await lists.next() == {"a": "Healthy", "b": "Healthy"}
     (said,) = (record for record in caplog.records if record.levelno == logging.ERROR)
-    assert f"{R}: the list of 11 devices has" in said.getMessage()
+    assert "the list of 11 devices has" in said.getMessage()
 
 
 async def test_four_mebibytes_are_the_limit(serve: Serve) -> None:
@@ -1022,7 +1022,7 @@ async def test_a_device_that_is_held_keeps_its_number_of_replicas(
             served.publish("a", f"b{number}")
             assert {name for name in await lists.next() if name.startswith("a")} == {"a::0", "a::1"}
         said = [record.getMessage() for record in caplog.records if "as before" in record.getMessage()]
-        text = f"{R}: device a is offered 2 times as before, not %d times: a pod or claim has it"
+        text = "device a is offered 2 times as before, not %d times: a pod or claim has it"
         assert said == [text % 1, text % 3]
         served.forget_allocations()
         served.endpoint.refresh()

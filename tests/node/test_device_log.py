@@ -29,7 +29,7 @@ def inventory(caplog: pytest.LogCaptureFixture) -> Inventory:
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    lines = [f"{record.levelname} {record.getMessage()}" for record in caplog.records]
+    lines = [f"{record.levelname} {vars(record)['resource']}: {record.getMessage()}" for record in caplog.records]
     caplog.clear()
     return lines
 

@@ -37,7 +37,7 @@ def test_text_is_a_line_for_people() -> None:
     logging.getLogger("deviceplugin.kubelet.registration").info("%s is back", "kubelet.sock", extra={"resource": "a/b"})
     assert re.fullmatch(
         r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}[+-]\d\d:\d\d"
-        r" INFO    kubelet.registration: kubelet.sock is back resource=a/b\n",
+        r" INFO    kubelet.registration: a/b: kubelet.sock is back\n",
         out.getvalue(),
     )
 
@@ -75,21 +75,20 @@ def test_json_is_an_object_a_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("message", "args", "fields"),
+    ("extra", "text"),
     [
-        ("%s: the kubelet %s; registering again", ("example.com/fpga", "ended"), {"resource": "example.com/fpga"}),
-        ("%s: registered with the kubelet", ("fpga.example.com",), {"driver": "fpga.example.com"}),
-        ("%d%% of pod %s have device %s", (5, "team/p", "d0"), {"pod": "team/p", "device": "d0"}),
-        ("%s: cannot be read", ("/etc/config.yaml",), {}),
-        ("the node's status: %s", ("fpga.example.com",), {}),
+        ({"resource": "a/b", "device": "d0", "pod": "team/p"}, "a/b: device d0 is back pod=team/p"),
+        ({"driver": "b.a", "resource": "a/b"}, "b.a: device d0 is back resource=a/b"),
+        ({"device": "d0", "resource": "a/b"}, "device d0 is back resource=a/b"),
+        ({}, "device d0 is back"),
     ],
 )
-def test_what_a_message_names_is_a_field(message: str, args: tuple[object, ...], fields: dict[str, str]) -> None:
-    """Resource or driver in front of it, and what it calls device, claim or pod; so no line is without them."""
-    record = logging.LogRecord("n", logging.INFO, "", 1, message, args, None)
+def test_a_line_begins_with_what_it_is_about(extra: dict[str, str], text: str) -> None:
+    """That is its first field, if it is a resource or a driver; fields that the message has are not repeated."""
+    record = logging.makeLogRecord({"name": "n", "levelname": "INFO", "msg": "device d0 is back", **extra})
+    assert logs.TextFormatter().format(record).partition(" n: ")[2] == text
     line = json.loads(logs.JsonFormatter().format(record))
-    assert {name: line[name] for name in line.keys() - {"ts", "level", "logger", "msg"}} == fields
-    assert not re.search(r" (resource|driver|device|pod)=", logs.TextFormatter().format(record))
+    assert {name: line[name] for name in line.keys() - {"ts", "level", "logger"}} == {"msg": record.msg, **extra}
 
 
 def test_json_carries_the_traceback() -> None:

@@ -118,7 +118,7 @@ async def test_a_claim_is_known_by_its_file_when_no_device_has_its_name(
             file.unlink()
     async with running(node, A, policy=HandoverPolicy(Share(0)), ids=("x", "y")) as bridge:
         if damaged:
-            why = f"{A}: devices are withheld: x: not known: it is not known what claim"
+            why = "devices are withheld: x: not known: it is not known what claim"
             await until(lambda: any(said.startswith(why) for said in caplog.messages))
             assert not any(one.health == "Healthy" for one in node.devices(A).values())
         else:

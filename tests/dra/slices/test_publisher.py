@@ -697,7 +697,7 @@ async def test_what_the_server_refuses_is_told(server: FakeApiServer, caplog: py
         await became(publisher, pool(*many(5)))
         assert len(published(server)) == 5
         assert publisher.state(DRIVER).problems == ()
-    assert [record.getMessage() for record in caplog.records] == [f"{DRIVER}: {refused}"]
+    assert [record.getMessage() for record in caplog.records] == [refused]
 
 
 async def test_a_server_that_asks_for_time_gets_it(server: FakeApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
