@@ -52,7 +52,8 @@ class Status:
     """The agent as of now.
 
     scanned_at: when a scan for holders last read the kubelet's checkpoint (monotonic seconds), None before.
-    config_error: why the config file was not taken, or not all of it, when it changed; "" if it was.
+    config_error: why the config file was not taken, or not all of it, when it changed or at the start; "" if it was.
+    former_config: it could not be used at the start, so that what an agent before has served is served.
     """
 
     resources: tuple[ResourceStatus, ...]
@@ -60,3 +61,4 @@ class Status:
     claims: frozenset[ClaimUse] = frozenset()
     scanned_at: float | None = None
     config_error: str = ""
+    former_config: bool = False

@@ -137,6 +137,8 @@ class View:
 
 def unready(status: Status) -> Iterable[str]:
     """Yield the reasons why the plugin side is not ready."""
+    if status.former_config:
+        yield status.config_error
     if not status.resources:
         yield "no resource is served"
     for one in status.resources:
@@ -307,7 +309,10 @@ class Observer:
                 *(f"{name} {error}" for name, error in silent.items()),
             ),
             self._events,
-            (*(one for report in reports.values() for one in report.problems), *filter(None, [status.config_error])),
+            (
+                *(one for report in reports.values() for one in report.problems),
+                *([status.config_error] if status.config_error and not status.former_config else ()),
+            ),
             next((report.node for report in reports.values() if report.node), "") or naming.node_name(),
             status.config_error,
         )

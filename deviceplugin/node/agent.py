@@ -73,7 +73,7 @@ class Agent:
         self._stop_asked = False
         self.begun = asyncio.Event()
         """Set when `run` has begun to serve."""
-        self.config_error = ""
+        self.config_error, self.former_config = "", False
         """See `Status`."""
         self._error: AgentError | None = None
         in_flight, scan_wanted = AllocationsInFlight(), asyncio.Event()
@@ -115,6 +115,7 @@ class Agent:
             self.tracker.claim_uses,
             self.tracker.read_at,
             self.config_error,
+            self.former_config,
         )
 
     async def run(self, before_end: Callable[[], Awaitable[None]] | None = None) -> None:

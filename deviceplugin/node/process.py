@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from deviceplugin import filewatch
+from deviceplugin import files, filewatch
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.orphaned_claims import OrphanedClaims
 from deviceplugin.naming import node_name
@@ -40,6 +40,7 @@ class File:
 
     lock: what it may name, at its changes as well. content: what was in it (None: it could not be read). config: what
     that says. refused: why the last change was not taken, "" if it was. unserved: why not all of the config is served.
+    kept: where the file that was served last is kept, None for nowhere. former: config is that one.
     """
 
     path: Path
@@ -48,14 +49,40 @@ class File:
     config: Config
     refused: str = ""
     unserved: str = ""
+    kept: Path | None = None
+    former: bool = False
 
     @classmethod
-    def read(cls, path: Path, lock: Lock) -> File:
-        """Read a file. Raises ConfigError: it cannot be used, or names what the lock forbids."""
+    def read(cls, path: Path, lock: Lock, kept: Path | None = None) -> File:
+        """Read a file; if it cannot be used, the one that was served last, of which a log line tells.
+
+        Raises ConfigError: it cannot be used, or names what the lock forbids, and so with the one that was served last.
+        """
         from deviceplugin import config
 
         content = _content(path)  # first: what changes from here on is noticed
-        return cls(path, lock, content, config.load(path, lock))
+        try:
+            return cls(path, lock, content, config.load(path, lock), kept=kept)
+        except config.ConfigError as error:
+            try:
+                former = config.load(kept, lock) if kept is not None else None
+            except config.ConfigError:
+                former = None
+            if former is None:
+                raise
+            why = f"the config file was not taken, the one that was served last is: {_on_one_line(error)}"
+            _LOG.error("%s", why)
+            return cls(path, lock, content, former, refused=why, kept=kept, former=True)
+
+    def keep(self) -> None:
+        """Keep what was in the file for a start at which it cannot be used; not one of which not all is served."""
+        if self.kept is None or self.content is None or self.refused or self.unserved:
+            return
+        try:
+            self.kept.parent.mkdir(parents=True, exist_ok=True)
+            files.put(str(self.kept), self.content, f"{self.kept}.new", 0o600)
+        except OSError as error:
+            _LOG.warning("%s: the config file cannot be kept for a start with a broken one: %s", self.kept, error)
 
     def sources(self) -> list[DeviceSource]:
         """Return new sources of the file's resources."""
@@ -185,13 +212,14 @@ async def _serve(
             # A page is rendered in another thread; the default, 5 ms, is what each step of the others may wait for it.
             sys.setswitchinterval(0.0005)
         gc.freeze()  # what is loaded stays: a collection takes 5 ms instead of 35
-        following = [asyncio.create_task(_follow_config(program, config, reload))] if config else []
+        following = [_follow_config(program, config, reload), _keep(program, config)] if config else []
+        tasks = [asyncio.create_task(one) for one in following]
         try:
             await program.run()
         finally:
-            for task in following:
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*following, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _follow_config(program: Program, file: File, reload: asyncio.Event) -> None:
@@ -200,6 +228,7 @@ async def _follow_config(program: Program, file: File, reload: asyncio.Event) ->
     reload: set when SIGHUP came before this began.
     """
     path, content = file.path, file.content
+    _tell(program.agent, file)
     with filewatch.shared().watch([str(path.absolute().parent)], filewatch.NAMES_AND_WRITES) as watch:
 
         def read_again() -> None:
@@ -212,12 +241,28 @@ async def _follow_config(program: Program, file: File, reload: asyncio.Event) ->
             if now != content or reload.is_set():
                 reload.clear()
                 content = now
-                file = await _reload(program.take, file)
-                program.agent.config_error = file.refused or file.unserved
+                file = replace(await _reload(program.take, file), content=now)
+                file.keep()
+                _tell(program.agent, file)
             if await watch.wait(30.0) and not reload.is_set():
                 deadline = time.monotonic() + 2.0
                 while await watch.wait(SETTLE) and time.monotonic() < deadline:
                     pass
+
+
+def _tell(agent: Agent, file: File) -> None:
+    """Have the agent's status say what became of the file."""
+    agent.config_error, agent.former_config = file.refused or file.unserved, file.former
+
+
+async def _keep(program: Program, file: File) -> None:
+    """Keep a file once it is served."""
+    await program.agent.begun.wait()
+    file.keep()  # nothing is awaited: that of a change comes after it
+
+
+def _on_one_line(error: Exception) -> str:
+    return "; ".join(str(error).splitlines())
 
 
 def _content(path: Path) -> bytes | None:
@@ -243,7 +288,7 @@ async def _reload(take: Take, file: File) -> File:
             name: sources.ConfiguredSource(one, file.lock) for name, one in after.items() if before.get(name) != one
         }
     except Exception as error:  # whatever is wrong with it, what runs goes on
-        why = f"the config file was not taken, everything goes on as it was: {'; '.join(str(error).splitlines())}"
+        why = f"the config file was not taken, everything goes on as it was: {_on_one_line(error)}"
         _LOG.error("%s", why)
         return replace(file, refused=why)
     gone = before.keys() - after.keys()
@@ -253,7 +298,7 @@ async def _reload(take: Take, file: File) -> File:
     if not any(differences.values()):
         what = "it is right now, and says what is served" if file.refused else "nothing changed"
         _LOG.info("%s was read again: %s", path, what)
-        return replace(file, config=wanted, refused="")
+        return replace(file, config=wanted, refused="", former=False)
     why = ""
     try:
         await take(wanted, changed, [name for name in after if name not in changed])
@@ -263,4 +308,4 @@ async def _reload(take: Take, file: File) -> File:
     else:
         listed = (f"{what} {', '.join(sorted(names))}" for what, names in differences.items() if names)
         _LOG.info("%s was read again: %s", path, "; ".join(listed))
-    return replace(file, config=wanted, refused="", unserved=why)
+    return replace(file, config=wanted, refused="", unserved=why, former=False)

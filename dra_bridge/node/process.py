@@ -64,9 +64,12 @@ def run(
 def run_config(path: Path, options: RunOptions, lock: Lock) -> int:
     """Serve both sides of a config file's resources until SIGTERM, following its changes; return the exit status.
 
-    Raises ConfigError: the file cannot be used at the start, or names what `lock` forbids; later that is only logged.
+    A file that cannot be used at the start is served as an agent before has served it last.
+
+    Raises ConfigError: the file cannot be used at the start, or names what `lock` forbids, and none was served before.
     """
-    file = process.File.read(path, lock)
+    kept = options.paths.kubelet_root / "plugins" / options.agent_name / "config.yaml"
+    file = process.File.read(path, lock, kept)
 
     def make() -> process.Program:
         bridge = _bridge(file.sources(), policies_of(file.config), options)

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from typing import Any
 import grpc
 import pytest
 
-from deviceplugin.config import OPEN, Config, load
+from deviceplugin.config import OPEN, Config, ConfigError, Lock, load
 from deviceplugin.device import ContainerEdits, Device, Health
 from deviceplugin.exclusion import ConflictError
 from deviceplugin.identity import boot_id, recorded
@@ -29,6 +30,7 @@ from deviceplugin.kubelet.device_list import Stream
 from deviceplugin.kubelet.granted import annotate
 from deviceplugin.kubelet.holders import HolderSnapshot, Holding
 from deviceplugin.kubelet.status import Withheld
+from deviceplugin.metrics.views import unready
 from deviceplugin.node import following
 from deviceplugin.node import process as process_module
 from deviceplugin.node.agent import Agent, AgentError
@@ -577,6 +579,64 @@ async def test_a_file_that_changes_while_the_agent_starts_is_taken(tmp_path: Pat
         while agent.config_error:  # noqa: ASYNC110  # nobody else tells
             await asyncio.sleep(0.001)
     following.cancel()
+
+
+async def test_a_start_with_a_broken_file_serves_the_last_good_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What was served last is kept and served, unready and alarmed, until the file is mended; then that is kept."""
+    config, kept = tmp_path / "config.yaml", tmp_path / "plugins" / "kept.yaml"
+    config.write_text("resources: [}")
+    with pytest.raises(ConfigError):
+        process_module.File.read(config, OPEN, kept)
+    config.write_text(text(a=1))
+    process_module.File.read(config, OPEN, kept).keep()
+    config.write_text("resources: [}")
+    file = process_module.File.read(config, OPEN, kept)
+    assert [one.name for one in file.config.resources] == ["example.com/a"]
+    assert f"{config}:1" in file.refused
+    assert caplog.records[-1].getMessage() == file.refused
+    file.keep()
+    assert kept.read_text() == text(a=1)
+
+    agent = Agent(file.sources(), Paths(tmp_path))
+    taken: list[Config] = []
+
+    async def take(now: Config, *_: object) -> None:
+        taken.append(now)
+
+    program = process_module.Program(agent, agent.run, take)
+    following = asyncio.create_task(process_module._follow_config(program, file, asyncio.Event()))
+    async with asyncio.timeout(20):
+        while not agent.config_error:  # noqa: ASYNC110  # nobody else tells
+            await asyncio.sleep(0.001)
+        assert file.refused in unready(agent.status())
+        config.write_text(text(a=1, b=1))
+        while agent.config_error or kept.read_text() != text(a=1, b=1):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    assert len(taken) == 1
+    assert file.refused not in unready(agent.status())
+    following.cancel()
+
+
+def test_a_kept_file_that_is_not_allowed_is_not_served(tmp_path: Path) -> None:
+    """The lock of this start holds for the kept file, too; the error is that of the file that was asked for."""
+    config, kept = tmp_path / "config.yaml", tmp_path / "kept.yaml"
+    config.write_text("resources: [}")
+    kept.write_text(
+        "resources: [{name: example.com/a, devices: [{path: /dev/fpga*}], env: {A: b}, mounts: [{host: /x}]}]"
+    )
+    with pytest.raises(ConfigError, match=re.escape(f"{config}:1")):
+        process_module.File.read(config, Lock(), kept)
+
+
+def test_a_file_that_cannot_be_kept_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A full disk, or a directory in the place, costs a warning and nothing else."""
+    config, kept = tmp_path / "config.yaml", tmp_path / "kept.yaml"
+    config.write_text(text(a=1))
+    kept.mkdir()
+    process_module.File.read(config, OPEN, kept).keep()
+    assert "cannot be kept for a start with a broken one" in caplog.text
 
 
 async def test_a_file_that_is_refused_is_known_until_it_is_mended(
