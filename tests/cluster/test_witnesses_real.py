@@ -980,8 +980,11 @@ def test_aliases_of_a_node(scene: Scene) -> None:
 # --- the node, the control plane, and files --------------------------------------------------------------------------
 
 
-def reboot(scene: Scene) -> None:
-    """Do to the node what a reboot does, but for the kernel: everything dies, /run is empty, the boot id is another."""
+def reboot(scene: Scene, agent: str = "after the kubelet") -> None:
+    """Do to the node what a reboot does, but for the kernel: everything dies, /run is empty, the boot id is another.
+
+    agent: when it starts: `after the kubelet`, `before the kubelet` as a unit of systemd does, or `later`.
+    """
     cluster = scene.cluster
     scene.agents.kill()
     cluster.kill("kubelet")
@@ -1016,8 +1019,32 @@ def reboot(scene: Scene) -> None:
     boot.write_text(f"{uuid.uuid4()}\n")
     cluster.start_component("containerd")
     cluster.wait_for(lambda: cluster._ctr("version").returncode == 0, LIMIT, "containerd answers", log="containerd")
+    if agent == "before the kubelet":
+        (DEVICE_PLUGINS / "kubelet.sock").unlink()  # of the kubelet before
+        scene.agents.start()
+        cluster.wait_for(lambda: "waiting for the kubelet" in scene.agents.log(), LIMIT, "the agent waits")
     cluster.start_kubelet()
-    scene.agents.start()
+    if agent == "after the kubelet":
+        scene.agents.start()
+
+
+@pytest.mark.parametrize("agent", ["before the kubelet", "later"])
+def test_pods_by_limits_after_a_reboot(scene: Scene, agent: str) -> None:
+    """A pod by limits runs again where the agent waits for the kubelet; else it fails, and says of what."""
+    scene.nodes("a", 1)
+    scene.serve(resource("a", "none"))
+    scene.cluster.wait_allocatable(named("a"), 1)
+    pod = scene.pod("a0", "a")
+    scene.running(pod)
+    reboot(scene, agent)
+    if agent == "later":
+        pod.wait_phase("Failed", timeout=60)
+        assert pod.status["reason"] == "UnexpectedAdmissionError"
+        assert "no healthy devices present" in pod.status["message"]
+        scene.agents.start()
+    else:
+        scene.cluster.wait_for(lambda: locks.pids(pod.uid), 60, "the pod runs again")
+        scene.running(pod)
 
 
 @pytest.mark.parametrize("api", ["up", "down"])
