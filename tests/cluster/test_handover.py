@@ -56,16 +56,9 @@ def card(share: str | int = "none") -> dict[str, Any]:
     }
 
 
-def skip_before_unchanged_pods(cluster: Cluster) -> None:
-    """Skip a test whose pods with limits get devices through DRA, where they cannot."""
-    if cluster.minor < 35:
-        pytest.skip("1.34 leaves extended resources to DRA only where the node does not name them at all")
-
-
 @contextlib.contextmanager
 def serving_cards(cluster: Cluster, **options: Any) -> Iterator[Bridge]:
     """Run the agent with eight devices, all on the plugin's side. options: those of `Bridge.running`."""
-    skip_before_unchanged_pods(cluster)
     for directory in (DEVICES, NOTES):
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
@@ -264,20 +257,37 @@ def test_idle_devices_move_fast(bridge: Bridge) -> None:
 
 
 def test_a_held_device_moves_with_its_holder(bridge: Bridge) -> None:
-    """A device in a pod's hands is withdrawn at once and moves when the pod ends.
-
-    Back go all of them when the pod by limits that DRA served has ended.
-    """
+    """A device in a pod's hands is withdrawn at once and moves when the pod ends; a claim's device likewise back."""
     cluster = bridge.cluster
     pod = cluster.start_pod("holder", {RESOURCE: 1}).wait_running()
     annotate(cluster, "all")
     cluster.wait_for(lambda: states(bridge) == Counter({"dra": 7, "to-dra": 1}), 30, "all but one are moved")
     pod.exec(["true"])
     cluster.wait_allocatable(RESOURCE, 0)
-    unchanged = cluster.start_pod("unchanged", {RESOURCE: 1}).wait_running()
+    bridge.claim("mine")
+    user = bridge.pod("user", {"card": "mine"}).wait_running()
     pod.delete()
     pod.wait_gone()
     cluster.wait_for(lambda: at_rest(bridge, 8), 30, "the last one is moved")
+    annotate(cluster, "none")
+    cluster.wait_for(lambda: states(bridge) == Counter({"plugin": 7, "to-plugin": 1}), 30, "all but one are back")
+    user.exec(["true"])
+    user.delete()
+    user.wait_gone()
+    cluster.delete("ResourceClaim", "mine", api_version=bridge.api_version)
+    cluster.wait_for(lambda: at_rest(bridge, 0), 30, "the last one is back")
+    cluster.wait_allocatable(RESOURCE, 8)
+
+
+def test_devices_return_when_unchanged_pods_have_ended(bridge: Bridge) -> None:
+    """While a pod has a device through DRA by its limits none returns; when it has ended, all do."""
+    cluster = bridge.cluster
+    if cluster.minor < 35:
+        pytest.skip("1.34 leaves extended resources to DRA only where the node does not name them at all")
+    annotate(cluster, "all")
+    wait_at_rest(bridge, 8)
+    cluster.wait_allocatable(RESOURCE, 0)
+    unchanged = cluster.start_pod("unchanged", {RESOURCE: 1}).wait_running()
     annotate(cluster, "none")
     cluster.wait_for(lambda: states(bridge) == Counter({"to-plugin": 8}), 30, "all leave the slices")
     cluster.wait_for(lambda: "its pod has a device by limits" in bridge.log(), 30, "they wait for the pod")
@@ -285,7 +295,7 @@ def test_a_held_device_moves_with_its_holder(bridge: Bridge) -> None:
     unchanged.exec(["true"])
     unchanged.delete()
     unchanged.wait_gone()
-    cluster.wait_for(lambda: at_rest(bridge, 0), 30, "the last one is back")
+    cluster.wait_for(lambda: at_rest(bridge, 0), 30, "all are back")
     cluster.wait_allocatable(RESOURCE, 8)
 
 
@@ -419,7 +429,6 @@ def test_no_waiting_pod_fails_when_devices_move(make_cluster: Callable[..., Clus
 
 def test_waiting_pods_start_when_devices_come_back(make_cluster: Callable[..., Cluster]) -> None:
     """The scheduler knows of devices that came back before the kubelet's next report. The figures are printed."""
-    skip_before_unchanged_pods(make_cluster())
     cluster = make_cluster(kubelet_config={"nodeStatusUpdateFrequency": "20s"})
     with serving_cards(cluster) as bridge:
         annotate(cluster, "6")

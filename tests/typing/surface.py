@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path
 from typing import assert_type
 
 from deviceplugin import ContainerEdits, Device, DeviceNode, DeviceSource, Health, Mount, Version, run
@@ -66,6 +67,7 @@ class Coroutines(DeviceSource):
 def main() -> None:
     """Run both."""
     assert_type(run(Plain(), Coroutines(), argv=["--kubelet-root", "/k"]), None)
+    assert_type(run(Plain(), metrics_address=":9410", certificate=Path("/tls/both.pem"), token="/tls/token"), None)
 
 
 def test(fake_kubelet: FakeKubelet, served: Callable[..., Served]) -> None:
