@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 _SYSTEMD: Final = re.compile(r"(?:.*-)?pod(.+)\.slice")
 _KUBEPODS: Final = re.compile(r"(?:.*-)?kubepods(?:\.slice)?")
@@ -50,6 +50,13 @@ class PodProcesses:
         return "neither cgroups nor pod directories are visible"
 
 
+class ContainerCgroup(NamedTuple):
+    """A cgroup below a pod's with a process in it. made: when it was made, or changed last, in Unix seconds."""
+
+    name: str
+    made: float
+
+
 class PodReader:
     """Reads which pods' processes may run: from cgroups, or from pod directories if no cgroups are visible. Blocks.
 
@@ -79,6 +86,17 @@ class PodReader:
         """Return the UIDs of pods in whose cgroup a process is seen; None if no cgroups are visible."""
         seen = pod_cgroups(self._cgroups, self.own_pod)
         return None if seen is None else seen.running
+
+    def containers(self, pod_uid: str) -> list[ContainerCgroup] | None:
+        """Return the cgroups of a pod's containers and sandbox that have processes; None if they cannot be told.
+
+        Raises OSError: a part of the tree cannot be read.
+        """
+        paths = [path for tree in _trees(str(self._cgroups)) for uid, path in _pods(tree) if uid == pod_uid]
+        if not paths or any(_text(path, "cgroup.procs") for path in paths):
+            return None  # not visible, or a process is in none of them
+        below = [one for path in paths for one in _subdirectories(path)]
+        return [ContainerCgroup(name, os.stat(path).st_ctime) for name, path in below if _populated(path)]
 
     def running(self) -> frozenset[str]:
         """Return `in_cgroups`, or no pod. Raises OSError: cgroups were visible before, and cannot be read now."""

@@ -31,12 +31,14 @@ class HolderEvidence:
 
     checkpoints: the files that were read, none if none could be read. awake: they were written after our own request
     for a write, and `shows_present` is true of them. problem: why there is no checkpoint, or why it is not awake.
+    ended: allocations that no checkpoint names and whose containers have ended, though their pods run.
     """
 
     checkpoints: Sequence[Checkpoint]
     awake: bool
     pods: PodProcesses
     problem: str = ""
+    ended: frozenset[Allocation] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,7 @@ def holders(known: Iterable[Allocation], seen: HolderEvidence, at: float = 0.0) 
     named: frozenset[Allocation] = frozenset().union(*(one.allocations for one in seen.checkpoints))
     held: dict[Allocation, Holding] = {}
     for allocation in sorted(named | frozenset(known)):
-        runs = seen.pods.may_run(allocation.pod_uid)
+        runs = seen.pods.may_run(allocation.pod_uid) if allocation not in seen.ended else ""
         if allocation in named:
             # One that an older file names, and a newer one does not, may have ended.
             certain = bool(runs) or (awake and all(allocation in one.allocations for one in seen.checkpoints))

@@ -21,7 +21,7 @@ from typing import Final
 from deviceplugin import filewatch
 from deviceplugin.files import FileIdentity
 from deviceplugin.identity import boot_id, tokens_of
-from deviceplugin.kubelet import checkpoint, holders
+from deviceplugin.kubelet import checkpoint, containers, holders
 from deviceplugin.kubelet.cgroups import PodProcesses, PodReader, read_directories
 from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint, CheckpointError
 from deviceplugin.kubelet.foreign_plugin import KubeletRecord
@@ -63,6 +63,7 @@ class HolderTracker:
         *,
         register: Register,
         pod_logs: Path,
+        container_logs: Path = containers.DIRECTORY,
         claim_uses: bool = False,
         believe_checkpoint: bool = False,
         wake: Callable[[], None],
@@ -87,6 +88,9 @@ class HolderTracker:
         self._of: object = None
         self._foreign: tuple[tuple[object, ...], frozenset[str], tuple[Use, ...]] = ((None,) * 3, frozenset(), ())
         self._allocations: frozenset[Allocation] = frozenset()
+        self._container_logs = container_logs
+        self._ended: Mapping[Allocation, int | None] = {}
+        """Allocations that the kubelet had lost when their containers ended, and the sequence of their records then."""
         self._begun: frozenset[str] = frozenset()
         """UIDs of holders whose admission is over: they were known at the start, or were seen to run."""
 
@@ -144,7 +148,9 @@ class HolderTracker:
         before.
         """
         wanted = frozenset(device_ids)
-        if not self._may_know(resource, wanted):
+        # A container whose allocations the kubelet has lost ends before this Allocate, if it is the one that asks.
+        lost = any(one.container for one in self._known - self._checkpoint.last.allocations)
+        if not (self._may_know(resource, wanted) or lost):
             return {}
         known, running, admitted = await asyncio.to_thread(self._holders_now, resource, wanted)
         found: dict[str, str] = {}
@@ -170,8 +176,8 @@ class HolderTracker:
         self, resource: str, device_ids: frozenset[str]
     ) -> tuple[Sequence[Allocation], Mapping[str, str], frozenset[str]]:
         """Return the known or named allocations of these ids, running pods by id, and pods with empty cgroups."""
-        known = self._known_or_named(resource, device_ids)
-        pods = self.pods.read() if known else PodProcesses()
+        read, pods = self._last_written(), self.pods.read()
+        known = of_ids(self._known_or(read) - self._ended_containers(read, pods), resource, device_ids)
         uids = {one.pod_uid for one in known}
         may_run = {uid for uid in uids if pods.may_run(uid)}
         return known, holders.running(known, resource, device_ids, may_run), pods.empty & uids
@@ -188,12 +194,13 @@ class HolderTracker:
         return await asyncio.to_thread(self._ended, resource, wanted)
 
     def _ended(self, resource: str, device_ids: frozenset[str]) -> _EndedAndOthers:
-        known = frozenset(self._known_or_named(resource, device_ids))
+        read, pods = self._last_written(), self.pods.read()
+        known = frozenset(of_ids(self._known_or(read), resource, device_ids))
         uids = {one.pod_uid for one in known}
         # The kubelet and the runtime make a pod's directories after its admission.
         begun = self._begun | self._names.known.keys() | self._names.read(uids).keys()
         begun |= read_directories(self.pods.kubelet_root) or frozenset()
-        ended = holders.ended(known, self.pods.read(), begun)
+        ended = holders.ended(known, pods, begun) | (known & self._ended_containers(read, pods))
         return ended, known - ended
 
     def _may_know(self, resource: str, device_ids: frozenset[str]) -> bool:
@@ -204,13 +211,39 @@ class HolderTracker:
                 current = self._checkpoint.read()
         return current is None or bool(of_ids(self._known | current.allocations, resource, device_ids))
 
-    def _known_or_named(self, resource: str, device_ids: frozenset[str]) -> list[Allocation]:
+    def _known_or(self, read: Sequence[Checkpoint]) -> frozenset[Allocation]:
+        return self._known.union(*(one.allocations for one in read))
+
+    def _last_written(self) -> list[Checkpoint]:
         # The checkpoint still names a holder that the kubelet has just dropped: it is written after Allocate.
         try:
-            named = self._checkpoint.read().allocations
+            return [self._checkpoint.read()]
         except CheckpointError:
-            named = frozenset()
-        return of_ids(self._known | named, resource, device_ids)
+            return []
+
+    def _ended_containers(self, read: Sequence[Checkpoint], pods: PodProcesses) -> frozenset[Allocation]:
+        """Return the known allocations that none of these checkpoints names and whose containers have ended. Blocks.
+
+        A container of which it was noted stays without them until a checkpoint names it with them: it asks again before
+        it starts. While a grant of the id waits to be named, it may be the one that got it.
+        """
+        if not read:
+            return frozenset()
+        named: frozenset[Allocation] = frozenset().union(*(one.allocations for one in read))
+        lost = {one for one in self._known - named if one.container and one.pod_uid in (pods.running or ())}
+        records, names = self._register.snapshot.allocations, {one[2:] for one in named}
+        noted = {one: sequence for one, sequence in self._ended.items() if one in lost}
+        over = containers.ended({one[:2] for one in lost - noted.keys()}, self.pods, self._container_logs)
+        for one in lost - noted.keys():
+            if one[:2] in over:
+                noted[one] = records[one[2:]].sequence if one[2:] in records else None
+        self._ended = noted
+
+        def applies(one: Allocation) -> bool:
+            record = records.get(one[2:])
+            return record is None or record.sequence == noted[one] or not record.pending or one[2:] in names
+
+        return frozenset(filter(applies, noted))
 
     def recorded(self, resource: str, served: Collection[str]) -> KubeletRecord | None:
         """Return what the checkpoint says now that concerns a resource; None if it cannot be read. May block.
@@ -356,7 +389,8 @@ class HolderTracker:
                 problem = problem or "the kubelet has not been asked for a newer checkpoint"
             except CheckpointError as error:
                 problem = "; ".join(filter(None, (str(error), problem)))
-        return HolderEvidence(read, bool(written), self.pods.read(), problem)
+        pods = self.pods.read()
+        return HolderEvidence(read, bool(written), pods, problem, self._ended_containers(read, pods))
 
     async def _listed(self, report: PodResourcesReport, running: Collection[str]) -> frozenset[str]:
         names = await asyncio.to_thread(self._names.read, running)

@@ -92,6 +92,7 @@ class Agent:
             self._resend,
             register=self.register,
             pod_logs=self.paths.pod_log_dir,
+            container_logs=self.paths.container_log_dir,
             claim_uses=report_holders,
             believe_checkpoint=believe_checkpoint,
             wake=scan_wanted.set,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from deviceplugin import cdi
 from deviceplugin.addresses import parse_address
+from deviceplugin.kubelet import containers
 from deviceplugin.node import logs
 
 if TYPE_CHECKING:
@@ -27,7 +28,8 @@ class Paths:
 
     The device plugin directory is /var/lib/kubelet/device-plugins whatever the kubelet's --root-dir says, while the
     PodResources socket follows it (kubernetes#68567; k3s, k0s and microk8s differ): each can be given. pod_log_dir:
-    the kubelet's podLogsDir, where pods have directories named namespace_name_uid. cdi_dir: where the container runtime
+    the kubelet's podLogsDir, where pods have directories named namespace_name_uid. container_log_dir: see
+    `deviceplugin.kubelet.containers`. cdi_dir: where the container runtime
     finds CDI specs.
     """
 
@@ -36,6 +38,7 @@ class Paths:
     pod_resources_socket: Path | None = None
     cgroup_root: Path = Path("/sys/fs/cgroup")
     pod_log_dir: Path = Path("/var/log/pods")
+    container_log_dir: Path = containers.DIRECTORY
     cdi_dir: Path = Path(cdi.DIRECTORY)
 
     @property
@@ -115,6 +118,8 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     add("--cgroup-root", paths.cgroup_root, "DIR", "where the host's cgroup file system is mounted (%(default)s)")
     pod_logs = "the kubelet's podLogsDir, whose directories have pods' names and UIDs (%(default)s)"
     add("--pod-log-dir", paths.pod_log_dir, "DIR", pod_logs)
+    container_logs = "where the kubelet links to the logs of containers that have started (%(default)s)"
+    add("--container-log-dir", paths.container_log_dir, "DIR", container_logs)
     add("--cdi-dir", paths.cdi_dir, "DIR", "where the container runtime finds CDI specs (%(default)s)")
     parser.add_argument(
         "--metrics-address",

@@ -162,12 +162,17 @@ class FakeKubelet:
         """The paths of the node, for an agent."""
         from deviceplugin.node.options import Paths
 
-        return Paths(kubelet_root=self.root, cgroup_root=self.cgroup_root, pod_log_dir=self.pod_logs)
+        return Paths(kubelet_root=self.root, cgroup_root=self.cgroup_root, pod_log_dir=self.pod_logs, container_log_dir=self.container_logs)
 
     @property
     def pod_logs(self) -> Path:
         """Where pods have log directories, named namespace_name_uid."""
         return self.root / "pod-logs"
+
+    @property
+    def container_logs(self) -> Path:
+        """Where containers that have started have links to their logs."""
+        return self.root / "container-logs"
 
     @property
     def arguments(self) -> tuple[str, ...]:
@@ -176,6 +181,7 @@ class FakeKubelet:
             "--kubelet-root": self.root,
             "--cgroup-root": self.cgroup_root,
             "--pod-log-dir": self.pod_logs,
+            "--container-log-dir": self.container_logs,
         }
         return tuple(word for name, path in options.items() for word in (name, str(path)))
 
@@ -228,7 +234,8 @@ class FakeKubelet:
             (self.root / "pods").mkdir(parents=True, exist_ok=True)
             claim_state.read_or_create(self.root)
             self.cgroups.create()
-            self.pod_logs.mkdir(parents=True, exist_ok=True)
+            for logs in (self.pod_logs, self.container_logs):
+                logs.mkdir(parents=True, exist_ok=True)
             self._run = run = Run(self)
         run.start(wipe=wipe)
 
@@ -676,6 +683,8 @@ class FakeKubelet:
                 self.orphans.pop(pod.uid, None)
                 shutil.rmtree(self.pod_directory(pod), ignore_errors=True)
                 shutil.rmtree(self._log_directory(pod), ignore_errors=True)
+                for container in pod.all_containers.values():
+                    self._keep_log_links(container, 0)
             self.changed.notify_all()
             self.schedule()
 
@@ -710,8 +719,24 @@ class FakeKubelet:
         with self.changed:
             container.id = _container_id()
             self.cgroups.add_container(pod.uid, container.id)
+            log = self._log_directory(pod) / container.name / f"{len(container.starts)}.log"
+            log.parent.mkdir(parents=True, exist_ok=True)
+            log.touch()
+            link = self.container_logs / f"{pod.name}_{pod.namespace}_{container.name}-{container.id}.log"
+            link.symlink_to(log)
+            container.log_links.append(link)
+            self._keep_log_links(container, 2)
             if container.state != "running":
                 self.cgroups.remove_container(pod.uid, container.id)
+
+    @staticmethod
+    def _keep_log_links(container: FakeContainer, count: int) -> None:
+        """Remove all but the last links: a container that has ended is removed after the next one (kuberuntime_gc.go).
+
+        The link comes with the start (kuberuntime_container.go: startContainer, kubelet 1.36.3).
+        """
+        while len(container.log_links) > count:
+            container.log_links.pop(0).unlink(missing_ok=True)
 
     def end_container(self, pod: FakePod, container: FakeContainer) -> None:
         """End a container's process."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
 from deviceplugin.testing.devicemanager import ContainerSpec, KubeletCrashError, PodSpec, RunOptions
@@ -44,7 +45,7 @@ class FakeContainer:
 
     state: "waiting" before its first start, "terminated" after its end. message: why it does not
     start. starts: the times of its starts, by the monotonic clock. id: the runtime's, another one
-    after each start; "" before the first.
+    after each start; "" before the first. log_links: the kubelet's links to the logs of its last starts.
     """
 
     def __init__(self, spec: ContainerSpec, *, init: bool) -> None:
@@ -54,6 +55,7 @@ class FakeContainer:
         self.id = ""
         self.message = ""
         self.starts: list[float] = []
+        self.log_links: list[Path] = []
         self.devices: dict[str, tuple[str, ...]] = {}
         self.env: dict[str, str] = {}
         self.nodes: tuple[ContainerNode, ...] = ()

@@ -474,6 +474,35 @@ def test_checkpoint_is_lost_at_rest(scene: Scene, agent: str) -> None:
     scene.handed_on(end, [pod.uid for pod in pods], *wanting)
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_container_restarts_after_the_checkpoint_was_lost(scene: Scene, count: int) -> None:
+    """The kubelet asks for a device again: the container takes over from itself, and others may have the rest."""
+    scene.nodes("a", count)
+    scene.serve(resource("a", "none"))
+    scene.cluster.wait_allocatable(named("a"), count)
+    pod = scene.pod("a0", "a", restartPolicy="Always")
+    scene.running(pod)
+    scene.before = len(locks.holders())
+    restart_kubelet(scene.cluster, "checkpoint")
+    scene.observe(5)
+    assert locks.pids(pod.uid), "the kubelet has admitted the pod anew, and failed it"
+    restarts = pod.restarts()
+    for pid in locks.pids(pod.uid):
+        os.kill(pid, signal.SIGKILL)
+    got = len([one for one in locks.notes() if one.what == "got" and one.uid == pod.uid])
+    scene.cluster.wait_for(
+        lambda: len([one for one in locks.notes() if one.what == "got" and one.uid == pod.uid]) > got,
+        LIMIT,
+        "the container has a device again",
+    )
+    assert pod.restarts() > restarts
+    if count > 1:
+        scene.wait(plain("wants-a", "a"))
+        scene.cluster.wait_for(lambda: len(locks.holders()) == count, LIMIT, "another pod has the other device")
+        scene.waiting.pop("wants-a")
+    assert len({one.key for one in locks.holders()}) == len(locks.holders()) == count
+
+
 def test_ledger_and_checkpoint_are_lost(scene: Scene) -> None:
     """With both, all is lost that names pods with devices, but for the copy of the ledger's allocations."""
     scene.nodes("a", 2)

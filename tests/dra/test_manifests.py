@@ -158,6 +158,7 @@ def test_directories_of_the_host(config: Config) -> None:
         "/var/run/cdi",
         "/dev",
         "/var/log/pods",
+        "/var/log/containers",
         "/run/fpga",
     }
     (container,) = pod["containers"]

@@ -294,9 +294,6 @@ async def lose(node: FakeNode, lost: Sequence[str]) -> None:
 # Containers that restart in place.
 
 
-@pytest.mark.xfail(
-    strict=True, reason="no witness tells one container of a pod that runs from another (register.md, 10)"
-)
 @BOTH
 @pytest.mark.parametrize("devices", [("d0",), ("d0", "d1")], ids=["one", "two"])
 async def test_a_container_that_restarts_after_the_checkpoint_was_lost_takes_over_from_itself(
@@ -321,6 +318,80 @@ async def test_a_container_that_restarts_after_the_checkpoint_was_lost_takes_ove
         for one in (pod, *others):
             await here.stopped(one)
         await here.until(lambda: here.healthy() == {*devices})
+
+
+async def lost_checkpoint(here: Here, *, devices: int = 1) -> None:
+    """Restart the kubelet without its checkpoint, and wait until it has the devices again."""
+    await asyncio.to_thread(here.node.stop)
+    here.node.damage_checkpoint("deleted")
+    await asyncio.to_thread(here.node.start)
+    await here.until(lambda: len(here.node.devices(A)) == devices)
+    await here.scans()
+
+
+@BOTH
+@pytest.mark.parametrize("what", ["beside", "no link"])
+async def test_a_container_that_may_run_keeps_what_the_lost_checkpoint_had(
+    node: FakeNode, both: bool, what: str
+) -> None:
+    """Another container of its pod has ended, or the kubelet's links to the logs of the one that ended are gone."""
+    async with serving(node, Listed(A, D, "d0"), both=both) as here:
+        await here.until(here.healthy)
+        containers = {"has": {A: 1}, "beside": {}}
+        pod = await asyncio.to_thread(node.run_pod, "p", containers=containers, timeout=15)
+        await lost_checkpoint(here)
+        ends = pod.container("beside" if what == "beside" else "has")
+        if what == "no link":
+            for link in node.container_logs.iterdir():
+                link.unlink()
+        pod.crash_container(ends.name)
+        await here.scans()
+        assert here.healthy() == set()
+        other = await here.run("other", {A: 1})
+        assert not other.running
+        assert running(node, "d0") == {pod.uid}
+
+
+@BOTH
+async def test_a_container_in_a_crash_loop_keeps_what_the_checkpoint_names(node: FakeNode, both: bool) -> None:
+    """It starts again without an Allocate."""
+    async with serving(node, Listed(A, D, "d0"), both=both) as here:
+        pod = await hold(here)
+        await asyncio.to_thread(node.stop)
+        await asyncio.to_thread(node.start)
+        await here.until(lambda: len(node.devices(A)) == 1)
+        pod.crash_container()
+        await here.scans()
+        assert not (await here.run("other", {A: 1})).running
+        assert "still held" in await here.take(A, "d0")
+        await asyncio.to_thread(pod.restart_container, timeout=15)
+        assert running(node, "d0") == {pod.uid}
+
+
+@BOTH
+async def test_a_device_of_a_container_that_ended_after_the_checkpoint_was_lost_goes_to_one_pod(
+    node: FakeNode, both: bool
+) -> None:
+    """Whoever asks first has it: the container that starts again, or another pod; then the checkpoint is lost again."""
+    async with serving(node, Listed(A, D, "d0"), both=both) as here:
+        pod = await hold(here)
+        await lost_checkpoint(here)
+        pod.crash_container()
+        await here.until(lambda: here.healthy() == {"d0"})
+        other = await here.run("other", {A: 1})
+        assert other.running
+        await here.scans()
+        await lost_checkpoint(here)
+        pod.container().held_down = False
+        third = await here.run("third", {A: 1})
+        assert not third.running
+        assert running(node, "d0") == {other.uid}
+        await here.stopped(other)
+        await asyncio.to_thread(pod.restart_container, timeout=15)
+        await here.scans()
+        await lost_checkpoint(here)
+        assert not (await here.run("fourth", {A: 1})).running
+        assert running(node, "d0") == {pod.uid}
 
 
 # Sources that bring others along.

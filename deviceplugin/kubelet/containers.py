@@ -1,0 +1,85 @@
+"""Whether one container of a pod has ended while the pod runs on: the kubelet's links to container logs, and cgroups.
+
+A kubelet that has lost its checkpoint asks for devices again before it starts a container anew, and nothing in an
+Allocate names the container. So a container that has ended and that the checkpoint does not name holds nothing.
+
+When a container has started, the kubelet links `<pod>_<namespace>_<container>-<container id>.log` in the directory to
+`<pod logs>/<namespace>_<pod>_<uid>/<container>/<n>.log`; it removes the link with the container, and keeps the last
+container that ended (kubelet 1.36, kuberuntime_container.go: startContainer, legacy.go, kuberuntime_gc.go). A cgroup
+without a link is the sandbox's, or that of a container that starts: the sandbox's is older than the links of its pod.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from deviceplugin.kubelet.cgroups import ContainerCgroup, PodReader
+
+DIRECTORY: Final = Path("/var/log/containers")
+"""Where the kubelet makes the links; a constant of its source."""
+_LINK: Final = re.compile(r".*-([0-9a-f]{12,64})\.log")
+"""The kubelet cuts names that are longer than a file's may be, so the id may be its beginning only."""
+
+
+class LogLink(NamedTuple):
+    """A container that has started. id: the runtime's, or its beginning. made: when, in Unix seconds."""
+
+    pod_uid: str
+    container: str
+    id: str
+    made: float
+
+
+def log_links(directory: Path, pods: Collection[str]) -> list[LogLink]:
+    """Return the containers of these pods that have a link. Blocks. Raises OSError: the directory cannot be read."""
+    found = []
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            if (named := _LINK.fullmatch(entry.name)) is None:
+                continue
+            try:
+                *_, pod, container, _ = os.readlink(entry.path).split("/")
+                uid = pod.rpartition("_")[2]
+                if uid in pods:
+                    found.append(LogLink(uid, container, named[1], entry.stat(follow_symlinks=False).st_mtime))
+            except (OSError, ValueError):
+                continue  # it has just been removed, or is no link of the kubelet's
+    return found
+
+
+def has_ended(container: str, links: Iterable[LogLink], running: Iterable[ContainerCgroup]) -> bool:
+    """Return whether no process of a container can run. links, running: those of its pod.
+
+    A container that has no link may be one that has just started, or one of which nothing is known: it may run.
+    """
+    links = tuple(links)
+    last = max((one.made for one in links if one.container == container), default=None)
+    if last is None:
+        return False
+    for cgroup in running:
+        link = next((one for one in links if one.id in cgroup.name), None)
+        if (cgroup.made >= last) if link is None else (link.container == container):
+            return False
+    return True
+
+
+def ended(containers: Collection[tuple[str, str]], pods: PodReader, directory: Path) -> frozenset[tuple[str, str]]:
+    """Return which of these containers (pod UID, name) have ended for sure. Blocks."""
+    uids = {uid for uid, _ in containers}
+    if not uids:
+        return frozenset()
+    try:
+        links = log_links(directory, uids)
+        running = {uid: pods.containers(uid) for uid in uids}
+    except OSError:
+        return frozenset()  # nothing is known
+    found = set()
+    for uid, name in containers:
+        cgroups = running[uid]
+        if cgroups is not None and has_ended(name, (one for one in links if one.pod_uid == uid), cgroups):
+            found.add((uid, name))
+    return frozenset(found)

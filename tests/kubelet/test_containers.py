@@ -1,0 +1,85 @@
+"""Whether one container of a pod has ended: links to logs, and cgroups."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from deviceplugin.kubelet.cgroups import ContainerCgroup, PodReader
+from deviceplugin.kubelet.containers import LogLink, ended, has_ended, log_links
+from deviceplugin.testing.cgroups import CgroupLayout, CgroupTree
+
+UID = "5f0a3b1e-8d1c-4a52-9a63-0d7f3f1f2b11"
+SANDBOX, FIRST, SECOND = ("a" * 64, "b" * 64, "c" * 64)
+
+
+def link(container: str, id: str, made: float) -> LogLink:
+    return LogLink(UID, container, id, made)
+
+
+def cgroup(id: str, made: float) -> ContainerCgroup:
+    return ContainerCgroup(f"cri-containerd-{id}.scope", made)
+
+
+@pytest.mark.parametrize(
+    ("links", "running", "over"),
+    [
+        ([], [], False),
+        ([], [cgroup(SANDBOX, 1)], False),
+        ([link("other", FIRST, 3)], [cgroup(SANDBOX, 1)], False),
+        ([link("c", FIRST, 3)], [cgroup(SANDBOX, 1), cgroup(FIRST, 2)], False),
+        ([link("c", FIRST, 3)], [cgroup(SANDBOX, 1)], True),
+        ([link("c", FIRST, 3)], [], True),
+        ([link("c", FIRST[:20], 3)], [cgroup(SANDBOX, 1), cgroup(FIRST, 2)], False),
+        ([link("c", FIRST, 3), link("other", SECOND, 3)], [cgroup(SANDBOX, 1), cgroup(SECOND, 4)], True),
+        # One that starts now has no link yet.
+        ([link("c", FIRST, 3)], [cgroup(SANDBOX, 1), cgroup(SECOND, 5)], False),
+        ([link("c", FIRST, 3), link("c", SECOND, 6)], [cgroup(SANDBOX, 1), cgroup(SECOND, 5)], False),
+        ([link("c", FIRST, 3), link("c", SECOND, 6)], [cgroup(SANDBOX, 1)], True),
+        # The sandbox was made again: what is newer than the container's link may be the container.
+        ([link("c", FIRST, 3)], [cgroup(SANDBOX, 4)], False),
+    ],
+)
+def test_a_container_has_ended_if_no_cgroup_can_be_its_own(
+    links: list[LogLink], running: list[ContainerCgroup], over: bool
+) -> None:
+    """Without a link of its own nothing is known of it; a cgroup without a link that is newer may be its own."""
+    assert has_ended("c", links, running) is over
+
+
+@pytest.fixture
+def logs(tmp_path: Path) -> Path:
+    made = tmp_path / "containers"
+    made.mkdir()
+    target = Path(f"/var/log/pods/ns_some-pod_{UID}/c-1/0.log")
+    (made / f"some-pod_ns_c-1-{FIRST}.log").symlink_to(target)
+    (made / f"other_ns_c-1-{SECOND}.log").symlink_to(f"/var/log/pods/ns_other_{'0' * 36}/c-1/0.log")
+    (made / f"no-link_ns_c-1-{SECOND}.log").touch()
+    (made / "of-somebody-else").symlink_to(target)
+    return made
+
+
+def test_links_say_pod_container_and_id(logs: Path) -> None:
+    """Also where names have hyphens. What is no link of the kubelet's is passed over."""
+    (found,) = log_links(logs, {UID})
+    assert found[:3] == (UID, "c-1", FIRST)
+    assert found.made == (logs / f"some-pod_ns_c-1-{FIRST}.log").lstat().st_mtime
+
+
+@pytest.mark.parametrize("layout", ["v2", "v2-systemd", "v1", "v1-systemd"])
+def test_a_container_ends_with_its_processes(layout: CgroupLayout, logs: Path, tmp_path: Path) -> None:
+    """With each layout of cgroups; where no links or cgroups are visible, nothing is known."""
+    tree = CgroupTree(tmp_path / "cgroup", layout)
+    tree.create()
+    pods = PodReader(tmp_path, tree.root, believe_checkpoint=False)
+    asked = {(UID, "c-1"), (UID, "other")}
+    assert ended(asked, pods, logs) == set(), "there is no cgroup of the pod"
+    tree.add_pod(UID)
+    tree.add_container(UID, FIRST)
+    assert ended(asked, pods, logs) == set()
+    tree.remove_container(UID, FIRST)
+    assert ended(asked, pods, logs) == {(UID, "c-1")}
+    assert ended(asked, pods, tmp_path / "none") == set()
+    tree.add_container(UID, SECOND)
+    assert ended(asked, pods, logs) == set(), "the cgroup is newer than the link"
