@@ -14,6 +14,7 @@ from typing import Final
 import msgspec
 
 from deviceplugin import cdi
+from deviceplugin.naming import NamingError, parse_quantity
 
 VERSION: Final = 1
 _SUFFIX: Final = ".claim"
@@ -66,7 +67,9 @@ def decode(data: bytes, driver: str, uid: str) -> ClaimFile:
     unknown = ClaimFile(driver=driver, uid=uid)
     try:
         file = msgspec.json.decode(data, type=ClaimFile)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+        for _, _, quantity in (one for device in file.devices or () for one in device.takes):
+            parse_quantity(quantity)
+    except (msgspec.DecodeError, UnicodeDecodeError, NamingError):
         return unknown
     return file if (file.driver, file.uid, file.version) == (driver, uid, VERSION) else unknown
 

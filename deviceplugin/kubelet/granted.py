@@ -17,6 +17,7 @@ import msgspec
 from google.protobuf.message import DecodeError
 
 from deviceplugin.identity import numbers_of, recorded
+from deviceplugin.naming import NamingError, parse_quantity
 from deviceplugin.register.question import Wanted
 from deviceplugin.register.records import UNKNOWN, Amount
 from deviceplugin.wire import deviceplugin_pb2 as pb
@@ -37,6 +38,7 @@ def annotate(response: pb.ContainerAllocateResponse, resource: str, devices: Map
                 "tokens": one.identity.split(" ")[1:],
                 "part": one.amount.part,
                 "takes": one.amount.takes,
+                "scope": one.amount.scope,
             }
             for device_id, one in devices.items()
         },
@@ -70,10 +72,12 @@ def _decoded(response: str, resource: str) -> tuple[str, Mapping[str, Wanted], t
     paths = tuple(device.host_path for device in message.devices)
     try:
         value = msgspec.json.decode(message.annotations.get(annotation(resource), ""), type=_Annotation)
-    except msgspec.MsgspecError:
+        for _, _, quantity in (one for device in value.devices.values() for one in device.takes):
+            parse_quantity(quantity)
+    except (msgspec.MsgspecError, NamingError):
         return "", {}, paths
     devices = {
-        name: Wanted((resource, one.device), recorded(one.tokens, value.boot), Amount(one.part, one.takes))
+        name: Wanted((resource, one.device), recorded(one.tokens, value.boot), Amount(one.part, one.takes, one.scope))
         for name, one in value.devices.items()
     }
     return value.boot, devices, paths
@@ -84,6 +88,7 @@ class _Device(msgspec.Struct, frozen=True):
     tokens: frozenset[str] = frozenset()
     part: str = ""
     takes: tuple[tuple[str, str, str], ...] = ()
+    scope: str = ""
 
 
 class _Annotation(msgspec.Struct, frozen=True):

@@ -13,7 +13,6 @@ import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -24,7 +23,7 @@ from deviceplugin.identity import Kind, Tokens, boot_id, node_token, numbers_of,
 from deviceplugin.kubelet import claim_state
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.claim_state import ClaimStateError, ClaimStateMissingError, PreparedClaim
-from deviceplugin.register.question import Use, claim_unit, part_of
+from deviceplugin.register.question import Use, claim_unit, part_of, takes_recorded
 from deviceplugin.register.records import Amount
 
 FRESH: Final = 0.005
@@ -132,9 +131,9 @@ class OrphanedClaims:
             self._read_files(served)
         made_from = self._claims, self._problem, self._files, served
         if made_from != self._made_from or (self._unnamed and now - self._made_at >= ENDING):
-            self._made_from, self._made_at = made_from, now
             held = self._decide(self._counted(served), served)
             self._held = held._replace(uses=self._held.uses) if held.uses == self._held.uses else held
+            self._made_from, self._made_at = made_from, now
         return self._held
 
     def _read_state(self) -> None:
@@ -187,8 +186,7 @@ class OrphanedClaims:
             for one in file.devices or ():
                 if not one.admin:
                     amount, tokens = Amount(one.part, one.takes), tokens_of(one.identity, self.boot)
-                    takes = {(file.driver, *each[:2]): Fraction(each[2]) for each in one.takes}
-                    unit = claim_unit(file.driver, file.uid)
+                    unit, takes = claim_unit(file.driver, file.uid), takes_recorded(amount, file.driver)
                     found.append(Use(unit, who, (one.resource, one.device), tokens, part_of(amount), takes))
         for claim in self._claims:
             filed = {file.driver for file in files if file.uid == claim.uid and file.devices is not None}

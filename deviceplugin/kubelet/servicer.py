@@ -25,7 +25,7 @@ from deviceplugin.kubelet.granted import annotate
 from deviceplugin.kubelet.podresources import AllocationsInFlight
 from deviceplugin.kubelet.tracker import HolderTracker
 from deviceplugin.register.question import Wanted
-from deviceplugin.register.records import NONE, Amount, LedgerError
+from deviceplugin.register.records import LedgerError
 from deviceplugin.register.register import OtherSideError, Register, UnknownHolderError
 from deviceplugin.source import DeviceSource
 from deviceplugin.wire import deviceplugin_pb2 as pb
@@ -177,11 +177,10 @@ class Endpoint(DevicePluginServicer):
                 if self._release_former is not None and "released" in self.source.hooks:
                     await self._refuse_held(names)
                     await self._release_former(names)
-                # A reload may change the replicas while `edits` works.
-                amounts = {name: self._register.amount(self.resource, self.ids.device_id_of(name)) for name in names}
-                responses = [await self._response(ids) for ids in wanted]
+                asked: dict[str, Wanted] = {}
+                responses = [await self._response(ids, asked) for ids in wanted]
                 await self._refuse_held(names)
-                granted = await self._grant(names, amounts)
+                granted = await self._grant(names, asked)
                 for response, ids in zip(responses, wanted, strict=True):
                     annotate(response, self.resource, {name: granted[name] for name in ids}, self._register.boot)
             except Refusal as refusal:
@@ -295,15 +294,15 @@ class Endpoint(DevicePluginServicer):
     def _unrecorded(self, error: LedgerError) -> Refusal:
         return self._refusal("ledger", f"{error}", grpc.StatusCode.UNAVAILABLE)
 
-    async def _grant(self, names: Sequence[str], amounts: Mapping[str, Amount] = NONE) -> Mapping[str, Wanted]:
+    async def _grant(self, names: Sequence[str], asked: Mapping[str, Wanted]) -> Mapping[str, Wanted]:
         """Have a grant recorded, and return what was. Raises Refusal: what others hold excludes it, or its side does.
 
-        amounts: how much of its device each id stood for when it was asked for; by default as of now.
+        asked: what the answer was made for.
         """
         ids = {name: self.ids.device_id_of(name) for name in names}
         try:
             # The container's own `reset` waits for one that works now: Allocate holds up all pods of the node.
-            granted = await self._register.grant(self.resource, ids, amounts)
+            granted = await self._register.grant(self.resource, ids, asked)
         except UnknownHolderError as error:
             raise self._refusal("starting", str(error), grpc.StatusCode.UNAVAILABLE) from error
         except OtherSideError as error:
@@ -315,9 +314,11 @@ class Endpoint(DevicePluginServicer):
         self._granted()
         return granted
 
-    async def _response(self, names: Sequence[str]) -> pb.ContainerAllocateResponse:
-        """Return what a container gets for these ids. Raises Refusal."""
+    async def _response(self, names: Sequence[str], asked: dict[str, Wanted]) -> pb.ContainerAllocateResponse:
+        """Return what a container gets for these ids. Raises Refusal. asked: gets what they stand for now."""
         devices = self._check(names)
+        # A list or a reload may change it while `edits` works.
+        asked |= {name: self._register.wanted(self.resource, self.ids.device_id_of(name)) for name in names}
         extra: object = NO_EDITS
         try:
             if "edits" in self.source.hooks:

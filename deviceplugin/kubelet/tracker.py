@@ -28,7 +28,7 @@ from deviceplugin.kubelet.foreign_plugin import KubeletRecord
 from deviceplugin.kubelet.granted import granted, ours
 from deviceplugin.kubelet.holders import HolderEvidence, HolderSnapshot, of_ids
 from deviceplugin.kubelet.podresources import AllocationsInFlight, ClaimUse, Holder, PodResources, PodResourcesReport
-from deviceplugin.register.question import Use, Wanted, allocation_unit, part_of
+from deviceplugin.register.question import Use, Wanted, allocation_unit, part_of, takes_recorded
 from deviceplugin.register.records import UNKNOWN, Amount
 from deviceplugin.register.register import Register
 
@@ -89,7 +89,7 @@ class HolderTracker:
         self._foreign: tuple[tuple[object, ...], frozenset[str], tuple[Use, ...]] = ((None,) * 3, frozenset(), ())
         self._allocations: frozenset[Allocation] = frozenset()
         self._container_logs = container_logs
-        self._ended: Mapping[Allocation, int | None] = {}
+        self._noted: Mapping[Allocation, int | None] = {}
         """Allocations that the kubelet had lost when their containers ended, and the sequence of their records then."""
         self._begun: frozenset[str] = frozenset()
         """UIDs of holders whose admission is over: they were known at the start, or were seen to run."""
@@ -232,12 +232,12 @@ class HolderTracker:
         named: frozenset[Allocation] = frozenset().union(*(one.allocations for one in read))
         lost = {one for one in self._known - named if one.container and one.pod_uid in (pods.running or ())}
         records, names = self._register.snapshot.allocations, {one[2:] for one in named}
-        noted = {one: sequence for one, sequence in self._ended.items() if one in lost}
+        noted = {one: sequence for one, sequence in self._noted.items() if one in lost}
         over = containers.ended({one[:2] for one in lost - noted.keys()}, self.pods, self._container_logs)
         for one in lost - noted.keys():
             if one[:2] in over:
                 noted[one] = records[one[2:]].sequence if one[2:] in records else None
-        self._ended = noted
+        self._noted = noted
 
         def applies(one: Allocation) -> bool:
             record = records.get(one[2:])
@@ -323,7 +323,8 @@ class HolderTracker:
                 own, tokens = ours(what), tokens_of(what.identity, boot_id())
                 part = part_of(what.amount) if own else None
                 unit = allocation_unit(one.resource, one.device_id)
-                use = Use(unit, f"pod {self.title(one.pod_uid)}", what.key if own else None, tokens, part)
+                takes = takes_recorded(what.amount) if own else {}
+                use = Use(unit, f"pod {self.title(one.pod_uid)}", what.key if own else None, tokens, part, takes)
                 if own or tokens:
                     found.append(use)
             uses = before[2] if before[2] == tuple(found) else tuple(found)

@@ -172,7 +172,7 @@ def _larger(one: Amount, other: Amount) -> Amount:
     takes: dict[tuple[str, str], str] = {}
     for counter_set, counter, value in (*one.takes, *other.takes):
         takes[counter_set, counter] = max(takes.get((counter_set, counter), value), value, key=parse_quantity)
-    return Amount(part, tuple((*counter, value) for counter, value in takes.items()))
+    return Amount(part, tuple((*counter, value) for counter, value in takes.items()), one.scope or other.scope)
 
 
 @_operation

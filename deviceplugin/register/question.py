@@ -45,6 +45,10 @@ class Use(NamedTuple):
         """What may have no other holders than there is room for."""
         return {*self.tokens, *((self.key,) if self.key else ())}
 
+    def concerns(self, points: Collection[Point]) -> bool:
+        """Whether it is of any of these points, counters included."""
+        return not self.points.isdisjoint(points) or any(counter[1:] in points for counter in self.takes)
+
 
 @dataclass(frozen=True, slots=True)
 class View:
@@ -92,20 +96,29 @@ def part_of(amount: Amount) -> Fraction | None:
         return None
 
 
-def _takes(amount: Amount, resource: str, view: View, recorded: str = "") -> dict[Counter, Fraction]:
-    """Return what is taken of counters, in the scope of the resource now and in the one that was recorded.
+def takes_recorded(amount: Amount, scope: str = "") -> dict[Counter, Fraction]:
+    """Return what is taken of counters, in the scope that was recorded. Raises NamingError: a quantity is none."""
+    return {(scope or amount.scope, *one[:2]): parse_quantity(one[2]) for one in amount.takes}
 
-    A pod of a resource that is served no more may have got it in any scope.
+
+def in_scopes(use: Use, scopes: Mapping[str, str]) -> Use:
+    """Return a use whose takes count in the scope that was recorded, and in that of its resource now.
+
+    Where neither is known, it may have got it in any scope.
     """
-    scopes = {one for one in (view.scopes.get(resource), recorded) if one} or {resource, *view.scopes.values()}
-    return {(scope, *one[:2]): parse_quantity(one[2]) for one in amount.takes for scope in scopes}
+    now = scopes.get(use.key[0], "") if use.key else ""
+    takes: dict[Counter, Fraction] = {}
+    for (scope, *counter), value in use.takes.items():
+        counting = {one for one in (scope, now) if one} or {*(use.key[:1] if use.key else ()), *scopes.values()}
+        takes |= {(one, *counter): value for one in counting}  # type: ignore[misc]
+    return use._replace(takes=takes)
 
 
 def wanted_use(unit: tuple[str, ...], wanted: Wanted, view: View) -> Use:
     """Return what a holder is to get as a use."""
     tokens = identity.tokens_of(wanted.identity, view.boot)
-    takes = _takes(wanted.amount, wanted.key[0], view)
-    return Use(unit, "", wanted.key, tokens, part_of(wanted.amount), takes)
+    takes = takes_recorded(wanted.amount)
+    return in_scopes(Use(unit, "", wanted.key, tokens, part_of(wanted.amount), takes), view.scopes)
 
 
 def use_of_allocation(one: AllocationRecord, view: View) -> Use:
@@ -113,8 +126,8 @@ def use_of_allocation(one: AllocationRecord, view: View) -> Use:
     tokens = identity.tokens_of(one.identity, view.boot)
     title = f"pod {one.pod}" if one.pod else "a pod"
     unit = allocation_unit(one.resource, one.device_id)
-    takes = _takes(one.amount, one.resource, view)
-    return Use(unit, title, (one.resource, one.device), tokens, part_of(one.amount), takes)
+    takes = takes_recorded(one.amount)
+    return in_scopes(Use(unit, title, (one.resource, one.device), tokens, part_of(one.amount), takes), view.scopes)
 
 
 def use_of_claim(claim: Claim, one: ClaimDevice, view: View) -> Use:
@@ -122,8 +135,8 @@ def use_of_claim(claim: Claim, one: ClaimDevice, view: View) -> Use:
     tokens = identity.tokens_of(one.identity, view.boot)
     title = f"claim {claim.title}" if claim.name else f"claim {claim.uid}"
     unit = claim_unit(claim.driver, claim.uid)
-    takes = _takes(one.amount, one.resource, view, claim.driver)
-    return Use(unit, title, (one.resource, one.device), tokens, part_of(one.amount), takes)
+    takes = takes_recorded(one.amount, claim.driver)
+    return in_scopes(Use(unit, title, (one.resource, one.device), tokens, part_of(one.amount), takes), view.scopes)
 
 
 def uses(state: Snapshot, points: Iterable[Point], view: View) -> list[Use]:
@@ -136,7 +149,7 @@ def uses(state: Snapshot, points: Iterable[Point], view: View) -> list[Use]:
         else:
             claim = state.claims[key]
             found += [use_of_claim(claim, one, view) for one in claim.devices if not one.admin]
-    found += [one for one in view.others if not one.points.isdisjoint(points)]
+    found += [one for one in view.others if one.concerns(points)]
     return found
 
 

@@ -106,11 +106,13 @@ class Amount(msgspec.Struct, frozen=True, array_like=True):
     """How much of a device one holder has, as it was granted.
 
     part: "1" for the whole device, "1/3" for one of three replicas, "0" for access without holding it, "" if it is not
-    known. takes: (counter set, counter, quantity) for each counter that the device consumes.
+    known. takes: (counter set, counter, quantity) for each counter that the device consumes. scope: whose counters
+    these are, the driver of the resource or its name if it has none; "" if there are none, or if it is not known.
     """
 
     part: str = ""
     takes: tuple[tuple[str, str, str], ...] = ()
+    scope: str = ""
 
 
 UNKNOWN: Final = Amount()

@@ -31,6 +31,7 @@ from deviceplugin.register.question import (
     allocation_unit,
     doubts,
     held_twice,
+    in_scopes,
     is_given_by_others,
     refusal,
     takes_of,
@@ -217,7 +218,12 @@ class Register:
             working = [
                 Use(("hook", *one), why, one, held.get(one, things.tokens(one)), None) for one, why in busy.items()
             ]
-            view = View(self.boot, self.listed.scopes, self.listed.limits, (*foreign, *working))
+            view = View(
+                self.boot,
+                self.listed.scopes,
+                self.listed.limits,
+                (*(in_scopes(one, self.listed.scopes) for one in foreign), *working),
+            )
             self._view = key, view
         return self._view[1]
 
@@ -252,7 +258,8 @@ class Register:
         if known is None:
             return WHOLE
         times, takes = len(services[resource].ids_now(known)), takes_of(known)
-        return Amount("1" if times == 1 else f"1/{times}", takes) if takes or times > 1 else WHOLE
+        scope = self.listed.scopes.get(resource, "") if takes else ""
+        return Amount("1" if times == 1 else f"1/{times}", takes, scope) if takes or times > 1 else WHOLE
 
     def wanted(self, resource: str, device: str) -> Wanted:
         """Return what a holder gets by one id of a device."""
@@ -397,13 +404,13 @@ class Register:
     # Grants.
 
     async def grant(
-        self, resource: str, ids: Mapping[str, str], amounts: Mapping[str, Amount] = NONE
+        self, resource: str, ids: Mapping[str, str], asked: Mapping[str, Wanted] = NONE
     ) -> Mapping[str, Wanted]:
         """Record that ids (by id, the device) are given to a container; return what was recorded, and nothing before.
 
-        amounts: how much of its device each id stood for when it was asked for; by default as of now. Raises
-        ConflictError: what others hold, or the side, leaves too little of a device; or it is not known yet who holds
-        it. Raises what the store raises if it could not be recorded.
+        asked: what each id stood for when it was asked for; by default as of now. Raises ConflictError: it stands for
+        something else now; what others hold, or the side, leaves too little of a device; or it is not known yet who
+        holds it. Raises what the store raises if it could not be recorded.
         """
         devices = list(dict.fromkeys(ids.values()))
         keys = [(resource, device) for device in devices]
@@ -413,7 +420,10 @@ class Register:
             if why := self.evidence_missing(resource, device):
                 raise UnknownHolderError(f"who holds device {device} is not known yet: {why}")
         wanted = {name: self.wanted(resource, device) for name, device in ids.items()}
-        wanted |= {name: wanted[name]._replace(amount=amount) for name, amount in amounts.items()}
+        for name, before in asked.items():
+            if wanted[name].identity != before.identity:
+                raise ConflictError(f"device {ids[name]} is another thing than it was when it was asked for")
+            wanted[name] = wanted[name]._replace(amount=before.amount)
         with self._granting(keys):
             answer = await self.store.do(operations.grant(resource, wanted, self.view(), time.time()))
         if isinstance(answer, Refused):

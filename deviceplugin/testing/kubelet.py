@@ -162,7 +162,12 @@ class FakeKubelet:
         """The paths of the node, for an agent."""
         from deviceplugin.node.options import Paths
 
-        return Paths(kubelet_root=self.root, cgroup_root=self.cgroup_root, pod_log_dir=self.pod_logs, container_log_dir=self.container_logs)
+        return Paths(
+            kubelet_root=self.root,
+            cgroup_root=self.cgroup_root,
+            pod_log_dir=self.pod_logs,
+            container_log_dir=self.container_logs,
+        )
 
     @property
     def pod_logs(self) -> Path:

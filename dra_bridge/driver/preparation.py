@@ -129,17 +129,7 @@ class ClaimDevices:
 
         Raises ClaimError: a device is not to be had, or is set up with other parameters.
         """
-        await self._ask(
-            ref, sorted(record.held), lambda view: _reserve_alike(self._identified(record), view, durable=durable)
-        )
-
-    def _identified(self, record: Claim) -> Claim:
-        """Return a record that says what its devices are now."""
-        devices = (
-            msgspec.structs.replace(one, identity=self.register.identity(one.resource, one.device))
-            for one in record.devices
-        )
-        return dataclasses.replace(record, devices=tuple(devices))
+        await self._ask(ref, sorted(record.held), lambda view: _reserve_alike(record, view, durable=durable))
 
     async def confirm(self, ref: ClaimRef, record: Claim) -> None:
         """Record a claim with its answer, if its devices still are what they were when they were reserved.
@@ -150,7 +140,7 @@ class ClaimDevices:
             await self.register.verify_granted(record.held)
         except ConflictError as error:
             raise self._refused(ref, str(error), str(error)) from error
-        await self._ask(ref, (), lambda view: operations.prepare(self._identified(record), view, pull=True))
+        await self._ask(ref, (), lambda view: operations.prepare(record, view, pull=True))
 
     async def _ask(
         self, ref: ClaimRef, keys: Sequence[Key], operation: Callable[[View], Operation[Claim | Refused | Excluded]]

@@ -363,6 +363,7 @@ def test_places_of_the_nodes() -> None:
         "/plugins": "/plugins",
         "/run/k": "/run/k",
         "/cgroup": "/host/sys/fs/cgroup",
+        "/var/log/containers": "/var/log/containers",
         "/logs": "/logs",
         "/var/run/cdi": "/var/run/cdi",
         "/dev": "/dev",

@@ -14,12 +14,12 @@ UID = "5f0a3b1e-8d1c-4a52-9a63-0d7f3f1f2b11"
 SANDBOX, FIRST, SECOND = ("a" * 64, "b" * 64, "c" * 64)
 
 
-def link(container: str, id: str, made: float) -> LogLink:
-    return LogLink(UID, container, id, made)
+def link(container: str, name: str, made: float) -> LogLink:
+    return LogLink(UID, container, name, made)
 
 
-def cgroup(id: str, made: float) -> ContainerCgroup:
-    return ContainerCgroup(f"cri-containerd-{id}.scope", made)
+def cgroup(name: str, made: float) -> ContainerCgroup:
+    return ContainerCgroup(f"cri-containerd-{name}.scope", made)
 
 
 @pytest.mark.parametrize(

@@ -379,3 +379,11 @@ async def test_a_grant_looks_at_the_claim_state_again(tmp_path: Path) -> None:
     assert not claims.uses()
     with pytest.raises(ConflictError):
         await asked.grant(R, {"a": "a"})
+
+
+@pytest.mark.parametrize("quantity", ["10", "10Gi", "100m"])
+def test_quantities_of_counters_are_read(tmp_path: Path, quantity: str) -> None:
+    """`Device.consumes` takes quantities such as 10Gi."""
+    file(tmp_path, FiledDevice(R, "a", part="1", takes=(("chip", "memory", quantity),)), driver=OLD)
+    written.write(tmp_path, [claim("a", driver=OLD)])
+    assert holder(of(tmp_path), R, "a", None) == held(OLD)

@@ -92,7 +92,14 @@ def test_every_path_that_can_be_given_is_used(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("deviceplugin.node.logs.setup", lambda *_: None)
     parser = argparse.ArgumentParser()
     add_run_options(parser)
-    names = ("kubelet_root", "device_plugin_dir", "pod_resources_socket", "cgroup_root", "pod_log_dir", "container_log_dir")
+    names = (
+        "kubelet_root",
+        "device_plugin_dir",
+        "pod_resources_socket",
+        "cgroup_root",
+        "pod_log_dir",
+        "container_log_dir",
+    )
     given = {name: Path("/given", name) for name in names}
     words = [word for name, path in given.items() for word in (f"--{name.replace('_', '-')}", str(path))]
     assert run_options(parser.parse_args(words)).paths == Paths(**given)

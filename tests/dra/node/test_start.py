@@ -24,7 +24,7 @@ from deviceplugin.kubelet.servicer import Endpoint, Refusal
 from deviceplugin.node.agent import AgentError
 from deviceplugin.register import rules
 from deviceplugin.register.operations import reconcile_evidence
-from deviceplugin.register.records import WHOLE, Side, State
+from deviceplugin.register.records import Side, State
 from deviceplugin.register.register import Register
 from deviceplugin.register.rules import ClaimEvidence, Evidence
 from deviceplugin.source import DeviceSource
@@ -433,11 +433,11 @@ async def test_nothing_is_offered_or_given_before_its_evidence_was_reconciled(tm
     endpoint = Endpoint(Source(), inventory, AllocationsInFlight(), register=register)
     assert not register.offers(R, "d0")
     with pytest.raises(Refusal) as refused:
-        await endpoint._grant(["d0"], {"d0": WHOLE})
+        await endpoint._grant(["d0"], {})
     assert refused.value.code is grpc.StatusCode.UNAVAILABLE
     assert not async_ledger.snapshot.allocations
     context.reconciled.add((R, "d0"))
     assert register.offers(R, "d0")
-    await endpoint._grant(["d0"], {"d0": WHOLE})
+    await endpoint._grant(["d0"], {})
     assert list(async_ledger.snapshot.allocations) == [(R, "d0")]
     await async_ledger.close()

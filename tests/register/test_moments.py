@@ -1,0 +1,147 @@
+"""Lists and reloads in the middle of Allocate and Prepare: nobody gets hardware that the register does not record."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from deviceplugin.device import ContainerEdits, Device
+from dra_bridge.testing.node import FakeNode
+from tests.register.node import A, B, D, Listed, got, serving
+
+BOTH = pytest.mark.parametrize("both", [False, True], ids=["pods", "both"])
+
+
+def card(name: str, hardware: str) -> Device:
+    """Return a device that tells its container which hardware it is."""
+    return Device(name, edits=ContainerEdits({f"DEVICE_{hardware}": "1"}), identity=f"serial:{hardware}")
+
+
+def cards(source: Listed, **hardware: str) -> None:
+    source.put(*(card(name, one) for name, one in hardware.items()))
+
+
+class Slow(Listed):
+    """`edits` works until a test lets it end."""
+
+    def __init__(self, resource: str = A, driver: str = D) -> None:
+        super().__init__(resource, driver)
+        self.lists = asyncio.Queue()
+        self.began, self.end = asyncio.Event(), asyncio.Event()
+
+    async def edits(self, devices: Sequence[Device]) -> ContainerEdits:
+        self.began.set()
+        await self.end.wait()
+        return ContainerEdits()
+
+
+@BOTH
+async def test_a_list_changes_while_edits_works_for_a_pod(node: FakeNode, both: bool) -> None:
+    """Names are swapped between the question and the record."""
+    source = Slow()
+    cards(source, d0="h0")
+    async with serving(node, source, both=both) as here:
+        await here.until(lambda: here.healthy() == {"d0"})
+        first = node.start_pod("p", {A: 1})
+        await asyncio.wait_for(source.began.wait(), 15)
+        cards(source, d0="h1", d1="h0")
+        await here.until(lambda: "d1" in here.agent.services[A].inventory.snapshot.devices)
+        source.end.set()
+        await here.soon(lambda: first.running, 5)
+        await here.soon(lambda: "d1" in here.healthy(), 5)
+        second = await here.run("q", {A: 1})
+        third = await here.run("r", {A: 1})
+        has = [sorted(got(node, pod)) for pod in (first, second, third) if pod.running]
+        assert len(has) == len({tuple(one) for one in has}), has
+
+
+@pytest.mark.parametrize("hook", ["released", "edits"])
+async def test_a_list_changes_while_a_claim_is_prepared(node: FakeNode, hook: str) -> None:
+    """Names are swapped while Prepare waits for a hook of the device."""
+
+    class Wiped(Listed):
+        began, end, slow = asyncio.Event(), asyncio.Event(), False
+
+        async def released(self, devices: Sequence[Device]) -> None:
+            if self.slow and hook == "released":
+                self.began.set()
+                await self.end.wait()
+
+        async def edits(self, devices: Sequence[Device]) -> ContainerEdits:
+            if self.slow and hook == "edits":
+                self.began.set()
+                await self.end.wait()
+            return ContainerEdits()
+
+    source = Wiped(A, D)
+    source.lists = asyncio.Queue()
+    cards(source, d0="h0")
+    async with serving(node, source, share="all") as here:
+        await here.until(lambda: here.sliced() == {"d0"})
+        before = await here.claimant("c0")
+        source.slow = True
+        await here.stopped(before)
+        first = node.start_pod("c1", template={D: 1})
+        await asyncio.wait_for(source.began.wait(), 15)
+        await here.until(lambda: first.bound)
+        await here.soon(lambda: False, 1.0)
+        cards(source, d0="h1", d1="h0")
+        await here.until(lambda: "d1" in here.agent.services[A].inventory.snapshot.devices)
+        source.slow = False
+        source.end.set()
+        await here.soon(lambda: first.running, 8)
+        pods = [node.start_pod(f"c{n}", template={D: 1}) for n in (2, 3)]
+        await here.soon(lambda: all(one.running for one in pods), 8)
+        has = [sorted(got(node, pod)) for pod in (first, *pods) if pod.running]
+        assert len(has) == len({tuple(one) for one in has}), has
+
+
+@BOTH
+@pytest.mark.parametrize("to", [A, B], ids=["same", "other"])
+async def test_a_reload_moves_hardware_while_edits_works(node: FakeNode, both: bool, to: str) -> None:
+    """The resource is removed, and its hardware offered as another one's, while its Allocate is under way."""
+    source = Slow()
+    cards(source, d0="h0")
+    other = Listed(to, D)
+    other.lists = asyncio.Queue()
+    cards(other, x0="h0")
+    async with serving(node, source, both=both) as here:
+        await here.until(lambda: here.healthy() == {"d0"})
+        first = node.start_pod("p", {A: 1})
+        await asyncio.wait_for(source.began.wait(), 15)
+        reload = asyncio.create_task(here.serve(other))
+        await here.soon(lambda: False, 1.5)
+        source.end.set()
+        await here.soon(lambda: first.phase != "Pending", 8)
+        await reload
+        await here.until(lambda: to in node.resources())
+        second = await here.run("q", {to: 1})
+        has = [sorted(got(node, pod)) for pod in (first, second) if pod.running]
+        assert len(has) == len({tuple(one) for one in has}), has
+
+
+@BOTH
+async def test_a_reload_outlasts_the_drain_of_allocate(node: FakeNode, both: bool) -> None:
+    """`edits` works for longer than the agent waits for a resource that is removed; another one has its hardware."""
+    source = Slow()
+    source.hook_timeout = 60.0
+    cards(source, d0="h0")
+    other = Listed(B, D)
+    other.lists = asyncio.Queue()
+    cards(other, x0="h0")
+    async with serving(node, source, both=both) as here:
+        await here.until(lambda: here.healthy() == {"d0"})
+        first = node.start_pod("p", {A: 1})
+        await asyncio.wait_for(source.began.wait(), 15)
+        await asyncio.wait_for(here.serve(other), 40)
+        await here.until(lambda: B in node.resources(), 30)
+        await here.soon(lambda: here.healthy(B), 5)
+        second = node.start_pod("q", {B: 1})
+        await here.soon(lambda: second.running, 10)
+        source.end.set()
+        await here.soon(lambda: first.phase != "Pending", 15)
+        await here.soon(lambda: second.phase != "Pending", 15)
+        has = [sorted(got(node, pod)) for pod in (first, second) if pod.running]
+        assert len(has) == len({tuple(one) for one in has}), has
