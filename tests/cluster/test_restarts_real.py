@@ -8,8 +8,10 @@ of the Node's number and the ids in its checkpoint. `dra_bridge.handover.admissi
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import time
+import urllib.request
 from collections.abc import Iterator
 from datetime import datetime
 
@@ -19,6 +21,7 @@ from tests.cluster.bridge import Bridge
 from tests.cluster.node import Cluster, Pod
 from tests.cluster.test_handover import RESOURCE, annotate, at_rest, serving_cards, states
 
+METRICS = "127.0.0.1:9477"
 _CANARIES = itertools.count()
 
 
@@ -84,6 +87,13 @@ def no_pod_ends(bridge: Bridge, *pods: Pod) -> None:
     assert {pod.name: (pod.phase, pod.container_id()) for pod in pods} == {
         name: ("Running", container) for name, container in before.items()
     }
+
+
+def page(path: str) -> str:
+    """Return what the agent answers."""
+    with urllib.request.urlopen(f"http://{METRICS}{path}", timeout=10) as answer:
+        text: str = answer.read().decode()
+    return text
 
 
 def wait_states(bridge: Bridge, **wanted: int) -> None:
@@ -176,6 +186,14 @@ def test_devices_leave_one_by_one_beside_pods_of_both_kinds(bridge: Bridge) -> N
     annotate(cluster, "all force")
     wait_states(bridge, dra=7, to_dra=1)
     cluster.wait_allocatable(RESOURCE, 0)
+    # Another agent knows it, too, and says so.
+    bridge.stop()
+    bridge.start("--metrics-address", METRICS)
+    bridge.wait_registered()
+    metric = f'deviceplugin_kubelet_restart_ends_pod{{namespace="default",pod="younger-1",resource="{RESOURCE}"}} 1.0'
+    cluster.wait_for(lambda: metric in page("/metrics"), 30, "the metric names it")
+    (problem,) = json.loads(page("/status"))["problems"]
+    assert problem.startswith(f"{RESOURCE}: a kubelet restart would end default/younger-1: ")
     assert list(restart_kubelet(bridge)) == ["default/younger-1"]
 
 
