@@ -210,3 +210,25 @@ def test_a_pod_that_waited_is_older_than_those_that_came_after_it(bridge: Bridge
     waits.wait_running()
     assert through_dra(waits)
     assert list(restart_kubelet(bridge)) == [f"default/{younger.name}"]
+
+
+def test_with_wait_dra_serves_pods_by_limits_when_the_plugin_side_is_empty(bridge: Bridge) -> None:
+    """So a pod that waited is served beside no pod of the plugin side, and no restart ends any."""
+    cluster = bridge.cluster
+    bridge.resources[0]["dra"] = {"share": "none", "drain": "wait"}
+    bridge.write()
+    cluster.wait_for(lambda: "was read again" in bridge.log(), 60, "it is taken")
+    first = older(cluster.start_pod("first", {RESOURCE: 2})).wait_running()
+    waits = older(cluster.start_pod("waits", {RESOURCE: 7}))
+    waits.wait_unschedulable()
+    younger = by_limits(bridge, "younger")
+    annotate(cluster, "all")
+    wait_states(bridge, dra=5, plugin=3)
+    first.delete()
+    wait_states(bridge, dra=7, plugin=1)
+    assert waits.unschedulable()
+    no_pod_ends(bridge, younger)
+    younger.delete()
+    waits.wait_running()
+    assert through_dra(waits)
+    no_pod_ends(bridge, waits)
