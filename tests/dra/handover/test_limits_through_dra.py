@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from deviceplugin.device import Device
 from deviceplugin.register import rules
 from deviceplugin.register.records import State
 from deviceplugin.testing.pods import FakePod
@@ -15,6 +16,7 @@ from dra_bridge.node.share import HandoverPolicy
 from dra_bridge.testing.apiserver import FakeApiServer
 from dra_bridge.testing.node import FakeNode
 from dra_bridge.testing.serving import device_class
+from tests.dra.handover import test_excluding as excluding
 from tests.dra.handover.test_moves import NODE, D, R, Source, World, world
 
 PLUGIN, TO_DRA, DRA, TO_PLUGIN = State.PLUGIN, State.TO_DRA, State.DRA, State.TO_PLUGIN
@@ -184,3 +186,54 @@ async def test_devices_leave_as_pods_of_the_plugin_side_end(node: FakeNode, tmp_
         await ended(pods[1])
         await here.settle(*[DRA] * 6)
         assert unchanged.running
+
+
+async def test_shared_devices_count_by_their_ids(node: FakeNode, tmp_path: Path) -> None:
+    """Two pods need two ids: of two devices with two ids each one may leave."""
+    async with world(node, tmp_path, Source(3, replicas=2)) as here:
+        here.ask("all")
+        await here.settle(DRA, DRA, DRA)
+        await started(here, "unchanged")
+        here.ask("1 force")
+        await here.until(lambda: len(here.healthy) == 4)
+        younger = await started(here, "younger")
+        here.ask("all")
+        await here.until(lambda: len(here.healthy) == 2)
+        await here.until(lambda: sorted(one.value for one in here.states.values()) == ["dra", "dra", "plugin"])
+        assert len(here.waiting) == 1
+        assert younger.running
+
+
+async def test_what_moves_along_counts(tmp_path: Path) -> None:
+    """Of two devices one pod of each kind needs one, so none leaves with its parts, which nobody has."""
+
+    def part(gpu: int, name: str, slices: int) -> Device:
+        name, of = f"{name}-{gpu}", f"gpu{gpu}"
+        return Device(name, consumes={of: {"slices": slices}}, counters={of: {"slices": 2}})
+
+    wholes = excluding.Listed(excluding.A, excluding.D, *(part(gpu, "w", 2) for gpu in range(3)))
+    halves = excluding.Listed(excluding.B, excluding.D, *(part(gpu, name, 1) for gpu in range(3) for name in "ab"))
+    with FakeApiServer() as server:
+        server.create(device_class(excluding.A, excluding.D))
+        with FakeNode(server, excluding.NODE) as node:
+            async with excluding.world(node, tmp_path, wholes, halves) as here:
+
+                def count(state: State) -> int:
+                    return list(here.states.values()).count(state)
+
+                here.ask(excluding.D, "all")
+                await here.until(lambda: count(DRA) == 9)
+                unchanged = node.start_pod("unchanged", {excluding.A: 1})
+                await asyncio.to_thread(unchanged.wait_running, 60)
+                here.ask(excluding.D, "1 force")
+                await here.until(lambda: len(here.healthy) == 6)
+                younger = node.start_pod("younger", {excluding.A: 1})
+                await asyncio.to_thread(younger.wait_running, 60)
+                assert younger.devices
+                here.ask(excluding.D, "all")
+                handover = here.bridge.drivers[excluding.D].resources[excluding.B].handover
+                await here.until(lambda: len(handover.waiting) == 2)
+                assert count(PLUGIN) == 6
+                await asyncio.to_thread(unchanged.delete, 60)
+                await here.until(lambda: count(DRA) == 8)
+                assert younger.running
