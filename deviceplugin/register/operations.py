@@ -321,11 +321,19 @@ def reopen(state: Snapshot, driver: str, uid: str, pods: Collection[str] = ()) -
 
 @_operation
 def adopt_claims(state: Snapshot, claims: Iterable[Claim]) -> Decision[tuple[Claim, ...]]:
-    """Record claims that their own files name and that the register lacks: it was lost; answer those."""
-    known = state.claims.keys() | state.ended.keys()
-    new = tuple(one for one in claims if (one.driver, one.uid) not in known)
-    records = [replace(one, result=None, sequence=state.sequence + 1) for one in new]
-    return Decision(new, tuple(map(_put_claim, records)))
+    """Record what the claims' own files name and the register lacks: it was lost, or is from before; answer that.
+
+    A claim of which it lacks a device was allocated anew since; it may have what it had before, too.
+    """
+    new = []
+    for one in claims:
+        key = one.driver, one.uid
+        known = state.claims.get(key, one)
+        if key not in state.ended and (known is one or not one.held <= known.held):
+            devices = rules.added(known.devices, one.devices)
+            more = replace(known, devices=devices, result=None, pods=known.pods | one.pods)
+            new.append(replace(more, sequence=state.sequence + 1))
+    return Decision(tuple(new), tuple(map(_put_claim, new)))
 
 
 @_operation

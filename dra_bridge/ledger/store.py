@@ -10,7 +10,8 @@ kept with the rows and has to fit them.
 
 If the kubelet's checkpoint is lost together with the ledger, nothing is left that names the pods with devices of the
 plugin side. So the allocations are copied to a file of another directory, which is best in memory: after a reboot there
-are no holders.
+are no holders. The copy is written after the ledger. One of this boot with a higher sequence shows that the ledger was
+lost, or is one from before: it was restored, or SQLite's log was lost.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from deviceplugin.files import inode_of, locked, put
+from deviceplugin.files import inode_of, locked
 from deviceplugin.identity import boot_id
-from deviceplugin.register import records
+from deviceplugin.register import copies, records
+from deviceplugin.register.copies import Copy
 from deviceplugin.register.records import Change, Decision, LedgerError, LedgerLostError, Operation, Snapshot
 
 _LOG: Final = logging.getLogger(__name__)
@@ -108,13 +110,6 @@ def _digest(table: str, row: _Row) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big", signed=True)
 
 
-class _Copy(msgspec.Struct, frozen=True):
-    """The copied allocations. boot: the node's boot in which they were made."""
-
-    boot: str
-    allocations: tuple[records.AllocationRecord, ...]
-
-
 class _DamagedError(Exception):
     """Raised when the file is not a ledger of this schema in good order."""
 
@@ -144,7 +139,7 @@ class Ledger:
     """The file. Synchronous and thread-safe; `AsyncLedger` is for event loops.
 
     snapshot: everything as of the last commit. fresh: the ledger was empty when it was opened; `reconcile_evidence`
-    must rebuild it before anything is granted. Then it has the allocations of the copy.
+    must rebuild it before anything is granted. If the copy is newer, the ledger has the allocations of the copy, too.
     """
 
     def __init__(self, path: str, copy: str = "", *, connect: Callable[[str], sqlite3.Connection] = connected) -> None:
@@ -173,10 +168,12 @@ class Ledger:
         try:
             self.snapshot = self._load()
             self.fresh: Final = not self.snapshot.sequence
-            copied = self._copied() if self.fresh else ()
-            changes = [Change("allocations", (one.resource, one.device_id), one) for one in copied]
-            if changes:  # in the ledger they outlive the next start, too
-                self.do_all([lambda state: Decision(None, tuple(changes))])
+            if copied := self._copied():
+                known = (replace(one, absent_since=None) for one in copied.allocations)
+                changes = tuple(Change("allocations", (one.resource, one.device_id), one) for one in known)
+                # What comes is newer than the copy, and than the evidence of whoever wrote it.
+                self.snapshot = replace(self.snapshot, sequence=copied.sequence)
+                self.do_all([lambda state: Decision(None, changes)])
             self.write_copy()
         except BaseException:
             self.close()
@@ -292,29 +289,27 @@ class Ledger:
         self.copy_is_old = False
         if not self._copy:
             return
-        data = msgspec.json.encode(_Copy(boot_id(), tuple(self.snapshot.allocations.values())))
+        now = self.snapshot
         try:
-            os.makedirs(os.path.dirname(self._copy), exist_ok=True)
-            put(self._copy, data, f"{self._copy}.new", 0o600)
+            copies.write(self._copy, Copy(boot_id(), now.sequence, tuple(now.allocations.values())))
         except OSError as error:
             _LOG.warning("cannot copy the allocations of the ledger %s: %s", self.path, error)
 
-    def _copied(self) -> Sequence[records.AllocationRecord]:
-        """Return the allocations of the copy, if it is of this boot."""
+    def _copied(self) -> Copy | None:
+        """Return the copy if it is of this boot and names more than the ledger: this is new, or is from before."""
         try:
-            with open(self._copy, "rb") as file:
-                found = msgspec.json.decode(file.read(), type=_Copy)
-        except FileNotFoundError:
-            return ()
+            found = copies.read(self._copy)
         except (OSError, msgspec.MsgspecError) as error:
             _LOG.warning("the copy of the allocations of the ledger %s cannot be read: %s", self.path, error)
-            return ()
-        if found.boot != boot_id() or not found.allocations:
-            return ()
-        text = "the ledger %s is new, and its copy %s names %d allocations: they count as held while their pods run"
-        _LOG.warning(text, self.path, self._copy, len(found.allocations))
-        # Their sequence is the lost ledger's: the evidence about them would count as old for as long as ours is less.
-        return [replace(one, sequence=1, absent_since=None) for one in found.allocations]
+            return None
+        if found is None or found.boot != boot_id() or found.sequence <= self.snapshot.sequence:
+            return None
+        if not found.allocations:
+            return None
+        state = "new" if self.fresh else "from before (it was restored, or its log was lost)"
+        text = "the ledger %s is %s, and its copy %s names %d allocations: they count as held while their pods run"
+        _LOG.warning(text, self.path, state, self._copy, len(found.allocations))
+        return found
 
     def _load_again(self) -> None:
         """Go on after a failed write: what is on disk counts, what only this process knows stays."""

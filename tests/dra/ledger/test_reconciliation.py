@@ -161,6 +161,21 @@ def test_a_claim_on_devices_of_other_names_is_recorded(store: DirectLedger) -> N
     assert store.snapshot.claims[D, "1"].held == {("example.com/nic", "n")}
 
 
+def test_a_claims_file_names_devices_that_a_ledger_from_before_lacks(store: DirectLedger) -> None:
+    """The claim was allocated anew since: it may have what it had before, too, and its answer is not of now."""
+    to_dra(store, "a", "b")
+    store.do(prepare(claim("1", "a")))
+    files = [replace(claim("1", "b"), pods=frozenset({"u1"})), claim("2", "x")]
+    assert [one.uid for one in store.do(operations.adopt_claims(files))] == ["1", "2"]
+    known = store.snapshot.claims[D, "1"]
+    assert known.held == {(R, "a"), (R, "b")}
+    assert known.result is None
+    assert known.pods == {"u1"}
+    assert store.do(operations.adopt_claims(files)) == ()
+    store.do(operations.unprepare(D, "1"))
+    assert store.do(operations.adopt_claims(files)) == (), "its file may be older than that"
+
+
 def test_evidence_adds_nothing_to_a_claim_that_is_prepared(store: DirectLedger) -> None:
     """Its record says itself what it holds; seen devices among it."""
     to_dra(store)

@@ -302,12 +302,13 @@ def test_a_new_ledger_has_the_allocations_of_the_copy(path: str, copy: str) -> N
         opened.do(operations.observe(R, replace(seen(opened), held=held), T0))
         for _ in range(9):
             opened.do(grant(R, {"b": "b"}))
-        known = opened.snapshot.allocations
+        known, sequence = opened.snapshot.allocations, opened.snapshot.sequence
     lose(path)
     with DirectLedger(path, copy) as opened:
         assert opened.fresh
-        kept = {key: replace(one, sequence=1, absent_since=None) for key, one in known.items()}
+        kept = {key: replace(one, absent_since=None) for key, one in known.items()}
         assert opened.snapshot.allocations == kept
+        assert opened.snapshot.sequence > sequence, "a copy of now is newer than one of before the loss"
         assert isinstance(opened.do(grant(R, {"x": "x"}, identity="boot:1 n1")), Excluded)
     with DirectLedger(path) as opened:
         assert opened.snapshot.allocations == {
@@ -330,6 +331,35 @@ def test_a_ledger_that_is_there_does_not_read_the_copy(path: str, copy: str) -> 
     Path(copy).write_bytes(old)
     with DirectLedger(path, copy) as opened:
         assert not opened.snapshot.allocations
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["restored", "lost between"])
+def test_a_ledger_from_before_has_the_allocations_of_the_copy(
+    path: str, copy: str, caplog: pytest.LogCaptureFixture, *, lost: bool
+) -> None:
+    """It was restored: what it says of others stays, and evidence ends it; also if it was lost once in between."""
+    with DirectLedger(path, copy) as opened:
+        opened.do(adopt(R, ["a", "b", "c"], Side.PLUGIN, T0))
+        opened.do(grant(R, {"a": "a"}))
+    before = Path(path).read_bytes()
+    if lost:
+        lose(path)
+    with DirectLedger(path, copy) as opened:
+        opened.do(operations.observe(R, seen(opened, a="u1/main"), T0))
+        opened.do(operations.observe(R, seen(opened), T0))
+        opened.do(grant(R, {"b": "b"}))
+        assert opened.snapshot.allocations.keys() == {(R, "b")}
+    lose(path)
+    Path(path).write_bytes(before)
+    caplog.clear()
+    with DirectLedger(path, copy) as opened:
+        assert not opened.fresh
+        assert opened.snapshot.allocations.keys() == {(R, "a"), (R, "b")}
+        assert "from before" in caplog.text
+        caplog.clear()
+    with DirectLedger(path, copy) as opened:
+        assert opened.snapshot.allocations.keys() == {(R, "a"), (R, "b")}
+        assert not caplog.text
 
 
 def test_the_copy_of_another_boot_says_nothing(path: str, copy: str, monkeypatch: pytest.MonkeyPatch) -> None:
