@@ -23,6 +23,7 @@ from deviceplugin.config import Config, ConfigError, Lock
 from deviceplugin.device import Device, counted
 from deviceplugin.node import logs
 from deviceplugin.node.options import EXITS, add_config_options, add_run_options, lock_of, run_options
+from deviceplugin.tables import print_table, printable
 from deviceplugin.version import VERSION, installing
 
 if TYPE_CHECKING:
@@ -101,45 +102,10 @@ class CommandLine:
         return 0
 
 
-def printable(text: str) -> str:
-    """Return a line in which what would move a terminal's cursor, change its colours or its order stands escaped."""
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
-
-
 def explained(error: ConfigError) -> str:
     """Return what is wrong with a config file, and how many problems these are if there are several."""
     number = len(error.problems)
     return f"{error}\n{error.file} cannot be used: {number} problems" if number > 1 else str(error)
-
-
-def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], red: Sequence[Sequence[str]] = ()) -> None:
-    """Print aligned columns; on a terminal with rich, where the extra `cli` is installed. red: rows in this colour."""
-    rows, red = ([tuple(map(printable, row)) for row in each] for each in (rows, red))
-    if sys.stdout.isatty() and (rich := import_rich()):
-        table = rich.table.Table(*header, box=None, pad_edge=False)
-        for row in rows:
-            table.add_row(*(rich.text.Text(cell, style="red" if row in red else "") for cell in row))
-        rich.console.Console().print(table)
-    else:
-        print("\n".join(aligned((header, *rows))))
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows as lines with aligned columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
-def import_rich() -> Any:
-    """Return the package rich, or None where the extra `cli` is not installed."""
-    try:
-        import rich.console
-        import rich.progress
-        import rich.table
-        import rich.text
-    except ImportError:
-        return None
-    return rich
 
 
 # The commands of `deviceplugin`.

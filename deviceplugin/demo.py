@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Final, TextIO
 
-from deviceplugin.cli import aligned
 from deviceplugin.device import ContainerEdits, Device, Health
 from deviceplugin.sources.simulated import SimulatedSource
+from deviceplugin.tables import aligned
 from deviceplugin.testing.kubelet import FakeKubelet
 from deviceplugin.testing.pods import FakePod
 from deviceplugin.testing.serving import Served, serve

@@ -21,10 +21,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from deviceplugin.cli import CommandError, CommandLine, import_rich, print_table, printable
+from deviceplugin.cli import CommandError, CommandLine
 from deviceplugin.device import counted
 from deviceplugin.node import logs
 from deviceplugin.node.options import add_config_options, lock_of
+from deviceplugin.tables import age, import_rich, print_table, printable
 from deviceplugin.version import VERSION
 from dra_bridge.node.options import add_kubeconfig, add_run_options, run_options
 
@@ -460,7 +461,7 @@ def _status(options: argparse.Namespace) -> int:
             device.state.value + (" (gone)" if device.gone else " (withheld)" if device.withheld else ""),
             (" for ".join(filter(None, (device.holder, ", ".join(device.pods)))) or "-") if device.known else "?",
             _health(device),
-            _age(time.time() - device.since),
+            age(time.time() - device.since),
             device.waits or "-",
         )
         for view in nodes
@@ -525,15 +526,6 @@ def _as_json(view: NodeView) -> dict[str, Any]:
             for name, resource in (view.reported.resources if view.reported is not None else {}).items()
         ],
     }
-
-
-def _age(seconds: float) -> str:
-    """Return a length of time as kubectl shows it."""
-    left = max(0, int(seconds))
-    for unit, size, below in (("s", 1, 120), ("m", 60, 120), ("h", 3600, 48)):
-        if left < size * below:
-            return f"{left // size}{unit}"
-    return f"{left // 86400}d"
 
 
 def _migrate(options: argparse.Namespace) -> int:

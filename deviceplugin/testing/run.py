@@ -1,6 +1,6 @@
 """One run of the fake kubelet: its servers, its connections to plugins, and the life of its pods.
 
-A run knows the node (`FakeKubelet`), which outlives it; what happens after a run's end touches
+A run knows the node (`NodeState`), which outlives it; what happens after a run's end touches
 nothing. Source of the facts: kubelet 1.36.3, devicemanager/plugin/v1beta1 and apis/podresources.
 """
 
@@ -16,10 +16,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import grpc
 
@@ -32,16 +31,16 @@ from deviceplugin.testing.devicemanager import (
     Method,
     PluginCallError,
 )
+from deviceplugin.testing.state import NodeState, Registration, Rpc, Update, describe
 from deviceplugin.wire import deviceplugin_pb2 as pb
 from deviceplugin.wire import deviceplugin_pb2_grpc as pb_grpc
 from deviceplugin.wire import podresources_pb2 as pr
 from deviceplugin.wire import podresources_pb2_grpc as pr_grpc
 
 if TYPE_CHECKING:
-    from deviceplugin.testing.kubelet import FakeKubelet
     from deviceplugin.testing.pods import FakeContainer, FakePod
 
-__all__ = ["Registration", "Rpc", "Run", "Update", "describe", "is_extended_resource_name"]
+__all__ = ["Run", "is_extended_resource_name"]
 
 RECEIVE_LIMIT: Final = 4 * 1024 * 1024
 """Bytes of one ListAndWatch message that the kubelet takes; grpc-go's default."""
@@ -57,50 +56,6 @@ _CHANNEL_OPTIONS: Final = (
 _NAME: Final = re.compile(r"([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9]")
 _LABEL: Final = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
 _SUBDOMAIN: Final = re.compile(rf"{_LABEL}(\.{_LABEL})*")
-
-
-@dataclass(frozen=True, slots=True)
-class Registration:
-    """One call of Register, times by the monotonic clock.
-
-    options: what the plugin answered to GetDevicePluginOptions, which is what counts; the
-    options in the request are only kept in `request`. error: why it was refused, if it was.
-    """
-
-    at: float
-    answered: float
-    resource: str
-    endpoint: str
-    options: pb.DevicePluginOptions | None
-    request: pb.RegisterRequest
-    error: str = ""
-
-
-class Update(NamedTuple):
-    """One ListAndWatch message: when it came, how many devices it had, how many of them healthy, bytes."""
-
-    at: float
-    total: int
-    healthy: int
-    size: int
-
-
-@dataclass(slots=True)
-class Rpc:
-    """One call, by the kubelet or to it; `done` is None while it is under way. Times are monotonic."""
-
-    at: float
-    method: str
-    resource: str
-    request: Any
-    response: Any = None
-    error: str = ""
-    done: float | None = None
-
-    @property
-    def seconds(self) -> float:
-        """How long it took; infinite while it is under way."""
-        return float("inf") if self.done is None else self.done - self.at
 
 
 def is_extended_resource_name(name: str) -> bool:
@@ -119,7 +74,7 @@ def is_extended_resource_name(name: str) -> bool:
 class Run:
     """One run of the kubelet, from its start to its end; what happens after its end touches nothing."""
 
-    def __init__(self, kubelet: FakeKubelet) -> None:
+    def __init__(self, kubelet: NodeState) -> None:
         self.kubelet = kubelet
         self.changed = kubelet.changed
         self.over = threading.Event()
@@ -686,10 +641,3 @@ def _accepts(path: Path) -> bool:
         except OSError:
             return False
     return True
-
-
-def describe(error: Exception) -> str:
-    """Return an error in words, a gRPC status with its code."""
-    if isinstance(error, grpc.Call):
-        return f"{error.code().name}: {error.details()}"
-    return str(error) or type(error).__name__

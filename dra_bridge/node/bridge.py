@@ -83,7 +83,6 @@ class Bridge:
             avoids=self._draining,
         )
         self.agent.brought.append(self._serve_brought)
-        self.agent.providers.append(BridgeStatus(self))
         self.publisher = Publisher(cluster, node)
         self._allocatable = AllocatableStatus(
             NodeStatusWriter(cluster, node).write, self.agent.pod_resources.allocatable, grace=grace
@@ -101,6 +100,7 @@ class Bridge:
             cdi_directory,
             claim_status,
         )
+        self.agent.providers.append(BridgeStatus(self.node, self.drivers))
 
     @property
     def ledger_path(self) -> Path:

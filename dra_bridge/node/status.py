@@ -15,8 +15,8 @@ from dra_bridge.node.slice_feed import qualifiers_of
 from dra_bridge.rollout.agents import WAITS
 
 if TYPE_CHECKING:
-    from dra_bridge.node.bridge import Bridge
     from dra_bridge.node.driver_runtime import DriverRuntime
+    from dra_bridge.node.resource import Node
 
 
 MAX_SURGE: Final = "with maxSurge that one stays until this one is ready: set maxSurge to 0"
@@ -33,12 +33,13 @@ _WORDS: Final = {
 
 
 class BridgeStatus:
-    """The bridge as a provider of the agent's status. It puts together what the parts count."""
+    """The bridge as a provider of the agent's status. It puts together what the parts count. drivers: by name."""
 
     name = "dra-bridge"
 
-    def __init__(self, bridge: Bridge) -> None:
-        self._bridge = bridge
+    def __init__(self, node: Node, drivers: Mapping[str, DriverRuntime]) -> None:
+        self._node = node
+        self._drivers = drivers
         self._seen: Snapshot | None = None
         """The register as of the last call of `events`."""
         self._unreachable = False
@@ -46,11 +47,11 @@ class BridgeStatus:
     def events(self) -> list[Event]:
         """Return the moves and claims that began or ended since the last call."""
         found: list[Event] = []
-        now = self._bridge.agent.register.snapshot
+        now = self._node.agent.register.snapshot
         before = self._seen if self._seen is not None and self._seen.sequence else now
         found += events(before, now, time.time())  # what a ledger has that is opened late is no event
         self._seen = now
-        since = self._bridge.cluster.statistics.unreachable_since()
+        since = self._node.cluster.statistics.unreachable_since()
         if (since is not None) != self._unreachable:
             self._unreachable = since is not None
             text = "the API server answers again" if since is None else "the API server is unreachable"
@@ -61,16 +62,16 @@ class BridgeStatus:
         """Report what is known now."""
         from dra_bridge.node import metrics  # with the client library, which an agent without metrics does not load
 
-        drivers, cluster, listens = list(self._bridge.drivers.values()), self._bridge.cluster, self._kubelet_listens()
+        drivers, cluster, listens = list(self._drivers.values()), self._node.cluster, self._kubelet_listens()
         since = cluster.statistics.unreachable_since()
-        now = self._bridge.agent.register.snapshot
+        now = self._node.agent.register.snapshot
         claims = list(now.claims.values())
         uids: frozenset[str] = frozenset().union(*(claim.pods for claim in claims))
         denied = {name: found for one in drivers for name, found in _denied(one)}
-        pods = {pod.uid: pod for pod in self._bridge.agent.tracker.pods_named(uids.union(*denied.values()))}
+        pods = {pod.uid: pod for pod in self._node.agent.tracker.pods_named(uids.union(*denied.values()))}
         ends = {name: tuple(pods.get(uid, Holder(uid=uid)) for uid in found) for name, found in denied.items()}
         return ProviderReport(
-            families=list(metrics.families(drivers, self._bridge.publisher, cluster, ends, kubelet_listens=listens)),
+            families=list(metrics.families(drivers, self._node.publisher, cluster, ends, kubelet_listens=listens)),
             status={one.name: self._status(one, listens) for one in drivers},
             unready=list(self._unready(drivers)),
             locations=_locations(now, drivers),
@@ -89,18 +90,18 @@ class BridgeStatus:
                 *([] if since is None else [f"the API server is unreachable since {_clock(since)}"]),
                 *_ends(ends),
             ],
-            node=self._bridge.node.name,
+            node=self._node.name,
         )
 
     def _kubelet_listens(self) -> bool:
         """Return whether a kubelet follows any list of devices, or none ever did: a driver does not see one end."""
-        services = list(self._bridge.agent.services.values())
+        services = list(self._node.agent.services.values())
         begun = any(one.registration.statistics.registrations for one in services)
         return not begun or any(one.endpoint.streams.live for one in services)
 
     def _unready(self, drivers: list[DriverRuntime]) -> Iterator[str]:
         for one in drivers:
-            state, registration = self._bridge.publisher.state(one.name), one.registrar.statistics
+            state, registration = self._node.publisher.state(one.name), one.registrar.statistics
             if not (one.resources or one.driver.records.all()):
                 continue  # no resource names it any more, and it has no claim to unprepare
             if not registration.registered:
@@ -109,12 +110,12 @@ class BridgeStatus:
             if one.resources and not state.accepted:
                 problem = f": {state.problems[0]}" if state.problems else ""
                 yield f"slices of driver {one.name} are not published{problem}"
-        named = {service.source.driver or "" for service in list(self._bridge.agent.services.values())}
+        named = {service.source.driver or "" for service in list(self._node.agent.services.values())}
         for name in sorted(named - {"", *(one.name for one in drivers)}):
             yield f"driver {name} has not started: another agent may have the ledger; {MAX_SURGE}"
 
     def _status(self, driver: DriverRuntime, kubelet_listens: bool) -> dict[str, object]:
-        state = self._bridge.publisher.state(driver.name)
+        state = self._node.publisher.state(driver.name)
         handovers = {resource: one.handover for resource, one in list(driver.resources.items())}
         return {
             "registered": driver.registrar.statistics.registered and kubelet_listens,

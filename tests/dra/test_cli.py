@@ -21,6 +21,7 @@ import yaml
 
 from deviceplugin import config
 from deviceplugin.register.records import State
+from deviceplugin.tables import age
 from deviceplugin.version import installing
 from dra_bridge import cli
 from dra_bridge.handover.share import parse_asked
@@ -1321,5 +1322,5 @@ def test_wrong_options_of_rollout(bridge: Callable[..., Ran], option: list[str])
 
 def test_age() -> None:
     """Lengths of time are as kubectl shows them."""
-    assert [cli._age(seconds) for seconds in (-3, 5, 130, 7300, 200_000)] == ["0s", "5s", "2m", "2h", "2d"]
+    assert [age(seconds) for seconds in (-3, 5, 130, 7300, 200_000)] == ["0s", "5s", "2m", "2h", "2d"]
     assert time.time() > SINCE

@@ -17,8 +17,7 @@ from deviceplugin.kubelet.podresources import Holder
 from deviceplugin.metrics import load
 from deviceplugin.metrics.collectors import AgentCollector
 from dra_bridge.manifests import Deployment
-from dra_bridge.node.status import BridgeStatus
-from tests.dra.node.test_status import bridge
+from tests.dra.node.test_status import bridge, status_of
 from tests.metrics.views import RESOURCE, Source, Still, resource
 from tests.programs import promtool
 
@@ -55,7 +54,7 @@ def test_only_pods_of_the_agents_namespaces_are_scraped() -> None:
 def known_families() -> list[Metric]:
     """Return all families that an agent may have."""
     still = Still(resource("a", held={"a": [Holder("n", "p", "c")]}, refusals={"unhealthy": 1}))
-    still.providers.append(BridgeStatus(bridge()))
+    still.providers.append(status_of(bridge()))
     observer = still.observer()
     gauge = load.Gauge(Source(), 10)
     values: dict[str, Any] = {name: {"x": 1} if one.label else 1 for name, one in load.QUANTITIES.items()}

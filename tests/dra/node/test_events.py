@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, cast
 
 from deviceplugin.metrics.report import Event, EventSource, ShareProgress
 from deviceplugin.register.records import Claim, ClaimDevice, DeviceRecord, Snapshot, State
-from dra_bridge.node.status import BridgeStatus, events
-from tests.dra.node.test_status import DRIVER, bridge
+from dra_bridge.node.status import events
+from tests.dra.node.test_status import DRIVER, bridge, status_of
 from tests.metrics.views import RESOURCE
 
 
@@ -55,7 +54,7 @@ def test_claims_are_events() -> None:
 def test_the_bridge_tells_each_event_once() -> None:
     """What was there when it was asked first is no event."""
     made = bridge()
-    status = BridgeStatus(cast("Any", made))
+    status = status_of(made)
     assert isinstance(status, EventSource)
     assert status.events() == []
     ledger = made.drivers[DRIVER].async_ledger
@@ -69,7 +68,7 @@ def test_the_bridge_tells_each_event_once() -> None:
 def test_what_a_ledger_has_that_is_opened_late_is_no_event() -> None:
     """While another agent has the ledger nothing is known of devices and claims; what is known then has not begun."""
     made = bridge()
-    status, opened = BridgeStatus(cast("Any", made)), made.agent.register
+    status, opened = status_of(made), made.agent.register
     made.agent.register = SimpleNamespace(snapshot=Snapshot())
     assert status.events() == []
     made.agent.register = opened
@@ -78,4 +77,4 @@ def test_what_a_ledger_has_that_is_opened_late_is_no_event() -> None:
 
 def test_share_and_progress_are_reported() -> None:
     """What is asked for, and where the devices are."""
-    assert BridgeStatus(cast("Any", bridge())).report().shares == {RESOURCE: ShareProgress("2", 4, 1, 1, 1)}
+    assert status_of(bridge()).report().shares == {RESOURCE: ShareProgress("2", 4, 1, 1, 1)}

@@ -58,6 +58,12 @@ def claim(name: str, *devices: ClaimDevice, result: str | None = "{}") -> Claim:
     return Claim(DRIVER, f"uid-{name}", "team", name, devices, result, 1.0)
 
 
+def status_of(made: Any) -> BridgeStatus:
+    """Return the status of the parts of a bridge."""
+    node = SimpleNamespace(name=made.node.name, agent=made.agent, cluster=made.cluster, publisher=made.publisher)
+    return BridgeStatus(cast("Any", node), made.drivers)
+
+
 def bridge(**changes: Any) -> Any:
     """Return the parts of a bridge that a report reads."""
     records = {
@@ -130,7 +136,7 @@ def values(status: BridgeStatus) -> dict[str, float]:
 
 def test_places_are_those_of_the_ledger() -> None:
     """Side, state and since when; what a move waits for is its reason."""
-    places = BridgeStatus(bridge()).report().locations
+    places = status_of(bridge()).report().locations
     assert places[RESOURCE, "a"] == DeviceLocation("dra", "dra", 5.0, "the share is 2")
     assert places[RESOURCE, "b"] == DeviceLocation("plugin", "to-dra", 5.0, "waits for team/train")
     assert places[RESOURCE, "c"].side == "dra"
@@ -139,7 +145,7 @@ def test_places_are_those_of_the_ledger() -> None:
 
 def test_claims_hold_devices_but_administrators_do_not() -> None:
     """A claim that is being prepared holds its devices already; administrative access holds nothing, and is told."""
-    claims = BridgeStatus(bridge()).report().claims
+    claims = status_of(bridge()).report().claims
     assert [one.claim for one in claims if one.admin]
     assert {one for one in claims if not one.admin} == {
         PreparedClaim(RESOURCE, "a", "team", "mine"),
@@ -153,14 +159,14 @@ def test_claims_have_the_pods_that_they_were_prepared_for() -> None:
     ledger = made.drivers[DRIVER].async_ledger
     claims = {key: replace(one, pods=frozenset({"1"})) for key, one in ledger.snapshot.claims.items()}
     ledger.snapshot = replace(ledger.snapshot, claims=claims)
-    assert {one.pods for one in BridgeStatus(made).report().claims} == {(Holder("team", "pod-1", uid="1"),)}
+    assert {one.pods for one in status_of(made).report().claims} == {(Holder("team", "pod-1", uid="1"),)}
 
 
 def test_an_api_server_out_of_reach_is_a_problem_and_an_event() -> None:
     """It is said with the time since when, also that it is back, and the agent stays ready; a short loss is nothing."""
     made = bridge()
     made.drivers[DRIVER].resources[RESOURCE].handover.denied = ()
-    status, statistics = BridgeStatus(made), made.cluster.statistics
+    status, statistics = status_of(made), made.cluster.statistics
     statistics.lost_since = time.monotonic() - LOST / 2
     assert (status.report().problems, status.events()) == ([], [])
     statistics.lost_since = time.monotonic() - LOST - 10
@@ -184,19 +190,19 @@ def test_a_driver_is_not_registered_with_a_kubelet_that_is_gone(one: Any, regist
     """A driver is not told when the kubelet ends; the streams of the plugin side are."""
     made = bridge()
     made.agent.services = {RESOURCE: one}
-    status = BridgeStatus(made)
+    status = status_of(made)
     assert values(status)[f"dra_registered {DRIVER}"] == registered
     assert status.report().status[DRIVER]["registered"] is registered  # type: ignore[index]
 
 
 def test_the_node_is_that_of_the_bridge() -> None:
     """Not the host's name."""
-    assert BridgeStatus(bridge()).report().node == "n8"
+    assert status_of(bridge()).report().node == "n8"
 
 
 def test_figures_are_those_of_the_parts() -> None:
     """Claims, moves, slices and the API server."""
-    found = values(BridgeStatus(bridge()))
+    found = values(status_of(bridge()))
     assert {
         f"dra_registered {DRIVER}": 1,
         f"dra_prepared_claims {DRIVER}": 1,
@@ -235,7 +241,7 @@ def test_figures_are_those_of_the_parts() -> None:
 
 def test_ready_when_registered_and_published() -> None:
     """With all of it in place there is nothing to wait for."""
-    assert BridgeStatus(bridge()).report().unready == []
+    assert status_of(bridge()).report().unready == []
 
 
 @pytest.mark.parametrize(
@@ -251,7 +257,7 @@ def test_ready_when_registered_and_published() -> None:
 )
 def test_what_is_missing_is_said(changes: dict[str, Any], why: str) -> None:
     """What keeps the other side unready is a reason not to be ready."""
-    (reason,) = BridgeStatus(bridge(**changes)).report().unready
+    (reason,) = status_of(bridge(**changes)).report().unready
     assert re.search(why, reason)
 
 
@@ -259,7 +265,7 @@ def test_a_driver_that_the_kubelet_refused_is_said() -> None:
     """With the kubelet's own words."""
     made = bridge()
     made.drivers[DRIVER].registrar.statistics = registrar.RegistrarStatistics(error="unsupported version")
-    assert BridgeStatus(made).report().unready == [
+    assert status_of(made).report().unready == [
         f"driver {DRIVER} is not registered with the kubelet: unsupported version"
     ]
 
@@ -270,27 +276,27 @@ def test_a_former_driver_is_missed_only_while_it_has_something_to_do() -> None:
     former = made.drivers[DRIVER]
     former.registrar.statistics = registrar.RegistrarStatistics(error="its directory is not mounted")
     former.resources = {}
-    assert BridgeStatus(made).report().unready == [
+    assert status_of(made).report().unready == [
         f"driver {DRIVER} is not registered with the kubelet: its directory is not mounted"
     ]
     former.driver.records.all = list
-    assert BridgeStatus(made).report().unready == []
+    assert status_of(made).report().unready == []
 
 
 def test_pods_that_a_kubelet_restart_would_end_are_a_problem() -> None:
     """They are named; without any there is no problem."""
     made = bridge()
-    (problem,) = BridgeStatus(made).report().problems
+    (problem,) = status_of(made).report().problems
     assert problem.startswith(
         f"{RESOURCE}: a kubelet restart would end team/pod-young: they have devices of the plugin"
     )
     made.drivers[DRIVER].resources[RESOURCE].handover.denied = ()
-    assert BridgeStatus(made).report().problems == []
+    assert status_of(made).report().problems == []
 
 
 def test_status_is_made_for_json() -> None:
     """Everything in it can be written."""
-    status = json.loads(json.dumps(BridgeStatus(bridge()).report().status))
+    status = json.loads(json.dumps(status_of(bridge()).report().status))
     assert status[DRIVER]["waiting"] == {RESOURCE: {"b": "team/train", "c": "a list of claims"}}
     assert status[DRIVER]["shares"] == {RESOURCE: "2"}
     assert status[DRIVER]["published"] is True
@@ -300,7 +306,7 @@ def test_status_is_made_for_json() -> None:
 def test_promtool_finds_nothing_wrong() -> None:
     """The bridge's names, types, help and units are as Prometheus's own linter wants them."""
     still = Still(resource("a", "b", "c", "d"))
-    still.providers.append(BridgeStatus(cast("Any", bridge())))
+    still.providers.append(status_of(bridge()))
     registry = CollectorRegistry(auto_describe=False)
     registry.register(AgentCollector(still.observer().view))
     text = generate_latest(registry)
@@ -312,7 +318,7 @@ def test_promtool_finds_nothing_wrong() -> None:
 def test_all_of_it_is_valid_text() -> None:
     """Together with the agent's own families, in the stricter of the formats."""
     still = Still(resource("a", "b", "c", "d"))
-    still.providers.append(BridgeStatus(cast("Any", bridge())))
+    still.providers.append(status_of(bridge()))
     text = generate_open(AgentCollector(still.observer().view)).decode()  # type: ignore[no-untyped-call]
     names = {family.name for family in read_open(text)}  # type: ignore[no-untyped-call]
     assert {"deviceplugin_dra_prepare_duration_seconds", "deviceplugin_slice_writes"} <= names

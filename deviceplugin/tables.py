@@ -1,0 +1,51 @@
+"""Tables and words for people, on a terminal or in a file."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+
+def printable(text: str) -> str:
+    """Return a line in which what would move a terminal's cursor, change its colours or its order stands escaped."""
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], red: Sequence[Sequence[str]] = ()) -> None:
+    """Print aligned columns; on a terminal with rich, where the extra `cli` is installed. red: rows in this colour."""
+    rows, red = ([tuple(map(printable, row)) for row in each] for each in (rows, red))
+    if sys.stdout.isatty() and (rich := import_rich()):
+        table = rich.table.Table(*header, box=None, pad_edge=False)
+        for row in rows:
+            table.add_row(*(rich.text.Text(cell, style="red" if row in red else "") for cell in row))
+        rich.console.Console().print(table)
+    else:
+        print("\n".join(aligned((header, *rows))))
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows as lines with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def import_rich() -> Any:
+    """Return the package rich, or None where the extra `cli` is not installed."""
+    try:
+        import rich.console
+        import rich.progress
+        import rich.table
+        import rich.text
+    except ImportError:
+        return None
+    return rich
+
+
+def age(seconds: float) -> str:
+    """Return a length of time as kubectl shows it."""
+    left = max(0, int(seconds))
+    for unit, size, below in (("s", 1, 120), ("m", 60, 120), ("h", 3600, 48)):
+        if left < size * below:
+            return f"{left // size}{unit}"
+    return f"{left // 86400}d"
