@@ -128,7 +128,7 @@ class ForeignPluginWatch:
             return "", LATE
         if differs := contradiction(record, (*self._before, *sent), now):
             return differs, LATE
-        again = LATE if differs == "" else max(_TICK, sent[-1].at + LATE - now)
+        again = LATE if differs == "" else max(SETTLED, sent[-1].at + LATE - now)
         for one, (since, others) in sorted(self._new.items()):
             if record.written < since - _TICK:
                 continue  # its plugin has sent no list yet

@@ -12,6 +12,7 @@ import base64
 import functools
 import json
 from collections.abc import Mapping
+from typing import Final
 
 import msgspec
 from google.protobuf.message import DecodeError
@@ -71,7 +72,7 @@ def _decoded(response: str, resource: str) -> tuple[str, Mapping[str, Wanted], t
         return "", {}, ()
     paths = tuple(device.host_path for device in message.devices)
     try:
-        value = msgspec.json.decode(message.annotations.get(annotation(resource), ""), type=_Annotation)
+        value = _DECODER.decode(message.annotations.get(annotation(resource), ""))
         for _, _, quantity in (one for device in value.devices.values() for one in device.takes):
             parse_quantity(quantity)
     except (msgspec.MsgspecError, NamingError):
@@ -94,3 +95,7 @@ class _Device(msgspec.Struct, frozen=True):
 class _Annotation(msgspec.Struct, frozen=True):
     boot: str
     devices: dict[str, _Device]
+
+
+_DECODER: Final = msgspec.json.Decoder(_Annotation)
+"""Made here: msgspec 0.22 crashes if several threads are the first to decode a type."""

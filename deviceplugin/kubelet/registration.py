@@ -24,7 +24,7 @@ import secrets
 import socket
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -35,7 +35,7 @@ from deviceplugin import filewatch
 from deviceplugin.addresses import remove_abandoned, socket_path
 from deviceplugin.backoff import Backoff
 from deviceplugin.files import FileIdentity, file_identity, leads_to, locked
-from deviceplugin.kubelet.foreign_plugin import ForeignPluginWatch, KubeletRecord, Socket, sockets
+from deviceplugin.kubelet.foreign_plugin import ForeignPluginWatch, KubeletRecord, sockets
 from deviceplugin.kubelet.podresources import CHANNEL_OPTIONS, SERVER_OPTIONS, unix_address
 from deviceplugin.kubelet.servicer import Endpoint
 from deviceplugin.wire import deviceplugin_pb2 as pb
@@ -284,7 +284,7 @@ class Registration:
 
     turn: serialises Register between the resources of a process: the kubelet dials back during the call, and leaks
     memory when registrations follow too fast (kubernetes#124716). recorded: returns what the kubelet's checkpoint says
-    of the resource; it may block. contested: called when another plugin has registered the resource.
+    of the resource. contested: called when another plugin has registered the resource.
     """
 
     def __init__(
@@ -294,7 +294,7 @@ class Registration:
         turn: asyncio.Lock | None = None,
         timing: Timing | None = None,
         *,
-        recorded: Callable[[], KubeletRecord | None] = lambda: None,
+        recorded: Callable[[], Awaitable[KubeletRecord | None]] = lambda: asyncio.sleep(0, None),
         contested: Callable[[], None] = lambda: None,
     ) -> None:
         self._recorded = recorded
@@ -359,12 +359,8 @@ class Registration:
         """Return why another plugin must have registered the resource, and when to look again (seconds)."""
         if self._accepted is None or not self.endpoint.streams.live:
             return "", self._timing.poll
-        record, there = await asyncio.to_thread(self._read)
-        return self._foreign.found(record, there, self.endpoint.streams.sent)
-
-    def _read(self) -> tuple[KubeletRecord | None, frozenset[Socket]]:
         there = sockets(self._kubelet.parent)
-        return self._recorded(), there
+        return self._foreign.found(await self._recorded(), there, self.endpoint.streams.sent)
 
     def _has_directory(self) -> bool:
         """Whether the kubelet's directory is there. Raises RegistrationError: it is none, or cannot be looked at."""
@@ -430,7 +426,8 @@ class Registration:
             self._server.retire()
         await self._server.serve()
         self.endpoint.streams.sent = ()
-        self._foreign.begin(*await asyncio.to_thread(self._read))
+        there = sockets(self._kubelet.parent)
+        self._foreign.begin(await self._recorded(), there)
         options = self.endpoint.options
         try:
             async with self._turn:

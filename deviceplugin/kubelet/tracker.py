@@ -79,6 +79,7 @@ class HolderTracker:
         self._names = PodNames(pod_logs)
         self._register = register
         self._checkpoint = CheckpointReader(plugins, request, lambda: self._known | self.snapshot.held.keys())
+        self._reading = asyncio.Lock()
         self._pod_resources = pod_resources
         self._in_flight = in_flight
         self._requests = RequestSchedule(wake)
@@ -245,15 +246,16 @@ class HolderTracker:
 
         return frozenset(filter(applies, noted))
 
-    def recorded(self, resource: str, served: Collection[str]) -> KubeletRecord | None:
-        """Return what the checkpoint says now that concerns a resource; None if it cannot be read. May block.
+    async def recorded(self, resource: str, served: Collection[str]) -> KubeletRecord | None:
+        """Return what the checkpoint says now that concerns a resource; None if it cannot be read.
 
-        served: the resources of this process.
+        served: the resources of this process, which ask at the same time: a new file is read once for all of them.
         """
-        now = self._checkpoint.current()
-        if now is None:
-            with contextlib.suppress(CheckpointError):
-                now = self._checkpoint.read()
+        async with self._reading:
+            now = self._checkpoint.current()
+            if now is None:
+                with contextlib.suppress(CheckpointError):
+                    now = await asyncio.to_thread(self._checkpoint.read)
         if now is None or now.file is None:
             return None
         grants = self._checkpoint.grants

@@ -21,7 +21,7 @@ from deviceplugin.wire import deviceplugin_pb2 as pb
 from tests.cluster import locks
 from tests.cluster import test_witnesses_real as witnesses
 from tests.cluster.node import DEVICE_PLUGINS, Pod
-from tests.cluster.test_witnesses_real import Agents, Scene, named, plain, resource
+from tests.cluster.test_witnesses_real import Agents, Scene, claimer, named, plain, resource
 from tests.testing.bare import BarePlugin
 
 scene = witnesses.scene  # a fixture
@@ -115,11 +115,18 @@ def test_it_stays_for_five_seconds(scene: Scene, same: bool) -> None:
     assert running.phase == during.phase == "Running"
 
 
-def test_what_it_gave_while_no_agent_ran(scene: Scene) -> None:
-    """A pod has a device by it that another pod has by the agent: both are shown, and nobody else gets one in doubt."""
+@pytest.mark.parametrize("side", ["pods", "claims"])
+def test_what_it_gave_while_no_agent_ran(scene: Scene, side: str) -> None:
+    """A pod has what a pod or claim has by the agent: that is told, and the device goes to nobody else."""
     cluster = scene.cluster
-    serve(scene, 2)
-    holder = scene.pod("ours", "a")
+    if side == "pods":
+        serve(scene, 2)
+        holder = scene.pod("ours", "a")
+    else:
+        scene.nodes("a", 2)
+        scene.serve(resource("a", "all"))
+        scene.agents.wait_offered(2)
+        holder = scene.claimer("ours", "a")
     scene.running(holder)
     (path,) = [path for path in (locks.NODES / "a").iterdir() if locks.key_of(path) == scene.key(holder)]
     scene.agents.kill()
@@ -132,10 +139,18 @@ def test_what_it_gave_while_no_agent_ran(scene: Scene) -> None:
     scene.agents.wait_registered()
     cluster.wait_for(lambda: metric("device_held_twice") == 1, 30, "the device with two holders is told")
     cluster.wait_for(lambda: not ready(), 30, "the agent is ready")
+    holder.delete()
+    holder.wait_gone()
+    cluster.wait_for(lambda: metric("device_held_twice") == 0, 60, "one holder is left")
+    cluster.wait_for(lambda: metric("devices_withheld", reason="foreign") == 1, 30, "what their pod has is withheld")
+    if side == "claims":  # to the scheduler of pods by limits their pod costs two devices
+        scene.running(scene.claimer("next", "a"))
+    scene.wait((plain if side == "pods" else claimer)("wants", "a"))
     taker.delete()
     taker.wait_gone()
-    cluster.wait_for(lambda: metric("device_held_twice") == 0, 60, "one holder is left")
-    scene.running(holder, scene.pod("again", "a"))
+    cluster.wait_for(lambda: metric("devices_withheld", reason="foreign") == 0, 60, "nothing is withheld")
+    scene.waiting.clear()
+    scene.running(cluster.pod("wants"))
     scene.before = scene.after = 2
 
 

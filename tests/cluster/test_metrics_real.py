@@ -298,6 +298,32 @@ def test_holders_are_what_the_pods_say(bridge: Bridge, prometheus: Prometheus) -
     assert len(prometheus.query("deviceplugin_device_utilization_ratio")) == 11
 
 
+def test_administrative_access_is_no_holder(bridge: Bridge, prometheus: Prometheus) -> None:
+    """A claim for administrative access to all devices is shown at each of them, and holds none."""
+    cluster = bridge.cluster
+    label = "resource.kubernetes.io/admin-access" if cluster.minor >= 34 else "resource.k8s.io/admin-access"
+    cluster.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "default", "labels": {label: "true"}}})
+    bridge.claim("mine", bridge.one(resource="example.com/gpu"))
+    user = bridge.pod("claim", {"gpu": "mine"}).wait_running()
+    bridge.claim("watch", bridge.one(resource="example.com/gpu", allocationMode="All", adminAccess=True))
+    watching = bridge.pod("watching", {"gpu": "watch"}).wait_running()
+    (held,) = env_of(user)["GPU"].split(",")
+    seen = set(env_of(watching)["GPU"].split(","))
+    assert held in seen
+    assert len(seen) == 3
+
+    def shown() -> set[str]:
+        devices = [one for resource in json.loads(agent("/status"))["resources"] for one in resource["devices"]]
+        return {one["id"] for one in devices if [by["pod"] for by in one["administrativeAccess"]] == ["watching"]}
+
+    cluster.wait_for(lambda: shown() == seen, 30, "its devices are shown")
+    cluster.wait_for(lambda: {one[1] for one in prometheus.holders()} == {held}, 30, "one device has a holder")
+    assert prometheus.value("sum(deviceplugin_device_holders)") == 1
+    assert prometheus.value("sum(deviceplugin_device_held_twice)") == 0
+    time.sleep(3)  # longer than an alert takes here
+    assert not [name for name, _ in prometheus.firing() if name == "DeviceHeldTwice"]
+
+
 def test_every_query_of_the_dashboard_is_answered(bridge: Bridge, prometheus: Prometheus) -> None:
     """Each panel has data on a node where all of it exists, and the figures are those of the node."""
     cluster = bridge.cluster

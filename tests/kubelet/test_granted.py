@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,36 @@ A = Wanted((R, "a"), recorded(frozenset({"char:240:1", "uuid:a"}), BOOT), WHOLE)
 B = Wanted((R, "b"), recorded(frozenset({"char:240:2"}), BOOT), Amount("1/2", TAKES))
 C = Wanted((R, "c"), "", WHOLE)
 NOTHING = Wanted((R, ""), "", UNKNOWN)
+
+
+THREADS = """
+import base64, importlib, sys, threading
+from deviceplugin import claim_files
+from deviceplugin.kubelet import granted
+from deviceplugin.wire import deviceplugin_pb2 as pb
+
+sys.setswitchinterval(1e-6)
+text = '{"boot": "b", "devices": {"a": {"device": "a"}}}'
+answer = pb.ContainerAllocateResponse(annotations={granted.annotation("r"): text}).SerializeToString()
+
+
+def decode():
+    barrier.wait()
+    granted.granted(base64.b64encode(answer).decode(), "r", "a", "b")
+    claim_files.decode(b'{"driver": "d", "uid": "u"}', "d", "u")
+
+
+for _ in range(200):
+    importlib.reload(claim_files)
+    importlib.reload(granted)
+    barrier = threading.Barrier(6)
+    threads = [threading.Thread(target=decode) for _ in range(6)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+"""
+"""What several threads decode for the first time, again and again."""
 
 
 def kept(response: pb.ContainerAllocateResponse) -> str:
@@ -68,3 +100,12 @@ def test_without_an_annotation_of_this_boot_the_nodes_tell(value: str | None) ->
 def test_what_is_no_answer_tells_nothing(response: str) -> None:
     """It is no error either: other plugins' answers are theirs."""
     assert granted(response, R, "a", BOOT) == NOTHING
+
+
+def test_several_threads_decode_for_the_first_time() -> None:
+    """Loop, scans, registrations and metrics read the checkpoint at once: msgspec 0.22 crashes where they meet a type.
+
+    The first one that decodes a type makes it known; others find it half made. A decoder makes it known beforehand.
+    """
+    done = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
