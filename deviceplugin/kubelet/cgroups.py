@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -70,10 +71,12 @@ class PodReader:
         self._cgroups = cgroups
         self._believe_checkpoint = believe_checkpoint
         self._cgroups_seen = False
+        self.seen: Mapping[str, float] = {}
+        """Since when each pod that runs has been seen to run (monotonic seconds), by UID."""
 
     def read(self) -> PodProcesses:
         """Return which pods' processes run now."""
-        if (seen := pod_cgroups(self._cgroups, self.own_pod)) is not None:
+        if (seen := self._read_cgroups()) is not None:
             self._cgroups_seen = True
             return seen
         if self._cgroups_seen:
@@ -84,8 +87,14 @@ class PodReader:
 
     def in_cgroups(self) -> frozenset[str] | None:
         """Return the UIDs of pods in whose cgroup a process is seen; None if no cgroups are visible."""
-        seen = pod_cgroups(self._cgroups, self.own_pod)
+        seen = self._read_cgroups()
         return None if seen is None else seen.running
+
+    def _read_cgroups(self) -> PodProcesses | None:
+        now, before, seen = time.monotonic(), self.seen, pod_cgroups(self._cgroups, self.own_pod)
+        if seen is not None and seen.running is not None:
+            self.seen = {uid: before.get(uid, now) for uid in seen.running}
+        return seen
 
     def containers(self, pod_uid: str) -> list[ContainerCgroup] | None:
         """Return the cgroups of a pod's containers and sandbox that have processes; None if they cannot be told.

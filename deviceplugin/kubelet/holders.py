@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint
-from deviceplugin.register.records import UNKNOWN, Amount
+from deviceplugin.register.question import Wanted
+from deviceplugin.register.records import UNKNOWN
 from deviceplugin.register.rules import KubeletSnapshot, ObservedAllocation
 
 
@@ -146,28 +147,28 @@ def kubelet_snapshot(
     scan: HolderSnapshot,
     resource: str,
     device_of: Callable[[str], str],
-    granted: Callable[[Allocation], tuple[str, Amount]] = lambda one: ("", UNKNOWN),
+    granted: Callable[[Allocation], Wanted | None] = lambda one: None,
     title: Callable[[str], str] = str,
 ) -> KubeletSnapshot:
     """Return what a scan found of one resource, in the form that the register takes.
 
     sequence: the register's before the scan. device_of: returns the device of one of the kubelet's ids. granted:
-    returns identity and amount of the answer to Allocate. title: a pod's name by its UID, for people.
+    returns what the answer to Allocate says. title: a pod's name by its UID, for people.
     """
     registered = (scan.registered or {}).get(resource, frozenset())
     held = {}
     for device_id, allocations in scan.of(resource).items():
         # The most certain holder is shown; what the checkpoint names needs no further reason.
         shown, holding = min(allocations.items(), key=lambda item: (not item[1].certain, item[0]))
-        identity, amount = granted(shown)
+        answer = granted(shown) or Wanted((resource, ""), "", UNKNOWN)
         held[device_id] = ObservedAllocation(
-            device_of(device_id),
+            answer.key[1] or device_of(device_id),
             title(shown.pod_uid),
             any(each.certain for each in allocations.values()),
             frozenset((one.pod_uid, one.container) for one in allocations),
             "" if holding.named else holding.reason,
-            identity,
-            amount,
+            answer.identity,
+            answer.amount,
         )
     ids = frozenset(map(device_of, registered))
     return KubeletSnapshot(sequence, scan.at, scan.awake, held, ids, scan.problem)

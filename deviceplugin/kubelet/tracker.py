@@ -29,7 +29,6 @@ from deviceplugin.kubelet.granted import granted, ours
 from deviceplugin.kubelet.holders import HolderEvidence, HolderSnapshot, of_ids
 from deviceplugin.kubelet.podresources import AllocationsInFlight, ClaimUse, Holder, PodResources, PodResourcesReport
 from deviceplugin.register.question import Use, Wanted, allocation_unit, part_of, takes_recorded
-from deviceplugin.register.records import UNKNOWN, Amount
 from deviceplugin.register.register import Register
 
 _LOG: Final = logging.getLogger(__name__)
@@ -300,10 +299,10 @@ class HolderTracker:
             for device_id, allocations in self.snapshot.of(resource).items()
         }
 
-    def granted(self, one: Allocation) -> tuple[str, Amount]:
-        """Return what the device of an allocation was when it was granted, and how much of it, as far as is known."""
+    def granted(self, one: Allocation) -> Wanted | None:
+        """Return what the answer to Allocate says of an allocation, as far as it is known."""
         granted = self._checkpoint.grants.get(one)
-        return (granted[1].identity, granted[1].amount) if granted is not None else ("", UNKNOWN)
+        return granted[1] if granted is not None else None
 
     def foreign(self, observed: Collection[str]) -> tuple[Use, ...]:
         """Return what pods hold and the register does not know: of other plugins, or of lost records.

@@ -231,8 +231,9 @@ def _observed(record: AllocationRecord, snapshot: rules.KubeletSnapshot) -> Allo
     """Return an allocation as the snapshot leaves it; None if it is over."""
     nobody = rules.ObservedAllocation(record.device, record.pod, sure=False)
     observed = snapshot.held.get(record.device_id, nobody)
-    if observed.device != record.device:
-        record = replace(record, device=observed.device)  # it was found before its source had listed it
+    if observed.device != record.device and not record.amount.part:
+        # No answer says which device it is, and it was found before its source had listed it.
+        record = replace(record, device=observed.device)
     if replaces(observed.identity, record.identity):
         record = replace(record, identity=observed.identity)
     if not record.amount.part and observed.amount.part:
@@ -306,16 +307,16 @@ def _pulled(state: Snapshot, claim: Claim, refused: rules.Refused) -> Decision[C
 
 
 @_operation
-def reopen(state: Snapshot, driver: str, uid: str, pods: Collection[str] = ()) -> Decision[Claim | None]:
+def reopen(state: Snapshot, driver: str, uid: str) -> Decision[Claim | None]:
     """Turn a prepared claim back into a reservation, which holds its devices and has no answer.
 
     So it is after a reboot, when its devices must be set up again, and after an Unprepare while processes of its pods
-    ran. pods: more pods whose processes may use it.
+    ran.
     """
     known = state.claims.get((driver, uid))
-    if known is None or (known.result is None and known.pods.issuperset(pods)):
+    if known is None or known.result is None:
         return Decision(known)
-    record = replace(known, result=None, pods=known.pods.union(pods), sequence=state.sequence + 1)
+    record = replace(known, result=None, sequence=state.sequence + 1)
     return Decision(record, (_put_claim(record),))
 
 

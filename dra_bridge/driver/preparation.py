@@ -28,9 +28,10 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -73,12 +74,13 @@ else is in the pod's cgroup once the pod is deleted, and the pod is not deleted 
 class RunningPods(NamedTuple):
     """The pods whose processes run, by UID.
 
-    unlisted: those of which it is not known which claims they use. The kubelet did not list them when their processes
-    were seen to run, and it forgets the claims of a pod that was deleted by force.
+    unlisted: those of which it is not known which claims they use, and since when they have been seen to run (monotonic
+    seconds). The kubelet did not list them when their processes were seen to run, and it forgets the claims of a pod
+    that was deleted by force.
     """
 
     running: frozenset[str] = frozenset()
-    unlisted: frozenset[str] = frozenset()
+    unlisted: Mapping[str, float] = {}
 
 
 @dataclass(slots=True)
@@ -215,7 +217,8 @@ class ClaimPreparation:
     """Prepares and unprepares the claims of one driver.
 
     tasks: run the work that must not be cancelled. running_pods, deadline, changed: see `Driver`. preparing: the calls
-    that prepare a claim now, with its UID. refused: when Unprepare was refused first because processes run, by UID
+    that prepare a claim now, with its UID. begun: when this process first prepared a claim with its allocation, by UID
+    (monotonic seconds). refused: when Unprepare was refused first because processes run, by UID
     (monotonic seconds). logged: the last failure by UID; the kubelet tries again and again.
     """
 
@@ -231,6 +234,7 @@ class ClaimPreparation:
     deadline: float
     changed: Callable[[], None]
     preparing: dict[asyncio.Task[Any], str] = field(default_factory=dict)
+    begun: dict[str, float] = field(default_factory=dict)
     refused: dict[str, float] = field(default_factory=dict)
     logged: dict[str, str] = field(default_factory=dict)
 
@@ -271,6 +275,8 @@ class ClaimPreparation:
                     if known is not None:
                         anew = known.held != record.held if former is None else former.named != allocation.named
                         await self._leave(ref, known, former, anew=anew)
+                    if self.records.get(ref.uid) is None:
+                        self.begun[ref.uid] = time.monotonic()
                     answer = await self._set_up(ref, record, groups)
                 self.statistics.prepare.done += 1
         except ClaimError as error:
@@ -306,7 +312,7 @@ class ClaimPreparation:
                         raise error
                     text = "%s; the kubelet is answered that the claim is unprepared, for it may end them only then"
                     _LOG.warning(text, error, extra={"driver": driver, "claim": ref.title})
-                    await self.records.ledger.do(operations.reopen(driver, ref.uid, unlisted))
+                    await self.records.ledger.do(operations.reopen(driver, ref.uid))
                     await self.files.describe(ref.uid)
         except ClaimError as failure:
             return failure
@@ -416,11 +422,23 @@ class ClaimPreparation:
             what = f"it is not known which pods use it; its devices are held until that is known: {error}"
             raise ClaimError("unknown", f"claim {ref.title}: {what}") from error
         known = self.records.get(ref.uid)  # with the pods that were recorded just now
-        return (known.pods & running, unlisted) if known is not None else (frozenset(), frozenset())
+        if known is None:
+            return frozenset(), frozenset()
+        return known.pods & running, self.possible_users(ref.uid, unlisted)
+
+    def possible_users(self, uid: str, unlisted: Mapping[str, float]) -> frozenset[str]:
+        """Return which of these pods may use a claim: not those that ran before it was prepared.
+
+        The kubelet has a claim prepared before it makes the sandbox of its pod (kubelet 1.36, kuberuntime_manager.go:
+        SyncPod).
+        """
+        begun = self.begun.get(uid, -math.inf)
+        return frozenset(pod for pod, since in unlisted.items() if since >= begun)
 
     async def end(self, uid: str) -> None:
         """Undo all that was prepared for a claim. The caller has its lock, and knows that no container uses it."""
         self.refused.pop(uid, None)
+        self.begun.pop(uid, None)
         known = self.records.get(uid)
         if known is not None:
             await self._take_back(known)

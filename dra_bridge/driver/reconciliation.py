@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from deviceplugin import cdi
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.register import operations
-from deviceplugin.register.records import Claim, LedgerError
+from deviceplugin.register.records import NONE, Claim, LedgerError
 from dra_bridge.driver.claim_api import ClusterClaims
 from dra_bridge.driver.claim_files import ClaimFiles
 from dra_bridge.driver.claims import ClaimError, ClaimRef, parse_allocation
@@ -32,15 +32,15 @@ class ClaimReconciler:
     preparation: ClaimPreparation
 
     async def reconcile(
-        self, named: Collection[str], pods: PodProcesses, unlisted: Collection[str] = (), *, sweep: bool = True
+        self, named: Collection[str], pods: PodProcesses, unlisted: Mapping[str, float] = NONE, *, sweep: bool = True
     ) -> dict[str, list[str]]:
         """End claims that are over by all evidence (E2), and compare the CDI files with the ledger.
 
         A claim ends here only when the kubelet does not count it as prepared, no process of its pods can run, and the
         API server, naming the claim, says that it is deleted or allocated elsewhere. What is not known stays.
 
-        named: UIDs of the claims in the kubelet's claim state. pods: which pods' processes run. unlisted: pods of
-        which it is not known which claims they use. sweep: whether to remove CDI files of claims that the ledger does
+        named: UIDs of the claims in the kubelet's claim state. pods: which pods' processes run. unlisted: see
+        `RunningPods`. sweep: whether to remove CDI files of claims that the ledger does
         not know; not before the ledger was given these files as evidence, for the ledger may be the one that is wrong.
 
         Returns the UIDs of claims by what was done: "unprepared"; "reopened", to be prepared again after a reboot;
@@ -51,7 +51,7 @@ class ClaimReconciler:
 
         async def reconcile_one(claim: Claim) -> None:
             async with turns, self.records.locked(claim.uid):
-                done = await self._reconcile_one(claim.uid, frozenset(named), pods, frozenset(unlisted))
+                done = await self._reconcile_one(claim.uid, frozenset(named), pods, unlisted)
             if done:
                 uids.setdefault(done, []).append(claim.uid)
 
@@ -69,7 +69,7 @@ class ClaimReconciler:
         return done
 
     async def _reconcile_one(
-        self, uid: str, named: frozenset[str], pods: PodProcesses, unlisted: frozenset[str]
+        self, uid: str, named: frozenset[str], pods: PodProcesses, unlisted: Mapping[str, float]
     ) -> str:
         """Return what was done to a claim: see `reconcile`; "" if nothing."""
         known = self.records.get(uid)
@@ -77,7 +77,7 @@ class ClaimReconciler:
             return ""
         prepared = prepared_of(known)
         try:
-            over = is_over(known, self.files.boot, named, pods, unlisted)
+            over = is_over(known, self.files.boot, named, pods, self.preparation.possible_users(uid, unlisted))
             if known.name and over and not await self._allocated(known):
                 await self.preparation.end(uid)
                 return "unprepared"

@@ -56,7 +56,7 @@ def is_over(
 ) -> bool:
     """Whether no container of this node can use a claim (E2). Without known pods one may, until the next boot.
 
-    boot: this one. named, pods, unlisted: see `ClaimReconciler.reconcile`.
+    boot: this one. named, pods: see `ClaimReconciler.reconcile`. unlisted: further pods that may use it.
     """
     prepared = prepared_of(claim)
     begun = {prepared.boot} if prepared is not None else {one.identity.split(" ")[0][5:] for one in claim.devices}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
@@ -82,7 +83,7 @@ class ClaimPods:
             lost = {pod for claim in prepared if (self.driver, claim.uid) not in known for pod in claim.pod_uids}
             self.recorded |= await tracker.listed(running) - lost
         self.recorded &= running
-        return RunningPods(running, running - self.recorded)
+        return RunningPods(running, {uid: tracker.pods.seen.get(uid, math.inf) for uid in running - self.recorded})
 
     async def record(self) -> list[PreparedClaim]:
         """Record the pods that came to share a claim after it was prepared, and names that CDI files do not have.
@@ -155,7 +156,7 @@ class ClaimReconciliation:
         await self.driver.reconciler.reconcile(named, processes, unlisted, sweep=sweep)
 
     async def _name_from_server(
-        self, named: Collection[str], processes: PodProcesses, unlisted: Collection[str]
+        self, named: Collection[str], processes: PodProcesses, unlisted: Mapping[str, float]
     ) -> None:
         """Name claims that are known from their CDI files alone; unprepare those that are over and do not exist."""
         records = self.driver.records

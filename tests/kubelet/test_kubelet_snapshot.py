@@ -8,6 +8,7 @@ from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint
 from deviceplugin.kubelet.device_list import DeviceIds
 from deviceplugin.kubelet.holders import HolderEvidence, HolderSnapshot, holders, kubelet_snapshot
+from deviceplugin.register.question import Wanted
 from deviceplugin.register.records import UNKNOWN, Amount
 from deviceplugin.register.rules import ObservedAllocation
 from deviceplugin.source import DeviceSource
@@ -52,10 +53,11 @@ def test_all_holders_of_an_id_are_returned() -> None:
 
 def test_what_the_answer_to_allocate_said_is_returned() -> None:
     """Of the holder that is shown; where the checkpoint does not say it, nothing is known."""
-    answers = {"a": ("boot:1 n1", HALF)}
+    answers = {"a": Wanted((R, "device-a"), "boot:1 n1", HALF)}
     now = scanned(Allocation("u1", "main", R, "a"), Allocation("u2", "main", R, "b"))
-    held = kubelet_snapshot(1, now, R, str, lambda one: answers.get(one.device_id, ("", UNKNOWN))).held
-    assert [(one.identity, one.amount) for one in held.values()] == [("boot:1 n1", HALF), ("", UNKNOWN)]
+    held = kubelet_snapshot(1, now, R, str, lambda one: answers.get(one.device_id)).held
+    found = [(one.device, one.identity, one.amount) for one in held.values()]
+    assert found == [("device-a", "boot:1 n1", HALF), ("b", "", UNKNOWN)]
 
 
 def test_what_only_an_old_checkpoint_says_is_not_sure() -> None:

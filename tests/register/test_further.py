@@ -12,6 +12,7 @@ import pytest
 
 from deviceplugin.device import ContainerEdits, Device
 from deviceplugin.identity import boot_id
+from deviceplugin.kubelet.podresources import PodResources, PodResourcesReport
 from deviceplugin.source import DeviceSource
 from deviceplugin.testing import FakePod
 from dra_bridge.testing.apiserver import Fault, Request
@@ -27,6 +28,7 @@ from tests.register.node import (
     Varying,
     allocated_elsewhere,
     answered,
+    got,
     restart_without_register,
     running,
     serving,
@@ -392,6 +394,68 @@ async def test_a_device_of_a_container_that_ended_after_the_checkpoint_was_lost_
         await lost_checkpoint(here)
         assert not (await here.run("fourth", {A: 1})).running
         assert running(node, "d0") == {pod.uid}
+
+
+# Ids that look like those of replicas.
+
+
+@BOTH
+async def test_an_id_that_looks_like_a_replicas_is_another_device(node: FakeNode, both: bool) -> None:
+    """A pod has a replica; then nothing is shared, and another device has the id of the replica."""
+    async with serving(node, Listed(A, D, "d0", replicas=2), both=both) as here:
+        await here.until(lambda: here.healthy() == {"d0::0", "d0::1"})
+        first = await here.run("p", {A: 1})
+        (name,) = first.device_ids
+        await here.scans()
+        await here.serve(Listed(A, D, "d0", name))
+        await here.scans(12)
+        others = [await here.run(f"q{number}", {A: 1}) for number in range(2)]
+        assert [got(node, one) for one in (first, *others) if one.running].count({"d0"}) == 1
+
+
+# Pods that use no device.
+
+
+async def next_user_runs(here: Here, pod: FakePod) -> None:
+    """Delete the pod of a claim, and wait until the pod of another claim runs with its device."""
+    await asyncio.to_thread(pod.delete, 30)
+    after = here.node.start_pod("next", template={D: 1})
+    await here.until(lambda: after.running, 30)
+
+
+async def test_a_pod_that_hangs_without_devices_keeps_no_claims_device(node: FakeNode) -> None:
+    """The claim was made after the pod was deleted by force, so the pod does not use it."""
+    async with serving(node, Listed(A, D, "d0"), share="all") as here:
+        await here.until(lambda: here.sliced() == {"d0"})
+        hanging = await here.run("bystander", {})
+        await here.scans()
+        hanging.force_delete(hang=True)
+        await next_user_runs(here, await here.claimant("c0"))
+        await asyncio.to_thread(hanging.end_containers, 15)
+
+
+async def test_pods_that_the_kubelet_could_not_list_for_a_while_keep_no_claims_device(
+    node: FakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A claim ends while List is not answered; once it is, its device goes to the next claim."""
+    monkeypatch.setattr("dra_bridge.driver.preparation.PATIENCE", 1.0)
+    monkeypatch.setattr("dra_bridge.node.claim_reconciliation.RECONCILE", 1.0)
+    monkeypatch.setattr("dra_bridge.node.claim_reconciliation.NOTICE", 0.1)
+    silent, answered_list = threading.Event(), PodResources.list
+
+    async def answers(pod_resources: PodResources) -> PodResourcesReport | None:
+        return None if silent.is_set() else await answered_list(pod_resources)
+
+    monkeypatch.setattr(PodResources, "list", answers)
+    async with serving(node, Listed(A, D, "d0"), share="all") as here:
+        await here.until(lambda: here.sliced() == {"d0"})
+        silent.set()
+        pod = await here.claimant("c0")
+        await here.run("bystander", {})
+        await asyncio.to_thread(pod.delete, 30)
+        silent.clear()
+        after = node.start_pod("next", template={D: 1})
+        await here.until(lambda: after.running, 30)
 
 
 # Sources that bring others along.

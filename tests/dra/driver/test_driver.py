@@ -6,10 +6,12 @@ import asyncio
 import dataclasses
 import json
 import logging
+import math
 import os
 import re
 import shutil
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -1674,7 +1676,7 @@ class Pods:
     """The running pods that a driver is given; error: raised in place of an answer."""
 
     def __init__(self, *running: str, unlisted: Sequence[str] = ()) -> None:
-        self.now = RunningPods(frozenset(running), frozenset(unlisted))
+        self.now = RunningPods(frozenset(running), dict.fromkeys(unlisted, math.inf))
         self.error: Exception | None = None
 
     async def __call__(self) -> RunningPods:
@@ -1716,7 +1718,7 @@ async def test_a_claim_whose_pods_processes_run_on_is_answered_as_unprepared_and
     assert await here.unprepare("1") is not None
     monkeypatch.setattr(preparation, "PATIENCE", 0.0)
     assert await here.unprepare("1") is None
-    assert here.own["1"].pods == {"pod-uid", pod}
+    assert here.own["1"].pods == {"pod-uid"}
     # Neither another claim gets the device, nor does the same claim that was allocated anew get another one.
     here.claims.add(claim("2", result("d0")))
     refusal = (await here.prepare("2"))["2"]
@@ -1727,10 +1729,10 @@ async def test_a_claim_whose_pods_processes_run_on_is_answered_as_unprepared_and
     assert isinstance(refusal, ClaimError)
     assert f"processes of pod {pod} run" in str(refusal)
     assert here.async_ledger.snapshot.claims[D, "1"].held == {(R, "d0")}
-    # An agent that starts now knows no more than what is on disk.
-    assert pod in here.async_ledger.snapshot.claims[D, "1"].pods
+    # A pod that it does not use is none of its pods on disk: the kubelet may have been unable to list any.
+    assert here.async_ledger.snapshot.claims[D, "1"].pods == {"pod-uid"}
     del here.claims.claims["claim-1"]
-    assert await here.driver.reconciler.reconcile((), PodProcesses(frozenset({pod}))) == {}
+    assert await here.driver.reconciler.reconcile((), PodProcesses(frozenset({pod})), pods.now.unlisted) == {}
     pods.end()
     assert await here.driver.reconciler.reconcile((), PodProcesses(frozenset())) == {"unprepared": ["1"]}
     await here.prepared("2")
@@ -1861,6 +1863,20 @@ async def test_pods_that_came_to_share_a_claim_count_before_it_is_unprepared(tmp
     assert "processes of pod later run" in str(error)
     pods.end()
     assert await here.unprepare("1") is None
+    await end(here)
+
+
+async def test_a_pod_that_ran_before_a_claim_was_prepared_does_not_use_it(tmp_path: Path) -> None:
+    """The kubelet has a claim prepared before it makes the sandbox of its pod."""
+    pods = Pods("bystander", unlisted=["bystander"])
+    pods.now.unlisted["bystander"] = time.monotonic()  # type: ignore[index]
+    here = await world(tmp_path, running_pods=pods)
+    here.claims.add(claim("1", result("d0")))
+    await here.prepared("1")
+    assert await here.unprepare("1") is None
+    await here.prepared("1")
+    here = await here.again(running_pods=pods)
+    assert await here.unprepare("1") is not None, "an agent that starts does not know what ran before"
     await end(here)
 
 
