@@ -38,12 +38,14 @@ class FiledDevice(msgspec.Struct, frozen=True, omit_defaults=True):
 class ClaimFile(msgspec.Struct, frozen=True, kw_only=True):
     """What a claim holds through one driver.
 
-    boot: the node's boot in which the file was written. pods: UIDs of its pods. devices: None if the file cannot be
+    agent: the name of the agent that prepared it; "" if it has none, or the file cannot be read. boot: the node's boot
+    in which the file was written. pods: UIDs of its pods. devices: None if the file cannot be
     read; then only `driver` and `uid` are known.
     """
 
     driver: str
     uid: str
+    agent: str = ""
     namespace: str = ""
     name: str = ""
     boot: str = ""

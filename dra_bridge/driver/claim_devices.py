@@ -60,8 +60,8 @@ def _part(times: int, result: Result) -> str:
     return str(min(part, Fraction(1))) if part > 0 else ""
 
 
-def filed(claim: Claim, boot: str) -> ClaimFile:
-    """Return the file of a claim."""
+def filed(claim: Claim, boot: str, agent: str) -> ClaimFile:
+    """Return the file of a claim. agent: the name of this one."""
     devices = tuple(
         FiledDevice(
             resource=one.resource,
@@ -79,6 +79,7 @@ def filed(claim: Claim, boot: str) -> ClaimFile:
     return ClaimFile(
         driver=claim.driver,
         uid=claim.uid,
+        agent=agent,
         namespace=claim.namespace,
         name=claim.name,
         boot=boot,

@@ -36,10 +36,14 @@ _ADMIN: Final = "admin"
 
 
 class ClaimFiles:
-    """The files of one driver's claims. boot: the node's boot; after a reboot devices are set up again."""
+    """The files of one driver's claims.
 
-    def __init__(self, records: ClaimRecords, directory: str, boot: str) -> None:
+    boot: the node's boot; after a reboot devices are set up again. agent: the name of this one.
+    """
+
+    def __init__(self, records: ClaimRecords, directory: str, boot: str, agent: str) -> None:
         self.boot: Final = boot
+        self._agent = agent
         self._records = records
         self._driver = records.driver
         self._store = cdi.Store(records.driver, directory)
@@ -94,7 +98,7 @@ class ClaimFiles:
         return Prepared(tuple(devices), data.decode(), self.boot)
 
     def _filed(self, claim: Claim) -> bytes:
-        return claim_files.encode(filed(claim, self.boot))
+        return claim_files.encode(filed(claim, self.boot, self._agent))
 
     async def write(self, claim: Claim) -> bool:
         """Write the files of a claim of the ledger, under the claim's lock; return False if all were there."""

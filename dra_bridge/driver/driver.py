@@ -39,7 +39,8 @@ class Driver:
     """One DRA driver of this node. Belongs to one event loop.
 
     pool: the pool's name, which is the node's. async_ledger: may be shared by drivers. deadline: seconds for one claim.
-    patience: seconds for a call; what is not done then is an error in the answer, and it goes on. report: whether to
+    patience: seconds for a call; what is not done then is an error in the answer, and it goes on. agent: the name of
+    the agent, for the claims' files. report: whether to
     write `status.devices` of claims, which costs a GET and a PATCH for each. boot: identifies the node's boot; None: as
     the kernel does. changed: called after claims came or went. ready: whether a device (resource, id) may be given to
     claims yet. running_pods: records in the ledger which pods use which claims, and returns the pods whose processes
@@ -56,6 +57,7 @@ class Driver:
         api: ClusterClaims,
         *,
         cdi_directory: str = cdi.DIRECTORY,
+        agent: str = "",
         deadline: float = DEADLINE,
         patience: float = PATIENCE,
         report: bool = False,
@@ -71,7 +73,7 @@ class Driver:
         self.statistics = statistics = ClaimStatistics()
         self.records = records = ClaimRecords(name, pool, async_ledger)
         self.devices = served_devices = ServedDevices(name, tuple(served), qualifiers, ready)
-        self.files = files = ClaimFiles(records, cdi_directory, boot_id() if boot is None else boot)
+        self.files = files = ClaimFiles(records, cdi_directory, boot_id() if boot is None else boot, agent)
         self._patience = patience
         self._tasks = tasks = Tasks()
         events = ClaimEvents(records, api, tasks, report)

@@ -157,6 +157,7 @@ class Bridge:
         await self.agent.begun.wait()
         self._policies = dict(policies)
         await self.agent.reconfigure(sources, unchanged)
+        await self._adopt_claims()
         for one in self.drivers.values():
             for resource in one.resources.keys() - self.agent.services.keys():
                 one.drop(resource)
@@ -179,8 +180,22 @@ class Bridge:
     async def _open_all(self) -> None:
         """Open the ledger, and begin to serve. Raises AgentError: it cannot be opened."""
         self._ledger = self.agent.register.store = await self._open_ledger()
+        await self._adopt_claims()
+        for service in self.agent.services.values():
+            self._serve(service)
+
+    async def _adopt_claims(self) -> None:
+        """Record what files say that the ledger lacks, and serve the drivers of its claims, also former ones.
+
+        A file counts if this agent wrote it, or if a resource names its driver: the kubelet asks this agent then to
+        unprepare the claim. The others are of another agent on the node. Raises AgentError: it cannot be done.
+        """
+        assert self._ledger is not None
+        ours = {service.source.driver for service in self.agent.services.values()}
         try:
-            files = await asyncio.to_thread(claim_files.read_all, self.node.cdi_directory)
+            # Those of drivers that are served were recorded before.
+            found = await asyncio.to_thread(claim_files.read_all, self.node.cdi_directory, frozenset(self.drivers))
+            files = [file for file in found if file.agent == self.node.directory.name or file.driver in ours]
             claims = [claim_of(file, time.time()) for file in files if file.devices is not None]
             for claim in await self._ledger.do(operations.adopt_claims(claims)):
                 text = "the ledger lacks claim %s of driver %s; its own file says what it holds"
@@ -191,8 +206,6 @@ class Bridge:
         holding = {file.driver for file in files} | {claim.driver for claim in self._ledger.snapshot.claims.values()}
         for driver in sorted(holding):
             self._driver(driver, self._ledger)
-        for service in self.agent.services.values():
-            self._serve(service)
 
     def _driver(self, name: str, ledger: AsyncLedger) -> DriverRuntime:
         """Return what runs a driver, also one that no resource names any more: it has claims to unprepare."""

@@ -60,6 +60,7 @@ class DriverRuntime:
             async_ledger,
             node.claims,
             cdi_directory=node.cdi_directory,
+            agent=node.directory.name,
             report=node.claim_status,
             changed=self._claims_changed,
             ready=context.ready,

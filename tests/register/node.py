@@ -20,6 +20,7 @@ from deviceplugin.wire.deviceplugin_pb2_grpc import DevicePluginStub
 from dra_bridge.handover.share import parse_share
 from dra_bridge.kube import Cluster
 from dra_bridge.node.bridge import Bridge
+from dra_bridge.node.options import AGENT
 from dra_bridge.node.share import HandoverPolicy
 from dra_bridge.rollout.fleet import share_patch
 from dra_bridge.testing.kubelet import PodError
@@ -236,9 +237,9 @@ def policies(sources: Sequence[DeviceSource], share: str) -> dict[str, HandoverP
 
 @contextlib.asynccontextmanager
 async def serving(
-    node: FakeNode, *sources: DeviceSource, share: str = "none", both: bool = True
+    node: FakeNode, *sources: DeviceSource, share: str = "none", both: bool = True, name: str = AGENT
 ) -> AsyncIterator[Here]:
-    """Run an agent until the end of the block. both: with both sides; otherwise for pods alone."""
+    """Run an agent until the end of the block. both: with both sides, else for pods alone. name: `--agent-name`."""
     if both:
         bridge = Bridge(
             sources,
@@ -249,6 +250,7 @@ async def serving(
             cdi_directory=str(node.cdi),
             period=0.05,
             report_holders=True,
+            agent_name=name,
         )
         here, work = Here(node, bridge.agent, bridge), bridge.run
     else:

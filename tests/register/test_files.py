@@ -6,10 +6,11 @@ import asyncio
 
 import pytest
 
+from deviceplugin.device import Device
 from deviceplugin.testing import FakePod
 from dra_bridge.testing.node import FakeNode
 from tests.register.files import lose_register, registers
-from tests.register.node import A, D, Here, Listed, got, running, serving
+from tests.register.node import A, B, D, E, Here, Listed, got, running, serving
 
 TOKENS = pytest.mark.parametrize("tokens", [False, True], ids=["names", "tokens"])
 
@@ -88,3 +89,78 @@ async def test_a_register_without_its_log_is_not_believed_over_its_copy(node: Fa
         for one in (*others, pod):
             await here.stopped(one)
         await here.until(lambda: here.healthy() == {"d0", "d1"})
+
+
+# Agents of other names.
+
+
+async def test_a_second_agent_leaves_the_first_ones_driver_alone(node: FakeNode) -> None:
+    """It has a name, a resource and a driver of its own; the claims of the first one are unprepared by that."""
+    async with serving(node, Listed(A, D), share="all", name="one") as one:
+        await one.until(lambda: one.sliced() == {"d0", "d1"})
+        pods = [await one.claimant("c0")]
+        async with serving(node, Listed(B, E, "x0"), share="all", name="two") as two:
+            await two.until(lambda: two.sliced(E) == {"x0"})
+            assert two.bridge is not None
+            assert two.bridge.drivers.keys() == {E}
+            assert len(node.dra.plugins(D)) == 1
+            pods.append(await one.claimant("c1"))
+            assert got(node, pods[0]) | got(node, pods[1]) == {"d0", "d1"}
+            for pod in pods:
+                await one.stopped(pod)
+            await one.until(lambda: one.sliced() == {"d0", "d1"})
+            assert not list(node.cdi.glob("*.claim"))
+
+
+async def test_what_claims_of_a_second_agent_have_is_given_to_nobody(node: FakeNode) -> None:
+    """Both have the same hardware, by other names: the claim's own file says what it is."""
+    other = Listed(B, E)
+    other.lists = asyncio.Queue()
+    other.put(Device("x0", identity="serial:d0"))
+    async with serving(node, Listed(A, D, "d0", tokens=True), share="all", name="one") as one:
+        await one.until(lambda: one.sliced() == {"d0"})
+        pod = await one.claimant("c0")
+        async with serving(node, other, name="two") as two:
+            await two.until(lambda: f"d0 of {A}, which counts as held" in two.withheld(B).get("x0", ""))
+            assert not two.healthy(B)
+            await one.stopped(pod)
+            await two.until(lambda: two.healthy(B) == {"x0"})
+
+
+@pytest.mark.parametrize("driver", [D, E])
+async def test_claims_of_an_agent_of_another_name_are_those_of_their_driver(node: FakeNode, driver: str) -> None:
+    """Who serves the driver unprepares them; nobody gets their devices. The agent that made them can come back."""
+    async with serving(node, Listed(A, D), share="all") as here:
+        await here.until(lambda: here.sliced() == {"d0", "d1"})
+        pod = await here.claimant("c0")
+        (held,) = got(node, pod)
+    async with serving(node, Listed(A, driver), name="other") as here:
+        await here.until(lambda: here.healthy() | {held} == {"d0", "d1"})
+        await here.scans()
+        others = [await here.run(f"q{number}", {A: 1}) for number in range(2)]
+        assert running(node, held) == {pod.uid}
+        for one in others:
+            await here.stopped(one)
+        if driver == D:
+            await here.stopped(pod)
+            await here.until(lambda: here.healthy() == {"d0", "d1"})
+    async with serving(node, Listed(A, driver)) as here:
+        if driver != D:
+            await here.stopped(pod)
+        await here.until(lambda: here.healthy() == {"d0", "d1"})
+
+
+async def test_claims_of_another_agents_driver_are_known_after_a_reload_that_names_it(node: FakeNode) -> None:
+    """The devices are of another resource now, and those of the driver's own are not there."""
+    async with serving(node, Listed(A, D, "d0"), share="all", name="one") as one:
+        await one.until(lambda: one.sliced() == {"d0"})
+        pod = await one.claimant("c0")
+    async with serving(node, Listed(A, "", "d0"), name="two") as two:
+        await two.until(lambda: f"through driver {D}" in two.withheld().get("d0", ""))
+        empty = Listed(B, D)
+        empty.lists = asyncio.Queue()
+        empty.put()
+        await two.serve(empty, Listed(A, "", "d0"))
+        assert (await two.run("q", {A: 1})).running is False
+        await two.stopped(pod)
+        await two.until(lambda: two.healthy() == {"d0"})

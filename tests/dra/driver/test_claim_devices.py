@@ -94,7 +94,8 @@ def test_a_file_says_all_that_a_record_does() -> None:
     full = granted(Device("d", consumes={"gpu": {"memory": "5Gi"}}), parameters='{"a":1}')
     plain = ClaimDevice(R, "e", "s", admin=True, amount=Amount("0"))
     claim = Claim(D, "1", "ml", "train", (full, plain), None, 1.0, pods=frozenset({"p"}))
-    file = filed(claim, "b")
+    file = filed(claim, "b", "agent")
     assert (file.driver, file.uid, file.namespace, file.name, file.boot) == (D, "1", "ml", "train", "b")
+    assert file.agent == "agent"
     assert file.pods == {"p"}
     assert list(devices_of(file)) == [full, msgspec.structs.replace(plain, identity="boot:b")]
