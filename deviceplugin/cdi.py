@@ -48,6 +48,12 @@ def qualified(driver: str, device: str) -> str:
     return f"{vendor_of(driver)}/{CLASS}={device}"
 
 
+def file_of(name: str, uid: str) -> tuple[str, str]:
+    """Return the file of a claim that has a CDI device (the CDI library's convention), and the device's short name."""
+    kind, _, device = name.partition("=")
+    return f"{kind.replace('/', '-')}_{uid}.json", device
+
+
 def build(driver: str, devices: Mapping[str, ContainerEdits]) -> dict[str, Any]:
     """Return a CDI spec, valid and of the lowest version that its content allows.
 

@@ -43,7 +43,7 @@ MAX_ENTRIES: Final = 32
 """Attributes and capacities of one device together."""
 MAX_CONSUMED_SETS: Final = 2
 _MAX_LABEL: Final = 63
-_MAX_DRIVER: Final = 63
+MAX_DRIVER: Final = 63
 _MAX_IDENTIFIER: Final = 32
 _MAX_VALUE: Final = 64
 _MAX_COUNTERS: Final = 32  # of one set, and of one set that a device consumes from
@@ -52,6 +52,8 @@ _LABEL: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 SUBDOMAIN: Final = r"[a-z0-9](?:[-a-z0-9]*[a-z0-9])?(?:\.[a-z0-9](?:[-a-z0-9]*[a-z0-9])?)*"
 _IDENTIFIER: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 NAME: Final = r"[A-Za-z0-9](?:[-A-Za-z0-9_.]*[A-Za-z0-9])?"
+# A quota keeps it as requests.NAME, which must stay a qualified name of 253 + 1 + 63 characters.
+RESOURCE: Final = rf"(?!requests\.)(?![^/]*kubernetes\.io/)(?=[^/]{{1,244}}/[^/]{{1,63}}$){SUBDOMAIN}/{NAME}"
 _PRE: Final = r"(?:0|[1-9][0-9]*|[0-9]*[a-zA-Z-][0-9a-zA-Z-]*)"
 SEMVER: Final = (
     r"(?:0|[1-9][0-9]*)\.(?:0|[1-9][0-9]*)\.(?:0|[1-9][0-9]*)"
@@ -95,35 +97,50 @@ def check_driver(name: str) -> None:
 
     The API lets upper-case letters pass with a warning, but refuses a taint whose key is made from such a name.
     """
-    if len(name) > _MAX_DRIVER:
-        raise NamingError(f"a driver's name has at most {_MAX_DRIVER} characters, {name!r} has {len(name)}")
+    if len(name) > MAX_DRIVER:
+        raise NamingError(f"a driver's name has at most {MAX_DRIVER} characters, {name!r} has {len(name)}")
     if not re.fullmatch(SUBDOMAIN, name):
         raise NamingError(f"a driver's name must be a DNS name in lower case such as gpu.example.com, not {name!r}")
 
 
 def check_resource(name: str) -> None:
     """Raise NamingError unless this can name an extended resource: vendor-domain/name, outside of kubernetes.io."""
-    domain, slash, last = name.partition("/")
-    if not slash or "/" in last:
-        raise NamingError(f"a resource's name must be vendor-domain/name such as example.com/gpu, not {name!r}")
-    if "kubernetes.io/" in name or domain.startswith("requests."):
-        raise NamingError(f"a resource's domain must be the vendor's own, not {domain!r}")
-    # quota keeps it as requests.<name>, which must stay a qualified name of 253 + 1 + 63 characters
-    if len(domain) > 253 - len("requests.") or not re.fullmatch(SUBDOMAIN, domain):
-        raise NamingError(f"a resource's domain must be a DNS name in lower case, not {domain!r}")
-    if len(last) > 63 or not re.fullmatch(NAME, last):
-        raise NamingError(
-            f"a resource's name after the slash must be 1 to 63 letters, digits, '-', '_' and '.', not {last!r}"
+    if not re.fullmatch(RESOURCE, name):
+        raise NamingError(resource_advice(name))
+
+
+def resource_advice(name: str) -> str:
+    """Return what is wrong with the name of an extended resource, and what would be right."""
+    like = "write a domain of yours and a name, such as example.com/gpu"
+    domain, slash, rest = name.partition("/")
+    if name.startswith("requests."):
+        return f"a resource name must not start with `requests.`, which is for quotas; {like}"
+    if not slash:
+        guess = re.sub(r"[^A-Za-z0-9_.-]", "-", name).strip("-_.")
+        like = f"did you mean example.com/{guess}?" if guess else like
+        return f"{name!r} is not an extended resource's name: it has no vendor domain; {like}"
+    if domain.endswith("kubernetes.io"):
+        return f"names under {domain} belong to Kubernetes, the kubelet refuses them; {like}"
+    if not re.fullmatch(SUBDOMAIN, domain) or len(domain) > 244:
+        return (
+            f"the vendor domain {domain!r} is not a DNS name: lower-case letters, digits, '-' and '.', "
+            f"244 characters at the most; {like}"
         )
+    if "/" in rest:
+        return f"{name!r} has more than one slash; {like}"
+    if len(rest) > 63:
+        return f"the part after the slash is {len(rest)} characters long, 63 are allowed"
+    return (
+        f"the part after the slash, {rest!r}, must be letters, digits, '-', '_' and '.', "
+        f"and begin and end with a letter or digit; {like}"
+    )
 
 
 def check_attribute_name(name: str) -> None:
     """Raise NamingError unless this can name an attribute or capacity: identifier, or domain/identifier."""
     domain, slash, identifier = name.rpartition("/")
-    if slash and (len(domain) > _MAX_DRIVER or not re.fullmatch(SUBDOMAIN, domain)):
-        raise NamingError(
-            f"the domain of {name!r} must be a DNS name in lower case of at most {_MAX_DRIVER} characters"
-        )
+    if slash and (len(domain) > MAX_DRIVER or not re.fullmatch(SUBDOMAIN, domain)):
+        raise NamingError(f"the domain of {name!r} must be a DNS name in lower case of at most {MAX_DRIVER} characters")
     if len(identifier) > _MAX_IDENTIFIER or not _IDENTIFIER.fullmatch(identifier):
         raise NamingError(
             f"{name!r}: a name is 1 to {_MAX_IDENTIFIER} letters, digits and '_', not beginning with a digit"

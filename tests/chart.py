@@ -18,6 +18,8 @@ from typing import Any
 
 import yaml
 
+from deviceplugin import naming
+
 ROOT = Path(__file__).resolve().parent.parent
 CHART = ROOT / "charts" / "dra-bridge"
 MONITORING = ROOT / "examples" / "monitoring"
@@ -178,6 +180,16 @@ def _without_lookahead(pattern: str) -> str:
     return pattern
 
 
+def patterns() -> str:
+    """Return the template of the forms of names, for a config that is given as text: no schema sees into that."""
+    forms = {"resource": naming.RESOURCE, "driver": naming.SUBDOMAIN}
+    lines = [
+        f'{{{{- define "dra-bridge.{name}-pattern" -}}}}^{_without_lookahead(form)}${{{{- end -}}}}\n'
+        for name, form in forms.items()
+    ]
+    return HEAD.replace("dra_bridge/manifests.yaml", "deviceplugin/naming.py") + "".join(lines)
+
+
 def copies() -> dict[Path, str]:
     """Return the text of each file of the chart that is a copy of an example, by its path."""
     head = "# Copied from examples/monitoring by `python -m tests.chart --write`.\n"
@@ -187,7 +199,8 @@ def copies() -> dict[Path, str]:
 
 def generate() -> dict[Path, str]:
     """Return the text of each generated file by its path."""
-    return {**templates(), **copies(), CHART / "values.schema.json": schema()}
+    own = {CHART / "values.schema.json": schema(), CHART / "templates" / "_patterns.tpl": patterns()}
+    return {**templates(), **copies(), **own}
 
 
 def main(arguments: list[str]) -> int:

@@ -144,12 +144,23 @@ def test_no_drivers(name: str) -> None:
         check_driver(name)
 
 
-@pytest.mark.parametrize("name", ["gpu", "/gpu", "a.com/", "a.com/b/c", "kubernetes.io/gpu", "x.kubernetes.io/gpu"])
+@pytest.mark.parametrize("name", ["example.com/gpu-1_x.y", "a/" + "b" * 63, "a" * 244 + "/b", "requestsa/b"])
+def test_resources(name: str) -> None:
+    """A DNS name of at most 244 characters, and a name of at most 63, are the name of an extended resource."""
+    check_resource(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("gpu", "/gpu", "a.com/", "a.com/b/c", "a/b\n", "A/b", "a_b/c", "a/-b", "a" * 245 + "/b", "a/" + "b" * 64),
+        *("kubernetes.io/gpu", "x.kubernetes.io/gpu", "xkubernetes.io/b", "requests.a/b"),
+    ],
+)
 def test_no_resources(name: str) -> None:
     """Names of extended resources have a vendor's domain and one slash."""
     with pytest.raises(NamingError):
         check_resource(name)
-    check_resource("example.com/gpu-1_x.y")
 
 
 @pytest.mark.parametrize("name", ["model", "_x", "example.com/memory", "A1" * 16])

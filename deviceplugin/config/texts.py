@@ -40,32 +40,6 @@ def _text(
     )
 
 
-def _resource_name_advice(name: str) -> str:
-    like = "write a domain of yours and a name, such as example.com/gpu"
-    domain, slash, rest = name.partition("/")
-    if name.startswith("requests."):
-        return f"a resource name must not start with `requests.`, which is for quotas; {like}"
-    if not slash:
-        guess = re.sub(r"[^A-Za-z0-9_.-]", "-", name).strip("-_.")
-        like = f"did you mean example.com/{guess}?" if guess else like
-        return f"{name!r} is not an extended resource's name: it has no vendor domain; {like}"
-    if domain.endswith("kubernetes.io"):
-        return f"names under {domain} belong to Kubernetes, the kubelet refuses them; {like}"
-    if not re.fullmatch(SUBDOMAIN, domain) or len(domain) > 244:
-        return (
-            f"the vendor domain {domain!r} is not a DNS name: lower-case letters, digits, '-' and '.', "
-            f"244 characters at the most; {like}"
-        )
-    if "/" in rest:
-        return f"{name!r} has more than one slash; {like}"
-    if len(rest) > 63:
-        return f"the part after the slash is {len(rest)} characters long, 63 are allowed"
-    return (
-        f"the part after the slash, {rest!r}, must be letters, digits, '-', '_' and '.', "
-        f"and begin and end with a letter or digit; {like}"
-    )
-
-
 def _path_advice(path: str) -> str:
     if not path:
         return "the path is empty; write an absolute path, such as /dev/ttyUSB0"
@@ -97,8 +71,8 @@ def _pattern_advice(pattern: str) -> str:
 
 
 RESOURCE_NAME = _text(
-    rf"(?!requests\.)(?![^/]*kubernetes\.io/)(?=[^/]{{1,244}}/[^/]{{1,63}}$){SUBDOMAIN}/{NAME}",
-    _resource_name_advice,
+    naming.RESOURCE,
+    naming.resource_advice,
     "The extended resource that pods ask for in their limits: a vendor domain, a slash, a name.",
     examples=["example.com/serial", "example.com/gpu"],
 )
@@ -106,7 +80,7 @@ DRIVER_NAME = _text(
     SUBDOMAIN,
     "{!r} is not a DRA driver's name: a DNS name in lower case, such as gpu.example.com",
     "The DRA driver through which claims find the same devices (dra-bridge); a DNS name.",
-    longest=63,
+    longest=naming.MAX_DRIVER,
     examples=["serial.example.com"],
 )
 GLOB = _text(

@@ -44,9 +44,9 @@ def nodes_of(claim: PreparedClaim, known: Collection[str], directory: str = cdi.
     """
     ours = tuple(cdi.qualified(driver, "") for driver in known)
     found: set[str] = set()
-    for kind, _, name in (one.partition("=") for one in claim.cdi_ids if not one.startswith(ours)):
+    for file_name, name in (cdi.file_of(one, claim.uid) for one in claim.cdi_ids if not one.startswith(ours)):
         try:
-            with open(os.path.join(directory, f"{kind.replace('/', '-')}_{claim.uid}.json"), "rb") as file:
+            with open(os.path.join(directory, file_name), "rb") as file:
                 listed = json.load(file)["devices"]
             for device in listed:
                 if device["name"] == name:

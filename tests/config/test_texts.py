@@ -28,17 +28,6 @@ def allowed(check: Any, *args: Any) -> bool:
     return True
 
 
-@given(st.from_regex(r"\A[-a-zA-Z0-9._/]{1,20}\Z") | WORD)
-@example("a/" + "b" * 63)
-@example("a" * 244 + "/b")
-@example("a" * 245 + "/b")
-@example("xkubernetes.io/b")
-@example("requests.a/b")
-def test_resource_names_are_those_of_the_api(name: str) -> None:
-    """The pattern for resource names takes what the API server takes."""
-    assert matches(texts.RESOURCE_NAME, name) == allowed(naming.check_resource, name)
-
-
 @given(st.from_regex(r"\A[-a-zA-Z0-9.]{1,20}\Z") | WORD)
 @example("a" * 63)
 @example("a" * 64)

@@ -81,10 +81,10 @@ names. tests/test_chart.py compares the objects of both.
     {{- fail (printf "%s.resources is no list; `deviceplugin validate FILE` says what is wrong" $where) -}}
   {{- end -}}
   {{- range $number, $resource := $config.resources -}}
-    {{- if or (not (kindIs "map" $resource)) (not (regexMatch "^[a-z0-9.-]+/[A-Za-z0-9._-]+$" (toString $resource.name))) -}}
+    {{- if or (not (kindIs "map" $resource)) (not (regexMatch (include "dra-bridge.resource-pattern" $) (toString $resource.name))) -}}
       {{- fail (printf "%s.resources[%d].name is not like example.com/fpga; `deviceplugin validate FILE` says what is wrong" $where $number) -}}
     {{- end -}}
-    {{- if and $resource.driver (not (regexMatch "^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$" (toString $resource.driver))) -}}
+    {{- if and $resource.driver (not (regexMatch (include "dra-bridge.driver-pattern" $) (toString $resource.driver))) -}}
       {{- fail (printf "%s.resources[%d].driver is not like fpga.example.com; `deviceplugin validate FILE` says what is wrong" $where $number) -}}
     {{- end -}}
   {{- end -}}

@@ -16,7 +16,7 @@ from typing import Final
 from deviceplugin.device import AttributeValue, ContainerEdits, Device, DeviceNode
 from deviceplugin.sources import sysfs
 from deviceplugin.sources.nvidia.nvml import Gpu, NvmlScan, Partition, Places, version
-from deviceplugin.sources.nvidia.readings import NVLINK, SAME_BOARD
+from deviceplugin.topology import Link
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -98,9 +98,9 @@ def links_of_devices(
     scores: dict[frozenset[str], float] = {}
     for one, other in combinations(made, 2):
         gpus = frozenset((parents.get(one, one), parents.get(other, other)))
-        score = SAME_BOARD if len(gpus) == 1 else between.get(gpus, 0.0)
+        score = float(Link.SAME_BOARD) if len(gpus) == 1 else between.get(gpus, 0.0)
         if parents and len(gpus) == 2:
-            score %= NVLINK  # NVLink does not connect partitions; the PCIe level remains
+            score %= Link.NVLINK  # NVLink does not connect partitions; the PCIe level remains
         if score:
             scores[frozenset((one, other))] = score
     return scores

@@ -11,11 +11,17 @@ from itertools import combinations
 from typing import Any, Final
 
 from deviceplugin.sources.nvidia.nvml import ANY, Gpu, Partition, field_value, optional, pci_address, text
+from deviceplugin.topology import Link
 
-SAME_BOARD: Final = 60.0
-NVLINK: Final = 100.0
-_LEVELS: Final = {0: SAME_BOARD, 10: 50.0, 20: 40.0, 30: 30.0, 40: 20.0, 50: 10.0}
-"""Scores of NVML's PCIe levels: same board, one switch, several switches, host bridge, CPU, across CPUs."""
+_LEVELS: Final = {
+    0: Link.SAME_BOARD,
+    10: Link.ONE_SWITCH,
+    20: Link.SEVERAL_SWITCHES,
+    30: Link.HOST_BRIDGE,
+    40: Link.SAME_CPU,
+    50: Link.CROSS_CPU,
+}
+"""Scores of NVML's PCIe levels."""
 _SWITCH: Final = 2
 _THROTTLED: Final = {
     0x4: "sw_power_cap",
@@ -102,8 +108,8 @@ def read_links(nv: Any, gpus: Sequence[Gpu], handles: Mapping[str, Any]) -> Mapp
         level = -1
         with contextlib.suppress(nv.NVMLError, KeyError):  # KeyError: a GPU that cannot be read has no handle
             level = nv.nvmlDeviceGetTopologyCommonAncestor(handles[one], handles[other])
-        if score := NVLINK * count + _LEVELS.get(level, 0.0):
-            scores[pair] = score
+        if score := Link.NVLINK * count + _LEVELS.get(level, 0):
+            scores[pair] = float(score)
     return scores
 
 
