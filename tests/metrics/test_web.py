@@ -458,7 +458,8 @@ class TestClients:
     def test_silent_clients_delay_nobody(self, tls: bool, tmp_path: Path, serve: Callable[..., Server]) -> None:
         """Beside 120 connections that send nothing others are answered, without waiting for one of them to end."""
         certificate, key = make_certificate(tmp_path, "a") if tls else (None, None)
-        server = serve(certificate=Certificate(certificate, key) if certificate else None)
+        limits = Limits(request=600.0)
+        server = serve(certificate=Certificate(certificate, key) if certificate else None, limits=limits)
         with contextlib.ExitStack() as stack:
             silent = [stack.enter_context(connect(server)) for _ in range(120)]
             for path in ("/healthz", "/metrics"):
