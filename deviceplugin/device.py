@@ -267,12 +267,15 @@ class Device:
 
     def __post_init__(self) -> None:
         _string("a device's id", self.id)
-        if not 0 < len(self.id) <= MAX_ID or not self.id.isprintable() or " " in self.id:
-            raise ValueError(f"a device id is 1 to {MAX_ID} printable characters without spaces, not {self.id!r}")
+        self._check_id()
         try:
             self._check()
         except (TypeError, ValueError) as error:
             raise type(error)(f"device {self.id!r}: {error}") from None
+
+    def _check_id(self) -> None:
+        if not 0 < len(self.id) <= MAX_ID or not self.id.isprintable() or " " in self.id:
+            raise ValueError(f"a device id is 1 to {MAX_ID} printable characters without spaces, not {self.id!r}")
 
     def _check(self) -> None:
         _typed("health", self.health, Health, "Health.HEALTHY, Health.UNHEALTHY or Health.UNKNOWN")

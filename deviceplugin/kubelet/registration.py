@@ -39,7 +39,7 @@ from deviceplugin.kubelet.foreign_plugin import ForeignPluginWatch, KubeletRecor
 from deviceplugin.kubelet.podresources import CHANNEL_OPTIONS, SERVER_OPTIONS, unix_address
 from deviceplugin.kubelet.servicer import Endpoint
 from deviceplugin.wire import deviceplugin_pb2 as pb
-from deviceplugin.wire.deviceplugin_pb2_grpc import RegistrationStub, add_DevicePluginServicer_to_server
+from deviceplugin.wire.deviceplugin_pb2_grpc import RegistrationStub
 
 if TYPE_CHECKING:
     from deviceplugin.wire.deviceplugin_pb2_grpc import RegistrationAsyncStub
@@ -232,7 +232,7 @@ class SocketServer:
         self._remove_stale_sockets()
         path = self._directory / socket_name(self._endpoint.resource, str(self._directory), secrets.token_hex(4))
         server = grpc.aio.server(options=SERVER_OPTIONS)
-        add_DevicePluginServicer_to_server(self._endpoint, server)
+        self._endpoint.add_to(server)
         try:
             server.add_insecure_port(unix_address(path))
         except RuntimeError as error:
@@ -338,7 +338,8 @@ class Registration:
                 await self._register_or_pause(watch, seen)
                 continue
             if step is Step.WAIT_FOR_DEVICES:
-                self._log_once("devices", "waiting for the first list of devices")
+                await self._unregister()
+                self._log_once("devices", f"waiting for {self.endpoint.AWAITS}")
             elif step is Step.WAIT_FOR_KUBELET:
                 self.statistics.registered = False
                 self._backoff.reset()
@@ -410,7 +411,7 @@ class Registration:
             listened=accepted is not None and self.endpoint.streams.begun > accepted.streams,
             registered=accepted.kubelet if accepted is not None else None,
             since=time.monotonic() - accepted.at if accepted is not None else 0.0,
-            ready=self.endpoint.inventory.snapshot.listed,
+            ready=self.endpoint.ready,
             foreign=foreign,
         )
 
@@ -476,6 +477,13 @@ class Registration:
             return False
         finally:
             call.cancel()
+
+    async def _unregister(self) -> None:
+        """End the stream, if there is one: the kubelet offers none of the devices then, and others may register."""
+        self.statistics.registered, self._accepted = False, None
+        if self.endpoint.streams.live:
+            await self.endpoint.settled(self._timing.calls)
+            await self.endpoint.streams.end(self._timing.stream)
 
     async def _close(self) -> None:
         """Remove the own socket, let calls in flight end, end the streams.

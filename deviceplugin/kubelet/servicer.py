@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final
+from typing import ClassVar, Final, TypeVar
 
 import grpc.aio
 
@@ -29,8 +29,9 @@ from deviceplugin.register.records import LedgerError
 from deviceplugin.register.register import OtherSideError, Register, UnknownHolderError
 from deviceplugin.source import DeviceSource
 from deviceplugin.wire import deviceplugin_pb2 as pb
-from deviceplugin.wire.deviceplugin_pb2_grpc import DevicePluginServicer
+from deviceplugin.wire.deviceplugin_pb2_grpc import DevicePluginServicer, add_DevicePluginServicer_to_server
 
+_T = TypeVar("_T")
 _LOG: Final = logging.getLogger(__name__)
 
 _INVALID: Final = grpc.StatusCode.INVALID_ARGUMENT
@@ -84,6 +85,10 @@ class Endpoint(DevicePluginServicer):
     before ids are granted. avoids: returns the devices that new pods had better not get, if there are enough others.
     """
 
+    IDS: ClassVar[type[DeviceIds]] = DeviceIds
+    AWAITS: ClassVar[str] = "the first list of devices"
+    """What is waited for until it is `ready`."""
+
     def __init__(
         self,
         source: DeviceSource,
@@ -100,7 +105,7 @@ class Endpoint(DevicePluginServicer):
         self.source = source
         self.inventory = inventory
         self.statistics = ServicerStatistics()
-        self.ids = DeviceIds(source, inventory, self._is_held)
+        self.ids = self.IDS(source, inventory, self._is_held)
         self.streams = ListStreams(source.resource, self._lines_if_listed)
         self._allocations = in_flight
         self._calls = AllocationsInFlight()
@@ -122,6 +127,11 @@ class Endpoint(DevicePluginServicer):
         reset = "reset" in self.source.hooks
         return pb.DevicePluginOptions(pre_start_required=reset, get_preferred_allocation_available=True)
 
+    @property
+    def ready(self) -> bool:
+        """Whether there is something to register."""
+        return self.inventory.snapshot.listed
+
     async def settled(self, timeout: float) -> bool:
         """Wait until no Allocate or PreStartContainer is in flight; return whether that was within `timeout` seconds.
 
@@ -138,6 +148,10 @@ class Endpoint(DevicePluginServicer):
     def refresh(self) -> None:
         """Have every stream send the list again if it has changed."""
         self.streams.refresh()
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Have a server answer the kubelet's calls by this."""
+        add_DevicePluginServicer_to_server(self, server)
 
     # The names of the methods below are the API's.
 
@@ -159,15 +173,16 @@ class Endpoint(DevicePluginServicer):
         self, request: pb.AllocateRequest, context: grpc.aio.ServicerContext[pb.AllocateRequest, pb.AllocateResponse]
     ) -> pb.AllocateResponse:
         """Allocate devices to containers: all of the request or nothing."""
-        began = time.perf_counter()
-        try:
-            return await self._allocate(request, context)
-        finally:
-            self.statistics.allocation_durations.add(time.perf_counter() - began)
+        return await self.allocate(request, context, self._answer)
 
-    async def _allocate(
-        self, request: pb.AllocateRequest, context: grpc.aio.ServicerContext[pb.AllocateRequest, pb.AllocateResponse]
-    ) -> pb.AllocateResponse:
+    async def allocate(
+        self,
+        request: pb.AllocateRequest,
+        context: grpc.aio.ServicerContext[pb.AllocateRequest, _T],
+        answer: Callable[[Sequence[tuple[str, ...]]], Awaitable[_T]],
+    ) -> _T:
+        """Allocate all of the request or nothing. answer: grants the ids of each container and returns the answer."""
+        began = time.perf_counter()
         with self._calls.busy(0.0), self._allocations.busy():
             wanted = [tuple(container.devices_ids) for container in request.container_requests]
             names = [name for container in wanted for name in container]
@@ -177,12 +192,7 @@ class Endpoint(DevicePluginServicer):
                 if self._release_former is not None and "released" in self.source.hooks:
                     await self._refuse_held(names)
                     await self._release_former(names)
-                asked: dict[str, Wanted] = {}
-                responses = [await self._response(ids, asked) for ids in wanted]
-                await self._refuse_held(names)
-                granted = await self._grant(names, asked)
-                for response, ids in zip(responses, wanted, strict=True):
-                    annotate(response, self.resource, {name: granted[name] for name in ids}, self._register.boot)
+                answered = await answer(wanted)
             except Refusal as refusal:
                 self.statistics.refusals[refusal.reason] += 1
                 extra = {"resource": self.resource, "device": ", ".join(map(printable, names[:SHOWN_IDS]))}
@@ -190,9 +200,21 @@ class Endpoint(DevicePluginServicer):
                 await context.abort(refusal.code, refusal.details)
             finally:
                 self._asked_for -= devices
+                self.statistics.allocation_durations.add(time.perf_counter() - began)
             self.statistics.allocations += 1
             self.statistics.devices_allocated += len(names)
-            return pb.AllocateResponse(container_responses=responses)
+            return answered
+
+    async def _answer(self, wanted: Sequence[tuple[str, ...]]) -> pb.AllocateResponse:
+        """Grant the ids of each container; return what it gets. Raises Refusal."""
+        asked: dict[str, Wanted] = {}
+        responses = [await self._response(ids, asked) for ids in wanted]
+        names = [name for ids in wanted for name in ids]
+        await self._refuse_held(names)
+        granted = await self._grant(names, asked)
+        for response, ids in zip(responses, wanted, strict=True):
+            annotate(response, self.resource, {name: granted[name] for name in ids}, self._register.boot)
+        return pb.AllocateResponse(container_responses=responses)
 
     async def GetPreferredAllocation(  # noqa: N802
         self, request: pb.PreferredAllocationRequest, context: object

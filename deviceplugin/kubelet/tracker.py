@@ -46,7 +46,7 @@ REWRITE: Final = 1.0
 class HolderTracker:
     """Reads who holds this node's plugin allocations; the register keeps what is known of them.
 
-    plugins: the device plugin directory. cgroups and believe_checkpoint: as in `PodReader`. request: as in
+    plugins: the device plugin directory. cgroups and believe_checkpoint: as in `PodReader`. request, adopted: as in
     `CheckpointReader`. claim_uses: whether to call `List` at each scan, to learn which containers use claims, for
     metrics. wake: called when a scan is due at once.
     """
@@ -65,6 +65,7 @@ class HolderTracker:
         container_logs: Path = containers.DIRECTORY,
         claim_uses: bool = False,
         believe_checkpoint: bool = False,
+        adopted: Callable[[str], bool] = lambda resource: False,
         wake: Callable[[], None],
     ) -> None:
         self.snapshot = HolderSnapshot(problem="the kubelet has not been asked yet")
@@ -77,7 +78,7 @@ class HolderTracker:
         self.pods: Final = PodReader(kubelet_root, cgroups, believe_checkpoint=believe_checkpoint)
         self._names = PodNames(pod_logs)
         self._register = register
-        self._checkpoint = CheckpointReader(plugins, request, lambda: self._known | self.snapshot.held.keys())
+        self._checkpoint = CheckpointReader(plugins, request, lambda: self._known | self.snapshot.held.keys(), adopted)
         self._reading = asyncio.Lock()
         self._pod_resources = pod_resources
         self._in_flight = in_flight
@@ -406,16 +407,24 @@ class CheckpointReader:
 
     A list that is sent again makes the kubelet write the checkpoint (kubelet 1.36, devicemanager/manager.go).
     request: sends the list of devices once more; returns whether the kubelet listens to any resource.
-    known: returns the allocations that count as held; what their devices were is remembered.
+    known: returns the allocations that count as held; what their devices were is remembered. adopted: tells of which
+    resources another plugin makes the answers: what is in these says nothing, since control nodes recur in all.
     """
 
-    def __init__(self, directory: Path, request: Callable[[], bool], known: Callable[[], Iterable[Allocation]]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        request: Callable[[], bool],
+        known: Callable[[], Iterable[Allocation]],
+        adopted: Callable[[str], bool],
+    ) -> None:
         self.last = Checkpoint(frozenset(), {})
         self.grants: Mapping[Allocation, tuple[str, Wanted]] = {}
         """What the devices of allocations were, with the answer to Allocate that says so."""
         self._directory = directory
         self._request = request
         self._known = known
+        self._adopted = adopted
 
     def current(self) -> Checkpoint | None:
         """Return what was read last if the file is still the same, else None."""
@@ -433,7 +442,9 @@ class CheckpointReader:
         kept = frozenset(self._known()).union(*(one.allocations for one in checkpoints))
         grants = {one: grant for one, grant in self.grants.items() if one in kept}
         for allocation, response in (item for one in checkpoints for item in one.responses.items()):
-            if allocation not in grants or grants[allocation][0] != response:
+            if self._adopted(allocation.resource):
+                grants.pop(allocation, None)
+            elif allocation not in grants or grants[allocation][0] != response:
                 grants[allocation] = response, granted(response, *allocation[2:], boot_id())
         self.last, self.grants = checkpoints[-1], grants
 

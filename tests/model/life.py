@@ -251,7 +251,7 @@ class Life(Bridge):
         device = service.inventory.snapshot.devices.get(service.device_of(pod.device_id))
         parts = len(service.ids_now(device)) if device is not None else 1
         request = pb.AllocateRequest(container_requests=[pb.ContainerAllocateRequest(devices_ids=[pod.device_id])])
-        answer = await service.endpoint._allocate(request, cast("Any", Context()))
+        answer = await service.endpoint.Allocate(request, cast("Any", Context()))
         (response,) = answer.container_responses
         pod.response, pod.part = _base64(response), Fraction(1, parts)
         pod.hardware = response.envs["HARDWARE"]
