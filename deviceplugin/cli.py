@@ -117,6 +117,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     run = line.add("run", _run, "Serve the devices of a config file to this node's kubelet.")
     add_config_options(run)
     add_run_options(run)
+    adopt = (
+        "let vendors' device plugins register in this directory of the agent's own instead of the kubelet's, and pass "
+        "their devices through to pods; a plugin chooses what containers get of the host (none register here)"
+    )
+    run.add_argument("--adopt", type=Path, metavar="DIR", help=adopt)
     validate = line.add("validate", _validate, "Check config files.")
     validate.add_argument(
         "files", type=Path, nargs="*", metavar="FILE", help="config files (YAML), - for standard input"
@@ -140,7 +145,7 @@ def _run(options: argparse.Namespace) -> int:
 
     run = run_options(options)
     try:
-        return run_config(options.config, run.paths, run.metrics_address, lock_of(options))
+        return run_config(options.config, run.paths, run.metrics_address, lock_of(options), options.adopt)
     except ConfigError as error:
         if options.log_format != "json":
             raise
@@ -206,7 +211,7 @@ def _devices(options: argparse.Namespace) -> int:
     hosts = {one.host for edit in edits for one in edit.device_nodes}  # what symlinks lead to
     hosts |= {one.host for edit in edits for one in edit.mounts}
     outside = sorted(host for host in hosts if not lock.allows(host))
-    _note_options(_title(file), config.Lock(lock.commands, (*lock.host_paths, *outside)))
+    _note_options(_title(file), config.Lock(lock.commands, (*lock.host_paths, *outside), lock.plugins))
     if options.output == "json":
         print(json.dumps({"resources": [_as_json(source, devices) for source, devices in listed]}, indent=2))
     else:
@@ -231,7 +236,12 @@ async def _list(found: Config) -> tuple[_Listed, int]:
 
     from deviceplugin import sources
 
-    built = [sources.ConfiguredSource(resource) for resource in found.resources]
+    for resource in found.resources:
+        if resource.adopted:
+            print(
+                f"{resource.name}: its devices are listed by the plugin that registers with the agent", file=sys.stderr
+            )
+    built = [sources.ConfiguredSource(resource) for resource in found.resources if not resource.adopted]
     lists = await asyncio.gather(*map(_first_list, built), return_exceptions=True)
     listed: _Listed = []
     for source, devices in zip(built, lists, strict=True):

@@ -19,7 +19,7 @@ from typing import Any, Final, Literal
 import yaml
 
 from deviceplugin import addresses, cdi
-from deviceplugin.config import Config, ResourceConfig, needed
+from deviceplugin.config import ADOPTED, Config, ResourceConfig, needed
 from deviceplugin.naming import EXTENDED_RESOURCE, canonical_resource, class_name
 from deviceplugin.version import VERSION
 
@@ -104,6 +104,10 @@ def manifests(config: Config, text: str, deployment: Deployment | None = None) -
     for driver in drivers:
         addresses.socket_path(f"{root}/plugins_registry", driver, "-12345678-reg.sock")
     lock, reasons = needed(config), privileges(config, how)
+    if bridge and lock.plugins:
+        raise ValueError(
+            "`dra-bridge run` adopts no vendor's plugin; put it into a file of its own, for `deviceplugin run`"
+        )
     values = {
         **asdict(how),
         "affinity": None,
@@ -147,6 +151,8 @@ def manifests(config: Config, text: str, deployment: Deployment | None = None) -
         _mount(pod, f"devices-{number}", directory, kind, mountPropagation="HostToContainer")
     for number, directory in enumerate(how.writable_sys):
         _mount(pod, f"sys-{number}", directory, "Directory", read_only=False)
+    if lock.plugins:
+        _mount(pod, "adopted", ADOPTED, "DirectoryOrCreate", read_only=False)
     if any(one.injection == "cdi" for one in nvidia) and how.cdi_directory != "/etc/cdi":
         # The names of GPUs are in a spec that NVIDIA's own tools wrote.
         _mount(pod, "etc-cdi", "/etc/cdi", "DirectoryOrCreate")

@@ -50,8 +50,15 @@ MAY_IMPORT = {
     "deviceplugin.config": {"deviceplugin.base"},
     "deviceplugin.sources": {"deviceplugin.base", "deviceplugin.config"},
     "deviceplugin.kubelet": {"deviceplugin.base", "deviceplugin.register", "deviceplugin.wire"},
+    "deviceplugin.adoption": {
+        "deviceplugin.base",
+        "deviceplugin.kubelet",
+        "deviceplugin.register",
+        "deviceplugin.wire",
+    },
     "deviceplugin.metrics": {"deviceplugin.base", "deviceplugin.config", "deviceplugin.kubelet"},
     "deviceplugin.node": {
+        "deviceplugin.adoption",
         "deviceplugin.base",
         "deviceplugin.register",
         "deviceplugin.config",

@@ -1,11 +1,12 @@
 """The user's YAML file as frozen, typed values, or errors that say where and what would be right; without gRPC."""
 
 from deviceplugin.config.document import MAX_BYTES, ConfigError
-from deviceplugin.config.lock import OPEN, Lock, needed
+from deviceplugin.config.lock import ADOPTED, OPEN, Lock, needed
 from deviceplugin.config.reader import load, parse
 from deviceplugin.config.types import Config, MetricsConfig, ResourceConfig, schema
 
 __all__ = [
+    "ADOPTED",
     "MAX_BYTES",
     "OPEN",
     "Config",

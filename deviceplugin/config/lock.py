@@ -41,6 +41,8 @@ PATHS: Final[Mapping[type, tuple[str, ...]]] = {
     SimulatedConfig: ("unhealthy_file",),
 }
 """By type: the keys that name paths of the host."""
+ADOPTED: Final = "/run/deviceplugin/plugins"
+"""Where vendors' plugins register with the agent, if nothing else is wanted. /run is empty after a reboot."""
 CODE: Final[Mapping[type, tuple[str, ...]]] = {CommandProbeConfig: ("command",), NvidiaConfig: ("library",)}
 """By type: the keys that name what the agent executes."""
 
@@ -52,10 +54,12 @@ class Lock:
     commands: whether the file may name what the agent executes: commands of probes, and NVIDIA's library.
     host_paths: prefixes; a path at one or below one is allowed. A step of a prefix may be a pattern (/run/fpga*), which
     a step of the same text fits, or a name that it matches. /dev is one of them unless a prefix below it is given.
+    plugins: whether vendors' plugins may be adopted, which choose themselves what containers get.
     """
 
     commands: bool = False
     host_paths: tuple[str, ...] = ()
+    plugins: bool = False
 
     @property
     def prefixes(self) -> tuple[str, ...]:
@@ -64,10 +68,10 @@ class Lock:
         return self.host_paths if narrowed else (DEVICES, *self.host_paths)
 
     @classmethod
-    def resolved(cls, commands: bool, host_paths: Iterable[str]) -> Lock:
+    def resolved(cls, commands: bool, host_paths: Iterable[str], plugins: bool = False) -> Lock:
         """Return a lock whose prefixes are allowed also by their real names, such as /run/x for /var/run/x."""
         given = tuple(host_paths)
-        return cls(commands, tuple(dict.fromkeys((*given, *map(_real_name, given)))))
+        return cls(commands, tuple(dict.fromkeys((*given, *map(_real_name, given)))), plugins)
 
     def allows(self, path: str) -> bool:
         """Return whether a path or glob of the host is allowed."""
@@ -88,10 +92,11 @@ class Lock:
 
     def arguments(self) -> list[str]:
         """Return the options of `run` that make this lock."""
-        return ["--allow-commands"] * self.commands + [f"--allow-host-path={path}" for path in self.host_paths]
+        paths = [f"--allow-host-path={path}" for path in self.host_paths]
+        return ["--allow-commands"] * self.commands + paths + [f"--adopt={ADOPTED}"] * self.plugins
 
 
-OPEN: Final = Lock(commands=True, host_paths=("/",))
+OPEN: Final = Lock(commands=True, host_paths=("/",), plugins=True)
 """Allows everything: the sources of an author's own code, and commands that serve nothing."""
 
 
@@ -100,7 +105,8 @@ def needed(config: Config) -> Lock:
     parts = list(_parts(config))
     named = {path for one in parts for key in PATHS.get(type(one), ()) for path in texts_of(getattr(one, key))}
     commands = any(getattr(one, key) for one in parts for key in CODE.get(type(one), ()))
-    return Lock(commands, tuple(sorted(path for path in named if not Lock().allows(path))))
+    plugins = any(resource.adopted for resource in config.resources)
+    return Lock(commands, tuple(sorted(path for path in named if not Lock().allows(path))), plugins)
 
 
 def texts_of(value: Any) -> Iterable[str]:

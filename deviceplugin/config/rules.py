@@ -12,7 +12,7 @@ import yaml
 
 from deviceplugin import naming
 from deviceplugin.config.document import Problems
-from deviceplugin.config.lock import CODE, OPEN, PATHS, Lock, texts_of
+from deviceplugin.config.lock import ADOPTED, CODE, OPEN, PATHS, Lock, texts_of
 from deviceplugin.config.types import Config, DeviceEntry, MetricsConfig, ResourceConfig, typed_attributes
 from deviceplugin.device import Device
 
@@ -64,6 +64,9 @@ class Rules:
                     listed = isinstance(value, tuple)
                     node = mapping.nodes[key].value[index] if listed else None
                     mapping.report(key, problem, f"[{index}]" * listed, node)
+        if kind is DeviceEntry and "plugin" in mapping.nodes and not self._lock.plugins:
+            text = "a vendor's plugin chooses what pods get of the host, which is not allowed; "
+            mapping.report("plugin", f"{text}`deviceplugin run --adopt={ADOPTED}` allows it")
         for key in CODE.get(kind, ()):
             if mapping.values.get(key) and not self._lock.commands:
                 message = "the agent would execute this, which is not allowed; `run --allow-commands` allows it"
@@ -117,6 +120,11 @@ class Rules:
         if len(graphics) > 1:
             message = "a resource has one nvidia entry; choose among the GPUs with include and exclude"
             resource.report("devices", message, f"[{graphics[1]}]")
+        if any(entry.plugin is not None for entry in devices):
+            if len(devices) > 1:
+                resource.report("devices", "a resource with a plugin entry has no other; the plugin lists its devices")
+            for key in resource.nodes.keys() - {"name", "devices"}:
+                resource.report(key, "the vendor's plugin decides this; with a plugin entry only `name` is given")
         own = {path for entry in devices for path in entry.globs}
         for index, shared in enumerate(values.get("nodes", ())):
             if shared in own:

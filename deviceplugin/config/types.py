@@ -109,6 +109,13 @@ class UsbConfig(_Strict, frozen=True, kw_only=True):
     serial: Annotated[Pattern | None, _about("The serial number; a pattern.")] = None
 
 
+class PluginConfig(_Strict, frozen=True, kw_only=True):
+    __doc__ = (
+        "Devices that a vendor's own device plugin lists, which registers in the directory of --adopt and answers "
+        "Allocate; only `deviceplugin run` serves them, and only with that option."
+    )
+
+
 class DeviceEntry(_Strict, frozen=True, kw_only=True):
     __doc__ = "Where devices come from; exactly one of these."
 
@@ -128,6 +135,7 @@ class DeviceEntry(_Strict, frozen=True, kw_only=True):
     nvidia: NvidiaConfig | None = None
     pci: PciConfig | None = None
     usb: UsbConfig | None = None
+    plugin: PluginConfig | None = None
 
     @property
     def globs(self) -> tuple[str, ...]:
@@ -289,6 +297,11 @@ class ResourceConfig(_Strict, frozen=True, kw_only=True, eq=False):
         _about("Amounts that claims can select on."),
     ] = msgspec.field(default_factory=dict)
     dra: DraConfig = DraConfig()
+
+    @property
+    def adopted(self) -> bool:
+        """Whether a vendor's own plugin lists the devices."""
+        return any(entry.plugin is not None for entry in self.devices)
 
     def __eq__(self, other: object) -> bool:
         # Not field by field: an attribute that was 1 and is now true has changed, and 1 == True.

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
+from deviceplugin.adoption.plugins import AdoptionError, VendorPlugins
+from deviceplugin.adoption.source import AdoptedSource
 from deviceplugin.kubelet.podresources import AllocationsInFlight, PodResources
 from deviceplugin.kubelet.registration import Timing
 from deviceplugin.kubelet.status import Status
@@ -21,6 +24,9 @@ from deviceplugin.source_check import check_sources, mistaken_names
 
 if TYPE_CHECKING:
     from deviceplugin.metrics.report import Provider
+
+
+_LOG: Final = logging.getLogger(__name__)
 
 
 class AgentError(Exception):
@@ -44,7 +50,7 @@ class Agent:
     then it scans always, and learns the names of pods. believe_checkpoint: see `HolderTracker`; not where devices also
     go to claims. store: of the register; in memory by default. claims: those of drivers that this process does not
     serve. unknown: see `Register`. avoids: see `Endpoint`, by resource. providers: other parts of this process that
-    metrics and status pages show, too.
+    metrics and status pages show, too. vendors: the plugins of others that register with this agent.
     """
 
     def __init__(
@@ -60,6 +66,7 @@ class Agent:
         claims: ForeignClaims | None = None,
         unknown: Callable[[str, str], str] = lambda resource, device: "",
         avoids: Callable[[str], Collection[str]] = lambda resource: (),
+        vendors: VendorPlugins | None = None,
     ) -> None:
         check_sources(sources)
         if mistake := mistaken_names(sources):
@@ -95,6 +102,7 @@ class Agent:
             container_logs=self.paths.container_log_dir,
             claim_uses=report_holders,
             believe_checkpoint=believe_checkpoint,
+            adopted=lambda name: name in services and isinstance(services[name].source, AdoptedSource),
             wake=scan_wanted.set,
         )
         self.scanner = HolderScanner(services, self.tracker, self.register, scan_wanted, period, always=report_holders)
@@ -106,6 +114,9 @@ class Agent:
         """Called with a resource that a source has brought along (`child_sources`), and the resource of that source."""
         for source in sources:
             services[source.resource] = Service(source, context)
+        self._vendors = vendors
+        if vendors is not None:
+            vendors.registered = self._vendor_registered
         self.register.subscribe(self._refresh)
 
     def status(self) -> Status:
@@ -130,6 +141,7 @@ class Agent:
                 self._supervisor.start(service)
             self.begun.set()
             scanning = asyncio.create_task(self.scanner.run(), name="scan holders")
+            adopting = asyncio.create_task(self._adopt(), name="adopt plugins")
             try:
                 await self._stopped.wait()
                 if before_end is not None:
@@ -137,6 +149,8 @@ class Agent:
             finally:
                 scanning.cancel()
                 await asyncio.gather(scanning, self._supervisor.end(), return_exceptions=True)
+                adopting.cancel()  # last: calls in flight are passed on to the plugins
+                await asyncio.gather(adopting, return_exceptions=True)
         if self._error is not None:
             raise self._error
 
@@ -170,6 +184,27 @@ class Agent:
         """
         await self.begun.wait()
         await self._supervisor.reconfigure(wanted, unchanged)
+
+    async def _adopt(self) -> None:
+        """Let vendors' plugins register here, if that is wanted."""
+        try:
+            if self._vendors is not None:
+                await self._vendors.run()
+        except AdoptionError as error:
+            self.fail(str(error))
+
+    def _vendor_registered(self, resource: str) -> None:
+        """Serve a resource that a vendor's plugin has registered; also one that no config names, as it is."""
+        assert self._vendors is not None
+        if resource not in self.services:
+            text = "no config names it; its plugin is passed through to pods with limits"
+            _LOG.warning(text, extra={"resource": resource})
+            self._supervisor.serve(AdoptedSource(resource, self._vendors))
+        elif isinstance(self.services[resource].source, AdoptedSource):
+            self.services[resource].registration.wake()  # it may want other calls now
+        else:
+            text = "a vendor's plugin registered it, but the config has devices of its own for it; those are served"
+            _LOG.error(text, extra={"resource": resource})
 
     def _foreign_uses(self) -> tuple[Use, ...]:
         """Return what others hold, the same object until it changes."""

@@ -149,7 +149,8 @@ def lock_of(options: argparse.Namespace) -> Lock:
     """Return what the options added by `add_config_options` allow a config file to name."""
     from deviceplugin.config import Lock
 
-    return Lock.resolved(options.allow_commands, options.allow_host_path)
+    plugins = getattr(options, "adopt", None) is not None  # `dra-bridge run` has no such option
+    return Lock.resolved(options.allow_commands, options.allow_host_path, plugins)
 
 
 def run_options(options: argparse.Namespace) -> RunOptions:

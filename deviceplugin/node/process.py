@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from deviceplugin import files, filewatch
+from deviceplugin.adoption.plugins import VendorPlugins
+from deviceplugin.adoption.source import AdoptedSource
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.orphaned_claims import OrphanedClaims
 from deviceplugin.naming import node_name
@@ -25,6 +27,7 @@ from deviceplugin.version import VERSION
 
 if TYPE_CHECKING:
     from deviceplugin.config import Config, Lock, MetricsConfig
+    from deviceplugin.config.types import ResourceConfig
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -41,6 +44,7 @@ class File:
     lock: what it may name, at its changes as well. content: what was in it (None: it could not be read). config: what
     that says. refused: why the last change was not taken, "" if it was. unserved: why not all of the config is served.
     kept: where the file that was served last is kept, None for nowhere. former: config is that one.
+    vendors: the plugins of others that may list devices.
     """
 
     path: Path
@@ -51,9 +55,10 @@ class File:
     unserved: str = ""
     kept: Path | None = None
     former: bool = False
+    vendors: VendorPlugins | None = None
 
     @classmethod
-    def read(cls, path: Path, lock: Lock, kept: Path | None = None) -> File:
+    def read(cls, path: Path, lock: Lock, kept: Path | None = None, vendors: VendorPlugins | None = None) -> File:
         """Read a file; if it cannot be used, the one that was served last, of which a log line tells.
 
         Raises ConfigError: it cannot be used, or names what the lock forbids, and so with the one that was served last.
@@ -62,7 +67,7 @@ class File:
 
         content = _content(path)  # first: what changes from here on is noticed
         try:
-            return cls(path, lock, content, config.load(path, lock), kept=kept)
+            return cls(path, lock, content, config.load(path, lock), kept=kept, vendors=vendors)
         except config.ConfigError as error:
             try:
                 former = config.load(kept, lock) if kept is not None else None
@@ -72,7 +77,7 @@ class File:
                 raise
             why = f"the config file was not taken, the one that was served last is: {_on_one_line(error)}"
             _LOG.error("%s", why)
-            return cls(path, lock, content, former, refused=why, kept=kept, former=True)
+            return cls(path, lock, content, former, refused=why, kept=kept, former=True, vendors=vendors)
 
     def keep(self) -> None:
         """Keep what was in the file for a start at which it cannot be used; not one of which not all is served."""
@@ -86,9 +91,15 @@ class File:
 
     def sources(self) -> list[DeviceSource]:
         """Return new sources of the file's resources."""
+        return [self.source(resource) for resource in self.config.resources]
+
+    def source(self, resource: ResourceConfig) -> DeviceSource:
+        """Return a new source of a resource."""
         from deviceplugin import sources
 
-        return [sources.ConfiguredSource(resource, self.lock) for resource in self.config.resources]
+        if resource.adopted and self.vendors is not None:
+            return AdoptedSource(resource.name, self.vendors)
+        return sources.ConfiguredSource(resource, self.lock)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,20 +144,24 @@ def run(
         sys.exit(status)
 
 
-def run_config(path: Path, paths: Paths, metrics_address: str | None, lock: Lock) -> int:
+def run_config(path: Path, paths: Paths, metrics_address: str | None, lock: Lock, adopt: Path | None = None) -> int:
     """Serve what a config file says until SIGTERM or SIGINT, following its changes; return the exit status.
 
-    Raises ConfigError if the file cannot be used at the start, or names what `lock` forbids; later that is only logged.
+    adopt: the directory where vendors' plugins register with this agent, None for none. Raises ConfigError if the file
+    cannot be used at the start, or names what `lock` forbids; later that is only logged.
     """
-    file = File.read(path, lock)
+    vendors = VendorPlugins(adopt) if adopt is not None else None
+    file = File.read(path, lock, vendors=vendors)
 
     def make() -> Program:
-        return _plugin(file.sources(), paths, metrics_address)
+        return _plugin(file.sources(), paths, metrics_address, vendors)
 
     return serve(make, metrics_address=metrics_address, config=file)
 
 
-def _plugin(sources: Sequence[DeviceSource], paths: Paths, metrics_address: str | None) -> Program:
+def _plugin(
+    sources: Sequence[DeviceSource], paths: Paths, metrics_address: str | None, vendors: VendorPlugins | None = None
+) -> Program:
     """Return an agent that serves pods only, and withholds what claims of a former bridge hold."""
 
     def unknown(resource: str, device: str) -> str:
@@ -157,7 +172,9 @@ def _plugin(sources: Sequence[DeviceSource], paths: Paths, metrics_address: str 
         return agent.tracker.pods.read()
 
     claims = OrphanedClaims(paths.kubelet_root, cdi_directory=str(paths.cdi_dir), processes=processes)
-    agent = Agent(sources, paths, report_holders=metrics_address is not None, claims=claims, unknown=unknown)
+    agent = Agent(
+        sources, paths, report_holders=metrics_address is not None, claims=claims, unknown=unknown, vendors=vendors
+    )
     return Program.of(agent)
 
 
@@ -277,16 +294,14 @@ def _content(path: Path) -> bytes | None:
 
 async def _reload(take: Take, file: File) -> File:
     """Serve what the file says now; return it as it was taken. A file that cannot be used changes nothing."""
-    from deviceplugin import config, sources
+    from deviceplugin import config
 
     path, current = file.path, file.config
     try:
         wanted = await asyncio.to_thread(config.load, path, file.lock)
         before: Mapping[str, Hashable] = {resource.name: resource for resource in current.resources}
         after = {resource.name: resource for resource in wanted.resources}
-        changed = {
-            name: sources.ConfiguredSource(one, file.lock) for name, one in after.items() if before.get(name) != one
-        }
+        changed = {name: file.source(one) for name, one in after.items() if before.get(name) != one}
     except Exception as error:  # whatever is wrong with it, what runs goes on
         why = f"the config file was not taken, everything goes on as it was: {_on_one_line(error)}"
         _LOG.error("%s", why)

@@ -11,6 +11,7 @@ from typing import Final
 
 import grpc
 
+from deviceplugin.adoption.source import AdoptedEndpoint, AdoptedSource
 from deviceplugin.backoff import Backoff
 from deviceplugin.device import Device
 from deviceplugin.exclusion import Key
@@ -66,7 +67,7 @@ class Service:
         self.inventory = Inventory(source.resource)
         self.inventory.subscribe(InventoryLog(source.resource, self._holder))
         self.follower = SourceFollower(source, self.inventory, self._take_source, self._adopt_existing)
-        self.endpoint = Endpoint(
+        self.endpoint = (AdoptedEndpoint if isinstance(source, AdoptedSource) else Endpoint)(
             source,
             self.inventory,
             context.in_flight,
@@ -311,14 +312,21 @@ class Supervisor:
         """Serve these sources from now on; see `Agent.reconfigure`."""
         kept = {*wanted, *unchanged}
         gone = [name for name in self._tasks if name not in kept and self._parents.get(name) not in kept]
+        # An endpoint either answers by a source's hooks, or passes calls on.
+        for name, source in wanted.items():
+            if name in self._tasks and self._adopted(name) is not isinstance(source, AdoptedSource):
+                gone.append(name)
         await _cancel([self._tasks[name] for name in gone])
         replaced = [(self.services[name], source) for name, source in wanted.items() if name in self.services]
         for name, source in wanted.items():
             self._parents.pop(name, None)
-            self._serve(source)
+            self.serve(source)
         await asyncio.gather(*(service.follower.replaced(source) for service, source in replaced))
 
-    def _serve(self, source: DeviceSource) -> None:
+    def _adopted(self, name: str) -> bool:
+        return name in self.services and isinstance(self.services[name].source, AdoptedSource)
+
+    def serve(self, source: DeviceSource) -> None:
         """Serve one more source, or another one for a resource that is served."""
         name = source.resource
         if name in self.services:
@@ -352,7 +360,7 @@ class Supervisor:
                             _LOG.info("%s has a source of its own; that of %s is not served", name, parent.resource)
                             continue
                         self._parents[name] = parent.resource
-                        self._serve(child)
+                        self.serve(child)
                         for callback in self.context.brought:
                             callback(name, parent.resource)
                     backoff.reset()

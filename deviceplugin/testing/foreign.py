@@ -102,9 +102,10 @@ class Quirks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     trigger: what makes it register again: kubelet.sock is made (NVIDIA, AMD), its own socket is removed (Intel), or is
     missing when it looks after `poll` seconds (SR-IOV, squat). once: it never registers if kubelet.sock is not there
-    when it starts (GKE). failed_register: it tries at the next trigger, ends (Intel, SR-IOV), or stops all its
-    resources and begins anew after `retry` seconds (NVIDIA). stream_end: when the client ends a ListAndWatch, the
-    reader that is left swallows the next update (most), and the process panics then (Intel), or it ends at once (AMD).
+    when it starts (GKE). failed_register: it tries three times, `retry` seconds apart (AMD), ends (Intel, SR-IOV), or
+    stops all its resources and begins anew after `retry` seconds (NVIDIA). stream_end: when the client ends a
+    ListAndWatch, the reader that is left swallows the next update (most), and the process panics then (Intel), or it
+    ends at once (AMD).
     second_stream: what a second stream beside the first does: both share the updates, or it panics (KubeVirt).
     empty_first: the first list is empty (Intel). repeat: seconds after which the same list comes again (AMD). shuffled:
     in another order each time. unknown_ids: Allocate answers ids that it does not know with success (AMD, SR-IOV).
@@ -234,9 +235,9 @@ class _Service(DevicePluginServicer):
         known = self.resource.devices if self._listed or not quirks.needs_list else {}
         if not quirks.unknown_ids and (wrong := [name for name in ids if known.get(name) != "Healthy"]):
             await context.abort(grpc.StatusCode.UNKNOWN, f"invalid allocation request: unknown device {wrong[0]!r}")
-        answer = self.resource.answer.message([name for name in ids if name in known])
-        self._plugin.note("answer", self.resource, bytes=answer.hex())
-        return pb.AllocateResponse.FromString(answer)
+        answer = pb.AllocateResponse.FromString(self.resource.answer.message([name for name in ids if name in known]))
+        self._plugin.note("answer", self.resource, bytes=answer.SerializeToString().hex())
+        return answer
 
     async def GetPreferredAllocation(self, request: pb.PreferredAllocationRequest, context: Any) -> Any:  # noqa: N802
         self._plugin.note("GetPreferredAllocation", self.resource)
@@ -356,20 +357,25 @@ class Plugin:
         target = f"unix:{self._directory / 'kubelet.sock'}"
         async with grpc.aio.insecure_channel(target, options=_CHANNEL) as channel:
             for resource in self.file.resources:
-                request = pb.RegisterRequest(
-                    version="v1beta1", endpoint=resource.socket_name, resource_name=resource.name
-                )
-                try:
-                    await RegistrationStub(channel).Register(request, timeout=10)  # type: ignore[misc]
-                except grpc.aio.AioRpcError as error:
-                    self.note("Register failed", resource, why=f"{error.details()}")
-                    if self.quirks.failed_register == "exit" and error.code() is not grpc.StatusCode.UNAVAILABLE:
-                        self.end(f"could not register: {error.details()}", 1)
+                for left in (2, 1, 0):
+                    if await self._register(channel, resource):
+                        break
                     if self.quirks.failed_register == "stop-all":
                         return False
-                    # Most wait for the next trigger; a kubelet that is not there yet is one.
-                    continue
-                self.note("registered", resource)
+                    if left:
+                        await asyncio.sleep(self.quirks.retry)  # the vendor's own pause
+        return True
+
+    async def _register(self, channel: grpc.aio.Channel, resource: Resource) -> bool:
+        request = pb.RegisterRequest(version="v1beta1", endpoint=resource.socket_name, resource_name=resource.name)
+        try:
+            await RegistrationStub(channel).Register(request, timeout=10)  # type: ignore[misc]
+        except grpc.aio.AioRpcError as error:
+            self.note("Register failed", resource, why=f"{error.details()}")
+            if self.quirks.failed_register == "exit" and error.code() is not grpc.StatusCode.UNAVAILABLE:
+                self.end(f"could not register: {error.details()}", 1)
+            return False
+        self.note("registered", resource)
         return True
 
     async def _wait_for_trigger(self) -> None:

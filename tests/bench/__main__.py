@@ -26,6 +26,7 @@ from tests.bench import bench_client, bench_metrics
 from tests.bench.kubelet import OPTIONS, Kubelet
 from tests.config.files import bombs
 from tests.programs import ANY_CONFIG, image_environment
+from tests.scenarios.node import wait_for
 
 MB = 1e6
 RESULTS: list[tuple[str, str, str, float | None]] = []
@@ -170,14 +171,7 @@ def allocate() -> None:
             stubs.append(pb_grpc.DevicePluginStub(channel))
         answers = [stub.Allocate(request).SerializeToString(deterministic=True) for stub in stubs]
         assert answers[0] == answers[1], "both must do the same"
-        taken: tuple[list[float], list[float]] = ([], [])
-        for _ in range(rounds):
-            for stub, into in zip(stubs, taken, strict=True):
-                for _ in range(calls):
-                    began = time.perf_counter()
-                    stub.Allocate(request)
-                    into.append(time.perf_counter() - began)
-        p50 = [statistics.median(times) * 1e3 for times in taken]
+        p50 = in_turn(stubs, request, rounds, calls)
         result("Allocate p50, one caller", p50[0], "ms", None)
         result("Allocate p50, one caller, bare grpc.aio", p50[1], "ms", None)
         result("Allocate p50 against bare grpc.aio", p50[0] / p50[1], "", 1.3)
@@ -206,6 +200,47 @@ def allocate() -> None:
         beside = statistics.median(one / other for one, other in zip(*rates, strict=True))
         result("Allocate calls/s, 8 callers, against bare grpc.aio", beside, "", 0.8, least=True)
         result("CPU of a call, against bare grpc.aio", cpu[0] / cpu[1], "", None)
+
+
+def in_turn(
+    stubs: Sequence[pb_grpc.DevicePluginStub], request: pb.AllocateRequest, rounds: int, calls: int
+) -> list[float]:
+    """Call each of two for some time, again and again; return the medians in ms."""
+    taken: tuple[list[float], list[float]] = ([], [])
+    for _ in range(rounds):
+        for stub, into in zip(stubs, taken, strict=True):
+            for _ in range(calls):
+                began = time.perf_counter()
+                stub.Allocate(request)
+                into.append(time.perf_counter() - began)
+    return [statistics.median(times) * 1e3 for times in taken]
+
+
+def adopted() -> None:
+    """Allocate of a vendor's plugin through the agent, beside a forwarder of the same bytes."""
+    rounds, calls = (20, 50) if QUICK else (100, 100)
+    request = pb.AllocateRequest(container_requests=[pb.ContainerAllocateRequest(devices_ids=["dev-3"])])
+    with Kubelet() as node, contextlib.ExitStack() as stack:
+        directory, file = node.root / "adopted", node.root / "config.yaml"
+        file.write_text(json.dumps({"resources": [{"name": "example.com/bench", "devices": [{"plugin": {}}]}]}))
+        options = ["--config", str(file), "--adopt", str(directory), "--kubelet-root", str(node.root)]
+        agent = stack.enter_context(process("-m", "deviceplugin", "run", *options, "--log-level=error"))
+        wait_for("the agent's kubelet.sock", (directory / "kubelet.sock").exists, 30)
+        plugin = ("-m", "tests.bench.plugin")
+        stack.enter_context(process(*plugin, "vendor", str(directory)))
+        node.wait(lambda: node.lists, "list")
+        forwarder = f"unix:{node.root / 'forwarder.sock'}"
+        stack.enter_context(process(*plugin, "forwarder", forwarder, f"unix:{directory / 'vendor.sock'}"))
+        stubs = []
+        for address in (node.plugin, forwarder):
+            channel = stack.enter_context(grpc.insecure_channel(address, options=OPTIONS))
+            grpc.channel_ready_future(channel).result(20)
+            stubs.append(pb_grpc.DevicePluginStub(channel))
+        p50 = in_turn(stubs, request, rounds, calls)
+        result("adopted: Allocate p50, one caller", p50[0], "ms", None)
+        result("adopted: Allocate p50, one caller, a forwarder of bytes", p50[1], "ms", None)
+        result("adopted: Allocate p50 against a forwarder of bytes", p50[0] / p50[1], "", 1.3)
+        result("resident, 8 adopted devices", agent.settled() / MB, "MB", 48)
 
 
 def together(callers: Sequence[subprocess.Popen[str]], address: str, seconds: float) -> int:
@@ -426,6 +461,7 @@ def hostile() -> None:
 PARTS: dict[str, Callable[[], None]] = {
     "restart": restart,
     "allocate": allocate,
+    "adopted": adopted,
     "change": change,
     "start": start,
     "memory": memory,

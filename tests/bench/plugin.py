@@ -1,6 +1,9 @@
 """The two that are compared: a source served by the framework, and a bare grpc.aio servicer that does the same by hand.
 
 `python -m tests.bench.plugin framework --kubelet-root DIR`, `python -m tests.bench.plugin bare SOCKET`.
+
+For adoption: the bare servicer, registered where an agent adopts plugins (`vendor DIRECTORY`), and a forwarder of the
+bytes of its calls (`forwarder SOCKET TO`).
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from typing import Any
 from deviceplugin import ContainerEdits, Device, DeviceSource, run
 
 COUNT = 8
+OPTIONS = (("grpc.default_authority", "localhost"),)
 
 
 class Source(DeviceSource):
@@ -33,8 +37,8 @@ class Source(DeviceSource):
         ]
 
 
-async def bare(address: str) -> None:
-    """Serve Allocate as one would write it for one's own devices."""
+async def bare(address: str, directory: str = "") -> None:
+    """Serve Allocate as one would write it for one's own devices. directory: where to register."""
     import grpc
     import grpc.aio
 
@@ -57,15 +61,52 @@ async def bare(address: str) -> None:
                     one.devices.add(host_path=path, container_path=path, permissions="rw")
             return response
 
+        async def GetDevicePluginOptions(self, request: pb.Empty, context: Any) -> pb.DevicePluginOptions:  # noqa: N802
+            return pb.DevicePluginOptions()
+
+        async def ListAndWatch(  # noqa: N802
+            self, request: pb.Empty, context: Any
+        ) -> AsyncIterator[pb.ListAndWatchResponse]:
+            yield pb.ListAndWatchResponse(devices=[pb.Device(ID=name, health="Healthy") for name in paths])
+            await asyncio.Event().wait()
+
     server = grpc.aio.server()
-    pb_grpc.add_DevicePluginServicer_to_server(Servicer(), server)  # type: ignore[abstract]  # one call is enough
+    pb_grpc.add_DevicePluginServicer_to_server(Servicer(), server)  # type: ignore[abstract]  # these calls are enough
     server.add_insecure_port(address)
     await server.start()
+    if directory:
+        async with grpc.aio.insecure_channel(f"unix:{directory}/kubelet.sock", options=OPTIONS) as channel:
+            request = pb.RegisterRequest(version="v1beta1", endpoint="vendor.sock", resource_name=Source.resource)
+            await pb_grpc.RegistrationStub(channel).Register(request)  # type: ignore[misc]
     await server.wait_for_termination()
+
+
+async def forward(address: str, to: str) -> None:
+    """Pass the bytes of Allocate on, and nothing else."""
+    import grpc
+    import grpc.aio
+
+    name = "/v1beta1.DevicePlugin/Allocate"
+    async with grpc.aio.insecure_channel(to, options=OPTIONS) as channel:
+        call: Any = channel.unary_unary(name)  # type: ignore[call-arg]
+
+        async def allocate(request: bytes, context: Any) -> bytes:
+            return bytes(await call(request))
+
+        server = grpc.aio.server()
+        handlers = {"Allocate": grpc.unary_unary_rpc_method_handler(allocate)}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("v1beta1.DevicePlugin", handlers),))
+        server.add_insecure_port(address)
+        await server.start()
+        await server.wait_for_termination()
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "bare":
         asyncio.run(bare(sys.argv[2]))
+    elif sys.argv[1] == "vendor":
+        asyncio.run(bare(f"unix:{sys.argv[2]}/vendor.sock", sys.argv[2]))
+    elif sys.argv[1] == "forwarder":
+        asyncio.run(forward(sys.argv[2], sys.argv[3]))
     else:
         run(Source(), argv=sys.argv[2:])

@@ -215,8 +215,17 @@ def _built(name: str, programs: Sequence[str], make: Callable[[Path, Path], None
     return final / "bin"
 
 
-def kubernetes_go_mod(version: str, upstream: str) -> str:
-    """The go.mod of a main module that builds the programs of a Kubernetes release.
+SAMPLE_PLUGIN = "sample-device-plugin"
+"""Kubernetes' own device plugin for its e2e tests, which tests adopt; it is built when it is asked for by this name."""
+
+
+def sample_plugin() -> Path:
+    """Return where the sample plugin of the default version is, or would be."""
+    return cache_directory() / f"{SAMPLE_PLUGIN}-{default_version()}" / "bin" / SAMPLE_PLUGIN
+
+
+def kubernetes_go_mod(version: str, upstream: str, packages: Sequence[str]) -> str:
+    """The go.mod of a main module that builds these packages of a Kubernetes release.
 
     ``upstream`` is the release's own go.mod. Its requirements are taken over as they are, with the release's versions
     of the staging modules, so that the programs get the dependencies that they were released with; so is its
@@ -233,18 +242,18 @@ def kubernetes_go_mod(version: str, upstream: str) -> str:
     language = go_line.group(0) if (int(go_line.group(1)), int(go_line.group(2))) >= (1, 24) else "go 1.24"
     godebug = re.findall(r"^godebug .*$", upstream, re.MULTILINE)
     lines = ["module deviceplugin-cluster", "", language, "", *godebug, ""]
-    lines += [f"tool k8s.io/kubernetes/cmd/{program}" for program in KUBERNETES_PROGRAMS]
+    lines += [f"tool k8s.io/kubernetes/{package}" for package in packages]
     lines += ["", f"require k8s.io/kubernetes v{version}"]
     lines += [f"require {name} {module if name in staging else at}" for name, at in sorted(set(requirements))]
     lines += [""] + [f"replace {name} => {name} {module}" for name in staging]
     return "\n".join(lines) + "\n"
 
 
-def _make_kubernetes(version: str) -> Callable[[Path, Path], None]:
+def _make_kubernetes(version: str, packages: Sequence[str]) -> Callable[[Path, Path], None]:
     def make(work: Path, into: Path) -> None:
         (work / "go.mod").write_text("module scratch\n\ngo 1.24\n")
         got = json.loads(_run(["go", "mod", "download", "-json", f"k8s.io/kubernetes@v{version}"], work))
-        (work / "go.mod").write_text(kubernetes_go_mod(version, Path(got["GoMod"]).read_text()))
+        (work / "go.mod").write_text(kubernetes_go_mod(version, Path(got["GoMod"]).read_text(), packages))
         _run(["go", "mod", "tidy"], work)
         # Without these a program calls itself v0.0.0-master, and so does the node's kubeletVersion.
         major, minor = version.split(".")[:2]
@@ -464,7 +473,8 @@ def ensure(version: str | None = None) -> Binaries:
     containerd = _built(f"containerd-{CONTAINERD_VERSION}", CONTAINERD_PROGRAMS, _make_containerd)
     ensure_tool("helm")
     ensure_python()
-    kubernetes = _built(version, KUBERNETES_PROGRAMS, _make_kubernetes(version))
+    packages = [f"cmd/{program}" for program in KUBERNETES_PROGRAMS]
+    kubernetes = _built(version, KUBERNETES_PROGRAMS, _make_kubernetes(version, packages))
     cni = find_cni()
     assert cni is not None
     return Binaries(version, kubernetes, etcd, containerd, cni)
@@ -476,6 +486,10 @@ def main(arguments: Sequence[str]) -> int:
         for version in arguments or (default_version(),):
             if version in TOOLS:
                 print(f"{version}: {ensure_tool(version)}")
+                continue
+            if version == SAMPLE_PLUGIN:
+                make = _make_kubernetes(default_version(), [f"test/images/{SAMPLE_PLUGIN}"])
+                print(f"{version}: {_built(sample_plugin().parents[1].name, (SAMPLE_PLUGIN,), make)}")
                 continue
             binaries = ensure(version)
             print(f"{version}: {binaries.kubernetes} {binaries.etcd} {binaries.containerd}")

@@ -84,6 +84,8 @@ class RealNode:
         self.cluster = cluster
         self.directory = directory
         self.agents: list[AgentProcess] = []
+        self.options: tuple[str, ...] = ()
+        """Further options of agents."""
         self._numbers = itertools.count()
 
     @classmethod
@@ -120,6 +122,7 @@ class RealNode:
             [
                 *([str(file)] if script else ["-m", "deviceplugin", "run", "--config", str(file), *ANY_CONFIG]),
                 *("--cgroup-root", str(isolate.POD_CGROUPS)),
+                *self.options,
             ],
             None if script else file,
             self.directory / f"agent-{number}.log",

@@ -69,13 +69,17 @@ class Vendor:
             how["control"] = [[str(CONTROL), "/dev/gadgetctl", "rw"]]
         else:
             how["mounts"] = [[path, f"{directory}/{{id}}"]]
+        self.answer = how
         self.resources = [{"name": named(letter), "devices": dict.fromkeys(ids, "Healthy"), "answer": how}]
+        self.directory: Path | None = None
+        """Where it registers: with the kubelet, or with whoever has a directory of its own."""
         self.process: subprocess.Popen[bytes] | None = None
         scene.stack.callback(self.stop, signal.SIGKILL)
 
     def start(self) -> None:
         foreign.write(self.file, self.resources)
         command = [sys.executable, "-m", "deviceplugin.testing.foreign", str(self.file), "--notes", str(self.notes)]
+        command += ["--directory", str(self.directory)] if self.directory else []
         with self.log.open("ab") as output:
             self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
 

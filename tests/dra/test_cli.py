@@ -329,6 +329,24 @@ def test_manifests_of_a_plugin_alone(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "cannot be read" in done.stderr
 
 
+def test_manifests_of_adopted_plugins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An agent that adopts plugins has the option and a directory for them; beside claims it is refused."""
+    file = tmp_path / "config.yaml"
+    file.write_text("resources: [{name: vendor.example/gadget, devices: [{plugin: {}}]}]\n")
+    assert cli.main(["manifests", "--config", str(file)]) == 0
+    (_, _, daemons) = yaml.safe_load_all(capsys.readouterr().out)
+    pod = daemons["spec"]["template"]["spec"]
+    assert "--adopt=/run/deviceplugin/plugins" in pod["containers"][0]["args"]
+    (mount,) = [one for one in pod["containers"][0]["volumeMounts"] if one["name"] == "adopted"]
+    assert mount == {"name": "adopted", "mountPath": "/run/deviceplugin/plugins"}
+    (volume,) = [one for one in pod["volumes"] if one["name"] == "adopted"]
+    assert volume["hostPath"] == {"path": "/run/deviceplugin/plugins", "type": "DirectoryOrCreate"}
+    more = "- {name: example.com/x, driver: x.example.com, devices: [{simulated: {count: 1}}]}\n"
+    file.write_text(f"resources:\n- {{name: vendor.example/gadget, devices: [{{plugin: {{}}}}]}}\n{more}")
+    assert cli.main(["manifests", "--config", str(file)]) == 2
+    assert "adopts no vendor's plugin" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("content", [None, "resources: 5\n"])
 def test_manifests_of_a_bad_config(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None) -> None:
     """A config that is missing or wrong is said, and nothing is printed; the status is 2."""

@@ -117,6 +117,8 @@ class FakeNode:
         self.kubelet = kubelet
         self.directory = directory
         self.agents: list[AgentProcess] = []
+        self.options: tuple[str, ...] = ()
+        """Further options of agents."""
         self._numbers = itertools.count()
 
     @classmethod
@@ -139,7 +141,7 @@ class FakeNode:
         file.write_text(script or config)
         arguments = [str(file)] if script else ["-m", "deviceplugin", "run", "--config", str(file), *ANY_CONFIG]
         agent = AgentProcess(
-            ["-m", "tests.scenarios.quick", *arguments, *self.kubelet.arguments],
+            ["-m", "tests.scenarios.quick", *arguments, *self.kubelet.arguments, *self.options],
             None if script else file,
             self.directory / f"agent-{number}.log",
         )

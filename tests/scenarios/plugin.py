@@ -63,7 +63,8 @@ class Slow(DeviceSource):
         open(BEGUN, "w").close()
         words = dict(zip(sys.argv, sys.argv[1:]))
         root = words.get("--kubelet-root", "/var/lib/kubelet")
-        while glob.glob(f"{root}/device-plugins/example.com_serial*.sock"):  # until the agent is about to end
+        plugins = words.get("--device-plugin-dir", f"{root}/device-plugins")
+        while glob.glob(f"{plugins}/example.com_serial*.sock"):  # until the agent is about to end
             time.sleep(0.001)
         return ContainerEdits(env={"LATE": "yes"})
 

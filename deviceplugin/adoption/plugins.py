@@ -1,0 +1,247 @@
+"""The vendors' plugins that have registered in the agent's directory: their sockets, their lists, and calls to them.
+
+Facts (kubelet 1.36.3, cm/devicemanager/plugin/v1beta1): at its start the kubelet removes the sockets in its directory,
+then makes kubelet.sock. Within Register it dials the endpoint and calls GetDevicePluginOptions; what Register itself
+says of options is ignored. The newest endpoint of a resource counts. A plugin has one reader of its list: a second
+stream swallows updates, or ends the process (NVIDIA, AMD, Intel, KubeVirt and others), so each endpoint gets one, which
+lives as long as the plugin does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import grpc.aio
+
+from deviceplugin import naming
+from deviceplugin.addresses import MAX_SOCKET_PATH
+from deviceplugin.device import printable
+from deviceplugin.files import FileIdentity, file_identity
+from deviceplugin.kubelet.podresources import CHANNEL_OPTIONS, SERVER_OPTIONS, unix_address
+from deviceplugin.wire import deviceplugin_pb2 as pb
+from deviceplugin.wire.deviceplugin_pb2_grpc import RegistrationServicer, add_RegistrationServicer_to_server
+
+_LOG: Final = logging.getLogger(__name__)
+
+KUBELET_SOCKET: Final = "kubelet.sock"
+VERSION: Final = "v1beta1"
+DIAL: Final = 10.0
+"""Seconds for the call within Register, as the kubelet has them."""
+GRACE: Final = 300.0
+"""Seconds for which devices that a plugin has listed are shown Unhealthy after it lists none, or has gone."""
+_SERVICE: Final = "/v1beta1.DevicePlugin/"
+
+
+class ListedDevice(NamedTuple):
+    """A device as a plugin lists it. problem: why it is not healthy, "" if it is."""
+
+    problem: str
+    numa: tuple[int, ...]
+
+
+Listed = Mapping[str, ListedDevice]
+
+
+def listed(message: pb.ListAndWatchResponse) -> Listed:
+    """Return a list as a set, by id and in the order of ids: what is repeated or reordered is the same."""
+    found = {
+        one.ID: ListedDevice(
+            "" if one.health == "Healthy" else "its plugin lists it as unhealthy",
+            tuple(sorted({node.ID for node in one.topology.nodes})),
+        )
+        for one in message.devices
+    }
+    return dict(sorted(found.items()))
+
+
+class AdoptionError(Exception):
+    """Raised when plugins cannot be adopted on this node at all: by the directory, or by its path."""
+
+
+@dataclass(eq=False)
+class VendorPlugin:
+    """One endpoint that a plugin has registered. devices: its last list, none before the first. alive: it streams."""
+
+    resource: str
+    socket: Path
+    file: FileIdentity | None
+    channel: grpc.aio.Channel
+    options: pb.DevicePluginOptions
+    devices: Listed | None = None
+    alive: bool = True
+    _calls: dict[str, Any] = field(default_factory=dict)
+
+    async def call(self, method: str, request: bytes, timeout: float | None = None) -> bytes:
+        """Pass a call of the kubelet on; return the answer as it came. Raises grpc.aio.AioRpcError."""
+        if method not in self._calls:
+            self._calls[method] = self.channel.unary_unary(_SERVICE + method)  # type: ignore[call-arg]  # bytes stay bytes
+        return await self._calls[method](request, timeout=timeout)  # type: ignore[no-any-return]
+
+    def lists(self) -> Any:
+        """Open the one stream of lists."""
+        call = self.channel.unary_stream(
+            _SERVICE + "ListAndWatch",
+            request_serializer=pb.Empty.SerializeToString,
+            response_deserializer=pb.ListAndWatchResponse.FromString,
+        )
+        return call(pb.Empty())
+
+
+class VendorPlugins(RegistrationServicer):
+    """Serves kubelet.sock in a directory of the agent's own, and follows the plugins that register there.
+
+    registered: called with a resource whenever a plugin has registered it.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.registered: Callable[[str], None] = lambda resource: None
+        self.turn = asyncio.Lock()
+        """Held while a plugin allocates: the kubelet calls one plugin after another, and they count on it."""
+        self._plugins: dict[str, VendorPlugin] = {}
+        self._following: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+
+    def plugin(self, resource: str) -> VendorPlugin | None:
+        """Return the plugin whose endpoint of a resource is the newest; None if none has registered it."""
+        return self._plugins.get(resource)
+
+    async def run(self) -> None:
+        """Serve until cancelled. Raises AdoptionError: that is not possible here."""
+        server = grpc.aio.server(options=SERVER_OPTIONS)
+        add_RegistrationServicer_to_server(self, server)
+        try:
+            await self._serve(server)
+            await asyncio.Event().wait()
+        finally:
+            await server.stop(0)
+            for task in self._following:
+                task.cancel()
+            await asyncio.gather(*self._following, return_exceptions=True)
+
+    async def _serve(self, server: grpc.aio.Server) -> None:
+        """Remove the plugins' sockets, then make kubelet.sock, as a kubelet that starts does.
+
+        gRPC unlinks by its path what it has made, so kubelet.sock is a second name of a socket that has one of its own.
+        It takes the place of a former one by a rename, which inotify tells as a name that is made.
+        """
+        name = f"kubelet-{secrets.token_hex(4)}.sock"
+        own, link, public = (self.directory / one for one in (name, f"{name}.link", KUBELET_SOCKET))
+        if len(os.fsencode(own)) > MAX_SOCKET_PATH:
+            raise AdoptionError(f"--adopt: {self.directory} is too long for a socket in it; use a shorter directory")
+        try:
+            self.directory.mkdir(mode=0o750, parents=True, exist_ok=True)
+            for path in self.directory.iterdir():
+                if path.is_socket() and path.name != KUBELET_SOCKET:
+                    path.unlink(missing_ok=True)
+            server.add_insecure_port(unix_address(own))
+            await server.start()
+            os.link(own, link)
+            link.replace(public)
+        except (OSError, RuntimeError) as error:
+            why = os.strerror(error.errno or errno.EIO) if isinstance(error, OSError) else error
+            raise AdoptionError(f"--adopt: plugins cannot register in {self.directory}: {why}") from error
+        _LOG.info("plugins can register in %s", self.directory)
+
+    # The API's name.
+
+    async def Register(self, request: pb.RegisterRequest, context: Any) -> pb.Empty:  # noqa: N802
+        """Take a plugin's endpoint as the kubelet does: nothing but what the kubelet refuses is refused."""
+        resource, endpoint = request.resource_name, request.endpoint
+        extra = {"resource": printable(resource)}
+        if request.version != VERSION:
+            await context.abort(grpc.StatusCode.UNKNOWN, f"API version {request.version!r} is not {VERSION}")
+        try:
+            naming.check_resource(resource)
+        except naming.NamingError as error:
+            await context.abort(grpc.StatusCode.UNKNOWN, str(error))
+        socket = self.directory / endpoint.lstrip("/")
+        file, former = file_identity(socket), self._plugins.get(resource)
+        if former is not None and former.alive and (former.socket, former.file) == (socket, file):
+            # The same server registers again: its one stream goes on.
+            former.options = await self._options(former, context)
+            _LOG.info("its plugin registered again at %s", endpoint, extra=extra)
+        else:
+            channel = grpc.aio.insecure_channel(unix_address(socket), options=CHANNEL_OPTIONS)
+            plugin = VendorPlugin(resource, socket, file, channel, pb.DevicePluginOptions())
+            try:
+                plugin.options = await self._options(plugin, context)
+            except BaseException:
+                await channel.close(None)
+                raise
+            self._plugins[resource] = plugin
+            task = asyncio.create_task(self._follow(plugin), name=f"lists of {resource}")
+            self._following.add(task)
+            task.add_done_callback(self._following.discard)
+            _LOG.info("a plugin registered at %s", endpoint, extra=extra)
+        self._notify()
+        self.registered(resource)
+        return pb.Empty()
+
+    async def _options(self, plugin: VendorPlugin, context: Any) -> pb.DevicePluginOptions:
+        """Ask a plugin what it wants, within Register; end that call if there is no answer."""
+        try:
+            answer = await plugin.call("GetDevicePluginOptions", b"", DIAL)
+        except grpc.aio.AioRpcError as error:
+            text = f"the endpoint {plugin.socket} does not say its options: {error.details()}"
+            _LOG.warning("%s", text, extra={"resource": plugin.resource})
+            await context.abort(grpc.StatusCode.UNKNOWN, f"{plugin.resource}: {text}")
+        return pb.DevicePluginOptions.FromString(answer)
+
+    async def _follow(self, plugin: VendorPlugin) -> None:
+        """Take a plugin's lists for as long as it lives; what another one has replaced is read and ignored."""
+        why = "ended the stream"
+        try:
+            async for message in plugin.lists():
+                plugin.devices = listed(message)
+                if self._plugins.get(plugin.resource) is plugin:
+                    self._notify()
+        except grpc.aio.AioRpcError as error:
+            why = f"{error.details()}"
+        finally:
+            plugin.alive = False
+            if self._plugins.get(plugin.resource) is plugin:
+                _LOG.warning("its plugin has gone: %s", why, extra={"resource": plugin.resource})
+                self._notify()
+            await plugin.channel.close(None)
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def lists(self, resource: str) -> AsyncGenerator[Listed]:
+        """Yield the devices of a resource now and after each change.
+
+        What was listed and is not, and all devices of a plugin that has gone, stay Unhealthy for `GRACE` seconds. An
+        empty first list is not "no devices": the next one is waited for as long.
+        """
+        absent: dict[str, float] = {}
+        shown: Listed | None = None
+        began = time.monotonic()
+        while True:
+            changed, plugin, now = self._changed, self._plugins.get(resource), time.monotonic()
+            present = plugin.devices if plugin is not None and plugin.alive and plugin.devices is not None else {}
+            for name in {*(shown or ()), *absent} - present.keys():
+                absent.setdefault(name, now)
+            absent = {name: at for name, at in absent.items() if name not in present and now - at < GRACE}
+            before = shown or {}
+            why = "its plugin lists it no more" if plugin is not None and plugin.alive else "its plugin has gone"
+            gone = {name: before[name]._replace(problem=why) for name in absent if name in before}
+            wanted = dict(sorted({**present, **gone}.items()))
+            if wanted != shown and (wanted or shown is not None or now - began >= GRACE):
+                shown = wanted
+                yield wanted
+            due = [at + GRACE - now for at in absent.values()] + ([began + GRACE - now] if shown is None else [])
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, min(due)) if due else None):
+                    await changed.wait()

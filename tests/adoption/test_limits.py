@@ -1,0 +1,317 @@
+"""Vendors' plugins, unmodified, behind `deviceplugin run --adopt`: pods get what they get from the plugin alone."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from deviceplugin.testing import FakeKubelet, PodFailedError
+from deviceplugin.wire import deviceplugin_pb2 as pb
+from tests.scenarios.fake import AgentProcess
+from tests.scenarios.node import wait_for
+from tests.testing.vendor import RESOURCE, Vendor, resource
+
+
+class Node:
+    """The fake kubelet, the agent, and a vendor's plugin in the agent's directory."""
+
+    def __init__(self, kubelet: FakeKubelet, where: Path) -> None:
+        self.kubelet = kubelet
+        self.where = where
+        self.directory = where / "adopted"
+        self.vendors: list[Vendor] = []
+        self.agents: list[AgentProcess] = []
+        self.config = where / "config.yaml"
+        self.write({"name": RESOURCE, "devices": [{"plugin": {}}]})
+
+    def write(self, *resources: Mapping[str, Any]) -> None:
+        new = self.config.with_suffix(".new")
+        new.write_text(json.dumps({"resources": resources}))
+        new.replace(self.config)
+
+    def agent(self) -> AgentProcess:
+        """Start the agent, and wait until plugins can register."""
+        arguments = ["--config", str(self.config), "--adopt", str(self.directory), *self.kubelet.arguments]
+        number = len(self.agents)
+        self.agents.append(
+            AgentProcess(["-m", "deviceplugin", "run", *arguments], self.config, self.where / f"agent-{number}.log")
+        )
+        self.wait_log("plugins can register")
+        return self.agents[-1]
+
+    def vendor(self, *resources: Mapping[str, Any], name: str = "one", **quirks: Any) -> Vendor:
+        """Start a plugin."""
+        (where := self.where / name).mkdir(exist_ok=True)
+        self.vendors.append(Vendor(where, self.directory, *resources, **quirks).start())
+        return self.vendors[-1]
+
+    def wait_log(self, text: str, count: int = 1) -> None:
+        """Wait until the last agent has said so."""
+        wait_for(f"{text!r} in the log", lambda: self.agents[-1].log().count(text) >= count, 10)
+
+    def end(self) -> None:
+        for vendor in self.vendors:
+            vendor.stop(kill=True)
+        for agent in self.agents:
+            if agent.process.poll() is None:
+                agent.kill()
+            print(agent.log())
+        for vendor in self.vendors:
+            print(vendor.log.read_text())
+
+
+@pytest.fixture
+def node(fake_kubelet: FakeKubelet) -> Iterator[Node]:
+    with tempfile.TemporaryDirectory(prefix="adopt-") as where:  # pytest's paths are too long for sockets
+        made = Node(fake_kubelet, Path(where))
+        try:
+            yield made
+        finally:
+            made.end()
+
+
+ANSWER: dict[str, Any] = {
+    "env": {"GADGETS": "{ids}", "MODE": "fast"},
+    "nodes": [["/dev/{id}", "/dev/inside-{id}", "rw"], ["/dev/same", "/dev/same", ""]],
+    "control": [["/dev/ctl", "/dev/ctl", "rwm"]],
+    "mounts": [["/opt/lib", "/opt/lib"]],
+    "annotations": {"cdi.k8s.io/gadget": "vendor.example/gadget={ids}", "vendor.example/x": "y"},
+    "cdi": ["vendor.example/gadget={id}"],
+    "extra": "f80105",  # a field that this version of the API lacks
+}
+
+
+def test_the_answer_is_the_plugins(node: Node) -> None:
+    """What the kubelet gets is byte for byte what the plugin answered, unknown fields and duplicates included."""
+    node.agent()
+    vendor = node.vendor(resource("g0", "g1", **ANSWER))
+    node.kubelet.wait_allocatable(RESOURCE, 2)
+    (socket,) = node.kubelet.device_plugin_dir.glob("vendor.example_gadget-*.sock")
+    request = pb.AllocateRequest(container_requests=[pb.ContainerAllocateRequest(devices_ids=["g1", "g0"])])
+    with grpc.insecure_channel(f"unix:{socket}", (("grpc.default_authority", "localhost"),)) as channel:
+        call: Any = channel.unary_unary("/v1beta1.DevicePlugin/Allocate")  # type: ignore[call-arg]
+        answer = call(request.SerializeToString(), timeout=10)
+    assert answer.hex() == vendor.calls("answer")[0]["bytes"]
+    assert vendor.calls("Allocate")[0]["ids"] == ["g1", "g0"]
+
+
+def test_a_pod_gets_what_the_plugin_says(node: Node) -> None:
+    """A pod has the plugin's variables, nodes, mounts and annotations, and none of the agent's."""
+    node.agent()
+    node.vendor(resource("g0", **ANSWER))
+    node.kubelet.wait_allocatable(RESOURCE, 1)
+    pod = node.kubelet.run_pod("p", {RESOURCE: 1})
+    assert pod.env == {"GADGETS": "g0", "MODE": "fast"}
+    assert sorted(one.container for one in pod.nodes) == ["/dev/ctl", "/dev/inside-g0", "/dev/same"]
+    (rpc,) = node.kubelet.rpcs("Allocate", RESOURCE)
+    (one,) = rpc.response.container_responses
+    assert dict(one.annotations) == {"cdi.k8s.io/gadget": "vendor.example/gadget=g0", "vendor.example/x": "y"}
+
+
+def test_ids_are_the_vendors(node: Node) -> None:
+    """Ids of any form reach the plugin as they are: long, with spaces or slashes, or like a replica's."""
+    ids = ["nvidia0/vgpu0", "a b", "x" * 100, "GPU-1::0", "GPU-1::1", "ü"]
+    node.agent()
+    vendor = node.vendor(resource(*ids))
+    node.kubelet.wait_allocatable(RESOURCE, 6)
+    node.kubelet.run_pod("p", {RESOURCE: 6})
+    assert sorted(vendor.calls("Allocate")[0]["ids"]) == sorted(ids)
+
+
+def test_a_resource_that_no_config_names_is_passed_through(node: Node) -> None:
+    """It is served as it is, and the log says so; no registration is refused."""
+    other = "vendor.example/other"
+    node.agent()
+    vendor = node.vendor(resource(), resource("o0", name=other), failed_register="exit")
+    node.kubelet.wait_allocatable(RESOURCE, 2)
+    node.kubelet.wait_allocatable(other, 1)
+    node.wait_log(f"{other}: no config names it")
+    node.kubelet.run_pod("p", {RESOURCE: 1, other: 1})
+    assert vendor.process is not None
+    assert vendor.process.poll() is None
+
+
+def test_lists_are_sets(node: Node) -> None:
+    """An empty first list, repeated and reordered ones come to the kubelet as one list."""
+    node.agent()
+    vendor = node.vendor(resource(*(f"g{n}" for n in range(8))), empty_first=True, repeat=0.01, shuffled=True)
+    node.kubelet.wait_allocatable(RESOURCE, 8)
+    vendor.health(**{f"g{n}": "Healthy" if n else "Unhealthy" for n in range(8)})
+    node.kubelet.wait_until(lambda: [one.healthy for one in node.kubelet.updates(RESOURCE)][-1:] == [7])
+    totals = [(one.total, one.healthy) for one in node.kubelet.updates(RESOURCE)]
+    assert list(dict.fromkeys(totals)) == [(8, 8), (8, 7)]
+
+
+def test_devices_that_vanish_stay_unhealthy(node: Node) -> None:
+    """What the plugin lists no more is Unhealthy at once; it comes back as it was."""
+    node.agent()
+    vendor = node.vendor()
+    node.kubelet.wait_allocatable(RESOURCE, 2)
+    vendor.show(resource("g0"))
+    node.kubelet.wait_allocatable(RESOURCE, 1)
+    assert node.kubelet.capacity(RESOURCE) == 2
+    vendor.show(resource("g0", "g1"))
+    node.kubelet.wait_allocatable(RESOURCE, 2)
+
+
+def test_the_plugin_ends_and_comes_back(node: Node) -> None:
+    """Without its plugin nothing is offered, and pods keep what they have; with it, they are where they were."""
+    node.agent()
+    vendor = node.vendor()
+    node.kubelet.wait_allocatable(RESOURCE, 2)
+    first = node.kubelet.run_pod("first", {RESOURCE: 1})
+    vendor.stop(kill=True)
+    node.kubelet.wait_allocatable(RESOURCE, 0)
+    vendor.start()
+    node.kubelet.wait_allocatable(RESOURCE, 2)
+    second = node.kubelet.run_pod("second", {RESOURCE: 1})
+    assert {*first.device_ids, *second.device_ids} == {"g0", "g1"}
+    with pytest.raises(PodFailedError):
+        node.kubelet.run_pod("third", {RESOURCE: 1})
+
+
+def test_the_plugin_goes_back_to_the_kubelet(node: Node) -> None:
+    """A plugin whose path is put back while the agent runs is alone with the kubelet, and pods keep what they have."""
+    node.agent()
+    vendor = node.vendor()
+    node.kubelet.wait_allocatable(RESOURCE, 2)
+    first = node.kubelet.run_pod("first", {RESOURCE: 1})
+    vendor.stop()
+    node.kubelet.wait_until(lambda: not node.kubelet.streams(RESOURCE))
+    vendor.directory = node.kubelet.device_plugin_dir
+    vendor.start()
+    node.kubelet.wait_allocatable(RESOURCE, 2)
+    second = node.kubelet.run_pod("second", {RESOURCE: 1})
+    assert {*first.device_ids, *second.device_ids} == {"g0", "g1"}
+    node.kubelet.restart()
+    node.kubelet.wait_registered(RESOURCE, 3)
+    node.kubelet.wait_allocatable(RESOURCE, 2)
+    assert vendor.calls("registered")[2:] == [{"call": "registered", "resource": RESOURCE}]
+
+
+@pytest.mark.parametrize(
+    ("quirks", "ends"),
+    [
+        ({"trigger": "create"}, None),
+        ({"trigger": "own-socket"}, None),
+        ({"trigger": "poll"}, None),
+        ({"stream_end": "exit"}, 1),
+        ({"stream_end": "panic"}, 2),
+        ({"second_stream": "panic"}, None),
+        ({"failed_register": "exit"}, None),
+        ({"failed_register": "stop-all"}, None),
+        ({"needs_list": True, "unknown_ids": True}, None),
+        ({"minds_deprecation": True}, None),
+        ({"once": True}, None),
+    ],
+    ids=str,
+)
+def test_the_agent_restarts(node: Node, quirks: Mapping[str, Any], ends: int | None) -> None:
+    """Whatever makes a plugin register again, it registers with the next agent; holders keep what they have."""
+    agent = node.agent()
+    vendor = node.vendor(**quirks)
+    node.kubelet.wait_allocatable(RESOURCE, 2)
+    first = node.kubelet.run_pod("first", {RESOURCE: 1})
+    agent.kill()
+    node.kubelet.wait_allocatable(RESOURCE, 0)
+    node.agent()
+    if ends is not None:
+        assert vendor.status() == ends
+        vendor.start()  # its container starts again
+    node.kubelet.wait_allocatable(RESOURCE, 2)
+    second = node.kubelet.run_pod("second", {RESOURCE: 1})
+    assert {*first.device_ids, *second.device_ids} == {"g0", "g1"}
+
+
+def test_the_kubelet_restarts(node: Node) -> None:
+    """The plugin does not notice; the agent registers again at once."""
+    node.agent()
+    vendor = node.vendor(stream_end="panic", second_stream="panic")
+    node.kubelet.wait_allocatable(RESOURCE, 2)
+    first = node.kubelet.run_pod("first", {RESOURCE: 1})
+    node.kubelet.restart()
+    node.kubelet.wait_allocatable(RESOURCE, 2)
+    second = node.kubelet.run_pod("second", {RESOURCE: 1})
+    assert {*first.device_ids, *second.device_ids} == {"g0", "g1"}
+    vendor.health(g0="Healthy", g1="Unhealthy")
+    node.kubelet.wait_allocatable(RESOURCE, 1)
+    assert (len(vendor.calls("registered")), len(vendor.calls("ListAndWatch"))) == (1, 1)
+
+
+def test_optional_calls_are_passed_on(node: Node) -> None:
+    """What GetDevicePluginOptions says decides; what is preferred, and done before a start, is the plugin's."""
+    node.agent()
+    vendor = node.vendor(pre_start=True, preferred=True)
+    node.kubelet.wait_allocatable(RESOURCE, 2)
+    pod = node.kubelet.run_pod("p", {RESOURCE: 1})
+    assert pod.device_ids == ("g1",)
+    assert vendor.calls("PreStartContainer")[0]["ids"] == ["g1"]
+
+
+def test_without_options_nothing_optional_is_called(node: Node) -> None:
+    """A plugin that wants no optional call gets none."""
+    node.agent()
+    vendor = node.vendor()
+    node.kubelet.wait_allocatable(RESOURCE, 2)
+    node.kubelet.run_pod("p", {RESOURCE: 1})
+    assert not vendor.calls("PreStartContainer")
+    assert not vendor.calls("GetPreferredAllocation")
+
+
+def test_the_plugins_error_is_the_answer(node: Node) -> None:
+    """A pod whose Allocate the plugin refuses fails with the plugin's words; the next one gets the device."""
+    node.agent()
+    vendor = node.vendor(resource("g0"), hold=str(node.where / "hold"))
+    node.kubelet.wait_allocatable(RESOURCE, 1)
+    (node.where / "hold").touch()
+    pod = node.kubelet.start_pod("p", {RESOURCE: 1})
+    vendor.wait("Allocate")
+    vendor.health(g0="Unhealthy")
+    node.kubelet.wait_until(lambda: node.kubelet.updates(RESOURCE)[-1].healthy == 0)
+    (node.where / "hold").unlink()
+    node.kubelet.wait_until(lambda: pod.phase == "Failed")
+    assert "unknown device 'g0'" in pod.message
+    vendor.health(g0="Healthy")
+    node.kubelet.wait_allocatable(RESOURCE, 1)
+    node.kubelet.run_pod("q", {RESOURCE: 1})
+
+
+def test_ids_are_checked_against_the_live_list(node: Node) -> None:
+    """An id that the plugin has dropped does not reach it, though it would answer with success."""
+    node.agent()
+    vendor = node.vendor(unknown_ids=True)
+    node.kubelet.wait_allocatable(RESOURCE, 2)
+    # The kubelet goes on to count the device as one of its own while a pod has it.
+    pod = node.kubelet.run_pod("p", {RESOURCE: 2})
+    vendor.show(resource("g1"))
+    node.kubelet.wait_allocatable(RESOURCE, 1)
+    assert len(vendor.calls("Allocate")) == 1
+    pod.delete()
+
+
+def test_a_reload_takes_a_resource_away_from_its_plugin(node: Node) -> None:
+    """A resource changes from a plugin's devices to the config's own, and back."""
+    agent = node.agent()
+    node.vendor()
+    node.kubelet.wait_allocatable(RESOURCE, 2)
+    agent.reload(json.dumps({"resources": [{"name": RESOURCE, "devices": [{"simulated": {"count": 3}}]}]}))
+    node.kubelet.wait_allocatable(RESOURCE, 3)
+    agent.reload(json.dumps({"resources": [{"name": RESOURCE, "devices": [{"plugin": {}}]}]}))
+    node.kubelet.wait_allocatable(RESOURCE, 2)
+
+
+def test_the_config_needs_the_option(tmp_path: Path, fake_kubelet: FakeKubelet) -> None:
+    """A ConfigMap alone adopts no plugin."""
+    config = tmp_path / "config.yaml"
+    config.write_text(json.dumps({"resources": [{"name": RESOURCE, "devices": [{"plugin": {}}]}]}))
+    arguments = ["-m", "deviceplugin", "run", "--config", str(config), *fake_kubelet.arguments]
+    agent = AgentProcess(arguments, config, tmp_path / "log")
+    assert agent.process.wait(20) == 2
+    assert "config.yaml:1: $.resources[0].devices[0].plugin: a vendor's plugin chooses" in agent.log()
+    assert "`deviceplugin run --adopt=/run/deviceplugin/plugins` allows it" in agent.log()

@@ -1,0 +1,211 @@
+"""Vendors' plugins behind `deviceplugin run --adopt` on the real node: what pods get, restarts, and the way back."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster import build, isolate, locks
+from tests.cluster.node import DEVICE_PLUGINS, Cluster
+from tests.cluster.scenario_node import RealNode
+from tests.cluster.test_existing_plugin_real import Vendor, restart_container
+from tests.cluster.test_witnesses_real import LIMIT, Scene, named, plain, restart_kubelet, scene
+from tests.scenarios.adopted import AdoptedScenarios, adopting
+
+__all__ = ["scene"]
+
+DIRECTORY = isolate.DEVICES / "adopted"
+"""Where plugins register with the agent."""
+
+
+@pytest.fixture
+def node(cluster: Cluster) -> Iterator[RealNode]:
+    arguments = ("--cgroup-root", str(isolate.POD_CGROUPS))
+    with (
+        tempfile.TemporaryDirectory(prefix="adopt-", dir=isolate.DEVICES) as where,
+        RealNode.running(cluster) as running,
+        adopting(Path(where), arguments) as options,
+    ):
+        running.options = options
+        yield running
+
+
+class TestAdoptedOnRealNode(AdoptedScenarios):
+    """Against a kubelet with containers and device nodes."""
+
+
+class Adopter:
+    """`deviceplugin run --adopt` for one resource."""
+
+    def __init__(self, scene: Scene, letter: str) -> None:
+        self.scene = scene
+        self.config = scene.cluster.logs / f"adopter-{time.monotonic_ns()}.json"
+        self.log = self.config.with_suffix(".log")
+        self.config.write_text(json.dumps({"resources": [{"name": named(letter), "devices": [{"plugin": {}}]}]}))
+        self.process: subprocess.Popen[bytes] | None = None
+        scene.stack.callback(self.stop, signal.SIGKILL)
+        scene.stack.callback(lambda: print(self.log.read_text(errors="replace")))
+
+    def start(self) -> None:
+        """Start it, and wait until plugins can register."""
+        options = ["--config", str(self.config), "--adopt", str(DIRECTORY), "--log-level", "debug"]
+        options += ["--cgroup-root", str(isolate.POD_CGROUPS)]
+        before = self.log.read_text().count(READY) if self.log.exists() else 0
+        with self.log.open("ab") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "deviceplugin", "run", *options], stdout=output, stderr=output
+            )
+        self.scene.cluster.wait_for(lambda: self.log.read_text().count(READY) > before, 60, "the agent is there")
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """End it."""
+        process, self.process = self.process, None
+        if process is not None:
+            process.send_signal(number)
+            process.wait(20)
+
+
+READY = "plugins can register"
+SEEN = r"""
+env | grep -v HOSTNAME | sort
+for path in /dev/gadgetctl $(find /run/deviceplugin-cluster -type c); do stat -c '%n %F %a %u %g %t.%T' $path; done
+grep vendor-lib /proc/self/mountinfo | cut -d ' ' -f 4-6
+cat /sys/fs/cgroup/devices/devices.list 2>/dev/null | sort
+cat /opt/vendor-lib/hello
+"""
+
+
+def test_a_pod_sees_the_same(scene: Scene) -> None:
+    """Variables, device nodes with owner and mode, mounts, cgroup rules: all as from the plugin alone."""
+    cluster = scene.cluster
+    scene.nodes("a", 1)
+    library = isolate.DEVICES / "vendor-lib"
+    shutil.rmtree(library, ignore_errors=True)
+    library.mkdir()
+    (library / "hello").write_text("of the vendor")
+    vendor = Vendor(scene, "a")
+    (node,) = (locks.NODES / "a").iterdir()
+    os.chown(node, 1234, 4321)
+    vendor.answer["mounts"] = [[str(library), "/opt/vendor-lib"]]
+    vendor.answer["annotations"] = {"vendor.example/x": "y"}
+
+    def seen(name: str) -> str:
+        cluster.wait_allocatable(named("a"), 1)
+        pod = scene.pod(name, "a")
+        scene.running(pod)
+        text = pod.exec(["/bin/sh", "-c", SEEN])
+        pod.delete()
+        pod.wait_gone()
+        return "\n".join(line for line in text.splitlines() if not line.startswith(("POD=", "POD_UID=")))
+
+    vendor.start()
+    alone = seen("alone")
+    assert "GADGETS=" in alone
+    assert "1234 4321" in alone
+    assert "of the vendor" in alone
+    vendor.stop()
+    agent = Adopter(scene, "a")
+    agent.start()
+    vendor.directory = DIRECTORY
+    vendor.start()
+    assert seen("adopted") == alone
+
+
+def test_adoption_and_the_way_back(scene: Scene) -> None:
+    """A plugin whose pods hold devices is adopted, and given back; nobody ever gets what others hold."""
+    cluster = scene.cluster
+    scene.nodes("a", 4)
+    vendor, agent = Vendor(scene, "a"), Adopter(scene, "a")
+    vendor.start()
+    cluster.wait_allocatable(named("a"), 4)
+    held = [scene.pod(f"before-{number}", "a") for number in range(2)]
+    scene.running(*held)
+    keys = {pod.name: scene.key(pod) for pod in held}
+    scene.before = len(locks.holders())
+
+    # In this order: the agent, then the plugin in its directory.
+    agent.start()
+    vendor.stop()
+    cluster.wait_allocatable(named("a"), 0)
+    vendor.directory = DIRECTORY
+    vendor.start()
+    cluster.wait_allocatable(named("a"), 4)
+    after = [scene.pod(f"after-{number}", "a") for number in range(2)]
+    scene.running(*after)
+    scene.wait(plain("wants-plain", "a"))
+
+    def again(what: str) -> None:
+        if what == "kubelet":
+            restart_kubelet(cluster, "sigterm")
+            return
+        one: Any = vendor if what == "plugin" else agent
+        one.stop(signal.SIGKILL)
+        one.start()
+
+    orders = list(itertools.permutations(("kubelet", "plugin", "agent")))
+    for order in orders:
+        for what in order:
+            again(what)
+        cluster.wait_allocatable(named("a"), 4)
+        scene.check()
+    restart_container(scene, held[0])
+    assert {pod.name: scene.key(pod) for pod in held} == keys
+    scene.handed_on(held[0].delete, [held[0].uid], "wants-plain")
+
+    # Back: the plugin first, as if an operator had reverted its hostPath, then the agent.
+    scene.wait(plain("wants-more", "a"))
+    vendor.stop()
+    vendor.directory = None
+    vendor.start()
+    cluster.wait_for(lambda: "its plugin has gone" in agent.log.read_text(), LIMIT, "the agent has noticed")
+    cluster.wait_allocatable(named("a"), 4)
+    restart_kubelet(cluster, "sigterm")
+    cluster.wait_allocatable(named("a"), 4)
+    agent.stop()
+    scene.observe(3)
+    assert scene.key(held[1]) == keys[held[1].name]
+    scene.handed_on(held[1].delete, [held[1].uid], "wants-more", limit=LIMIT)
+
+
+needs_sample = pytest.mark.skipif(
+    not build.sample_plugin().exists(), reason=f"`python -m tests.cluster.build {build.SAMPLE_PLUGIN}` builds it"
+)
+
+
+@needs_sample
+def test_the_sample_plugin_of_kubernetes(scene: Scene) -> None:
+    """A finished program, whose directory is a constant: mounted there, ours serves it, also after each restart."""
+    cluster = scene.cluster
+    resource = "example.com/resource"
+    agent = Adopter(scene, "a")  # its config does not name the resource: it is passed through
+    agent.start()
+    mounted = f"mount --bind {DIRECTORY} {DEVICE_PLUGINS} && exec {build.sample_plugin()}"
+    command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", mounted]
+    with (cluster.logs / "sample-plugin.log").open("wb") as log:
+        plugin = scene.stack.enter_context(subprocess.Popen(command, stdout=log, stderr=log))
+    scene.stack.callback(plugin.kill)
+    cluster.wait_allocatable(resource, 2)
+    first = cluster.start_pod("first", {resource: 1}).wait_running()
+    assert [name for name in first.exec(["ls", "/tmp"]).split() if name.startswith("Dev-")]
+    restart_kubelet(cluster, "sigterm")
+    cluster.wait_allocatable(resource, 2)
+    agent.stop(signal.SIGKILL)
+    cluster.wait_allocatable(resource, 0)
+    agent.start()
+    cluster.wait_allocatable(resource, 2)
+    second = cluster.start_pod("second", {resource: 1}).wait_running()
+    seen = [name for pod in (first, second) for name in pod.exec(["ls", "/tmp"]).split() if name.startswith("Dev-")]
+    assert sorted(seen) == ["Dev-1", "Dev-2"]
+    assert plugin.poll() is None

@@ -1,0 +1,51 @@
+"""Nodes whose plugins register with an agent that adopts them, not with the kubelet."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.scenarios.fake import AgentProcess
+from tests.scenarios.node import Node, wait_for
+from tests.scenarios.plugin import PluginScenarios
+
+CONFIG = {"resources": [{"name": "example.com/serial", "devices": [{"plugin": {}}]}]}
+
+
+@contextmanager
+def adopting(where: Path, arguments: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """Run an agent that adopts plugins; yield the options that have a plugin register with it.
+
+    where: a directory with a short path. arguments: of the agent, where the kubelet is. The plugins are agents of this
+    package, which do not know it.
+    """
+    directory, file = where / "plugins", where / "config.yaml"
+    file.write_text(json.dumps(CONFIG))
+    options = ["--config", str(file), "--adopt", str(directory), "--log-level", "debug", *arguments]
+    agent = AgentProcess(["-m", "deviceplugin", "run", *options], file, where / "log")
+    try:
+        ready: Callable[[], bool] = lambda: "plugins can register" in agent.log()  # noqa: E731
+        wait_for("the agent that adopts plugins", ready, 30)
+        yield "--device-plugin-dir", str(directory)
+        assert agent.process.poll() is None
+    finally:
+        agent.kill()
+        print(f"--- the agent that adopts\n{agent.log()}")
+
+
+class AdoptedScenarios(PluginScenarios):
+    """Each scenario with a plugin that does not know of the agent between it and the kubelet."""
+
+    NO_CHECKPOINT = "a plugin that reads the kubelet's checkpoint in its own directory does not find it there"
+
+    @pytest.mark.skip(reason=NO_CHECKPOINT)
+    def test_released_is_called(self, node: Node) -> None:
+        """The plugin cannot know when a pod has ended."""
+
+    @pytest.mark.skip(reason=NO_CHECKPOINT)
+    def test_sharing_is_switched_on_and_off(self, node: Node) -> None:
+        """The plugin cannot know when those who share have ended."""
