@@ -42,6 +42,17 @@ class SentList(NamedTuple):
     ids: frozenset[str]
 
 
+class Finding(NamedTuple):
+    """Why another plugin has registered a resource, "" if none has; and in how many seconds to look again.
+
+    sure: it has, else it may have. A plugin of another resource that comes back with the same list looks the same.
+    """
+
+    reason: str = ""
+    again: float = LATE
+    sure: bool = True
+
+
 @dataclass(frozen=True, slots=True)
 class KubeletRecord:
     """What the checkpoint says that concerns a resource.
@@ -111,23 +122,20 @@ class ForeignPluginWatch:
 
     def found(
         self, record: KubeletRecord | None, there: frozenset[Socket], sent: Sequence[SentList], now: float | None = None
-    ) -> tuple[str, float]:
-        """Return why another plugin must have registered the resource, "" if none has; and when to look again.
-
-        That is in seconds from now. sent: see `contradiction`. now: Unix seconds.
-        """
+    ) -> Finding:
+        """Return whether another plugin has registered the resource. sent: see `contradiction`. now: Unix seconds."""
         now = time.time() if now is None else now
         self._new = {one: known for one, known in self._new.items() if one in there}
         for one in there - self._known - self._new.keys():
             self._new[one] = one[1].modified_ns / 1e9, self._others
         if record is None:
-            return "", LATE
+            return Finding()
         for foreign in sorted(record.foreign - self._foreign):
-            return f"it gave {foreign.device_id} to a pod of UID {foreign.pod_uid}", LATE
+            return Finding(f"it gave {foreign.device_id} to a pod of UID {foreign.pod_uid}")
         if not sent:
-            return "", LATE
+            return Finding()
         if differs := contradiction(record, (*self._before, *sent), now):
-            return differs, LATE
+            return Finding(differs)
         again = LATE if differs == "" else max(SETTLED, sent[-1].at + LATE - now)
         for one, (since, others) in sorted(self._new.items()):
             if record.written < since - _TICK:
@@ -138,6 +146,6 @@ class ForeignPluginWatch:
             elif now < since + SETTLED:
                 again = min(again, since + SETTLED - now)
             else:
-                return f"a plugin made the socket {one[0]}, and no other resource has another list since", LATE
+                return Finding(f"a plugin made the socket {one[0]}, and no resource has another list since", sure=False)
         self._others = record.others
-        return "", again
+        return Finding("", again)

@@ -35,7 +35,7 @@ from deviceplugin import filewatch
 from deviceplugin.addresses import remove_abandoned, socket_path
 from deviceplugin.backoff import Backoff
 from deviceplugin.files import FileIdentity, file_identity, leads_to, locked
-from deviceplugin.kubelet.foreign_plugin import ForeignPluginWatch, KubeletRecord, sockets
+from deviceplugin.kubelet.foreign_plugin import Finding, ForeignPluginWatch, KubeletRecord, sockets
 from deviceplugin.kubelet.podresources import CHANNEL_OPTIONS, SERVER_OPTIONS, unix_address
 from deviceplugin.kubelet.servicer import Endpoint
 from deviceplugin.wire import deviceplugin_pb2 as pb
@@ -75,7 +75,7 @@ class Seen:
 
     kubelet: kubelet.sock. served: the own socket is in its place. live: a ListAndWatch is open. listened: one was since
     the last Register that succeeded. registered: the kubelet.sock of that Register. since: seconds since then. foreign:
-    why another plugin must have registered the resource since, "" if none has.
+    whether another plugin has registered the resource since.
     """
 
     kubelet: FileIdentity | None
@@ -85,7 +85,7 @@ class Seen:
     registered: FileIdentity | None
     since: float
     ready: bool = True
-    foreign: str = ""
+    foreign: Finding = Finding()  # noqa: RUF009  # frozen
 
 
 class Step(enum.Enum):
@@ -107,7 +107,7 @@ def next_step(seen: Seen, patience: float) -> Step:
     if not seen.served or seen.kubelet != seen.registered:
         return Step.REGISTER
     if seen.live:
-        return Step.REGISTER if seen.foreign else Step.REST
+        return Step.REGISTER if seen.foreign.reason else Step.REST
     return Step.REGISTER if seen.listened or seen.since >= patience else Step.WAIT_FOR_STREAM
 
 
@@ -329,8 +329,8 @@ class Registration:
         if self._has_directory():
             await self._server.lock_resource()  # raises at once what no kubelet can repair
         while True:
-            foreign, again = await self._look()
-            seen = self._seen(foreign)
+            found = await self._look()
+            seen = self._seen(found)
             step = next_step(seen, timing.patience)
             if step is Step.REST and self._accepted is not None and self._accepted.options != self.endpoint.options:
                 step = Step.REGISTER  # the hooks changed with the source: the kubelet asks once, at Register
@@ -354,12 +354,12 @@ class Registration:
             elif step is Step.REST and seen.since >= timing.patience:
                 self._backoff.reset()
             stream_due = max(0.01, timing.patience - seen.since)
-            await watch.wait(stream_due if step is Step.WAIT_FOR_STREAM else min(timing.poll, again))
+            await watch.wait(stream_due if step is Step.WAIT_FOR_STREAM else min(timing.poll, found.again))
 
-    async def _look(self) -> tuple[str, float]:
-        """Return why another plugin must have registered the resource, and when to look again (seconds)."""
+    async def _look(self) -> Finding:
+        """Return whether another plugin has registered the resource since."""
         if self._accepted is None or not self.endpoint.streams.live:
-            return "", self._timing.poll
+            return Finding(again=self._timing.poll)
         there = sockets(self._kubelet.parent)
         return self._foreign.found(await self._recorded(), there, self.endpoint.streams.sent)
 
@@ -378,12 +378,8 @@ class Registration:
 
     async def _register_or_pause(self, watch: filewatch.Watch, seen: Seen) -> None:
         again = seen.registered is not None and seen.kubelet == seen.registered
-        if seen.live and seen.foreign:
-            self.statistics.foreign += 1
-            self.statistics.contested = seen.foreign
-            text = "another plugin has registered this resource with the kubelet: %s; registering again"
-            _LOG.warning(text, seen.foreign, extra={"resource": self.endpoint.resource})
-            self._contested()
+        if seen.live and seen.foreign.reason:
+            self._tell(seen.foreign)
         elif again and seen.served:
             why = "does not listen any more" if seen.listened else "took the registration but does not listen"
             level = logging.INFO if seen.listened else logging.WARNING
@@ -392,6 +388,18 @@ class Registration:
             await self._pause(watch, self._backoff.next(), seen.kubelet)
         elif again:
             self._backoff.tries = 1  # one more without a pause, then ever slower until it holds
+
+    def _tell(self, found: Finding) -> None:
+        """Tell that another plugin has registered the resource, or may have."""
+        resource, extra = self.endpoint.resource, {"resource": self.endpoint.resource}
+        if not found.sure:
+            _LOG.info("%s: %s: registering again, for it may have registered this resource", resource, found.reason)
+            return
+        self.statistics.foreign += 1
+        self.statistics.contested = found.reason
+        text = "%s: another plugin has registered this resource with the kubelet: %s; registering again"
+        _LOG.warning(text, resource, found.reason, extra=extra)
+        self._contested()
 
     async def _pause(self, watch: filewatch.Watch, delay: float, kubelet: FileIdentity | None) -> None:
         """Wait before the next try, but not if the kubelet is another one meanwhile."""
@@ -402,7 +410,7 @@ class Registration:
             await watch.wait(rest)
         self._backoff.reset()
 
-    def _seen(self, foreign: str = "") -> Seen:
+    def _seen(self, foreign: Finding) -> Seen:
         accepted = self._accepted
         return Seen(
             kubelet=file_identity(self._kubelet),

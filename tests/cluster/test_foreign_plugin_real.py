@@ -28,7 +28,9 @@ scene = witnesses.scene  # a fixture
 AGENT = "http://127.0.0.1:9410"
 STAYS = 5.0
 """Seconds that the other plugin runs, as a vendor's pod does that is deleted as soon as it is seen."""
-NOTICED = re.compile(r"another plugin has registered this resource with the kubelet: ([^\n]*); registering again")
+NOTICED = re.compile(
+    r"another plugin has registered this resource with the kubelet|it may have registered this resource"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +110,8 @@ def test_it_stays_for_five_seconds(scene: Scene, same: bool) -> None:
     cluster.wait_allocatable(named("a"), 3)
     assert not ready()
     assert plugin.allocations == []
-    assert metric("foreign_registrations_total") >= 1
+    # One with the same ids cannot be told from a plugin of another resource that starts again.
+    assert (metric("foreign_registrations_total") > 0) is not same
     assert metric("registered") == 1
     assert metric("device_held_twice") == 0
     scene.before = scene.after = 3
