@@ -417,7 +417,7 @@ def _ask(options: argparse.Namespace, question: Callable[[Cluster], Awaitable[_T
 
 def _status(options: argparse.Namespace) -> int:
     from dra_bridge.kube import ForbiddenError
-    from dra_bridge.rollout import fleet
+    from dra_bridge.rollout import fleet, restarts
     from dra_bridge.rollout.agents import ask_agents
     from dra_bridge.rollout.rollout import read_nodes
     from dra_bridge.rollout.waiting import hints, other_classes
@@ -429,6 +429,7 @@ def _status(options: argparse.Namespace) -> int:
         unknown, problems = fleet.unknown(nodes, answers), fleet.problems(answers)
         unknown += await other_classes(cluster, nodes)
         try:
+            problems += await restarts.ended_by_restart(cluster, nodes, problems)
             return nodes, await hints(cluster, nodes), unknown, problems
         except ForbiddenError as error:
             return nodes, [f"pods that wait for devices are not known: {error}"], unknown, problems
@@ -550,8 +551,7 @@ def _rollout(options: argparse.Namespace) -> int:
     from dra_bridge.rollout.fleet import Goal, Limits
     from dra_bridge.rollout.rollout import rollout
 
-    share = _asked(options)
-    goal = Goal(share, options.undo, take_over=options.take_over)
+    goal = Goal(_asked(options), options.undo, take_over=options.take_over)
     limits = Limits(options.max_unavailable, options.timeout_per_node, options.pause)
     done = _follow(
         options,

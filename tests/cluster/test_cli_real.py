@@ -211,6 +211,24 @@ def test_migrate_waits_for_holders_there_and_back(
     assert asked_of(cluster) == {}
 
 
+def test_pods_that_a_kubelet_restart_would_end(bridge: Bridge, ran: Callable[..., tuple[int, str]]) -> None:
+    """An operator forces a share, and `status` names pods by their ages, also where the agent does not know these."""
+    cluster, node = bridge.cluster, bridge.cluster.node_name
+    first = cluster.start_pod("first", {RESOURCE: 2}).wait_running()
+    waits = cluster.start_pod("waits", {RESOURCE: 3})
+    waits.wait_unschedulable()
+    cluster.start_pod("younger", {RESOURCE: 1}).wait_running()
+    status, out = ran("migrate", node, "--driver", DRIVER, "--share", "all", "--force")
+    assert (status, asked_of(cluster)) == (0, {SHARE: "all force"}), out
+    cluster.wait_allocatable(RESOURCE, 0)
+    assert "a kubelet restart" not in ran("status", "--driver", DRIVER)[1]
+    first.delete()
+    waits.wait_running()
+    status, out = ran("status", "--driver", DRIVER)
+    assert status == 1
+    assert f"{node}: a kubelet restart would end default/younger ({RESOURCE}): they are younger than pods" in out
+
+
 def test_status_says_what_is_true(bridge: Bridge, ran: Callable[..., tuple[int, str]]) -> None:
     """`status -o json` has each device's side, state and holder as node, containers and claims have them."""
     cluster, node = bridge.cluster, bridge.cluster.node_name

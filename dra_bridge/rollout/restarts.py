@@ -1,0 +1,54 @@
+"""Pods that a restart of their node's kubelet would end, by when they were made: the agents do not know that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from dra_bridge.handover.admission import AdmittedPod, denied
+from dra_bridge.kube import PODS, Cluster
+from dra_bridge.rollout.fleet import NodeView, asked_of, shortened
+
+Object = Mapping[str, Any]
+
+
+async def ended_by_restart(cluster: Cluster, views: Sequence[NodeView], known: Sequence[str] = ()) -> list[str]:
+    """Return a sentence for each resource of a node whose kubelet's restart would end pods. Raises ClusterError.
+
+    Costs a list of the pods of each node that has devices with holders on both sides. known: what the agents say
+    themselves; pods that they name are not repeated.
+    """
+    found = []
+    for view in views:
+        if resources := [name for name in (view.reported.resources if view.reported else ()) if _both(view, name)]:
+            pods = (await cluster.list(PODS, field_selector=f"spec.nodeName={view.node}")).items
+            for resource in resources:
+                names = [one for one in denied_pods(pods, resource) if not any(one in text for text in known)]
+                if names:
+                    why = "they are younger than pods that DRA serves by limits (kubernetes#124586)"
+                    found.append(f"{view.node}: a kubelet restart would end {shortened(names)} ({resource}): {why}")
+    return found
+
+
+def _both(view: NodeView, resource: str) -> bool:
+    """Return whether devices of a resource have holders on both sides, or may have."""
+    mine = [one for one in view.devices if one.resource == resource and (one.holder or not one.known)]
+    return any(one.state.allocates for one in mine) and any(one.state.prepares for one in mine)
+
+
+def denied_pods(pods: Iterable[Object], resource: str) -> tuple[str, ...]:
+    """Return the pods (namespace/name) of a node that its kubelet would deny at a restart. pods: those of the node."""
+    admitted = [one for pod in pods if (one := _admitted(pod, resource)) is not None]
+    return denied(admitted, sum(one.asks for one in admitted if not one.by_dra))
+
+
+def _admitted(pod: Object, resource: str) -> AdmittedPod | None:
+    metadata, status = pod["metadata"], pod.get("status") or {}
+    asks = asked_of(pod).get(resource, 0)
+    if not asks or status.get("phase") in ("Succeeded", "Failed"):
+        return None
+    mappings = (status.get("extendedResourceClaimStatus") or {}).get("requestMappings") or ()
+    created = datetime.fromisoformat(metadata["creationTimestamp"]).timestamp()
+    by_dra = any(one.get("resourceName") == resource for one in mappings)
+    return AdmittedPod(f"{metadata['namespace']}/{metadata['name']}", created, asks, by_dra)

@@ -1,0 +1,69 @@
+"""Which pods a restart of the kubelet would end, by the API server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from deviceplugin.register.records import State
+from dra_bridge.kube import Cluster
+from dra_bridge.rollout.fleet import DeviceView, NodeView
+from dra_bridge.rollout.progress import Progress, ResourceProgress
+from dra_bridge.rollout.restarts import denied_pods, ended_by_restart
+from dra_bridge.testing.apiserver import FakeApiServer
+
+R, D, NODE = "example.com/gpu", "gpu.example.com", "n1"
+
+
+def pod(name: str, at: int, count: int = 1, *, dra: bool = False, phase: str = "Running") -> dict[str, Any]:
+    """Return a pod that was made at a second of a minute."""
+    status: dict[str, Any] = {"phase": phase}
+    if dra:
+        mapping = {"containerName": "main", "requestName": "container-0-request-0", "resourceName": R}
+        status["extendedResourceClaimStatus"] = {"requestMappings": [mapping], "resourceClaimName": f"{name}-x"}
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": name, "namespace": "ml", "creationTimestamp": f"2026-01-01T10:00:{at:02d}Z"},
+        "spec": {"nodeName": NODE, "containers": [{"name": "main", "resources": {"limits": {R: str(count)}}}]},
+        "status": status,
+    }
+
+
+@pytest.mark.parametrize(
+    ("pods", "ended"),
+    [
+        ([pod("old", 1), pod("served", 2, dra=True)], ()),
+        ([pod("served", 1, dra=True), pod("young", 2)], ("ml/young",)),
+        ([pod("young", 2), pod("waited", 1, 3, dra=True)], ("ml/young",)),
+        ([pod("over", 1, dra=True, phase="Succeeded"), pod("young", 2)], ()),
+        ([pod("served", 1, dra=True), pod("other", 2, 0)], ()),
+        ([], ()),
+    ],
+)
+def test_pods_that_are_denied(pods: list[dict[str, Any]], ended: tuple[str, ...]) -> None:
+    """Their ages are those that the kubelet sorts by; what is over, or asks for none, does not count."""
+    assert denied_pods(pods, R) == ended
+
+
+def view(*states: State) -> NodeView:
+    devices = tuple(
+        DeviceView(state=state, since=0, resource=R, name=f"g{number}", holder="somebody", known=True)
+        for number, state in enumerate(states)
+    )
+    return NodeView(NODE, D, reported=Progress({R: ResourceProgress("all", {})}), devices=devices)
+
+
+async def test_nodes_with_holders_on_both_sides_are_asked_for_their_pods() -> None:
+    """No other node costs a request; a pod that its agent names is not named again."""
+    with FakeApiServer() as server:
+        # They are made in one second here: then the kubelet may take either for the older one.
+        for one in (pod("served", 1, dra=True), pod("young", 2)):
+            server.create(one)
+        async with Cluster.from_server(server.url) as cluster:
+            assert await ended_by_restart(cluster, [view(State.DRA, State.DRA)]) == []
+            assert not server.requests("GET", "/api/v1/pods")
+            (text,) = await ended_by_restart(cluster, [view(State.DRA, State.TO_DRA)])
+            assert text.startswith("n1: a kubelet restart would end ml/young (example.com/gpu): ")
+            assert await ended_by_restart(cluster, [view(State.DRA, State.TO_DRA)], ["n1: ends ml/young"]) == []
