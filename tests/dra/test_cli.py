@@ -468,7 +468,7 @@ def parse_options(arguments: list[str]) -> str | None:
         (
             "from dra_bridge import run\nfrom deviceplugin import DeviceSource as D\n"
             "class S(D): resource, driver = 'x', 'a.b'\nrun(S())",
-            "must be vendor-domain/name",
+            "it has no vendor domain",
         ),
         (
             "from dra_bridge import run\nfrom deviceplugin import DeviceSource as D\n"
