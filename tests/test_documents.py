@@ -18,9 +18,10 @@ import yaml
 from deviceplugin import DeviceSource, Health, config
 from deviceplugin.metrics.collectors import LOOP_TIMEOUT
 from deviceplugin.naming import class_name
-from deviceplugin.testing import FakeKubelet
+from deviceplugin.testing import FakeKubelet, serve
 from deviceplugin.version import installing
 from dra_bridge.manifests import Deployment, manifests
+from dra_bridge.testing import serve_both
 from tests.cluster.matrix import VERSIONS
 from tests.cluster.node import FEATURE_GATES
 from tests.programs import running
@@ -328,6 +329,15 @@ def test_the_authors_page_runs(tmp_path: Path) -> None:
     assert names <= set(re.findall(r"def (\w+)\(self", code))
     assert all(f"Health.{health.name}" in code for health in Health)
     run_as_tests(tmp_path, code)
+
+
+def test_the_kits_page_has_the_signatures() -> None:
+    """What `served` and `bridged` take, with its defaults, is what `serve` and `serve_both` take by name."""
+    page = (ROOT / "docs" / "testing.md").read_text()
+    for fixture, manager in (("served", serve), ("bridged", serve_both)):
+        named = [one for one in inspect.signature(manager).parameters.values() if one.kind is one.KEYWORD_ONLY]
+        shown = ", ".join(f"{one.name}={one.default!r}" for one in named).replace("'", '"')
+        assert f"| `{fixture}(*sources, {shown})` |" in page
 
 
 def test_the_example_of_an_own_plugin_runs(tmp_path: Path) -> None:
