@@ -6,6 +6,7 @@ import ast
 import functools
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -160,6 +161,18 @@ def logged() -> set[str]:
             assert isinstance(text, str), f"what is logged by {ast.unparse(call)} cannot be read here"
             found.add(re.sub(r"\s+", " ", text))
     return {text for text in found if re.search("[a-z]", re.sub(r"%(\.\d)?[a-z]", "", text))}
+
+
+def test_messages_do_not_begin_with_what_they_are_about() -> None:
+    """Resource and driver are given as `extra`, and a line for people begins with them."""
+    named = re.compile(r"\b(resource|driver)\b|\.name\b")
+    begun = [
+        ast.unparse(call)
+        for call in calls("debug", "info", "warning", "error", "exception", "log")
+        for text, first in pairwise(call.args)
+        if isinstance(text, ast.Constant) and str(text.value).startswith("%s: ") and named.search(ast.unparse(first))
+    ]
+    assert begun == ["_LOG.info('%s: the agent ends; pods keep their devices', number.name)"]
 
 
 def test_every_warning_and_error_is_there() -> None:

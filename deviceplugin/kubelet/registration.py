@@ -391,14 +391,14 @@ class Registration:
 
     def _tell(self, found: Finding) -> None:
         """Tell that another plugin has registered the resource, or may have."""
-        resource, extra = self.endpoint.resource, {"resource": self.endpoint.resource}
+        extra = {"resource": self.endpoint.resource}
         if not found.sure:
-            _LOG.info("%s: %s: registering again, for it may have registered this resource", resource, found.reason)
+            _LOG.info("%s: registering again, for it may have registered this resource", found.reason, extra=extra)
             return
         self.statistics.foreign += 1
         self.statistics.contested = found.reason
-        text = "%s: another plugin has registered this resource with the kubelet: %s; registering again"
-        _LOG.warning(text, resource, found.reason, extra=extra)
+        text = "another plugin has registered this resource with the kubelet: %s; registering again"
+        _LOG.warning(text, found.reason, extra=extra)
         self._contested()
 
     async def _pause(self, watch: filewatch.Watch, delay: float, kubelet: FileIdentity | None) -> None:

@@ -124,8 +124,8 @@ class Handover:
         self.denied = denied_now(self._ledger.snapshot, self.resource)
         for uid in sorted(set(self.denied).difference(before)):
             title = self._title(uid) if uid else "that has just come"
-            text = "%s: pod %s would be ended by a kubelet restart, beside older pods that DRA serves by limits"
-            _LOG.warning(text, self.resource, title, extra={"resource": self.resource, "pod": title})
+            text = "pod %s would be ended by a kubelet restart, beside older pods that DRA serves by limits"
+            _LOG.warning(text, title, extra={"resource": self.resource, "pod": title})
 
     async def run(self) -> None:
         """Move devices until cancelled."""
