@@ -1,0 +1,242 @@
+"""The kubelet's side towards plugins: registrations, streams and lists, as plugins in this process see them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import pytest
+
+from deviceplugin.adoption import plugins
+from deviceplugin.adoption.plugins import AdoptionError, Listed, VendorPlugins
+from deviceplugin.wire import deviceplugin_pb2 as pb
+from deviceplugin.wire.deviceplugin_pb2_grpc import (
+    DevicePluginServicer,
+    RegistrationStub,
+    add_DevicePluginServicer_to_server,
+)
+
+RESOURCE = "vendor.example/gadget"
+OPTIONS = (("grpc.default_authority", "localhost"), ("grpc.use_local_subchannel_pool", 1))
+
+
+class Plugin(DevicePluginServicer):
+    """A plugin of one resource, which sends what it is told to."""
+
+    def __init__(self, directory: Path, socket: str = "vendor.sock") -> None:
+        self.directory, self.socket = directory, socket
+        self.streams = 0
+        self.lists: asyncio.Queue[list[str]] = asyncio.Queue()
+        self.server = grpc.aio.server()
+        add_DevicePluginServicer_to_server(self, self.server)
+        self.server.add_insecure_port(f"unix:{directory / socket}")
+
+    async def register(self, resource: str = RESOURCE, version: str = "v1beta1") -> None:
+        async with grpc.aio.insecure_channel(f"unix:{self.directory}/kubelet.sock", options=OPTIONS) as channel:
+            request = pb.RegisterRequest(version=version, endpoint=self.socket, resource_name=resource)
+            await RegistrationStub(channel).Register(request, timeout=5)  # type: ignore[misc]
+
+    def show(self, *ids: str) -> None:
+        self.lists.put_nowait(list(ids))
+
+    async def GetDevicePluginOptions(self, request: pb.Empty, context: Any) -> pb.DevicePluginOptions:  # noqa: N802
+        return pb.DevicePluginOptions(pre_start_required=True)
+
+    async def ListAndWatch(  # noqa: N802
+        self, request: pb.Empty, context: Any
+    ) -> AsyncIterator[pb.ListAndWatchResponse]:
+        self.streams += 1
+        while True:
+            ids = await self.lists.get()
+            yield pb.ListAndWatchResponse(devices=[pb.Device(ID=one, health="Healthy") for one in ids])
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="adopt-") as where:  # pytest's paths are too long for sockets
+        yield Path(where)
+
+
+@asynccontextmanager
+async def serving(directory: Path) -> AsyncIterator[VendorPlugins]:
+    """Serve the directory until the end of the block."""
+    vendors = VendorPlugins(directory)
+    task = asyncio.create_task(vendors.run())
+    await until(lambda: (directory / "kubelet.sock").exists() or task.done())
+    try:
+        yield vendors
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+@asynccontextmanager
+async def plugin(directory: Path, socket: str = "vendor.sock") -> AsyncIterator[Plugin]:
+    """Run a plugin until the end of the block."""
+    made = Plugin(directory, socket)  # type: ignore[abstract]  # these calls are enough
+    await made.server.start()
+    try:
+        yield made
+    finally:
+        await made.server.stop(0)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Look until something is so."""
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def following(vendors: VendorPlugins, into: list[Listed]) -> None:
+    async for one in vendors.lists(RESOURCE):
+        into.append(one)  # noqa: PERF401 - others look at it meanwhile
+
+
+def healthy(one: Listed) -> list[str]:
+    return [name for name, device in one.items() if not device.problem]
+
+
+async def test_one_stream_for_an_endpoint(directory: Path) -> None:
+    """A server that registers again keeps its one stream, and its next update is taken."""
+    async with serving(directory) as vendors, plugin(directory) as vendor:
+        await vendor.register()
+        vendor.show("a")
+        await until(lambda: (one := vendors.plugin(RESOURCE)) and one.devices)
+        await vendor.register()
+        vendor.show("a", "b")
+        await until(lambda: (one := vendors.plugin(RESOURCE)) and len(one.devices or ()) == 2)
+        assert vendor.streams == 1
+        assert (found := vendors.plugin(RESOURCE)) is not None
+        assert found.options.pre_start_required
+
+
+async def test_the_newest_endpoint_counts(directory: Path) -> None:
+    """What the endpoint before lists is read and ignored; its stream is left alone."""
+    seen: list[Listed] = []
+    async with (
+        serving(directory) as vendors,
+        plugin(directory) as old,
+        plugin(directory, "new.sock") as new,
+    ):
+        task = asyncio.create_task(following(vendors, seen))
+        await old.register()
+        old.show("a")
+        await until(lambda: seen)
+        await new.register()
+        new.show("a", "b")
+        await until(lambda: healthy(seen[-1]) == ["a", "b"])
+        old.show("c")
+        await until(old.lists.empty)
+        new.show("a")
+        await until(lambda: healthy(seen[-1]) == ["a"])
+        assert not any("c" in one for one in seen)
+        assert (old.streams, new.streams) == (1, 1)
+        task.cancel()
+
+
+async def test_what_vanishes_is_forgotten_after_the_grace(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Devices that are not listed are unhealthy at once; when the time is over they are gone."""
+    monkeypatch.setattr(plugins, "GRACE", 0.3)
+    seen: list[Listed] = []
+    async with serving(directory) as vendors:
+        task = asyncio.create_task(following(vendors, seen))
+        async with plugin(directory) as vendor:
+            await vendor.register()
+            vendor.show("a", "b")
+            await until(lambda: seen)
+            vendor.show("a")
+            await until(lambda: len(seen) > 2)
+            assert [healthy(one) for one in seen[:3]] == [["a", "b"], ["a"], ["a"]]
+            assert [len(one) for one in seen[:3]] == [2, 2, 1]
+            assert seen[1]["b"].problem == "its plugin lists it no more"
+        await until(lambda: seen[-1] == {})
+        assert {one["a"].problem for one in seen[3:-1]} == {"its plugin has gone"}
+        task.cancel()
+
+
+async def test_an_empty_first_list_is_waited_out(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says nothing until the time is over; then there are no devices."""
+    monkeypatch.setattr(plugins, "GRACE", 0.3)
+    seen: list[Listed] = []
+    async with serving(directory) as vendors, plugin(directory) as vendor:
+        task = asyncio.create_task(following(vendors, seen))
+        await vendor.register()
+        vendor.show()
+        vendor.show("a")
+        await until(lambda: seen)
+        assert healthy(seen[0]) == ["a"]
+        task.cancel()
+        empty: list[Listed] = []
+        other = asyncio.create_task(following(VendorPlugins(directory), empty))
+        await until(lambda: empty)
+        assert empty == [{}]
+        other.cancel()
+
+
+@pytest.mark.parametrize(
+    ("resource", "version", "words"),
+    [(RESOURCE, "v1alpha1", "API version 'v1alpha1' is not v1beta1"), ("gadget", "v1beta1", "gadget")],
+)
+async def test_what_the_kubelet_refuses_is_refused(directory: Path, resource: str, version: str, words: str) -> None:
+    """Another version of the API, and a name that no extended resource can have."""
+    async with serving(directory), plugin(directory) as vendor:
+        with pytest.raises(grpc.aio.AioRpcError, match=words):
+            await vendor.register(resource, version)
+
+
+async def test_an_endpoint_that_is_not_there_is_refused(directory: Path) -> None:
+    """Register fails, as with the kubelet, and the endpoint before stays."""
+    async with serving(directory) as vendors, plugin(directory) as vendor:
+        await vendor.register()
+        vendor.socket = "nowhere.sock"
+        with pytest.raises(grpc.aio.AioRpcError, match="does not say its options"):
+            await vendor.register()
+        assert (found := vendors.plugin(RESOURCE)) is not None
+        assert found.socket.name == "vendor.sock"
+
+
+async def test_a_successor_keeps_its_socket(directory: Path) -> None:
+    """An agent that ends does not take kubelet.sock from the next one; sockets are removed, and nothing else is."""
+    (directory / "notes").touch()
+    async with contextlib.AsyncExitStack() as stack:
+        first = stack.enter_async_context(serving(directory))
+        await first
+        async with plugin(directory) as vendor:
+            before = (directory / "kubelet.sock").stat().st_ino
+            async with serving(directory) as vendors:
+                await until(lambda: (directory / "kubelet.sock").stat().st_ino != before)
+                assert not (directory / "vendor.sock").exists()
+                assert (directory / "notes").exists()
+                await stack.aclose()
+                assert (directory / "kubelet.sock").exists()
+                async with plugin(directory) as again:
+                    await again.register()
+                    assert vendors.plugin(RESOURCE) is not None
+            assert vendor.streams == 0
+
+
+async def test_a_directory_that_cannot_be_used(directory: Path) -> None:
+    """The path is too long for a socket, or no directory: the error says which option and why."""
+    for path, words in ((directory / ("x" * 90), "too long"), (directory / "file" / "below", "Not a directory")):
+        (directory / "file").touch()
+        with pytest.raises(AdoptionError, match=words):
+            await VendorPlugins(path).run()
+
+
+def test_lists_are_compared_as_sets() -> None:
+    """The order of devices and of their NUMA nodes is nothing."""
+    devices = [pb.Device(ID=name, health="Healthy") for name in "abc"]
+    for one in devices:
+        one.topology.nodes.extend([pb.NUMANode(ID=1), pb.NUMANode(ID=0)])
+    every = [plugins.listed(pb.ListAndWatchResponse(devices=order)) for order in itertools.permutations(devices)]
+    assert all(list(one.items()) == list(every[0].items()) for one in every)
+    assert every[0]["a"].numa == (0, 1)
