@@ -26,14 +26,15 @@ _LOG: Final = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 MAX_STUCK: Final = 64
-"""Threads of timed-out hooks that may hang at the same time; beyond that, calls fail at once."""
+"""Threads of timed-out calls of one hook that may hang at the same time; beyond that, calls of it fail at once."""
 
 LATE: Final = 0.5
 """Seconds after its deadline at which a coroutine that has ended must have blocked the loop."""
 
 NOT_AWAITED: Final = "nobody awaited it; write `await` before the call"
 
-_stuck: set[asyncio.Future[Any]] = set()
+_stuck: dict[asyncio.Future[Any], str] = {}
+"""Calls in threads that hang, with the hook's name."""
 _abandoned: set[asyncio.Task[Any]] = set()
 
 
@@ -79,8 +80,8 @@ async def call(what: str, hook: Callable[..., Any], *args: object, timeout: floa
     if inspect.iscoroutinefunction(hook):
         result: Any = hook(*args)
     else:
-        if len(_stuck) >= MAX_STUCK:
-            raise HookTimeoutError(f"{what} was not called: {len(_stuck)} hooks called before still hang")
+        if (count := sum(one == what for one in _stuck.values())) >= MAX_STUCK:
+            raise HookTimeoutError(f"{what} was not called: {count} calls of it before still hang")
         future: asyncio.Future[Any] = loop.create_future()
         threading.Thread(target=_run, args=(loop, future, hook, args), name=f"hook {what}", daemon=True).start()
         result = await _finish(what, future, timeout, timeout, left)
@@ -127,11 +128,11 @@ async def _finish(what: str, future: asyncio.Future[Any], rest: float, timeout: 
     try:
         done, _ = await asyncio.wait({future}, timeout=rest)
     except asyncio.CancelledError:
-        _abandon(future)
+        _abandon(what, future)
         left(future)
         raise
     if not done:
-        _abandon(future)
+        _abandon(what, future)
         left(future)
         raise HookTimeoutError(f"{what} did not answer within {timeout:g} s", future)
     if isinstance(future, asyncio.Task) and (late := asyncio.get_running_loop().time() - began - rest) > LATE:
@@ -154,19 +155,21 @@ def _place(error: Exception) -> str:
     return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
 
 
-def _abandon(future: asyncio.Future[Any]) -> None:
+def _abandon(what: str, future: asyncio.Future[Any]) -> None:
     """Wait no longer for a call that does not end; keep a reference, so that its late result is not logged as lost."""
-    kept: set[Any] = _abandoned if isinstance(future, asyncio.Task) else _stuck
 
     def forget(done: asyncio.Future[Any]) -> None:
-        kept.discard(done)
+        _abandoned.discard(done)
+        _stuck.pop(done, None)
         if not done.cancelled():
             done.exception()  # else asyncio logs that it was never retrieved
 
-    kept.add(future)
     future.add_done_callback(forget)
     if isinstance(future, asyncio.Task):
+        _abandoned.add(future)
         future.cancel()
+    else:
+        _stuck[future] = what
 
 
 def _run(
@@ -181,7 +184,7 @@ def _run(
     try:
         loop.call_soon_threadsafe(_settle, future, outcome, error)
     except RuntimeError:  # the loop is closed: nothing waits for the result, but the thread has ended
-        _stuck.discard(future)
+        _stuck.pop(future, None)
 
 
 def _settle(future: asyncio.Future[Any], outcome: object, error: Exception | None) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
+import re
 import stat
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -23,6 +24,8 @@ Kind = Literal["char", "block"]
 
 _SURE: Final = "boot:"
 _UNSURE: Final = "nodes:"
+_LOOKED_UP: Final = re.compile(r"(char|block|file):\d+:\d+")
+"""An identity that `token` has made, which is looked up again; other identities are the source's word."""
 MEMORY: Final = 1
 """The major number of null, zero, random: character devices that stand for no hardware."""
 
@@ -62,26 +65,30 @@ def _numbers(device: Device, stat: Stat) -> Tokens:
 
 
 def identities(devices: Sequence[Device], stat: Stat = os.stat) -> dict[str, Tokens]:
-    """Return the tokens of each device of a list by id, none for a device of which nothing is known. Blocks."""
+    """Return the tokens of each device of a list by id, none for a device of which nothing is known. Blocks.
+
+    A node of several devices says nothing, as /dev/nvidiactl, unless one of them has all its nodes and nothing else.
+    """
     numbers = {device.id: _numbers(device, stat) for device in devices}
-    counts = Counter(number for own in numbers.values() for number in own)
-    found = {}
-    for device in devices:
-        own = frozenset(number for number in numbers[device.id] if counts[number] == 1)
-        if device.identity:
-            own |= {device.identity}
-        found[device.id] = own or numbers[device.id]
-    return found
+    counts = Counter(number for of in numbers.values() for number in of)
+    own = {
+        device.id: frozenset(number for number in numbers[device.id] if counts[number] == 1)
+        | ({device.identity} if device.identity else frozenset())
+        for device in devices
+    }
+    whole = (one.id for one in devices if not own[one.id] and len(numbers[one.id]) == len(one.nodes))
+    telling = frozenset[str]().union(*(numbers[name] for name in whole))
+    return {name: (of | (numbers[name] & telling)) or numbers[name] for name, of in own.items()}
 
 
 def tokens_now(device: Device, stat: Stat = os.stat) -> Tokens:
     """Return all tokens that could identify a device now. Blocks."""
     now = _numbers(device, stat)
-    if device.identity.startswith("file:"):
+    if (kind := _LOOKED_UP.fullmatch(device.identity)) is None:
+        return now | frozenset({device.identity} - {""})
+    if kind[1] == "file":
         return now | identity_of((mount.host for mount in device.edits.mounts), stat)
-    if device.identity.startswith(("char:", "block:")):
-        return now
-    return now | frozenset({device.identity} - {""})
+    return now
 
 
 def is_quick(device: Device) -> bool:

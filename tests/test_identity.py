@@ -46,6 +46,9 @@ NODES = nodes(
         ({"a": ["/dev/g0"], "b": ["/dev/g1"]}, {"a": {"char:195:0"}, "b": {"char:195:1"}}),
         ({"a": ["/dev/g0", "/dev/ctl"], "b": ["/dev/g1", "/dev/ctl"]}, {"a": {"char:195:0"}, "b": {"char:195:1"}}),
         ({"a": ["/dev/g0"], "b": ["/dev/link0"]}, {"a": {"char:195:0"}, "b": {"char:195:0"}}),
+        ({"a": ["/dev/g0"], "b": ["/dev/g0", "/dev/g1"]}, {"a": {"char:195:0"}, "b": {"char:195:0", "char:195:1"}}),
+        # The node of its own is missing now.
+        ({"a": ["/dev/none", "/dev/ctl"], "b": ["/dev/g1", "/dev/ctl"]}, {"a": {"char:195:255"}, "b": {"char:195:1"}}),
         ({"a": ["/dev/null"], "b": ["/dev/null", "/dev/g0"]}, {"a": set(), "b": {"char:195:0"}}),
         ({"a": ["/dev/ram"]}, {"a": {"block:1:3"}}),
         ({"a": ["/dev/none"], "b": []}, {"a": set(), "b": set()}),
@@ -62,7 +65,10 @@ def test_a_device_is_known_by_the_numbers_that_no_other_one_has(
 def test_what_the_source_says_identifies_beside_distinctive_numbers() -> None:
     """A device is the same thing through a source that knows an address, and through its node."""
     listed = [Device("a", nodes=["/dev/g0", "/dev/ctl"], identity="pci:a"), Device("b", nodes=["/dev/ctl"])]
-    assert identity.identities(listed, NODES) == {"a": {"char:195:0", "pci:a"}, "b": {"char:195:255"}}
+    assert identity.identities(listed, NODES) == {
+        "a": {"char:195:0", "char:195:255", "pci:a"},
+        "b": {"char:195:255"},
+    }, "b has nothing else, and a's containers get it"
 
 
 def test_nodes_of_edits_do_not_identify() -> None:
@@ -130,3 +136,10 @@ async def test_a_changed_identity_is_a_change_of_the_list(tmp_path: Path) -> Non
     assert inventory.snapshot.identities == {"a": {"y"}}, "a gone device is still what it was"
     assert inventory.forget(["a"])
     assert inventory.snapshot.identities == {}
+
+
+@pytest.mark.parametrize("name", ["block:wwn-5000", "char:", "file:serial-7"])
+def test_an_identity_may_begin_like_a_token(name: str) -> None:
+    """Only what names a number or an inode is looked up again."""
+    device = Device("a", nodes=["/dev/g0"], identity=name)
+    assert identity.tokens_now(device, NODES) == {"char:195:0", name}

@@ -58,6 +58,12 @@ def granted(response: str, resource: str, device_id: str, boot: str) -> Wanted:
     return one if of == boot else one._replace(identity=recorded(numbers_of(paths), boot, sure=False))
 
 
+def nodes_missing(response: str, resource: str, one: Wanted, boot: str) -> bool:
+    """Return whether an answer of another boot names device nodes none of which was there when it was `granted`."""
+    of, _, paths = _decoded(response, resource)
+    return of != boot and bool(paths) and not one.identity
+
+
 def ours(one: Wanted) -> bool:
     """Return whether `granted` found that this framework has given a device."""
     return bool(one.key[1])

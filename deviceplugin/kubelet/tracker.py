@@ -25,7 +25,7 @@ from deviceplugin.kubelet import checkpoint, containers, holders
 from deviceplugin.kubelet.cgroups import PodProcesses, PodReader, read_directories
 from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint, CheckpointError
 from deviceplugin.kubelet.foreign_plugin import KubeletRecord
-from deviceplugin.kubelet.granted import granted, ours
+from deviceplugin.kubelet.granted import granted, nodes_missing, ours
 from deviceplugin.kubelet.holders import HolderEvidence, HolderSnapshot, of_ids
 from deviceplugin.kubelet.podresources import AllocationsInFlight, ClaimUse, Holder, PodResources, PodResourcesReport
 from deviceplugin.register.question import Use, Wanted, allocation_unit, part_of, takes_recorded
@@ -123,11 +123,12 @@ class HolderTracker:
         """
         found: set[Allocation] = set()
         registered = {resource for one in seen.checkpoints for resource in one.registered}
+        named = {one[2:] for file in seen.checkpoints for one in file.allocations}
         pods = seen.pods.directories or () if seen.pods.running is None else seen.pods.running
         pending = [one for one in self._register.snapshot.allocations.values() if one.pending]
         changed = self._names.changed() if pending else {}
         for resource, device_id, since in ((one.resource, one.device_id, one.since) for one in pending):
-            if resource in registered:
+            if resource in registered or (resource, device_id) in named:
                 continue
             for pod_uid in sorted(set(pods) - {self.pods.own_pod}):
                 if changed.get(pod_uid, since) >= since - CLOCK_STEP:
@@ -269,7 +270,7 @@ class HolderTracker:
 
     async def reread(self) -> None:
         """Read the checkpoint if it has changed: it names what was allocated since the last scan."""
-        if self._checkpoint.current() is None:
+        if self._checkpoint.current() is None or self._checkpoint.missing_nodes:
             with contextlib.suppress(CheckpointError):
                 self._checkpoint.read()
 
@@ -317,12 +318,14 @@ class HolderTracker:
         if not (all(one is other for one, other in zip(before[0], of, strict=True)) and before[1] == observed):
             found = []
             for one in sorted(of[1].allocations.union(of[0])):
-                if (one.resource, one.device_id) in records or one not in of[2]:
+                if one not in of[2]:
                     continue
-                what = of[2][one][1]
-                if one.resource in observed and ours(what):
+                what, record = of[2][one][1], records.get((one.resource, one.device_id))
+                own, tokens = ours(what) and record is None, tokens_of(what.identity, boot_id())
+                if record is not None and tokens <= tokens_of(record.identity, boot_id()):
+                    continue
+                if record is None and one.resource in observed and own:
                     continue  # it is over
-                own, tokens = ours(what), tokens_of(what.identity, boot_id())
                 part = part_of(what.amount) if own else None
                 unit = allocation_unit(one.resource, one.device_id)
                 takes = takes_recorded(what.amount) if own else {}
@@ -421,6 +424,8 @@ class CheckpointReader:
         self.last = Checkpoint(frozenset(), {})
         self.grants: Mapping[Allocation, tuple[str, Wanted]] = {}
         """What the devices of allocations were, with the answer to Allocate that says so."""
+        self.missing_nodes: frozenset[Allocation] = frozenset()
+        """Allocations of an earlier boot of whose device nodes none was there; each reading looks for them."""
         self._directory = directory
         self._request = request
         self._known = known
@@ -441,11 +446,15 @@ class CheckpointReader:
         """Remember the last of these checkpoints, and what they say of granted devices. May block for device nodes."""
         kept = frozenset(self._known()).union(*(one.allocations for one in checkpoints))
         grants = {one: grant for one, grant in self.grants.items() if one in kept}
-        for allocation, response in (item for one in checkpoints for item in one.responses.items()):
+        answers = {allocation: response for one in checkpoints for allocation, response in one.responses.items()}
+        for allocation, response in answers.items():
             if self._adopted(allocation.resource):
                 grants.pop(allocation, None)
-            elif allocation not in grants or grants[allocation][0] != response:
+            elif grants.get(allocation, ("",))[0] != response or allocation in self.missing_nodes:
                 grants[allocation] = response, granted(response, *allocation[2:], boot_id())
+        self.missing_nodes = frozenset(
+            one for one, (response, what) in grants.items() if nodes_missing(response, one.resource, what, boot_id())
+        )
         self.last, self.grants = checkpoints[-1], grants
 
     async def written(self) -> tuple[Sequence[Checkpoint], str]:

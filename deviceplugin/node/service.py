@@ -341,9 +341,16 @@ class Supervisor:
         name = source.resource
         if (before := self._child_tasks.pop(name, None)) is not None:
             before.cancel()
-        if type(source).child_sources is not DeviceSource.child_sources:
+        if type(source).child_sources is DeviceSource.child_sources:
+            self._end_children(name, ())
+        else:
             work = self._serve_child_sources(source)
             self._child_tasks[name] = asyncio.create_task(work, name=f"child sources of {name}")
+
+    def _end_children(self, parent: str, kept: Collection[str]) -> None:
+        """End the resources that the source before has brought along, and this one does not."""
+        for name in [name for name, one in self._parents.items() if one == parent and name not in kept]:
+            self._tasks[name].cancel()
 
     async def _serve_child_sources(self, parent: DeviceSource) -> None:
         served: set[str] = set()
@@ -351,7 +358,10 @@ class Supervisor:
         while True:
             try:
                 async for children in parent.child_sources():
-                    for child in checked_children(parent, children):
+                    checked = checked_children(parent, children)
+                    if not served:
+                        self._end_children(parent.resource, [child.resource for child in checked])
+                    for child in checked:
                         name = child.resource
                         if name in served:
                             continue

@@ -65,6 +65,8 @@ class Bridge:
         self.cluster = cluster
         self.drivers: dict[str, DriverRuntime] = {}
         self._policies = dict(policies)
+        self._parents: dict[str, str] = {}
+        """The resource whose source has brought another resource along."""
         self._group: asyncio.TaskGroup | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._ledger: AsyncLedger | None = None
@@ -229,14 +231,17 @@ class Bridge:
         if driver:
             one = self._driver(driver, self._ledger)
             one.read_share(self._watch.annotations, self._watch.uid)
-            one.serve(service, self._policies.get(resource, HandoverPolicy()))
+            one.serve(service, self._policy(resource))
         service.endpoint.refresh()
 
     def _serve_brought(self, resource: str, parent: str) -> None:
         """Have a resource that a source has brought along served on both sides, under the policy of that source."""
-        if parent in self._policies:
-            self._policies.setdefault(resource, self._policies[parent])
+        self._parents[resource] = parent
         self._serve(self.agent.services[resource])
+
+    def _policy(self, resource: str) -> HandoverPolicy:
+        parent = self._parents.get(resource, "")
+        return self._policies.get(resource) or self._policies.get(parent) or HandoverPolicy()
 
     def _left(self, resource: str) -> None:
         """Go on after devices of a resource have left a driver."""

@@ -29,6 +29,7 @@ from tests.register.node import (
     allocated_elsewhere,
     answered,
     got,
+    policies,
     restart_without_register,
     running,
     serving,
@@ -413,6 +414,37 @@ async def test_an_id_that_looks_like_a_replicas_is_another_device(node: FakeNode
         assert [got(node, one) for one in (first, *others) if one.running].count({"d0"}) == 1
 
 
+# A hook that hangs, again and again.
+
+
+async def test_hooks_of_one_resource_that_hang_cost_another_nothing(
+    node: FakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`edits` of A never returns; its pods fail, as a ReplicaSet makes them. Those of B go on."""
+    monkeypatch.setattr("deviceplugin.hooks.MAX_STUCK", 3)
+    forever = threading.Event()
+
+    class Edited(Listed):
+        def edits(self, devices: Sequence[Device]) -> ContainerEdits:
+            return ContainerEdits()
+
+    class Hanging(Listed):
+        hook_timeout = 0.05
+
+        def edits(self, devices: Sequence[Device]) -> ContainerEdits:
+            forever.wait(60)
+            return ContainerEdits()
+
+    async with serving(node, Hanging(A, ""), Edited(B, ""), both=False) as here:
+        try:
+            await here.until(lambda: here.healthy(A) and here.healthy(B))
+            failed = [await here.run(f"p{number}", {A: 1}) for number in range(5)]
+            assert not any(pod.running for pod in failed)
+            assert (await here.run("good", {B: 1})).running
+        finally:
+            forever.set()
+
+
 # Pods that use no device.
 
 
@@ -536,3 +568,25 @@ async def test_a_claim_that_was_allocated_keeps_its_device_though_the_register_i
             lambda: D in drivers and "claim default/mine" in str(drivers[D].resources[A].handover.waiting.get("d0"))
         )
         assert "d0" not in here.healthy()
+
+
+async def test_a_childs_devices_stay_on_their_side_when_something_else_is_reloaded(node: FakeNode) -> None:
+    """A child's share is that of its parent's config."""
+    parent = Parent()
+    async with serving(node, parent, share="all") as here:
+        await here.until(lambda: len(here.sliced()) == 2)
+        assert here.bridge is not None
+        new = Listed("example.com/c", "", "z0")
+        await here.bridge.reconfigure({new.resource: new}, policies([parent, new], "all"), [A])
+        await here.until(lambda: here.healthy(new.resource) == {"z0"})
+        await here.scans()
+        assert len(here.sliced()) == 2
+        assert here.bridge.drivers[D].resources[B].policy == here.bridge.drivers[D].resources[A].policy
+
+
+async def test_a_child_that_is_brought_along_no_more_is_not_offered(node: FakeNode) -> None:
+    """Its parent's new source has no children."""
+    async with serving(node, Parent(), both=False) as here:
+        await here.until(lambda: here.healthy(A) and here.healthy(B))
+        await here.serve(Listed(A, D, "d0"))
+        await here.until(lambda: not here.healthy(B))

@@ -1,0 +1,91 @@
+"""A reboot after which device nodes have other numbers, and are there late."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from deviceplugin.device import Device
+from deviceplugin.testing import FakePod
+from dra_bridge.testing.node import FakeNode
+from tests.register.node import A, D, Listed, serving
+
+BOTH = pytest.mark.parametrize("both", [False, True], ids=["pods", "both"])
+PLACES = (
+    "deviceplugin.identity",
+    "deviceplugin.kubelet.tracker",
+    "dra_bridge.ledger.store",
+    "dra_bridge.driver.driver",
+)
+
+
+@contextlib.contextmanager
+def another_boot() -> Iterator[None]:
+    """Have the agent run as in the node's boot before."""
+    with pytest.MonkeyPatch.context() as patch:
+        for place in PLACES:
+            patch.setattr(f"{place}.boot_id", lambda: "an-earlier-boot")
+        yield
+
+
+def put(path: Path, number: int) -> None:
+    """Make a device node."""
+    path.unlink(missing_ok=True)
+    os.mknod(path, 0o600 | stat.S_IFCHR, os.makedev(60, number))
+
+
+def hardware(pod: FakePod) -> set[int]:
+    """Return the minor numbers of the nodes that a pod's container has."""
+    return {os.minor(os.stat(one.host).st_rdev) for one in pod.nodes}
+
+
+@BOTH
+@pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
+async def test_numbers_are_swapped_by_a_reboot(node: FakeNode, tmp_path: Path, late: bool, both: bool) -> None:
+    """Ids are serial numbers, nodes are numbered as they are found. The kubelet starts the pod by its old answer."""
+    tty = [tmp_path / f"ttyX{n}" for n in range(2)]
+    for n, path in enumerate(tty):
+        put(path, 10 + n)
+
+    def source(first: int) -> Listed:
+        made = Listed(A, D)
+        made.lists = asyncio.Queue()
+        made.put(Device("serial-0", nodes=[str(tty[first])]), Device("serial-1", nodes=[str(tty[1 - first])]))
+        return made
+
+    with another_boot():
+        async with serving(node, source(0), both=both) as here:
+            await here.until(lambda: here.healthy() == {"serial-0", "serial-1"})
+            pod = await here.run("p", {A: 1})
+            await here.scans()
+    if late:
+        for path in tty:
+            path.unlink()
+    # serial-0 is found second now: the other numbers of nodes
+    swapped = source(1)
+    if late:
+        swapped.lists = asyncio.Queue()
+        swapped.put()
+    await asyncio.to_thread(node.stop)
+    node.hold_sources()  # the kubelet learns of its pods when the plugin is there
+    await asyncio.to_thread(node.reboot)
+    async with serving(node, swapped, both=both) as here:
+        await here.until(lambda: A in node.resources())
+        await here.soon(lambda: False, 0.5)
+        if late:
+            for n, path in enumerate(tty):
+                put(path, 10 + n)
+            swapped.put(Device("serial-0", nodes=[str(tty[1])]), Device("serial-1", nodes=[str(tty[0])]))
+        await here.soon(lambda: len(here.healthy()) == 2, 2)
+        node.release_sources()
+        await here.soon(lambda: pod.running, 5)
+        await here.scans()
+        others = [await here.run(f"q{n}", {A: 1}) for n in range(2)]
+        has = [sorted(hardware(one)) for one in (pod, *others) if one.running]
+        assert len(has) == len({tuple(one) for one in has}), has
