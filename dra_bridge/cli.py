@@ -397,12 +397,17 @@ def _demo(options: argparse.Namespace) -> int:
 
 def _ask(options: argparse.Namespace, question: Callable[[Cluster], Awaitable[_T]]) -> _T:
     """Ask the API server; raise CommandError if it cannot be reached (status 2), or if it refuses or fails (1)."""
-    from dra_bridge.kube import AccessError, Cluster, ClusterError
+    from dra_bridge.kube import AccessError, Cluster, ClusterError, UnavailableError
     from dra_bridge.rollout.rollout import RolloutError
 
     async def ask() -> _T:
         async with Cluster.from_environment(options.kubeconfig) as cluster:
-            return await question(cluster)
+            try:
+                return await question(cluster)
+            except UnavailableError as error:
+                if error.code:
+                    raise
+                raise CommandError(f"cannot reach an API server at {cluster.where}: {error}", status=1) from error
 
     logs.setup("text", "error")  # what the library warns of is said once, as the command's own error
     try:

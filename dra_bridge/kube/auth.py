@@ -39,7 +39,8 @@ class Access:
 
     authorize: returns the Authorization header, "" for none. It takes whether the last one was refused (401) and a new
     one is needed; it raises KubeConfigError or OSError where there is none. proxy: the URL of an HTTP proxy, "" for
-    none. server_name: the name in the server's certificate, "" if it is the URL's host.
+    none. server_name: the name in the server's certificate, "" if it is the URL's host. source: where all this is from,
+    for people.
     """
 
     url: str
@@ -47,6 +48,7 @@ class Access:
     authorize: Callable[[bool], Awaitable[str]]
     proxy: str = ""
     server_name: str = ""
+    source: str = ""
 
 
 async def from_environment(kubeconfig: str | os.PathLike[str] | None = None) -> Access:
@@ -137,7 +139,7 @@ class _KubeConfig:
             if found.cert_file:
                 with self._named("client-certificate or client-key"):
                     tls.load_cert_chain(found.cert_file, found.key_file)
-        return Access(url, tls, self, found.proxy or "", found.tls_server_name or "")
+        return Access(url, tls, self, found.proxy or "", found.tls_server_name or "", f"kubeconfig {self._paths}")
 
     @contextlib.contextmanager
     def _named(self, field: str) -> Iterator[None]:

@@ -161,6 +161,11 @@ class Cluster:
         await self._connection.aclose()
 
     @property
+    def where(self) -> str:
+        """The server's address and where it is from, for people; "" until the configuration is read."""
+        return self._connection.where
+
+    @property
     def statistics(self) -> RequestStatistics:
         """What went to the API server so far."""
         return self._connection.statistics

@@ -68,6 +68,12 @@ class Connection:
         self._connecting = asyncio.Lock()
         self._answers = asyncio.Event()  # set when the server answers again after it was lost
 
+    @property
+    def where(self) -> str:
+        """The server's address and where it is from, for people; "" until the configuration is read."""
+        source = self._reached[0].source if self._reached is not None else ""
+        return f"{self._url} ({source})" if source else self._url
+
     async def aclose(self) -> None:
         """Close all connections; streams that are still read fail."""
         reached, self._reached = self._reached, None

@@ -726,13 +726,14 @@ def test_unreachable_server(command: list[str], tmp_path: Path, capsys: pytest.C
 
 
 def test_server_that_does_not_answer_is_said_once(world: World) -> None:
-    """The error is the command's one line."""
+    """The error is the command's one line, and names the address and the kubeconfig that has it."""
     text = world.kubeconfig.read_text().replace(world.server.url, "http://127.0.0.1:1")
     world.kubeconfig.write_text(text)
     command = [sys.executable, "-m", "dra_bridge", "status", "--kubeconfig", str(world.kubeconfig)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT, check=False)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("GET /api")
+    where = f"http://127.0.0.1:1 (kubeconfig {world.kubeconfig})"
+    assert done.stderr.startswith(f"cannot reach an API server at {where}: GET /api")
     assert done.stderr.count("\n") == 1
 
 
