@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 
@@ -13,15 +13,20 @@ def printable(text: str) -> str:
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], red: Sequence[Sequence[str]] = ()) -> None:
-    """Print aligned columns; on a terminal with rich, where the extra `cli` is installed. red: rows in this colour."""
+    """Print aligned columns, which no width cuts. red: rows in this colour."""
     rows, red = ([tuple(map(printable, row)) for row in each] for each in (rows, red))
-    if sys.stdout.isatty() and (rich := import_rich()):
-        table = rich.table.Table(*header, box=None, pad_edge=False)
-        for row in rows:
-            table.add_row(*(rich.text.Text(cell, style="red" if row in red else "") for cell in row))
-        rich.console.Console().print(table)
-    else:
-        print("\n".join(aligned((header, *rows))))
+    wrong = [False, *(row in red for row in rows)]
+    print_lines(zip(aligned((header, *rows)), wrong, strict=True))
+
+
+def print_lines(lines: Iterable[tuple[str, bool]]) -> None:
+    """Print lines; those that are marked are red on a terminal, where the extra `cli` is installed."""
+    rich = import_rich() if sys.stdout.isatty() else None
+    for text, red in lines:
+        if rich is not None and red:
+            rich.console.Console().print(rich.text.Text(text, style="red"), soft_wrap=True)
+        else:
+            print(text)
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:

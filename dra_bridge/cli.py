@@ -14,10 +14,10 @@ import functools
 import json
 import re
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -25,7 +25,7 @@ from deviceplugin.cli import CommandError, CommandLine
 from deviceplugin.device import counted
 from deviceplugin.node import logs
 from deviceplugin.node.options import add_config_options, lock_of
-from deviceplugin.tables import age, import_rich, print_table, printable
+from deviceplugin.tables import import_rich, print_lines, printable
 from deviceplugin.version import VERSION
 from dra_bridge.node.options import add_kubeconfig, add_run_options, run_options
 
@@ -33,11 +33,14 @@ if TYPE_CHECKING:
     from deviceplugin.config import Config
     from deviceplugin.source import DeviceSource
     from dra_bridge.kube import Cluster
-    from dra_bridge.rollout.fleet import DeviceView, NodeView
-    from dra_bridge.rollout.rollout import Reporter
+    from dra_bridge.rollout import display
+    from dra_bridge.rollout.display import Status
+    from dra_bridge.rollout.reporter import Reporter
 
 _T = TypeVar("_T")
 
+WATCH_PERIOD: Final = 2.0
+"""Seconds between two readings of `status --watch`."""
 _ROLLOUT: Final = """
 Ask the nodes of a label selector for a share, some at a time. What each node was asked for before stands in its
 annotation <driver>/dra-share-before: the same command goes on where a run stopped, and --undo restores it. A
@@ -78,6 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     status.add_argument("--driver", default="", metavar="NAME", help="of this driver alone (all that report moves)")
     status.add_argument("--node", action="append", default=[], metavar="NAME", help="this node; may be repeated (all)")
     status.add_argument("-o", "--output", choices=("table", "json"), default="table", help="the form (%(default)s)")
+    status.add_argument("--problems", action="store_true", help="only what is not as it should be")
+    status.add_argument("--watch", "-w", action="store_true", help="show it again and again, until interrupted")
     migrate = line.add("migrate", _migrate, "Ask nodes for a share: how many of a driver's devices claims are to have.")
     migrate.add_argument("nodes", nargs="+", metavar="NODE", help="a node's name")
     same = "the same as --share default"
@@ -421,26 +426,37 @@ def _ask(options: argparse.Namespace, question: Callable[[Cluster], Awaitable[_T
 
 
 def _status(options: argparse.Namespace) -> int:
-    from dra_bridge.kube import ForbiddenError
-    from dra_bridge.rollout import fleet, restarts
-    from dra_bridge.rollout.agents import ask_agents
-    from dra_bridge.rollout.rollout import read_nodes
-    from dra_bridge.rollout.waiting import hints, other_classes
+    from dra_bridge.kube import UnavailableError
+    from dra_bridge.rollout import display
+    from dra_bridge.rollout.status import read_status
 
-    async def read(cluster: Cluster) -> tuple[list[NodeView], list[str], list[str], list[str]]:
-        nodes = await read_nodes(cluster, options.driver, options.node)
-        answers = await ask_agents(cluster, {view.node for view in nodes if view.devices}, options.namespace)
-        nodes = [fleet.with_answers(view, answers) for view in nodes]
-        unknown, problems = fleet.unknown(nodes, answers), fleet.problems(answers)
-        unknown += await other_classes(cluster, nodes)
-        try:
-            problems += await restarts.ended_by_restart(cluster, nodes, problems)
-            return nodes, await hints(cluster, nodes), unknown, problems
-        except ForbiddenError as error:
-            return nodes, [f"pods that wait for devices are not known: {error}"], unknown, problems
+    if options.watch and options.output == "json":
+        raise CommandError("dra-bridge status: --watch shows the table; ask for JSON once")
+    terminal = sys.stdout.isatty()
 
-    nodes, waiting, unknown, problems = _ask(options, read)
-    if not nodes:
+    def lines(found: Status) -> list[display.Line]:
+        width = shutil.get_terminal_size().columns if terminal else None
+        return display.lines(found, width, time.time(), problems=options.problems)
+
+    async def read(cluster: Cluster) -> Status:
+        return await read_status(cluster, options.driver, options.node, options.namespace)
+
+    async def watch(cluster: Cluster) -> Status:
+        before = None
+        while True:
+            try:
+                shown = lines(await read(cluster))
+            except UnavailableError as error:
+                shown = display.wrapped([f"the API server does not answer: {error}"], None)
+            if terminal:
+                _redraw(shown)
+            elif shown != before:
+                before = shown
+                print("\n".join((time.strftime("--- %H:%M:%S"), *(one.text for one in shown))), flush=True)
+            await asyncio.sleep(WATCH_PERIOD)
+
+    found = _ask(options, watch if options.watch else read)
+    if not found.nodes:
         of = f" of node {', '.join(options.node)}" if options.node else ""
         raise CommandError(
             f"no ResourceSlice{of} has the annotation {options.driver or 'DRIVER'}/handover, by which an agent of "
@@ -448,90 +464,20 @@ def _status(options: argparse.Namespace) -> int:
             status=1,
         )
     if options.output == "json":
-        found = {
-            "problems": problems,
-            "nodes": [_as_json(view) for view in nodes],
-            "hints": waiting,
-            "unknown": unknown,
-        }
-        print(json.dumps(found, indent=2))
-        return int(bool(problems))
-    for line in problems:
-        print(printable(line))
-    rows = [
-        (
-            view.node,
-            device.resource,
-            device.name,
-            device.state.side,
-            device.state.value + (" (gone)" if device.gone else " (withheld)" if device.withheld else ""),
-            (" for ".join(filter(None, (device.holder, ", ".join(device.pods)))) or "-") if device.known else "?",
-            _health(device),
-            age(time.time() - device.since),
-            device.waits or "-",
-        )
-        for view in nodes
-        for device in view.devices
-    ]
-    shown = 9 if any(row[-1] != "-" for row in rows) else 8
-    header = ("NODE", "RESOURCE", "DEVICE", "SIDE", "STATE", "HOLDER", "HEALTH", "SINCE", "WAITS FOR")[:shown]
-    lines = [row[:shown] for row in rows]
-    red = [row for row in lines if row[6].startswith(("unhealthy", "gone"))]
-    if rows:
-        print_table(header, lines, red)
-        print()
-    for view in nodes:
-        print(printable(f"{view.node} {view.driver}: {fleet.summary(view)}"))
-        for line in (*fleet.obstacles(view), *fleet.withheld(view)) if view.reported is not None else ():
-            print(f"  {printable(line)}")
-    for line in (*waiting, *unknown):
-        print(printable(line))
-    return int(bool(problems))
+        print(json.dumps(display.as_json(found), indent=2))
+    else:
+        print_lines(lines(found))
+    return int(bool(found.problems))
 
 
-def _health(device: DeviceView) -> str:
-    if device.gone:
-        return "gone"
-    return (device.health or "?") + (f" ({device.message})" if device.message else "")
+def _redraw(found: Sequence[display.Line]) -> None:
+    """Show as much as there is room for, in place of what the terminal has shown before."""
+    from dra_bridge.rollout import display
 
-
-def _as_json(view: NodeView) -> dict[str, Any]:
-    from dra_bridge.rollout import fleet
-
-    return {
-        "node": view.node,
-        "driver": view.driver,
-        "asked": view.asked,
-        "before": view.before.share if view.before is not None else None,
-        "inRollout": view.before is not None,
-        "settled": fleet.settled(view),
-        "waitsFor": fleet.obstacles(view),
-        "resources": [
-            {
-                "name": name,
-                "share": resource.share,
-                "counts": resource.counts,
-                "devices": [
-                    {
-                        "name": one.name,
-                        "side": one.state.side,
-                        "state": one.state.value,
-                        "holder": one.holder if one.known else None,
-                        "health": one.health or None,
-                        "message": one.message,
-                        "pods": list(one.pods),
-                        "since": datetime.fromtimestamp(one.since, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-                        "waitsFor": one.waits,
-                        "withheld": one.withheld,
-                        "gone": one.gone,
-                    }
-                    for one in view.devices
-                    if one.resource == name
-                ],
-            }
-            for name, resource in (view.reported.resources if view.reported is not None else {}).items()
-        ],
-    }
+    size = shutil.get_terminal_size()
+    sys.stdout.write("\x1b[H\x1b[2J")
+    print_lines(display.first_rows(found, size.columns, size.lines))
+    sys.stdout.flush()
 
 
 def _migrate(options: argparse.Namespace) -> int:
@@ -562,29 +508,37 @@ def _rollout(options: argparse.Namespace) -> int:
         options,
         lambda cluster, reporter: rollout(cluster, options.driver, goal, options.selector, limits, reporter),
         "interrupted; nodes in the move go on, no other is begun. The same command goes on from here",
+        "" if options.undo else "the same command goes on from here; --undo in place of --share takes it back",
     )
-    if not done and not options.undo:
-        print("the same command goes on from here; --undo in place of --share takes it back", file=sys.stderr)
     return int(not done)
 
 
 def _follow(
-    options: argparse.Namespace, work: Callable[[Cluster, Reporter], Awaitable[bool]], interrupted: str
+    options: argparse.Namespace,
+    work: Callable[[Cluster, Reporter], Awaitable[bool]],
+    interrupted: str,
+    stopped: str = "",
 ) -> bool:
-    """Do something with the API server and show its progress; interrupted: what is printed at Ctrl-C."""
-    from dra_bridge.rollout.rollout import Reporter
+    """Do something with the API server and show its progress.
+
+    interrupted: what is printed at Ctrl-C. stopped: what is printed if it has stopped, before the reason.
+    """
+    from dra_bridge.rollout.display import wrapped
+    from dra_bridge.rollout.reporter import Reporter
 
     with contextlib.ExitStack() as stack:
         show: Callable[[str], None] = functools.partial(print, flush=True)
         bars = None
         if sys.stdout.isatty() and (rich := import_rich()):
+            name = rich.table.Column(overflow="fold")
             columns = (
-                rich.progress.TextColumn("{task.description}"),
-                rich.progress.BarColumn(),
-                rich.progress.TextColumn("{task.completed} of {task.total}"),
+                rich.progress.TextColumn("{task.description}", markup=False, table_column=name),
+                rich.progress.BarColumn(bar_width=12),
+                rich.progress.TextColumn("{task.completed} of {task.total} {task.fields[unit]}"),
                 rich.progress.TimeElapsedColumn(),
             )
-            bars = stack.enter_context(rich.progress.Progress(*columns))
+            # Bars that stand still would look like moves that stand still: they go at the end.
+            bars = stack.enter_context(rich.progress.Progress(*columns, transient=True))
             show = functools.partial(bars.console.print, markup=False, highlight=False)
 
         def say(line: str) -> None:
@@ -592,9 +546,12 @@ def _follow(
 
         reporter = Reporter(say, bars)
         try:
-            return _ask(options, lambda cluster: work(cluster, reporter))
+            done = _ask(options, lambda cluster: work(cluster, reporter))
         except KeyboardInterrupt:
-            if bars is not None:
-                bars.live.transient = True  # bars that stand still would look like moves that stand still
             say(interrupted)
             raise
+    if not done and stopped:
+        print(stopped, file=sys.stderr, flush=True)
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    print_lines(wrapped(reporter.stopped, width))
+    return done

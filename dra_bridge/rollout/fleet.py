@@ -264,9 +264,11 @@ def obstacles(view: NodeView) -> list[str]:
     together: dict[tuple[str, str], list[str]] = {}
     for device in view.devices:
         if device.state in (State.TO_DRA, State.TO_PLUGIN):
-            holder = " for ".join(filter(None, (device.holder, ", ".join(device.pods))))
-            waits = device.waits or "what its agent has yet to report"
-            held = f", held by {holder}" if holder and holder not in waits else ""
+            waits, held = device.waits or "what its agent has yet to report", ""
+            if device.holder and device.holder not in waits:
+                held = f", held by {holder(device)}"
+            elif pods := [one for one in device.pods if one not in waits]:
+                held = f", which {', '.join(pods)} {'uses' if len(pods) == 1 else 'use'}"
             together.setdefault((device.state.value, waits + held), []).append(device.name)
     found = [
         f"{shortened(names)} ({state}) {'waits' if len(names) == 1 else 'wait'} for {what}"
@@ -278,11 +280,17 @@ def obstacles(view: NodeView) -> list[str]:
     return found
 
 
+def holder(device: DeviceView) -> str:
+    """Return who has a device, in words: a pod, or claims and the pods that these are for; "" if nobody."""
+    return " for ".join(filter(None, (device.holder, ", ".join(device.pods))))
+
+
 def summary(view: NodeView) -> str:
     """Return a line on a node: what is asked for, and how many devices are in which state."""
     if view.reported is None:
         return obstacles(view)[0]
-    parts = [f"asked for {'nothing' if view.asked is None else view.asked}"]
+    by = f" by the rollout of {view.before.owner}" if view.before is not None and view.before.owner else ""
+    parts = [f"asked for {'nothing' if view.asked is None else view.asked}{by}"]
     for name, resource in view.reported.resources.items():
         counts = ", ".join(f"{number} {state}" for state, number in sorted(resource.counts.items())) or "no devices"
         parts.append(f"{name}: {counts} (share {resource.share})")

@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, Final, Self
@@ -18,6 +19,7 @@ from dra_bridge import kube
 from dra_bridge.kube import NODES, RESOURCE_CLAIMS, RESOURCE_SLICES, Cluster, Object
 from dra_bridge.rollout import fleet
 from dra_bridge.rollout.fleet import Goal, Limits, NodeView, Phase
+from dra_bridge.rollout.reporter import Reporter
 
 EXPLAIN: Final = 5.0
 """Seconds without a change after which the obstacles of nodes are shown."""
@@ -33,45 +35,6 @@ class RolloutError(Exception):
     def __init__(self, message: str, status: int = 2) -> None:
         super().__init__(message)
         self.status = status
-
-
-class Reporter:
-    """Shows how far nodes are: by progress bars (rich's) if they are given, else by lines. say: shows a line."""
-
-    def __init__(self, say: Callable[[str], None], bars: Any = None) -> None:
-        self.say = say
-        self._bars = bars
-        self._tasks: dict[str, Any] = {}
-        self._printed: dict[str, str] = {}
-        self._explained: dict[str, list[str]] = {}
-        self._most: dict[str, int] = {}
-
-    def show(self, nodes: Sequence[NodeView]) -> None:
-        """Move each node's bar, or print a line for each node of which something changed."""
-        for view in nodes:
-            node = view.node
-            if self._bars is not None and node not in self._tasks:
-                self._tasks[node] = self._bars.add_task(node, total=None)
-            # Without an annotation only the agent knows what it is to be.
-            if view.reported is None or (view.asked is None and view.reported.asked):
-                continue
-            left = fleet.distance(view)
-            most = self._most[node] = max(self._most.get(node, 0), left)
-            text = f"{node}: {most - left} of {most} devices moved" if most else f"{node}: nothing to move"
-            if self._bars is not None:
-                self._bars.update(self._tasks[node], total=max(most, 1), completed=most - left if most else 1)
-            elif self._printed.get(node) != text:
-                self._printed[node] = text
-                self.say(text)
-
-    def explain(self, nodes: Sequence[NodeView]) -> None:
-        """Print what nodes wait for, where that is not what was printed before."""
-        for view in nodes:
-            lines = fleet.obstacles(view)
-            if lines and self._explained.get(view.node) != lines:
-                self._explained[view.node] = lines
-                for line in lines:
-                    self.say(f"{view.node}: {line}")
 
 
 async def read_nodes(
@@ -317,6 +280,7 @@ class _Rollout:
             if at is Phase.MOVING:
                 self._since.setdefault(name, now)
         begun = [view for view in nodes if view.node in self._since]
+        self._reporter.total(phases)
         self._reporter.show(begun)
         for name in (view.node for view in begun if phases[view.node] is Phase.DONE and view.node not in self._done):
             self._reporter.say(f"{name}: done after {now - self._since[name]:.1f} s")
@@ -335,9 +299,13 @@ class _Rollout:
         for name in decision.begin:
             await self._begin(by_name[name])
         for line in decision.stop:
-            self._reporter.say(f"stopped: {line}")
-        if decision.stop or not decision.over:
-            return False if decision.stop else None
+            self._reporter.stopped.append(f"stopped: {line}")
+        if decision.stop:
+            if not self._goal.undo:
+                self._say_done(phases.values())
+            return False
+        if not decision.over:
+            return None
         if not self._last_check:
             self._last_check = True
             self._failing.clear()  # list the pods once more before all is said to be well
@@ -379,6 +347,10 @@ class _Rollout:
             events = (await self._fleet.cluster.list(kube.EVENTS, field_selector=selector)).items
         return fleet.failing_pods(pods, events, tuple(resources))
 
+    def _say_done(self, phases: Iterable[Phase]) -> None:
+        found = Counter(phases)
+        self._reporter.say(f"{found[Phase.DONE]} of {found.total()} nodes are as they should be")
+
     def _end(self) -> bool:
         by_phase: dict[Phase, list[str]] = {one: [] for one in Phase}
         for view in (nodes := self._fleet.views()):
@@ -387,7 +359,7 @@ class _Rollout:
         if self._goal.undo:
             self._reporter.say("what was asked for before is asked for again" if not waiting else "paused")
         else:
-            self._reporter.say(f"{len(by_phase[Phase.DONE])} of {len(nodes)} nodes are as they should be")
+            self._say_done(fleet.phase(self._goal, view) for view in nodes)
         if unserved:
             self._reporter.say(f"no agent of {self._fleet.driver} serves {', '.join(unserved)}")
         if waiting:

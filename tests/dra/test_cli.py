@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import json
 import os
+import re
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -27,7 +31,7 @@ from dra_bridge import cli
 from dra_bridge.handover.share import parse_asked
 from dra_bridge.manifests import Deployment, manifests
 from dra_bridge.node.options import AGENT, add_run_options, parse_run
-from dra_bridge.rollout import progress, rollout
+from dra_bridge.rollout import progress, reporter, rollout
 from dra_bridge.rollout.fleet import RESTARTING
 from dra_bridge.rollout.progress import DeviceProgress, Progress, ResourceProgress
 from dra_bridge.testing.apiserver import FakeApiServer, Fault, Request
@@ -577,7 +581,7 @@ def test_status_tells_devices_and_holders(world: World, bridge: Callable[..., Ra
     ]
     assert resource["devices"][0]["since"] == "2023-11-14T22:13:20Z"
     table = bridge("status").out
-    assert "  WAITS FOR\n" in table
+    assert table.splitlines()[0] == "NODE  RESOURCE         DEVICE  SIDE    STATE   HOLDER            HEALTH  SINCE"
     assert "n1    example.com/gpu  gpu-1   dra     dra     claim ml/c for q  ?       " in table
     assert "n1    example.com/gpu  gpu-2   dra     dra     ?                 ?       " in table
     why = "no pod with the label app.kubernetes.io/managed-by=dra-bridge in namespace dra-bridge runs there"
@@ -603,7 +607,6 @@ def test_status_asks_the_agents(world: World, bridge: Callable[..., Ran]) -> Non
     world.server.proxied = lambda path: (200, answer)
     writes = len(world.server.writes)
     table = bridge("status").out
-    assert table.splitlines()[0].endswith("  SINCE")  # nothing waits for anything
     lines = [line.split("  ") for line in table.splitlines()[1:6]]
     shown = [[cell.strip() for cell in line if cell.strip()] for line in lines]
     assert [(row[2], row[5], row[6]) for row in shown] == [
@@ -1054,24 +1057,102 @@ def test_migrate_interrupted(world: World) -> None:
     assert agent.annotations == {SHARE: "all"}
 
 
-def migrated_on_a_terminal(world: World, *, interrupt: bool = False) -> tuple[int, str]:
-    """Move all devices of n1, interrupted once bars are shown if so; return the exit status and what was printed."""
-    command = [sys.executable, "-m", "dra_bridge", "migrate", "n1", "--driver", D, "--share", "all", "--wait"]
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+"""What moves a terminal's cursor, erases and colours."""
+
+
+def on_a_terminal(
+    world: World, *argv: str, columns: int = 90, rows: int = 24, interrupt: Callable[[str], bool] = lambda text: False
+) -> tuple[int, str]:
+    """Run a command line on a terminal of this size; return the exit status and what was printed, escapes included.
+
+    interrupt: returns whether to press Ctrl-C, once, by what was printed so far.
+    """
     leader, follower = os.openpty()
-    env = {**os.environ, "TERM": "xterm", "COLUMNS": "90"}
-    kubeconfig = ["--kubeconfig", str(world.kubeconfig)]
-    with running([*command, *kubeconfig], stdout=follower, stderr=follower, env=env) as process:
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+    env = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES")} | {"TERM": "xterm"}
+    command = [sys.executable, "-m", "dra_bridge", *argv, "--kubeconfig", str(world.kubeconfig)]
+    with running(command, stdout=follower, stderr=follower, env=env) as process:
         os.close(follower)
-        text = b""
+        text, pressed = b"", False
         with contextlib.suppress(OSError):
             while part := os.read(leader, 1 << 16):
                 text += part
-                if interrupt and b"asked for all" in text and "━".encode() in text:
+                if not pressed and interrupt(text.decode(errors="ignore")):
                     process.send_signal(signal.SIGINT)
-                    interrupt = False
+                    pressed = True
         status = process.wait(WAIT)
     os.close(leader)
     return status, text.decode()
+
+
+def migrated_on_a_terminal(world: World, *, interrupt: bool = False) -> tuple[int, str]:
+    """Move all devices of n1, interrupted once bars are shown if so; return the exit status and what was printed."""
+    argv = ("migrate", "n1", "--driver", D, "--share", "all", "--wait")
+    return on_a_terminal(world, *argv, interrupt=lambda text: interrupt and "asked for all" in text and "━" in text)
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_status_on_a_terminal(world: World, columns: int) -> None:
+    """Names of nodes, pods and resources are whole, and lines end between words."""
+    node, pod = "ip-10-0-123-45.eu-central-1.compute.internal", "pod ml-team/a-training-job-with-a-long-name-worker-0"
+    agent = world.agent(node, held={"gpu-0": pod})
+    agent.ask(dra_share="all")
+    world.wait_for(lambda: agent.told == "all")
+    status, text = on_a_terminal(world, "status", columns=columns)
+    lines = ESCAPES.sub("", text).split("\r\n")
+    assert status == 0
+    assert "…" not in text
+    assert max(map(len, lines)) <= columns
+    assert any(f"{node}  {R}" in line for line in lines)
+    assert f"gpu-0 (to-dra) waits for its holder, held by {pod}" in " ".join(line.strip() for line in lines)
+
+
+@pytest.mark.parametrize(("columns", "rows"), [(80, 24), (120, 24)])
+def test_rollout_of_many_nodes_on_a_terminal(world: World, columns: int, rows: int) -> None:
+    """What moves and how far all nodes are stays on the screen, and why it stopped is the last that is printed."""
+    for number in range(30):
+        world.agent(f"node-{number:02}", held={"gpu-0": "pod default/p"} if number == 7 else {})
+    argv = ("rollout", "--driver", D, "--share", "all", "-l", "pool=gpu", "--max-unavailable", "25")
+    status, text = on_a_terminal(world, *argv, "--timeout-per-node", "15", columns=columns, rows=rows)
+    assert status == 1
+    frames = text.split("of 30 nodes")
+    assert "1 in the move, 0 to come" in frames[-2]
+    assert "node-07" in frames[-1], "the node that moves is below the bar of all nodes"
+    bars = [ESCAPES.sub("", frame).count(" devices ") for frame in frames[1:]]
+    assert 2 <= max(bars) <= rows - reporter.OTHER_ROWS
+    last = " ".join(ESCAPES.sub("", text).split()).split("29 of 30 nodes are as they should be ")[1]
+    reason = "stopped: node-07: not done after 15 s: gpu-0 (to-dra) waits for its holder, held by pod default/p"
+    assert last.endswith(reason)
+    assert "━" not in last[last.index("the same command goes on from here") :]
+
+
+def test_status_again_and_again(world: World, bridge: Callable[..., Ran]) -> None:
+    """--watch shows it in place, as much as the screen has room for, until it is interrupted."""
+    agent = world.agent("n1", count=30, held={"gpu-0": "pod default/p"})
+    agent.ask(dra_share="all")
+    world.wait_for(lambda: agent.told == "all")
+    home = "\x1b[H\x1b[2J"
+    status, text = on_a_terminal(world, "status", "--watch", rows=10, interrupt=lambda text: text.count(home) > 2)
+    assert status == 130
+    _, *screens = text.split(home)
+    assert all("more lines; --problems leaves out what is as it should be" in screen for screen in screens[:2])
+    assert all(screen.count("\r\n") < 10 for screen in screens)
+    assert "Traceback" not in text
+    ran = bridge("status", "--watch", "-o", "json")
+    assert (ran.status, ran.err) == (2, "dra-bridge status: --watch shows the table; ask for JSON once\n")
+
+
+def test_status_of_problems_alone(world: World, bridge: Callable[..., Ran]) -> None:
+    """--problems leaves out what is as it should be."""
+    world.agent("n1", count=3)
+    agent = world.agent("n2", held={"gpu-0": "pod default/p"})
+    agent.ask(dra_share="all")
+    world.wait_for(lambda: agent.told == "all")
+    out = bridge("status", "--problems").out
+    assert not any(line.startswith("n1 ") for line in out.splitlines())
+    assert [line.split()[2] for line in out.splitlines() if line.startswith("n2    ")] == ["gpu-0"]
+    assert "not listed, as they need no attention: 6 devices\n" in out
 
 
 def test_migrate_with_bars(world: World) -> None:

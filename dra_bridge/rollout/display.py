@@ -1,0 +1,260 @@
+"""What `dra-bridge status` shows: pure functions from the fleet to lines of a given width.
+
+Nothing that identifies something is ever cut: where a table is too wide, columns are left out that repeat themselves,
+and then what is long gets a line of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Final, NamedTuple
+
+from deviceplugin.device import counted
+from deviceplugin.register.records import State
+from deviceplugin.tables import age, aligned, printable
+from dra_bridge.rollout import fleet
+from dra_bridge.rollout.fleet import DeviceView, NodeView
+
+MANY: Final = 12
+"""Nodes from which on the numbers of all of them come first."""
+HEADER: Final = ("NODE", "RESOURCE", "DEVICE", "SIDE", "STATE", "HOLDER", "HEALTH", "SINCE")
+
+
+class Line(NamedTuple):
+    """A line of text. bad: whether it is about something broken."""
+
+    text: str
+    bad: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What is known of the fleet.
+
+    problems: of agents themselves. hints: for pods that wait. unknown: what is not known, and why.
+    """
+
+    nodes: Sequence[NodeView]
+    problems: Sequence[str] = ()
+    hints: Sequence[str] = ()
+    unknown: Sequence[str] = ()
+
+
+def needs_attention(device: DeviceView) -> bool:
+    """Return whether there is something to know about a device beside who has it."""
+    settled = device.state in (State.PLUGIN, State.DRA)
+    return not settled or bool(device.withheld) or device.gone or device.health not in ("", "healthy")
+
+
+def lines(status: Status, width: int | None, now: float, *, problems: bool = False) -> list[Line]:
+    """Return what is shown. width: of the terminal in characters, None where lines may be as long as they are.
+
+    problems: leave out nodes that are as they are asked to be, and devices that need no attention. On a terminal these
+    devices are left out of many nodes as well.
+    """
+    nodes = {view.node for view in status.nodes}
+    many = len(nodes) > MANY
+    brief = problems or (many and width is not None)
+    devices = [(view, device) for view in status.nodes for device in view.devices]
+    shown = [one for one in devices if needs_attention(one[1])] if brief else devices
+    named = [view for view in status.nodes if _to_say(view)] if brief else status.nodes
+    top = [*status.problems, *(_totals(status.nodes) if many else ())]
+    rest = [*status.hints, *status.unknown]
+    if brief and (left := len(devices) - len(shown)):
+        more = "" if problems else "; --node NAME shows all of a node"
+        rest.append(f"not listed, as they need no attention: {counted(left)}{more}")
+    sentences = [line for view in named for line in _of_node(view, width)]
+    table = _table([_row(view, device, now) for view, device in shown], width)
+    last = wrapped(rest, width)
+    blocks = [sentences, table, last] if many else [table, sentences + last]
+    together = wrapped(top, width)
+    for block in filter(None, blocks):
+        together += [*([Line("")] if together else []), *block]
+    return together
+
+
+def _to_say(view: NodeView) -> bool:
+    return bool(fleet.obstacles(view) or fleet.withheld(view))
+
+
+def _of_node(view: NodeView, width: int | None) -> Iterator[Line]:
+    yield from wrapped([f"{view.node} {view.driver}: {fleet.summary(view)}"], width)
+    if view.reported is not None:
+        yield from wrapped([*fleet.obstacles(view), *fleet.withheld(view)], width, "  ")
+
+
+def wrapped(texts: Iterable[str], width: int | None, indent: str = "") -> list[Line]:
+    """Return texts as lines; only between words is a new one begun, and it is indented further."""
+    found = []
+    for text in map(printable, texts):
+        if width is None or len(indent + text) <= width:
+            found.append(Line(indent + text))
+            continue
+        first = text[: len(text) - len(text.lstrip())]
+        parts = textwrap.wrap(
+            text.strip(),
+            max(20, width),
+            initial_indent=indent + first,
+            subsequent_indent=indent + first + "  ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        found += map(Line, parts)
+    return found
+
+
+def _totals(nodes: Sequence[NodeView]) -> Iterator[str]:
+    """Yield how many nodes and devices are in which state, for each driver."""
+    for driver in dict.fromkeys(view.driver for view in nodes):
+        mine = [view for view in nodes if view.driver == driver]
+        done = sum(map(fleet.settled, mine))
+        yield f"{driver}: {len(mine)} nodes, {done} as asked, {len(mine) - done} not"
+        asked = Counter("nothing" if view.asked is None else view.asked for view in mine)
+        shares = [f"{share} ({counted(number, 'node')})" for share, number in asked.most_common()]
+        yield f"  asked for: {', '.join(shares)}"
+        counts: dict[str, Counter[str]] = {}
+        for view in mine:
+            for resource, one in (view.reported.resources if view.reported is not None else {}).items():
+                counts.setdefault(resource, Counter()).update(one.counts)
+        for resource, states in counts.items():
+            words = ", ".join(f"{number} {state}" for state, number in sorted(states.items()))
+            here = [one for view in mine for one in view.devices if one.resource == resource]
+            broken = sum(one.health not in ("", "healthy") for one in here)
+            withheld = sum(bool(one.withheld) for one in here)
+            parts = [f"{number} {what}" for number, what in ((broken, "not healthy"), (withheld, "withheld")) if number]
+            yield f"  {resource}: {counted(states.total())}: {words}" + (f"; {', '.join(parts)}" if parts else "")
+
+
+class _Row(NamedTuple):
+    """A device in words."""
+
+    node: str
+    resource: str
+    device: str
+    side: str
+    state: str
+    holder: str
+    health: str
+    message: str
+    since: str
+    bad: bool
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        health = self.health + (f" ({self.message})" if self.message else "")
+        return *self[:6], health, self.since
+
+
+def _row(view: NodeView, device: DeviceView, now: float) -> _Row:
+    state = device.state.value + (" (gone)" if device.gone else " (withheld)" if device.withheld else "")
+    health = "gone" if device.gone else device.health or "?"
+    holder = (fleet.holder(device) or "-") if device.known else "?"
+    message = "" if device.gone else device.message
+    return _Row(
+        printable(view.node),
+        printable(device.resource),
+        printable(device.name),
+        device.state.side,
+        state,
+        printable(holder),
+        printable(health),
+        printable(message),
+        age(now - device.since),
+        health in ("gone", "unhealthy"),
+    )
+
+
+def _table(rows: Sequence[_Row], width: int | None) -> list[Line]:
+    """Return the devices as a table that fits, or as the least wide form that there is."""
+    if not rows:
+        return []
+    bad = [False, *(row.bad for row in rows)]
+    whole = aligned([HEADER, *(row.cells for row in rows)])
+    if width is None or max(map(len, whole)) <= width:
+        return list(itertools.starmap(Line, zip(whole, bad, strict=True)))
+    narrow = aligned([("  DEVICE", *HEADER[4:]), *((f"  {row.device}", *row.cells[4:]) for row in rows)])
+    fits = max(map(len, narrow)) <= width
+    if not fits:
+        narrow = aligned(
+            [("  DEVICE", "STATE", "HEALTH", "SINCE")]
+            + [(f"  {row.device}", row.state, row.health, row.since) for row in rows]
+        )
+    found, group = [Line(narrow[0])], ("", "")
+    for row, text in zip(rows, narrow[1:], strict=True):
+        if group != (row.node, row.resource):
+            group = (row.node, row.resource)
+            found += wrapped(["  ".join(group)], width)
+        found.append(Line(text, row.bad))
+        if not fits:
+            held = {"-": "", "?": "it is not known who holds it"}.get(row.holder, f"held by {row.holder}")
+            more = [row.message, held]
+            found += [Line(line.text, row.bad) for line in wrapped(filter(None, more), width, "      ")]
+    return found
+
+
+def rows_of(text: str, width: int) -> int:
+    """Return how many rows of a terminal a line takes."""
+    return max(1, -(-len(text) // width))
+
+
+def first_rows(found: Sequence[Line], width: int, height: int) -> list[Line]:
+    """Return as many lines as a screen of this size has room for; the last one says how many more there are."""
+    used = list(itertools.accumulate(rows_of(line.text, width) for line in found))
+    if not used or used[-1] < height:
+        return list(found)
+    shown = sum(rows <= height - 2 for rows in used)
+    return [*found[:shown], Line(f"{len(found) - shown} more lines; --problems leaves out what is as it should be")]
+
+
+def as_json(status: Status) -> dict[str, Any]:
+    """Return what is shown as JSON has it."""
+    nodes = [_node_as_json(view) for view in status.nodes]
+    return {
+        "problems": list(status.problems),
+        "nodes": nodes,
+        "hints": list(status.hints),
+        "unknown": list(status.unknown),
+    }
+
+
+def _node_as_json(view: NodeView) -> dict[str, Any]:
+    return {
+        "node": view.node,
+        "driver": view.driver,
+        "asked": view.asked,
+        "before": view.before.share if view.before is not None else None,
+        "inRollout": view.before is not None,
+        "rolloutOf": view.before.owner if view.before is not None else "",
+        "settled": fleet.settled(view),
+        "waitsFor": fleet.obstacles(view),
+        "resources": [
+            {
+                "name": name,
+                "share": resource.share,
+                "counts": resource.counts,
+                "devices": [_device_as_json(one) for one in view.devices if one.resource == name],
+            }
+            for name, resource in (view.reported.resources if view.reported is not None else {}).items()
+        ],
+    }
+
+
+def _device_as_json(one: DeviceView) -> dict[str, Any]:
+    return {
+        "name": one.name,
+        "side": one.state.side,
+        "state": one.state.value,
+        "holder": one.holder if one.known else None,
+        "health": one.health or None,
+        "message": one.message,
+        "pods": list(one.pods),
+        "since": datetime.fromtimestamp(one.since, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "waitsFor": one.waits,
+        "withheld": one.withheld,
+        "gone": one.gone,
+    }

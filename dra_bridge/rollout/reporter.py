@@ -1,0 +1,79 @@
+"""How far nodes are, while a move or a rollout goes on: lines, or on a terminal bars below the lines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from dra_bridge.rollout import fleet
+from dra_bridge.rollout.fleet import NodeView, Phase
+
+OTHER_ROWS = 6
+"""Rows of a terminal that bars of nodes leave to lines and to the bar of all nodes."""
+
+
+class Reporter:
+    """Shows how far nodes are: by progress bars (rich's) if they are given, else by lines.
+
+    say: shows a line. stopped: why a rollout has stopped, to be printed last, where no bar hides it.
+    """
+
+    def __init__(self, say: Callable[[str], None], bars: Any = None) -> None:
+        self.say = say
+        self.stopped: list[str] = []
+        self._bars = bars
+        self._total: Any = None
+        self._tasks: dict[str, Any] = {}
+        self._done: set[str] = set()
+        self._printed: dict[str, str] = {}
+        self._explained: dict[str, list[str]] = {}
+        self._most: dict[str, int] = {}
+
+    def show(self, nodes: Sequence[NodeView]) -> None:
+        """Move each node's bar, or print a line for each node of which something changed."""
+        for view in nodes:
+            node = view.node
+            if self._bars is not None and node not in self._tasks:
+                self._tasks[node] = self._bars.add_task(node, total=None, unit="devices", visible=False)
+            # Without an annotation only the agent knows what it is to be.
+            if view.reported is None or (view.asked is None and view.reported.asked):
+                continue
+            left = fleet.distance(view)
+            most = self._most[node] = max(self._most.get(node, 0), left)
+            text = f"{node}: {most - left} of {most} devices moved" if most else f"{node}: nothing to move"
+            if self._bars is not None:
+                self._bars.update(self._tasks[node], total=max(most, 1), completed=most - left if most else 1)
+                (self._done.add if fleet.settled(view) else self._done.discard)(node)
+            elif self._printed.get(node) != text:
+                self._printed[node] = text
+                self.say(text)
+        if self._bars is not None:
+            self._make_room()
+
+    def total(self, phases: Mapping[str, Phase]) -> None:
+        """Move the bar of all nodes, which is above those of the nodes in the move. phases: of all nodes, by name."""
+        if self._bars is None:
+            return
+        if self._total is None:
+            self._total = self._bars.add_task("", unit="nodes")
+        of = {phase: sum(one is phase for one in phases.values()) for phase in Phase}
+        words = f"{of[Phase.MOVING]} in the move, {of[Phase.WAITING]} to come"
+        done = of[Phase.DONE] + of[Phase.UNTOUCHED]
+        self._bars.update(self._total, description=words, total=len(phases), completed=done)
+
+    def _make_room(self) -> None:
+        """Show as many bars as the terminal has rows for: nodes in the move first, others only beside no total."""
+        moving = [node for node in self._tasks if node not in self._done]
+        rest = [node for node in self._tasks if node in self._done] if self._total is None else []
+        shown = [*moving, *rest][: max(1, self._bars.console.height - OTHER_ROWS)]
+        for node, task in self._tasks.items():
+            self._bars.update(task, visible=node in shown)
+
+    def explain(self, nodes: Sequence[NodeView]) -> None:
+        """Print what nodes wait for, where that is not what was printed before."""
+        for view in nodes:
+            lines = fleet.obstacles(view)
+            if lines and self._explained.get(view.node) != lines:
+                self._explained[view.node] = lines
+                for line in lines:
+                    self.say(f"{view.node}: {line}")

@@ -1,0 +1,147 @@
+"""What `status` shows: nothing is cut at any width, and of many nodes the numbers and the exceptions come first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deviceplugin.register.records import State
+from dra_bridge.rollout import display
+from dra_bridge.rollout.display import Line, Status
+from dra_bridge.rollout.fleet import DeviceView, NodeView
+from dra_bridge.rollout.progress import DeviceProgress, Progress, ResourceProgress
+
+D = "gpu.example.com"
+R = "example.com/gpu"
+NOW = 1000.0
+
+
+def device(name: str, state: State = State.PLUGIN, holder: str = "", **more: Any) -> DeviceView:
+    fields: Mapping[str, Any] = {"known": True, "health": "healthy"} | more
+    return DeviceView(state, 995, holder, resource=R, name=name, **fields)
+
+
+def node(name: str, *devices: DeviceView, asked: str | None = None) -> NodeView:
+    states = [one.state.value for one in devices]
+    counts = {state: states.count(state) for state in states}
+    told = {one.name: DeviceProgress(one.state, one.since) for one in devices}
+    reported = Progress({R: ResourceProgress(asked or "none", counts, told)}, asked or "", {R: ""})
+    return NodeView(name, D, asked, reported=reported, devices=devices)
+
+
+def shown(status: Status, width: int | None = None, **more: bool) -> list[str]:
+    return [line.text for line in display.lines(status, width, NOW, **more)]
+
+
+HELD = device("gpu-0", State.TO_DRA, "pod ml/training-0", waits="pod ml/training-0")
+BROKEN = device("gpu-1", health="unhealthy", message="XID 79: it has fallen off the bus")
+FEW = Status([node("ip-10-0-123-45.compute.internal", HELD, BROKEN, asked="1")], ["the agent of x: not ready"])
+
+
+def test_without_a_width_all_columns_are_there() -> None:
+    """What is piped has one line for each device, and what a device waits for stands below, once."""
+    lines = shown(FEW)
+    assert lines[0] == "the agent of x: not ready"
+    assert lines[2].split() == list(display.HEADER)
+    assert lines[3].startswith("ip-10-0-123-45.compute.internal  example.com/gpu  gpu-0   plugin  to-dra  pod ml/train")
+    assert sum("waits for pod ml/training-0" in line for line in lines) == 1
+
+
+def test_narrow_terminals_get_no_columns_that_repeat_themselves() -> None:
+    """Node and resource stand above their devices, once; the side is what the state says."""
+    assert shown(FEW, 100)[2:6] == [
+        "  DEVICE  STATE   HOLDER             HEALTH                                         SINCE",
+        "ip-10-0-123-45.compute.internal  example.com/gpu",
+        "  gpu-0   to-dra  pod ml/training-0  healthy                                        5s",
+        "  gpu-1   plugin  -                  unhealthy (XID 79: it has fallen off the bus)  5s",
+    ]
+
+
+def test_what_is_long_gets_a_line_of_its_own() -> None:
+    """Where not even that fits, holder and message follow below their device; broken ones stay marked."""
+    lines = display.lines(FEW, 60, NOW)
+    assert lines[2:8] == [
+        Line("  DEVICE  STATE   HEALTH     SINCE"),
+        Line("ip-10-0-123-45.compute.internal  example.com/gpu"),
+        Line("  gpu-0   to-dra  healthy    5s"),
+        Line("      held by pod ml/training-0"),
+        Line("  gpu-1   plugin  unhealthy  5s", bad=True),
+        Line("      XID 79: it has fallen off the bus", bad=True),
+    ]
+    unknown = Status([node("n", device("a", known=False, message="x" * 80))])
+    assert "      it is not known who holds it" in shown(unknown, 60)
+
+
+names = st.text("abcdefghij0123456789-./", min_size=1, max_size=70)
+
+
+@given(st.lists(st.tuples(names, names, names), min_size=1, max_size=20), st.sampled_from([80, 120, 140]))
+def test_nothing_is_cut(found: list[tuple[str, str, str]], width: int) -> None:
+    """At any width all names are there as a whole, and a line is longer than the terminal only for one of them."""
+    status = Status([node(name, device(one, State.TO_DRA, f"pod {holder}")) for name, one, holder in found])
+    lines = shown(status, width)
+    for name, one, holder in found:
+        for word in (name, one, holder):
+            assert any(word in line for line in lines), word
+    for line in lines:
+        assert len(line) <= width or len(max(line.split(), key=len)) > width - 30
+
+
+def test_many_nodes_begin_with_their_numbers() -> None:
+    """On a terminal devices follow that need attention, and nodes that are not as asked; a pipe gets all."""
+    fine = [node(f"n{number}", device("a", State.DRA), device("b", State.DRA), asked="all") for number in range(40)]
+    waiting = node("n99", HELD, BROKEN, asked="1")
+    lines = shown(Status([*fine, waiting]), 120)
+    assert lines == [
+        f"{D}: 41 nodes, 40 as asked, 1 not",
+        "  asked for: all (40 nodes), 1 (1 node)",
+        f"  {R}: 82 devices: 80 dra, 1 plugin, 1 to-dra; 1 not healthy",
+        "",
+        f"n99 {D}: asked for 1; {R}: 1 plugin, 1 to-dra (share 1)",
+        "  gpu-0 (to-dra) waits for pod ml/training-0",
+        "",
+        "NODE  RESOURCE         DEVICE  SIDE    STATE   HOLDER             HEALTH                                 "
+        "        SINCE",
+        "n99   example.com/gpu  gpu-0   plugin  to-dra  pod ml/training-0  healthy                                "
+        "        5s",
+        "n99   example.com/gpu  gpu-1   plugin  plugin  -                  unhealthy (XID 79: it has fallen off the"
+        " bus)  5s",
+        "",
+        "not listed, as they need no attention: 80 devices; --node NAME shows all of a node",
+    ]
+    piped = shown(Status([*fine, waiting]))
+    assert piped[:3] == lines[:3]
+    assert sum(f"  {R}  " in line for line in piped) == 82
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        device("a", State.QUARANTINED),
+        device("a", State.TO_PLUGIN),
+        device("a", withheld="not known"),
+        device("a", gone=True),
+        device("a", health="unknown"),
+    ],
+)
+def test_problems_alone(seen: DeviceView) -> None:
+    """What is not as it should be is listed; the rest is a number."""
+    status = Status([node("n1", device("fine"), asked="none"), node("n2", seen)])
+    lines = shown(status, problems=True)
+    assert not any("fine" in line for line in lines)
+    assert any(line.startswith("n2 ") for line in lines)
+    assert lines[-1] == "not listed, as they need no attention: 1 device"
+
+
+def test_a_screen_is_not_exceeded() -> None:
+    """What there is no room for is a number; a line that is wider than the screen counts as several."""
+    found = [Line("x" * 25) for _ in range(4)]
+    assert display.first_rows(found, 30, 5) == found
+    assert display.first_rows(found, 30, 4)[:-1] == found[:2]
+    assert display.first_rows(found, 30, 4)[-1].text.startswith("2 more lines; ")
+    assert len(display.first_rows(found, 10, 9)) == 3
+    assert display.first_rows([], 30, 4) == []
