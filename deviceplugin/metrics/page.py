@@ -144,7 +144,11 @@ def _problems(view: View) -> Iterable[str]:
         if one.measured is not None and one.measured.error:
             reasons.append(one.measured.error)
     if reasons:
-        yield '<div class="wrong"><ul>' + "".join(f"<li>{escape(reason)}</li>" for reason in reasons) + "</ul></div>"
+        yield (
+            '<div class="wrong"><h2>What is wrong</h2><ul>'
+            + "".join(f"<li>{escape(reason)}</li>" for reason in reasons)
+            + "</ul></div>"
+        )
 
 
 def attention(seen: DeviceView) -> tuple[int, str]:

@@ -142,12 +142,15 @@ class Service:
         return bool(self._ids)
 
     def _holder(self, device: str) -> str:
-        """Return who has a device, in words: pods as of the last scan, else by the ledger; "" if nobody."""
+        """Return who has a device, in words: pods as of the last scan, else who the register says; "" if nobody."""
         tracker = self._context.tracker
         held = [one for one in tracker.snapshot.held if one.resource == self.resource]
         if pods := {tracker.title(one.pod_uid) for one in held if self.device_of(one.device_id) == device}:
             return f"pod {', '.join(sorted(pods))}"
-        return "a pod or claim" if self._context.register.is_held((self.resource, device)) else ""
+        now, key = self._context.register.snapshot, (self.resource, device)
+        named = {f"claim {one.title}" for one in now.claims_on(self.resource, {device})}
+        named |= {f"pod {one.pod or 'of a name not known yet'}" for one in now.allocations_on(self.resource, {device})}
+        return ", ".join(sorted(named)) or ("a pod or claim" if self._context.register.is_held(key) else "")
 
     def ids_now(self, device: Device) -> tuple[str, ...]:
         """Return the ids under which the kubelet knows a device now."""

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 MAX_SURGE: Final = "with maxSurge that one stays until this one is ready: set maxSurge to 0"
 """What to do about an update that waits for ever."""
+OUTAGE: Final = "pods that run keep their devices; no claim is prepared, and moves to the plugin side wait"
+"""What it means for pods that the API server is away."""
 NAMED: Final = 3
 """Devices that one event names; of more it says the number."""
 _WORDS: Final = {
@@ -87,7 +89,7 @@ class BridgeStatus:
             qualifiers={name: qualifier for one in drivers for name, qualifier in qualifiers_of(now, one.name).items()},
             shares={name: share for one in drivers for name, share in _shares(one).items()},
             problems=[
-                *([] if since is None else [f"the API server is unreachable since {_clock(since)}"]),
+                *([] if since is None else [f"the API server is unreachable since {_clock(since)}: {OUTAGE}"]),
                 *_ends(ends),
             ],
             node=self._node.name,

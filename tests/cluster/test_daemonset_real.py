@@ -493,6 +493,23 @@ def test_what_a_move_waits_for_outlasts_the_agent(deployed: Deployed) -> None:
     cluster.wait_for(lambda: waits in deployed.cli(*ask, "--wait", "--timeout", "1")[1], 30, "so does migrate")
 
 
+def test_the_page_names_pods_after_restarts(deployed: Deployed) -> None:
+    """Agent and kubelet have started again, which forgets the pods' names: the page has them on both sides."""
+    plain, user, _ = deployed.both_doors()
+    delete(deployed, deployed.agent())
+    deployed.cluster.restart_kubelet()
+    text = ""
+
+    def named() -> bool:
+        nonlocal text
+        text = get(deployed.agent(), "/")
+        return "default/plain" in text and "default/user" in text
+
+    deployed.cluster.wait_for(named, 60, "both pods are named")
+    assert plain.uid not in text
+    assert user.uid not in text
+
+
 def test_changed_config_map_is_taken(deployed: Deployed) -> None:
     """A changed file, printed and applied again, is taken by the agent's pod as it runs."""
     cluster, agent = deployed.cluster, deployed.agent()

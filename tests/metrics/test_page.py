@@ -161,6 +161,7 @@ class TestPage:
         gauge.error = "measure of example.com/gpu still hangs"
         observer._gauges[RESOURCE] = gauge
         text = Table(page.html(observer.view())).text
+        assert text.index("What is wrong") < text.index("no bus")
         for said in ("not registered", "no bus", "not known", "2 times", "still hangs"):
             assert said in text.partition("Device Health")[0]
 

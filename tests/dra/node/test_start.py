@@ -16,7 +16,7 @@ from typing import Any, cast
 import grpc
 import pytest
 
-from deviceplugin.device import ContainerEdits, Device
+from deviceplugin.device import ContainerEdits, Device, Health
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.claim_state import PreparedClaim
 from deviceplugin.kubelet.podresources import AllocationsInFlight
@@ -343,6 +343,22 @@ async def test_an_invalid_share_keeps_the_last_valid_one_over_a_restart(
         await until(lambda: D in bridge.drivers and R in bridge.drivers[D].resources, "the resource to be served")
         assert bridge.drivers[D].resources[R].handover.share == Share(part=1.0)
         assert set(states(bridge).values()) == {State.DRA}
+
+
+async def test_the_log_names_the_claim_that_has_a_broken_device(
+    node: FakeNode, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever has a device that breaks is named, whether pod or claim, and by the register also where no scan was."""
+    async with running(node, tmp_path / "cdi", Share(part=1.0)) as bridge:
+        await moved(bridge, State.DRA)
+        pod = await asyncio.to_thread(lambda: node.start_pod("train", template={D: 1}).wait_running(20))
+        (device,) = node.devices_of(pod)
+        service = bridge.agent.services[R]
+        listed = service.inventory.snapshot.devices.values()
+        broken = [one.with_health(Health.UNHEALTHY, "XID 79") if one.id == device else one for one in listed]
+        service.inventory.publish(broken)
+        (claim,) = claims(bridge)
+        assert f"device {device} is unhealthy: XID 79; claim {claim} has it" in caplog.text
 
 
 def made_anew(body: dict[str, Any]) -> dict[str, Any]:
