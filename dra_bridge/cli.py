@@ -430,8 +430,8 @@ def _status(options: argparse.Namespace) -> int:
     from dra_bridge.rollout import display
     from dra_bridge.rollout.status import read_status
 
-    if options.watch and options.output == "json":
-        raise CommandError("dra-bridge status: --watch shows the table; ask for JSON once")
+    if options.output == "json" and (options.watch or options.problems):
+        raise CommandError("dra-bridge status: --watch and --problems are of the table; JSON has everything, once")
     terminal = sys.stdout.isatty()
 
     def lines(found: Status) -> list[display.Line]:

@@ -1139,8 +1139,10 @@ def test_status_again_and_again(world: World, bridge: Callable[..., Ran]) -> Non
     assert all("more lines; --problems leaves out what is as it should be" in screen for screen in screens[:2])
     assert all(screen.count("\r\n") < 10 for screen in screens)
     assert "Traceback" not in text
-    ran = bridge("status", "--watch", "-o", "json")
-    assert (ran.status, ran.err) == (2, "dra-bridge status: --watch shows the table; ask for JSON once\n")
+    for option in ("--watch", "--problems"):
+        ran = bridge("status", option, "-o", "json")
+        assert (ran.status, ran.out) == (2, "")
+        assert "are of the table; JSON has everything, once" in ran.err
 
 
 def test_status_of_problems_alone(world: World, bridge: Callable[..., Ran]) -> None:
