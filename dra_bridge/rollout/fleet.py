@@ -381,7 +381,7 @@ def conflict(goal: Goal, asked: str | None, before: Before | None, *, begun: boo
     who = f"by the rollout of {owner}"
     if owner in ("", goal.owner):
         who = "by somebody else since this rollout has begun it"
-    return f"is asked for {'nothing' if asked is None else asked} {who}; --take-over replaces it"
+    return f"asked for {'nothing' if asked is None else asked} {who}; --take-over replaces it"
 
 
 class Phase(enum.Enum):
@@ -448,10 +448,12 @@ def decide(
         by_phase[phase(goal, view)].append(view)
     moving, waiting = by_phase[Phase.MOVING], by_phase[Phase.WAITING]
     forget = tuple(view.node for view in by_phase[Phase.DONE]) if goal.undo else ()
-    stop = []
+    others: dict[str, list[str]] = {}
     for view in nodes:
         if other := conflict(goal, view.asked, view.before, begun=view.node in own):
-            stop.append(f"{view.node} {other}")
+            others.setdefault(other, []).append(view.node)
+    stop = [f"{shortened(names)} {'is' if len(names) == 1 else 'are'} {other}" for other, names in others.items()]
+    for view in nodes:
         known = view.before.failed if view.before is not None else ()
         pods = (failing or {}).get(view.node, {})
         stop += [f"{view.node}: {reason}" for uid, reason in pods.items() if uid not in known]

@@ -384,6 +384,13 @@ def test_contradicting_rollouts(goal: Goal, found: NodeView, own: Sequence[str],
         assert fleet.begin_patch(goal, D, now, []) is None
 
 
+def test_contradictions_of_many_nodes_are_one_sentence() -> None:
+    """Nodes that the same other rollout has begun are named together."""
+    found = [replace(owned("all", ALICE), node=f"n{number}") for number in range(8)]
+    said = "n0, n1, n2, n3, n4 and 3 more are asked for all by the rollout of alice (share all)"
+    assert fleet.decide(BOB, found, Limits()).stop == (f"{said}; --take-over replaces it",)
+
+
 def test_who_takes_over_keeps_what_was_before() -> None:
     """The share from before is written once; the owner is the last one who asked."""
     found = node("n1", {SHARE: "all", BEFORE: '{"share":"2","owner":"alice (share all)"}'})
