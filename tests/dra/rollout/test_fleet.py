@@ -174,6 +174,29 @@ def test_obstacles_of_devices() -> None:
     assert fleet.obstacles(view(asked="all", counts={"dra": 4})) == []
 
 
+@pytest.mark.parametrize(
+    ("waits", "users", "said"),
+    [
+        ("claim ns/c", (), "claim ns/c"),
+        ("claim ns/c", ("q",), "claim ns/c, which q uses"),
+        ("claim ns/c", ("q", "r"), "claim ns/c, which q, r use"),
+        ("claim ns/c (processes of pod ns/q run)", ("q",), "claim ns/c (processes of pod ns/q run)"),
+        ("a list of claims", ("q",), "a list of claims, held by claim ns/c for q"),
+    ],
+)
+def test_obstacles_do_not_repeat_themselves(waits: str, users: Sequence[str], said: str) -> None:
+    """Who holds a device is named once, also where its move waits for that holder."""
+    results = [{"driver": D, "pool": "n1", "device": "a"}]
+    reserved = [{"resource": "pods", "name": name} for name in users]
+    claim = {
+        "metadata": {"namespace": "ns", "name": "c"},
+        "status": {"allocation": {"devices": {"results": results}}, "reservedFor": reserved},
+    }
+    moving = report({"to-plugin": 1}, "none", "none", a=DeviceProgress(State.TO_PLUGIN, 1, "", waits))
+    (found,) = fleet.views(D, [node("n1", {SHARE: "none"})], [slice_of("n1", moving)], [claim])
+    assert fleet.obstacles(found) == [f"a (to-plugin) waits for {said}"]
+
+
 def pod(name: str, phase: str = "Failed", limits: Mapping[str, str] | None = None, **spec: Any) -> dict[str, Any]:
     return {
         "metadata": {"namespace": "d", "name": name, "uid": f"{name}-uid-and-more"},
