@@ -439,10 +439,17 @@ def _status(options: argparse.Namespace) -> int:
         return display.lines(found, width, time.time(), problems=options.problems)
 
     async def read(cluster: Cluster) -> Status:
-        return await read_status(cluster, options.driver, options.node, options.namespace)
+        found = await read_status(cluster, options.driver, options.node, options.namespace)
+        if not found.nodes:
+            of = f" of node {', '.join(options.node)}" if options.node else ""
+            raise CommandError(
+                f"no ResourceSlice{of} has the annotation {options.driver or 'DRIVER'}/handover, by which an agent of "
+                "dra-bridge reports its devices; does its DaemonSet run, and does its config name a driver?",
+                status=1,
+            )
+        return found
 
     async def watch(cluster: Cluster) -> Status:
-        before = None
         while True:
             try:
                 shown = lines(await read(cluster))
@@ -450,19 +457,11 @@ def _status(options: argparse.Namespace) -> int:
                 shown = display.wrapped([f"the API server does not answer: {error}"], None)
             if terminal:
                 _redraw(shown)
-            elif shown != before:
-                before = shown
+            else:
                 print("\n".join((time.strftime("--- %H:%M:%S"), *(one.text for one in shown))), flush=True)
             await asyncio.sleep(WATCH_PERIOD)
 
     found = _ask(options, watch if options.watch else read)
-    if not found.nodes:
-        of = f" of node {', '.join(options.node)}" if options.node else ""
-        raise CommandError(
-            f"no ResourceSlice{of} has the annotation {options.driver or 'DRIVER'}/handover, by which an agent of "
-            "dra-bridge reports its devices; does its DaemonSet run, and does its config name a driver?",
-            status=1,
-        )
     if options.output == "json":
         print(json.dumps(display.as_json(found), indent=2))
     else:

@@ -1145,6 +1145,21 @@ def test_status_again_and_again(world: World, bridge: Callable[..., Ran]) -> Non
         assert "are of the table; JSON has everything, once" in ran.err
 
 
+def test_status_again_and_again_into_a_pipe(world: World) -> None:
+    """Each time has its time of day above it, and an API server that is away for a moment ends nothing."""
+    world.agent("n1")
+    with started(world, "status", "--watch") as process:
+        assert process.stdout is not None
+        lines = iter(process.stdout.readline, "")
+        assert next(lines).startswith("--- ")
+        world.server.fail(lambda request: request.path.endswith("/resourceslices"), Fault(code=503, message="injected"))
+        assert any("the API server does not answer: 503" in line for line in lines)
+        assert any(line.startswith("n1 ") for line in lines)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=WAIT)
+        assert process.returncode == 130
+
+
 def test_status_of_problems_alone(world: World, bridge: Callable[..., Ran]) -> None:
     """--problems leaves out what is as it should be."""
     world.agent("n1", count=3)
