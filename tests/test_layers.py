@@ -36,11 +36,12 @@ BASE = {
     "sharing",
     "source",
     "source_check",
+    "tables",
     "topology",
     "version",
 }
 """Modules at the top level of deviceplugin that count as one layer, `base`."""
-TOP = {"", "__main__", "cli", "demo", "tables"}
+TOP = {"", "__main__", "cli", "demo"}
 """Modules of each distribution that count as its layer `top`: the package itself ("") and its programs."""
 
 MAY_IMPORT = {
