@@ -158,10 +158,15 @@ class Bridge:
         if not os.path.ismount(SERVICE_ACCOUNT):
             SERVICE_ACCOUNT.mkdir(parents=True, exist_ok=True)
             subprocess.run(["mount", "-t", "tmpfs", "serviceaccount", str(SERVICE_ACCOUNT)], check=True)
-        token = self.cluster.service_account_token(how.name, how.namespace, ("Node", self.cluster.node_name))
-        (SERVICE_ACCOUNT / "token").write_text(token)
         (SERVICE_ACCOUNT / "namespace").write_text(how.namespace)
         shutil.copy(self.cluster.directory / "pki" / "ca.crt", SERVICE_ACCOUNT / "ca.crt")
+        self.renew_token()
+
+    def renew_token(self) -> None:
+        """Give the agent a token that is bound to this node as it is now; one of a Node that is gone is refused."""
+        how = Deployment()
+        token = self.cluster.service_account_token(how.name, how.namespace, ("Node", self.cluster.node_name))
+        (SERVICE_ACCOUNT / "token").write_text(token)
 
     @property
     def version(self) -> Literal["v1", "v1beta2", "v1beta1"]:
