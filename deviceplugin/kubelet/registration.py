@@ -393,7 +393,9 @@ class Registration:
         """Tell that another plugin has registered the resource, or may have."""
         extra = {"resource": self.endpoint.resource}
         if not found.sure:
-            _LOG.info("%s: registering again, for it may have registered this resource", found.reason, extra=extra)
+            _LOG.info(
+                "registering again, for another plugin may have registered this resource: %s", found.reason, extra=extra
+            )
             return
         self.statistics.foreign += 1
         self.statistics.contested = found.reason

@@ -29,7 +29,7 @@ AGENT = "http://127.0.0.1:9410"
 STAYS = 5.0
 """Seconds that the other plugin runs, as a vendor's pod does that is deleted as soon as it is seen."""
 NOTICED = re.compile(
-    r"another plugin has registered this resource with the kubelet|it may have registered this resource"
+    r"another plugin has registered this resource with the kubelet|another plugin may have registered this resource"
 )
 
 
