@@ -239,7 +239,8 @@ def adopted() -> None:
         p50 = in_turn(stubs, request, rounds, calls)
         result("adopted: Allocate p50, one caller", p50[0], "ms", None)
         result("adopted: Allocate p50, one caller, a forwarder of bytes", p50[1], "ms", None)
-        result("adopted: Allocate p50 against a forwarder of bytes", p50[0] / p50[1], "", 1.3)
+        # The grant in the register, a tenth of the forwarder's time, is in it.
+        result("adopted: Allocate p50 against a forwarder of bytes", p50[0] / p50[1], "", 1.5)
         result("resident, 8 adopted devices", agent.settled() / MB, "MB", 48)
 
 
