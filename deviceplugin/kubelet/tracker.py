@@ -47,8 +47,8 @@ class HolderTracker:
     """Reads who holds this node's plugin allocations; the register keeps what is known of them.
 
     plugins: the device plugin directory. cgroups and believe_checkpoint: as in `PodReader`. request, adopted: as in
-    `CheckpointReader`. claim_uses: whether to call `List` at each scan, to learn which containers use claims, for
-    metrics. wake: called when a scan is due at once.
+    `CheckpointReader`. copies: returns what other agents' copies name that have changed. claim_uses: whether to call
+    `List` at each scan, to learn which containers use claims, for metrics. wake: called when a scan is due at once.
     """
 
     def __init__(
@@ -63,6 +63,7 @@ class HolderTracker:
         register: Register,
         pod_logs: Path,
         container_logs: Path = containers.DIRECTORY,
+        copies: Callable[[], Mapping[Allocation, Wanted]] = dict,
         claim_uses: bool = False,
         believe_checkpoint: bool = False,
         adopted: Callable[[str], bool] = lambda resource: False,
@@ -87,16 +88,22 @@ class HolderTracker:
         self._refused: dict[tuple[str, str], str] = {}
         """Why Allocates of ids whose holders' processes run were refused since the last scan."""
         self._of: object = None
-        self._foreign: tuple[tuple[object, ...], frozenset[str], tuple[Use, ...]] = ((None,) * 3, frozenset(), ())
+        self._foreign: tuple[tuple[object, ...], frozenset[str], tuple[Use, ...]] = ((None,) * 5, frozenset(), ())
         self._allocations: frozenset[Allocation] = frozenset()
         self._container_logs = container_logs
+        self._copies, self._wake = copies, wake
+        self._copied: Mapping[Allocation, Wanted] = {}
+        """What copies say of allocations that count as held."""
+        self._unscanned: frozenset[Allocation] = frozenset()
+        """Those that a copy has come to name since the last scan."""
         self._noted: Mapping[Allocation, int | None] = {}
         """Allocations that the kubelet had lost when their containers ended, and the sequence of their records then."""
         self._begun: frozenset[str] = frozenset()
         """UIDs of holders whose admission is over: they were known at the start, or were seen to run."""
 
     async def start(self) -> None:
-        """Take what the checkpoint names now as held; before anything is served."""
+        """Take what the checkpoint and other agents' copies name now as held; before anything is served."""
+        self._read_copies()
         seen = await asyncio.to_thread(self._read)
         await self._register.add_holders(await asyncio.to_thread(self._possible_holders, seen))
         self.snapshot = holders.holders(self._known, seen)
@@ -112,7 +119,7 @@ class HolderTracker:
         if self._of is not records:
             known = (Allocation(*who, one.resource, one.device_id) for one in records.values() for who in one.holders)
             self._of, self._allocations = records, frozenset(known)
-        return self._allocations | self.snapshot.held.keys()
+        return self._allocations | self.snapshot.held.keys() | self._unscanned
 
     def _possible_holders(self, seen: HolderEvidence) -> frozenset[Allocation]:
         """Return allocations, of no container, of pods that may be the unknown holders of grants.
@@ -269,10 +276,18 @@ class HolderTracker:
         )
 
     async def reread(self) -> None:
-        """Read the checkpoint if it has changed: it names what was allocated since the last scan."""
+        """Read the checkpoint and copies that have changed: they name what was allocated since the last scan."""
+        if self._read_copies():
+            self._wake()
         if self._checkpoint.current() is None or self._checkpoint.missing_nodes:
             with contextlib.suppress(CheckpointError):
                 self._checkpoint.read()
+
+    def _read_copies(self) -> bool:
+        if found := self._copies():
+            self._copied = {**self._copied, **found}
+            self._unscanned |= found.keys()
+        return bool(found)
 
     async def listed(self, running: Collection[str]) -> frozenset[str]:
         """Return which pods `List` names: the kubelet counts them as active. running: all pods whose processes run."""
@@ -303,8 +318,8 @@ class HolderTracker:
 
     def granted(self, one: Allocation) -> Wanted | None:
         """Return what the answer to Allocate says of an allocation, as far as it is known."""
-        granted = self._checkpoint.grants.get(one)
-        return granted[1] if granted is not None else None
+        _, granted = self._checkpoint.grants.get(one) or ("", self._copied.get(one))
+        return granted
 
     def foreign(self, observed: Collection[str]) -> tuple[Use, ...]:
         """Return what pods hold and the register does not know: of other plugins, or of lost records.
@@ -312,19 +327,21 @@ class HolderTracker:
         observed: the resources whose allocations the register has compared with evidence. The same object until it
         changes.
         """
-        of = self.snapshot.held, self._checkpoint.last, self._checkpoint.grants  # read once: `take` may run in a thread
+        # Read once: `take` may run in a thread.
+        of = self.snapshot.held, self._checkpoint.last, self._checkpoint.grants, self._copied, self._unscanned
         records, before = self._register.snapshot.allocations, self._foreign
         observed = frozenset(observed)
         if not (all(one is other for one, other in zip(before[0], of, strict=True)) and before[1] == observed):
             found = []
-            for one in sorted(of[1].allocations.union(of[0])):
-                if one not in of[2]:
+            for one in sorted(of[1].allocations.union(of[0], of[4])):
+                _, what = of[2].get(one) or ("", of[3].get(one))
+                if what is None:
                     continue
-                what, record = of[2][one][1], records.get((one.resource, one.device_id))
+                record = records.get((one.resource, one.device_id))
                 own, tokens = ours(what) and record is None, tokens_of(what.identity, boot_id())
                 if record is not None and tokens <= tokens_of(record.identity, boot_id()):
                     continue
-                if record is None and one.resource in observed and own:
+                if record is None and one.resource in observed and own and one not in of[4]:
                     continue  # it is over
                 part = part_of(what.amount) if own else None
                 unit = allocation_unit(one.resource, one.device_id)
@@ -362,6 +379,8 @@ class HolderTracker:
         """
         await self._in_flight.wait()
         at = time.monotonic()
+        self._read_copies()
+        unscanned = self._unscanned
         report = await self._pod_resources.list() if self._wants_claim_uses else None
         seen = await asyncio.to_thread(self._read)
         now = holders.holders(self._known, seen, at)
@@ -381,6 +400,9 @@ class HolderTracker:
         self._begun = pods & (self._begun | (seen.pods.running or frozenset()))
         await self._names.update(pods)
         self.snapshot, self._refused = now, {}
+        self._unscanned -= unscanned
+        if self._copied:
+            self._copied = {one: what for one, what in self._copied.items() if one in self._known}
         self.read_at = self.read_at if now.registered is None else at
         return now
 

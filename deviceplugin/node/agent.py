@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from deviceplugin.adoption.plugins import AdoptionError, VendorPlugins
 from deviceplugin.adoption.source import AdoptedSource
+from deviceplugin.kubelet.allocation_copies import AllocationCopies
 from deviceplugin.kubelet.podresources import AllocationsInFlight, PodResources
 from deviceplugin.kubelet.registration import Timing
 from deviceplugin.kubelet.status import Status
@@ -50,7 +51,8 @@ class Agent:
     then it scans always, and learns the names of pods. believe_checkpoint: see `HolderTracker`; not where devices also
     go to claims. store: of the register; in memory by default. claims: those of drivers that this process does not
     serve. unknown: see `Register`. avoids: see `Endpoint`, by resource. providers: other parts of this process that
-    metrics and status pages show, too. vendors: the plugins of others that register with this agent.
+    metrics and status pages show, too. vendors: the plugins of others that register with this agent. agent_name: that
+    of this agent, if it keeps a copy of its allocations.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Agent:
         unknown: Callable[[str, str], str] = lambda resource, device: "",
         avoids: Callable[[str], Collection[str]] = lambda resource: (),
         vendors: VendorPlugins | None = None,
+        agent_name: str = "",
     ) -> None:
         check_sources(sources)
         if mistake := mistaken_names(sources):
@@ -100,6 +103,7 @@ class Agent:
             register=self.register,
             pod_logs=self.paths.pod_log_dir,
             container_logs=self.paths.container_log_dir,
+            copies=AllocationCopies(self.paths.cdi_dir, agent_name).changed,
             claim_uses=report_holders,
             believe_checkpoint=believe_checkpoint,
             adopted=lambda name: name in services and isinstance(services[name].source, AdoptedSource),

@@ -74,6 +74,7 @@ class FakeKubelet(NodeState):
             cgroup_root=self.cgroup_root,
             pod_log_dir=self.pod_logs,
             container_log_dir=self.container_logs,
+            cdi_dir=self.root / "cdi",
         )
 
     @property

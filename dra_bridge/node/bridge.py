@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -14,7 +15,7 @@ from deviceplugin.kubelet.orphaned_claims import OrphanedClaims
 from deviceplugin.node.agent import Agent, AgentError
 from deviceplugin.node.options import Paths
 from deviceplugin.node.service import Service
-from deviceplugin.register import operations
+from deviceplugin.register import copies, operations
 from deviceplugin.register.records import LedgerError
 from deviceplugin.source import DeviceSource
 from dra_bridge.driver import ClusterClaims
@@ -70,7 +71,7 @@ class Bridge:
         self._group: asyncio.TaskGroup | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._ledger: AsyncLedger | None = None
-        paths = paths or Paths()
+        paths = replace(paths or Paths(), cdi_dir=Path(cdi_directory))
         self._claims = OrphanedClaims(
             paths.kubelet_root, self.drivers.keys, cdi_directory, lambda: self.agent.tracker.pods.read()
         )
@@ -83,6 +84,7 @@ class Bridge:
             claims=self._claims,
             unknown=self._unknown,
             avoids=self._draining,
+            agent_name=agent_name,
         )
         self.agent.brought.append(self._serve_brought)
         self.publisher = Publisher(cluster, node)
@@ -259,7 +261,7 @@ class Bridge:
     async def _open_ledger(self) -> AsyncLedger:
         """Open the ledger, as soon as no other agent has it any more."""
         path = self.ledger_path
-        copy = f"{self.node.cdi_directory}/{path.parent.name}.allocations"
+        copy = copies.path(self.node.cdi_directory, path.parent.name)
         opening = asyncio.create_task(AsyncLedger.open(str(path), copy))
         try:
             done, _ = await asyncio.wait({opening}, timeout=STANDBY)

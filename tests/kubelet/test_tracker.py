@@ -12,11 +12,14 @@ from types import SimpleNamespace
 import grpc
 import pytest
 
+from deviceplugin.identity import boot_id
 from deviceplugin.kubelet import cgroups, podresources
 from deviceplugin.kubelet.checkpoint import Allocation
 from deviceplugin.kubelet.holders import HolderSnapshot
 from deviceplugin.kubelet.podresources import AllocationsInFlight, Holder, PodResources
 from deviceplugin.kubelet.tracker import MOST_REQUEST, HolderTracker, PodNames
+from deviceplugin.register.question import Wanted
+from deviceplugin.register.records import Amount
 from deviceplugin.register.register import Register
 from deviceplugin.testing import FakeKubelet, FakePod
 from deviceplugin.testing.devicemanager import PluginCallError
@@ -40,6 +43,7 @@ class World:
         self.requests = 0
         self.listens = True
         self.woken = 0
+        self.copied: dict[Allocation, Wanted] = {}
         self.register = Register()
         self.tracker = self.made()
 
@@ -55,11 +59,17 @@ class World:
             register=self.register,
             pod_logs=paths.pod_log_dir,
             believe_checkpoint=believe_checkpoint,
+            copies=self.copies,
             wake=self.wake,
         )
 
     def wake(self) -> None:
         self.woken += 1
+
+    def copies(self) -> dict[Allocation, Wanted]:
+        """Return once what other agents' copies have come to name."""
+        found, self.copied = self.copied, {}
+        return found
 
     def request(self) -> bool:
         """Send the list once more; the kubelet takes it and writes its checkpoint."""
@@ -119,6 +129,33 @@ async def test_a_pod_that_ended_is_let_go_with_the_next_scan(world: World) -> No
     assert world.tracker.holders(R) == {}
     await world.scan()
     assert (world.requests, world.lists) == (WRITES, 1)
+
+
+async def test_what_another_agents_copy_names_is_held_while_its_pod_runs(world: World) -> None:
+    """From when it is read, at a grant already; a scan decides, and what it finds over does not come back."""
+    pod = await world.run_pod()
+    await world.scan()
+    other = "example.com/other"
+    hangs, over = Allocation(pod.uid, "main", other, "d0"), Allocation("gone", "main", other, "d1")
+    what = {one: Wanted((other, one.device_id), f"boot:{boot_id()} n1", Amount("1")) for one in (hangs, over)}
+
+    def held() -> set[str]:
+        return {one.unit[2] for one in world.tracker.foreign({other})}
+
+    assert held() == set()
+    for _ in range(2):
+        world.copied, woken = dict(what), world.woken
+        await world.tracker.reread()
+        assert world.woken > woken
+        assert held() == {"d0", "d1"}
+        assert (await world.scan("a")).awake
+        assert world.tracker.granted(hangs) == what[hangs]
+        assert {one for one in world.tracker.snapshot.held if one.resource == other} == {hangs}
+        assert {one.unit[2] for one in world.tracker.foreign(())} == {"d0"}
+    await asyncio.to_thread(pod.complete)
+    await world.scan("a")
+    assert not world.tracker.snapshot.held
+    assert world.tracker.granted(hangs) is None
 
 
 async def test_a_free_device_is_asked_about(world: World) -> None:

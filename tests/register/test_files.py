@@ -10,8 +10,9 @@ from deviceplugin.device import Device
 from deviceplugin.testing import FakePod
 from dra_bridge.testing.node import FakeNode
 from tests.register.files import lose_register, registers
-from tests.register.node import A, B, D, E, Here, Listed, got, running, serving
+from tests.register.node import A, B, D, E, Here, Listed, Varying, got, running, serving
 
+BOTH = pytest.mark.parametrize("both", [False, True], ids=["pods", "both"])
 TOKENS = pytest.mark.parametrize("tokens", [False, True], ids=["names", "tokens"])
 
 
@@ -164,3 +165,44 @@ async def test_claims_of_another_agents_driver_are_known_after_a_reload_that_nam
         assert (await two.run("q", {A: 1})).running is False
         await two.stopped(pod)
         await two.until(lambda: two.healthy() == {"d0"})
+
+
+@TOKENS
+@BOTH
+async def test_a_pod_that_hangs_is_known_to_an_agent_of_another_name(node: FakeNode, both: bool, tokens: bool) -> None:
+    """Also to `deviceplugin run`: the former agent's copy of its allocations names it, and nothing else does."""
+    async with serving(node, Listed(A, D, tokens=tokens)) as here:
+        pod = await hang(here)
+    async with serving(node, Listed(A, D, tokens=tokens), both=both, name="other") as here:
+        await keeps(here, pod)
+
+
+@BOTH
+async def test_what_a_pod_of_another_agents_resource_has_is_given_to_nobody(node: FakeNode, both: bool) -> None:
+    """It hangs, and the agent has the same hardware by another name."""
+    async with serving(node, Listed(A, D, tokens=True)) as here:
+        pod = await hang(here)
+        (held,) = got(node, pod)
+    async with serving(node, Listed(B, E, tokens=True), both=both, name="other") as other:
+        await other.until(lambda: other.healthy(B) == {"d0", "d1"} - {held})
+        assert (await other.run("q0", {B: 1})).device_ids != (held,)
+        await asyncio.to_thread(pod.end_containers, 15)
+        await other.until(lambda: held in other.healthy(B))
+
+
+async def test_a_share_that_another_agents_pod_has_is_all_that_is_withheld(node: FakeNode) -> None:
+    """The checkpoint and the copy name one and the same allocation; the other share is for the next pod."""
+    async with serving(node, Varying(2)) as here:
+        await here.until(lambda: here.healthy() == {"d0::0", "d0::1"})
+        first = await here.run("p", {A: 1})
+        await here.scans()
+    async with serving(node, Varying(2), name="other") as here:
+        await here.until(lambda: here.healthy() == {"d0::0", "d0::1"})
+        second = await here.run("q", {A: 1})
+        assert second.running
+        await here.stopped(first)
+        await here.scans()
+    async with serving(node, Varying(2)) as here:
+        await here.until(lambda: here.healthy() == {"d0::0", "d0::1"})
+        assert (await here.run("r", {A: 1})).running
+        assert not (await here.run("s", {A: 1})).running

@@ -1,0 +1,58 @@
+"""What other agents' copies of their allocations say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from deviceplugin.identity import boot_id
+from deviceplugin.kubelet.allocation_copies import AllocationCopies
+from deviceplugin.kubelet.checkpoint import Allocation
+from deviceplugin.register import copies
+from deviceplugin.register.copies import Copy
+from deviceplugin.register.question import Wanted
+from deviceplugin.register.records import AllocationRecord, Amount
+
+R = "example.com/fpga"
+
+
+def put(directory: Path, agent: str, *holders: tuple[str, str], boot: str | None = None) -> None:
+    """Write the copy of an agent that has given a half of d0 to these containers."""
+    one = AllocationRecord(R, "d0::0", "d0", 1.0, 1, frozenset(holders), identity="boot:b n1", amount=Amount("1/2"))
+    copies.write(copies.path(str(directory), agent), Copy(boot_id() if boot is None else boot, 1, (one,)))
+
+
+def test_what_is_copied_is_read_once(tmp_path: Path) -> None:
+    """With what the device was and how much of it; a copy that has changed is read again, and no other."""
+    found = AllocationCopies(tmp_path, "own")
+    assert found.changed() == {}
+    put(tmp_path, "own", ("u0", "main"))
+    put(tmp_path, "one", ("u1", "main"), ("u1", "side"))
+    put(tmp_path, "two", ("u2", "main"))
+    what = Wanted((R, "d0"), "boot:b n1", Amount("1/2"))
+    holders = [("u1", "main"), ("u1", "side"), ("u2", "main")]
+    assert found.changed() == {Allocation(*one, R, "d0::0"): what for one in holders}
+    assert found.changed() == {}
+    put(tmp_path, "two", ("u3", "main"))
+    assert found.changed() == {Allocation("u3", "main", R, "d0::0"): what}
+    assert AllocationCopies(tmp_path).changed().keys() >= {Allocation("u0", "main", R, "d0::0")}
+
+
+def test_a_copy_of_another_boot_and_a_grant_without_a_container_name_nobody(tmp_path: Path) -> None:
+    """No container of another boot runs; the checkpoint names who was granted a device last."""
+    put(tmp_path, "one", ("u1", "main"), boot="before")
+    put(tmp_path, "two")
+    assert AllocationCopies(tmp_path).changed() == {}
+
+
+def test_a_copy_that_cannot_be_read_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The others are read all the same, and so is a directory that is not there."""
+    put(tmp_path, "one", ("u1", "main"))
+    (tmp_path / "two.allocations").write_bytes(b"{")
+    (tmp_path / "three.allocations").symlink_to(tmp_path / "nothing")
+    found = AllocationCopies(tmp_path)
+    assert len(found.changed()) == 1
+    assert found.changed() == {}
+    assert caplog.text.count("cannot be read") == 1
+    assert AllocationCopies(tmp_path / "none").changed() == {}
