@@ -24,6 +24,9 @@ DIRECTORY: Final = "/var/run/cdi"
 """Where runtimes look for files that do not outlive a reboot."""
 CLASS: Final = "claim"
 """The class half of the kind; the vendor half is the driver's name."""
+HOLDING: Final = "claim"
+ADMIN: Final = "admin"
+"""How the name of a CDI device of a claim begins: `claim_<claim UID>_<request>`, or for administrative access alone."""
 UID: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]{0,62}[A-Za-z0-9])?")
 """What can be the UID of a claim, and so a part of a file's name."""
 _VENDOR: Final = re.compile(r"[A-Za-z]([A-Za-z0-9_.-]*[A-Za-z0-9])?")

@@ -43,11 +43,11 @@ class AllocationCopies:
             return {}
         found: dict[Allocation, Wanted] = {}
         for name in names:
-            path = self._directory / name
-            if name.endswith(copies.SUFFIX) and name != self._own and (file := file_identity(path)) is not None:
-                if self._read.get(name) != file:
+            if name.endswith(copies.SUFFIX) and name != self._own:
+                file = file_identity(self._directory / name)
+                if file is not None and file != self._read.get(name):
                     self._read[name] = file
-                    found |= _allocations(path)
+                    found |= _allocations(self._directory / name)
         return found
 
 

@@ -31,6 +31,7 @@ FRESH: Final = 0.005
 ENDING: Final = 1.0
 """Seconds between two looks whether processes run of claims that the kubelet does not name."""
 
+_UNKNOWN: Final = "it is not known whether a claim holds it"
 _TICK: Final = 50_000_000
 """Nanoseconds within which a directory may change twice and have the same time."""
 _KINDS: Final[Mapping[str, Kind]] = {"c": "char", "u": "char", "b": "block"}  # by the type in a CDI file
@@ -57,6 +58,16 @@ def nodes_of(claim: PreparedClaim, known: Collection[str], directory: str = cdi.
     return frozenset(found)
 
 
+def _is_ours(claim: PreparedClaim, driver: str) -> bool:
+    """Return whether an agent of this project prepared what a claim holds through a driver: CDI ids in the answer tell.
+
+    A claim whose containers get nothing has none: it looks like one of another vendor.
+    """
+    kinds = {f"{vendor}/{cdi.CLASS}" for vendor in (driver, f"dra.{driver}")}
+    names = (one.partition("=") for one in claim.cdi_ids)
+    return any(kind in kinds and name.startswith(f"{cdi.HOLDING}_{claim.uid}_") for kind, _, name in names)
+
+
 def _numbers(node: Mapping[str, Any]) -> Tokens:
     kind = _KINDS.get(node.get("type", ""))
     if kind is not None and node.get("major"):
@@ -67,11 +78,13 @@ def _numbers(node: Mapping[str, Any]) -> Tokens:
 class _Held(NamedTuple):
     """What claims of drivers that are not served hold.
 
-    unknown: why any device may be held. drivers: those of whose claims nothing tells the devices, and why.
+    unknown: why any device may be held. lost: why a claim of ours may hold any, of which no file tells what it holds.
+    drivers: those of whose claims nothing tells the devices, and why.
     """
 
     uses: tuple[Use, ...] = ()
     unknown: str = ""
+    lost: str = ""
     drivers: Mapping[str, str] = {}
 
 
@@ -97,6 +110,8 @@ class OrphanedClaims:
     _claims: tuple[PreparedClaim, ...] = field(default=(), init=False)
     _problem: ClaimStateError | None = field(default=None, init=False)
     _files: tuple[ClaimFile, ...] | OSError = field(default=(), init=False)
+    _remembered: dict[tuple[str, str], ClaimFile] = field(default_factory=dict, init=False)
+    """The last files, by driver and UID, of claims that the claim state names."""
     _made_from: object = field(default=None, init=False)
     _made_at: float = field(default=-math.inf, init=False)
     _unnamed: bool = field(default=False, init=False)
@@ -109,7 +124,14 @@ class OrphanedClaims:
         driver: the one that the resource's configuration names.
         """
         held = self._current()
-        return held.unknown or held.drivers.get(driver or "", "")
+        return held.unknown or held.lost or held.drivers.get(driver or "", "")
+
+    def lost(self) -> str:
+        """Return why a claim that an agent of this project prepared may hold any device; "" if none does.
+
+        The claim state names it, its file is lost or damaged, and its driver is not served.
+        """
+        return self._current().lost
 
     def uses(self) -> tuple[Use, ...]:
         """Return what such claims hold; the same object until it changes.
@@ -159,8 +181,11 @@ class OrphanedClaims:
     def _counted(self, served: Collection[str]) -> list[ClaimFile]:
         """Return the files of claims that may still have what these say."""
         files = () if isinstance(self._files, OSError) else self._files
-        foreign = [file for file in files if file.driver not in served]
+        found = {(file.driver, file.uid): file for file in files}
         named = {(driver, claim.uid) for claim in self._claims for driver in claim.devices}
+        # A claim's file goes when the claim is unprepared, before the claim state drops the claim.
+        self._remembered = {key: file for key, file in (self._remembered | found).items() if key in named}
+        foreign = [file for key, file in (self._remembered | found).items() if key[0] not in served]
         unnamed = [file for file in foreign if (file.driver, file.uid) not in named]
         self._unnamed = bool(unnamed)
         if not unnamed or self._problem is not None:
@@ -179,10 +204,11 @@ class OrphanedClaims:
         problems: list[object] = [self._files] if isinstance(self._files, OSError) else []
         if self._problem is not None and not isinstance(self._problem, ClaimStateMissingError):
             problems.append(self._problem)
+        lost: list[str] = []
         for file in files:
             who = f"claim {file.title} through driver {file.driver}, which is not served here"
             if file.devices is None:
-                problems.append(f"the file of {who}, cannot be read")
+                lost.append(f"the file of {who}, cannot be read")
             for one in file.devices or ():
                 if not one.admin:
                     amount, tokens = Amount(one.part, one.takes), tokens_of(one.identity, self.boot)
@@ -195,7 +221,10 @@ class OrphanedClaims:
                 who = f"claim {claim.title} through driver {', '.join(sorted(others))}, which is not served here"
                 found.append(Use(("foreign", claim.uid), who, None, tokens, None))
             for driver in others:
+                if _is_ours(claim, driver):
+                    who = f"claim {claim.title} through driver {driver}, which is not served here"
+                    lost.append(f"there is no file of {who}, in {self.cdi_directory}")
                 if claim.devices[driver]:
                     drivers[driver] = f"it is not known what claim {claim.title} through driver {driver} holds"
-        unknown = f"it is not known whether a claim holds it: {problems[0]}" if problems else ""
-        return _Held(tuple(found), unknown, drivers)
+        unknown, why = (f"{_UNKNOWN}: {those[0]}" if those else "" for those in (problems, lost))
+        return _Held(tuple(found), unknown, why, drivers)

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 _LOG: Final = logging.getLogger(__name__)
 
+PERIOD: Final = 5.0
+"""Seconds between two scans for holders."""
 SETTLE: Final = 0.05
 """Seconds without another change after which a file counts as written."""
 Take = Callable[["Config", Mapping[str, DeviceSource], Sequence[str]], Awaitable[None]]
@@ -159,10 +161,15 @@ def run_config(path: Path, paths: Paths, metrics_address: str | None, lock: Lock
     return serve(make, metrics_address=metrics_address, config=file)
 
 
-def _plugin(
-    sources: Sequence[DeviceSource], paths: Paths, metrics_address: str | None, vendors: VendorPlugins | None = None
-) -> Program:
-    """Return an agent that serves pods only, and withholds what claims of a former bridge hold."""
+def plugin_agent(
+    sources: Sequence[DeviceSource],
+    paths: Paths,
+    *,
+    report_holders: bool,
+    period: float = PERIOD,
+    vendors: VendorPlugins | None = None,
+) -> Agent:
+    """Return an agent that serves pods only, and withholds what claims of a former bridge hold; see `Agent`."""
 
     def unknown(resource: str, device: str) -> str:
         service = agent.services.get(resource)
@@ -173,9 +180,15 @@ def _plugin(
 
     claims = OrphanedClaims(paths.kubelet_root, cdi_directory=str(paths.cdi_dir), processes=processes)
     agent = Agent(
-        sources, paths, report_holders=metrics_address is not None, claims=claims, unknown=unknown, vendors=vendors
+        sources, paths, period=period, report_holders=report_holders, claims=claims, unknown=unknown, vendors=vendors
     )
-    return Program.of(agent)
+    return agent
+
+
+def _plugin(
+    sources: Sequence[DeviceSource], paths: Paths, metrics_address: str | None, vendors: VendorPlugins | None = None
+) -> Program:
+    return Program.of(plugin_agent(sources, paths, report_holders=metrics_address is not None, vendors=vendors))
 
 
 def serve(

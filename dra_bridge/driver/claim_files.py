@@ -31,8 +31,6 @@ SETTLE: Final = 0.5
 """Seconds from a change of CDI files to the check for missing ones; many changes make one check."""
 
 _IN_MEMORY: Final = ("/run/", "/var/run/")
-_HOLDING: Final = "claim"
-_ADMIN: Final = "admin"
 
 
 class ClaimFiles:
@@ -82,10 +80,10 @@ class ClaimFiles:
             members = [(group, result) for group in groups if group.request == request for _, result in group.members]
             ids = list(merged.cdi)
             if merged.env or merged.nodes or merged.mounts:
-                kind = _ADMIN if all(group.admin for group, _ in members) else _HOLDING
-                named = dict.fromkeys(result.device for group, result in members if not group.admin or kind == _ADMIN)
+                kind = cdi.ADMIN if all(group.admin for group, _ in members) else cdi.HOLDING
+                holds = [result.device for group, result in members if not group.admin or kind == cdi.ADMIN]
                 name = "_".join((kind, uid, request))
-                listed[name] = listed["_".join((name, *named))] = merged
+                listed[name] = listed["_".join((name, *dict.fromkeys(holds)))] = merged
                 ids.insert(0, cdi.qualified(self._driver, name))
             for _, result in members:
                 devices.append(PreparedDevice(request, result.pool, result.device, tuple(ids), result.share_id or ""))
@@ -151,7 +149,7 @@ class ClaimFiles:
         """Yield what CDI files say that claims hold; blocks."""
         for uid in self._store.list():
             kinds = (name.split("_") for name in self._store.device_names(uid))
-            names = [name for kind, *names in kinds if kind == _HOLDING for name in names[2:]]
+            names = [name for kind, *names in kinds if kind == cdi.HOLDING for name in names[2:]]
             yield Published(uid, tuple((name, None) for name in names))
 
     async def keep(self) -> None:

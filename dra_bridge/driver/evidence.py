@@ -54,7 +54,7 @@ def only_seen(claim: PreparedClaim, driver: str) -> frozenset[str]:
     The CDI ids in our answers tell: `<driver>/claim=admin_<claim UID>_<request>`. A device that is also in another
     request of the claim is held.
     """
-    prefix = cdi.qualified(driver, f"admin_{claim.uid}_")
+    prefix = cdi.qualified(driver, f"{cdi.ADMIN}_{claim.uid}_")
     admin = {name.removeprefix(prefix) for name in claim.cdi_ids if name.startswith(prefix)}
     mine = [(request, device) for of, request, device in claim.requests if of == driver]
     held = {device for request, device in mine if request not in admin}

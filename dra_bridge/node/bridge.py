@@ -103,6 +103,7 @@ class Bridge:
             self._allocatable,
             cdi_directory,
             claim_status,
+            self._claims.lost,
         )
         self.agent.providers.append(BridgeStatus(self.node, self.drivers))
 

@@ -39,17 +39,23 @@ EVIDENCE_ERRORS: Final = (LedgerError, CheckpointError, ClaimStateError, CdiErro
 
 @dataclass(eq=False)
 class EvidenceReader:
-    """Reads who holds one driver's devices, from all sources of evidence but the ledger."""
+    """Reads who holds one driver's devices, from all sources of evidence but the ledger.
+
+    lost: returns why a claim of which no file tells what it holds may hold any device; "" if there is none.
+    """
 
     driver: Driver
     agent: Agent
     cluster: Cluster
+    lost: Callable[[], str]
 
     async def read(self, service: Service, devices: Sequence[str]) -> Evidence:
         """Read who holds these devices of a resource.
 
         Raises one of `EVIDENCE_ERRORS`; CheckpointError also where an own Allocate came in between.
         """
+        if why := self.lost():
+            raise CdiError(why)
         resource, ids, wanted = service.resource, service.endpoint.ids, frozenset(devices)
         now = await self.agent.scanner.scan({(resource, one) for device in devices for one in ids.ids_of(device)})
         if now is None:

@@ -73,7 +73,7 @@ class DriverRuntime:
         self.feed = SliceFeed(context, self.registrar)
         register.subscribe(self.publish)
         self.claims = ClaimReconciliation(self.driver, pods, tracker, node.cluster)
-        evidence = EvidenceReader(self.driver, node.agent, node.cluster)
+        evidence = EvidenceReader(self.driver, node.agent, node.cluster, node.lost_claims)
         # The kubelet knows the health of devices by their published names.
         self.devices = DeviceReconciler(context, evidence, self.registrar.follow, self._changed, self._quarantined)
 

@@ -98,7 +98,7 @@ class Node:
     """What the drivers of a node share.
 
     name: the node's, which is the pool's. directory: the agent's own among the kubelet's plugins, with the ledger and
-    the sockets of all drivers.
+    the sockets of all drivers. lost_claims: see `OrphanedClaims.lost`.
     """
 
     name: str
@@ -111,6 +111,7 @@ class Node:
     allocatable: AllocatableStatus
     cdi_directory: str
     claim_status: bool
+    lost_claims: Callable[[], str]
 
     async def alarm(self, reason: str, message: str) -> None:
         """Write a warning Event about this node, if the API server takes it."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from deviceplugin import claim_files
+from deviceplugin import cdi, claim_files
 from deviceplugin.claim_files import ClaimFile, FiledDevice
 from deviceplugin.exclusion import ConflictError
 from deviceplugin.identity import boot_id
@@ -29,10 +29,13 @@ D = "sim.example.com"
 OLD = "old.example.com"
 
 
-def claim(*devices: str, driver: str = D, uid: str = "uid-1", others: tuple[str, ...] = ()) -> DevicesOfClaim:
-    """A claim as the kubelet keeps it. others: drivers that have not answered yet."""
+def claim(
+    *devices: str, driver: str = D, uid: str = "uid-1", others: tuple[str, ...] = (), kind: str = "claim_"
+) -> DevicesOfClaim:
+    """A claim as the kubelet keeps it. others: drivers that have not answered yet. kind: begins our names in CDI."""
     prepared = [
-        PreparedDevice(("r",), "node", name, (f"{driver}/claim=claim_{uid}_r_{name}",), None) for name in devices
+        PreparedDevice(("r",), "node", name, (cdi.qualified(driver, f"{kind}{uid}_r_{name}"),), None)
+        for name in devices
     ]
     return DevicesOfClaim("ml", "train", uid, {driver: prepared, **{other: [] for other in others}}, {"pod-uid"})
 
@@ -84,16 +87,45 @@ def test_what_claims_of_former_drivers_hold_is_known_by_their_files(tmp_path: Pa
 
 def test_what_another_vendors_claim_holds_is_not_known_by_its_name(tmp_path: Path) -> None:
     """A network card `0` of somebody else's driver is not our FPGA `0`."""
-    written.write(tmp_path, [claim("0", driver="nic.vendor.example")])
+    written.write(tmp_path, [claim("0", driver="nic.vendor.example", kind="")])
     assert [holder(of(tmp_path, *served), R, "0", D) for served in ((), (D,))] == ["", ""]
 
 
 def test_a_claim_of_our_driver_without_a_file_may_hold_any_device_of_its_resource(tmp_path: Path) -> None:
-    """The file is lost, or its directory is not mounted; a claim that was not answered yet holds nothing."""
-    written.write(tmp_path, [claim("0", others=("new.example.com",))])
+    """A claim whose containers get nothing looks like one of another vendor; one not answered holds nothing."""
+    written.write(tmp_path, [claim("0", others=("new.example.com",), kind="")])
     assert holder(of(tmp_path), R, "x", D) == f"{UNKNOWN} what claim ml/train through driver {D} holds"
     assert [holder(of(tmp_path), R, "0", driver) for driver in (None, OLD, "new.example.com")] == ["", "", ""]
     assert holder(of(tmp_path, D), R, "0", D) == ""
+
+
+def test_a_claim_that_we_prepared_and_that_has_no_file_may_hold_any_device(tmp_path: Path) -> None:
+    """The names in CDI tell it, whatever drivers are configured now. Administrative access holds nothing."""
+    drivers = (None, D, OLD)
+    for driver in (D, "0.example.com"):
+        written.write(tmp_path, [claim("0", driver=driver)])
+        claims = of(tmp_path)
+        why = f"{UNKNOWN} whether a claim holds it: there is no file of {held(driver)}, in {tmp_path / 'cdi'}"
+        assert [holder(claims, R, "x", one) for one in drivers] == [why] * 3
+        assert claims.lost() == why
+        assert not of(tmp_path, driver).lost(), "who serves it asks its own evidence"
+        file(tmp_path, "a", driver=driver)
+        assert [holder(claims, R, "x", one) for one in drivers] == [""] * 3
+        (tmp_path / "cdi" / f"{driver}_uid-1.claim").unlink()
+    written.write(tmp_path, [claim("0", kind="admin_")])
+    assert not of(tmp_path).lost()
+
+
+def test_a_file_that_goes_while_the_kubelet_names_its_claim_is_remembered(tmp_path: Path) -> None:
+    """Another agent removes it when it unprepares the claim, and the kubelet forgets that some milliseconds later."""
+    written.write(tmp_path, [claim("0")])
+    file(tmp_path, "a")
+    claims = of(tmp_path)
+    assert [holder(claims, R, name, None) for name in ("a", "b")] == [held(), ""]
+    (tmp_path / "cdi" / f"{D}_uid-1.claim").unlink()
+    assert [holder(claims, R, name, None) for name in ("a", "b")] == [held(), ""]
+    written.write(tmp_path, [])
+    assert [holder(claims, R, name, None) for name in ("a", "b")] == ["", ""]
 
 
 def test_administrative_access_holds_nothing(tmp_path: Path) -> None:

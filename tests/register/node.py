@@ -12,6 +12,7 @@ import pytest
 
 from deviceplugin.device import ContainerEdits, Device
 from deviceplugin.node.agent import Agent
+from deviceplugin.node.process import plugin_agent
 from deviceplugin.source import DeviceSource
 from deviceplugin.testing import FakeKubelet, FakePod
 from deviceplugin.testing.claim_state import DevicesOfClaim
@@ -254,7 +255,7 @@ async def serving(
         )
         here, work = Here(node, bridge.agent, bridge), bridge.run
     else:
-        agent = Agent(sources, node.paths, period=0.05, report_holders=True)
+        agent = plugin_agent(sources, node.paths, report_holders=True, period=0.05)
         here, work = Here(node, agent), agent.run
     task = asyncio.create_task(work())
     try:

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator
 
 import pytest
 
 from deviceplugin.device import ContainerEdits, Device
-from deviceplugin.kubelet.orphaned_claims import OrphanedClaims
-from deviceplugin.node.agent import Agent
-from deviceplugin.source import DeviceSource
 from deviceplugin.testing import FakePod
 from dra_bridge.testing.node import FakeNode
 from tests.register.node import A, B, D, E, Here, Listed, serving
@@ -38,29 +33,6 @@ def source(resource: str, driver: str, *names: str) -> Listed:
     return made
 
 
-@contextlib.asynccontextmanager
-async def plugin(node: FakeNode, *sources: DeviceSource) -> AsyncIterator[Here]:
-    """Run `deviceplugin run` as its program does: with the claims of former drivers."""
-
-    def unknown(resource: str, device: str) -> str:
-        service = agent.services.get(resource)
-        return claims.problem(service.source.driver if service is not None else None)
-
-    claims = OrphanedClaims(
-        node.paths.kubelet_root, cdi_directory=str(node.cdi), processes=lambda: agent.tracker.pods.read()
-    )
-    agent = Agent(sources, node.paths, period=0.05, report_holders=True, claims=claims, unknown=unknown)
-    here = Here(node, agent)
-    task = asyncio.create_task(agent.run())
-    try:
-        yield here
-        assert not task.done(), f"the agent has ended: {task.exception()!r}"
-    finally:
-        agent.stop()
-        async with asyncio.timeout(30):
-            await task
-
-
 async def both_run(here: Here, first: FakePod, resource: str) -> bool:
     """Return whether a pod runs, and another one that asks for a resource gets it, too."""
     other = await here.run("other", {resource: 1})
@@ -85,12 +57,12 @@ async def test_a_pods_part_counts_after_its_driver_is_renamed(node: FakeNode, to
 
 async def test_a_pods_part_counts_after_its_resource_is_gone_over_a_restart(node: FakeNode) -> None:
     """The plugin alone is started again without the resource of which a pod has a part."""
-    async with plugin(node, source(A, D, "a0"), source(B, D, "b0")) as here:
+    async with serving(node, source(A, D, "a0"), source(B, D, "b0"), both=False) as here:
         await here.until(lambda: here.healthy(A) and here.healthy(B))
         first = await here.run("p", {A: 1})
         assert first.running
         await here.scans()
-    async with plugin(node, source(B, D, "b0")) as here:
+    async with serving(node, source(B, D, "b0"), both=False) as here:
         await here.until(lambda: B in node.resources())
         await here.scans()
         assert not await both_run(here, first, B)
@@ -109,7 +81,7 @@ async def test_a_claims_part_counts_for_the_plugin_alone(node: FakeNode, to: str
     async with serving(node, made(D), share="all") as here:
         await here.until(lambda: len(here.sliced()) == 2)
         first = await here.claimant("c")
-    async with plugin(node, made(to)) as here:
+    async with serving(node, made(to), both=False) as here:
         await here.until(lambda: A in node.resources())
         await here.soon(lambda: False, 2)
         assert not await both_run(here, first, A)
@@ -127,7 +99,7 @@ async def test_a_claims_own_device_is_given_to_no_pod_by_the_plugin_alone(node: 
     async with serving(node, made(D), share="all") as here:
         await here.until(lambda: len(here.sliced()) == 1)
         first = await here.claimant("c")
-    async with plugin(node, made(D)) as here:
+    async with serving(node, made(D), both=False) as here:
         await here.until(lambda: A in node.resources())
         await here.soon(lambda: here.healthy(A), 4)
         assert not await both_run(here, first, A)

@@ -206,3 +206,43 @@ async def test_a_share_that_another_agents_pod_has_is_all_that_is_withheld(node:
         await here.until(lambda: here.healthy() == {"d0::0", "d0::1"})
         assert (await here.run("r", {A: 1})).running
         assert not (await here.run("s", {A: 1})).running
+
+
+# Claims' files that are lost.
+
+
+@pytest.mark.parametrize("driver", [D, E, ""])
+@pytest.mark.parametrize(("both", "lost"), [(False, "*"), (True, "*"), (True, "*.claim")])
+async def test_a_claim_that_is_named_by_the_kubelet_alone_may_have_any_device(
+    node: FakeNode, driver: str, both: bool, lost: str
+) -> None:
+    """Register and claims' files are lost, and another driver is configured, or `deviceplugin run` follows."""
+    async with serving(node, Listed(A, D), share="all") as here:
+        await here.until(lambda: here.sliced() == {"d0", "d1"})
+        pod = await here.claimant("c0")
+        (held,) = got(node, pod)
+    await asyncio.to_thread(node.stop)
+    if both:
+        lose_register(node.root)
+    for path in node.cdi.glob(lost):
+        path.unlink()
+    await asyncio.to_thread(node.start)
+    async with serving(node, Listed(A, driver), both=both) as here:
+        await here.until(lambda: A in node.resources())
+        explained = both and driver == D
+        if explained:
+            await here.until(lambda: here.healthy() | {held} == {"d0", "d1"})
+        else:
+            await here.until(
+                lambda: {one for one, why in here.withheld().items() if "there is no file of" in why} == {"d0", "d1"}
+            )
+        others = [await here.run(f"q{number}", {A: 1}) for number in range(2)]
+        assert [one.running for one in others].count(True) == explained
+        assert running(node, held) == {pod.uid}
+        for one in others:
+            await here.stopped(one)
+        if explained:
+            await here.stopped(pod)
+    async with serving(node, Listed(A, D)) as here:  # the driver ends it
+        await here.stopped(pod)
+        await here.until(lambda: here.healthy() == {"d0", "d1"}, 30)
