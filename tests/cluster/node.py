@@ -827,10 +827,10 @@ class Cluster:
         self.wait_for(lambda: not (left := rest()) or _not_yet(left), timeout, "all is removed", log="kubelet")
 
 
-def remove_ledger() -> None:
+def remove_ledger(agent: str = LEDGER.parent.name) -> None:
     """Remove what an agent that has ended leaves: its directory, and the copy of its allocations."""
-    shutil.rmtree(LEDGER.parent, ignore_errors=True)
-    Path("/var/run/cdi/dra-bridge.allocations").unlink(missing_ok=True)
+    shutil.rmtree(LEDGER.parent.with_name(agent), ignore_errors=True)
+    Path(f"/var/run/cdi/{agent}.allocations").unlink(missing_ok=True)
 
 
 Pods = list["Pod"]

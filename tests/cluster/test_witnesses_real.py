@@ -38,6 +38,7 @@ from tests.cluster.node import (
     ClusterError,
     ClusterTimeout,
     Pod,
+    remove_ledger,
 )
 from tests.programs import ANY_CONFIG
 
@@ -529,6 +530,118 @@ def test_ledger_and_checkpoint_are_lost(scene: Scene) -> None:
             pod.delete()
 
     scene.handed_on(end, [pod.uid for pod in pods], *wanting)
+
+
+def test_log_of_the_ledger_is_lost(scene: Scene) -> None:
+    """What SQLite had not taken from its log is gone, and the checkpoint: the copy of the allocations is newer."""
+    scene.nodes("a", 1)
+    scene.serve(resource("a", "none"))
+    scene.cluster.wait_allocatable(named("a"), 1)
+    scene.agents.stop()
+    scene.agents.start()
+    scene.agents.wait_registered()
+    scene.cluster.wait_allocatable(named("a"), 1)
+    pod = scene.pod("a0", "a")
+    scene.running(pod)
+    scene.before = len(locks.holders())
+    copy = CDI / "dra-bridge.allocations"
+    scene.cluster.wait_for(lambda: pod.uid in copy.read_text(), LIMIT, "the copy names it")
+    scene.cluster.kill("kubelet")
+    scene.agents.kill()
+    LEDGER.with_name(f"{LEDGER.name}-wal").unlink()
+    CHECKPOINT.unlink()
+    scene.cluster.start_kubelet()
+    scene.agents.start()
+    scene.agents.wait_registered()
+    assert "is from before" in scene.agents.log()
+    scene.wait(claimer("wants-a", "a"))
+    scene.share(a="all")
+    scene.observe(8)
+    scene.handed_on(pod.delete, [pod.uid], "wants-a")
+
+
+# --- agents of other names -------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """End an agent after this."""
+    yield
+    process.terminate()
+    process.wait(20)
+
+
+@pytest.mark.parametrize("successor", ["bridge", "plugin"])
+def test_an_agent_of_another_name_knows_what_hangs(scene: Scene, successor: str) -> None:
+    """The copy of the former agent's allocations names the pod, which was deleted by force, and nothing else does."""
+    scene.nodes("a", 2)
+    scene.stack.callback(remove_ledger, "other")
+    scene.serve(resource("a", "none"))
+    scene.cluster.wait_allocatable(named("a"), 2)
+    pod = scene.pod("a0", "a")
+    scene.running(pod)
+    scene.before = len(locks.holders())
+    scene.freeze(pod)
+    pod.delete(0)
+    pod.wait_gone()
+    other = scene.pod("a1", "a")  # so the kubelet writes its checkpoint
+    scene.cluster.wait_for(lambda: other.phase in ("Running", "Failed"), LIMIT, "the kubelet has decided about it")
+    scene.cluster.wait_for(lambda: pod.uid not in CHECKPOINT.read_text(), 60, "the kubelet has forgotten it")
+    scene.agents.stop()
+    if successor == "bridge":
+        scene.agents.start("--agent-name", "other")
+    else:
+        scene.stack.enter_context(ended(scene.agents.start_plugin()))
+    other.delete(0)
+    other.wait_gone()
+    for name in ("wants-0", "wants-1"):
+        scene.waiting[name] = plain(name, "a")
+        scene.make(scene.waiting[name])
+    scene.observe(10)
+    scene.thaw()
+    scene.cluster.wait_for(lambda: not locks.pids(pod.uid), LIMIT, "the container has ended")
+
+    def all_run() -> bool:
+        scene.check()
+        scene.urge()
+        return len(locks.holders()) == 2
+
+    scene.cluster.wait_for(all_run, 60, "what it had is given to the next pod")
+
+
+def test_a_second_agent_of_another_name(scene: Scene) -> None:
+    """It has a resource and a driver of its own; the first one's claims are prepared and unprepared as before."""
+    scene.nodes("a", 2)
+    scene.nodes("b", 1)
+    scene.stack.callback(remove_ledger, "two")
+    agents = scene.serve(resource("a", "all"), resource("b", "all"))
+    one, two = agents.resources
+    agents.resources = [one]
+    agents.write()
+    agents.stop()
+    agents.start()
+    agents.wait_registered()
+    agents.wait_offered(2, "a.example.net")
+    user = scene.claimer("user", "a")
+    scene.running(user)
+    first, config = agents.process, agents.config
+    agents.config, agents.resources = config.with_name("two.yaml"), [two]
+    agents.write()
+    agents.start("--agent-name", "two")
+    second = agents.process
+    assert second is not None
+    scene.stack.enter_context(ended(second))
+    agents.process, agents.config, agents.resources = first, config, [one, two]
+    agents.wait_offered(1, "b.example.net")
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        assert len(agents.offered("a.example.net")) == 2
+        scene.check()
+        time.sleep(0.2)
+    scene.running(scene.claimer("other", "a"))
+    scene.before = len(locks.holders())
+    scene.wait(claimer("wants-a", "a"))
+    scene.handed_on(user.delete, [user.uid], "wants-a")
 
 
 # --- containers that outlive their pods ------------------------------------------------------------------------------
