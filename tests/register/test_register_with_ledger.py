@@ -21,7 +21,7 @@ from deviceplugin.kubelet.holders import HolderEvidence, HolderSnapshot, holders
 from deviceplugin.node.scanning import HolderScanner
 from deviceplugin.register import operations
 from deviceplugin.register.operations import Observed
-from deviceplugin.register.records import UNKNOWN, WHOLE, Amount, Claim, ClaimDevice, LedgerError, Side, State
+from deviceplugin.register.records import WHOLE, Amount, Claim, ClaimDevice, LedgerError, Side, State
 from deviceplugin.register.register import OtherSideError, Register, UnknownHolderError
 from deviceplugin.register.rules import Excluded
 from deviceplugin.sharing import device_of, replicas_of
@@ -59,7 +59,7 @@ class World:
         self.served = served
         self.unknown: Mapping[str, str] = {}
         self.register = Register(lambda: self.served, ledger, unknown=lambda _, device: self.unknown.get(device, ""))
-        tracker = SimpleNamespace(granted=lambda one: ("", UNKNOWN), title=str)
+        tracker = SimpleNamespace(granted=lambda one: None, title=str)
         services, wanted = cast("Any", self.served), asyncio.Event()
         self.scanner = HolderScanner(services, cast("Any", tracker), self.register, wanted, 1.0, always=True)
         self.scanner.observers.append(self)
