@@ -71,6 +71,7 @@ def test_it_serves_pods(fake_kubelet: FakeKubelet, vendor: Start) -> None:
 def test_it_registers_again(fake_kubelet: FakeKubelet, vendor: Start, trigger: str) -> None:
     """A kubelet that starts again is registered with; one that only makes its socket anew is not by all triggers."""
     plugin = vendor(trigger=trigger)
+    plugin.wait("registered")  # the list comes before: the kubelet reads it within Register
     fake_kubelet.wait_allocatable(RESOURCE, 2)
     fake_kubelet.restart()
     plugin.wait("registered", 2)
