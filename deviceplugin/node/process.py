@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import signal
 import sys
 import time
@@ -33,6 +34,8 @@ _LOG: Final = logging.getLogger(__name__)
 
 PERIOD: Final = 5.0
 """Seconds between two scans for holders."""
+REFUSED: Final = 1.0
+"""Seconds that tasks have to end after they were cancelled when the agent ends."""
 SETTLE: Final = 0.05
 """Seconds without another change after which a file counts as written."""
 Take = Callable[["Config", Mapping[str, DeviceSource], Sequence[str]], Awaitable[None]]
@@ -250,6 +253,20 @@ async def _serve(
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+    await _end_without_others()
+
+
+async def _end_without_others() -> None:
+    """End the process if tasks refuse to be cancelled: asyncio would wait for them for ever."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    _, pending = await asyncio.wait(others, timeout=REFUSED) if others else ((), ())
+    if pending:
+        names = ", ".join(sorted(getattr(task.get_coro(), "__qualname__", task.get_name()) for task in pending))
+        _LOG.warning("the agent ends without waiting for %s, which refuse to be cancelled", names)
+        logging.shutdown()
+        os._exit(0)
 
 
 async def _follow_config(program: Program, file: File, reload: asyncio.Event) -> None:
