@@ -20,7 +20,7 @@ from typing import Final
 
 from deviceplugin import filewatch
 from deviceplugin.files import FileIdentity
-from deviceplugin.identity import boot_id, tokens_of
+from deviceplugin.identity import Tokens, boot_id, tokens_of
 from deviceplugin.kubelet import checkpoint, containers, holders
 from deviceplugin.kubelet.cgroups import PodProcesses, PodReader, read_directories
 from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint, CheckpointError
@@ -333,13 +333,19 @@ class HolderTracker:
         observed = frozenset(observed)
         if not (all(one is other for one, other in zip(before[0], of, strict=True)) and before[1] == observed):
             found = []
+            # An old answer has the nodes of all devices of its container; what the records say of these is known.
+            recorded: dict[tuple[str, str], Tokens] = {}
+            for one in of[1].allocations.union(of[0], of[4]):
+                if (record := records.get((one.resource, one.device_id))) is not None:
+                    tokens = tokens_of(record.identity, boot_id())
+                    recorded[one[:2]] = recorded.get(one[:2], frozenset()) | tokens
             for one in sorted(of[1].allocations.union(of[0], of[4])):
                 _, what = of[2].get(one) or ("", of[3].get(one))
                 if what is None:
                     continue
                 record = records.get((one.resource, one.device_id))
                 own, tokens = ours(what) and record is None, tokens_of(what.identity, boot_id())
-                if record is not None and tokens <= tokens_of(record.identity, boot_id()):
+                if record is not None and tokens <= recorded[one[:2]]:
                     continue
                 if record is None and one.resource in observed and own and one not in of[4]:
                     continue  # it is over

@@ -342,6 +342,7 @@ async def test_a_container_that_may_run_keeps_what_the_lost_checkpoint_had(
         await here.until(here.healthy)
         containers = {"has": {A: 1}, "beside": {}}
         pod = await asyncio.to_thread(node.run_pod, "p", containers=containers, timeout=15)
+        await here.scans()  # the agent knows the container of the grant
         await lost_checkpoint(here)
         ends = pod.container("beside" if what == "beside" else "has")
         if what == "no link":
