@@ -27,7 +27,7 @@ from deviceplugin.kubelet.device_list import DeviceIds
 from deviceplugin.kubelet.holders import HolderEvidence, HolderSnapshot, kubelet_snapshot
 from deviceplugin.node.scanning import HolderScanner
 from deviceplugin.register import operations
-from deviceplugin.register.records import UNKNOWN, LedgerError, Side, Snapshot, State
+from deviceplugin.register.records import LedgerError, Side, Snapshot, State
 from deviceplugin.register.register import Register, Store
 from deviceplugin.register.rules import Evidence
 from deviceplugin.source import DeviceSource
@@ -158,7 +158,7 @@ class Grants:
         self.reconciled: set[tuple[str, str]] = set()
         self._served, self._bridged = served, bridged
         self.register = Register(lambda: served, store, unknown=self._unknown)
-        tracker: Any = SimpleNamespace(granted=lambda one: ("", UNKNOWN), title=str)
+        tracker: Any = SimpleNamespace(granted=lambda one: None, title=str)
         services: Any = served
         self.scanner = HolderScanner(services, tracker, self.register, cast("Any", None), 0.0, always=True)
 
