@@ -6,6 +6,7 @@ Slices tell of holders late, and not at all of health: a write for each change w
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -108,15 +109,15 @@ class Answers:
 async def namespaces_of_agents(cluster: Cluster) -> list[str]:
     """Return the namespaces of the ServiceAccounts that the manifests bind. Raises ClusterError.
 
-    Only who may bind roles in the whole cluster can add one. An operator may read the binding of the usual name.
+    Only who may bind roles in the whole cluster can add one. An operator may read the binding of the usual name, and
+    Helm puts its own label in place of ours.
     """
-    try:
+    bindings: Sequence[Object] = ()
+    with contextlib.suppress(ForbiddenError):
         bindings = (await cluster.list(CLUSTER_ROLE_BINDINGS, label_selector=LABEL)).items
-    except ForbiddenError:
-        try:
+    if not bindings:
+        with contextlib.suppress(NotFoundError):
             bindings = [await cluster.get(CLUSTER_ROLE_BINDINGS, BINDING)]
-        except NotFoundError:
-            bindings = []
     subjects = [one for binding in bindings for one in binding.get("subjects") or ()]
     return sorted({one.get("namespace", "") for one in subjects if one.get("kind") == "ServiceAccount"} - {""})
 

@@ -219,6 +219,15 @@ async def test_the_namespace_of_agents_is_not_known(server: FakeApiServer) -> No
     assert (await asked(server, "n1")).reasons == {"n1": f"{why} run; name it by -n"}
 
 
+async def test_helm_puts_its_own_label_on_the_binding(server: FakeApiServer) -> None:
+    """Then the binding of the usual name says where agents run."""
+    server.delete("clusterrolebindings", "dra-bridge")
+    server.create(binding() | {"metadata": {"name": "dra-bridge", "labels": {"app.kubernetes.io/managed-by": "Helm"}}})
+    server.create(agent_pod("n1"))
+    server.proxied = lambda path: (200, status(Still(resource("a"))))
+    assert ("n1", RESOURCE, "a") in (await asked(server, "n1")).devices
+
+
 async def test_no_right_to_list_pods(server: FakeApiServer) -> None:
     """Without that right every node has it as its reason."""
     server.fail(lambda request: request.path.endswith("/pods"), Fault(code=403, message="no, you may not"))
