@@ -32,7 +32,7 @@ from deviceplugin.naming import class_name
 from deviceplugin.sources.path import device_id
 from tests.cluster import image, isolate
 from tests.cluster.bridge import Bridge
-from tests.cluster.node import Cluster, Pod, remove_ledger
+from tests.cluster.node import Cluster, ClusterError, Pod, remove_ledger
 
 DRIVER = "board.example.net"
 RENAMED = "card.example.net"
@@ -137,7 +137,8 @@ class Deployed(Bridge):
     def uninstall(self) -> None:
         """Remove the DaemonSet, and wait until nothing of its devices is left on the node."""
         for pod in self.pods():
-            print(f"--- {pod}\n{pod.logs()}")
+            with contextlib.suppress(ClusterError):  # its container, or the pod, has just been replaced
+                print(f"--- {pod}\n{pod.logs()}")
         self.cluster.delete("DaemonSet", "dra-bridge", NAMESPACE)
         self.cluster.wait_for(lambda: not self.pods(), PATIENCE, "the agent's pod is gone")
         self.cluster.wait_for(lambda: not self.cluster.allocatable(RESOURCE), 60, "nothing is allocatable")
