@@ -88,6 +88,7 @@ MAY_IMPORT = {
         "deviceplugin.base",
         "deviceplugin.register",
         "deviceplugin.kubelet",
+        "deviceplugin.wire",
         "dra_bridge.kube",
         "dra_bridge.ledger",
         "dra_bridge.wire",

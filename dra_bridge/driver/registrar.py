@@ -37,6 +37,8 @@ from deviceplugin import addresses, filewatch
 from deviceplugin.backoff import Backoff
 from deviceplugin.files import FileIdentity, file_identity
 from deviceplugin.kubelet.podresources import SERVER_OPTIONS, unix_address
+from deviceplugin.wire import pluginregistration_pb2 as pb
+from deviceplugin.wire.pluginregistration_pb2_grpc import RegistrationServicer, add_RegistrationServicer_to_server
 from dra_bridge.driver.claims import ClaimError, ClaimRef
 from dra_bridge.driver.driver import Driver
 from dra_bridge.driver.tasks import Tasks
@@ -49,8 +51,6 @@ from dra_bridge.wire import (
     dra_v1beta1_pb2,
     dra_v1beta1_pb2_grpc,
 )
-from dra_bridge.wire import pluginregistration_pb2 as pb
-from dra_bridge.wire.pluginregistration_pb2_grpc import RegistrationServicer, add_RegistrationServicer_to_server
 
 _LOG: Final = logging.getLogger(__name__)
 

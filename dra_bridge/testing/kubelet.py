@@ -26,15 +26,15 @@ import grpc
 from deviceplugin.kubelet.podresources import unix_address
 from deviceplugin.testing import claim_state
 from deviceplugin.testing.claim_state import DevicesOfClaim, PreparedDevice
+from deviceplugin.wire import pluginregistration_pb2 as pb
+from deviceplugin.wire.pluginregistration_pb2_grpc import RegistrationStub
 from dra_bridge.wire import dra_health_v1_pb2 as health_pb
 from dra_bridge.wire import dra_v1_pb2 as v1
 from dra_bridge.wire import dra_v1beta1_pb2 as v1beta1
-from dra_bridge.wire import pluginregistration_pb2 as pb
 from dra_bridge.wire.dra_health_v1_pb2_grpc import DRAResourceHealthStub
 from dra_bridge.wire.dra_health_v1alpha1_pb2_grpc import DRAResourceHealthStub as AlphaHealthStub
 from dra_bridge.wire.dra_v1_pb2_grpc import DRAPluginStub
 from dra_bridge.wire.dra_v1beta1_pb2_grpc import DRAPluginStub as BetaStub
-from dra_bridge.wire.pluginregistration_pb2_grpc import RegistrationStub
 
 __all__ = ["DevicesOfClaim", "FakeDraKubelet", "FakeDraPod", "Plugin", "PodError", "PreparedDevice", "SeenHealth"]
 

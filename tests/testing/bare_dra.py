@@ -8,10 +8,10 @@ from pathlib import Path
 
 import grpc
 
+from deviceplugin.wire import pluginregistration_pb2 as pb
+from deviceplugin.wire.pluginregistration_pb2_grpc import RegistrationServicer, add_RegistrationServicer_to_server
 from dra_bridge.wire import dra_v1_pb2 as v1
-from dra_bridge.wire import pluginregistration_pb2 as pb
 from dra_bridge.wire.dra_v1_pb2_grpc import DRAPluginServicer, add_DRAPluginServicer_to_server
-from dra_bridge.wire.pluginregistration_pb2_grpc import RegistrationServicer, add_RegistrationServicer_to_server
 
 DRIVER = "bare.example.com"
 

@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from dra_bridge.wire import pluginregistration_pb2 as dra__bridge_dot_wire_dot_pluginregistration__pb2
+from deviceplugin.wire import pluginregistration_pb2 as deviceplugin_dot_wire_dot_pluginregistration__pb2
 
 GRPC_GENERATED_VERSION = '1.66.2'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + f' but the generated code in dra_bridge/wire/pluginregistration_pb2_grpc.py depends on'
+        + f' but the generated code in deviceplugin/wire/pluginregistration_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -36,13 +36,13 @@ class RegistrationStub(object):
         """
         self.GetInfo = channel.unary_unary(
                 '/pluginregistration.Registration/GetInfo',
-                request_serializer=dra__bridge_dot_wire_dot_pluginregistration__pb2.InfoRequest.SerializeToString,
-                response_deserializer=dra__bridge_dot_wire_dot_pluginregistration__pb2.PluginInfo.FromString,
+                request_serializer=deviceplugin_dot_wire_dot_pluginregistration__pb2.InfoRequest.SerializeToString,
+                response_deserializer=deviceplugin_dot_wire_dot_pluginregistration__pb2.PluginInfo.FromString,
                 _registered_method=True)
         self.NotifyRegistrationStatus = channel.unary_unary(
                 '/pluginregistration.Registration/NotifyRegistrationStatus',
-                request_serializer=dra__bridge_dot_wire_dot_pluginregistration__pb2.RegistrationStatus.SerializeToString,
-                response_deserializer=dra__bridge_dot_wire_dot_pluginregistration__pb2.RegistrationStatusResponse.FromString,
+                request_serializer=deviceplugin_dot_wire_dot_pluginregistration__pb2.RegistrationStatus.SerializeToString,
+                response_deserializer=deviceplugin_dot_wire_dot_pluginregistration__pb2.RegistrationStatusResponse.FromString,
                 _registered_method=True)
 
 
@@ -68,13 +68,13 @@ def add_RegistrationServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'GetInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetInfo,
-                    request_deserializer=dra__bridge_dot_wire_dot_pluginregistration__pb2.InfoRequest.FromString,
-                    response_serializer=dra__bridge_dot_wire_dot_pluginregistration__pb2.PluginInfo.SerializeToString,
+                    request_deserializer=deviceplugin_dot_wire_dot_pluginregistration__pb2.InfoRequest.FromString,
+                    response_serializer=deviceplugin_dot_wire_dot_pluginregistration__pb2.PluginInfo.SerializeToString,
             ),
             'NotifyRegistrationStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.NotifyRegistrationStatus,
-                    request_deserializer=dra__bridge_dot_wire_dot_pluginregistration__pb2.RegistrationStatus.FromString,
-                    response_serializer=dra__bridge_dot_wire_dot_pluginregistration__pb2.RegistrationStatusResponse.SerializeToString,
+                    request_deserializer=deviceplugin_dot_wire_dot_pluginregistration__pb2.RegistrationStatus.FromString,
+                    response_serializer=deviceplugin_dot_wire_dot_pluginregistration__pb2.RegistrationStatusResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -102,8 +102,8 @@ class Registration(object):
             request,
             target,
             '/pluginregistration.Registration/GetInfo',
-            dra__bridge_dot_wire_dot_pluginregistration__pb2.InfoRequest.SerializeToString,
-            dra__bridge_dot_wire_dot_pluginregistration__pb2.PluginInfo.FromString,
+            deviceplugin_dot_wire_dot_pluginregistration__pb2.InfoRequest.SerializeToString,
+            deviceplugin_dot_wire_dot_pluginregistration__pb2.PluginInfo.FromString,
             options,
             channel_credentials,
             insecure,
@@ -129,8 +129,8 @@ class Registration(object):
             request,
             target,
             '/pluginregistration.Registration/NotifyRegistrationStatus',
-            dra__bridge_dot_wire_dot_pluginregistration__pb2.RegistrationStatus.SerializeToString,
-            dra__bridge_dot_wire_dot_pluginregistration__pb2.RegistrationStatusResponse.FromString,
+            deviceplugin_dot_wire_dot_pluginregistration__pb2.RegistrationStatus.SerializeToString,
+            deviceplugin_dot_wire_dot_pluginregistration__pb2.RegistrationStatusResponse.FromString,
             options,
             channel_credentials,
             insecure,

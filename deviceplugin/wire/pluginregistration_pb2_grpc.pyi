@@ -10,7 +10,7 @@ Served by a plugin on a socket in <kubelet root>/plugins_registry/, which the ku
 
 import abc
 import collections.abc
-import dra_bridge.wire.pluginregistration_pb2
+import deviceplugin.wire.pluginregistration_pb2
 import grpc
 import grpc.aio
 import typing
@@ -25,27 +25,27 @@ class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type:
 class RegistrationStub:
     def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
     GetInfo: grpc.UnaryUnaryMultiCallable[
-        dra_bridge.wire.pluginregistration_pb2.InfoRequest,
-        dra_bridge.wire.pluginregistration_pb2.PluginInfo,
+        deviceplugin.wire.pluginregistration_pb2.InfoRequest,
+        deviceplugin.wire.pluginregistration_pb2.PluginInfo,
     ]
     """1 s"""
 
     NotifyRegistrationStatus: grpc.UnaryUnaryMultiCallable[
-        dra_bridge.wire.pluginregistration_pb2.RegistrationStatus,
-        dra_bridge.wire.pluginregistration_pb2.RegistrationStatusResponse,
+        deviceplugin.wire.pluginregistration_pb2.RegistrationStatus,
+        deviceplugin.wire.pluginregistration_pb2.RegistrationStatusResponse,
     ]
     """5 s; an error in the answer deregisters the plugin."""
 
 class RegistrationAsyncStub:
     GetInfo: grpc.aio.UnaryUnaryMultiCallable[
-        dra_bridge.wire.pluginregistration_pb2.InfoRequest,
-        dra_bridge.wire.pluginregistration_pb2.PluginInfo,
+        deviceplugin.wire.pluginregistration_pb2.InfoRequest,
+        deviceplugin.wire.pluginregistration_pb2.PluginInfo,
     ]
     """1 s"""
 
     NotifyRegistrationStatus: grpc.aio.UnaryUnaryMultiCallable[
-        dra_bridge.wire.pluginregistration_pb2.RegistrationStatus,
-        dra_bridge.wire.pluginregistration_pb2.RegistrationStatusResponse,
+        deviceplugin.wire.pluginregistration_pb2.RegistrationStatus,
+        deviceplugin.wire.pluginregistration_pb2.RegistrationStatusResponse,
     ]
     """5 s; an error in the answer deregisters the plugin."""
 
@@ -53,17 +53,17 @@ class RegistrationServicer(metaclass=abc.ABCMeta):
     @abc.abstractmethod
     def GetInfo(
         self,
-        request: dra_bridge.wire.pluginregistration_pb2.InfoRequest,
+        request: deviceplugin.wire.pluginregistration_pb2.InfoRequest,
         context: _ServicerContext,
-    ) -> typing.Union[dra_bridge.wire.pluginregistration_pb2.PluginInfo, collections.abc.Awaitable[dra_bridge.wire.pluginregistration_pb2.PluginInfo]]:
+    ) -> typing.Union[deviceplugin.wire.pluginregistration_pb2.PluginInfo, collections.abc.Awaitable[deviceplugin.wire.pluginregistration_pb2.PluginInfo]]:
         """1 s"""
 
     @abc.abstractmethod
     def NotifyRegistrationStatus(
         self,
-        request: dra_bridge.wire.pluginregistration_pb2.RegistrationStatus,
+        request: deviceplugin.wire.pluginregistration_pb2.RegistrationStatus,
         context: _ServicerContext,
-    ) -> typing.Union[dra_bridge.wire.pluginregistration_pb2.RegistrationStatusResponse, collections.abc.Awaitable[dra_bridge.wire.pluginregistration_pb2.RegistrationStatusResponse]]:
+    ) -> typing.Union[deviceplugin.wire.pluginregistration_pb2.RegistrationStatusResponse, collections.abc.Awaitable[deviceplugin.wire.pluginregistration_pb2.RegistrationStatusResponse]]:
         """5 s; an error in the answer deregisters the plugin."""
 
 def add_RegistrationServicer_to_server(servicer: RegistrationServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

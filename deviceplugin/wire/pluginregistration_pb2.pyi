@@ -36,9 +36,9 @@ class PluginInfo(google.protobuf.message.Message):
     ENDPOINT_FIELD_NUMBER: builtins.int
     SUPPORTED_VERSIONS_FIELD_NUMBER: builtins.int
     type: builtins.str
-    """"DRAPlugin" """
+    """"DRAPlugin", "DevicePlugin" """
     name: builtins.str
-    """the driver's name"""
+    """that of the driver, or of the extended resource"""
     endpoint: builtins.str
     """absolute path of the service's socket"""
     @property
