@@ -16,7 +16,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -25,6 +25,7 @@ import grpc.aio
 
 from deviceplugin import naming
 from deviceplugin.addresses import MAX_SOCKET_PATH
+from deviceplugin.adoption.watcher import PluginWatcher, RefusedError
 from deviceplugin.device import printable
 from deviceplugin.files import FileIdentity, file_identity
 from deviceplugin.kubelet.podresources import CHANNEL_OPTIONS, SERVER_OPTIONS, unix_address
@@ -34,6 +35,8 @@ from deviceplugin.wire.deviceplugin_pb2_grpc import RegistrationServicer, add_Re
 _LOG: Final = logging.getLogger(__name__)
 
 KUBELET_SOCKET: Final = "kubelet.sock"
+REGISTRY: Final = "plugins_registry"
+"""In the agent's directory: where plugins that do not call Register have their sockets."""
 VERSION: Final = "v1beta1"
 DIAL: Final = 10.0
 """Seconds for the call within Register, as the kubelet has them."""
@@ -100,6 +103,7 @@ class VendorPlugin:
 class VendorPlugins(RegistrationServicer):
     """Serves kubelet.sock in a directory of the agent's own, and follows the plugins that register there.
 
+    `plugins_registry` in it takes the place of the kubelet's.
     registered: called with a resource whenever a plugin has registered it.
     """
 
@@ -122,7 +126,7 @@ class VendorPlugins(RegistrationServicer):
         add_RegistrationServicer_to_server(self, server)
         try:
             await self._serve(server)
-            await asyncio.Event().wait()
+            await PluginWatcher(self.directory / REGISTRY, self.directory, self._take).run()
         finally:
             await server.stop(0)
             for task in self._following:
@@ -141,6 +145,7 @@ class VendorPlugins(RegistrationServicer):
             raise AdoptionError(f"--adopt: {self.directory} is too long for a socket in it; use a shorter directory")
         try:
             self.directory.mkdir(mode=0o750, parents=True, exist_ok=True)
+            (self.directory / REGISTRY).mkdir(mode=0o750, exist_ok=True)
             for path in self.directory.iterdir():
                 if path.is_socket() and path.name != KUBELET_SOCKET:
                     path.unlink(missing_ok=True)
@@ -156,26 +161,38 @@ class VendorPlugins(RegistrationServicer):
     # The API's name.
 
     async def Register(self, request: pb.RegisterRequest, context: Any) -> pb.Empty:  # noqa: N802
-        """Take a plugin's endpoint as the kubelet does: nothing but what the kubelet refuses is refused."""
-        resource, endpoint = request.resource_name, request.endpoint
+        """Take a plugin's endpoint as the kubelet does: nothing but what the kubelet refuses is refused.
+
+        A socket that is not in the directory may be in `plugins_registry`: the Kubernetes sample registers by its name
+        alone if the file DEPRECATION is not there, wherever it has its socket.
+        """
+        places = [one / request.endpoint.lstrip("/") for one in (self.directory, self.directory / REGISTRY)]
+        socket = next((one for one in places if one.is_socket()), places[0])
+        try:
+            await self._take(request.resource_name, [request.version], socket)
+        except RefusedError as error:
+            await context.abort(grpc.StatusCode.UNKNOWN, str(error))
+        return pb.Empty()
+
+    async def _take(self, resource: str, versions: Sequence[str], socket: Path) -> None:
+        """Follow the plugin that serves a resource at a socket from now on. Raises RefusedError."""
         extra = {"resource": printable(resource)}
-        if request.version != VERSION:
-            await context.abort(grpc.StatusCode.UNKNOWN, f"API version {request.version!r} is not {VERSION}")
+        if VERSION not in versions:
+            raise RefusedError(f"API version {', '.join(versions)!r} is not {VERSION}")
         try:
             naming.check_resource(resource)
         except naming.NamingError as error:
-            await context.abort(grpc.StatusCode.UNKNOWN, str(error))
-        socket = self.directory / endpoint.lstrip("/")
+            raise RefusedError(str(error)) from error
         file, former = file_identity(socket), self._plugins.get(resource)
         if former is not None and former.alive and (former.socket, former.file) == (socket, file):
             # The same server registers again: its one stream goes on.
-            former.options = await self._options(former, context)
-            _LOG.info("its plugin registered again at %s", endpoint, extra=extra)
+            former.options = await self._options(former)
+            _LOG.info("its plugin registered again at %s", socket.name, extra=extra)
         else:
             channel = grpc.aio.insecure_channel(unix_address(socket), options=CHANNEL_OPTIONS)
             plugin = VendorPlugin(resource, socket, file, channel, pb.DevicePluginOptions())
             try:
-                plugin.options = await self._options(plugin, context)
+                plugin.options = await self._options(plugin)
             except BaseException:
                 await channel.close(None)
                 raise
@@ -183,19 +200,18 @@ class VendorPlugins(RegistrationServicer):
             task = asyncio.create_task(self._follow(plugin), name=f"lists of {resource}")
             self._following.add(task)
             task.add_done_callback(self._following.discard)
-            _LOG.info("a plugin registered at %s", endpoint, extra=extra)
+            _LOG.info("a plugin registered at %s", socket.name, extra=extra)
         self._notify()
         self.registered(resource)
-        return pb.Empty()
 
-    async def _options(self, plugin: VendorPlugin, context: Any) -> pb.DevicePluginOptions:
-        """Ask a plugin what it wants, within Register; end that call if there is no answer."""
+    async def _options(self, plugin: VendorPlugin) -> pb.DevicePluginOptions:
+        """Ask a plugin what it wants. Raises RefusedError: there is no answer."""
         try:
             answer = await plugin.call("GetDevicePluginOptions", b"", DIAL)
         except grpc.aio.AioRpcError as error:
             text = f"the endpoint {plugin.socket} does not say its options: {error.details()}"
             _LOG.warning("%s", text, extra={"resource": plugin.resource})
-            await context.abort(grpc.StatusCode.UNKNOWN, f"{plugin.resource}: {text}")
+            raise RefusedError(f"{plugin.resource}: {text}") from error
         return pb.DevicePluginOptions.FromString(answer)
 
     async def _follow(self, plugin: VendorPlugin) -> None:

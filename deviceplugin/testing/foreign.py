@@ -29,6 +29,8 @@ from watchdog import events
 from watchdog.observers import Observer
 
 from deviceplugin.wire import deviceplugin_pb2 as pb
+from deviceplugin.wire import pluginregistration_pb2 as registration_pb
+from deviceplugin.wire import pluginregistration_pb2_grpc as registration_grpc
 from deviceplugin.wire.deviceplugin_pb2_grpc import (
     DevicePluginServicer,
     RegistrationStub,
@@ -36,6 +38,8 @@ from deviceplugin.wire.deviceplugin_pb2_grpc import (
 )
 
 _CHANNEL: Final = (("grpc.default_authority", "localhost"), ("grpc.use_local_subchannel_pool", 1))
+REGISTRY: Final = Path("/var/lib/kubelet/plugins_registry")
+"""A constant of most plugins: what they see in their container, whatever is mounted there."""
 PANIC: Final = 2
 """The exit status of a Go program that panics."""
 
@@ -101,10 +105,12 @@ class Quirks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """In what plugins differ.
 
     trigger: what makes it register again: kubelet.sock is made (NVIDIA, AMD), its own socket is removed (Intel), or is
-    missing when it looks after `poll` seconds (SR-IOV, squat). once: it never registers if kubelet.sock is not there
-    when it starts (GKE). failed_register: it tries three times, `retry` seconds apart (AMD), ends (Intel, SR-IOV), or
-    stops all its resources and begins anew after `retry` seconds (NVIDIA). stream_end: when the client ends a
-    ListAndWatch, the reader that is left swallows the next update (most), and the process panics then (Intel), or it
+    missing when it looks after `poll` seconds (SR-IOV, squat). watcher: where plugins_registry is mounted it has its
+    sockets there, waits to be asked, and names them by their paths in its container; if it is told that it is not
+    registered it serves anew (SR-IOV), or ends its servers for good (RDMA). once: it never registers if kubelet.sock
+    is not there when it starts (GKE). failed_register: it tries three times, `retry` seconds apart (AMD), ends (Intel,
+    SR-IOV), or stops all its resources and begins anew after `retry` seconds (NVIDIA). stream_end: when the client ends
+    a ListAndWatch, the reader that is left swallows the next update (most), and the process panics then (Intel), or it
     ends at once (AMD).
     second_stream: what a second stream beside the first does: both share the updates, or it panics (KubeVirt).
     empty_first: the first list is empty (Intel). repeat: seconds after which the same list comes again (AMD). shuffled:
@@ -114,6 +120,7 @@ class Quirks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     trigger: Literal["create", "own-socket", "poll"] = "create"
+    watcher: Literal["", "restart", "stop"] = ""
     once: bool = False
     failed_register: Literal["retry", "exit", "stop-all"] = "retry"
     stream_end: Literal["unnoticed", "panic", "exit"] = "unnoticed"
@@ -155,7 +162,7 @@ def calls(notes: Path, call: str = "") -> list[dict[str, Any]]:
     return [one for one in found if not call or one["call"] == call]
 
 
-class _Service(DevicePluginServicer):
+class _Service(DevicePluginServicer, registration_grpc.RegistrationServicer):
     """One resource on one socket."""
 
     def __init__(self, plugin: Plugin, resource: Resource) -> None:
@@ -169,6 +176,25 @@ class _Service(DevicePluginServicer):
     def update(self, resource: Resource) -> None:
         self.resource = resource
         self._updates.put_nowait(None)
+
+    async def GetInfo(self, request: object, context: object) -> registration_pb.PluginInfo:  # noqa: N802
+        self._plugin.note("GetInfo", self.resource)
+        return registration_pb.PluginInfo(
+            type="DevicePlugin",
+            name=self.resource.name,
+            endpoint=str(REGISTRY / self.resource.socket_name),
+            supported_versions=["v1alpha1", "v1beta1"],
+        )
+
+    async def NotifyRegistrationStatus(  # noqa: N802
+        self, request: registration_pb.RegistrationStatus, context: object
+    ) -> registration_pb.RegistrationStatusResponse:
+        if request.plugin_registered:
+            self._plugin.note("registered", self.resource)
+        else:
+            self._plugin.note("Register failed", self.resource, why=request.error)
+            self._plugin.refused()
+        return registration_pb.RegistrationStatusResponse()
 
     async def GetDevicePluginOptions(self, request: pb.Empty, context: object) -> pb.DevicePluginOptions:  # noqa: N802
         self._plugin.note("GetDevicePluginOptions", self.resource)
@@ -188,6 +214,7 @@ class _Service(DevicePluginServicer):
             while not stopping.is_set():
                 self._listed = True
                 yield self._list()
+                self._plugin.note("listed", self.resource)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(quirks.repeat or None):
                         await self._updates.get()
@@ -274,13 +301,15 @@ class _Names(events.FileSystemEventHandler):
 class Plugin:
     """The vendor's process: serves the file's resources in a directory until it is told to end."""
 
-    def __init__(self, path: Path, directory: Path, notes: Path | None = None) -> None:
+    def __init__(self, path: Path, directory: Path, registry: Path, notes: Path | None = None) -> None:
         self.file = _read(path)
         self.quirks = self.file.quirks
         self.stopping = asyncio.Event()
         """Whether the servers are being stopped: their streams end by themselves then."""
         self._path = path
         self._directory = directory
+        self._watched = bool(self.quirks.watcher) and registry.is_dir()
+        self._sockets = registry if self._watched else directory
         self._notes = notes
         self._servers: list[grpc.aio.Server] = []
         self._services: list[_Service] = []
@@ -307,6 +336,10 @@ class Plugin:
         _say(f"panic: {why}" if status == PANIC else f"fatal: {why}")
         os._exit(status)
 
+    def refused(self) -> None:
+        """Take note that it was told that it is not registered."""
+        self._names.put_nowait(("refused", ""))
+
     async def run(self) -> None:
         """Serve and register; again at each trigger."""
         observer = Observer()
@@ -318,7 +351,7 @@ class Plugin:
             kubelet_was_there = (self._directory / "kubelet.sock").exists()
             while True:
                 await self._serve()
-                registers = kubelet_was_there or not self.quirks.once
+                registers = not self._watched and (kubelet_was_there or not self.quirks.once)
                 if not registers or await self._register_all():
                     await self._wait_for_trigger()
                 else:
@@ -333,7 +366,9 @@ class Plugin:
         for resource in self.file.resources:
             server, service = grpc.aio.server(), _Service(self, resource)
             add_DevicePluginServicer_to_server(service, server)
-            path = self._directory / resource.socket_name
+            if self._watched:
+                registration_grpc.add_RegistrationServicer_to_server(service, server)
+            path = self._sockets / resource.socket_name
             path.unlink(missing_ok=True)
             server.add_insecure_port(f"unix:{path}")
             await server.start()
@@ -378,22 +413,33 @@ class Plugin:
         self.note("registered", resource)
         return True
 
+    def _read_again(self) -> None:
+        self.file = _read(self._path)
+        for service in self._services:
+            for resource in self.file.resources:
+                if resource.name == service.resource.name and resource != service.resource:
+                    service.update(resource)
+
     async def _wait_for_trigger(self) -> None:
         quirks, own = self.quirks, {resource.socket_name for resource in self.file.resources}
         while True:
             try:
-                async with asyncio.timeout(quirks.poll if quirks.trigger == "poll" else None):
+                polls = quirks.trigger == "poll" and not self._watched
+                async with asyncio.timeout(quirks.poll if polls else None):
                     what, name = await self._names.get()
             except TimeoutError:
                 if not all((self._directory / one).exists() for one in own):
                     return
                 continue
             if name == self._path.name and what == "made":
-                self.file = _read(self._path)
-                for service in self._services:
-                    for resource in self.file.resources:
-                        if resource.name == service.resource.name and resource != service.resource:
-                            service.update(resource)
+                self._read_again()
+            elif what == "refused":
+                if quirks.watcher == "stop":
+                    await self._stop()
+                    await asyncio.Event().wait()
+                return
+            elif self._watched:
+                continue
             elif (quirks.trigger, what, name) == ("create", "made", "kubelet.sock") or (
                 quirks.trigger == "own-socket" and name in own and not (self._directory / name).exists()
             ):
@@ -414,11 +460,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
     parser.add_argument("file", type=Path)
     parser.add_argument("--directory", type=Path, default=Path("/var/lib/kubelet/device-plugins"), metavar="DIR")
+    parser.add_argument("--registry", type=Path, default=REGISTRY, metavar="DIR", help="plugins_registry")
     parser.add_argument("--notes", type=Path, metavar="FILE", help="what it was asked, a line of JSON for each call")
     options = parser.parse_args(argv)
 
     async def serve() -> None:
-        plugin = Plugin(options.file.absolute(), options.directory, options.notes)
+        plugin = Plugin(options.file.absolute(), options.directory, options.registry, options.notes)
         task = asyncio.create_task(plugin.run())
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, task.cancel)

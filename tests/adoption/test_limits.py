@@ -209,6 +209,8 @@ def test_the_plugin_goes_back_to_the_kubelet(node: Node) -> None:
         ({"needs_list": True, "unknown_ids": True}, None),
         ({"minds_deprecation": True}, None),
         ({"once": True}, None),
+        ({"watcher": "restart"}, None),
+        ({"watcher": "stop"}, None),
     ],
     ids=str,
 )
@@ -252,6 +254,23 @@ def test_optional_calls_are_passed_on(node: Node) -> None:
     pod = node.kubelet.run_pod("p", {RESOURCE: 1})
     assert pod.device_ids == ("g1",)
     assert vendor.calls("PreStartContainer")[0]["ids"] == ["g1"]
+
+
+def test_a_plugin_of_the_plugin_watcher(node: Node) -> None:
+    """Where the agent's plugins_registry is mounted, a plugin waits there to be asked, and is served like others."""
+    node.agent()
+    other = "vendor.example/other"
+    vendor = node.vendor(resource(), resource("o0", name=other), watcher="stop")
+    node.kubelet.wait_allocatable(RESOURCE, 2)
+    node.kubelet.wait_allocatable(other, 1)
+    node.kubelet.run_pod("p", {RESOURCE: 1, other: 1})
+    assert [one["resource"] for one in vendor.calls("GetInfo")].count(RESOURCE) == 1
+    assert not list(node.directory.glob("*-vendor.sock"))
+    vendor.stop()
+    node.kubelet.wait_allocatable(RESOURCE, 0)
+    vendor.start()
+    node.kubelet.wait_allocatable(RESOURCE, 2)
+    assert not vendor.calls("Register failed")
 
 
 def test_without_options_nothing_optional_is_called(node: Node) -> None:

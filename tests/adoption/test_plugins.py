@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import socket
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -17,11 +18,13 @@ import pytest
 from deviceplugin.adoption import plugins
 from deviceplugin.adoption.plugins import AdoptionError, Listed, VendorPlugins
 from deviceplugin.wire import deviceplugin_pb2 as pb
+from deviceplugin.wire import pluginregistration_pb2 as registration_pb
 from deviceplugin.wire.deviceplugin_pb2_grpc import (
     DevicePluginServicer,
     RegistrationStub,
     add_DevicePluginServicer_to_server,
 )
+from deviceplugin.wire.pluginregistration_pb2_grpc import RegistrationServicer, add_RegistrationServicer_to_server
 
 RESOURCE = "vendor.example/gadget"
 OPTIONS = (("grpc.default_authority", "localhost"), ("grpc.use_local_subchannel_pool", 1))
@@ -38,8 +41,9 @@ class Plugin(DevicePluginServicer):
         add_DevicePluginServicer_to_server(self, self.server)
         self.server.add_insecure_port(f"unix:{directory / socket}")
 
-    async def register(self, resource: str = RESOURCE, version: str = "v1beta1") -> None:
-        async with grpc.aio.insecure_channel(f"unix:{self.directory}/kubelet.sock", options=OPTIONS) as channel:
+    async def register(self, resource: str = RESOURCE, version: str = "v1beta1", where: Path | None = None) -> None:
+        target = f"unix:{where or self.directory}/kubelet.sock"
+        async with grpc.aio.insecure_channel(target, options=OPTIONS) as channel:
             request = pb.RegisterRequest(version=version, endpoint=self.socket, resource_name=resource)
             await RegistrationStub(channel).Register(request, timeout=5)  # type: ignore[misc]
 
@@ -240,3 +244,129 @@ def test_lists_are_compared_as_sets() -> None:
     every = [plugins.listed(pb.ListAndWatchResponse(devices=order)) for order in itertools.permutations(devices)]
     assert all(list(one.items()) == list(every[0].items()) for one in every)
     assert every[0]["a"].numa == (0, 1)
+
+
+class Watched(RegistrationServicer):
+    """What a plugin answers that waits to be asked. info: answers to GetInfo, the last one again and again."""
+
+    def __init__(self, plugin: Plugin, *info: registration_pb.PluginInfo) -> None:
+        self.plugin = plugin
+        self.told: list[tuple[bool, str]] = []
+        add_RegistrationServicer_to_server(self, plugin.server)
+        self._info = list(info)
+
+    async def GetInfo(self, request: object, context: Any) -> registration_pb.PluginInfo:  # noqa: N802
+        return self._info.pop(0) if len(self._info) > 1 else self._info[0]
+
+    async def NotifyRegistrationStatus(self, request: registration_pb.RegistrationStatus, context: Any) -> Any:  # noqa: N802
+        self.told.append((request.plugin_registered, request.error))
+        return registration_pb.RegistrationStatusResponse()
+
+
+def info(endpoint: str = "/var/lib/kubelet/plugins_registry/vendor.sock", **more: Any) -> registration_pb.PluginInfo:
+    return registration_pb.PluginInfo(
+        **{"type": "DevicePlugin", "name": RESOURCE, "supported_versions": ["v1alpha1", "v1beta1"], **more},
+        endpoint=endpoint,
+    )
+
+
+@asynccontextmanager
+async def watched(
+    directory: Path, *infos: registration_pb.PluginInfo, socket: str = "vendor.sock"
+) -> AsyncIterator[Watched]:
+    """Run a plugin in the registry until the end of the block."""
+    (registry := directory / plugins.REGISTRY).mkdir(exist_ok=True)
+    (registry / socket).parent.mkdir(exist_ok=True)
+    made = Plugin(registry, socket)  # type: ignore[abstract]  # these calls are enough
+    asked = Watched(made, *(infos or (info(),)))
+    await made.server.start()
+    made.show("a")
+    try:
+        yield asked
+    finally:
+        await made.server.stop(0)
+
+
+async def listed_by(vendors: VendorPlugins) -> None:
+    await until(lambda: (one := vendors.plugin(RESOURCE)) and one.devices)
+
+
+@pytest.mark.parametrize("endpoint", ["/var/lib/kubelet/plugins_registry/vendor.sock", "", "vendor.sock"])
+@pytest.mark.parametrize("before", [True, False])
+async def test_plugins_that_wait_to_be_asked(directory: Path, endpoint: str, before: bool) -> None:
+    """A socket of the registry is asked, whether it was there before the agent; the endpoint's path is the plugin's."""
+    async with contextlib.AsyncExitStack() as stack:
+        if before:
+            one = await stack.enter_async_context(watched(directory, info(endpoint)))
+        vendors = await stack.enter_async_context(serving(directory))
+        if not before:
+            one = await stack.enter_async_context(watched(directory, info(endpoint)))
+        await listed_by(vendors)
+        await until(lambda: one.told)
+        assert one.told == [(True, "")]
+        assert one.plugin.streams == 1
+
+
+async def test_a_socket_below_the_registry(directory: Path) -> None:
+    """A directory that is made later is followed, too; what begins with a dot is not."""
+    async with (
+        serving(directory) as vendors,
+        watched(directory, socket=".hidden.sock") as hidden,
+        watched(directory, socket="own/vendor.sock"),
+    ):
+        await listed_by(vendors)
+        assert not hidden.told
+
+
+async def test_the_service_may_be_among_the_others(directory: Path) -> None:
+    """The endpoint may be in the directory of those that register."""
+    async with (
+        serving(directory) as vendors,
+        plugin(directory, "service.sock") as service,
+        watched(directory, info("/var/lib/kubelet/device-plugins/service.sock")) as one,
+    ):
+        service.show("b")
+        await listed_by(vendors)
+        assert (service.streams, one.plugin.streams) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("first", "words"),
+    [
+        ({"type": "CSIPlugin"}, "no handler registered for plugin type: CSIPlugin"),
+        ({"supported_versions": ["v1alpha1"]}, "API version 'v1alpha1' is not v1beta1"),
+        ({"name": "gadget"}, "gadget"),
+        ({"endpoint": "/nowhere.sock"}, "does not say its options"),
+    ],
+)
+async def test_a_refused_plugin_is_told_and_asked_again(directory: Path, first: dict[str, Any], words: str) -> None:
+    """It hears why, and is asked again later, as by the kubelet."""
+    async with serving(directory) as vendors, watched(directory, info(**first), info()) as one:
+        await listed_by(vendors)
+        await until(lambda: len(one.told) == 2)
+        assert not one.told[0][0]
+        assert words in one.told[0][1]
+        assert one.told[1] == (True, "")
+
+
+async def test_a_plugin_serves_anew(directory: Path) -> None:
+    """A new socket of the same name is asked again, and counts; one that nobody serves is left where it is."""
+    async with serving(directory) as vendors:
+        async with watched(directory):
+            await listed_by(vendors)
+        left = directory / plugins.REGISTRY / "left.sock"
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(str(left))
+        await until(lambda: (one := vendors.plugin(RESOURCE)) and not one.alive)
+        async with watched(directory) as again:
+            await until(lambda: (one := vendors.plugin(RESOURCE)) and one.alive and one.devices)
+            assert again.plugin.streams == 1
+            assert left.is_socket()
+
+
+async def test_a_plugin_may_register_in_both_ways(directory: Path) -> None:
+    """The Kubernetes sample names its socket of the registry in Register, too: its one stream goes on."""
+    async with serving(directory) as vendors, watched(directory) as one:
+        await listed_by(vendors)
+        await one.plugin.register(where=directory)
+        assert one.plugin.streams == 1

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.cluster import build, isolate, locks
-from tests.cluster.node import DEVICE_PLUGINS, Cluster
+from tests.cluster.node import DEVICE_PLUGINS, PLUGINS_REGISTRY, Cluster
 from tests.cluster.scenario_node import RealNode
 from tests.cluster.test_existing_plugin_real import Vendor, restart_container
 from tests.cluster.test_witnesses_real import LIMIT, Scene, named, plain, restart_kubelet, scene
@@ -185,18 +185,40 @@ needs_sample = pytest.mark.skipif(
 
 
 @needs_sample
-def test_the_sample_plugin_of_kubernetes(scene: Scene) -> None:
-    """A finished program, whose directory is a constant: mounted there, ours serves it, also after each restart."""
+@pytest.mark.parametrize("how", ["registers", "is asked", "both"])
+def test_the_sample_plugin_of_kubernetes(scene: Scene, how: str) -> None:
+    """A finished program, whose directories are constants: mounted there, ours serve it, also after each restart.
+
+    It calls Register if the file DEPRECATION is not in the directory (kubelet 1.36.3 makes none), and is asked if its
+    socket is in plugins_registry.
+    """
     cluster = scene.cluster
     resource = "example.com/resource"
     agent = Adopter(scene, "a")  # its config does not name the resource: it is passed through
     agent.start()
-    mounted = f"mount --bind {DIRECTORY} {DEVICE_PLUGINS} && exec {build.sample_plugin()}"
-    command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", mounted]
-    with (cluster.logs / "sample-plugin.log").open("wb") as log:
-        plugin = scene.stack.enter_context(subprocess.Popen(command, stdout=log, stderr=log))
+    registry, environment = DIRECTORY / "plugins_registry", dict(os.environ)
+    directory, mounts = DIRECTORY, []
+    if how != "registers":
+        mounts.append(f"mount --bind {registry} {PLUGINS_REGISTRY}")
+        environment["PLUGIN_SOCK_DIR"] = str(PLUGINS_REGISTRY)
+    if how == "is asked":
+        directory = isolate.DEVICES / "deprecated"
+        directory.mkdir(exist_ok=True)
+        (directory / "DEPRECATION").touch()
+    mounts.append(f"mount --bind {directory} {DEVICE_PLUGINS}")
+    command = ["unshare", "--mount", "--propagation", "private", "sh", "-c"]
+    with (cluster.logs / f"sample-plugin-{time.monotonic_ns()}.log").open("wb") as log:
+        plugin = scene.stack.enter_context(
+            subprocess.Popen(
+                [*command, " && ".join((*mounts, f"exec {build.sample_plugin()}"))],
+                stdout=log,
+                stderr=log,
+                env=environment,
+            )
+        )
     scene.stack.callback(plugin.kill)
     cluster.wait_allocatable(resource, 2)
+    assert bool(list(registry.glob("dp.*"))) is (how != "registers")
     first = cluster.start_pod("first", {resource: 1}).wait_running()
     assert [name for name in first.exec(["ls", "/tmp"]).split() if name.startswith("Dev-")]
     restart_kubelet(cluster, "sigterm")

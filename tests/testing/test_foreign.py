@@ -11,7 +11,9 @@ import pytest
 
 from deviceplugin.testing import FakeKubelet, PodFailedError
 from deviceplugin.wire import deviceplugin_pb2 as pb
+from deviceplugin.wire import pluginregistration_pb2 as registration_pb
 from deviceplugin.wire.deviceplugin_pb2_grpc import DevicePluginStub
+from deviceplugin.wire.pluginregistration_pb2_grpc import RegistrationStub
 from tests.scenarios.node import wait_for
 from tests.testing.vendor import RESOURCE, Vendor, resource
 
@@ -136,6 +138,7 @@ def test_a_second_stream(fake_kubelet: FakeKubelet, vendor: Start, how: str) -> 
     """A second stream beside the first shares the updates with it, or ends the process."""
     plugin = vendor(second_stream=how)
     fake_kubelet.wait_allocatable(RESOURCE, 2)
+    plugin.wait("listed")  # the first stream is the first that waits for an update
     stream = stub(plugin).ListAndWatch(pb.Empty())
     if how == "panic":
         assert plugin.status() == 2
@@ -175,6 +178,28 @@ def test_the_file_deprecation(fake_kubelet: FakeKubelet, vendor: Start) -> None:
     plugin = vendor(minds_deprecation=True)
     fake_kubelet.wait_until(lambda: "DEPRECATION is there" in plugin.log.read_text())
     assert not plugin.calls("registered")
+
+
+@pytest.mark.parametrize("how", ["restart", "stop"])
+def test_the_plugin_watcher(vendor: Start, fake_kubelet: FakeKubelet, how: str) -> None:
+    """Where plugins_registry is there it waits to be asked; told that it is not registered it serves anew, or ends."""
+    (registry := fake_kubelet.device_plugin_dir / "plugins_registry").mkdir()
+    plugin = vendor(watcher=how)
+    path = registry / "vendor.example_gadget-vendor.sock"
+    wait_for("its socket", path.exists, 10)
+    target, options = f"unix:{path}", (("grpc.default_authority", "localhost"), ("grpc.use_local_subchannel_pool", 1))
+    with grpc.insecure_channel(target, options) as channel:
+        stub = RegistrationStub(channel)
+        info = stub.GetInfo(registration_pb.InfoRequest(), timeout=10, wait_for_ready=True)
+        assert (info.type, info.name) == ("DevicePlugin", RESOURCE)
+        assert info.endpoint == f"/var/lib/kubelet/plugins_registry/{path.name}"  # in its container
+        stub.NotifyRegistrationStatus(registration_pb.RegistrationStatus(error="no"), timeout=10)
+        wait_for("its end", lambda: not path.exists() or how == "restart", 10)
+    assert not plugin.calls("registered")
+    if how == "stop":
+        return
+    with grpc.insecure_channel(target, options) as channel:
+        RegistrationStub(channel).GetInfo(registration_pb.InfoRequest(), timeout=10, wait_for_ready=True)
 
 
 def test_allocate_hangs(fake_kubelet: FakeKubelet, vendor: Start, tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ class Vendor:
 
     def start(self) -> Vendor:
         arguments = [str(self.file), "--directory", str(self.directory), "--notes", str(self.notes)]
+        arguments += ["--registry", str(self.directory / "plugins_registry")]
         with self.log.open("ab") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "deviceplugin.testing.foreign", *arguments], stdout=output, stderr=output
