@@ -1,8 +1,7 @@
-"""What works on which Kubernetes: what is kept of a run, and the page that is made of it."""
+"""What works on which Kubernetes: the page that is made of a run's reports."""
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -30,8 +29,7 @@ REPORT = """<testsuites><testsuite>
 
 @pytest.fixture
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory of reports and what else matrix reads and writes."""
-    monkeypatch.setattr(matrix, "RECORD", tmp_path / "matrix.json")
+    """A directory for reports and the page."""
     monkeypatch.setattr(matrix, "PAGE", tmp_path / "page.md")
     return tmp_path
 
@@ -60,35 +58,21 @@ def test_a_run_is_kept_and_makes_the_page(kept: Path, capsys: pytest.CaptureFixt
     assert "1.32.2: test_f: overlap\n" in printed
 
 
-def test_a_run_replaces_what_was_kept_of_its_modules(kept: Path) -> None:
-    """Other versions and modules stay; a version without the test has a dash."""
+def test_a_test_that_a_version_does_not_have(kept: Path) -> None:
+    """It has a dash in the column of that version."""
     (kept / "1.32.2.xml").write_text(REPORT)
-    outcomes = {"date": "2026-01-01", "outcomes": {"test_reload": ["yes", ""]}, "holders": []}
-    matrix.RECORD.write_text(json.dumps({"1.37.1": {"test_plugin_scenarios": outcomes, "test_dra": outcomes}}))
-    matrix.main(["--reports", str(kept), "--version", "1.32.2", "--record"])
+    other = """<testsuite><testcase classname="tests.cluster.test_dra" name="test_reload"/></testsuite>"""
+    (kept / "1.37.1.xml").write_text(other)
+    matrix.main(["--reports", str(kept), "--version", "1.32.2", "--version", "1.37.1", "--record"])
     said = matrix.features(matrix.HERE / "test_dra.py")
     assert rows((kept / "page.md").read_text())[said["test_selectors"]] == ["yes", "-"]
-    again = """<testsuite><testcase classname="tests.cluster.test_dra" name="test_selectors"/></testsuite>"""
-    (kept / "1.32.2.xml").write_text(again)
-    assert matrix.main(["--reports", str(kept), "--version", "1.32.2", "--record"]) == 0
-    record = json.loads(matrix.RECORD.read_text())
-    assert record["1.32.2"]["test_dra"]["outcomes"] == {"test_selectors": ["yes", ""]}
-    assert record["1.32.2"].keys() == {"test_dra", "test_witnesses_real"}
-    assert record["1.37.1"].keys() == {"test_dra", "test_plugin_scenarios"}
 
 
 def test_a_version_without_a_report_fails_the_whole(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node that did not start leaves what was kept as it was."""
+    """A node that did not start is in no column."""
     monkeypatch.setattr(matrix, "run", lambda *arguments: None)
     assert matrix.main(["--version", "1.32.2", "--record"]) == 1
-    assert json.loads((kept / "matrix.json").read_text()) == {}
-
-
-def test_the_page_is_made_from_what_was_kept() -> None:
-    """`python -m tests.cluster.matrix --page` changes nothing."""
-    record = json.loads(matrix.RECORD.read_text())
-    assert matrix.page(record) == matrix.PAGE.read_text()
-    assert record.keys() <= set(matrix.VERSIONS)
+    assert "1.32" not in (kept / "page.md").read_text()
 
 
 def test_holders_are_read_from_a_report_of_pytest(tmp_path: Path) -> None:

@@ -1,9 +1,8 @@
 """``python -m tests.cluster.matrix``: what works on which Kubernetes, by running the tests on real nodes of each.
 
 The versions are run one after another, each on NODES isolated nodes with the programs of ``tests.cluster.build``. With
-``--record`` the outcomes are kept in RECORD, and PAGE is made from it; ``--page`` makes PAGE alone. A test is one
-feature and its docstring says which: ``yes`` is a test that passed and ``no`` one that was skipped because the version
-lacks the feature, for the reason given below the table.
+``--record`` PAGE is made of pytest's reports. A test is one feature and its docstring says which: ``yes`` is a test
+that passed and ``no`` one that was skipped because the version lacks the feature, for the reason given below the table.
 
 With CLUSTER_LONG in the environment all scenarios of HOLDERS run, half an hour for each version, else some of them.
 """
@@ -45,16 +44,13 @@ TESTS = {
 SCENARIOS = {"test_plugin_scenarios": HERE.parent / "scenarios" / "plugin.py"}
 """Where a module has its tests from, if not from the file of its name."""
 HEAD = ["scenario", "Kubernetes", "holders before", "holders after", "overlaps", "released in use", "seconds of moves"]
-RECORD = HERE / "matrix.json"
 PAGE = ROOT / "docs" / "support-matrix.md"
 INTRODUCTION = """# Support matrix: what was seen on which Kubernetes
-
-<!-- `python -m tests.cluster.matrix --page` makes this page from tests/cluster/matrix.json. -->
 
 Each row is a test with a real API server, scheduler, controller manager, kubelet and containerd ({containerd}).
 `yes`: it passed. `no`: this version lacks what the test needs, see below the table. `-`: it was not run.
 [Support](support.md) says which versions are supported and which feature gate each function needs.
-`tox -e matrix -- --record` runs all of it again and writes this page. Each change is tested with {default}.
+`tox -e matrix -- --record` runs all of it again and makes this page. Each change is tested with {default}.
 """
 SCENARIOS_OF_HOLDERS = """Faults of each kind during moves, and pods that wait for each device.
 A container locks its devices; a lock that fails is an overlap.
@@ -143,8 +139,14 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def page(record: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
-    """Return PAGE. record: by version and module the day of the run, the outcomes of its tests, and rows of holders."""
+def page(reports: Mapping[str, Path]) -> str:
+    """Return PAGE of pytest's reports by version."""
+    record: dict[str, dict[str, dict[str, Any]]] = {}
+    for version, report in reports.items():
+        ran, day = outcomes(report), dt.datetime.fromtimestamp(report.stat().st_mtime, dt.UTC).date().isoformat()
+        for module in TESTS.keys() & ran.keys():
+            holders = holder_rows(report) if module == HOLDERS else []
+            record.setdefault(version, {})[module] = {"date": day, "outcomes": ran[module], "holders": holders}
     parts = [INTRODUCTION.format(containerd=build.CONTAINERD_VERSION, default=minor(build.DEFAULT_VERSION))]
     dates = [[version, *sorted({module["date"] for module in record[version].values()})] for version in record]
     parts += [markdown([["Kubernetes", "run on"], *([version, " to ".join(days)] for version, *days in dates)])]
@@ -173,41 +175,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tests.cluster.matrix", description=__doc__)
     parser.add_argument("--version", action="append", help="one of these instead of all (may be given again)")
     parser.add_argument("--reports", type=Path, help="keep pytest's reports here, and use those that are there")
-    parser.add_argument("--record", action="store_true", help=f"keep the outcomes, make {PAGE.name}")
-    parser.add_argument("--page", action="store_true", help=f"run nothing, make {PAGE.name}")
+    parser.add_argument("--record", action="store_true", help=f"make {PAGE.name} of the reports")
     parser.add_argument("modules", nargs="*", help="what to run: module names (all)")
     options = parser.parse_args(argv)
-    record: dict[str, dict[str, Any]] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     whole = True
     with tempfile.TemporaryDirectory() as temporary:
         directory = options.reports or Path(temporary)
         directory.mkdir(parents=True, exist_ok=True)
-        for version in () if options.page else options.version or VERSIONS:
+        reports: dict[str, Path] = {}
+        for version in options.version or VERSIONS:
             report = directory / f"{version}.xml"
             if not report.exists():
                 print(f"--- Kubernetes {version}", flush=True)
                 run(version, [str(HERE / f"{module}.py") for module in options.modules or TESTS], report)
-            found = outcomes(report) if report.exists() else {}
-            for module in TESTS.keys() & found.keys():
-                record.setdefault(version, {})[module] = {
-                    "date": dt.datetime.fromtimestamp(report.stat().st_mtime, dt.UTC).date().isoformat(),
-                    "outcomes": dict(sorted(found[module].items())),
-                    "holders": holder_rows(report) if module == HOLDERS else [],
-                }
+            tests = outcomes(report) if report.exists() else {}
+            if tests:
+                reports[version] = report
             failed = [
-                f"{name}: {one.reason}"
-                for tests in found.values()
-                for name, one in tests.items()
-                if one.word == "FAILED"
+                f"{version}: {name}: {outcome.reason}"
+                for module in tests.values()
+                for name, outcome in module.items()
+                if outcome.word == "FAILED"
             ]
-            print(*(f"{version}: {one}" for one in failed), sep="\n")
-            whole = whole and bool(found) and not failed
-    if options.record:
-        RECORD.write_text(
-            json.dumps({version: record[version] for version in VERSIONS if version in record}, indent=1) + "\n"
-        )
-    if options.record or options.page:
-        PAGE.write_text(page(json.loads(RECORD.read_text())))
+            print(*failed, sep="\n")
+            whole = whole and bool(tests) and not failed
+        if options.record:
+            PAGE.write_text(page(reports))
     return 0 if whole else 1
 
 
