@@ -30,16 +30,16 @@ from graphlib import CycleError, TopologicalSorter
 from typing import Final, NamedTuple
 
 from deviceplugin.register.records import State
-from tests.model.small import STATES, UNKNOWN, Device, Pod, Request, Small, Stage, World
+from tests.model.small import STATES, UNKNOWN, Device, Pod, Request, Small, Stage, Step, World
 
 TO_DRA: Final = STATES.index(State.TO_DRA)
 TO_PLUGIN: Final = STATES.index(State.TO_PLUGIN)
 
 
 class Shared(NamedTuple):
-    """What belongs to no device. what, written, late: of the stage. sent, want: whether the agent has said any."""
+    """What belongs to no device. step, written, late: of the stage. sent, want: whether the agent has said any."""
 
-    what: int
+    step: Step
     written: bool
     late: bool
     alive: bool
@@ -91,7 +91,7 @@ def parted(world: World) -> Parts:
         )
         halves.append(half)
     shared = Shared(
-        stage.what,
+        stage.step,
         stage.written,
         stage.late,
         world.alive,
@@ -119,7 +119,7 @@ def joined(shared: Shared, one: Half, two: Half) -> World:
         (one.want, two.want) if shared.want else (),
         (one.slice, two.slice),
         Stage(
-            shared.what,
+            shared.step,
             (one.moving, two.moving),
             (one.first, two.first),
             (one.second, two.second),
@@ -197,7 +197,7 @@ def possible(small: Small, shared: Shared) -> tuple[str, ...]:
     if "lose" in small.faults:
         found.append("lose checkpoint")
     if shared.alive:
-        found += ["send", "want", "accept", *GATHERING[shared.what]]
+        found += ["send", "want", "accept", *GATHERING[shared.step]]
     if small.crashes:
         found += ["kubelet restarts", "agent dies" if shared.alive else "agent starts"]
         if shared.alive and small.damage and not shared.damaged:
@@ -417,7 +417,7 @@ class Halves:
         block.add(block.number(one), 1 << block.number(two))
         # A gathering's later stages last, when much has come together that goes on together.
         while not self.problem and (waiting := [block for block in self.blocks.values() if block.fresh]):
-            min(waiting, key=lambda block: (block.shared.what, block.shared.late)).proceed()
+            min(waiting, key=lambda block: (block.shared.step, block.shared.late)).proceed()
         return Found(self.worlds(), sum(len(block.halves) for block in self.blocks.values()), self.problem)
 
     def worlds(self) -> int:
@@ -483,7 +483,7 @@ class Halves:
     def ended(self, *, serve: bool) -> Iterator[World]:
         """Return the worlds in which all has ended that was begun (`Small.ending`), names apart."""
         for shared, block in self.blocks.items():
-            if not (shared.alive and shared.sent and shared.want) or shared.what:
+            if not (shared.alive and shared.sent and shared.want) or shared.step:
                 continue
             ended = [
                 number

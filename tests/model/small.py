@@ -31,8 +31,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from deviceplugin.kubelet import holders
 from deviceplugin.kubelet.cgroups import PodProcesses
@@ -87,20 +88,59 @@ class Device(NamedTuple):
     absent: int = 0
 
 
-CHOSEN, ANSWERED, ADMITTED, RUNS, OVER = range(1, 6)
-"""How far a pod is: the kubelet chose a device, Allocate was granted, the device manager has it in memory, a process
-of it runs (also after it was deleted by force), it has ended."""
+class At(IntEnum):
+    """How far a pod is: there is none, the kubelet chose a device, Allocate was granted, the device manager has it in
+    memory, a process of it runs (also after it was deleted by force), it has ended.
+    """
+
+    NONE, CHOSEN, ANSWERED, ADMITTED, RUNS, OVER = range(6)
+
+
+class InApi(IntEnum):
+    """A claim on the API server: nothing, the scheduler chose a device, it is allocated."""
+
+    NONE, CHOSEN, ALLOCATED = range(3)
+
+
+class OnNode(IntEnum):
+    """A claim on the node: nothing, reserved in the ledger, its file written, prepared, its container ended, its file
+    removed, its container runs, its container runs and the kubelet's claim state does not name the claim.
+    """
+
+    NONE, RESERVED, WRITTEN, PREPARED, ENDED, REMOVED, RUNS, FORGOTTEN = range(8)
+
+    @property
+    def container_runs(self) -> bool:
+        """Whether a container of it runs."""
+        return self >= OnNode.RUNS
+
+
+class InLedger(IntEnum):
+    """A claim in the ledger: not there, reserved in memory, reserved on disk, prepared."""
+
+    NONE, IN_MEMORY, ON_DISK, PREPARED = range(4)
+
+
+class Step(IntEnum):
+    """How far the agent is in gathering evidence.
+
+    For moves to DRA: a checkpoint requested, the last one read, the first one read and another requested (only where a
+    write may be late), the ledger has the result. For moves to the plugin: the slice is accepted without the devices,
+    claims are listed.
+    """
+
+    NONE, REQUESTED, READ, READ_FIRST, OBSERVED, WITHDRAWN, LISTED = range(7)
 
 
 class Pod(NamedTuple):
     """A pod of the plugin side, for as long as anything names it.
 
-    at: 0 none, or as above. memory, file: the kubelet's device manager and its checkpoint name it. recorded: it is
+    memory, file: the kubelet's device manager and its checkpoint name it. recorded: it is
     a holder in the ledger. seen: checkpoints that a scan has read name it: 1 some of them, 2 all; after the scan, it
     counts as held. draft: what a slow writer of the checkpoint is about to write names it.
     """
 
-    at: int = 0
+    at: At = At.NONE
     device: int = -1
     memory: bool = False
     file: bool = False
@@ -111,49 +151,42 @@ class Pod(NamedTuple):
     @property
     def runs(self) -> bool:
         """Whether a process of it runs."""
-        return self.at == RUNS
+        return self.at == At.RUNS
 
     @property
     def unrecorded(self) -> bool:
         """Whether it may run and the ledger does not know it."""
-        return self.at in {ADMITTED, RUNS} and not self.recorded
+        return self.at in {At.ADMITTED, At.RUNS} and not self.recorded
 
     @property
     def forgotten(self) -> bool:
         """Whether it may run, and the kubelet does not know of its device or its checkpoint does not."""
-        return self.at in {ADMITTED, RUNS} and not (self.memory and self.file)
+        return self.at in {At.ADMITTED, At.RUNS} and not (self.memory and self.file)
 
     @property
     def unlisted(self) -> bool:
         """Whether it was granted its device and the kubelet has not written it to the checkpoint yet."""
-        return self.at == ANSWERED or (self.at == ADMITTED and not (self.file or self.recorded))
+        return self.at == At.ANSWERED or (self.at == At.ADMITTED and not (self.file or self.recorded))
 
 
 class Request(NamedTuple):
-    """A claim. api: 0 nothing, 1 the scheduler chose, 2 allocated.
+    """A claim, and whether its file is there."""
 
-    node: 0 nothing, 1 reserved, 2 file written, 3 prepared, 4 container gone, 5 file gone, 6 container runs,
-    7 container runs and the kubelet's claim state does not name the claim.
-    record: in the ledger: 0 no, 1 reserved in memory, 2 reserved on disk, 3 prepared.
-    """
-
-    api: int = 0
+    api: InApi = InApi.NONE
     device: int = -1
-    node: int = 0
+    node: OnNode = OnNode.NONE
     file: bool = False
-    record: int = 0
+    record: InLedger = InLedger.NONE
 
 
 class Stage(NamedTuple):
-    """How far the agent is in gathering evidence.
+    """How far the agent is in gathering evidence, and what it has found.
 
-    what: 0 nothing; a scan: 1 a checkpoint requested, 3 read and another one requested (only where a write may be
-    late), 2 the last one read, 4 the ledger has the result (`moving`: devices in TO_DRA that are shown Unhealthy);
-    TO_PLUGIN: 5 begun, 6 claims listed. written: the kubelet has written its checkpoint since the request. late: the
-    scan began long ago. The rest are sets of devices, as pairs.
+    moving: the devices that move; of those in TO_DRA the ones that are shown Unhealthy. written: the kubelet has
+    written its checkpoint since the request. late: the scan began long ago. The rest are sets of devices, as pairs.
     """
 
-    what: int = 0
+    step: Step = Step.NONE
     moving: tuple[bool, bool] = (False, False)
     first: tuple[bool, bool] = (False, False)
     second: tuple[bool, bool] = (False, False)
@@ -163,6 +196,11 @@ class Stage(NamedTuple):
 
 NOTHING: Final = (False, False)
 IDLE: Final = Stage()
+SCAN: Final = frozenset({Step.REQUESTED, Step.READ, Step.READ_FIRST, Step.OBSERVED})
+WAITING: Final = frozenset({Step.REQUESTED, Step.READ_FIRST})
+"""The steps of a scan, and those at which it waits for the kubelet to write its checkpoint."""
+UNDONE: Final = {OnNode.RESERVED: OnNode.NONE, OnNode.WRITTEN: OnNode.NONE, OnNode.REMOVED: OnNode.ENDED}
+"""Where a claim is on the node after the agent was killed in the middle of a call."""
 
 
 class World(NamedTuple):
@@ -225,8 +263,15 @@ def snapshot(world: World) -> Snapshot:
             held.append(("allocations", (R, name), one))
     for uid, claim in zip("01", world.claims, strict=True):
         if claim.record:
-            result = "r" if claim.record == 3 else None
-            held.append(("claims", (D, uid), replace(claim_of(uid, claim), result=result, durable=claim.record != 1)))
+            result = "r" if claim.record is InLedger.PREPARED else None
+            durable = claim.record is not InLedger.IN_MEMORY
+            held.append(
+                (
+                    "claims",
+                    (D, uid),
+                    replace(claim_of(uid, claim), result=result, durable=durable),
+                )
+            )
     return Snapshot(NOW, devices).with_changes([Change(*one) for one in held], NOW)
 
 
@@ -242,7 +287,7 @@ UNKNOWN: Final = len(STATES)
 
 def written(world: World, now: Snapshot) -> World:
     """Return the world with this ledger."""
-    stage = world.stage.what
+    scanning = world.stage.step in SCAN
     devices = []
     for name, moving in zip(NAMES, world.stage.moving, strict=True):
         record, hold = now.devices.get((R, name)), now.allocations.get((R, name))
@@ -251,17 +296,23 @@ def written(world: World, now: Snapshot) -> World:
             device = Device(STATES.index(record.state), moving and record.sequence > FORMER, record.pulled)
         if hold is not None:
             absent = {None: 0, RECENT: 1, OLD: 2}[hold.absent_since] if hold.pending else 0
-            fresh = stage in {1, 2, 3, 4} and hold.sequence > FORMER
+            fresh = scanning and hold.sequence > FORMER
             device = device._replace(pending=hold.pending, fresh=fresh, absent=absent)
         devices.append(device)
     pods = [pod._replace(recorded=named(now, str(uid), pod)) for uid, pod in enumerate(world.pods)]
     claims = []
     for uid, claim in zip("01", world.claims, strict=True):
-        known = now.claims.get((D, uid))
-        claims.append(
-            claim._replace(record=0 if known is None else 3 if known.result is not None else 1 + known.durable)
-        )
+        claims.append(claim._replace(record=in_ledger(now.claims.get((D, uid)))))
     return world._replace(devices=tuple(devices), pods=(pods[0], pods[1]), claims=tuple(claims))
+
+
+def in_ledger(claim: Claim | None) -> InLedger:
+    """Return how far the ledger has a claim."""
+    if claim is None:
+        return InLedger.NONE
+    if claim.result is not None:
+        return InLedger.PREPARED
+    return InLedger.ON_DISK if claim.durable else InLedger.IN_MEMORY
 
 
 def named(now: Snapshot, uid: str, pod: Pod) -> bool:
@@ -272,7 +323,7 @@ def named(now: Snapshot, uid: str, pod: Pod) -> bool:
 
 def kept(pod: Pod) -> Pod:
     """Return the pod, or none where nothing names an ended one any more."""
-    return Pod() if pod.at == OVER and not any(pod[2:]) else pod
+    return Pod() if pod.at is At.OVER and not any(pod[2:]) else pod
 
 
 def flags(names: object) -> tuple[bool, bool]:
@@ -285,15 +336,15 @@ def names(pair: tuple[bool, bool]) -> tuple[str, ...]:
     return tuple(name for name, there in zip(NAMES, pair, strict=True) if there)
 
 
-def settled(world: World, what: Stage) -> World:
+def at_stage(world: World, stage: Stage) -> World:
     """Return the world at another stage, what is remembered of the sequence and of a scan made to fit."""
-    stage = what.what
+    begins = stage.step in {Step.NONE, Step.REQUESTED, Step.WITHDRAWN}
+    has_read = stage.step in {Step.READ, Step.READ_FIRST, Step.OBSERVED}
     devices = tuple(
-        device._replace(new=device.new and stage not in {0, 1, 5}, fresh=device.fresh and stage in {2, 3, 4})
-        for device in world.devices
+        device._replace(new=device.new and not begins, fresh=device.fresh and has_read) for device in world.devices
     )
-    one, two = (pod if stage in {2, 3, 4} else kept(pod._replace(seen=0)) for pod in world.pods)
-    return world._replace(stage=what, devices=devices, pods=(one, two))
+    one, two = (pod if has_read else kept(pod._replace(seen=0)) for pod in world.pods)
+    return world._replace(stage=stage, devices=devices, pods=(one, two))
 
 
 ANY_FILE: Final = Checkpoint(frozenset(), {})
@@ -340,7 +391,7 @@ class Small:
     def do(self, world: World, key: Hashable, operation: Callable[[], Operation[object]]) -> tuple[object, World]:
         """Let the ledger decide what it has not decided yet. key: tells the operation from others."""
         holders_known = tuple((pod.device, pod.recorded) for pod in world.pods)
-        asked = (world.devices, holders_known, world.claims, world.stage.what, world.stage.moving, key)
+        asked = (world.devices, holders_known, world.claims, world.stage.step, world.stage.moving, key)
         known = self._known.get(asked)
         if known is None:
             now = snapshot(world)
@@ -378,22 +429,22 @@ class Small:
 
     def kubelet(self, world: World) -> Iterator[tuple[str, World]]:
         """Choose devices, keep what was given in memory and in the checkpoint, run pods; take in the list."""
-        taken = {pod.device for pod in world.pods if pod.at in {CHOSEN, ANSWERED} or pod.memory}
-        more = sum(pod.at > 0 for pod in world.pods) < self.pods
+        taken = {pod.device for pod in world.pods if pod.at in {At.CHOSEN, At.ANSWERED} or pod.memory}
+        more = sum(pod.at is not At.NONE for pod in world.pods) < self.pods
         for number, pod in enumerate(world.pods):
-            if pod.at == 0:
+            if pod.at is At.NONE:
                 for device in TWO if more else ():
                     if world.received[device] and device not in taken:
-                        yield f"choose p{number} {device}", with_pod(world, number, Pod(CHOSEN, device))
-            elif pod.at == ANSWERED:
-                yield f"insert p{number}", with_pod(world, number, pod._replace(at=ADMITTED, memory=True))
-            elif pod.at == ADMITTED and not pod.unlisted:
-                yield f"start p{number}", with_pod(world, number, pod._replace(at=RUNS))
-            if pod.at in {ADMITTED, RUNS}:
-                yield f"end p{number}", with_pod(world, number, kept(pod._replace(at=OVER)))
-            if pod.at == RUNS and pod.memory and pod.recorded and "force" in self.faults:
+                        yield f"choose p{number} {device}", with_pod(world, number, Pod(At.CHOSEN, device))
+            elif pod.at is At.ANSWERED:
+                yield f"insert p{number}", with_pod(world, number, pod._replace(at=At.ADMITTED, memory=True))
+            elif pod.at is At.ADMITTED and not pod.unlisted:
+                yield f"start p{number}", with_pod(world, number, pod._replace(at=At.RUNS))
+            if pod.at in {At.ADMITTED, At.RUNS}:
+                yield f"end p{number}", with_pod(world, number, kept(pod._replace(at=At.OVER)))
+            if pod.at is At.RUNS and pod.memory and pod.recorded and "force" in self.faults:
                 yield f"delete p{number}", with_pod(world, number, pod._replace(memory=False))
-            if pod.at == OVER and pod.memory:
+            if pod.at is At.OVER and pod.memory:
                 yield f"forget p{number}", with_pod(world, number, kept(pod._replace(memory=False)))
         if world.sent and world.received != world.sent:
             yield "receive", world._replace(received=world.sent)
@@ -406,17 +457,24 @@ class Small:
             else:
                 yield "draft", drafted(world, *(pod.memory for pod in world.pods))
         for number, claim in enumerate(world.claims):
-            if claim.node == 3:
-                yield f"start c{number}", with_claim(world, number, claim._replace(node=6))
-            if claim.node in {3, 6}:
-                yield f"end c{number}", with_claim(world, number, claim._replace(node=4))
-            elif claim.node == 7:
-                yield f"end c{number}", with_claim(world, number, claim._replace(node=0))
-            if claim.node in {3, 6} and "claims" in self.faults:
-                yield f"lose c{number}", with_claim(world, number, claim._replace(node=7 if claim.node == 6 else 0))
+            if claim.node is OnNode.PREPARED:
+                yield f"start c{number}", changed(world, number, node=OnNode.RUNS)
+            if claim.node in {OnNode.PREPARED, OnNode.RUNS}:
+                yield f"end c{number}", changed(world, number, node=OnNode.ENDED)
+            elif claim.node is OnNode.FORGOTTEN:
+                yield f"end c{number}", changed(world, number, node=OnNode.NONE)
+            if claim.node in {OnNode.PREPARED, OnNode.RUNS} and "claims" in self.faults:
+                yield (
+                    f"lose c{number}",
+                    with_claim(
+                        world,
+                        number,
+                        claim._replace(node=OnNode.FORGOTTEN if claim.node is OnNode.RUNS else OnNode.NONE),
+                    ),
+                )
         if "lose" in self.faults and not any(pod.unrecorded for pod in world.pods):
             after = world._replace(
-                stage=world.stage._replace(written=world.stage.written and world.stage.what not in {1, 3})
+                stage=world.stage._replace(written=world.stage.written and world.stage.step not in WAITING)
             )
             one, two = (kept(pod._replace(file=False)) for pod in world.pods)
             after = after._replace(pods=(one, two))
@@ -426,7 +484,7 @@ class Small:
     def filed(self, world: World, *names: bool) -> World:
         """Return the world with a checkpoint that names these pods."""
         one, two = (kept(pod._replace(file=name)) for pod, name in zip(world.pods, names, strict=True))
-        stage = world.stage._replace(written=True) if world.stage.what in {1, 3} else world.stage
+        stage = world.stage._replace(written=True) if world.stage.step in WAITING else world.stage
         return world._replace(pods=(one, two), stage=stage)
 
     def scheduler(self, world: World) -> Iterator[tuple[str, World]]:
@@ -434,20 +492,20 @@ class Small:
         given = {claim.device for claim in world.claims if claim.api}
         more = sum(claim != Request() for claim in world.claims) < self.claims
         for number, claim in enumerate(world.claims):
-            if claim.api == 0 and not claim.node and not claim.file and not claim.record:
+            if claim.api is InApi.NONE and not claim.node and not claim.file and not claim.record:
                 for device in TWO if more else ():
                     if world.slice[device] and device not in given:
-                        yield f"pick c{number} {device}", with_claim(world, number, Request(1, device))
-            elif claim.api == 1:
-                yield f"allocate c{number}", with_claim(world, number, claim._replace(api=2))
-            elif claim.api == 2:
+                        yield f"pick c{number} {device}", with_claim(world, number, Request(InApi.CHOSEN, device))
+            elif claim.api is InApi.CHOSEN:
+                yield f"allocate c{number}", changed(world, number, api=InApi.ALLOCATED)
+            elif claim.api is InApi.ALLOCATED:
                 # In whatever state it is here: a pod may be deleted by force.
-                yield f"deallocate c{number}", with_claim(world, number, gone(claim._replace(api=0)))
+                yield f"deallocate c{number}", with_claim(world, number, gone(claim._replace(api=InApi.NONE)))
 
     def side(self, world: World) -> Iterator[tuple[str, World]]:
         """Answer Allocate, unless a known holder runs; send the list."""
         for number, pod in enumerate(world.pods):
-            if pod.at == 1:
+            if pod.at is At.CHOSEN:
                 name = NAMES[pod.device]
                 known, processes = [*recorded(world), *allocations(world, "file")], self.processes(world)
                 if holders.running(known, R, [name], {one.pod_uid for one in known if processes.may_run(one.pod_uid)}):
@@ -455,7 +513,7 @@ class Small:
                     continue
                 wanted = {name: Wanted((R, name), "", WHOLE)}
                 answer, after = self.do(world, ("grant", name), partial(operations.grant, R, wanted, ALONE, 0.0))
-                then = Pod() if isinstance(answer, Refused | Excluded) else after.pods[number]._replace(at=ANSWERED)
+                then = Pod() if isinstance(answer, Refused | Excluded) else after.pods[number]._replace(at=At.ANSWERED)
                 yield f"grant p{number}", with_pod(after, number, then)
         healthy = self.healthy(world)
         if world.sent != healthy:
@@ -470,40 +528,49 @@ class Small:
         """Prepare and unprepare, in the driver's steps; clear up what nobody wants."""
         for number, claim in enumerate(world.claims):
             uid = "01"[number]
-            if claim.node == 0 and claim.api == 2:
+            if claim.node is OnNode.NONE and claim.api is InApi.ALLOCATED:
                 _, after = self.do(
                     world,
                     ("reserve", uid),
                     partial(operations.reserve, claim_of(uid, claim), ALONE, durable=False, pull=True),
                 )
                 if after.claims[number].record:
-                    yield f"reserve c{number}", with_claim(after, number, after.claims[number]._replace(node=1))
+                    yield (
+                        f"reserve c{number}",
+                        changed(after, number, node=OnNode.RESERVED),
+                    )
                 elif after != world:
                     yield f"pull c{number}", after
-            elif claim.node == 1:
-                yield f"file c{number}", with_claim(world, number, claim._replace(node=2, file=True))
-            elif claim.node == 2:
+            elif claim.node is OnNode.RESERVED:
+                yield f"file c{number}", changed(world, number, node=OnNode.WRITTEN, file=True)
+            elif claim.node is OnNode.WRITTEN:
                 answer, after = self.do(
                     world, ("prepare", uid), partial(operations.prepare, claim_of(uid, claim), ALONE, pull=True)
                 )
                 if isinstance(answer, Refused | Excluded):
-                    undone = with_claim(after, number, after.claims[number]._replace(node=0, file=False))
+                    undone = changed(after, number, node=OnNode.NONE, file=False)
                     _, after = self.do(undone, ("unprepare", uid), partial(operations.unprepare, D, uid))
                     yield f"undo c{number}", with_claim(after, number, gone(after.claims[number]))
                 else:
-                    yield f"record c{number}", with_claim(after, number, after.claims[number]._replace(node=3))
-            elif claim.node == 4:
-                yield f"unfile c{number}", with_claim(world, number, claim._replace(node=5, file=False))
-            elif claim.node == 5:
+                    yield (
+                        f"record c{number}",
+                        changed(after, number, node=OnNode.PREPARED),
+                    )
+            elif claim.node is OnNode.ENDED:
+                yield f"unfile c{number}", changed(world, number, node=OnNode.REMOVED, file=False)
+            elif claim.node is OnNode.REMOVED:
                 _, after = self.do(world, ("unprepare", uid), partial(operations.unprepare, D, uid))
-                yield f"unprepare c{number}", with_claim(after, number, gone(after.claims[number]._replace(node=0)))
-            over = claim.api == 0 and claim.record and claim.node in {0, 3, 4, 6, 7}
-            states = [uid] if claim.node in {3, 4, 6} else []
+                yield (
+                    f"unprepare c{number}",
+                    with_claim(after, number, gone(after.claims[number]._replace(node=OnNode.NONE))),
+                )
+            over = claim.api is InApi.NONE and claim.record and claim.node not in UNDONE
+            states = [uid] if claim.node in {OnNode.PREPARED, OnNode.ENDED, OnNode.RUNS} else []
             if over and holders.claim_is_over(uid, [f"c{uid}"], states, self.processes(world)):
-                cleared = with_claim(world, number, claim._replace(file=False))
+                cleared = changed(world, number, file=False)
                 _, after = self.do(cleared, ("unprepare", uid), partial(operations.unprepare, D, uid))
                 yield f"reconcile c{number}", with_claim(after, number, gone(after.claims[number]))
-            if claim.node == 0 and claim.file and not claim.record:
+            if claim.node is OnNode.NONE and claim.file and not claim.record:
                 yield f"sweep c{number}", with_claim(world, number, gone(claim._replace(file=False)))
 
     def offering(self, world: World) -> Iterator[tuple[str, World]]:
@@ -532,28 +599,28 @@ class Small:
     def gathering(self, world: World) -> Iterator[tuple[str, World]]:
         """The handover's steps, one after the other."""
         stage = world.stage
-        if stage.what == 0:
+        if stage.step is Step.NONE:
             if world.sent:
                 moving = MINE.in_state(snapshot(world), R, State.TO_DRA)
                 shown = shown_unhealthy(moving, (1.0, frozenset(names(world.sent))), str)
                 if shown or not moving:
-                    yield "request", settled(world, Stage(1, flags(shown)))
+                    yield "request", at_stage(world, Stage(Step.REQUESTED, flags(shown)))
             now = snapshot(world)
             moving = MINE.in_state(now, R, State.TO_PLUGIN)
             if free := [name for name in moving if not now.claims_on(R, (name,))]:
                 yield "withdrawn", self.withdrawn(world, moving, free)
-        elif stage.what == 1:
+        elif stage.step is Step.REQUESTED:
             pods = [pod._replace(seen=2 * pod.file) for pod in world.pods]
             read = world._replace(pods=(pods[0], pods[1]))
             one, two = (received and moved for received, moved in zip(world.received, stage.moving, strict=True))
-            stage = stage._replace(what=2, first=(one, two))
+            stage = stage._replace(step=Step.READ, first=(one, two))
             if self.slow and stage.written and not holders.shows_present([ANY_FILE]):
-                stage = stage._replace(what=3, written=False)
-            yield "read checkpoint", settled(read, stage)
-        elif stage.what == 3:
+                stage = stage._replace(step=Step.READ_FIRST, written=False)
+            yield "read checkpoint", at_stage(read, stage)
+        elif stage.step is Step.READ_FIRST:
             pods = [pod._replace(seen=(pod.seen + 2 * pod.file) // 2) for pod in world.pods]
-            yield "read another", settled(world._replace(pods=(pods[0], pods[1])), stage._replace(what=2))
-        elif stage.what == 2:
+            yield "read another", at_stage(world._replace(pods=(pods[0], pods[1])), stage._replace(step=Step.READ))
+        elif stage.step is Step.READ:
             scan = self.scanned(world)
             seen = kubelet_snapshot(BEGUN, scan, R, str)
             asked = ("observe", scan.at, scan.awake, *scan.held.items())
@@ -565,8 +632,11 @@ class Small:
             ]
             after = after._replace(pods=(pods[0], pods[1]))
             goes_on = scan.awake and stage.moving != NOTHING
-            yield "observe", settled(after, stage._replace(what=4, written=True, late=False) if goes_on else IDLE)
-        elif stage.what == 4:
+            yield (
+                "observe",
+                at_stage(after, stage._replace(step=Step.OBSERVED, written=True, late=False) if goes_on else IDLE),
+            )
+        elif stage.step is Step.OBSERVED:
             moving = names(stage.moving)
             still = dict.fromkeys(allocations(world, "seen"), holders.Holding(named=True, certain=True, reason=""))
             scan = HolderSnapshot(RECENT, True, still, {R: frozenset(names(stage.first))})
@@ -575,9 +645,9 @@ class Small:
             _, after = self.do(
                 world, ("to dra", stage, *still), partial(operations.commit_to_dra, R, moving, evidence, 0.0)
             )
-            yield "commit to dra", settled(after, IDLE)
-        elif stage.what == 5:
-            yield "list claims", settled(world, stage._replace(what=6, second=flags(self.allocated(world))))
+            yield "commit to dra", at_stage(after, IDLE)
+        elif stage.step is Step.WITHDRAWN:
+            yield "list claims", at_stage(world, stage._replace(step=Step.LISTED, second=flags(self.allocated(world))))
         else:
             withdrawn = names(stage.first)
             allocated = dict.fromkeys(names(stage.second), "default/c")
@@ -585,22 +655,22 @@ class Small:
             _, after = self.do(
                 world, ("to plugin", stage), partial(operations.commit_to_plugin, R, withdrawn, proof, 0.0)
             )
-            yield "commit to plugin", settled(after, IDLE)
+            yield "commit to plugin", at_stage(after, IDLE)
 
     def withdrawn(self, world: World, moving: Collection[str], free: Collection[str]) -> World:
         """Go on if the API server has taken the slice that the agent wants, without the devices."""
         taken = bool(world.want) and world.want == world.slice
         accepted = [name for name in free if taken and not world.slice[int(name)]]
-        return settled(world, Stage(5, flags(moving), first=flags(accepted))) if accepted else world
+        return at_stage(world, Stage(Step.WITHDRAWN, flags(moving), first=flags(accepted))) if accepted else world
 
     def allocated(self, world: World) -> Mapping[str, str]:
         """Return what a list of claims says now."""
-        return {NAMES[claim.device]: "default/c" for claim in world.claims if claim.api == 2}
+        return {NAMES[claim.device]: "default/c" for claim in world.claims if claim.api is InApi.ALLOCATED}
 
     def processes(self, world: World) -> PodProcesses:
         """Return of which pods processes run; pods of claims are named after these."""
         running = {str(uid) for uid, pod in enumerate(world.pods) if pod.runs}
-        running |= {f"c{uid}" for uid, claim in enumerate(world.claims) if claim.node in {6, 7}}
+        running |= {f"c{uid}" for uid, claim in enumerate(world.claims) if claim.node.container_runs}
         return PodProcesses(frozenset(running)) if self.cgroups else PodProcesses(directories=frozenset(running))
 
     def scanned(self, world: World) -> HolderSnapshot:
@@ -620,7 +690,7 @@ class Small:
         """Time passes; somebody dies."""
         if any(d.absent == 1 for d in world.devices) and not any(pod.unlisted for pod in world.pods):
             devices = tuple(d._replace(absent=2 if d.absent else 0) for d in world.devices)
-            late = world.stage._replace(late=world.stage.what in {1, 2, 3})
+            late = world.stage._replace(late=world.stage.step in {Step.REQUESTED, Step.READ, Step.READ_FIRST})
             yield "tick", world._replace(devices=devices, stage=late)
         if not self.crashes:
             return
@@ -631,7 +701,7 @@ class Small:
             yield "agent dies", died(world)
             if self.damage and not world.damaged and not any(pod.forgotten for pod in world.pods):
                 dead = died(world)
-                lost = tuple(claim._replace(record=0) for claim in dead.claims)
+                lost = tuple(claim._replace(record=InLedger.NONE) for claim in dead.claims)
                 one, two = (kept(pod._replace(recorded=False)) for pod in dead.pods)
                 yield (
                     "agent dies, ledger lost",
@@ -652,7 +722,7 @@ class Small:
         claims = [
             ClaimEvidence(D, uid, frozenset({NAMES[claim.device]}), prepared=claim.file)
             for uid, claim in zip("01", world.claims, strict=True)
-            if (claim.file and not claim.record) or (fresh and claim.api == 2 and not claim.file)
+            if (claim.file and not claim.record) or (fresh and claim.api is InApi.ALLOCATED and not claim.file)
         ]
         _, after = self.do(
             world,
@@ -681,7 +751,7 @@ class Small:
         """Say which device containers of two holders have at the same time; "" if there is none."""
         for device in range(len(self.names)):
             running = sum(pod.runs and pod.device == device for pod in world.pods)
-            running += sum(claim.node in {6, 7} and claim.device == device for claim in world.claims)
+            running += sum(claim.node.container_runs and claim.device == device for claim in world.claims)
             if running > 1:
                 return f"device {device} has {running} holders"
         return ""
@@ -689,7 +759,7 @@ class Small:
     def through_both(self, world: World) -> str:
         """Say which device a pod and a claim hold at the same time; "" if there is none."""
         given = {pod.device for pod in world.pods if pod.runs}
-        given &= {claim.device for claim in world.claims if claim.node in {6, 7}}
+        given &= {claim.device for claim in world.claims if claim.node.container_runs}
         return f"device {min(given)} is held on both sides" if given else ""
 
     def ending(self, world: World, *, serve: bool = False) -> Iterator[World]:
@@ -698,11 +768,11 @@ class Small:
         serve: claims that are allocated stay, and the kubelet tries to prepare them.
         """
         if not world.alive:
-            pods = (pod._replace(at=ADMITTED, memory=True) if pod.at == ANSWERED else pod for pod in world.pods)
+            pods = (pod._replace(at=At.ADMITTED, memory=True) if pod.at is At.ANSWERED else pod for pod in world.pods)
             one, two = pods
             yield self.started(world._replace(pods=(one, two)))
             return
-        stays = {f"c{number}" for number, claim in enumerate(world.claims) if serve and claim.api == 2}
+        stays = {f"c{number}" for number, claim in enumerate(world.claims) if serve and claim.api is InApi.ALLOCATED}
         steps = [*self.kubelet(world), *self.scheduler(world), *self.side(world), *self.offering(world)]
         steps += self.driver(world)
         for what, after in steps:
@@ -755,7 +825,7 @@ class Small:
     def unserved(self, world: World) -> str:
         """Say which claim waits for ever for a device that nobody has; "" if none does."""
         for number, claim in enumerate(world.claims):
-            if claim.api == 2 and claim.node not in {3, 6, 7}:
+            if claim.api is InApi.ALLOCATED and claim.node not in {OnNode.PREPARED, OnNode.RUNS, OnNode.FORGOTTEN}:
                 return f"claim {number} is not prepared"
         return ""
 
@@ -798,8 +868,8 @@ def died(world: World) -> World:
     one, two = (kept(pod._replace(seen=0)) for pod in world.pods)
     claims = []
     for claim in world.claims:
-        record = 0 if claim.record == 1 else claim.record
-        node = {1: 0, 2: 0, 5: 4}.get(claim.node, claim.node)
+        record = InLedger.NONE if claim.record is InLedger.IN_MEMORY else claim.record
+        node = UNDONE.get(claim.node, claim.node)
         claims.append(gone(claim._replace(record=record, node=node)))
     return world._replace(
         devices=devices,
@@ -818,8 +888,8 @@ def restarted(world: World) -> World:
     pods = []
     for pod in world.pods:
         after = pod._replace(memory=pod.file, draft=False)
-        if pod.at in {CHOSEN, ANSWERED} or (pod.at == ADMITTED and not pod.file):
-            after = after._replace(at=OVER)
+        if pod.at in {At.CHOSEN, At.ANSWERED} or (pod.at is At.ADMITTED and not pod.file):
+            after = after._replace(at=At.OVER)
         pods.append(kept(after))
     return world._replace(pods=(pods[0], pods[1]), sent=(), received=NOTHING, writing=False)
 
@@ -863,6 +933,11 @@ def with_claim(world: World, number: int, claim: Request) -> World:
     return world._replace(claims=(claims[0], claims[1]))
 
 
+def changed(world: World, number: int, **fields: Any) -> World:
+    """Return the world with other fields of a claim."""
+    return with_claim(world, number, world.claims[number]._replace(**fields))
+
+
 def gone(claim: Request) -> Request:
     """Return the claim, or a new one where nothing is left of it."""
     return Request() if not (claim.api or claim.node or claim.file or claim.record) else claim
@@ -897,7 +972,7 @@ def swapped(world: World) -> World:
         swap(world.want) if world.want else (),
         swap(world.slice),
         Stage(
-            stage.what,
+            stage.step,
             swap(stage.moving),
             swap(stage.first),
             swap(stage.second),
