@@ -42,15 +42,15 @@ _T = TypeVar("_T")
 WATCH_PERIOD: Final = 2.0
 """Seconds between two readings of `status --watch`."""
 _ROLLOUT: Final = """
-Ask the nodes of a label selector for a share, some at a time. What each node was asked for before stands in its
-annotation <driver>/dra-share-before: the same command goes on where a run stopped, and --undo restores it. A
+Set the share of the nodes of a label selector, some at a time. Each node's previous share is kept in its annotation
+<driver>/dra-share-before: the same command continues where a run stopped, and --undo restores it. A
 run stops when a node is not done in time, or when a pod on a node that it has begun is Failed or cannot be prepared
 (FailedPrepareDynamicResources), asks for the driver's devices, and was not in that state before the node was begun. It
 also stops at a node that another user, or a rollout of another share, has begun, unless it is to --take-over.
 """
 
 _LEFT_BEHIND: Final = """\
-what `manifests` made stays, and what asks nodes for shares; to remove that of all its agents:
+not removed: created objects and share annotations; to remove those of all agents:
   kubectl delete -A -l {label} daemonset,configmap,serviceaccount,role
   kubectl delete -l {label} deviceclass,clusterrole,clusterrolebinding
   kubectl delete -l {label} validatingadmissionpolicy,validatingadmissionpolicybinding
@@ -72,16 +72,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     uninstall = line.add("uninstall", _uninstall, "Remove the slices that a config's drivers published.")
     uninstall.add_argument("--config", type=Path, metavar="FILE", help="the config file (YAML)")
     uninstall.add_argument("--driver", action="append", default=[], metavar="NAME", help="a driver's name")
-    uninstall.add_argument("--node", default="", metavar="NAME", help="of this node alone (all nodes)")
+    uninstall.add_argument("--node", default="", metavar="NAME", help="only this node (all nodes)")
     check = "remove nothing: end with 1 if claims have devices, whose pods could not end without an agent"
     uninstall.add_argument("--check", action="store_true", help=check)
-    force = "also while agents run, which publish slices again, or claims have devices"
+    force = "remove even if agents run (they publish slices again) or claims are allocated"
     uninstall.add_argument("--force", action="store_true", help=force)
     status = line.add("status", _status, "Show per node and device: side, state, holder, health and since when.")
-    status.add_argument("--driver", default="", metavar="NAME", help="of this driver alone (all that report moves)")
+    status.add_argument("--driver", default="", metavar="NAME", help="only this driver (all that report moves)")
     status.add_argument("--node", action="append", default=[], metavar="NAME", help="this node; may be repeated (all)")
     status.add_argument("-o", "--output", choices=("table", "json"), default="table", help="the form (%(default)s)")
-    status.add_argument("--problems", action="store_true", help="only what is not as it should be")
+    status.add_argument("--problems", action="store_true", help="only nodes and devices with problems")
     status.add_argument("--watch", "-w", action="store_true", help="show it again and again, until interrupted")
     migrate = line.add("migrate", _migrate, "Ask nodes for a share: how many of a driver's devices claims are to have.")
     migrate.add_argument("nodes", nargs="+", metavar="NODE", help="a node's name")
@@ -91,14 +91,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     migrate.add_argument("--timeout", type=_seconds, default=0.0, metavar="SECONDS", help="wait no longer (for ever)")
     rollout = line.add("rollout", _rollout, "Ask nodes for a share, some at a time; stop when one stalls or pods fail.")
     rollout.description = _ROLLOUT
-    _add_share(rollout).add_argument("--undo", action="store_true", help="restore what each node was asked for before")
+    _add_share(rollout).add_argument("--undo", action="store_true", help="restore each node's previous share")
     rollout.add_argument("--selector", "-l", required=True, metavar="LABELS", help="which nodes, such as pool=gpu")
-    over = "also on nodes that another user, or a rollout of another share, has begun"
+    over = "also nodes that another user, or a rollout of another share, has begun"
     rollout.add_argument("--take-over", action="store_true", help=over)
     nodes = _matching("0*[1-9][0-9]*", "is not a number of nodes, at least 1", int)
     most = "nodes in the move at once (%(default)s)"
     rollout.add_argument("--max-unavailable", type=nodes, default=1, metavar="N", help=most)
-    rollout.add_argument("--pause", action="store_true", help="stop after the first N nodes; the same command goes on")
+    rollout.add_argument(
+        "--pause", action="store_true", help="stop after the first N nodes; run the same command to continue"
+    )
     longest = "a node that takes longer has stalled (%(default)g)"
     rollout.add_argument("--timeout-per-node", type=_seconds, default=600.0, metavar="SECONDS", help=longest)
     where = "where the agents run (what the bindings of the manifests name)"
@@ -118,10 +120,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _add_share(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
-    """Add a driver and the share that is asked for; return the group of what may stand in place of the share."""
+    """Add a driver and the requested share; return the group of what may stand in place of the share."""
     parser.add_argument("--driver", required=True, metavar="NAME", help="the driver's name")
     group = parser.add_mutually_exclusive_group(required=True)
-    about = "what claims get: none, all, a number of devices, a percentage; default removes what was asked for"
+    about = "what claims get: none, all, a number of devices, a percentage; default removes the node's override"
     group.add_argument("--share", type=_share, metavar="SHARE", help=about)
     about = "move devices also if a kubelet restart would end pods then (kubernetes#124586)"
     parser.add_argument("--force", action="store_true", help=about)
@@ -491,7 +493,7 @@ def _migrate(options: argparse.Namespace) -> int:
         lambda cluster, reporter: migrate(
             cluster, nodes, options.driver, share, reporter, wait=options.wait, timeout=options.timeout
         ),
-        f"interrupted; what was asked for stays asked for. dra-bridge status --driver {options.driver} shows how far "
+        f"interrupted; the requested share stays. dra-bridge status --driver {options.driver} shows how far "
         "it is, another migrate reverses it",
     )
     return int(not done)
@@ -506,8 +508,8 @@ def _rollout(options: argparse.Namespace) -> int:
     done = _follow(
         options,
         lambda cluster, reporter: rollout(cluster, options.driver, goal, options.selector, limits, reporter),
-        "interrupted; nodes in the move go on, no other is begun. The same command goes on from here",
-        "" if options.undo else "the same command goes on from here; --undo in place of --share takes it back",
+        "interrupted; nodes in the move go on, no other is begun. Run the same command to continue",
+        "" if options.undo else "run the same command to continue; --undo in place of --share takes it back",
     )
     return int(not done)
 

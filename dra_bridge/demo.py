@@ -46,7 +46,7 @@ NODE: Final = "node"
 TIMEOUT: Final = 15.0
 """Seconds that anything may take before the demo counts as failed."""
 SHARES: Final = ("none", "3", "50%", "all", "1", "none")
-"""What the node is asked for while pods churn."""
+"""The shares that are requested while pods churn."""
 LIVES: Final = (0.5, 0.9)
 """Seconds that a pod runs: longer than the agent takes to learn it from the checkpoint, or its grant lasts 10 s."""
 DWELL: Final = 0.7
@@ -272,7 +272,7 @@ def move_devices(scene: Scene, count: int) -> tuple[float, float]:
     node.wait_allocatable(GPU, 0, TIMEOUT)
     waiting = {one.name for one in scene.view().devices if one.state.value.startswith("to-")}
     check(held in waiting, f"{held} waits")
-    event("bridge", f"is asked for `all`: {count - 1} idle devices move, {held} waits for train")
+    event("bridge", f"share `all` requested: {count - 1} idle devices move, {held} waits for train")
     batch = node.start_pod("batch", {GPU: 1}).wait_running(TIMEOUT)
     got = scene.device(batch, "claim")
     check(got != held, "batch has another device")
@@ -294,7 +294,7 @@ def move_under_churn(scene: Scene, count: int) -> tuple[float, float]:
             asked = scene.ask(share)
             scene.wait(scene.settled, f"the move to {share}", lambda: "; ".join(fleet.obstacles(scene.view())))
             where = ", ".join(f"{number} {state}" for state, number in sorted(scene.counts().items()))
-            event("bridge", f"is asked for {share:<5} {time.monotonic() - asked:.2f} s later: {where}")
+            event("bridge", f"share {share:<5} requested, {time.monotonic() - asked:.2f} s later: {where}")
             enough, until = churn.started.total() + 4, time.monotonic() + DWELL
             while churn.started.total() <= enough or time.monotonic() <= until:
                 check(time.monotonic() < until + TIMEOUT, "pods come and go")

@@ -184,7 +184,9 @@ class ScanLog:
         if problem != self._problem and not first:
             self._problem = problem
             if problem:
-                _LOG.warning("devices that may be held count as held: %s", problem)
+                _LOG.warning(
+                    "cannot read the kubelet checkpoint; devices possibly in use stay unavailable: %s", problem
+                )
             else:
                 _LOG.info("the kubelet's checkpoint can be read again")
 

@@ -368,8 +368,7 @@ class Register:
         mine, services = self.side(key), self.listed.served()
         for peer in sorted(self.listed.now().peers(key)):
             if self.listed.has(peer) and (theirs := self.side(peer)) != mine:
-                reason = f"{titled(peer)}, which is the same thing or a part of it, is {_WORDS[theirs]}"
-                reason += f" and this one {_WORDS[mine]}"
+                reason = f"overlaps {titled(peer)}, which is {_WORDS[theirs]}"
                 if services[key[0]].source.driver != services[peer[0]].source.driver:
                     reason += "; give both resources the share none, or both the share all"
                 return reason

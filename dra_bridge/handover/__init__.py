@@ -1,1 +1,1 @@
-"""Moves of devices between the two sides: what is asked for, which devices move, and how a move ends."""
+"""Moves of devices between the two sides: the requested share, which devices move, and how a move ends."""

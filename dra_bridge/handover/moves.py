@@ -101,7 +101,7 @@ class Handover:
 
     @property
     def share(self) -> Share:
-        """The share that is asked for."""
+        """The requested share."""
         return self._starter.share
 
     @property

@@ -384,7 +384,7 @@ class Ledger:
                 seal ^= _digest(table, row)
         row = connection.execute("SELECT sequence, seal FROM seal WHERE id = 1").fetchone()
         if row is None or row[1] != seal or not isinstance(row[0], int):
-            raise _DamagedError("the seal does not fit the rows")
+            raise _DamagedError("checksum mismatch")
         sequence, self._seal = row
         changes = [Change(table, key, one) for table, found in tables.items() for key, one in found.items()]
         return Snapshot().with_changes(changes, sequence)

@@ -108,7 +108,7 @@ class ClaimPods:
 
 @dataclass(frozen=True, slots=True)
 class ClaimReconciliation:
-    """Ends claims of one driver that are over by all evidence (E2), and writes what is missing of the others."""
+    """Unprepares unused claims of one driver (E2), and restores missing CDI files."""
 
     driver: Driver
     pods: ClaimPods

@@ -46,7 +46,7 @@ class NodeWatch:
                 self.allocatable(numbers((found.get("status") or {}).get("allocatable") or {}))
                 if not found:
                     if self.uid:
-                        _LOG.warning("the Node object %s is gone; what it has asked for stays", self.node)
+                        _LOG.warning("the Node object %s is gone; the requested share stays", self.node)
                     continue
                 annotations, uid = found["metadata"].get("annotations") or {}, found["metadata"].get("uid", "")
                 if (annotations, uid) != (self.annotations, self.uid):

@@ -113,10 +113,10 @@ def _totals(nodes: Sequence[NodeView]) -> Iterator[str]:
     for driver in dict.fromkeys(view.driver for view in nodes):
         mine = [view for view in nodes if view.driver == driver]
         done = sum(map(fleet.settled, mine))
-        yield f"{driver}: {len(mine)} nodes, {done} as asked, {len(mine) - done} not"
-        asked = Counter("nothing" if view.asked is None else view.asked for view in mine)
+        yield f"{driver}: {len(mine)} nodes, {done} done, {len(mine) - done} not"
+        asked = Counter("no share" if view.asked is None else view.asked for view in mine)
         shares = [f"{share} ({counted(number, 'node')})" for share, number in asked.most_common()]
-        yield f"  asked for: {', '.join(shares)}"
+        yield f"  requested: {', '.join(shares)}"
         counts: dict[str, Counter[str]] = {}
         for view in mine:
             for resource, one in (view.reported.resources if view.reported is not None else {}).items():
@@ -208,7 +208,10 @@ def first_rows(found: Sequence[Line], width: int, height: int) -> list[Line]:
     if not used or used[-1] < height:
         return list(found)
     shown = sum(rows <= height - 2 for rows in used)
-    return [*found[:shown], Line(f"{len(found) - shown} more lines; --problems leaves out what is as it should be")]
+    return [
+        *found[:shown],
+        Line(f"{len(found) - shown} more lines; --problems shows only nodes and devices with problems"),
+    ]
 
 
 def as_json(status: Status) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """How far the nodes of a cluster are, and what to do next: pure functions over what the API server has.
 
-A rollout keeps its state on the Nodes: the share that a Node asked for before it was begun is in the annotation
+A rollout keeps its state on the Nodes: the share that a Node had before the rollout is in the annotation
 `<driver>/dra-share-before`, so that any later run can go on or undo.
 """
 
@@ -26,10 +26,10 @@ Object = Mapping[str, Any]
 UID_LENGTH: Final = 8
 """Characters of a pod's UID that tell it from others on its node."""
 
-RESTARTING: Final = "if the name is right, its agent may be restarting, or has not run there"
+RESTARTING: Final = "check the driver name; is the agent running?"
 COUNTED_TWICE: Final = (
-    "a withheld device leaves allocatable, and what its pod asks for is subtracted as well: to the scheduler one more "
-    "is taken, until that pod ends"
+    "until that pod ends, the scheduler counts a withheld device twice: it is missing from allocatable, and the pod's "
+    "request is subtracted as well"
 )
 
 
@@ -39,9 +39,9 @@ def before_annotation(driver: str) -> str:
 
 
 class Before(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a node asked for before a rollout began with it, and the UIDs' beginnings of pods that were failing then.
+    """The share of a node before a rollout began with it, and the UIDs' beginnings of pods that were failing then.
 
-    owner: whose rollout asks for what the node is asked for now, as of `Goal`; "" in records of older versions.
+    owner: whose rollout set the share that is requested now, as of `Goal`; "" in records of older versions.
     """
 
     share: str | None
@@ -236,19 +236,19 @@ def excess(view: NodeView, text: str | None) -> list[str]:
         return []
     totals = {name: sum(one.counts.values()) for name, one in view.reported.resources.items()}
     return [
-        f"warning: {view.node} has {total} {name} now, {share.count} are asked for; all go to claims, also later ones"
+        f"warning: {view.node} has {total} {name}, the share is {share.count}; all go to claims, also later ones"
         for name, total in totals.items()
         if share.count > total
     ]
 
 
 def settled(view: NodeView) -> bool:
-    """Return whether the agent knows what is asked for and every device is where it should be."""
+    """Return whether the agent has read the requested share and every device is on its side."""
     return view.taken_in and distance(view) == 0 and not (view.reported is not None and view.reported.kept)
 
 
 def obstacles(view: NodeView) -> list[str]:
-    """Return what stands between a node and what it is asked for, for people; nothing if it is settled."""
+    """Return why a node does not have the requested share yet, for people; nothing if it has."""
     if view.reported is None:
         if view.serves:
             return ["its agent reports no moves: it is an older one, or its annotation cannot be read"]
@@ -257,10 +257,9 @@ def obstacles(view: NodeView) -> list[str]:
         return [f"its annotation {share_annotation(view.driver)}: {view.asked!r} is not a share"]
     if not view.taken_in:
         ready = "" if view.ready else " (the node is not Ready)"
-        return [f"its agent has not taken it in yet; is it running?{ready}"]
+        return [f"its agent has not read the requested share yet; is it running?{ready}"]
     if kept := view.reported.kept:
-        stays = f"the share {kept} from before stays, until it is asked for a share"
-        return [f"its Node was made anew and asks for nothing; {stays}"]
+        return [f"its Node was recreated without the annotation; the share {kept} stays until another is requested"]
     together: dict[tuple[str, str], list[str]] = {}
     for device in view.devices:
         if device.state in (State.TO_DRA, State.TO_PLUGIN):
@@ -286,15 +285,20 @@ def holder(device: DeviceView) -> str:
 
 
 def summary(view: NodeView) -> str:
-    """Return a line on a node: what is asked for, and how many devices are in which state."""
+    """Return a line on a node: the requested share, and how many devices are in which state."""
     if view.reported is None:
         return obstacles(view)[0]
     by = f" by the rollout of {view.before.owner}" if view.before is not None and view.before.owner else ""
-    parts = [f"asked for {'nothing' if view.asked is None else view.asked}{by}"]
+    parts = [f"{requested(view.asked)}{by}"]
     for name, resource in view.reported.resources.items():
         counts = ", ".join(f"{number} {state}" for state, number in sorted(resource.counts.items())) or "no devices"
         parts.append(f"{name}: {counts} (share {resource.share})")
     return "; ".join(parts)
+
+
+def requested(share: str | None) -> str:
+    """Return which share a Node's annotation requests, in words."""
+    return "no share requested" if share is None else f"share {share} requested"
 
 
 def _share(text: str | None) -> Share | None:
@@ -364,7 +368,7 @@ class Goal:
     take_over: bool = False
 
     def wanted(self, before: Before | None) -> str | None:
-        """Return what a node is to be asked for."""
+        """Return the share that is requested of a node."""
         return before.share if self.undo and before is not None else self.share
 
 
@@ -381,7 +385,7 @@ def conflict(goal: Goal, asked: str | None, before: Before | None, *, begun: boo
     who = f"by the rollout of {owner}"
     if owner in ("", goal.owner):
         who = "by somebody else since this rollout has begun it"
-    return f"asked for {'nothing' if asked is None else asked} {who}; --take-over replaces it"
+    return f"{requested(asked)} {who}; --take-over replaces it"
 
 
 class Phase(enum.Enum):
@@ -452,7 +456,7 @@ def decide(
     for view in nodes:
         if other := conflict(goal, view.asked, view.before, begun=view.node in own):
             others.setdefault(other, []).append(view.node)
-    stop = [f"{shortened(names)} {'is' if len(names) == 1 else 'are'} {other}" for other, names in others.items()]
+    stop = [f"{shortened(names)}: {other}" for other, names in others.items()]
     for view in nodes:
         known = view.before.failed if view.before is not None else ()
         pods = (failing or {}).get(view.node, {})
@@ -499,7 +503,7 @@ def begin_patch(goal: Goal, driver: str, node: Object, failing: Collection[str])
 def forget_patch(goal: Goal, driver: str, node: Object) -> dict[str, Any] | None:
     """Return the merge patch that removes what a rollout has recorded on a node.
 
-    None if there is no record, or the node is asked for something else than before the rollout by now.
+    None if there is no record, or another share than before the rollout is requested now.
     """
     annotations = node["metadata"].get("annotations") or {}
     before = _before(annotations.get(before_annotation(driver)))

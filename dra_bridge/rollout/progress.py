@@ -45,7 +45,7 @@ class Progress(msgspec.Struct, frozen=True, omit_defaults=True):
     """One driver on one node.
 
     asked: the Node's annotation as the agent knows it; "": the config's shares apply, or the share `kept`, which the
-    Node before this one asked for. qualifiers: in the names of published devices, by resource, also of resources that
+    Node before this one requested. qualifiers: in the names of published devices, by resource, also of resources that
     the driver has no longer.
     """
 

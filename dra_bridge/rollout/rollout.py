@@ -30,7 +30,7 @@ AFTER: Final = 60.0
 
 
 class RolloutError(Exception):
-    """Raised when what is asked for cannot be done; nothing was written then. status: the exit status."""
+    """Raised when a request cannot be done; nothing was written then. status: the exit status."""
 
     def __init__(self, message: str, status: int = 2) -> None:
         super().__init__(message)
@@ -85,7 +85,7 @@ async def _patch(
         found = await cluster.patch(NODES, node, patch)
     except kube.ForbiddenError as error:
         raise RolloutError(f"node {node}: {error.message}; this takes the right to patch nodes") from error
-    reporter.say(f"{node}: asked for {'the share of its config' if share is None else share}")
+    reporter.say(f"{node}: {'share override removed' if share is None else fleet.requested(share)}")
     return found
 
 
@@ -196,7 +196,9 @@ async def migrate(
             nodes = watched.views()
             reporter.show(nodes)
             problems = [f"node {name} is gone" for name in sorted(set(names) - {view.node for view in nodes})]
-            problems += [f"{view.node} is asked for {view.asked} by now" for view in nodes if view.asked != share]
+            problems += [
+                f"{view.node}: {fleet.requested(view.asked)} meanwhile" for view in nodes if view.asked != share
+            ]
             if problems:
                 for line in problems:
                     reporter.say(line)
@@ -273,7 +275,7 @@ class _Rollout:
         nodes = self._fleet.views()
         now = time.monotonic()
         for name in [view.node for view in nodes if self._own.get(view.node, view.uid) != view.uid]:
-            for kept in (self._own, self._since, self._done):  # it was made anew, without what it was asked for
+            for kept in (self._own, self._since, self._done):  # it was recreated, without its annotations
                 kept.pop(name, None)
         phases = {view.node: fleet.phase(self._goal, view) for view in nodes}
         for name, at in phases.items():
@@ -349,7 +351,7 @@ class _Rollout:
 
     def _say_done(self, phases: Iterable[Phase]) -> None:
         found = Counter(phases)
-        self._reporter.say(f"{found[Phase.DONE]} of {found.total()} nodes are as they should be")
+        self._reporter.say(f"{found[Phase.DONE]} of {found.total()} nodes done")
 
     def _end(self) -> bool:
         by_phase: dict[Phase, list[str]] = {one: [] for one in Phase}
@@ -357,11 +359,11 @@ class _Rollout:
             by_phase[fleet.phase(self._goal, view)].append(view.node)
         waiting, unserved = by_phase[Phase.WAITING], by_phase[Phase.UNSERVED]
         if self._goal.undo:
-            self._reporter.say("what was asked for before is asked for again" if not waiting else "paused")
+            self._reporter.say("previous shares restored" if not waiting else "paused")
         else:
             self._say_done(fleet.phase(self._goal, view) for view in nodes)
         if unserved:
             self._reporter.say(f"no agent of {self._fleet.driver} serves {', '.join(unserved)}")
         if waiting:
-            self._reporter.say(f"paused; still to come: {', '.join(waiting)}; the same command goes on")
+            self._reporter.say(f"not started: {', '.join(waiting)}; run the same command to continue")
         return not unserved

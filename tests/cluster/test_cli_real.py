@@ -280,7 +280,7 @@ def test_rollout_stalls_goes_on_and_is_undone(bridge: Bridge, ran: Callable[...,
     pod.wait_gone()
     status, out = ran(*command)
     assert status == 0, out
-    assert "1 of 1 nodes are as they should be" in out
+    assert "1 of 1 nodes done" in out
     found = told(ran("status", "-o", "json")[1])
     assert (found["asked"], found["before"], found["inRollout"], found["settled"]) == ("all", "1", True, True)
     assert found["resources"][0]["counts"] == {"dra": COUNT}

@@ -586,7 +586,7 @@ def test_status_tells_devices_and_holders(world: World, bridge: Callable[..., Ra
     assert "n1    example.com/gpu  gpu-2   dra     dra     ?                 ?       " in table
     why = "no pod with the label app.kubernetes.io/managed-by=dra-bridge in namespace dra-bridge runs there"
     assert table.splitlines()[-1] == f"not known (?) of n1: {why}"
-    assert f"n1 {D}: asked for all; {R}: 2 dra, 1 to-dra (share all)" in table
+    assert f"n1 {D}: share all requested; {R}: 2 dra, 1 to-dra (share all)" in table
     assert "  gpu-0 (to-dra) waits for its holder, held by pod default/p" in table
 
 
@@ -617,7 +617,7 @@ def test_status_asks_the_agents(world: World, bridge: Callable[..., Ran]) -> Non
         ("gpu-4", "?", "?"),
     ]
     assert [row[4] for row in shown] == ["plugin (withheld)", "plugin", "plugin (gone)", "plugin", "plugin"]
-    assert "\n  withheld: gpu-0: not known: no checkpoint\n  a withheld device leaves allocatable, and" in table
+    assert "\n  withheld: gpu-0: not known: no checkpoint\n  until that pod ends, the scheduler counts a" in table
     found = json.loads(bridge("status", "-o", "json").out)
     assert found["unknown"] == ["not known (?) of n1: its agent does not serve them now"]
     (resource,) = found["nodes"][0]["resources"]
@@ -764,7 +764,7 @@ def test_uninstall_removes_slices(world: World, bridge: Callable[..., Ran], tmp_
     world.agents.clear()
     assert bridge("uninstall", "--config", str(file)).out.startswith("1 slice removed\n")
     ran = bridge("uninstall", "--config", str(file))
-    assert ran.out.startswith("0 slices removed\nwhat `manifests` made stays")
+    assert ran.out.startswith("0 slices removed\nnot removed: created objects")
     assert f"  kubectl annotate nodes --all {SHARE}- {BEFORE}-\n" in ran.out
     assert f"plugins/{AGENT} in the kubelet's directory\n" in ran.out
     assert ran.err == ""
@@ -909,7 +909,7 @@ def test_migrate_there_and_back(world: World, bridge: Callable[..., Ran]) -> Non
     assert ran.status == 0, ran
     assert agent.annotations == {SHARE: "50%"}
     assert list(agent.states.values()).count(State.DRA) == 2
-    assert ran.out.splitlines()[0] == "n1: asked for 50%"
+    assert ran.out.splitlines()[0] == "n1: share 50% requested"
     assert "done after" in ran.out.splitlines()[-1]
     ran = bridge("migrate", "n1", "--driver", D, "--unset", "--wait")
     assert ran.status == 0
@@ -920,7 +920,7 @@ def test_migrate_there_and_back(world: World, bridge: Callable[..., Ran]) -> Non
 def test_shares_are_written_as_they_are_read(world: World, bridge: Callable[..., Ran]) -> None:
     """A number with a zero before it is the number."""
     agent = world.agent("n1", deaf=True)
-    assert bridge("migrate", "n1", "--driver", D, "--share", "02").out == "n1: asked for 2\n"
+    assert bridge("migrate", "n1", "--driver", D, "--share", "02").out == "n1: share 2 requested\n"
     assert agent.annotations == {SHARE: "2"}
 
 
@@ -928,7 +928,7 @@ def test_a_share_is_forced(world: World, bridge: Callable[..., Ran]) -> None:
     """The word goes with the share; without one it is wrong usage."""
     agent = world.agent("n1")
     ran = bridge("migrate", "n1", "--driver", D, "--share", "100%", "--force", "--wait")
-    assert (ran.status, ran.out.splitlines()[0]) == (0, "n1: asked for all force")
+    assert (ran.status, ran.out.splitlines()[0]) == (0, "n1: share all force requested")
     assert agent.annotations == {SHARE: "all force"}
     ran = bridge("migrate", "n1", "--driver", D, "--unset", "--force")
     assert (ran.status, "--force belongs to a share" in ran.err) == (2, True)
@@ -1025,7 +1025,7 @@ def test_migrate_of_a_dead_agent(world: World, bridge: Callable[..., Ran]) -> No
     world.agent("n1", deaf=True)
     ran = bridge("migrate", "n1", "--driver", D, "--share", "all", "--wait", "--timeout", "0.3")
     assert ran.status == 1
-    assert "n1: its agent has not taken it in yet; is it running?" in ran.out
+    assert "n1: its agent has not read the requested share yet; is it running?" in ran.out
 
 
 def test_migrate_that_is_overruled(world: World, bridge: Callable[..., Ran]) -> None:
@@ -1041,7 +1041,7 @@ def test_migrate_that_is_overruled(world: World, bridge: Callable[..., Ran]) -> 
     ran = bridge("migrate", "n1", "--driver", D, "--share", "all", "--wait", "--timeout", "15")
     thread.join()
     assert ran.status == 1
-    assert "n1 is asked for 1 by now" in ran.out
+    assert "n1: share 1 requested meanwhile" in ran.out
 
 
 def test_migrate_interrupted(world: World) -> None:
@@ -1052,7 +1052,7 @@ def test_migrate_interrupted(world: World) -> None:
         process.send_signal(signal.SIGINT)
         out, _ = process.communicate(timeout=WAIT)
         assert process.returncode == 130
-    assert "interrupted; what was asked for stays asked for" in out
+    assert "interrupted; the requested share stays" in out
     assert "Traceback" not in out
     assert agent.annotations == {SHARE: "all"}
 
@@ -1089,7 +1089,9 @@ def on_a_terminal(
 def migrated_on_a_terminal(world: World, *, interrupt: bool = False) -> tuple[int, str]:
     """Move all devices of n1, interrupted once bars are shown if so; return the exit status and what was printed."""
     argv = ("migrate", "n1", "--driver", D, "--share", "all", "--wait")
-    return on_a_terminal(world, *argv, interrupt=lambda text: interrupt and "asked for all" in text and "━" in text)
+    return on_a_terminal(
+        world, *argv, interrupt=lambda text: interrupt and "share all requested" in text and "━" in text
+    )
 
 
 @pytest.mark.parametrize("columns", [80, 120])
@@ -1121,10 +1123,10 @@ def test_rollout_of_many_nodes_on_a_terminal(world: World, columns: int, rows: i
     assert "node-07" in frames[-1], "the node that moves is below the bar of all nodes"
     bars = [ESCAPES.sub("", frame).count(" devices ") for frame in frames[1:]]
     assert 2 <= max(bars) <= rows - reporter.OTHER_ROWS
-    last = " ".join(ESCAPES.sub("", text).split()).split("29 of 30 nodes are as they should be ")[1]
+    last = " ".join(ESCAPES.sub("", text).split()).split("29 of 30 nodes done ")[1]
     reason = "stopped: node-07: not done after 15 s: gpu-0 (to-dra) waits for its holder, held by pod default/p"
     assert last.endswith(reason)
-    assert "━" not in last[last.index("the same command goes on from here") :]
+    assert "━" not in last[last.index("run the same command to continue") :]
 
 
 def test_status_again_and_again(world: World, bridge: Callable[..., Ran]) -> None:
@@ -1136,7 +1138,7 @@ def test_status_again_and_again(world: World, bridge: Callable[..., Ran]) -> Non
     status, text = on_a_terminal(world, "status", "--watch", rows=10, interrupt=lambda text: text.count(home) > 2)
     assert status == 130
     _, *screens = text.split(home)
-    assert all("more lines; --problems leaves out what is as it should be" in screen for screen in screens[:2])
+    assert all("more lines; --problems shows only nodes and devices with problems" in screen for screen in screens[:2])
     assert all(screen.count("\r\n") < 10 for screen in screens)
     assert "Traceback" not in text
     for option in ("--watch", "--problems"):
@@ -1161,7 +1163,7 @@ def test_status_again_and_again_into_a_pipe(world: World) -> None:
 
 
 def test_status_of_problems_alone(world: World, bridge: Callable[..., Ran]) -> None:
-    """--problems leaves out what is as it should be."""
+    """--problems shows only nodes and devices with problems."""
     world.agent("n1", count=3)
     agent = world.agent("n2", held={"gpu-0": "pod default/p"})
     agent.ask(dra_share="all")
@@ -1194,7 +1196,7 @@ def test_bars_do_not_outlive_an_interrupt(world: World) -> None:
 def test_share_of_more_devices_than_there_are(world: World, bridge: Callable[..., Ran]) -> None:
     """A number that no node has is taken, as devices may be added, and warned of."""
     world.agent("n1", count=3)
-    warning = f"warning: n1 has 3 {R} now, 99 are asked for; all go to claims, also later ones"
+    warning = f"warning: n1 has 3 {R}, the share is 99; all go to claims, also later ones"
     assert warning in bridge("migrate", "n1", "--driver", D, "--share", "99").out.splitlines()
     ran = bridge("rollout", "--driver", D, "--share", "4", "-l", "pool=gpu")
     assert warning.replace("99", "4") in ran.out.splitlines()
@@ -1213,12 +1215,12 @@ def test_rollout_goes_node_after_node(world: World, bridge: Callable[..., Ran]) 
     world.most = 0
     ran = bridge("rollout", "--driver", D, "--share", "all", "-l", "pool=gpu")
     assert ran.status == 0, ran
-    asked = [line.split(":")[0] for line in ran.out.splitlines() if "asked for all" in line]
+    asked = [line.split(":")[0] for line in ran.out.splitlines() if "share all requested" in line]
     assert asked == ["n1", "n2", "n9", "n10"]
     of_n1 = [line for line in ran.out.splitlines() if line.startswith("n1: ")]
     assert of_n1[-2] == "n1: 4 of 4 devices moved"
     assert of_n1[-1].startswith("n1: done after")
-    assert "4 of 4 nodes are as they should be" in ran.out
+    assert "4 of 4 nodes done" in ran.out
     assert world.most == 1
     for agent in world.agents.values():
         assert agent.annotations[SHARE] == "all"
@@ -1242,7 +1244,7 @@ def test_undo_restores_exactly(world: World, bridge: Callable[..., Ran]) -> None
 
 
 def test_rollout_stops_at_a_stall_and_goes_on(world: World, bridge: Callable[..., Ran]) -> None:
-    """A node that is not done in time stops it with 1 and the reason; the same command goes on where it stopped."""
+    """A node that is not done in time stops it with 1 and the reason; the same command continues where it stopped."""
     first, second = world.agent("n1", held={"gpu-0": "pod default/p"}), world.agent("n2")
     command = ["rollout", "--driver", D, "--share", "all", "-l", "pool=gpu"]
     ran = bridge(*command, "--timeout-per-node", "0.2")
@@ -1258,7 +1260,7 @@ def test_rollout_stops_at_a_stall_and_goes_on(world: World, bridge: Callable[...
 def test_contradicting_rollouts_do_not_fight(world: World, bridge: Callable[..., Ran]) -> None:
     """The second of two users is told who is at work; if told to, it takes over, and the first one stops with 1.
 
-    What each node was asked for before both is what --undo restores.
+    --undo restores the shares from before both.
     """
     first, second = world.agent("n1", held={"gpu-0": "pod default/p"}), world.agent("n2")
     first.ask(dra_share="2")
@@ -1269,14 +1271,16 @@ def test_contradicting_rollouts_do_not_fight(world: World, bridge: Callable[...,
         world.server.user = "bob"
         ran = bridge(*theirs)
         assert ran.status == 1
-        found = "stopped: n1 is asked for all by the rollout of alice (share all); --take-over replaces it"
+        found = "stopped: n1: share all requested by the rollout of alice (share all); --take-over replaces it"
         assert ran.out.splitlines()[-1] == found
         assert process.poll() is None
         assert first.annotations[SHARE] == "all"
         with started(world, *theirs, "--take-over") as second_process:
             out, _ = process.communicate(timeout=WAIT)
             assert process.returncode == 1
-            assert "stopped: n1 is asked for none by the rollout of bob (share none); --take-over replaces it" in out
+            assert (
+                "stopped: n1: share none requested by the rollout of bob (share none); --take-over replaces it" in out
+            )
             first.held.clear()
             second_process.communicate(timeout=WAIT)
             assert second_process.returncode == 0
@@ -1293,9 +1297,9 @@ def test_a_rollout_asks_a_node_once(world: World, bridge: Callable[..., Ran]) ->
         assert bridge("migrate", "n1", "--driver", D, "--share", "1").status == 0
         out, _ = process.communicate(timeout=WAIT)
         assert process.returncode == 1
-    assert "stopped: n1 is asked for 1 by somebody else since this rollout has begun it; --take-over repl" in out
+    assert "stopped: n1: share 1 requested by somebody else since this rollout has begun it; --take-over repl" in out
     assert agent.annotations[SHARE] == "1"
-    assert out.count("n1: asked for all") == 1
+    assert out.count("n1: share all requested") == 1
 
 
 def test_a_node_that_is_made_anew_is_begun_anew(world: World, bridge: Callable[..., Ran]) -> None:
@@ -1363,13 +1367,13 @@ def test_rollout_looks_once_more_at_the_end(world: World, bridge: Callable[..., 
 
 
 def test_rollout_pauses(world: World, bridge: Callable[..., Ran]) -> None:
-    """With --pause it ends after the first nodes, and the same command goes on with the next ones."""
+    """With --pause it ends after the first nodes, and the same command continues with the next ones."""
     for name in ("n1", "n2", "n3"):
         world.agent(name)
     command = ["rollout", "--driver", D, "--share", "2", "-l", "pool=gpu", "--pause"]
     ran = bridge(*command)
     assert ran.status == 0
-    assert "paused; still to come: n2, n3" in ran.out
+    assert "not started: n2, n3" in ran.out
     assert [SHARE in agent.annotations for agent in world.agents.values()] == [True, False, False]
     assert bridge(*command).status == 0
     assert [SHARE in agent.annotations for agent in world.agents.values()] == [True, True, False]
@@ -1427,7 +1431,7 @@ def test_rollout_interrupted(world: World) -> None:
         process.send_signal(signal.SIGINT)
         out, _ = process.communicate(timeout=WAIT)
         assert process.returncode == 130
-    assert "The same command goes on from here" in out
+    assert "Run the same command to continue" in out
     assert second.annotations == {}
 
 

@@ -69,7 +69,7 @@ def shows_none_twice_with_the_bridge(printed: str) -> None:
     """Check that the second part moves devices there and back under churn, and says who held what when."""
     second = printed.split("2. The same with the bridge")[1]
     assert "never by two at once" in second
-    assert len(re.findall(r"is asked for \S+ +[\d.]+ s later", second)) == len(demo.SHARES)
+    assert len(re.findall(r"share \S+ +requested, [\d.]+ s later", second)) == len(demo.SHARES)
     counts = re.findall(r"^gpu-\d   [pc.]{72} +(\d+) +(\d+) *$", second, re.MULTILINE)
     assert f"\n{sum(int(one) for row in counts for one in row)} times a device was held" in second
     assert len(re.findall(r"^gpu-\d   (?=.*p)(?=.*c)[pc.]{72} ", second, re.MULTILINE)) == 4

@@ -181,7 +181,7 @@ async def test_a_device_of_two_drivers_has_one_holder(node: FakeNode, tmp_path: 
         here.ask(E, "all")
         await here.until(lambda: here.states.get("two") is State.DRA and not here.healthy)
         assert not here.published & {"one", "two"}
-        reason = f"two of {B}, which is the same thing or a part of it, is for claims and this one for pods"
+        reason = f"overlaps two of {B}, which is for claims"
         advice = "; give both resources the share none, or both the share all"
         withheld = {"one": Withheld("excluded", reason + advice)}
         await here.until(lambda: here.bridge.agent.services[A].status().withheld == withheld)

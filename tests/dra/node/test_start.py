@@ -380,7 +380,7 @@ async def test_the_share_outlasts_the_node_object(
         handover = bridge.drivers[D].resources[R].handover
         body = node.server.get("nodes", NODE)
         node.server.delete("nodes", NODE)
-        await until(lambda: "the Node object node is gone; what it has asked for stays" in caplog.text, "the warning")
+        await until(lambda: "the Node object node is gone; the requested share stays" in caplog.text, "the warning")
         assert handover.share == Share(part=1.0)
         node.server.create(made_anew(body))
         stays = "the Node was made anew without the annotation fpga.example.com/dra-share; the share all from before"

@@ -92,16 +92,16 @@ def test_nothing_is_cut(found: list[tuple[str, str, str]], width: int) -> None:
 
 
 def test_many_nodes_begin_with_their_numbers() -> None:
-    """On a terminal devices follow that need attention, and nodes that are not as asked; a pipe gets all."""
+    """On a terminal devices follow that need attention, and nodes that are not done; a pipe gets all."""
     fine = [node(f"n{number}", device("a", State.DRA), device("b", State.DRA), asked="all") for number in range(40)]
     waiting = node("n99", HELD, BROKEN, asked="1")
     lines = shown(Status([*fine, waiting]), 120)
     assert lines == [
-        f"{D}: 41 nodes, 40 as asked, 1 not",
-        "  asked for: all (40 nodes), 1 (1 node)",
+        f"{D}: 41 nodes, 40 done, 1 not",
+        "  requested: all (40 nodes), 1 (1 node)",
         f"  {R}: 82 devices: 80 dra, 1 plugin, 1 to-dra; 1 not healthy",
         "",
-        f"n99 {D}: asked for 1; {R}: 1 plugin, 1 to-dra (share 1)",
+        f"n99 {D}: share 1 requested; {R}: 1 plugin, 1 to-dra (share 1)",
         "  gpu-0 (to-dra) waits for pod ml/training-0",
         "",
         "NODE  RESOURCE         DEVICE  SIDE    STATE   HOLDER             HEALTH                                 "

@@ -141,12 +141,12 @@ def test_claims_name_holders_of_a_shared_device() -> None:
         (NodeView("n1", D), "its agent reports no moves"),
         (NodeView("n1", D, serves=False), f"there are no slices of {D}"),
         (view(asked="half"), f"its annotation {SHARE}: 'half' is not a share"),
-        (replace(view(), asked="all"), "its agent has not taken it in yet; is it running?"),
+        (replace(view(), asked="all"), "its agent has not read the requested share yet; is it running?"),
         (replace(view(), asked="all", ready=False), "(the node is not Ready)"),
         (view(asked="all", counts={"plugin": 1}), "its agent has yet to move devices"),
         (
             NodeView("n1", D, reported=msgspec.structs.replace(report({"dra": 4}, share="all"), kept="all")),
-            "its Node was made anew and asks for nothing; the share all from before stays, until it is asked for a ",
+            "its Node was recreated without the annotation; the share all stays until another is requested",
         ),
     ],
 )
@@ -380,19 +380,29 @@ def owned(share: str | None, goal: Goal, **more: Any) -> NodeView:
 @pytest.mark.parametrize(
     ("goal", "found", "own", "said"),
     [
-        (BOB, owned("all", ALICE), (), "n1 is asked for all by the rollout of alice (share all); --take-over replaces"),
+        (
+            BOB,
+            owned("all", ALICE),
+            (),
+            "n1: share all requested by the rollout of alice (share all); --take-over replaces",
+        ),
         (replace(BOB, take_over=True), owned("all", ALICE), (), ""),
-        (replace(BOB, take_over=True), owned("all", ALICE), ("n1",), "n1 is asked for all by the rollout of alice"),
+        (replace(BOB, take_over=True), owned("all", ALICE), ("n1",), "n1: share all requested by the rollout of alice"),
         (ALICE, owned("all", ALICE), (), ""),
         (ALICE, owned("all", BOB), (), ""),  # that somebody else asks for the same is no contradiction
-        (ALICE, owned("none", BOB), ("n1",), "n1 is asked for none by the rollout of bob (share none)"),
-        (ALICE, owned("1", ALICE), (), "n1 is asked for 1 by somebody else since this rollout has begun it"),
-        (ALICE, owned(None, ALICE), ("n1",), "n1 is asked for nothing by somebody else"),
-        (ALICE, view("n1", asked="2"), ("n1",), "n1 is asked for 2 by somebody else"),  # undone meanwhile
+        (ALICE, owned("none", BOB), ("n1",), "n1: share none requested by the rollout of bob (share none)"),
+        (ALICE, owned("1", ALICE), (), "n1: share 1 requested by somebody else since this rollout has begun it"),
+        (ALICE, owned(None, ALICE), ("n1",), "n1: no share requested by somebody else"),
+        (ALICE, view("n1", asked="2"), ("n1",), "n1: share 2 requested by somebody else"),  # undone meanwhile
         (ALICE, view("n1", asked="2"), (), ""),
         (ALICE, owned("none", Goal()), (), ""),  # the record of an older version names nobody
         (Goal(undo=True, owner="bob (undo)"), owned("all", ALICE), (), ""),
-        (Goal(undo=True, owner="bob (undo)"), owned("all", ALICE), ("n1",), "n1 is asked for all by the rollout of al"),
+        (
+            Goal(undo=True, owner="bob (undo)"),
+            owned("all", ALICE),
+            ("n1",),
+            "n1: share all requested by the rollout of al",
+        ),
     ],
 )
 def test_contradicting_rollouts(goal: Goal, found: NodeView, own: Sequence[str], said: str) -> None:
@@ -410,7 +420,7 @@ def test_contradicting_rollouts(goal: Goal, found: NodeView, own: Sequence[str],
 def test_contradictions_of_many_nodes_are_one_sentence() -> None:
     """Nodes that the same other rollout has begun are named together."""
     found = [replace(owned("all", ALICE), node=f"n{number}") for number in range(8)]
-    said = "n0, n1, n2, n3, n4 and 3 more are asked for all by the rollout of alice (share all)"
+    said = "n0, n1, n2, n3, n4 and 3 more: share all requested by the rollout of alice (share all)"
     assert fleet.decide(BOB, found, Limits()).stop == (f"{said}; --take-over replaces it",)
 
 
