@@ -1305,7 +1305,9 @@ def test_a_rollout_asks_a_node_once(world: World, bridge: Callable[..., Ran]) ->
 def test_a_node_that_is_made_anew_is_begun_anew(world: World, bridge: Callable[..., Ran]) -> None:
     """A Node that was deleted and comes back without its annotations belongs to nobody: the rollout asks it again."""
     agent = world.agent("n1", held={"gpu-0": "pod default/p"})
-    with started(world, "rollout", "--driver", D, "--share", "all", "-l", "pool=gpu") as process:
+    other = world.agent("n2", held={"gpu-0": "pod default/q"})  # without any node the rollout would be over
+    both = ["--max-unavailable", "2"]
+    with started(world, "rollout", "--driver", D, "--share", "all", "-l", "pool=gpu", *both) as process:
         world.wait_for(lambda: agent.told == "all")
         node = world.server.get("nodes", "n1")
         with world.lock:
@@ -1314,6 +1316,7 @@ def test_a_node_that_is_made_anew_is_begun_anew(world: World, bridge: Callable[.
             world.server.create(node)
         world.wait_for(lambda: agent.annotations.get(SHARE) == "all")
         agent.held.clear()
+        other.held.clear()
         out, _ = process.communicate(timeout=WAIT)
         assert process.returncode == 0, out
 

@@ -1,26 +1,38 @@
-"""Run a plugin's script, or `-m MODULE`, with agents that scan for holders twice a second.
+"""Run a plugin's script, or `-m MODULE`, with agents that scan for holders five times a second.
 
-The fake kubelet is fast; a period of five seconds, and the seconds for which a grant is kept whose pod ended
-before a scan, are most of what a scenario would wait for. On a real node the scenarios run with those that users have.
+The fake kubelet is fast; a period of five seconds, the seconds for which a grant is kept whose pod ended before a
+scan, and those between two requests for a checkpoint, are most of what a scenario would wait for. On a real node the
+scenarios run with those that users have.
 """
 
 from __future__ import annotations
 
-import functools
 import runpy
 import sys
+from typing import Any
 
-from deviceplugin.node import agent
+from deviceplugin.kubelet import tracker
+from deviceplugin.node import scanning
 from deviceplugin.register import rules
 
-PERIOD = 0.5
-"""Seconds between two scans, and between two that show a grant without a pod to be over."""
+PERIOD = 0.2
+"""Seconds between two scans, between two that end a grant without a pod, and at most between two requests."""
+
+
+_INIT = scanning.HolderScanner.__init__
+
+
+def quick_scanner(scanner: scanning.HolderScanner, *arguments: Any, **more: Any) -> None:
+    """Make a scanner that scans more often than it is told to."""
+    _INIT(scanner, *arguments, **more)
+    scanner.period = PERIOD
 
 
 def main(arguments: list[str]) -> None:
     """Run `FILE [ARGUMENT ...]` or `-m MODULE [ARGUMENT ...]` as python would."""
-    agent.Agent.__init__ = functools.partialmethod(agent.Agent.__init__, period=PERIOD)  # type: ignore[assignment]
+    scanning.HolderScanner.__init__ = quick_scanner  # type: ignore[assignment]
     rules.WELL_APART = PERIOD  # type: ignore[misc]
+    tracker.MOST_REQUEST = PERIOD  # type: ignore[misc]
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
