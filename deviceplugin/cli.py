@@ -117,11 +117,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     run = line.add("run", _run, "Serve the devices of a config file to this node's kubelet.")
     add_config_options(run)
     add_run_options(run)
-    adopt = (
-        "let vendors' device plugins register in this directory of the agent's own instead of the kubelet's, and pass "
-        "their devices through to pods; a plugin chooses what containers get of the host (none register here)"
-    )
-    run.add_argument("--adopt", type=Path, metavar="DIR", help=adopt)
     validate = line.add("validate", _validate, "Check config files.")
     validate.add_argument(
         "files", type=Path, nargs="*", metavar="FILE", help="config files (YAML), - for standard input"

@@ -244,7 +244,7 @@ def _run(options: argparse.Namespace) -> int:
     from dra_bridge.node.process import run_config
 
     try:
-        return run_config(options.config, run_options(options), lock_of(options))
+        return run_config(options.config, run_options(options), lock_of(options), options.adopt)
     except AccessError as error:
         raise CommandError(error) from error
 

@@ -104,10 +104,6 @@ def manifests(config: Config, text: str, deployment: Deployment | None = None) -
     for driver in drivers:
         addresses.socket_path(f"{root}/plugins_registry", driver, "-12345678-reg.sock")
     lock, reasons = needed(config), privileges(config, how)
-    if bridge and lock.plugins:
-        raise ValueError(
-            "`dra-bridge run` adopts no vendor's plugin; put it into a file of its own, for `deviceplugin run`"
-        )
     values = {
         **asdict(how),
         "affinity": None,

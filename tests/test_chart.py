@@ -127,6 +127,8 @@ def test_options(values: Mapping[str, Any], how: Deployment) -> None:
         "devices: [{nvidia: {profile: 1g.10gb, library: /opt/libnvidia-ml.so.1}}]",
         f"devices: [{{path: /dev/x}}], driver: {'d' * 59}.com",
         "devices: [{path: /dev/x}], driver: dra-bridge",
+        "devices: [{plugin: {}}]",
+        "devices: [{plugin: {claims: true}}], driver: b.example.com",
     ],
 )
 def test_what_a_config_needs(fields: str) -> None:

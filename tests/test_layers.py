@@ -85,6 +85,7 @@ MAY_IMPORT = {
     "dra_bridge.wire": set[str](),
     "dra_bridge.slices": {"deviceplugin.base", "dra_bridge.kube"},
     "dra_bridge.driver": {
+        "deviceplugin.adoption",
         "deviceplugin.base",
         "deviceplugin.register",
         "deviceplugin.kubelet",
@@ -101,6 +102,7 @@ MAY_IMPORT = {
         "dra_bridge.kube",
     },
     "dra_bridge.node": {
+        "deviceplugin.adoption",
         "deviceplugin.base",
         "deviceplugin.register",
         "deviceplugin.config",

@@ -40,6 +40,8 @@ REGISTRY: Final = "plugins_registry"
 VERSION: Final = "v1beta1"
 DIAL: Final = 10.0
 """Seconds for the call within Register, as the kubelet has them."""
+PRE_START: Final = 30.0
+"""Seconds for PreStartContainer, as the kubelet has them."""
 GRACE: Final = 300.0
 """Seconds for which devices that a plugin has listed are shown Unhealthy after it lists none, or has gone."""
 _SERVICE: Final = "/v1beta1.DevicePlugin/"
@@ -82,6 +84,8 @@ class VendorPlugin:
     options: pb.DevicePluginOptions
     devices: Listed | None = None
     alive: bool = True
+    claimed: dict[tuple[str, ...], asyncio.Task[bytes]] = field(default_factory=dict)
+    """Calls of `VendorPlugins.allocate_claim` by ids, until their answers are taken."""
     _calls: dict[str, Any] = field(default_factory=dict)
 
     async def call(self, method: str, request: bytes, timeout: float | None = None) -> bytes:
@@ -89,6 +93,14 @@ class VendorPlugin:
         if method not in self._calls:
             self._calls[method] = self.channel.unary_unary(_SERVICE + method)  # type: ignore[call-arg]  # bytes stay bytes
         return await self._calls[method](request, timeout=timeout)  # type: ignore[no-any-return]
+
+    async def allocate(self, ids: Sequence[str]) -> bytes:
+        """Allocate devices to one container; return the AllocateResponse as it came. Raises grpc.aio.AioRpcError."""
+        for names, task in list(self.claimed.items()):
+            if task.done() and not set(ids).isdisjoint(names):
+                del self.claimed[names]  # what nobody has taken is out of date
+        request = pb.AllocateRequest(container_requests=[pb.ContainerAllocateRequest(devices_ids=ids)])
+        return await self.call("Allocate", request.SerializeToString())
 
     def lists(self) -> Any:
         """Open the one stream of lists."""
@@ -110,15 +122,60 @@ class VendorPlugins(RegistrationServicer):
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.registered: Callable[[str], None] = lambda resource: None
-        self.turn = asyncio.Lock()
+        self._turn = asyncio.Lock()
         """Held while a plugin allocates: the kubelet calls one plugin after another, and they count on it."""
         self._plugins: dict[str, VendorPlugin] = {}
-        self._following: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._changed = asyncio.Event()
 
     def plugin(self, resource: str) -> VendorPlugin | None:
         """Return the plugin whose endpoint of a resource is the newest; None if none has registered it."""
         return self._plugins.get(resource)
+
+    async def allocate(self, plugin: VendorPlugin, wanted: Sequence[Sequence[str]]) -> bytes:
+        """Allocate devices to containers, one after another; return one AllocateResponse, byte for byte.
+
+        Raises grpc.aio.AioRpcError: the plugin refuses, or has gone.
+        """
+        async with self._turn:
+            return b"".join([await plugin.allocate(ids) for ids in wanted])
+
+    async def allocate_claim(self, plugin: VendorPlugin, ids: Sequence[str], timeout: float) -> bytes:
+        """Allocate devices to a claim, and call PreStartContainer if the plugin wants that; return the answer.
+
+        Allocate has no deadline. The call goes on though its caller waits no longer; who asks for the same devices next
+        gets its answer, unless one of them was allocated to somebody else meanwhile.
+
+        Raises grpc.aio.AioRpcError: the plugin refuses. TimeoutError: it has not answered for `timeout` seconds.
+        ConnectionError: it has gone.
+        """
+        key, claimed = tuple(ids), plugin.claimed
+        if (task := claimed.get(key)) is None:
+            task = claimed[key] = asyncio.create_task(self._allocate_claim(plugin, key), name="allocate to a claim")
+            self._tasks.add(task)
+            task.add_done_callback(lambda done: self._allocated(plugin, key, done))
+        await asyncio.wait({task}, timeout=timeout)
+        if not task.done():
+            raise TimeoutError
+        if claimed.get(key) is task:
+            del claimed[key]
+        if task.cancelled():
+            raise ConnectionError
+        return task.result()
+
+    def _allocated(self, plugin: VendorPlugin, ids: tuple[str, ...], task: asyncio.Task[bytes]) -> None:
+        """Keep an answer until somebody takes it; what failed is asked again."""
+        self._tasks.discard(task)
+        if (task.cancelled() or task.exception() is not None) and plugin.claimed.get(ids) is task:
+            del plugin.claimed[ids]
+
+    async def _allocate_claim(self, plugin: VendorPlugin, ids: tuple[str, ...]) -> bytes:
+        async with self._turn:
+            answer = await plugin.allocate(ids)
+        if plugin.options.pre_start_required:
+            request = pb.PreStartContainerRequest(devices_ids=ids)
+            await plugin.call("PreStartContainer", request.SerializeToString(), PRE_START)
+        return answer
 
     async def run(self) -> None:
         """Serve until cancelled. Raises AdoptionError: that is not possible here."""
@@ -129,9 +186,9 @@ class VendorPlugins(RegistrationServicer):
             await PluginWatcher(self.directory / REGISTRY, self.directory, self._take).run()
         finally:
             await server.stop(0)
-            for task in self._following:
+            for task in self._tasks:
                 task.cancel()
-            await asyncio.gather(*self._following, return_exceptions=True)
+            await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _serve(self, server: grpc.aio.Server) -> None:
         """Remove the plugins' sockets, then make kubelet.sock, as a kubelet that starts does.
@@ -198,8 +255,8 @@ class VendorPlugins(RegistrationServicer):
                 raise
             self._plugins[resource] = plugin
             task = asyncio.create_task(self._follow(plugin), name=f"lists of {resource}")
-            self._following.add(task)
-            task.add_done_callback(self._following.discard)
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
             _LOG.info("a plugin registered at %s", socket.name, extra=extra)
         self._notify()
         self.registered(resource)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Sequence
-from typing import Any
+import asyncio
+import os
+import re
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 import grpc.aio
 
+from deviceplugin.adoption.answers import AnswerError, edits_of
 from deviceplugin.adoption.plugins import Listed, VendorPlugin, VendorPlugins
-from deviceplugin.device import MAX_ID, Device, Health, printable
+from deviceplugin.device import MAX_ID, AttributeValue, ContainerEdits, Device, Health, Mount, counted, printable
 from deviceplugin.kubelet.device_list import DeviceIds
 from deviceplugin.kubelet.servicer import Endpoint, Refusal
 from deviceplugin.register.records import NONE
@@ -23,23 +28,97 @@ class VendorDevice(Device):
         pass
 
 
+ANSWER: Final = 25.0
+"""Seconds that a claim waits for its plugin's answer; the driver has 30 for a claim, the kubelet 45 for a call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """What a config says of the devices of an adopted resource, for claims.
+
+    attributes, capacity: of each device; `{id}` in a text stands for the device's id. together: the requests of a claim
+    are allocated in one call. dropped_annotations: patterns of annotations that are left out. pre_start_once: whether
+    PreStartContainer once, when a claim is prepared, is enough for the plugin. ids: a regular expression; a device
+    whose id does not fit is another plugin's than the one of which it is known that it serves claims. "" for any.
+    """
+
+    driver: str | None = None
+    attributes: Mapping[str, AttributeValue] = field(default_factory=dict)
+    capacity: Mapping[str, int | str] = field(default_factory=dict)
+    together: bool = False
+    dropped_annotations: tuple[str, ...] = ()
+    pre_start_once: bool = False
+    ids: str = ""
+
+
 class AdoptedSource(DeviceSource):
     """The devices of a resource as the plugin lists them that has registered it with the agent."""
 
-    def __init__(self, resource: str, plugins: VendorPlugins) -> None:
+    def __init__(self, resource: str, plugins: VendorPlugins, adopted: Adopted | None = None) -> None:
         self.resource = resource
         self.plugins = plugins
+        self.adopted = adopted or Adopted()
+        self.driver = self.adopted.driver
 
     async def watch(self) -> AsyncIterator[Sequence[Device]]:
         """Yield what the plugin lists; sets, so that what it repeats or reorders is no change."""
         async for devices in self.plugins.lists(self.resource):
-            yield [_device(name, devices) for name in devices]
+            yield [self._device(name, devices) for name in devices]
+
+    def _device(self, name: str, devices: Listed) -> Device:
+        problem, numa = devices[name]
+        health = Health.UNHEALTHY if problem else Health.HEALTHY
+        attributes = {
+            key: type(value)(value.replace("{id}", name)) if isinstance(value, str) else value
+            for key, value in self.adopted.attributes.items()
+        }
+        capacity = self.adopted.capacity
+        return VendorDevice(
+            name, health=health, numa=numa or None, message=problem, attributes=attributes, capacity=capacity
+        )
+
+    async def answer(self, devices: Sequence[Device]) -> ContainerEdits:
+        """Have the plugin allocate devices to a request of a claim; return what its containers get.
+
+        A plugin that is asked again while it has not answered is not called twice. Raises AnswerError: there is no
+        answer, or a claim cannot carry it.
+        """
+        plugin, ids = self.plugins.plugin(self.resource), [device.id for device in devices]
+        if plugin is None or not plugin.alive:
+            raise AnswerError("its plugin has gone, or has not registered yet")
+        for name in ids:
+            if name not in (plugin.devices or {}):
+                raise AnswerError(f"its plugin does not list device {printable(name[:MAX_ID])}")
+            if self.adopted.ids and not re.fullmatch(self.adopted.ids, name):
+                raise AnswerError(
+                    f"the id of device {printable(name[:MAX_ID])} is not one of the plugin that is known by this "
+                    "resource; if the one that runs can serve claims, write `claims: true` under `plugin`"
+                )
+        if plugin.options.pre_start_required and not self.adopted.pre_start_once:
+            raise AnswerError(
+                "its plugin wants PreStartContainer before each start of a container, which claims cannot give; if "
+                "once, when the claim is prepared, is enough for it, write `pre_start: once` under `plugin`"
+            )
+        try:
+            answer = await self.plugins.allocate_claim(plugin, ids, ANSWER)
+        except TimeoutError:
+            text = f"its plugin has not answered Allocate of {counted(len(ids))} for {ANSWER:g} s"
+            raise AnswerError(f"{text}; the next try waits for the same call") from None
+        except ConnectionError:
+            raise AnswerError("its plugin has gone while it allocated") from None
+        except grpc.aio.AioRpcError as error:
+            raise AnswerError(f"its plugin refuses: {error.details()}") from error
+        edits = edits_of(answer, self.adopted.dropped_annotations)
+        if missing := await asyncio.to_thread(_missing, edits.mounts):
+            raise AnswerError(f"its plugin answers with a mount of {missing}, which is not there on the host")
+        return edits
 
 
-def _device(name: str, devices: Listed) -> Device:
-    problem, numa = devices[name]
-    health = Health.UNHEALTHY if problem else Health.HEALTHY
-    return VendorDevice(name, health=health, numa=numa or None, message=problem)
+def _missing(mounts: Sequence[Mount]) -> str:
+    """Return a path of a mount that is not there; "" if all are. In a pod the agent sees the host's /dev alone."""
+    in_pod = "KUBERNETES_SERVICE_HOST" in os.environ
+    hosts = (mount.host for mount in mounts if not in_pod or mount.host.startswith("/dev/"))
+    return next((host for host in hosts if not os.path.lexists(host)), "")
 
 
 class VendorIds(DeviceIds):
@@ -114,13 +193,8 @@ class AdoptedEndpoint(Endpoint):
                 raise self._refusal("unknown", f"its plugin does not list device {shown}", grpc.StatusCode.NOT_FOUND)
         await self._refuse_held(names)
         await self._grant(names, NONE)
-        async with self.source.plugins.turn:
-            return b"".join([await self._ask(plugin, ids) for ids in wanted])
-
-    async def _ask(self, plugin: VendorPlugin, ids: Iterable[str]) -> bytes:
-        request = pb.AllocateRequest(container_requests=[pb.ContainerAllocateRequest(devices_ids=ids)])
         try:
-            return await plugin.call("Allocate", request.SerializeToString())
+            return await self.source.plugins.allocate(plugin, wanted)
         except grpc.aio.AioRpcError as error:
             raise Refusal(error.code(), "plugin", f"{error.details()}") from error
 

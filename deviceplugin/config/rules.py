@@ -5,16 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import yaml
 
 from deviceplugin import naming
 from deviceplugin.config.document import Problems
+from deviceplugin.config.known_plugins import known_plugin
 from deviceplugin.config.lock import ADOPTED, CODE, OPEN, PATHS, Lock, texts_of
 from deviceplugin.config.types import Config, DeviceEntry, MetricsConfig, ResourceConfig, typed_attributes
 from deviceplugin.device import Device
+
+ADOPTED_KEYS: Final = {"name", "devices", "driver", "attributes", "capacity", "dra"}
+"""What a resource with a plugin entry may have; the rest is the plugin's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +70,7 @@ class Rules:
                     mapping.report(key, problem, f"[{index}]" * listed, node)
         if kind is DeviceEntry and "plugin" in mapping.nodes and not self._lock.plugins:
             text = "a vendor's plugin chooses what pods get of the host, which is not allowed; "
-            mapping.report("plugin", f"{text}`deviceplugin run --adopt={ADOPTED}` allows it")
+            mapping.report("plugin", f"{text}`run --adopt={ADOPTED}` allows it")
         for key in CODE.get(kind, ()):
             if mapping.values.get(key) and not self._lock.commands:
                 message = "the agent would execute this, which is not allowed; `run --allow-commands` allows it"
@@ -123,8 +127,10 @@ class Rules:
         if any(entry.plugin is not None for entry in devices):
             if len(devices) > 1:
                 resource.report("devices", "a resource with a plugin entry has no other; the plugin lists its devices")
-            for key in resource.nodes.keys() - {"name", "devices"}:
-                resource.report(key, "the vendor's plugin decides this; with a plugin entry only `name` is given")
+            for key in resource.nodes.keys() - ADOPTED_KEYS:
+                text = "the vendor's plugin decides this; with a plugin entry only name, driver, attributes, capacity"
+                resource.report(key, f"{text} and dra are given")
+            self._check_plugin(resource)
         own = {path for entry in devices for path in entry.globs}
         for index, shared in enumerate(values.get("nodes", ())):
             if shared in own:
@@ -139,6 +145,25 @@ class Rules:
                 resource.report("mounts", message, f"[{index}].container")
             mounted.add(mount.container)
         self._check_claims(resource)
+
+    def _check_plugin(self, resource: Checked) -> None:
+        """Report a resource whose plugin cannot be adopted, or not for claims, as far as it is known (A8)."""
+        name = resource.values.get("name", "")
+        known = known_plugin(name)
+        if known is not None and known.serves == "no":
+            resource.report("devices", f"the plugin of {name} ({known.plugin}) cannot be adopted: {known.why}")
+        elif "driver" not in resource.nodes or (known is not None and known.serves == "both"):
+            return
+        elif known is not None:
+            text = f"the plugin of {name} ({known.plugin}) serves no claims: {known.why}; leave `driver` out"
+            resource.report("driver", text)
+        elif not any(entry.plugin is not None and entry.plugin.claims for entry in resource.values["devices"]):
+            text = (
+                f"it is not known whether the plugin of {name} can serve claims; if its answers depend on the ids "
+                "alone, and it looks for pods neither in the API server nor in PodResources, write `claims: true` "
+                "under `plugin`"
+            )
+            resource.report("driver", text)
 
     def _check_claims(self, resource: Checked) -> None:
         if "dra" in resource.nodes and "driver" not in resource.nodes:

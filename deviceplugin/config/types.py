@@ -112,8 +112,34 @@ class UsbConfig(_Strict, frozen=True, kw_only=True):
 class PluginConfig(_Strict, frozen=True, kw_only=True):
     __doc__ = (
         "Devices that a vendor's own device plugin lists, which registers in the directory of --adopt and answers "
-        "Allocate; only `deviceplugin run` serves them, and only with that option."
+        "Allocate; `run` serves them only with that option. What is below is for claims."
     )
+
+    claims: Annotated[
+        bool,
+        _about(
+            "That claims can have them, where it is not known of the plugin: its answer depends on the ids alone, and "
+            "it looks for no pod, neither in the API server nor in PodResources."
+        ),
+    ] = False
+    answer: Annotated[
+        Literal["request", "claim"],
+        _about(
+            "request: Allocate is called for each request of a claim. claim: once for all of a claim, and each "
+            "container that has a part of the claim gets the answer."
+        ),
+    ] = "request"
+    pre_start: Annotated[
+        Literal["each", "once"],
+        _about(
+            "When the plugin wants PreStartContainer: before each start of a container, which claims cannot give, or "
+            "only once, when the claim is prepared."
+        ),
+    ] = "each"
+    drop_annotations: Annotated[
+        tuple[Pattern, ...],
+        _about("Annotations of its answers, by pattern, that containers with claims do without; others are an error."),
+    ] = ()
 
 
 class DeviceEntry(_Strict, frozen=True, kw_only=True):
@@ -299,9 +325,14 @@ class ResourceConfig(_Strict, frozen=True, kw_only=True, eq=False):
     dra: DraConfig = DraConfig()
 
     @property
+    def plugin(self) -> PluginConfig | None:
+        """What is said of a vendor's own plugin that lists the devices; None if none does."""
+        return next((entry.plugin for entry in self.devices if entry.plugin is not None), None)
+
+    @property
     def adopted(self) -> bool:
         """Whether a vendor's own plugin lists the devices."""
-        return any(entry.plugin is not None for entry in self.devices)
+        return self.plugin is not None
 
     def __eq__(self, other: object) -> bool:
         # Not field by field: an attribute that was 1 and is now true has changed, and 1 == True.

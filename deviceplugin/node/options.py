@@ -143,14 +143,18 @@ def add_config_options(parser: argparse.ArgumentParser) -> None:
         "be given several times (/dev)"
     )
     parser.add_argument("--allow-host-path", type=_host_path, action="append", default=[], metavar="PREFIX", help=paths)
+    adopt = (
+        "let vendors' device plugins register in this directory of the agent's own instead of the kubelet's, and serve "
+        "their devices; a plugin chooses what containers get of the host (none register here)"
+    )
+    parser.add_argument("--adopt", type=Path, metavar="DIR", help=adopt)
 
 
 def lock_of(options: argparse.Namespace) -> Lock:
     """Return what the options added by `add_config_options` allow a config file to name."""
     from deviceplugin.config import Lock
 
-    plugins = getattr(options, "adopt", None) is not None  # `dra-bridge run` has no such option
-    return Lock.resolved(options.allow_commands, options.allow_host_path, plugins)
+    return Lock.resolved(options.allow_commands, options.allow_host_path, options.adopt is not None)
 
 
 def run_options(options: argparse.Namespace) -> RunOptions:

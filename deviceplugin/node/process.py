@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 from deviceplugin import files, filewatch
 from deviceplugin.adoption.plugins import VendorPlugins
-from deviceplugin.adoption.source import AdoptedSource
+from deviceplugin.adoption.source import Adopted, AdoptedSource
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.orphaned_claims import OrphanedClaims
 from deviceplugin.naming import node_name
@@ -101,9 +101,21 @@ class File:
     def source(self, resource: ResourceConfig) -> DeviceSource:
         """Return a new source of a resource."""
         from deviceplugin import sources
+        from deviceplugin.config.known_plugins import known_plugin
+        from deviceplugin.config.types import typed_attributes
 
-        if resource.adopted and self.vendors is not None:
-            return AdoptedSource(resource.name, self.vendors)
+        if (plugin := resource.plugin) is not None and self.vendors is not None:
+            known = known_plugin(resource.name)
+            adopted = Adopted(
+                resource.driver,
+                typed_attributes(resource.attributes),
+                resource.capacity,
+                plugin.answer == "claim",
+                plugin.drop_annotations,
+                plugin.pre_start == "once",
+                known.ids if known is not None and not plugin.claims else "",
+            )
+            return AdoptedSource(resource.name, self.vendors, adopted)
         return sources.ConfiguredSource(resource, self.lock)
 
 

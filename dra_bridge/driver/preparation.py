@@ -38,6 +38,8 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from deviceplugin import cdi, hooks
+from deviceplugin.adoption.answers import AnswerError
+from deviceplugin.adoption.source import AdoptedSource
 from deviceplugin.device import ContainerEdits, Device, EditConflictError, counted
 from deviceplugin.durations import Durations
 from deviceplugin.exclusion import ConflictError, Key
@@ -162,14 +164,49 @@ class ClaimDevices:
         self.events.refused(ref, kind, message)
         return ClaimError("refused", message)
 
+    async def of_claim(self, uid: str, groups: Sequence[Group]) -> dict[str, list[ContainerEdits]]:
+        """Set up a claim's devices and return the edits of each request. Raises as `edits` does.
+
+        The answers of vendors' plugins have to fit together: nothing tells which container gets which.
+        """
+        calls: dict[object, list[Group]] = {}
+        for number, group in enumerate(groups):
+            source = group.served.source
+            together = isinstance(source, AdoptedSource) and source.adopted.together
+            calls.setdefault(source.resource if together else number, []).append(group)
+        edits: dict[str, list[ContainerEdits]] = {}
+        answers = []
+        for alike in calls.values():
+            members = tuple(member for group in alike for member in group.members)
+            made = await self.edits(uid, dataclasses.replace(alike[0], members=members))
+            if isinstance(alike[0].served.source, AdoptedSource):
+                answers.append(made)
+            for group in alike:
+                edits.setdefault(group.request, []).append(made)
+        try:
+            ContainerEdits.merge(answers)
+        except EditConflictError as error:
+            what = "the answers of vendors' plugins to the requests of this claim contradict each other"
+            how = "with `answer: claim` under `plugin` the requests of one resource are allocated together"
+            raise ClaimError("conflict", f"{what}: {error}; {how}") from error
+        return edits
+
     async def edits(self, uid: str, group: Group) -> ContainerEdits:
         """Set up a group's devices for a claim and return the edits of the devices, then those of the hooks.
 
         Administrative access changes nothing: the devices are set up for others.
 
-        Raises HookError: a hook failed. ClaimError: the edits contradict each other, or a hook returned something else.
+        Of an adopted resource they are what its plugin answers.
+
+        Raises HookError: a hook failed. ClaimError: the edits contradict each other, a hook returned something else, or
+        a plugin refuses.
         """
         source, devices = group.served.source, tuple(dict.fromkeys(device for device, _ in group.members))
+        if isinstance(source, AdoptedSource):
+            try:
+                return await source.answer(devices)
+            except AnswerError as error:
+                raise ClaimError("plugin", f"request {group.request!r}: {source.resource}: {error}") from error
         run, statistics = self.register.hooks, self.statistics.hooks
         hooks_called = source.hooks - {"reset", "prepare"} if group.admin else source.hooks
         if "reset" in hooks_called and (alone := self._alone(uid, source, devices)):
@@ -387,9 +424,7 @@ class ClaimPreparation:
         traces = any("prepare" in group.served.source.hooks and not group.admin for group in groups)
         await self.devices.reserve(ref, record, durable=traces)
         try:
-            edits: dict[str, list[ContainerEdits]] = {}
-            for group in groups:
-                edits.setdefault(group.request, []).append(await self.devices.edits(ref.uid, group))
+            edits = await self.devices.of_claim(ref.uid, groups)
             prepared = await self.files.answer(record, groups, edits)
             # This verifies the devices after their numbers were read for the CDI file.
             await self.devices.confirm(ref, dataclasses.replace(record, result=msgspec.json.encode(prepared).decode()))

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from deviceplugin import naming
+from deviceplugin.adoption.source import AdoptedSource
 from deviceplugin.device import Device, Health
 from deviceplugin.inventory import GONE, Inventory
 from deviceplugin.register.records import Claim
@@ -80,7 +81,8 @@ class ServedDevices:
     def groups(self, allocation: Allocation) -> list[Group]:
         """Find the devices and decode the parameters of each request.
 
-        Raises ClaimError: a device is missing, gone or unhealthy, or the parameters are wrong.
+        Raises ClaimError: a device is missing, gone or unhealthy, the parameters are wrong, or a vendor's plugin is
+        asked for administrative access.
         """
         found: dict[tuple[str, str, bool], list[tuple[Device, Result]]] = {}
         by_name = self.by_name
@@ -92,6 +94,9 @@ class ServedDevices:
             admin = bool(result.admin_access)
             if not admin:
                 self._check_usable(served, device, result)
+            elif isinstance(served.source, AdoptedSource):
+                what = "administrative access would have the vendor's plugin allocate what others hold"
+                raise ClaimError("admin", f"request {result.request!r}: {what}; {served.source.resource} has none")
             found.setdefault((result.request, served.source.resource, admin), []).append((device, result))
         by_resource = {served.source.resource: served for served in self.resources}
         return [

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from deviceplugin import claim_files
+from deviceplugin.adoption.plugins import VendorPlugins
 from deviceplugin.kubelet.orphaned_claims import OrphanedClaims
 from deviceplugin.node.agent import Agent, AgentError
 from deviceplugin.node.options import Paths
@@ -42,10 +43,10 @@ class Bridge:
 
     sources: one for each resource; those with a driver are bridged. policies: by resource; the default is the plugin
     side alone. node: this node's name, which is the pool's. claim_status: whether to write `status.devices` of prepared
-    claims. grace: seconds that bound pods have to be admitted before devices are withdrawn. period, report_holders: see
-    `Agent`. agent: the plugin side, and what both sides share. drivers: the DRA side, by driver. A driver stays when no
-    resource names it any more: it has claims to unprepare. agent_name: names the directory of the
-    ledger and of the drivers' sockets.
+    claims. grace: seconds that bound pods have to be admitted before devices are withdrawn. period,
+    report_holders, vendors: see `Agent`. agent: the plugin side, and what both sides share. drivers: the DRA side, by
+    driver. A driver stays when no resource names it any more: it has claims to unprepare. agent_name: names the
+    directory of the ledger and of the drivers' sockets.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Bridge:
         grace: float = GRACE,
         report_holders: bool = False,
         agent_name: str = AGENT,
+        vendors: VendorPlugins | None = None,
     ) -> None:
         self.cluster = cluster
         self.drivers: dict[str, DriverRuntime] = {}
@@ -84,6 +86,7 @@ class Bridge:
             claims=self._claims,
             unknown=self._unknown,
             avoids=self._draining,
+            vendors=vendors,
             agent_name=agent_name,
         )
         self.agent.brought.append(self._serve_brought)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deviceplugin.adoption.plugins import VendorPlugins
 from deviceplugin.node import process
 from deviceplugin.node.options import metrics_config
 from deviceplugin.source_check import check_sources
@@ -61,18 +62,20 @@ def run(
         sys.exit(status)
 
 
-def run_config(path: Path, options: RunOptions, lock: Lock) -> int:
+def run_config(path: Path, options: RunOptions, lock: Lock, adopt: Path | None = None) -> int:
     """Serve both sides of a config file's resources until SIGTERM, following its changes; return the exit status.
 
-    A file that cannot be used at the start is served as an agent before has served it last.
+    A file that cannot be used at the start is served as an agent before has served it last. adopt: the directory where
+    vendors' plugins register with this agent, None for none.
 
     Raises ConfigError: the file cannot be used at the start, or names what `lock` forbids, and none was served before.
     """
     kept = options.paths.kubelet_root / "plugins" / options.agent_name / "config.yaml"
-    file = process.File.read(path, lock, kept)
+    vendors = VendorPlugins(adopt) if adopt is not None else None
+    file = process.File.read(path, lock, kept, vendors)
 
     def make() -> process.Program:
-        bridge = _bridge(file.sources(), policies_of(file.config), options)
+        bridge = _bridge(file.sources(), policies_of(file.config), options, vendors)
 
         async def take(now: Config, changed: Mapping[str, DeviceSource], unchanged: Sequence[str]) -> None:
             await bridge.reconfigure(changed, policies_of(now), unchanged)
@@ -82,7 +85,12 @@ def run_config(path: Path, options: RunOptions, lock: Lock) -> int:
     return process.serve(make, metrics_address=options.metrics_address, config=file)
 
 
-def _bridge(sources: Sequence[DeviceSource], policies: Mapping[str, HandoverPolicy], options: RunOptions) -> Bridge:
+def _bridge(
+    sources: Sequence[DeviceSource],
+    policies: Mapping[str, HandoverPolicy],
+    options: RunOptions,
+    vendors: VendorPlugins | None = None,
+) -> Bridge:
     return Bridge(
         sources,
         policies,
@@ -93,4 +101,5 @@ def _bridge(sources: Sequence[DeviceSource], policies: Mapping[str, HandoverPoli
         claim_status=options.claim_status,
         agent_name=options.agent_name,
         report_holders=options.metrics_address is not None,
+        vendors=vendors,
     )

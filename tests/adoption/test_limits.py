@@ -333,4 +333,4 @@ def test_the_config_needs_the_option(tmp_path: Path, fake_kubelet: FakeKubelet) 
     agent = AgentProcess(arguments, config, tmp_path / "log")
     assert agent.process.wait(20) == 2
     assert "config.yaml:1: $.resources[0].devices[0].plugin: a vendor's plugin chooses" in agent.log()
-    assert "`deviceplugin run --adopt=/run/deviceplugin/plugins` allows it" in agent.log()
+    assert "`run --adopt=/run/deviceplugin/plugins` allows it" in agent.log()

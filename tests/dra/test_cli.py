@@ -333,22 +333,27 @@ def test_manifests_of_a_plugin_alone(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "cannot be read" in done.stderr
 
 
-def test_manifests_of_adopted_plugins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """An agent that adopts plugins has the option and a directory for them; beside claims it is refused."""
+@pytest.mark.parametrize("program", ["deviceplugin", "dra-bridge"])
+def test_manifests_of_adopted_plugins(tmp_path: Path, capsys: pytest.CaptureFixture[str], program: str) -> None:
+    """An agent that adopts plugins has the option and a directory for them, also one with claims."""
     file = tmp_path / "config.yaml"
-    file.write_text("resources: [{name: vendor.example/gadget, devices: [{plugin: {}}]}]\n")
+    gadget = "name: vendor.example/gadget, devices: [{plugin: {claims: true}}]"
+    more = ", driver: gadget.vendor.example" if program == "dra-bridge" else ""
+    file.write_text(f"resources: [{{{gadget}{more}}}]\n")
     assert cli.main(["manifests", "--config", str(file)]) == 0
-    (_, _, daemons) = yaml.safe_load_all(capsys.readouterr().out)
+    daemons = list(yaml.safe_load_all(capsys.readouterr().out))[-1]
     pod = daemons["spec"]["template"]["spec"]
     assert "--adopt=/run/deviceplugin/plugins" in pod["containers"][0]["args"]
     (mount,) = [one for one in pod["containers"][0]["volumeMounts"] if one["name"] == "adopted"]
     assert mount == {"name": "adopted", "mountPath": "/run/deviceplugin/plugins"}
     (volume,) = [one for one in pod["volumes"] if one["name"] == "adopted"]
     assert volume["hostPath"] == {"path": "/run/deviceplugin/plugins", "type": "DirectoryOrCreate"}
-    more = "- {name: example.com/x, driver: x.example.com, devices: [{simulated: {count: 1}}]}\n"
-    file.write_text(f"resources:\n- {{name: vendor.example/gadget, devices: [{{plugin: {{}}}}]}}\n{more}")
-    assert cli.main(["manifests", "--config", str(file)]) == 2
-    assert "adopts no vendor's plugin" in capsys.readouterr().err
+    arguments = [one for one in pod["containers"][0]["args"] if not one.startswith("--config=")]
+    command = [sys.executable, "-m", program.replace("-", "_"), *arguments, f"--config={tmp_path / 'none.yaml'}"]
+    if program == "dra-bridge":
+        command.append(f"--kubeconfig={tmp_path / 'none'}")
+    assert pod["containers"][0]["command"] == [program]
+    assert "unrecognized arguments" not in subprocess.run(command, capture_output=True, text=True).stderr
 
 
 @pytest.mark.parametrize("content", [None, "resources: 5\n"])

@@ -73,6 +73,7 @@ names. tests/test_chart.py compares the objects of both.
 {{- $made := list -}}
 {{- $paths := list -}}
 {{- $commands := false -}}
+{{- $plugins := false -}}
 {{- $nvidia := list -}}
 {{- $reasons := list -}}
 {{- $extended := and .root.Values.extendedResource (semverCompare ">=1.34-0" .root.Capabilities.KubeVersion.Version) -}}
@@ -116,6 +117,7 @@ names. tests/test_chart.py compares the objects of both.
     {{- else -}}
       {{- $real = true -}}
     {{- end -}}
+    {{- $plugins = or $plugins (hasKey . "plugin") -}}
     {{- if hasKey . "nvidia" -}}
       {{- $gpus := .nvidia | default dict -}}
       {{- $nvidia = append $nvidia $gpus -}}
@@ -180,6 +182,9 @@ names. tests/test_chart.py compares the objects of both.
       {{- $arguments = append $arguments (printf "--allow-host-path=%s" .) -}}
     {{- end -}}
   {{- end -}}
+  {{- if $plugins -}}
+    {{- $arguments = append $arguments "--adopt=/run/deviceplugin/plugins" -}}
+  {{- end -}}
 {{- end -}}
 {{- $volumes := list -}}
 {{- $mounts := list -}}
@@ -188,6 +193,10 @@ names. tests/test_chart.py compares the objects of both.
   {{- $name := printf "devices-%d" $number -}}
   {{- $volumes = append $volumes (dict "name" $name "hostPath" (dict "path" $directory "type" (get $directories $directory))) -}}
   {{- $mounts = append $mounts (dict "name" $name "mountPath" $directory "readOnly" true "mountPropagation" "HostToContainer") -}}
+{{- end -}}
+{{- if $plugins -}}
+  {{- $volumes = append $volumes (dict "name" "adopted" "hostPath" (dict "path" "/run/deviceplugin/plugins" "type" "DirectoryOrCreate")) -}}
+  {{- $mounts = append $mounts (dict "name" "adopted" "mountPath" "/run/deviceplugin/plugins") -}}
 {{- end -}}
 {{- $cdi := false -}}
 {{- range $nvidia -}}

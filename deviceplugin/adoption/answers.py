@@ -1,0 +1,70 @@
+"""What a vendor's plugin answers to Allocate, as what the containers of a claim get. Pure.
+
+Facts: of what has one container path, one variable's name or one CDI name the kubelet takes the first and leaves out
+the others (kubelet 1.36.3, devicemanager/pod_devices.go: deviceRunContainerOptions). The runtime takes an annotation
+whose key begins with `cdi.k8s.io/` for a list of CDI devices, also those that are named in the field for it (containerd
+2.1.5, internal/cri/opts/spec_linux.go: WithCDI). CDI cannot say any other annotation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import Final, TypeVar
+
+from google.protobuf.message import DecodeError
+
+from deviceplugin.device import ContainerEdits, DeviceNode, Mount, printable
+from deviceplugin.wire import deviceplugin_pb2 as pb
+
+_T = TypeVar("_T")
+
+CDI: Final = "cdi.k8s.io/"
+"""How the key of an annotation begins whose value names CDI devices."""
+_ALL: Final = "rwm"
+"""What permissions that are not given are, for CDI as for runtimes."""
+
+
+class AnswerError(Exception):
+    """Raised when a plugin does not answer, or answers what a claim cannot give to its containers."""
+
+
+def edits_of(answer: bytes, dropped: Sequence[str] = ()) -> ContainerEdits:
+    """Return what an AllocateResponse of one container says. dropped: patterns of annotations that are left out.
+
+    Raises AnswerError: it is no such response, or says what CDI cannot.
+    """
+    try:
+        (one,) = pb.AllocateResponse.FromString(answer).container_responses
+    except (DecodeError, ValueError):
+        raise AnswerError("its plugin answers Allocate of one container with something else") from None
+    cdi = dict.fromkeys(device.name for device in one.cdi_devices)
+    for key, value in sorted(one.annotations.items()):
+        if key.startswith(CDI):
+            cdi |= dict.fromkeys(value.split(","))
+        elif not any(fnmatchcase(key, pattern) for pattern in dropped):
+            raise AnswerError(
+                f"its plugin answers with the annotation {printable(key)}, which containers with claims cannot get; "
+                "`drop_annotations` under `plugin` leaves it out"
+            )
+    try:
+        nodes = [
+            DeviceNode(node.host_path, node.container_path, node.permissions or _ALL)
+            for node in _first(one.devices, [node.container_path for node in one.devices])
+        ]
+        mounts = [
+            Mount(mount.host_path, mount.container_path, mount.read_only)
+            for mount in _first(one.mounts, [mount.container_path for mount in one.mounts])
+        ]
+        return ContainerEdits(dict(one.envs), nodes, mounts, cdi=tuple(cdi))
+    except (TypeError, ValueError) as error:
+        raise AnswerError(f"its plugin answers what no container can get: {error}") from error
+
+
+def _first(items: Iterable[_T], keys: Iterable[str]) -> Iterator[_T]:
+    """Yield the first item of each key."""
+    seen = set()
+    for key, item in zip(keys, items, strict=True):
+        if key not in seen:
+            seen.add(key)
+            yield item

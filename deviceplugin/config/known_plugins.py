@@ -1,0 +1,81 @@
+"""Vendors' device plugins that are known, by the names of their resources: what each can serve behind an agent.
+
+What is said here was read in the plugins' sources (November 2026). A claim's Allocate has no pod: a plugin that looks
+for the pod, or that frees what the kubelet does not list for a pod, cannot serve claims. One name may be that of
+several plugins, which the ids of their devices tell apart.
+"""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from typing import Final, Literal, NamedTuple
+
+
+class KnownPlugin(NamedTuple):
+    """A plugin. resources: patterns of the names that it registers.
+
+    serves: both (limits and claims), limits alone, or no: it cannot be adopted. why: for people, where it is not both.
+    ids: a regular expression that its devices' ids fit; those of another plugin with such a resource do not.
+    """
+
+    plugin: str
+    resources: tuple[str, ...]
+    serves: Literal["both", "limits", "no"]
+    why: str = ""
+    ids: str = ""
+
+
+_UUID: Final = r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
+_PENDING: Final = "it looks for the pending pod in the API server, and a claim has none"
+
+PLUGINS: Final = (
+    # HAMi has the same resource, looks for the pending pod, and counts its ids from UUID-0.
+    KnownPlugin(
+        "NVIDIA/k8s-device-plugin",
+        ("nvidia.com/gpu", "nvidia.com/gpu.shared", "nvidia.com/mig-*"),
+        "both",
+        ids=rf"(GPU-|MIG-)(GPU-)?{_UUID}(/[0-9]+/[0-9]+)?(::[0-9]+)?",
+    ),
+    KnownPlugin("ROCm/k8s-device-plugin", ("amd.com/*",), "both"),
+    KnownPlugin(
+        "intel/intel-device-plugins-for-kubernetes",
+        tuple(f"{kind}.intel.com/*" for kind in ("gpu", "qat", "sgx", "dsa", "iaa", "npu", "dlb")),
+        "both",
+    ),
+    KnownPlugin("HabanaAI/gaudi-device-plugin", ("habana.ai/*",), "both"),
+    KnownPlugin("squat/generic-device-plugin", ("squat.ai/*",), "both"),
+    KnownPlugin("smarter-project/smarter-device-manager", ("smarter-devices/*",), "both"),
+    KnownPlugin("Mellanox/k8s-rdma-shared-dev-plugin", ("rdma/*",), "both"),
+    KnownPlugin(
+        "intel/intel-device-plugins-for-kubernetes (FPGA)",
+        ("fpga.intel.com/*",),
+        "limits",
+        "in region mode it answers with an annotation for a hook of the runtime, which claims cannot give",
+    ),
+    KnownPlugin(
+        "project-akri/akri", ("akri.sh/*",), "limits", "it frees what PodResources does not show for a pod after 20 s"
+    ),
+    KnownPlugin("volcano-sh/devices", ("volcano.sh/*",), "limits", _PENDING),
+    KnownPlugin("Ascend", ("huawei.com/*",), "limits", f"with Volcano {_PENDING}"),
+    KnownPlugin("Cambricon", ("cambricon.com/*",), "limits", f"for dynamic parts {_PENDING}"),
+    KnownPlugin(
+        "tkestack/gpu-manager, elastic-ai/elastic-gpu-agent",
+        ("tencent.com/vcuda-*", "elasticgpu.io/*"),
+        "limits",
+        "before a container starts it looks for its pod in PodResources, and makes the device nodes then",
+    ),
+    KnownPlugin(
+        "AWS Neuron", ("aws.amazon.com/neuron*",), "limits", "its source is not public; two resources are one hardware"
+    ),
+    KnownPlugin(
+        "KubeVirt",
+        ("devices.kubevirt.io/*",),
+        "no",
+        "virt-handler mounts the whole directory of the kubelet, and its operator reverts changes",
+    ),
+)
+
+
+def known_plugin(resource: str) -> KnownPlugin | None:
+    """Return what is known of the plugin that registers a resource; None if nothing is."""
+    return next((one for one in PLUGINS if any(fnmatchcase(resource, name) for name in one.resources)), None)

@@ -1,0 +1,143 @@
+"""Claims of adopted devices: `dra-bridge run --adopt` with a stand-in plugin, on the fake node."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from deviceplugin.testing import FakePod
+from dra_bridge.testing.apiserver import FakeApiServer
+from dra_bridge.testing.node import FakeNode
+from dra_bridge.testing.serving import device_class
+from tests.scenarios.fake import AgentProcess
+from tests.scenarios.node import wait_for
+from tests.testing.vendor import RESOURCE, Vendor, resource
+
+D = "gadget.vendor.example"
+NODE = "node"
+
+
+class Scene:
+    """The fake node, an agent with both sides, and a vendor's plugin in its directory."""
+
+    def __init__(self, node: FakeNode, where: Path) -> None:
+        self.node = node
+        self.where = where
+        self.directory = where / "adopted"
+        self.vendors: list[Vendor] = []
+        self.agents: list[AgentProcess] = []
+        self.config = where / "config.yaml"
+        self.kubeconfig = where / "kubeconfig"
+        cluster = {"clusters": [{"name": "c", "cluster": {"server": node.server.url}}], "current-context": "x"}
+        user = {"users": [{"name": "u", "user": {}}]}
+        context = {"contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}]}
+        self.kubeconfig.write_text(yaml.safe_dump(cluster | user | context))
+        self.write()
+
+    def write(self, plugin: Mapping[str, Any] | None = None, **more: Any) -> None:
+        """Write the config. plugin: beside `claims`."""
+        one = {"name": RESOURCE, "driver": D, "devices": [{"plugin": {"claims": True, **(plugin or {})}}]}
+        new = self.config.with_suffix(".new")
+        new.write_text(json.dumps({"resources": [{**one, "dra": {"share": "all"}, **more}]}))
+        new.replace(self.config)
+
+    def agent(self) -> AgentProcess:
+        """Start the agent, and wait until plugins can register."""
+        options = ["--config", str(self.config), "--adopt", str(self.directory), *self.node.arguments]
+        options += ["--cdi-dir", str(self.node.cdi)]
+        options += ["--kubeconfig", str(self.kubeconfig), "--node-name", self.node.name]
+        log = self.where / f"agent-{len(self.agents)}.log"
+        self.agents.append(AgentProcess(["-m", "dra_bridge", "run", *options], self.config, log))
+        self.wait_log("plugins can register")
+        return self.agents[-1]
+
+    def vendor(self, *resources: Mapping[str, Any], **quirks: Any) -> Vendor:
+        """Start a plugin."""
+        (where := self.where / f"vendor-{len(self.vendors)}").mkdir()
+        self.vendors.append(Vendor(where, self.directory, *resources, **quirks).start())
+        return self.vendors[-1]
+
+    def wait_log(self, text: str, count: int = 1) -> None:
+        """Wait until the last agent has said so."""
+        wait_for(f"{text!r} in the log", lambda: self.agents[-1].log().count(text) >= count, 20)
+
+    def wait_offered(self, count: int) -> list[dict[str, Any]]:
+        """Wait until slices offer so many devices; return them."""
+
+        def offered() -> list[dict[str, Any]]:
+            slices = self.node.server.objects("resourceslices")
+            return [one for slice_ in slices for one in slice_["spec"].get("devices", ()) if not one.get("taints")]
+
+        wait_for(f"{count} devices in slices", lambda: len(offered()) == count, 20)
+        return offered()
+
+    def pod(self, name: str = "p", count: int = 1) -> FakePod:
+        """Start a pod with a claim of its own."""
+        return self.node.start_pod(name, template={D: count})
+
+    def end(self) -> None:
+        for vendor in self.vendors:
+            vendor.stop(kill=True)
+        for agent in self.agents:
+            if agent.process.poll() is None:
+                agent.kill()
+            print(agent.log())
+        for vendor in self.vendors:
+            print(vendor.log.read_text())
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    with (
+        tempfile.TemporaryDirectory(prefix="adopt-") as where,  # pytest's paths are too long for sockets
+        FakeApiServer() as server,
+    ):
+        server.create(device_class(RESOURCE, D))
+        with FakeNode(server, NODE) as node:
+            made = Scene(node, Path(where))
+            try:
+                yield made
+            finally:
+                made.end()
+
+
+def test_a_claim_gets_what_the_plugin_says(scene: Scene) -> None:
+    """Variables, nodes, mounts and CDI devices of the answer are the claim's; the ids are those of the request."""
+    scene.agent()
+    answer: dict[str, Any] = {
+        "env": {"GADGETS": "{ids}"},
+        "nodes": [["/dev/null", "/dev/inside-{id}", "rw"]],
+        "control": [["/dev/zero", "/dev/ctl", "r"]],
+        "mounts": [[str(scene.where), "/opt/lib"]],
+        "annotations": {"cdi.k8s.io/{random}": "vendor.example/gadget=all"},
+        "cdi": ["vendor.example/gadget={id}"],
+    }
+    vendor = scene.vendor(resource("g0", "GPU-1::0", **answer))
+    scene.wait_offered(2)
+    pod = scene.pod(count=2).wait_running()
+    (call,) = vendor.calls("Allocate")
+    assert call["containers"] == 1
+    assert sorted(call["ids"]) == ["GPU-1::0", "g0"]
+    edits = scene.node.edits_of(pod)
+    assert dict(edits.env) == {"GADGETS": ",".join(call["ids"])}
+    assert {one.container for one in edits.device_nodes} == {"/dev/inside-g0", "/dev/inside-GPU-1::0", "/dev/ctl"}
+    assert [(one.host, one.container, one.readonly) for one in edits.mounts] == [(str(scene.where), "/opt/lib", True)]
+    assert set(edits.cdi) == {f"vendor.example/gadget={name}" for name in ("g0", "GPU-1::0", "all")}
+
+
+def test_sides(scene: Scene) -> None:
+    """Each device is on one side: pods with limits get what claims are not offered."""
+    scene.write(dra={"share": 1})
+    scene.agent()
+    scene.vendor(resource("g0", "g1", env={"GADGETS": "{ids}"}))
+    scene.wait_offered(1)
+    scene.node.wait_allocatable(RESOURCE, 1)
+    claimed, limited = scene.pod().wait_running(), scene.node.run_pod("q", {RESOURCE: 1})
+    held = {scene.node.edits_of(claimed).env["GADGETS"], limited.env["GADGETS"]}
+    assert held == {"g0", "g1"}
