@@ -1121,7 +1121,7 @@ def test_rollout_of_many_nodes_on_a_terminal(world: World, columns: int, rows: i
     for number in range(30):
         world.agent(f"node-{number:02}", held={"gpu-0": "pod default/p"} if number == 7 else {})
     argv = ("rollout", "--driver", D, "--share", "all", "-l", "pool=gpu", "--max-unavailable", "25")
-    status, text = on_a_terminal(world, *argv, "--timeout-per-node", "15", columns=columns, rows=rows)
+    status, text = on_a_terminal(world, *argv, "--timeout-per-node", "6", columns=columns, rows=rows)
     assert status == 1
     frames = text.split("of 30 nodes")
     assert "1 in the move, 0 to come" in frames[-2]
@@ -1129,7 +1129,7 @@ def test_rollout_of_many_nodes_on_a_terminal(world: World, columns: int, rows: i
     bars = [ESCAPES.sub("", frame).count(" devices ") for frame in frames[1:]]
     assert 2 <= max(bars) <= rows - reporter.OTHER_ROWS
     last = " ".join(ESCAPES.sub("", text).split()).split("29 of 30 nodes done ")[1]
-    reason = "stopped: node-07: not done after 15 s: gpu-0 (to-dra) waits for its holder, held by pod default/p"
+    reason = "stopped: node-07: not done after 6 s: gpu-0 (to-dra) waits for its holder, held by pod default/p"
     assert last.endswith(reason)
     assert "━" not in last[last.index("run the same command to continue") :]
 

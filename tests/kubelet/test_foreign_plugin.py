@@ -195,7 +195,7 @@ def test_a_plugin_that_comes_and_goes_costs_no_pod(
 def test_a_plugin_that_insists_is_answered_ever_more_slowly(kubelet: FakeKubelet) -> None:
     """Two that register against each other do not keep the kubelet busy (kubernetes#124716)."""
     with serve(SimulatedSource(2, resource=R), kubelet) as agent, contextlib.ExitStack() as stack:
-        for number in range(6):
+        for number in range(4):
             plugin = BarePlugin(kubelet.device_plugin_dir, "theirs", resource=R, endpoint=f"theirs-{number}.sock")
             stack.callback(plugin.stop)
             plugin.register()

@@ -83,7 +83,7 @@ async def test_a_claims_part_counts_for_the_plugin_alone(node: FakeNode, to: str
         first = await here.claimant("c")
     async with serving(node, made(to), both=False) as here:
         await here.until(lambda: A in node.resources())
-        await here.soon(lambda: False, 2)
+        await here.scans()
         assert not await both_run(here, first, A)
 
 
@@ -101,5 +101,5 @@ async def test_a_claims_own_device_is_given_to_no_pod_by_the_plugin_alone(node: 
         first = await here.claimant("c")
     async with serving(node, made(D), both=False) as here:
         await here.until(lambda: A in node.resources())
-        await here.soon(lambda: here.healthy(A), 4)
+        await here.scans()
         assert not await both_run(here, first, A)

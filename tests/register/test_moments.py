@@ -49,7 +49,7 @@ async def test_a_list_changes_while_edits_works_for_a_pod(node: FakeNode, both: 
         cards(source, d0="h1", d1="h0")
         await here.until(lambda: "d1" in here.agent.services[A].inventory.snapshot.devices)
         source.end.set()
-        await here.soon(lambda: first.running, 5)
+        await here.until(lambda: first.phase != "Pending")
         await here.soon(lambda: "d1" in here.healthy(), 5)
         second = await here.run("q", {A: 1})
         third = await here.run("r", {A: 1})
@@ -86,14 +86,15 @@ async def test_a_list_changes_while_a_claim_is_prepared(node: FakeNode, hook: st
         first = node.start_pod("c1", template={D: 1})
         await asyncio.wait_for(source.began.wait(), 15)
         await here.until(lambda: first.bound)
-        await here.soon(lambda: False, 1.0)
+        await here.scans()
         cards(source, d0="h1", d1="h0")
         await here.until(lambda: "d1" in here.agent.services[A].inventory.snapshot.devices)
         source.slow = False
         source.end.set()
         await here.soon(lambda: first.running, 8)
         pods = [node.start_pod(f"c{n}", template={D: 1}) for n in (2, 3)]
-        await here.soon(lambda: all(one.running for one in pods), 8)
+        await here.until(lambda: pods[0].phase != "Pending")
+        await here.scans()
         has = [sorted(got(node, pod)) for pod in (first, *pods) if pod.running]
         assert len(has) == len({tuple(one) for one in has}), has
 
@@ -112,7 +113,7 @@ async def test_a_reload_moves_hardware_while_edits_works(node: FakeNode, both: b
         first = node.start_pod("p", {A: 1})
         await asyncio.wait_for(source.began.wait(), 15)
         reload = asyncio.create_task(here.serve(other))
-        await here.soon(lambda: False, 1.5)
+        await here.soon(reload.done, 0.3)
         source.end.set()
         await here.soon(lambda: first.phase != "Pending", 8)
         await reload
@@ -137,9 +138,9 @@ async def test_a_reload_outlasts_the_drain_of_allocate(node: FakeNode, both: boo
         await asyncio.wait_for(source.began.wait(), 15)
         await asyncio.wait_for(here.serve(other), 40)
         await here.until(lambda: B in node.resources(), 30)
-        await here.soon(lambda: here.healthy(B), 5)
+        await here.scans()
         second = node.start_pod("q", {B: 1})
-        await here.soon(lambda: second.running, 10)
+        await here.scans()
         source.end.set()
         await here.soon(lambda: first.phase != "Pending", 15)
         await here.soon(lambda: second.phase != "Pending", 15)

@@ -77,14 +77,14 @@ async def test_numbers_are_swapped_by_a_reboot(node: FakeNode, tmp_path: Path, l
     await asyncio.to_thread(node.reboot)
     async with serving(node, swapped, both=both) as here:
         await here.until(lambda: A in node.resources())
-        await here.soon(lambda: False, 0.5)
+        await here.scans()
         if late:
             for n, path in enumerate(tty):
                 put(path, 10 + n)
             swapped.put(Device("serial-0", nodes=[str(tty[1])]), Device("serial-1", nodes=[str(tty[0])]))
-        await here.soon(lambda: len(here.healthy()) == 2, 2)
+        await here.scans()
         node.release_sources()
-        await here.soon(lambda: pod.running, 5)
+        await here.until(lambda: pod.phase != "Pending")
         await here.scans()
         others = [await here.run(f"q{n}", {A: 1}) for n in range(2)]
         has = [sorted(hardware(one)) for one in (pod, *others) if one.running]

@@ -12,6 +12,7 @@ import pytest
 
 from deviceplugin.testing import FakePod, claim_state
 from deviceplugin.testing.claim_state import DevicesOfClaim, PreparedDevice
+from dra_bridge.driver import preparation
 from dra_bridge.testing.node import FakeNode
 from tests.dra.classes import unserved
 from tests.register.node import (
@@ -190,8 +191,11 @@ async def test_a_renamed_driver_that_cannot_be_served_can_be_named_as_before(nod
 # Claims share a device.
 
 
-async def test_claims_share_a_device_no_more_often_than_it_is_offered(node: FakeNode) -> None:
+async def test_claims_share_a_device_no_more_often_than_it_is_offered(
+    node: FakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of two pods that were deleted by force the containers hang: the API server's next two claims wait for them."""
+    monkeypatch.setattr(preparation, "PATIENCE", 0.5)
     async with serving(node, Listed(A, D, "d0", replicas=2), share="all") as here:
         await here.until(lambda: here.sliced() == {"d0"})
         hanging = [await here.claimant(name) for name in ("h0", "h1")]

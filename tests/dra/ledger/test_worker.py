@@ -61,9 +61,8 @@ async def test_what_is_asked_together_is_committed_together(path: str) -> None:
             begun.set()
             held.wait(10)
 
-    store = Ledger(path, connect=Watched.by(step))
     held.set()
-    async_ledger = AsyncLedger(store)
+    async_ledger = AsyncLedger(Ledger(path, connect=Watched.by(step)))
     await async_ledger.do(adopt(R, [str(n) for n in range(9)], Side.PLUGIN, T0))
     held.clear()
     begun.clear()

@@ -22,7 +22,7 @@ from deviceplugin.testing import FakePod
 from dra_bridge.driver.registrar import Timing
 from dra_bridge.handover.share import Share
 from dra_bridge.kube import Cluster
-from dra_bridge.node import slice_feed
+from dra_bridge.node import claim_reconciliation, slice_feed
 from dra_bridge.node.bridge import Bridge
 from dra_bridge.node.device_reconciliation import EvidenceReader
 from dra_bridge.node.share import NONE, HandoverPolicy
@@ -297,8 +297,11 @@ async def test_claims_of_a_former_driver_keep_their_devices(
         assert ledger.snapshot.device(A, device).driver == D
 
 
-async def test_a_claim_of_a_former_driver_that_the_kubelet_has_forgotten(node: FakeNode, tmp_path: Path) -> None:
+async def test_a_claim_of_a_former_driver_that_the_kubelet_has_forgotten(
+    node: FakeNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The claim state is lost: its file holds its device until no process of its pod runs."""
+    monkeypatch.setattr(claim_reconciliation, "RECONCILE", 0.2)
     async with running(bridge(node, tmp_path, Source(A, D), share=Share(part=1.0))):
         pod, device = await asyncio.to_thread(start_claimant, node)
     await asyncio.to_thread(node.stop)
