@@ -1,24 +1,25 @@
 """How the API server is reached: its address, its CA, and the client's credentials.
 
-In a pod that is the service account. Everywhere else it is a kubeconfig, which kubernetes_asyncio reads; it is loaded
-only then, because it takes 45 MB.
+In a pod that is the service account. Everywhere else it is a kubeconfig, which another process reads (`kubeconfig`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import ssl
+import sys
 import time
 import urllib.parse
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from deviceplugin.version import installing
+import msgspec
+
+from dra_bridge.kube.kubeconfig import Credentials, Failure, KubeConfigError
 
 SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Where the kubelet puts a pod's token and the cluster's CA."""
@@ -26,11 +27,8 @@ SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 TOKEN_AGE: Final = 60.0
 """Seconds after which a token's file is read again, as client-go does; it is renewed long before it expires."""
 
-EXEC_TIMEOUT: Final = 120.0  # seconds that a credential plugin may take: it may ask a person to log in
-
-
-class KubeConfigError(Exception):
-    """Raised when a kubeconfig is missing or wrong, or gives no credentials."""
+EXEC_TIMEOUT: Final = 120.0
+"""Seconds that reading a kubeconfig may take: its credential plugin may ask a person to log in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,43 +101,27 @@ class _KubeConfig:
 
     def __init__(self, paths: str) -> None:
         self._paths = paths
-        self._refreshing = asyncio.Lock()
-        self._loads = 0
+        self._reading = asyncio.Lock()
+        self._reads = 0
+        self._token_file = _TokenFile(None)
 
     async def load(self) -> Access:
         """Read the files and get credentials anew; this may run a credential plugin."""
-        try:
-            from kubernetes_asyncio.client import Configuration
-            from kubernetes_asyncio.config.kube_config import KubeConfigLoader, KubeConfigMerger
-        except ImportError as error:
-            raise KubeConfigError(f"a kubeconfig needs kubernetes_asyncio: {error}; {installing('cli')}") from error
-        logging.getLogger("kubernetes_asyncio").setLevel(logging.CRITICAL)  # it raises what it logs, too
-        if not any(Path(path).expanduser().is_file() for path in self._paths.split(os.pathsep) if path):
-            empty = ", and $KUBECONFIG is empty" if os.environ.get("KUBECONFIG") == "" else ""
-            raise KubeConfigError(f"there is no kubeconfig {self._paths}{empty}")
-        try:
-            merged = KubeConfigMerger(self._paths).config
-            self._plugin = _plugin(merged)
-            self._loader = KubeConfigLoader(merged, config_base_path=None)
-            self._configuration = found = Configuration()
-        except (AttributeError, LookupError, TypeError) as error:  # the library expects other types
-            lacks = "clusters, contexts, users and current-context"
-            raise KubeConfigError(f"{self._paths} is not a kubeconfig, a mapping with {lacks}") from error
-        except Exception as error:
-            raise KubeConfigError(f"{self._paths}: {error or type(error).__name__}") from error
-        await self._refresh()
-        self._loads += 1
-        tls, url = None, str(found.host)
-        if url.startswith("https:"):
-            with self._named("certificate-authority"):
-                tls = _tls(found.ssl_ca_cert)
-            if not found.verify_ssl:
+        self._credentials = found = await self._read()
+        self._token_file = _TokenFile(Path(found.token_file), found.authorization, time.monotonic())
+        self._reads += 1
+        tls = None
+        if found.url.startswith("https:"):
+            with self._named("certificate-authority"), _file(found.authority) as authority:
+                tls = _tls(authority)
+            if not found.verify:
                 tls.check_hostname = False
                 tls.verify_mode = ssl.CERT_NONE
-            if found.cert_file:
-                with self._named("client-certificate or client-key"):
-                    tls.load_cert_chain(found.cert_file, found.key_file)
-        return Access(url, tls, self, found.proxy or "", found.tls_server_name or "", f"kubeconfig {self._paths}")
+            if found.certificate:
+                named = self._named("client-certificate or client-key")
+                with named, _file(found.certificate) as certificate, _file(found.key) as key:
+                    tls.load_cert_chain(certificate, key or None)
+        return Access(found.url, tls, self, found.proxy, found.server_name, f"kubeconfig {self._paths}")
 
     @contextlib.contextmanager
     def _named(self, field: str) -> Iterator[None]:
@@ -150,44 +132,47 @@ class _KubeConfig:
             raise KubeConfigError(f"{self._paths}: {field} cannot be used: {error}") from error
 
     async def __call__(self, refused: bool) -> str:
-        loads = self._loads
-        async with self._refreshing:
-            if refused and loads == self._loads:  # no other request has loaded it meanwhile
-                await self.load()
-            elif self._is_due():
-                await self._refresh()
-            return str(self._configuration.api_key.get("BearerToken", ""))
+        reads = self._reads
+        async with self._reading:
+            if self._credentials.token_file:
+                return await self._token_file(refused)
+            expires = self._credentials.expires
+            if reads == self._reads and (refused or (expires is not None and expires <= time.time())):
+                await self.load()  # no other request has done it meanwhile
+            return self._credentials.authorization
 
-    def _is_due(self) -> bool:
-        """Whether to ask the library, which runs a plugin again only if its token is about to expire."""
-        if self._plugin:
-            return hasattr(self._loader, "exec_plugin_expiry")
-        return time.monotonic() - self._refreshed_at >= TOKEN_AGE
-
-    async def _refresh(self) -> None:
-        source = f"credential plugin {self._plugin['command']}" if self._plugin else self._paths
+    async def _read(self) -> Credentials:
+        """Have the files read by a process that ends then."""
+        code = f"import sys; sys.path[:] = {sys.path!r}; from dra_bridge.kube import kubeconfig; kubeconfig.main()"
+        reader = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", code, self._paths, stdout=asyncio.subprocess.PIPE
+        )
         try:
             async with asyncio.timeout(EXEC_TIMEOUT):
-                await self._loader.load_and_set(self._configuration)
+                printed, _ = await reader.communicate()
+            answer = msgspec.json.decode(printed, type=Credentials | Failure)
         except TimeoutError:
-            raise KubeConfigError(f"no credentials: {source} did not end in {EXEC_TIMEOUT:g} s") from None
-        except Exception as error:
-            hint = f"; {hint.strip()}" if (hint := self._plugin.get("installHint")) else ""
-            raise KubeConfigError(f"no credentials: {source}: {error or type(error).__name__}{hint}") from error
-        if self._plugin and "BearerToken" not in self._configuration.api_key and not self._configuration.cert_file:
-            raise KubeConfigError(f"no credentials: {source} printed neither a token nor a certificate")
-        self._refreshed_at = time.monotonic()
+            late = f"took longer than {EXEC_TIMEOUT:g} s; its credential plugin, if it has one, may wait for a login"
+            raise KubeConfigError(f"no credentials: reading {self._paths} {late}") from None
+        except msgspec.MsgspecError as error:
+            ended = f"the process that reads it ended with {reader.returncode}"
+            raise KubeConfigError(f"{self._paths}: {ended}") from error
+        finally:
+            if reader.returncode is None:
+                reader.kill()
+                await reader.communicate()
+        if isinstance(answer, Failure):
+            raise KubeConfigError(answer.reason)
+        return answer
 
 
-def _plugin(merged: Any) -> dict[str, Any]:
-    """Return the credential plugin of the current context, {} if it has none.
-
-    A command with a slash in it is relative to the directory of its file, which the library does not know.
-    """
-    context = merged["contexts"].get_with_name(merged["current-context"])
-    name = context["context"].safe_get("user")
-    user = merged["users"].get_with_name(name, safe=True) if name else None
-    plugin: dict[str, Any] = (user and user["user"].safe_get("exec")) or {}
-    if user and os.sep in plugin.get("command", ""):
-        plugin["command"] = str(Path(user.path).absolute().parent / plugin["command"])
-    return plugin
+@contextlib.contextmanager
+def _file(content: bytes | None) -> Iterator[str]:
+    """Give the path of a file in memory, "" if there is no content: the ssl module reads certificates from files."""
+    if not content:
+        yield ""
+        return
+    with os.fdopen(os.memfd_create("pem"), "wb") as file:
+        file.write(content)
+        file.flush()
+        yield f"/proc/self/fd/{file.fileno()}"

@@ -17,8 +17,9 @@ import msgspec
 
 from dra_bridge.kube import api
 from dra_bridge.kube.api import GROUP, AccessError, ApiError, Kind, Object, UnavailableError
-from dra_bridge.kube.auth import Access, KubeConfigError
+from dra_bridge.kube.auth import Access
 from dra_bridge.kube.http import HTTP_ERRORS, HttpClient, Response, proxy_of
+from dra_bridge.kube.kubeconfig import KubeConfigError
 
 logger: Final = logging.getLogger(__name__)
 

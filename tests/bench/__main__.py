@@ -22,6 +22,9 @@ import grpc
 
 from deviceplugin.wire import deviceplugin_pb2 as pb
 from deviceplugin.wire import deviceplugin_pb2_grpc as pb_grpc
+from dra_bridge.testing.apiserver import FakeApiServer
+from dra_bridge.testing.node import FakeNode
+from dra_bridge.testing.serving import device_class
 from tests.bench import bench_client, bench_metrics
 from tests.bench.kubelet import OPTIONS, Kubelet
 from tests.config.files import bombs
@@ -112,22 +115,24 @@ def process(*command: str) -> Iterator[Process]:
         child.end()
 
 
-def config(node: Kubelet, count: int) -> list[str]:
-    """Return the arguments that serve so many simulated devices."""
-    path = node.root / "config.yaml"
-    simulated = {"count": count, "numa": 2, "unhealthy_file": str(node.root / "unhealthy" / "list")}
-    (node.root / "unhealthy").mkdir(exist_ok=True)
-    resources = [{"name": "example.com/bench", "devices": [{"simulated": simulated}]}]
-    path.write_text(json.dumps({"resources": resources}))
+def config(root: Path, count: int, driver: str = "") -> list[str]:
+    """Return the arguments that serve so many simulated devices, with a driver for claims too."""
+    path = root / "config.yaml"
+    simulated = {"count": count, "numa": 2, "unhealthy_file": str(root / "unhealthy" / "list")}
+    (root / "unhealthy").mkdir(exist_ok=True)
+    resource: dict[str, Any] = {"name": "example.com/bench", "devices": [{"simulated": simulated}]}
+    if driver:
+        resource |= {"driver": driver, "dra": {"share": "50%"}}
+    path.write_text(json.dumps({"resources": [resource]}))
     return [
         "-m",
-        "deviceplugin",
+        "dra_bridge" if driver else "deviceplugin",
         "run",
         "--config",
         str(path),
         *ANY_CONFIG,
         "--kubelet-root",
-        str(node.root),
+        str(root),
         "--log-level",
         "error",
     ]
@@ -136,7 +141,7 @@ def config(node: Kubelet, count: int) -> list[str]:
 @contextlib.contextmanager
 def served(count: int, *more: str) -> Iterator[tuple[Kubelet, Process]]:
     """Run the agent with so many devices, registered and listed."""
-    with Kubelet() as node, process(*config(node, count), *more) as agent:
+    with Kubelet() as node, process(*config(node.root, count), *more) as agent:
         node.wait(lambda: node.lists, "list")
         yield node, agent
 
@@ -274,7 +279,7 @@ def start() -> None:
     """From the start of the process to Register."""
     times, cpu = [], []
     for _ in range(3 if QUICK else 10):
-        with Kubelet() as node, process(*config(node, 8)) as agent:
+        with Kubelet() as node, process(*config(node.root, 8)) as agent:
             node.wait(lambda: node.registered, "Register")
             cpu.append(agent.cpu)
             times.append(node.registered[-1][0] - agent.began)
@@ -374,6 +379,23 @@ def client() -> None:
     result("GET of a Node over a kept connection, median", measured.seconds * 1e3, "ms", 1.5)
 
 
+def bridge() -> None:
+    """The agent with both sides, which reaches the API server by a kubeconfig and serves a pod of each side."""
+    with FakeApiServer() as server, FakeNode(server, "n1") as node:
+        made = server.create(device_class("example.com/bench", "bench.example.com"))
+        context = {"name": "c", "context": {"cluster": "c", "user": "u"}}
+        clusters = [{"name": "c", "cluster": {"server": server.url}}]
+        named = {"current-context": "c", "contexts": [context], "clusters": clusters}
+        file = node.root / "kubeconfig"
+        file.write_text(json.dumps(named | {"users": [{"name": "u", "user": {"token": "t"}}]}))
+        more = ("--kubeconfig", str(file), "--node-name", "n1", "--cdi-dir", str(node.cdi))
+        with process(*config(node.root, 8, "bench.example.com"), *more) as agent:
+            wait_for("slices", lambda: len(server.objects("resourceslices")) > 0, 60)
+            node.start_pod("limits", {"example.com/bench": 1}).wait_running()
+            node.start_pod("claim", template={made["metadata"]["name"]: 1}).wait_running()
+            result("resident, dra-bridge run with a kubeconfig", agent.settled() / MB, "MB", 75)
+
+
 def flood() -> None:
     """What others notice of 100 clients without a token that send 300 requests for /status each, again and again."""
     seconds = 5 if QUICK else 20
@@ -469,6 +491,7 @@ PARTS: dict[str, Callable[[], None]] = {
     "flat": flat,
     "metrics": metrics,
     "client": client,
+    "bridge": bridge,
     "flood": flood,
     "hostile": hostile,
 }

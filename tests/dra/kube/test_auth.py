@@ -22,7 +22,8 @@ import pytest
 from deviceplugin.version import installing
 from dra_bridge.kube import NODES, Cluster, UnavailableError
 from dra_bridge.kube import auth as access
-from dra_bridge.kube.auth import KubeConfigError, from_environment
+from dra_bridge.kube.auth import from_environment
+from dra_bridge.kube.kubeconfig import KubeConfigError
 from dra_bridge.testing.apiserver import FakeApiServer
 
 
@@ -151,7 +152,6 @@ async def test_an_exec_plugin_knows_what_it_is_asked_for(tmp_path: Path) -> None
     assert token.startswith("Bearer get-token-north-apiVersionclient.authentication.k8s.io/v1kindExecCredential")
 
 
-@pytest.mark.filterwarnings("ignore:datetime.datetime.utcnow:DeprecationWarning")
 @pytest.mark.parametrize(("ends", "again"), [("2020-01-01T00:00:00Z", "t2"), ("2999-01-01T00:00:00Z", "t1")])
 async def test_a_token_that_has_ended_is_asked_for_again(tmp_path: Path, ends: str, again: str) -> None:
     """The plugin says until when its token is good."""
@@ -190,6 +190,58 @@ async def test_a_plugin_that_waits_for_a_person(tmp_path: Path) -> None:
             assert (await asked)["metadata"]["name"] == "a"
 
 
+async def test_a_plugin_at_a_terminal(tmp_path: Path) -> None:
+    """A plugin is told that a person is there if this process has a terminal."""
+    file = plugin_file(tmp_path, printed(r"""\"token\": \"$(echo $KUBERNETES_EXEC_INFO | tr -d '\" {},:')\" """))
+    code = (
+        "import asyncio, dra_bridge.kube.auth as access\n"
+        f"found = asyncio.run(access.from_environment({str(file)!r}))\n"
+        "print(asyncio.run(found.authorize(False)))\n"
+    )
+    ours, theirs = os.openpty()
+    try:
+        for stderr, said in ((theirs, "interactivetrue"), (subprocess.DEVNULL, "interactivefalse")):
+            command = [sys.executable, "-c", code]
+            done = await asyncio.to_thread(subprocess.run, command, stdout=subprocess.PIPE, stderr=stderr, timeout=60)
+            assert said in done.stdout.decode()
+    finally:
+        os.close(ours)
+        os.close(theirs)
+
+
+async def test_a_reader_that_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plugin that never answers is given up."""
+    monkeypatch.setattr(access, "EXEC_TIMEOUT", 0.5)
+    os.mkfifo(tmp_path / "login")
+    with pytest.raises(KubeConfigError, match=r"config took longer than 0.5 s; its credential plugin"):
+        await from_environment(plugin_file(tmp_path, f"cat {tmp_path / 'login'}"))
+    (tmp_path / "login").open("r+b", buffering=0).close()
+
+
+async def test_tokens_of_an_oidc_provider(tmp_path: Path) -> None:
+    """A token that has ended is refreshed, and what the provider gave is kept in the file, as by kubectl."""
+
+    def token(ends: int) -> str:
+        return "e30." + base64.urlsafe_b64encode(json.dumps({"exp": ends}).encode()).decode().rstrip("=") + ".x"
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        request = await reader.readuntil(b"\r\n\r\n")
+        tokens = {"id_token": token(2**33), "refresh_token": "second"}
+        body = json.dumps({"token_endpoint": f"{url}/token"} if request.startswith(b"GET") else tokens).encode()
+        head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+        writer.write(head % len(body) + body)
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as listening:
+        url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+        given = {"client-id": "c", "client-secret": "s", "idp-issuer-url": url, "refresh-token": "first"}
+        user = {"auth-provider": {"name": "oidc", "config": given | {"id-token": token(0)}}}
+        file = kubeconfig(tmp_path / "config", user)
+        assert await (await from_environment(file)).authorize(False) == f"Bearer {token(2**33)}"
+    assert "refresh-token: second" in file.read_text()
+
+
 async def test_an_exec_plugin_that_is_not_there(tmp_path: Path) -> None:
     """What the file says of how to get it is passed on."""
     user = {
@@ -214,7 +266,8 @@ async def test_files_that_make_no_sense(tmp_path: Path, text: str) -> None:
 
 async def test_without_the_reader_of_kubeconfigs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where kubernetes_asyncio is not installed, the error says which extra brings it."""
-    monkeypatch.setitem(sys.modules, "kubernetes_asyncio.client", None)
+    (tmp_path / "kubernetes_asyncio.py").write_text("raise ImportError('there is none')")
+    monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(KubeConfigError, match=re.escape(installing("cli"))):
         await from_environment(kubeconfig(tmp_path / "config", {}))
 
@@ -359,11 +412,13 @@ def loaded(code: str) -> set[str]:
     return found
 
 
-def test_a_pod_loads_no_kubernetes_client() -> None:
-    """Reaching the cluster from a pod takes no reader of kubeconfigs."""
+def test_an_agent_loads_no_kubernetes_client(tmp_path: Path) -> None:
+    """What reads kubeconfigs is in another process; a pod has no need of it."""
+    file = kubeconfig(tmp_path / "config", {"token": "t"})
     code = (
         "import asyncio, dra_bridge.node.bridge, dra_bridge.kube.auth as access\n"
         "asyncio.run(access.from_server('https://127.0.0.1'))\n"
+        f"assert asyncio.run(access.from_environment({str(file)!r})).url == 'http://server.example'\n"
     )
     assert "aiohttp" in (roots := loaded(code))
     assert roots.isdisjoint({"kubernetes_asyncio", "urllib3", "dateutil", "six"})
