@@ -27,6 +27,7 @@ UID_LENGTH: Final = 8
 """Characters of a pod's UID that tell it from others on its node."""
 
 RESTARTING: Final = "check the driver name; is the agent running?"
+GONE: Final = "there is no such node with these labels any more"
 COUNTED_TWICE: Final = (
     "until that pod ends, the scheduler counts a withheld device twice: it is missing from allocatable, and the pod's "
     "request is subtracted as well"
@@ -441,11 +442,13 @@ def decide(
     since: Mapping[str, float] | None = None,
     failing: Mapping[str, Mapping[str, str]] | None = None,
     own: Collection[str] = frozenset(),
+    gone: Collection[str] = (),
 ) -> Decision:
     """Decide what a rollout does next.
 
     since: when this run first saw each node move. failing: `failing_pods` by node; those that were failing before the
-    node was begun do not count. own: nodes that this run has begun.
+    node was begun do not count. own: nodes that this run has begun. gone: those of them that were not done and have no
+    Node now, or one with other labels; it may come back, without what it was asked for.
     """
     by_phase: dict[Phase, list[NodeView]] = {one: [] for one in Phase}
     for view in nodes:
@@ -465,18 +468,22 @@ def decide(
         if now - (since or {}).get(view.node, now) > limits.patience:
             waits = "; ".join(obstacles(view)) or "its agent has yet to report why"
             stop.append(f"{view.node}: not done after {limits.patience:g} s: {waits}")
+    for name in gone:
+        if now - (since or {}).get(name, now) > limits.patience:
+            stop.append(f"{name}: not done after {limits.patience:g} s: {GONE}")
     if stop:
         return Decision(forget=forget, stop=tuple(stop))
+    under_way = len(moving) + len(gone)
     if limits.pause and own:
-        return Decision(forget=forget, over=not moving and not forget)
+        return Decision(forget=forget, over=not under_way and not forget)
     # A node whose devices move to another share counts as moving whether it is asked or not, so it is asked first.
     unsettled = [view for view in waiting if view.reported is not None and not settled(view)]
     ready = [view for view in waiting if view.ready and (view.reported is None or settled(view))]
-    count = max(0, limits.max_unavailable - len(moving))
+    count = max(0, limits.max_unavailable - under_way)
     chosen = [*unsettled[:count], *ready[: max(0, count - len(unsettled))]]
-    if waiting and not chosen and not moving:
+    if waiting and not chosen and not under_way:
         return Decision(forget=forget, stop=tuple(f"{view.node}: the node is not Ready" for view in waiting))
-    return Decision(tuple(view.node for view in chosen), forget, over=not moving and not waiting and not forget)
+    return Decision(tuple(view.node for view in chosen), forget, over=not under_way and not waiting and not forget)
 
 
 def share_patch(driver: str, share: str | None) -> dict[str, Any]:

@@ -252,6 +252,8 @@ class _Rollout:
         self._own: dict[str, str] = {}
         """The nodes that this run has asked, with the UIDs of their Nodes."""
         self._done: dict[str, float] = {}
+        self._gone: Sequence[str] = ()
+        """Nodes that this run has asked and that are there no more, before they were done."""
         self._failing: dict[str, tuple[float, dict[str, str]]] = {}
         """By node, when its pods were last listed, and which of them were failing."""
         self._baseline: dict[str, frozenset[str]] = {}
@@ -288,8 +290,13 @@ class _Rollout:
             self._reporter.say(f"{name}: done after {now - self._since[name]:.1f} s")
             self._done[name] = now
         failing = {view.node: await self._newly_failing(view, now) for view in begun}
+        gone = sorted(self._own.keys() - self._done.keys() - phases.keys(), key=natural)
+        for name in gone:
+            if name not in self._gone:
+                self._reporter.say(f"{name}: {fleet.GONE}; waiting for it")
+        self._gone = gone
         decision = fleet.decide(
-            self._goal, nodes, self._limits, now=now, since=self._since, failing=failing, own=self._own
+            self._goal, nodes, self._limits, now=now, since=self._since, failing=failing, own=self._own, gone=gone
         )
         for name in decision.forget:
             node = await self._fleet.cluster.get(NODES, name)

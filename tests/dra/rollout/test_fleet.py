@@ -433,6 +433,20 @@ def test_who_takes_over_keeps_what_was_before() -> None:
     assert msgspec.json.decode(record, type=Before) == Before("2", owner="bob (share none)")
 
 
+def test_a_node_that_is_gone_is_waited_for() -> None:
+    """A node that was begun and has no Node counts as moving, stops the rollout in the end, and never ends it well."""
+    rest = [view("n2")]
+    asked: dict[str, Any] = {"now": 100.0, "own": {"n1"}, "gone": ["n1"]}
+    assert fleet.decide(Goal("all"), (), Limits(), **asked) == fleet.Decision()
+    assert fleet.decide(Goal("all"), rest, Limits(1), **asked) == fleet.Decision()
+    assert fleet.decide(Goal("all"), rest, Limits(2), **asked).begin == ("n2",)
+    assert fleet.decide(Goal("all"), rest, Limits(2, pause=True), **asked) == fleet.Decision()
+    assert fleet.decide(Goal("all"), [view("n2", ready=False)], Limits(2), **asked) == fleet.Decision()
+    stopped = fleet.decide(Goal("all"), rest, Limits(2, 10.0), since={"n1": 80.0}, **asked)
+    said = "n1: not done after 10 s: there is no such node with these labels any more"
+    assert stopped == fleet.Decision(stop=(said,))
+
+
 def test_a_record_is_removed_only_where_its_share_is_restored() -> None:
     """Between the decision and the request another run may have asked for its own share again."""
     undo = Goal(undo=True, owner="bob (undo)")
