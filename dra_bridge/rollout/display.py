@@ -85,7 +85,8 @@ def _to_say(view: NodeView) -> bool:
 def _of_node(view: NodeView, width: int | None) -> Iterator[Line]:
     yield from wrapped([f"{view.node} {view.driver}: {fleet.summary(view)}"], width)
     if view.reported is not None:
-        yield from wrapped([*fleet.obstacles(view), *fleet.withheld(view)], width, "  ")
+        said = [*fleet.obstacles(view), *fleet.withheld(view), *fleet.administrative(view)]
+        yield from wrapped(said, width, "  ")
 
 
 def wrapped(texts: Iterable[str], width: int | None, indent: str = "") -> list[Line]:
@@ -253,6 +254,7 @@ def _device_as_json(one: DeviceView) -> dict[str, Any]:
         "side": one.state.side,
         "state": one.state.value,
         "holder": one.holder if one.known else None,
+        "administrativeAccess": list(one.admins),
         "health": one.health or None,
         "message": one.message,
         "pods": list(one.pods),

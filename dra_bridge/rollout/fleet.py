@@ -54,7 +54,8 @@ class DeviceView(DeviceProgress, frozen=True, kw_only=True):
     """One device as its agent reports it. pods: those that its claims are reserved for.
 
     known: whether the holder is that of now, "" if nobody has it. health: "" if it is not known. withheld: why it is
-    offered to nobody, "" if it is or if that is not known.
+    offered to nobody, "" if it is or if that is not known. admins: claims with administrative access, which hold
+    nothing.
     """
 
     resource: str
@@ -64,6 +65,7 @@ class DeviceView(DeviceProgress, frozen=True, kw_only=True):
     health: str = ""
     message: str = ""
     withheld: str = ""
+    admins: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +91,13 @@ class NodeView:
         return self.reported is not None and self.reported.asked == (self.asked or "")
 
 
-def allocations(claim: Object) -> list[Object]:
-    """Return what is allocated to a claim, without administrative access: objects with driver, pool and device."""
+def allocations(claim: Object, *, admin: bool = False) -> list[Object]:
+    """Return what is allocated to a claim: objects with driver, pool and device.
+
+    admin: what it has administrative access to; else what it holds.
+    """
     devices = ((claim.get("status") or {}).get("allocation") or {}).get("devices") or {}
-    return [one for one in devices.get("results") or () if not one.get("adminAccess")]
+    return [one for one in devices.get("results") or () if bool(one.get("adminAccess")) is admin]
 
 
 def drivers_of(slices: Iterable[Object]) -> list[str]:
@@ -110,10 +115,12 @@ def views(
         if one["spec"]["driver"] == driver:
             by_node.setdefault(one["spec"].get("nodeName", ""), []).append(one)
     by_device: dict[Key, list[Object]] = {}
+    admins: dict[Key, list[Object]] = {}
     for claim in claims:
-        for result in allocations(claim):
-            if result.get("driver") == driver:
-                by_device.setdefault((result.get("pool", ""), result.get("device", "")), []).append(claim)
+        for seen, admin in ((by_device, False), (admins, True)):
+            for result in allocations(claim, admin=admin):
+                if result.get("driver") == driver:
+                    seen.setdefault((result.get("pool", ""), result.get("device", "")), []).append(claim)
     found = []
     for node in nodes:
         name, annotations = node["metadata"]["name"], node["metadata"].get("annotations") or {}
@@ -126,7 +133,7 @@ def views(
                 annotations.get(share_annotation(driver)),
                 _before(annotations.get(before_annotation(driver))),
                 reported,
-                _devices(name, reported, by_device) if reported is not None else (),
+                _devices(name, reported, by_device, admins) if reported is not None else (),
                 name in by_node,
                 all(one.get("status") == "True" for one in conditions if one.get("type") == "Ready"),
                 node["metadata"].get("uid", ""),
@@ -142,8 +149,10 @@ def _before(text: str | None) -> Before | None:
         return None
 
 
-def _devices(pool: str, reported: Progress, claims: Mapping[Key, Sequence[Object]]) -> tuple[DeviceView, ...]:
-    """Return the devices of a node. claims: by pool and published name of the devices that are allocated to them."""
+def _devices(
+    pool: str, reported: Progress, claims: Mapping[Key, Sequence[Object]], admins: Mapping[Key, Sequence[Object]]
+) -> tuple[DeviceView, ...]:
+    """Return the devices of a node. claims, admins: by pool and published name of what is allocated to claims."""
     devices = {resource: one.devices for resource, one in reported.resources.items()}
     published = {key: name for name, key in published_names(reported.qualifiers, devices).items()}
     found = []
@@ -151,17 +160,21 @@ def _devices(pool: str, reported: Progress, claims: Mapping[Key, Sequence[Object
         for name, device in one.devices.items():
             key = (pool, published.get((resource, name), ""))
             holders = claims.get(key, ()) if device.state.prepares else ()
-            titles = [f"claim {one['metadata']['namespace']}/{one['metadata']['name']}" for one in holders]
+            titles, watching = _titles(holders), _titles(admins.get(key, ()))
             pods = {
                 str(user.get("name", ""))
                 for claim in holders
                 for user in (claim.get("status") or {}).get("reservedFor") or ()
                 if user.get("resource") == "pods"
             }
-            fields = msgspec.structs.asdict(device) | {"holder": ", ".join(dict.fromkeys(titles)) or device.holder}
-            known = bool(titles)
-            found.append(DeviceView(resource=resource, name=name, pods=tuple(sorted(pods)), known=known, **fields))
+            fields = msgspec.structs.asdict(device) | {"holder": ", ".join(titles) or device.holder}
+            fields |= {"known": bool(titles), "admins": watching}
+            found.append(DeviceView(resource=resource, name=name, pods=tuple(sorted(pods)), **fields))
     return tuple(sorted(found, key=lambda view: (natural(view.resource), natural(view.name))))
+
+
+def _titles(claims: Iterable[Object]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(f"claim {one['metadata']['namespace']}/{one['metadata']['name']}" for one in claims))
 
 
 def with_answers(view: NodeView, answers: Answers) -> NodeView:
@@ -208,6 +221,17 @@ def withheld(view: NodeView) -> list[str]:
             by_reason.setdefault(one.withheld, []).append(one.name)
     found = [f"withheld: {shortened(names)}: {reason}" for reason, names in by_reason.items()]
     return [*found, *([COUNTED_TWICE] if found else [])]
+
+
+def administrative(view: NodeView) -> list[str]:
+    """Return a sentence for each claim that has administrative access to devices."""
+    by_claim: dict[str, list[str]] = {}
+    for one in view.devices:
+        for claim in one.admins:
+            by_claim.setdefault(claim, []).append(one.name)
+    them = {claim: "it" if len(names) == 1 else "them" for claim, names in by_claim.items()}
+    text = "{} has administrative access to {}, without holding {}"
+    return [text.format(claim, shortened(names), them[claim]) for claim, names in by_claim.items()]
 
 
 def shortened(names: Iterable[str]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 import time
 import urllib.parse
 import urllib.request
@@ -320,6 +321,14 @@ def test_administrative_access_is_no_holder(bridge: Bridge, prometheus: Promethe
     cluster.wait_for(lambda: {one[1] for one in prometheus.holders()} == {held}, 30, "one device has a holder")
     assert prometheus.value("sum(deviceplugin_device_holders)") == 1
     assert prometheus.value("sum(deviceplugin_device_held_twice)") == 0
+    command = [sys.executable, "-m", "dra_bridge", "status", "--driver", "gpu.example.com"]
+    done = subprocess.run(
+        [*command, "--kubeconfig", str(cluster.kubeconfig)], capture_output=True, text=True, timeout=60
+    )
+    line = f"  claim default/watch has administrative access to {', '.join(sorted(seen))}, without holding them"
+    assert line in done.stdout.splitlines(), done.stdout + done.stderr
+    assert [held] == re.findall(r"(\S+) +dra +dra +claim default/mine", done.stdout)
+    assert "claim default/watch for" not in done.stdout
     time.sleep(3)  # longer than an alert takes here
     assert not [name for name, _ in prometheus.firing() if name == "DeviceHeldTwice"]
 

@@ -133,6 +133,7 @@ def test_claims_name_holders_of_a_shared_device() -> None:
     (found,) = fleet.views(D, [node("n1")], [slice_of("n1", said)], claims)
     assert found.devices[0].holder == "claim ns/x, claim ns/y"
     assert found.devices[0].pods == ("pod-x", "pod-y")
+    assert fleet.administrative(found) == ["claim ns/z has administrative access to a, without holding it"]
 
 
 @pytest.mark.parametrize(
