@@ -261,12 +261,17 @@ class Bridge:
     # What is seen from outside.
 
     def wait_registered(self) -> None:
-        """Wait until the kubelet has taken the drivers' registrations."""
-        for driver in self.drivers:
+        """Wait until the kubelet has taken the registrations of drivers and resources.
+
+        Until then it refuses pods by limits, whatever the Node still says of a former agent's devices.
+        """
+        lines = [f"{driver}: registered with the kubelet" for driver in self.drivers]
+        lines += [f"{resource['name']}: the kubelet listens" for resource in self.resources]
+        for line in lines:
             self.cluster.wait_for(
-                lambda driver=driver: f"{driver}: registered with the kubelet" in self.log(),  # type: ignore[misc]
+                lambda line=line: line in self.log(),  # type: ignore[misc]
                 120.0,  # a start takes a second, and much longer on a machine whose cores others use
-                f"{driver} is registered",
+                line,
             )
 
     def slices(self, driver: str | None = None) -> list[Object]:

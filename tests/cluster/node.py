@@ -523,6 +523,12 @@ class Cluster:
         if reported and self.minor >= 33:
             self.wait_for(lambda: self._heartbeat() != before, 30.0, "the kubelet writes the node's status")
 
+    def wait_reported(self) -> None:
+        """Wait until the Node has what the kubelet counts now: a report that it was making may say what was before."""
+        for _ in range(2):
+            before = self._heartbeat()
+            self.wait_for(lambda before=before: self._heartbeat() != before, 30.0, "the kubelet reports")  # type: ignore[misc]
+
     def _heartbeat(self) -> str:
         (ready,) = [one for one in self.node()["status"]["conditions"] if one["type"] == "Ready"]
         return str(ready["lastHeartbeatTime"])

@@ -220,7 +220,10 @@ def test_pods_that_a_kubelet_restart_would_end(bridge: Bridge, ran: Callable[...
     cluster.start_pod("younger", {RESOURCE: 1}).wait_running()
     status, out = ran("migrate", node, "--driver", DRIVER, "--share", "all", "--force")
     assert (status, asked_of(cluster)) == (0, {SHARE: "all force"}), out
-    cluster.wait_allocatable(RESOURCE, 0)
+    # Before devices are withdrawn the agent writes the number, and the kubelet its own, until the agent does it again.
+    cluster.wait_for(lambda: "moved to the DRA side" in bridge.log(), 60, "the idle device has moved")
+    cluster.wait_reported()
+    assert cluster.allocatable(RESOURCE) == 0
     assert "a kubelet restart" not in ran("status", "--driver", DRIVER)[1]
     first.delete()
     waits.wait_running()

@@ -197,6 +197,8 @@ def test_back_to_the_former_plugin(scene: Scene) -> None:
     user.delete()
     scene.wait_states("a", plugin=3)
     agents.stop()
+    # What the Node says until the kubelet's next report is from before: a pod that comes then is refused.
+    cluster.wait_allocatable(named("a"), 0)
     done = uninstall(scene)
     assert (done.returncode, agents.slices()) == (0, []), done.stderr
     vendor = Vendor(scene, "a")
