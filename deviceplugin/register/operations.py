@@ -298,12 +298,26 @@ def _pulled(state: Snapshot, claim: Claim, refused: rules.Refused) -> Decision[C
     changes: list[Change] = []
     for resource, device in sorted(claim.held):
         if state.device(resource, device).state is State.PLUGIN and not state.allocations_on(resource, (device,)):
+            if _has_limits_on_both_sides(state, resource):
+                # How many ids the kubelet still counts is not known here: any fewer may be too few for its pods (R11).
+                refused = replace(refused, unmoved=True)
+                continue
             reason = f"{FOR_CLAIM}{claim.title}"
             changes += _moved(state, resource, {device: State.TO_DRA}, claim.since, reason, claim.driver)
             at = refused.record
             if (resource, device) == (at.resource, at.device):
                 refused = replace(refused, record=replace(at, state=State.TO_DRA, since=claim.since), moving=True)
     return Decision(refused, tuple(changes))
+
+
+def _has_limits_on_both_sides(state: Snapshot, resource: str) -> bool:
+    """Return whether pods have devices of a resource by limits through the plugin, and others through DRA."""
+    by_dra = any(
+        one.limits and not one.admin and one.resource == resource
+        for claim in state.claims.values()
+        for one in claim.devices
+    )
+    return by_dra and any(one.resource == resource for one in state.allocations.values())
 
 
 @_operation

@@ -162,12 +162,14 @@ def added(known: tuple[ClaimDevice, ...], found: Iterable[ClaimDevice]) -> tuple
 class Refused:
     """Why a pod or a claim does not get a device.
 
-    moving: a move to the side that was asked for is under way, so another try makes sense.
+    moving: a move to the side that was asked for is under way, so another try makes sense. unmoved: it does not begin,
+    since pods have devices by limits on both sides (R11).
     """
 
     record: DeviceRecord
     holder: str = ""
     moving: bool = False
+    unmoved: bool = False
 
     @property
     def message(self) -> str:
@@ -182,6 +184,8 @@ class Refused:
             text += f", held by {self.holder}"
         if self.moving:
             text += "; it is moving to the side that was asked for, try again"
+        if self.unmoved:
+            text += "; it moves when pods have devices by limits on one side only: a kubelet restart would end some"
         return text
 
 

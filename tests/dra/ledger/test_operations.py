@@ -158,6 +158,23 @@ def test_a_claim_does_not_pull_a_held_device(store: DirectLedger) -> None:
     assert state(store) is State.PLUGIN
 
 
+@pytest.mark.parametrize(("plugin", "dra"), [(True, True), (True, False), (False, True)])
+def test_a_claim_pulls_nothing_beside_limits_of_both_sides(store: DirectLedger, plugin: bool, dra: bool) -> None:
+    """R11: the kubelet would count fewer devices than its pods have, and end some of them at its restart."""
+    to_dra(store, "b")
+    by_limits = claim("2", "b")
+    one = by_limits.devices[0]
+    by_limits = replace(by_limits, devices=(ClaimDevice(one.resource, one.device, limits=dra),))
+    assert isinstance(store.do(prepare(by_limits)), Claim)
+    if plugin:
+        store.do(grant(R, {"c": "c"}, T0))
+    refusal = store.do(reserve(claim("1", "a"), durable=True, pull=True))
+    assert isinstance(refusal, Refused)
+    assert (refusal.unmoved, refusal.moving) == (plugin and dra, not (plugin and dra))
+    assert ("a kubelet restart would end some" in refusal.message) is (plugin and dra)
+    assert state(store) is (State.PLUGIN if plugin and dra else State.TO_DRA)
+
+
 def test_a_claim_is_refused_while_a_pod_has_a_part_of_its_device(store: DirectLedger) -> None:
     """R2: pods and claims never share a device, whatever their parts; the refusal names the pod."""
     to_dra(store)
