@@ -15,7 +15,7 @@ import os
 import re
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -31,12 +31,14 @@ class PodProcesses:
     """What was seen of pods at one moment, by pod UIDs.
 
     running: pods in whose cgroup there is a process; None if no cgroup tree of this kubelet is visible. directories:
-    pods that have a directory; None if they are not visible either. empty: pods whose cgroup has no process.
+    pods that have a directory; None if they are not visible either. empty: pods whose cgroup has no process. paths:
+    where each pod has its cgroups.
     """
 
     running: frozenset[str] | None = None
     directories: frozenset[str] | None = None
     empty: frozenset[str] = frozenset()
+    paths: Mapping[str, tuple[str, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     def may_run(self, pod_uid: str) -> str:
         """Return why a process of this pod may still run, in words; "" if none can.
@@ -73,6 +75,7 @@ class PodReader:
         self._cgroups_seen = False
         self.seen: Mapping[str, float] = {}
         """Since when each pod that runs has been seen to run (monotonic seconds), by UID."""
+        self._paths: Mapping[str, tuple[str, ...]] = {}
 
     def read(self) -> PodProcesses:
         """Return which pods' processes run now."""
@@ -94,7 +97,13 @@ class PodReader:
         now, before, seen = time.monotonic(), self.seen, pod_cgroups(self._cgroups, self.own_pod)
         if seen is not None and seen.running is not None:
             self.seen = {uid: before.get(uid, now) for uid in seen.running}
+        self._paths = seen.paths if seen is not None else {}
         return seen
+
+    def may_exist(self, pod_uid: str) -> bool:
+        """Return whether a pod may have a cgroup; quick. It has none if those that were seen last are gone."""
+        paths = self._paths.get(pod_uid)
+        return paths is None or any(map(os.path.exists, paths))
 
     def containers(self, pod_uid: str) -> list[ContainerCgroup] | None:
         """Return the cgroups of a pod's containers and sandbox that have processes; None if they cannot be told.
@@ -133,17 +142,19 @@ class PodReader:
 def pod_cgroups(root: Path, own: str = "") -> PodProcesses | None:
     """Return which pods' cgroups have a process, and which none; None if not visible. own: the own pod's UID or ""."""
     found: dict[str, bool] = {}
+    paths: dict[str, tuple[str, ...]] = {}
     try:
         trees = _trees(str(root))
         for tree in trees:
             for uid, path in _pods(tree):
                 found[uid] = found.get(uid, False) or _populated(path)
+                paths[uid] = (*paths.get(uid, ()), path)
     except OSError:  # a part of the tree cannot be read
         return None
     if not trees or (own and not found.get(own)):
         return None
     running = frozenset(uid for uid, populated in found.items() if populated)
-    return PodProcesses(running, empty=frozenset(found.keys() - running))
+    return PodProcesses(running, empty=frozenset(found.keys() - running), paths=paths)
 
 
 def _trees(root: str) -> list[str]:

@@ -157,9 +157,10 @@ class HolderTracker:
         before.
         """
         wanted = frozenset(device_ids)
+        known_pods = {one.pod_uid for one in of_ids(self._known_or(self._newest()), resource, wanted)}
         # A container whose allocations the kubelet has lost ends before this Allocate, if it is the one that asks.
-        lost = any(one.container for one in self._known - self._checkpoint.last.allocations)
-        if not (self._may_know(resource, wanted) or lost):
+        lost = (one.pod_uid for one in self._known - self._checkpoint.last.allocations if one.container)
+        if not any(map(self.pods.may_exist, known_pods.union(lost))):
             return {}
         known, running, admitted = await asyncio.to_thread(self._holders_now, resource, wanted)
         found: dict[str, str] = {}
@@ -198,7 +199,7 @@ class HolderTracker:
         holder's init container may have had the device before.
         """
         wanted = frozenset(device_ids)
-        if not self._may_know(resource, wanted):
+        if not of_ids(self._known_or(self._newest()), resource, wanted):
             return frozenset(), frozenset()
         return await asyncio.to_thread(self._ended, resource, wanted)
 
@@ -212,13 +213,10 @@ class HolderTracker:
         ended = holders.ended(known, pods, begun) | (known & self._ended_containers(read, pods))
         return ended, known - ended
 
-    def _may_know(self, resource: str, device_ids: frozenset[str]) -> bool:
+    def _newest(self) -> list[Checkpoint]:
+        """Return the checkpoint as of now, if it can be read. May read the file: the kubelet has just written it."""
         current = self._checkpoint.current()
-        if current is None:
-            # A thread would take longer: the kubelet has just written the file, so it is in memory.
-            with contextlib.suppress(CheckpointError):
-                current = self._checkpoint.read()
-        return current is None or bool(of_ids(self._known | current.allocations, resource, device_ids))
+        return [current] if current is not None else self._last_written()
 
     def _known_or(self, read: Sequence[Checkpoint]) -> frozenset[Allocation]:
         return self._known.union(*(one.allocations for one in read))

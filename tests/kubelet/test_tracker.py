@@ -14,6 +14,7 @@ import pytest
 
 from deviceplugin.identity import boot_id
 from deviceplugin.kubelet import cgroups, podresources
+from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation
 from deviceplugin.kubelet.holders import HolderSnapshot
 from deviceplugin.kubelet.podresources import AllocationsInFlight, Holder, PodResources
@@ -308,6 +309,28 @@ async def test_a_holder_is_known_at_the_next_grant_before_any_scan(world: World)
     assert set(await world.tracker.still_held(R, pod.device_ids)) == set(pod.device_ids)
     now = await world.scan()
     assert {one.device_id for one in now.held} == set(pod.device_ids), "it is remembered from then on"
+
+
+async def test_no_cgroup_is_searched_for_the_id_of_a_pod_that_is_gone(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where its cgroup was is enough; and a container that waits for devices anew is looked for in pods that run."""
+    walks = 0
+    walk = cgroups.pod_cgroups
+
+    def counted(root: Path, own: str) -> PodProcesses | None:
+        nonlocal walks
+        walks += 1
+        return walk(root, own)
+
+    former, beside = await world.run_pod(), await world.run_pod("beside")
+    await world.scan()
+    await asyncio.to_thread(former.delete)
+    monkeypatch.setattr(cgroups, "pod_cgroups", counted)
+    assert await world.tracker.still_held(R, former.device_ids) == {}
+    assert not walks
+    assert set(await world.tracker.still_held(R, beside.device_ids)) == set(beside.device_ids)
+    assert walks
 
 
 async def test_a_pod_that_is_about_to_start_holds_its_device(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
