@@ -48,6 +48,8 @@ _LOG: Final = logging.getLogger(__name__)
 
 KUBELET_SOCKET: Final = "kubelet.sock"
 VERSION: Final = "v1beta1"
+LOOK: Final = 0.2
+"""Seconds between two looks for another plugin of the resource; each Allocate changes the directory several times."""
 _NEEDED: Final = "the agent needs write access to the kubelet's device plugin directory, and free space there"
 
 
@@ -308,6 +310,7 @@ class Registration:
         self._backoff = Backoff(first=0.01, most=10.0)
         self._server = SocketServer(endpoint, directory, self._timing)
         self._accepted: Accepted | None = None
+        self._next_look = 0.0
         self._last_kubelet: FileIdentity | None = None  # of the last Register that succeeded, ever
         self._last_logged = ""
         self.wake: Callable[[], None] = lambda: None
@@ -360,6 +363,10 @@ class Registration:
         """Return whether another plugin has registered the resource since."""
         if self._accepted is None or not self.endpoint.streams.live:
             return Finding(again=self._timing.poll)
+        now = time.monotonic()
+        if now < self._next_look:
+            return Finding(again=self._next_look - now)
+        self._next_look = now + LOOK
         there = sockets(self._kubelet.parent)
         return self._foreign.found(await self._recorded(), there, self.endpoint.streams.sent)
 

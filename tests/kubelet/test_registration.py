@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from deviceplugin.files import FileIdentity, file_identity
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.podresources import AllocationsInFlight
 from deviceplugin.kubelet.registration import (
+    LOOK,
     InstanceLock,
     Registration,
     RegistrationError,
@@ -56,6 +58,29 @@ def source(count: int = 2, resource: str = R) -> SimulatedSource:
 def sockets(kubelet: FakeKubelet) -> set[str]:
     """The plugins' sockets in the directory."""
     return {path.name for path in kubelet.device_plugin_dir.glob("*.sock")} - {"kubelet.sock"}
+
+
+async def test_a_burst_of_allocations_is_one_look_for_another_plugin(fake_kubelet: FakeKubelet) -> None:
+    """The kubelet writes its checkpoint for each Allocate, and each time the directory changes more than once."""
+    looks: list[float] = []
+
+    async def recorded() -> None:
+        looks.append(time.monotonic())
+
+    inventory = Inventory(R)
+    endpoint = Endpoint(source(), inventory, AllocationsInFlight())
+    inventory.publish([Device("a")])
+    registration = Registration(endpoint, fake_kubelet.device_plugin_dir, recorded=recorded)
+    running = asyncio.create_task(registration.run())
+    await asyncio.to_thread(fake_kubelet.wait_devices, R, 1)
+    began = len(looks)
+    for _ in range(200):
+        registration.wake()
+        await asyncio.sleep(0.001)
+    lasted = looks[-1] - looks[began] if len(looks) > began else 0.0
+    running.cancel()
+    await asyncio.wait({running})
+    assert 0 < len(looks) - began <= 2 + lasted / LOOK
 
 
 # What to do next.
