@@ -158,14 +158,23 @@ class Stream:
 
 
 class ListStreams:
-    """ListAndWatch calls of a resource. lines: returns the list now, None before the first. begun: streams so far."""
+    """ListAndWatch calls of a resource. begun: streams so far.
 
-    def __init__(self, resource: str, lines: Callable[[], tuple[Entry, ...] | None]) -> None:
+    lines: returns the list now, None before the first. pause: waits until no Allocate is in flight, or a moment.
+    """
+
+    def __init__(
+        self,
+        resource: str,
+        lines: Callable[[], tuple[Entry, ...] | None],
+        pause: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0),
+    ) -> None:
         self.begun = 0
         self.sent: tuple[SentList, ...] = ()
         """The last list, and those that it or another one has replaced lately; the oldest first."""
         self._resource = resource
         self._lines = lines
+        self._pause = pause
         self._serving = True
         self._on_end: Callable[[], None] = lambda: None
         self._open: set[Stream] = set()
@@ -249,6 +258,8 @@ class ListStreams:
                     resends, sent = self._resends, None
                 if lines is None or lines in (sent, refused):
                     await refresh.wait()
+                    if resends == self._resends and self._serving and not stream.ending:
+                        await self._pause()
                     continue
                 message = rendered(lines)  # whatever changes until it is sent is sent as one list after it
                 if (size := message.ByteSize()) <= MAX_LIST_BYTES:

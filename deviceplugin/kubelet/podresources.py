@@ -99,6 +99,9 @@ class AllocationsInFlight:
     AFTER_PREFERENCE: Final = 0.5
     # After Allocate it writes down what it gave: again some ms.
     AFTER_ALLOCATE: Final = 0.05
+    # Pods that start at once: the next call comes some ms after the last. Other work waits for them, but not for long.
+    BETWEEN_CALLS: Final = 0.02
+    LONGEST_PAUSE: Final = 0.1
 
     def __init__(self) -> None:
         self._calls = 0
@@ -124,6 +127,13 @@ class AllocationsInFlight:
     def none_since(self, moment: float) -> bool:
         """Return whether nothing was in flight from `moment` (monotonic seconds) until now."""
         return not self._calls and self._last < moment
+
+    async def pause(self) -> None:
+        """Let calls in flight, and those that follow them at once, go first: work that can wait a moment waits here."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.LONGEST_PAUSE):
+                while (rest := self._last + self.BETWEEN_CALLS - time.monotonic()) > 0 or self._calls:
+                    await (self._idle.wait() if self._calls else asyncio.sleep(rest))
 
     async def wait(self) -> None:
         """Wait until nothing is in flight and nothing was for a moment."""

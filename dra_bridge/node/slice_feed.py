@@ -25,7 +25,7 @@ HOLDERS: Final = 10.0
 """Seconds between two writes of the slices if only holders changed."""
 RETRY: Final = 5.0
 """Seconds until slices are made again that could not be made."""
-SETTLE: Final = 0.002
+SETTLE: Final = 0.02
 """Seconds from a change to the new slices; many changes make one."""
 
 

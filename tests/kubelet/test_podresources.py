@@ -60,6 +60,23 @@ async def test_list_waits_for_allocations_in_flight() -> None:
     assert in_flight.none_since(time.monotonic())
 
 
+async def test_other_work_lets_allocations_in_flight_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work that can wait a moment waits for a call in flight and for those that follow it at once, not for ever."""
+    in_flight = AllocationsInFlight()
+    await in_flight.pause()
+    monkeypatch.setattr(AllocationsInFlight, "LONGEST_PAUSE", 60.0)
+    with in_flight.busy():
+        pausing = asyncio.create_task(in_flight.pause())
+        await asyncio.wait({pausing}, timeout=2 * in_flight.BETWEEN_CALLS)
+        assert not pausing.done()
+    ended = time.monotonic()
+    await pausing
+    assert time.monotonic() >= ended + in_flight.BETWEEN_CALLS
+    monkeypatch.setattr(AllocationsInFlight, "LONGEST_PAUSE", 0.01)
+    with in_flight.busy():
+        await in_flight.pause()
+
+
 # The service.
 
 
