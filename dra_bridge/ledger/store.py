@@ -343,6 +343,8 @@ class Ledger:
         return self._load(again=True)
 
     def _read(self) -> Snapshot:
+        if os.path.isdir(self.path):
+            raise _DamagedError("it is a directory")
         connection = self._connection = self._connect(self.path)
         for pragma in _PRAGMAS:
             connection.execute(f"PRAGMA {pragma}")

@@ -62,6 +62,16 @@ from tests.dra.ledger.samples import (
 )
 
 
+def test_a_directory_in_place_of_the_file_is_put_aside(path: str) -> None:
+    """A hostPath of type DirectoryOrCreate that named the file has made it, say."""
+    os.makedirs(path)
+    with DirectLedger(path) as opened:
+        assert opened.fresh
+        assert os.path.isfile(path)
+    (aside,) = put_aside(path)
+    assert os.path.isdir(aside)
+
+
 def test_a_file_that_can_only_be_read_is_put_aside(path: str) -> None:
     """Its header says that a newer SQLite wrote it: every write would fail, for ever."""
     filled(path)
