@@ -29,8 +29,6 @@ from deviceplugin import filewatch
 from deviceplugin.backoff import Backoff
 from deviceplugin.files import FileIdentity
 from deviceplugin.kubelet.podresources import CHANNEL_OPTIONS, unix_address
-from deviceplugin.wire import pluginregistration_pb2 as pb
-from deviceplugin.wire.pluginregistration_pb2_grpc import RegistrationStub
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -100,6 +98,10 @@ class PluginWatcher:
 
     async def _try(self, socket: Path) -> None:
         """Ask a plugin what it is, take it, and tell it. Raises RefusedError, grpc.aio.AioRpcError."""
+        # Most nodes have no such plugin, and need not the memory for it.
+        from deviceplugin.wire import pluginregistration_pb2 as pb
+        from deviceplugin.wire.pluginregistration_pb2_grpc import RegistrationStub
+
         async with grpc.aio.insecure_channel(unix_address(socket), options=CHANNEL_OPTIONS) as channel:
             stub: Any = RegistrationStub(channel)  # its annotations are those of a channel that is not of asyncio
             info = await stub.GetInfo(pb.InfoRequest(), timeout=ASK, wait_for_ready=True)

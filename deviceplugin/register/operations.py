@@ -155,12 +155,13 @@ def grant(
         return Decision(rules.Excluded(why))
     changes = []
     for device_id, one in wanted.items():
-        record = AllocationRecord(resource, device_id, one.key[1], now, state.sequence + 1)
-        record = replace(record, identity=one.identity, amount=one.amount)
+        given = resource, device_id, one.key[1], now, state.sequence + 1
         before = state.allocations.get((resource, device_id))
-        if before is not None:  # earlier holders stay in the record until evidence says that they are gone
+        if before is None:
+            record = AllocationRecord(*given, identity=one.identity, amount=one.amount)
+        else:  # earlier holders stay in the record until evidence says that they are gone
             known, amount = one.identity or before.identity, _larger(before.amount, one.amount)
-            record = replace(record, holders=before.holders, pod=before.pod, identity=known, amount=amount)
+            record = AllocationRecord(*given, before.holders, pod=before.pod, identity=known, amount=amount)
         changes.append(_put_allocation(record))
     return Decision(None, tuple(changes))
 

@@ -6,6 +6,7 @@ boot. The parts of one thing, and what is taken of a counter, never add up to mo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -90,8 +91,13 @@ def takes_of(device: Device) -> tuple[tuple[str, str, str], ...]:
 
 def part_of(amount: Amount) -> Fraction | None:
     """Return which part of the device an amount is; None if that is not known."""
+    return _part(amount.part)
+
+
+@functools.lru_cache
+def _part(text: str) -> Fraction | None:
     try:
-        return Fraction(amount.part) if amount.part else None
+        return Fraction(text) if text else None
     except (ValueError, ZeroDivisionError):
         return None
 

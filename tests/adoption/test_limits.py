@@ -138,14 +138,15 @@ def test_a_resource_that_no_config_names_is_passed_through(node: Node) -> None:
 
 
 def test_lists_are_sets(node: Node) -> None:
-    """An empty first list, repeated and reordered ones come to the kubelet as one list."""
+    """An empty first list, repeated and reordered ones come to the kubelet as one list, which is sent once."""
     node.agent()
     vendor = node.vendor(resource(*(f"g{n}" for n in range(8))), empty_first=True, repeat=0.01, shuffled=True)
     node.kubelet.wait_allocatable(RESOURCE, 8)
+    vendor.wait("listed", 10)
     vendor.health(**{f"g{n}": "Healthy" if n else "Unhealthy" for n in range(8)})
     node.kubelet.wait_until(lambda: [one.healthy for one in node.kubelet.updates(RESOURCE)][-1:] == [7])
-    totals = [(one.total, one.healthy) for one in node.kubelet.updates(RESOURCE)]
-    assert list(dict.fromkeys(totals)) == [(8, 8), (8, 7)]
+    vendor.wait("listed", len(vendor.calls("listed")) + 10)
+    assert [(one.total, one.healthy) for one in node.kubelet.updates(RESOURCE)] == [(8, 8), (8, 7)]
 
 
 def test_devices_that_vanish_stay_unhealthy(node: Node) -> None:

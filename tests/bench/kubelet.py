@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import grpc
 
+from deviceplugin.testing import claim_state
 from deviceplugin.wire import deviceplugin_pb2 as pb
 from deviceplugin.wire import deviceplugin_pb2_grpc as pb_grpc
 
@@ -28,6 +29,7 @@ class Kubelet(pb_grpc.RegistrationServicer):
         self.root = Path(tempfile.mkdtemp(prefix="b-", dir="/tmp"))  # sockets need a short path
         self.directory = self.root / "device-plugins"
         self.directory.mkdir()
+        claim_state.write(self.root, [])  # kubelets with DRA have it from their first start
         self.changed = threading.Condition()
         self.registered: list[tuple[float, str]] = []
         """When Register was called and with which socket."""
