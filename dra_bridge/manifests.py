@@ -135,7 +135,7 @@ def manifests(config: Config, text: str, deployment: Deployment | None = None) -
         "token": None if bridge else False,
         "tolerations": [{"operator": "Exists"}],
         "unprivileged": not reasons,
-        "update_strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 1}},
+        "update_strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}},
         "escalation": None if reasons else False,
     }
     *first, device_class, config_map, daemon_set = _template()

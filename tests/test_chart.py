@@ -276,7 +276,11 @@ def test_what_other_charts_have() -> None:
     plain = by_name(rendered({"config": config}))["DaemonSet", "dra-bridge"]["spec"]
     group = {**values, "config": config, "nodeSelector": {"pool": "a"}, "updateStrategy": {"type": "OnDelete"}}
     ways: list[tuple[Object, str, Object]] = [
-        ({"config": config, **values}, "dra-bridge", {"type": "RollingUpdate", **values["updateStrategy"]}),
+        (
+            {"config": config, **values},
+            "dra-bridge",
+            {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": "10%"}},
+        ),
         ({"groups": {"a": group}}, "dra-bridge-a", {"type": "OnDelete"}),
     ]
     for given, name, strategy in ways:

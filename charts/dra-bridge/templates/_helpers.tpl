@@ -245,7 +245,9 @@ names. tests/test_chart.py compares the objects of both.
     "node_selector" (merge (dict) ($values.nodeSelector | default dict) (dict "kubernetes.io/os" "linux"))
     "affinity" $values.affinity
     "runtime_class" $values.runtimeClass
-    "update_strategy" $values.updateStrategy
+    "update_strategy" (eq ($values.updateStrategy.type | default "") "OnDelete" | ternary
+      $values.updateStrategy
+      (mergeOverwrite (deepCopy $values.updateStrategy) (dict "rollingUpdate" (dict "maxSurge" 0))))
     "container_resources" (mergeOverwrite
       (dict "requests" (dict "cpu" "10m" "memory" "64Mi") "limits" (dict "memory" $values.memory))
       ($values.resources | default dict))
