@@ -368,3 +368,14 @@ def test_the_readmes_tests_run(tmp_path: Path) -> None:
     assert tests
     (tmp_path / "toys.py").write_text(plugin)
     run_as_tests(tmp_path, "\n\n".join(tests))
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd-analyze")
+def test_the_unit_is_one_of_systemd(tmp_path: Path) -> None:
+    """The unit that the page shows for after a reboot is right to systemd, but for the program, which is elsewhere."""
+    text = (ROOT / "docs" / "operations.md").read_text().partition("# /etc/systemd/system/deviceplugin.service\n")[2]
+    unit = tmp_path / "deviceplugin.service"
+    unit.write_text(text.partition("```")[0].replace("/opt/deviceplugin/bin/deviceplugin run", "/bin/true run"))
+    done = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Before=kubelet.service" in unit.read_text()

@@ -6,6 +6,7 @@ prometheus and chromium.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import subprocess
@@ -22,9 +23,10 @@ import yaml
 
 from tests.cluster import isolate
 from tests.cluster.bridge import Bridge, env_of
-from tests.cluster.node import Cluster, Pod
+from tests.cluster.node import DEVICE_PLUGINS, Cluster, Pod
 from tests.metrics.test_monitoring import EXAMPLES, queries, rules
 from tests.metrics.test_page import Table
+from tests.testing.bare import BarePlugin
 
 AGENT = "127.0.0.1:9410"
 SCRIPT = """
@@ -34,6 +36,16 @@ from deviceplugin import ContainerEdits, Device, DeviceSource, Health
 from dra_bridge import run
 
 ILL = Path(__file__).with_name("ill")
+FAULTS = Path(__file__).with_name("faults")
+
+
+def has(fault):
+    return FAULTS.exists() and fault in FAULTS.read_text().split()
+
+
+def fail_of(fault):
+    if has(fault):
+        raise RuntimeError("by the test")
 
 
 class Simulated(DeviceSource):
@@ -41,11 +53,13 @@ class Simulated(DeviceSource):
 
     async def watch(self):
         while True:
+            fail_of("source")
             ill = ILL.read_text().split() if ILL.exists() else []
+            well = Health.UNKNOWN if has("unknown") else Health.HEALTHY
             yield [
                 Device(
                     f"{self.kind}-{n}",
-                    health=Health.UNHEALTHY if f"{self.kind}-{n}" in ill else Health.HEALTHY,
+                    health=Health.UNHEALTHY if f"{self.kind}-{n}" in ill else well,
                     message="by the test" if f"{self.kind}-{n}" in ill else "",
                 )
                 for n in range(self.count)
@@ -53,9 +67,11 @@ class Simulated(DeviceSource):
             await asyncio.sleep(0.2)
 
     def edits(self, devices):
+        fail_of("edits")
         return ContainerEdits(env={self.kind.upper(): ",".join(device.id for device in devices)})
 
     def measure(self, devices):
+        fail_of("measure")
         loads = {}
         for device in devices:
             n = int(device.id.rpartition("-")[2])
@@ -69,8 +85,8 @@ class Simulated(DeviceSource):
                 "throttled": {"power": n % 2},
                 "pcie_bytes_per_second": {"receive": 1e6, "transmit": 2e6},
                 "nvlink_bytes_total": {"receive": 0, "transmit": 0},
-                "ecc_errors_total": {"corrected": 0, "uncorrected": 0},
-                "xid_errors_total": {"79": 1} if n == 3 else {},
+                "ecc_errors_total": {"corrected": 0, "uncorrected": int(has("memory"))},
+                "xid_errors_total": ({"79": 1} if n == 3 else {}) | ({"48": 1} if has("xid") else {}),
             }
         return loads
 
@@ -114,6 +130,7 @@ class Prometheus:
             .replace("[15m]", "[30s]")
             .replace("[10m]", "[30s]")
             .replace("[2m]", "[5s]")
+            .replace("[1h]", "[30s]")
         )
         (self.directory / "alerts.yaml").write_text(text.replace("offset 15m", "offset 30s"))
         job = yaml.safe_load((EXAMPLES / "prometheus.yaml").read_text())["scrape_configs"][0]
@@ -436,6 +453,64 @@ def test_alerts_fire_for_what_happened(bridge: Bridge, prometheus: Prometheus) -
     bridge.start()
     cluster.wait_for(lambda: prometheus.firing() <= quiet, 60, "all is well with the new agent")
     assert "DeviceHeldTwice" not in {name for name, _ in prometheus.firing()}
+
+
+CAUSES = {
+    "unknown": {("DeviceHealthUnknown", "gpu-0"), ("DeviceHealthUnknown", "card-0")},
+    "source": {("DeviceSourceFailing", one["name"]) for one in RESOURCES},
+    "measure": {("DeviceLoadUnknown", one["name"]) for one in RESOURCES},
+    "memory xid": {("DeviceMemoryErrors", "gpu-0"), ("DeviceDriverError", "gpu-0")},
+}
+"""Faults of the script, and alerts that they raise."""
+
+
+def test_alerts_about_sources_and_others(bridge: Bridge, prometheus: Prometheus) -> None:
+    """Faults of a source, another plugin and the absence of the API server raise alerts, which end with their cause."""
+    cluster = bridge.cluster
+    assert bridge.script is not None
+    faults = bridge.script.with_name("faults")
+
+    def fires(*alerts: tuple[str, str]) -> bool:
+        return prometheus.firing() >= set(alerts)
+
+    def end(*alerts: tuple[str, str]) -> None:
+        faults.write_text("")
+        cluster.wait_for(lambda: not prometheus.firing() & set(alerts), 90, f"{alerts} have ended")
+
+    for words, alerts in CAUSES.items():
+        faults.write_text(words)
+        cluster.wait_for(lambda alerts=alerts: fires(*alerts), 60, f"{alerts} fire")  # type: ignore[misc]
+        end(*alerts)
+
+    # A hook that fails: pods by limits are refused, claims are tried again.
+    faults.write_text("edits")
+    bridge.claim("mine", bridge.one(resource="example.com/gpu"))
+    user = bridge.pod("claim", {"gpu": "mine"})
+    numbers, seen = itertools.count(), 0
+    refused = ("DeviceAllocationsRefused", "example.com/gpu"), ("DeviceHooksFail", "example.com/gpu")
+
+    def told() -> bool:
+        nonlocal seen
+        seen = user.retry(seen)
+        cluster.start_pod(f"refused-{next(numbers)}", {"example.com/gpu": 1}).wait_phase("Failed")
+        return fires(*refused, ("ClaimPreparesFail", ""))
+
+    cluster.wait_for(told, 120, "refusals and failures are told")
+    end(*refused, ("ClaimPreparesFail", ""))
+    user.wait_running()
+
+    plugin = BarePlugin(DEVICE_PLUGINS, "theirs", resource="example.com/shared", endpoint="vendor.sock")
+    try:
+        plugin.register()
+        cluster.wait_for(lambda: fires(("ForeignDevicePlugin", "example.com/shared")), 60, "the other plugin is told")
+    finally:
+        plugin.stop()
+    end(("ForeignDevicePlugin", "example.com/shared"))
+
+    cluster.stop_apiserver()
+    cluster.wait_for(lambda: fires(("APIServerUnreachable", "")), 90, "the API server's absence is told")
+    cluster.start_apiserver()
+    end(("APIServerUnreachable", ""))
 
 
 def chromium(url: str, directory: Path, *arguments: str) -> bytes:

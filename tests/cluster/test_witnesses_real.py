@@ -1125,7 +1125,8 @@ def test_aliases_of_a_node(scene: Scene) -> None:
 def reboot(scene: Scene, agent: str = "after the kubelet") -> None:
     """Do to the node what a reboot does, but for the kernel: everything dies, /run is empty, the boot id is another.
 
-    agent: when it starts: `after the kubelet`, `before the kubelet` as a unit of systemd does, or `later`.
+    agent: when it starts: `after the kubelet`, `before the kubelet`, where it waits for that, `with the kubelet`, as
+    systemd starts `deviceplugin run` and does not wait for it, or `later`.
     """
     cluster = scene.cluster
     scene.agents.kill()
@@ -1165,12 +1166,15 @@ def reboot(scene: Scene, agent: str = "after the kubelet") -> None:
         (DEVICE_PLUGINS / "kubelet.sock").unlink()  # of the kubelet before
         scene.agents.start()
         cluster.wait_for(lambda: "waiting for the kubelet" in scene.agents.log(), LIMIT, "the agent waits")
+    if agent == "with the kubelet":
+        (DEVICE_PLUGINS / "kubelet.sock").unlink()
+        scene.stack.enter_context(ended(scene.agents.start_plugin()))
     cluster.start_kubelet()
     if agent == "after the kubelet":
         scene.agents.start()
 
 
-@pytest.mark.parametrize("agent", ["before the kubelet", "later"])
+@pytest.mark.parametrize("agent", ["before the kubelet", "with the kubelet", "later"])
 def test_pods_by_limits_after_a_reboot(scene: Scene, agent: str) -> None:
     """A pod by limits runs again where the agent waits for the kubelet; else it fails, and says of what."""
     scene.nodes("a", 1)
