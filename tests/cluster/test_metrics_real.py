@@ -270,6 +270,11 @@ def test_holders_are_what_the_pods_say(bridge: Bridge, prometheus: Prometheus) -
     cluster.wait_for(lambda: prometheus.holders() == wanted, 30, "the holders are those who say so")
     claims = {dict(labels)["claim"] for labels in prometheus.query('deviceplugin_allocation_info{pod="claim"}')}
     assert claims == {"mine"}
+    # By this name an alert knows pods that DRA serves by their limits.
+    (by_limits,) = {
+        dict(labels)["claim"] for labels in prometheus.query('deviceplugin_allocation_info{pod="extended"}')
+    }
+    assert by_limits.startswith("extended-extended-resources-")
     ids = {dict(labels)["device"] for labels in prometheus.query("deviceplugin_device_holders > 0")}
     assert ids == {holder[1] for holder in wanted}
 
