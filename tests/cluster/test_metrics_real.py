@@ -24,6 +24,7 @@ import yaml
 from tests.cluster import isolate
 from tests.cluster.bridge import Bridge, env_of
 from tests.cluster.node import DEVICE_PLUGINS, Cluster, Pod
+from tests.cluster.test_witnesses_real import start_api_server
 from tests.metrics.test_monitoring import EXAMPLES, queries, rules
 from tests.metrics.test_page import Table
 from tests.testing.bare import BarePlugin
@@ -514,7 +515,7 @@ def test_alerts_about_sources_and_others(bridge: Bridge, prometheus: Prometheus)
 
     cluster.stop_apiserver()
     cluster.wait_for(lambda: fires(("APIServerUnreachable", "")), 90, "the API server's absence is told")
-    cluster.start_apiserver()
+    start_api_server(cluster)
     end(("APIServerUnreachable", ""))
 
 
