@@ -41,6 +41,8 @@ MOST_REQUEST: Final = 10.0
 """Seconds between two requests for a checkpoint about the same allocations: from the first to the second value."""
 REWRITE: Final = 1.0
 """Seconds that the kubelet has to write its checkpoint after it was sent a list; some ms are usual."""
+GRANT_REWRITE: Final = 4.0
+"""The same while an Allocate waits for it, since a refusal fails a pod: a busy kubelet takes longer."""
 
 
 class HolderTracker:
@@ -165,7 +167,7 @@ class HolderTracker:
         known, running, admitted = await asyncio.to_thread(self._holders_now, resource, wanted)
         found: dict[str, str] = {}
         if admitted and not running:
-            written, problem = await self._checkpoint.written()
+            written, problem = await self._checkpoint.written(GRANT_REWRITE)
             named: frozenset[Allocation] = frozenset().union(*(file.allocations for file in written))
             named_ids = {(one.pod_uid, one.device_id) for one in of_ids(named, resource, wanted)}
             why = problem or "is named in the kubelet's checkpoint"
@@ -483,23 +485,26 @@ class CheckpointReader:
         )
         self.last, self.grants = checkpoints[-1], grants
 
-    async def written(self) -> tuple[Sequence[Checkpoint], str]:
-        """Return checkpoints written at our request, which show what is allocated now, or why there are none."""
+    async def written(self, patience: float | None = None) -> tuple[Sequence[Checkpoint], str]:
+        """Return checkpoints written at our request, which show what is allocated now, or why there are none.
+
+        patience: seconds that the kubelet has for each, else REWRITE.
+        """
         written: list[Checkpoint] = []
         last = checkpoint.identity(self._directory)
         while not holders.shows_present(written):
             if not self._request():
                 return (), "the kubelet does not listen to this plugin, so it cannot be asked to write its checkpoint"
-            if (after := await self._rewritten(last)) is None:
+            if (after := await self._rewritten(last, REWRITE if patience is None else patience)) is None:
                 return (), "the kubelet has not written its checkpoint since it was asked to"
             written.append(after)
             last = after.file
         return written, ""
 
-    async def _rewritten(self, before: FileIdentity | None) -> Checkpoint | None:
+    async def _rewritten(self, before: FileIdentity | None, patience: float) -> Checkpoint | None:
         """Wait until the checkpoint is another file than before; None if it is not in time."""
         with filewatch.shared().watch([str(self._directory)]) as watch:
-            until = time.monotonic() + REWRITE
+            until = time.monotonic() + patience
             while (rest := until - time.monotonic()) > 0:
                 try:
                     after = await asyncio.to_thread(checkpoint.read, self._directory)

@@ -25,6 +25,7 @@ from deviceplugin.register.register import Register
 from deviceplugin.testing import FakeKubelet, FakePod
 from deviceplugin.testing.devicemanager import PluginCallError
 from deviceplugin.testing.kubelet import Damage
+from deviceplugin.wire import podresources_pb2
 from deviceplugin.wire.podresources_pb2_grpc import PodResourcesListerStub
 from tests.testing.bare import RESOURCE as R
 from tests.testing.bare import BarePlugin
@@ -350,6 +351,24 @@ async def test_a_pod_that_is_about_to_start_holds_its_device(world: World, monke
     assert await world.tracker.still_held(R, ["a", "b"]) == {mine: f"processes of pod {pod.uid} run"}
     await asyncio.to_thread(pod.complete)
     assert await world.tracker.still_held(R, ["a", "b"]) == {}
+
+
+async def test_a_grant_waits_longer_for_the_checkpoint_than_a_scan(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy node the kubelet writes it late; a refusal would fail a pod though the former one has ended.
+
+    The cgroup of that one is there for some time, without a process, as that of a pod that is about to start.
+    """
+    monkeypatch.setattr(world.kubelet.cgroups, "remove_pod", lambda uid: None)
+    pod = await world.run_pod()
+    await world.scan()
+    await asyncio.to_thread(pod.complete)
+    with grpc.insecure_channel(f"unix:{world.kubelet.pod_resources_socket}") as channel:
+        # It makes the kubelet drop pods that have ended, as Allocate does.
+        await asyncio.to_thread(PodResourcesListerStub(channel).List, podresources_pb2.ListPodResourcesRequest())
+    monkeypatch.setattr("deviceplugin.kubelet.tracker.REWRITE", 0.0)
+    assert await world.tracker.still_held(R, pod.device_ids) == {}
 
 
 async def test_the_cgroup_of_a_former_holder_hides_no_other_one(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -371,7 +371,7 @@ class Checkpoints(CheckpointReader):
         self.take([self.outside.checkpoint])
         return self.outside.checkpoint
 
-    async def _rewritten(self, before: object) -> Checkpoint | None:
+    async def _rewritten(self, before: object, patience: float) -> Checkpoint | None:
         await self.outside.gate.passed()
         if not self.outside.prompt:
             return None
