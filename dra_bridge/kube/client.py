@@ -56,54 +56,6 @@ class Changed(msgspec.Struct, frozen=True):
     object: Object
 
 
-class Positions:
-    """The highest resourceVersions that the server has shown; restored: how often it went back behind them."""
-
-    def __init__(self) -> None:
-        self.restored = 0
-        self._highest: dict[str, int] = {}  # by the kind's plural: kinds may lie in different etcds
-        self._reads: set[asyncio.Timeout] = set()  # the deadlines of the watches' current reads
-
-    def highest(self, kind: Kind) -> int:
-        """Return the highest resourceVersion of a kind, 0 if none is known."""
-        return self._highest.get(kind.plural, 0)
-
-    def moved(self, kind: Kind, position: str, before: int = 0) -> None:
-        """Note a resourceVersion. That of a consistent list is at least `before`, the highest before the request.
-
-        If it is not, the server's storage was restored: open watches may be silent from here on.
-        """
-        number = int(position) if position.isdecimal() and len(position) < 20 else 0
-        if number < before:
-            text = "the API server went back from resourceVersion %d to %d of %s; all watches list again"
-            logger.warning(text, before, number, kind.plural)
-            self.restored += 1
-            self._highest.clear()
-            for read in self._reads:
-                if not read.expired():
-                    read.reschedule(0.0)
-        self._highest[kind.plural] = max(number, self.highest(kind))
-
-    async def read(self, lines: AsyncIterator[bytes], silence: float, restored: int) -> bytes:
-        """Return the next line of a watch's stream, b"" at its end.
-
-        Raises GoneError if nothing came for `silence` seconds, or the server went back meanwhile.
-        """
-        if self.restored != restored:
-            raise GoneError("the API server went back")
-        limit = asyncio.timeout(silence)
-        try:
-            async with limit:
-                self._reads.add(limit)
-                return await anext(lines, b"")
-        except TimeoutError:
-            if limit.expired():
-                raise GoneError("the watch is silent") from None
-            raise
-        finally:
-            self._reads.discard(limit)
-
-
 class Cluster:
     """One API server, asynchronously. Belongs to one event loop; every request has a deadline.
 
@@ -129,7 +81,6 @@ class Cluster:
         self.backoff = backoff or Backoff()
         self._connection = Connection(configuration, deadline)
         self._discovery = Discovery(self._connection)
-        self._positions = Positions()
         self._watch_seconds = watch_seconds
         self._silence = silence
 
@@ -190,7 +141,6 @@ class Cluster:
     ) -> Listed:
         """Read all objects of a kind as of one moment (a consistent read), `page` objects a request."""
         parameters = {**api.selectors_of(field_selector, label_selector), "limit": str(page)}
-        before = self._positions.highest(kind)
         items: list[Object] = []
         while True:
             try:
@@ -205,9 +155,7 @@ class Cluster:
             items += answer.get("items") or ()
             metadata = answer["metadata"]
             if not metadata.get("continue"):
-                position = str(metadata["resourceVersion"])
-                self._positions.moved(kind, position, before)
-                return Listed(items, position)
+                return Listed(items, str(metadata["resourceVersion"]))
             parameters["continue"] = metadata["continue"]
 
     async def create(self, kind: Kind, body: Object, namespace: str = "", *, dry_run: bool = False) -> Object:
@@ -278,17 +226,17 @@ class Cluster:
         """Yield all objects now, then each change, for ever.
 
         A watch that ends when the server was asked to end it is resumed at its position. After any other end (a lost
-        connection, an early end, a refusal, silence), and when another list shows that the server went back, `Listed`
-        comes again and replaces all that was known. The position must not be used then: the server's storage may have
-        been restored from an older snapshot, and kube-apiserver opens a watch at a position in its future without an
-        error and sends nothing on it until its revision has caught up (Cacher.Watch, cacher.go, 1.36).
+        connection, an early end, a refusal, silence) `Listed` comes again and replaces all that was known. The position
+        must not be used then: the server's storage may have been restored from an older snapshot, and kube-apiserver
+        opens a watch at a position in its future without an error and sends nothing on it until its revision has
+        caught up (Cacher.Watch, cacher.go, 1.36).
 
         Outages, refusals and servers without DRA are waited out, whatever they last. Close the generator
         (`contextlib.aclosing`) to end the watch.
         """
         backoff = self.backoff.fresh()
         selectors: dict[str, Any] = {"field_selector": field_selector, "label_selector": label_selector}
-        position, listed_in, restored, lost, warned = "", "", 0, False, False
+        position, listed_in, lost, warned = "", "", False, False
         while True:
             opened = math.inf
             try:
@@ -296,7 +244,6 @@ class Cluster:
                 version = kind.version or await self._discovery.version(older_than=age)
                 if not position or version != listed_in:
                     listing = await self.list(kind, **selectors)
-                    restored = self._positions.restored
                     version = kind.version or await self.version()
                     position, listed_in = listing.resource_version, version
                     yield listing
@@ -312,13 +259,12 @@ class Cluster:
                 async with self._connection.stream(target) as lines:
                     opened, lost = time.monotonic(), False
                     silence = random.uniform(*self._silence)  # noqa: S311 - no secret
-                    while line := await self._positions.read(lines, silence, restored):
+                    while line := await _next_line(lines, silence):
                         event = msgspec.json.decode(line, type=Changed)
                         if event.type == "ERROR":
                             raise api.error_of_status(event.object)
                         warned = False
                         position = str((event.object.get("metadata") or {}).get("resourceVersion") or position)
-                        self._positions.moved(kind, position)
                         if event.type in ("ADDED", "MODIFIED", "DELETED"):
                             yield event
                 if time.monotonic() - opened < seconds - 1.0:
@@ -378,6 +324,18 @@ class Cluster:
             _check(answer, method, path, kind, name)
             return answer
         raise AssertionError("not reached")
+
+
+async def _next_line(lines: AsyncIterator[bytes], silence: float) -> bytes:
+    """Return the next line of a watch, b"" at its end. Raises GoneError if nothing came for `silence` seconds."""
+    limit = asyncio.timeout(silence)
+    try:
+        async with limit:
+            return await anext(lines, b"")
+    except TimeoutError:
+        if limit.expired():
+            raise GoneError("the watch is silent") from None
+        raise
 
 
 def _check(answer: Object, method: str, path: str, kind: Kind, name: str) -> None:

@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -414,42 +414,6 @@ async def test_restored_storage_is_listed_again(server: FakeApiServer) -> None:
         assert names(await anext(events)) == ["a"]
         server.create(node("b"))
         assert name_of(await anext(events)) == ("ADDED", "b")
-
-
-async def test_a_list_that_is_older_than_what_was_seen_ends_the_watches(
-    server: FakeApiServer, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Any list that shows that the server went back has open watches list again, which would be silent."""
-    snapshot = server.snapshot()
-    async with connected(server) as cluster, aclosing(cluster.follow(NODES)) as events:
-        assert names(await anext(events)) == []
-        server.create(node("a"))
-        assert name_of(await anext(events)) == ("ADDED", "a")
-        coming = asyncio.ensure_future(anext(events))
-        await watched(server)
-        server.restore(snapshot, end_streams=False)
-        assert (await cluster.list(NODES)).items == []
-        assert names(await coming) == []
-        assert sum("went back" in record.getMessage() for record in caplog.records) == 1
-
-
-async def test_a_list_that_is_older_meets_a_watch_whose_silence_has_just_ended(server: FakeApiServer) -> None:
-    """That both end a watch at the same moment is no error."""
-    async with connected(server) as cluster:
-        found: list[bool] = []
-        limit = asyncio.timeout(0.0)
-
-        def went_back() -> None:
-            found.append(limit.expired())
-            cluster._positions.moved(NODES, "1", before=2)
-            found.append(limit.expired())
-
-        with suppress(TimeoutError):
-            async with limit:
-                cluster._positions._reads.add(limit)
-                asyncio.get_running_loop().call_soon(went_back)
-                await asyncio.Event().wait()
-        assert found == [True, True]
 
 
 async def test_a_silent_watch_is_listed_again(server: FakeApiServer) -> None:
