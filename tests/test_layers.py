@@ -94,7 +94,7 @@ MAY_IMPORT = {
         "dra_bridge.ledger",
         "dra_bridge.wire",
     },
-    "dra_bridge.handover": {"deviceplugin.base", "deviceplugin.register", "deviceplugin.kubelet", "dra_bridge.ledger"},
+    "dra_bridge.handover": {"deviceplugin.base", "deviceplugin.register", "deviceplugin.kubelet"},
     "dra_bridge.rollout": {
         "deviceplugin.base",
         "deviceplugin.register",

@@ -4,48 +4,20 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
 from deviceplugin.backoff import Backoff
-from deviceplugin.exclusion import Key
-from deviceplugin.inventory import Inventory
-from deviceplugin.kubelet.holders import HolderSnapshot, kubelet_snapshot
-from deviceplugin.kubelet.servicer import Endpoint
+from deviceplugin.kubelet.holders import kubelet_snapshot
 from deviceplugin.register import operations
 from deviceplugin.register.records import Claim, Side, Snapshot, State
 from deviceplugin.register.rules import ClusterEvidence, HolderWait, KubeletEvidence
 from dra_bridge.handover.admission import served_by_dra
-from dra_bridge.handover.planner import ALL, Moving, held_and_expected
-from dra_bridge.ledger.worker import AsyncLedger
+from dra_bridge.handover.moved import MovedResource
+from dra_bridge.handover.planner import held_and_expected
 
 _LOG: Final = logging.getLogger(__name__)
-
-Scan = Callable[[Collection[Key]], Awaitable[HolderSnapshot | None]]
-"""Finds out who holds devices (`HolderScanner.scan`); None if an Allocate came in between."""
-ReadClaim = Callable[[str, str, str], Awaitable[bool]]
-"""Reads a claim, by namespace/name; returns whether its allocation names a device of this node (resource, id).
-
-Without an id: any device of the resource.
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class Allocated:
-    """What allocations of claims name on this node, as of a consistent list of all claims.
-
-    claims: namespace/name by (resource, device). limits: those of them that pods have by their `limits`.
-    """
-
-    claims: Mapping[Key, str] = field(default_factory=dict)
-    limits: frozenset[Key] = frozenset()
-
-
-ListClaims = Callable[[], Awaitable[Allocated]]
-"""Lists all claims, consistently."""
-Withdrawn = Callable[[str, str], float | None]
-"""Returns since when (monotonic seconds) the API server has had slices without a device, if it has."""
 
 
 def shown_unhealthy(
@@ -66,34 +38,31 @@ def shown_unhealthy(
 class MovesToDra:
     """Ends moves of one resource's devices to the DRA side. They cost the API server nothing."""
 
-    endpoint: Endpoint
-    ledger: AsyncLedger
-    scan: Scan
-    title: Callable[[str], str]
-    moving: Moving = ALL
+    moved: MovedResource
 
     async def commit(self, waiting: dict[str, str]) -> tuple[str, ...]:
         """Commit the moves that can end; return their devices. waiting: what the others wait for is added."""
-        resource, device_id_of = self.endpoint.resource, self.endpoint.ids.device_id_of
-        before = self.ledger.snapshot
-        devices = self.moving.in_state(before, resource, State.TO_DRA)
+        resource, endpoint, evidence = self.moved.name, self.moved.endpoint, self.moved.evidence
+        device_id_of = endpoint.ids.device_id_of
+        before = self.moved.ledger.snapshot
+        devices = self.moved.in_state(before, State.TO_DRA)
         if not devices:
             return ()
-        self.endpoint.refresh()
-        sent = self.endpoint.streams.shown()
+        endpoint.refresh()
+        sent = endpoint.streams.shown()
         shown = shown_unhealthy(devices, sent, device_id_of)
         if not shown:
             missing = "the kubelet to listen" if sent is None else "ListAndWatch to show it Unhealthy"
             waiting.update(dict.fromkeys(devices, missing))
             return ()
-        ids = {(resource, one) for device in shown for one in self.endpoint.ids.ids_of(device)}
-        scan = await self.scan(ids)
+        ids = {(resource, one) for device in shown for one in endpoint.ids.ids_of(device)}
+        scan = await evidence.scan(ids)
         if scan is None:
             waiting.update(dict.fromkeys(devices, "a moment without an Allocate in flight"))
             return ()
-        seen = kubelet_snapshot(before.sequence, scan, resource, device_id_of, title=self.title)
-        evidence = KubeletEvidence(before.sequence, shown, seen)
-        done = await self.ledger.do(operations.commit_to_dra(resource, devices, evidence, time.time()))
+        seen = kubelet_snapshot(before.sequence, scan, resource, device_id_of, title=evidence.title)
+        proof = KubeletEvidence(before.sequence, shown, seen)
+        done = await self.moved.ledger.do(operations.commit_to_dra(resource, devices, proof, time.time()))
         waiting.update(done.waiting)
         return done.devices
 
@@ -128,33 +97,32 @@ class MovesToPlugin:
     None ends while a pod has any of the resource through DRA by its `limits`, unless it is forced: a kubelet restart
     would end pods that come to the plugin's side then (`dra_bridge.handover.admission`).
 
-    queries: by device and the sequence of its record: each move asks anew. forced: whether the share is.
+    queries: by device and the sequence of its record: each move asks anew. waits: makes the delays between two reads of
+    the claim that a device waits for.
     """
 
-    resource: str
-    ledger: AsyncLedger
-    list_claims: ListClaims
-    read_claim: ReadClaim
-    withdrawn: Withdrawn
-    waits: Callable[[], Backoff]
-    forced: Callable[[], bool]
-    moving: Moving = ALL
+    moved: MovedResource
+    waits: Callable[[], Backoff] = lambda: Backoff(first=0.5, most=300.0)
     queries: dict[tuple[str, int], _ClaimQuery] = field(default_factory=dict)
 
-    async def commit(self, waiting: dict[str, str]) -> tuple[str, ...]:
-        """Commit the moves that can end; return their devices. waiting: what the others wait for is added."""
-        before = self.ledger.snapshot
-        devices = self.moving.in_state(before, self.resource, State.TO_PLUGIN)
-        claims = {name: one for one in before.claims.values() for of, name in one.held if of == self.resource}
+    async def commit(self, waiting: dict[str, str], *, forced: bool) -> tuple[str, ...]:
+        """Commit the moves that can end; return their devices.
+
+        waiting: what the others wait for is added. forced: whether the share is.
+        """
+        moved, mine = self.moved, self.moved.name
+        before = moved.ledger.snapshot
+        devices = moved.in_state(before, State.TO_PLUGIN)
+        claims = {name: one for one in before.claims.values() for of, name in one.held if of == mine}
         queries = self._known(before, devices, claims)
-        served = [] if self.forced() else served_by_dra(before, self.resource)
+        served = [] if forced else served_by_dra(before, mine)
         withdrawn = {}
         for name in devices:
             if name in claims:
                 waiting[name] = HolderWait(f"claim {claims[name].title}")
             elif served:
                 waiting[name] = _waits_for_limits(served[0].title)
-            elif (at := self.withdrawn(self.resource, name)) is None:
+            elif (at := moved.side.withdrawn(mine, name)) is None:
                 waiting[name] = "the API server to accept the slice without it"
             else:
                 withdrawn[name] = at
@@ -164,17 +132,17 @@ class MovesToPlugin:
         if not lists:
             return ()
         at = time.monotonic()
-        found = await self.list_claims()
-        allocated = {device: claim for (resource, device), claim in found.claims.items() if resource == self.resource}
-        limits = sorted(key for key in found.limits if key[0] == self.resource)
+        found = await moved.evidence.allocated()
+        allocated = {device: claim for (resource, device), claim in found.claims.items() if resource == mine}
+        limits = sorted(key for key in found.limits if key[0] == mine)
         for name in withdrawn:
             queries[name].claim, queries[name].device = allocated.get(name, ""), name
-            if limits and name not in allocated and not self.forced():
+            if limits and name not in allocated and not forced:
                 queries[name].claim, queries[name].device = found.claims[limits[0]], ""
             waiting[name] = self._waits_for(queries[name])
-        arrived = {name: at for name, at in withdrawn.items() if queries[name].device or self.forced()}
+        arrived = {name: at for name, at in withdrawn.items() if queries[name].device or forced}
         evidence = ClusterEvidence(before.sequence, arrived, at, allocated)
-        done = await self.ledger.do(operations.commit_to_plugin(self.resource, arrived, evidence, time.time()))
+        done = await moved.ledger.do(operations.commit_to_plugin(mine, arrived, evidence, time.time()))
         waiting.update(done.waiting)
         return done.devices
 
@@ -186,7 +154,7 @@ class MovesToPlugin:
 
     def _known(self, now: Snapshot, devices: Iterable[str], prepared: Mapping[str, Claim]) -> dict[str, _ClaimQuery]:
         """Return what is known of the claims that name these devices. prepared: claims by device."""
-        keys = {name: (name, now.device(self.resource, name).sequence) for name in devices}
+        keys = {name: (name, now.device(self.moved.name, name).sequence) for name in devices}
         self.queries = {key: self.queries.get(key) or _ClaimQuery(self.waits()) for key in keys.values()}
         for name, key in keys.items():
             if (claim := prepared.get(name)) is not None:  # when it is unprepared, it is read first, and soon
@@ -202,7 +170,7 @@ class MovesToPlugin:
         due = [queries[name] for name in devices if queries[name].due <= now]
         for query in due:
             query.due = now + query.waits.next()  # also if the API server does not answer
-            if query.claim and not await self.read_claim(query.claim, self.resource, query.device):
+            if query.claim and not await self.moved.evidence.allocates(query.claim, self.moved.name, query.device):
                 query.claim = ""
         if all(query.claim for query in due):
             return False
@@ -215,41 +183,37 @@ class MovesToPlugin:
 
 @dataclass(frozen=True, slots=True)
 class UnpluggedDevices:
-    """Forgets unplugged devices of one resource. notify: called when lists and slices may be other ones."""
+    """Forgets unplugged devices of one resource."""
 
-    resource: str
-    inventory: Inventory
-    ledger: AsyncLedger
-    scan: Scan
-    notify: Callable[[], None]
-    moving: Moving = ALL
+    moved: MovedResource
 
     async def forget(self, waiting: dict[str, str]) -> None:
         """Forget devices that are unplugged, once nobody holds them and no claim names them.
 
         One on the DRA side, or on its way, moves to the plugin's side first, which shows that no claim names it (R6).
         """
-        if not self.inventory.snapshot.listed:
+        moved, resource = self.moved, self.moved.name
+        if not moved.inventory.snapshot.listed:
             return
-        now = self.ledger.snapshot
-        unplugged = self.moving.of(now, self.resource).keys() - self.inventory.snapshot.devices.keys()
-        if allocations := now.allocations_on(self.resource, unplugged):
+        now = moved.ledger.snapshot
+        unplugged = moved.moving.of(now, resource).keys() - moved.inventory.snapshot.devices.keys()
+        if allocations := now.allocations_on(resource, unplugged):
             waiting.update({one.device: HolderWait(f"pod {one.pod}" if one.pod else "its pod") for one in allocations})
-            await self.scan({(self.resource, one.device_id) for one in allocations})
-        now, devices = self.ledger.snapshot, self.inventory.snapshot.devices
+            await moved.evidence.scan({(resource, one.device_id) for one in allocations})
+        now, devices = moved.ledger.snapshot, moved.inventory.snapshot.devices
         held, _ = held_and_expected(now)
         gone = {
             name: record.state
-            for name, record in self.moving.of(now, self.resource).items()
-            if name not in devices and (self.resource, name) not in held
+            for name, record in moved.moving.of(now, resource).items()
+            if name not in devices and (resource, name) not in held
         }
         if leaving := [name for name, state in gone.items() if state in (State.DRA, State.TO_DRA)]:
-            back = operations.begin_move(self.resource, leaving, Side.PLUGIN, time.time(), "it is unplugged")
-            await self.ledger.do(back)
-            self.notify()
+            back = operations.begin_move(resource, leaving, Side.PLUGIN, time.time(), "it is unplugged")
+            await moved.ledger.do(back)
+            moved.side.moved(resource)
         over = [name for name, state in gone.items() if state in (State.PLUGIN, State.QUARANTINED)]
-        if over and (forgotten := await self.ledger.do(operations.forget(self.resource, over))):
+        if over and (forgotten := await moved.ledger.do(operations.forget(resource, over))):
             names = ", ".join(forgotten)
-            extra = {"resource": self.resource, "device": names}
+            extra = {"resource": resource, "device": names}
             _LOG.info("unplugged devices that nobody holds are forgotten: %s", names, extra=extra)
-            self.notify()
+            moved.side.moved(resource)

@@ -10,23 +10,20 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from deviceplugin.backoff import Backoff
 from deviceplugin.device import counted
-from deviceplugin.inventory import Inventory
-from deviceplugin.kubelet.servicer import Endpoint
 from deviceplugin.register.records import LedgerError, Side, Snapshot
 from deviceplugin.register.rules import HolderWait
 from dra_bridge.handover.admission import denied_now
 from dra_bridge.handover.allocatable import AllocatableStatus
-from dra_bridge.handover.ends import ListClaims, MovesToDra, MovesToPlugin, ReadClaim, Scan, UnpluggedDevices, Withdrawn
-from dra_bridge.handover.planner import ALL, Group, Moving
+from dra_bridge.handover.ends import MovesToDra, MovesToPlugin, UnpluggedDevices
+from dra_bridge.handover.moved import MovedResource
 from dra_bridge.handover.share import Drain, Share
 from dra_bridge.handover.start import MoveStarter
-from dra_bridge.ledger.worker import AsyncLedger
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -43,60 +40,29 @@ class MoveStatistics:
 class Handover:
     """Moves one resource's devices between the sides until their sides are as the share says.
 
-    notify: called after moves have begun or ended: lists and slices may be other ones. report: called when `waiting` is
-    another one. allocatable: makes the number of
-    devices known to the scheduler; None to leave that to the kubelet. groups: returns the devices that had best move
-    together. errors: what `list_claims` and `read_claim` raise when the API server cannot be asked. title: a pod's name
-    by its UID, for people. waits: makes the delays between two reads of the claim that a device waits for. group:
-    returns the devices that a device must move together with. endpoints: returns the servicer of a resource of such
-    devices, None if it is not served. moving: whose devices these are. waiting: what moves wait for, by device; a
-    `HolderWait` where that is a holder. denied: UIDs of the pods that a kubelet restart would end, as of the last look;
-    "" for one that is not known yet.
+    allocatable: makes the number of devices known to the scheduler; None to leave that to the kubelet. waiting: what
+    moves wait for, by device; a `HolderWait` where that is a holder. denied: UIDs of the pods that a kubelet restart
+    would end, as of the last look; "" for one that is not known yet.
     """
 
     def __init__(
         self,
-        endpoint: Endpoint,
-        inventory: Inventory,
-        async_ledger: AsyncLedger,
-        scan: Scan,
-        *,
-        list_claims: ListClaims,
-        read_claim: ReadClaim,
-        withdrawn: Withdrawn,
-        notify: Callable[[], None],
+        moved: MovedResource,
         share: Share,
         drain: Drain = "cordon",
         allocatable: AllocatableStatus | None = None,
-        groups: Callable[[], Sequence[frozenset[str]]] = tuple,
-        errors: tuple[type[Exception], ...] = (),
-        title: Callable[[str], str] = str,
-        waits: Callable[[], Backoff] = lambda: Backoff(first=0.5, most=300.0),
-        group: Group | None = None,
-        endpoints: Callable[[str], Endpoint | None] | None = None,
-        moving: Moving = ALL,
-        report: Callable[[], None] = lambda: None,
     ) -> None:
-        self.resource = endpoint.resource
+        self.resource = moved.name
         self.waiting: Mapping[str, str] = {}
         self.denied: tuple[str, ...] = ()
-        self._endpoint = endpoint
-        self._inventory = inventory
-        self._ledger = async_ledger
-        self._notify = notify
-        self._report = report
-        self._title = title
+        self._moved = moved
         self._allocatable = allocatable
-        self._errors: tuple[type[Exception], ...] = (LedgerError, *errors)
-        group = group or (lambda name: ((self.resource, name),))
-        endpoints = endpoints or (lambda resource: endpoint if resource == self.resource else None)
-        how = share, drain, allocatable, groups, group, endpoints
-        self._starter = starter = MoveStarter(endpoint, inventory, async_ledger, *how, moving)
+        self._errors: tuple[type[Exception], ...] = (LedgerError, *moved.evidence.errors)
+        self._starter = MoveStarter(moved, share, drain, allocatable)
         self.statistics = MoveStatistics(self._starter.begun)
-        self._unplugged = UnpluggedDevices(self.resource, inventory, async_ledger, scan, notify, moving)
-        self._to_dra = MovesToDra(endpoint, async_ledger, scan, title, moving)
-        asks = list_claims, read_claim, withdrawn, waits, lambda: starter.share.forced
-        self._to_plugin = MovesToPlugin(self.resource, async_ledger, *asks, moving)
+        self._unplugged = UnpluggedDevices(moved)
+        self._to_dra = MovesToDra(moved)
+        self._to_plugin = MovesToPlugin(moved)
         self._wake = asyncio.Event()
 
     @property
@@ -121,16 +87,16 @@ class Handover:
     def look(self) -> None:
         """Find out which pods a kubelet restart would end now; new ones are logged."""
         before = self.denied
-        self.denied = denied_now(self._ledger.snapshot, self.resource)
+        self.denied = denied_now(self._moved.ledger.snapshot, self.resource)
         for uid in sorted(set(self.denied).difference(before)):
-            title = self._title(uid) if uid else "that has just come"
+            title = self._moved.evidence.title(uid) if uid else "that has just come"
             text = "pod %s would be ended by a kubelet restart, beside older pods that DRA serves by limits"
             _LOG.warning(text, title, extra={"resource": self.resource, "pod": title})
 
     async def run(self) -> None:
         """Move devices until cancelled."""
         backoff = Backoff(first=0.02, most=2.0)
-        unsubscribe = self._inventory.subscribe(lambda snapshot: self.wake())
+        unsubscribe = self._moved.inventory.subscribe(lambda snapshot: self.wake())
         try:
             while True:
                 self._wake.clear()
@@ -156,24 +122,24 @@ class Handover:
         waiting: dict[str, str] = {}
         await self._unplugged.forget(waiting)
         if await self._starter.begin():
-            self._notify()
+            self._moved.side.moved(self.resource)
         waiting.update(self._starter.blocked)
         # This side first: it does not need the kubelet, which may take long to answer.
-        before = self._ledger.snapshot
-        if returned := await self._to_plugin.commit(waiting):
+        before = self._moved.ledger.snapshot
+        if returned := await self._to_plugin.commit(waiting, forced=self.share.forced):
             self._committed(Side.PLUGIN, returned, before)
             if self._allocatable is not None:
-                devices = [self._inventory.snapshot.devices.get(name) for name in returned]
+                devices = [self._moved.inventory.snapshot.devices.get(name) for name in returned]
                 usable = [device for device in devices if device is not None and device.health.usable]
-                offered = {one for device in usable for one in self._endpoint.ids.names_of(device)}
+                offered = {one for device in usable for one in self._moved.endpoint.ids.names_of(device)}
                 self._allocatable.taken_back(self.resource, offered)
-        before = self._ledger.snapshot
+        before = self._moved.ledger.snapshot
         if arrived := await self._to_dra.commit(waiting):
             self._committed(Side.DRA, arrived, before)
         self._log_waits({name: what for name, what in waiting.items() if self.waiting.get(name) != what})
         if waiting != self.waiting:
             self.waiting = waiting
-            self._report()
+            self._moved.side.publish()
         self.look()
         return bool(returned or arrived), bool(waiting)
 
@@ -193,9 +159,10 @@ class Handover:
         since = [before.device(self.resource, name).since for name in devices]
         self.statistics.seconds[way] += sum(max(0.0, now - one) for one in since)
         self.statistics.finished[way] += len(devices)
-        present = [name for name in devices if name in self._inventory.snapshot.devices]  # others are forgotten soon
+        listed = self._moved.inventory.snapshot.devices
+        present = [name for name in devices if name in listed]  # others are forgotten soon
         if present:
             _LOG.info("moved to the %s side: %s", side.text, counted(len(present)), extra=extra)
         for name in present:
             _LOG.debug("device %s has moved to the %s side", name, side.text, extra={**extra, "device": name})
-        self._notify()
+        self._moved.side.moved(self.resource)

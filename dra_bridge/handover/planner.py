@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from deviceplugin.device import Device
 from deviceplugin.exclusion import Key
 from deviceplugin.register.records import DeviceRecord, Side, Snapshot, State
 from deviceplugin.topology import natural
@@ -172,3 +173,33 @@ def followers(now: Snapshot, resource: str, devices: Iterable[str], group: Group
         if len(members) > 1 and goal is not None and now.device(resource, name).state.goal not in (goal, None):
             moves.append((name, goal, reason))
     return moves
+
+
+def groups(devices: Mapping[str, Device], links: Mapping[frozenset[str], float]) -> Sequence[frozenset[str]]:
+    """Return devices that belong together: by their closest links, else by NUMA node, where there are several."""
+    if linked := link_groups(devices, links):
+        return linked
+    by_numa: dict[tuple[int, ...], set[str]] = {}
+    for name, device in devices.items():
+        if device.numa_nodes:
+            by_numa.setdefault(device.numa_nodes, set()).add(name)
+    return tuple(frozenset(names) for names in by_numa.values()) if len(by_numa) > 1 else ()
+
+
+def link_groups(devices: Collection[str], links: Mapping[frozenset[str], float]) -> tuple[frozenset[str], ...]:
+    """Return what the closest links tie together, if that are several groups; () if it is one, or nothing is tied.
+
+    links: as of a source, higher is closer.
+    """
+    pairs = {pair: score for pair, score in links.items() if len(pair) == 2 and pair <= set(devices)}
+    for level in sorted(set(pairs.values()), reverse=True):
+        group = {name: frozenset({name}) for name in devices}
+        for pair, score in pairs.items():
+            if score >= level:
+                one, other = pair
+                together = group[one] | group[other]
+                group.update(dict.fromkeys(together, together))
+        found = {names for names in group.values() if len(names) > 1}
+        if len(found) > 1:
+            return tuple(sorted(found, key=min))
+    return ()

@@ -5,22 +5,20 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from deviceplugin.device import counted
-from deviceplugin.inventory import Inventory
-from deviceplugin.kubelet.servicer import Endpoint
 from deviceplugin.register import operations
 from deviceplugin.register.records import Side, Snapshot, State
 from deviceplugin.register.rules import HolderWait
 from deviceplugin.topology import natural
 from dra_bridge.handover.admission import counts_of, may_leave, resources_served_by_dra
 from dra_bridge.handover.allocatable import AllocatableStatus
-from dra_bridge.handover.planner import ALL, Group, Moving, Plan, followers, leading, plan
+from dra_bridge.handover.moved import MovedResource
+from dra_bridge.handover.planner import Plan, followers, groups, leading, plan
 from dra_bridge.handover.share import Drain, Share
-from dra_bridge.ledger.worker import AsyncLedger
 
 _LOG: Final = logging.getLogger(__name__)
 _BLOCKED: Final = HolderWait(
@@ -32,21 +30,15 @@ _BLOCKED: Final = HolderWait(
 class MoveStarter:
     """Begins moves of one resource's devices, so that their sides become as the share says.
 
-    allocatable, groups, group, endpoints: see `Handover`. draining: devices on the plugin side that are to leave it, so
+    allocatable: see `Handover`. draining: devices on the plugin side that are to leave it, so
     that new pods had better get others. blocked: what devices wait for whose moves cannot begin. begun: how many moves
     have begun, by direction.
     """
 
-    endpoint: Endpoint
-    inventory: Inventory
-    ledger: AsyncLedger
+    moved: MovedResource
     share: Share
     drain: Drain
     allocatable: AllocatableStatus | None
-    groups: Callable[[], Sequence[frozenset[str]]]
-    group: Group
-    endpoints: Callable[[str], Endpoint | None]
-    moving: Moving = ALL
     draining: frozenset[str] = frozenset()
     blocked: Mapping[str, str] = field(default_factory=dict)
     begun: Counter[str] = field(default_factory=Counter)
@@ -54,7 +46,7 @@ class MoveStarter:
     @property
     def resource(self) -> str:
         """The resource."""
-        return self.endpoint.resource
+        return self.moved.name
 
     def ask(self, share: Share, drain: Drain | None) -> None:
         """Ask for another share from now on, and for another way to drain if there is one."""
@@ -77,36 +69,38 @@ class MoveStarter:
         for devices, side in ((wanted.to_dra, Side.DRA), (wanted.to_plugin, Side.PLUGIN)):
             if devices:
                 await self._begin_move(devices, side, f"the share is {self.share}")
-        following = followers(self.ledger.snapshot, self.resource, self._listed(), self.group)
+        following = followers(self.moved.ledger.snapshot, self.resource, self._listed(), self.moved.group)
         while await self._announced([name for name, side, _ in following if side is Side.DRA]):
-            following = followers(self.ledger.snapshot, self.resource, self._listed(), self.group)
+            following = followers(self.moved.ledger.snapshot, self.resource, self._listed(), self.moved.group)
         for name, side, reason in following:
             await self._begin_move((name,), side, reason)
         return bool(wanted or following)
 
     def _listed(self) -> dict[str, State]:
         """Return the states of the devices that count."""
-        listed = self.inventory.snapshot
+        listed = self.moved.inventory.snapshot
         return {
             name: record.state
-            for name, record in self.moving.of(self.ledger.snapshot, self.resource).items()
+            for name, record in self.moved.moving.of(self.moved.ledger.snapshot, self.resource).items()
             if name in listed.devices and name not in listed.gone
         }
 
     def _planned(self) -> Plan:
         """Return what the share asks for, as far as it makes no kubelet restart end a pod."""
-        now = self.ledger.snapshot
-        leaders, held, expected = leading(now, self.resource, self._listed(), self.group)
+        now = self.moved.ledger.snapshot
+        leaders, held, expected = leading(now, self.resource, self._listed(), self.moved.group)
+
+        together = groups(self.moved.inventory.snapshot.devices, self.moved.endpoint.source.links)
 
         def planned(states: Mapping[str, State], drain: Drain) -> Plan:
-            return plan(states, held, self.share, drain, self.groups(), expected)
+            return plan(states, held, self.share, drain, together, expected)
 
         wanted = planned(leaders, self.drain)
         self.blocked = {}
         if self.share.forced:
             return wanted
         served = resources_served_by_dra(now)
-        limited = {name for name in leaders if any(of in served for of, _ in self.group(name))} if served else set()
+        limited = {name for name in leaders if served and any(of in served for of, _ in self.moved.group(name))}
         waiting = {name for name in limited if leaders[name] is State.TO_PLUGIN}
         if back := limited.intersection(planned(leaders | dict.fromkeys(waiting, State.DRA), self.drain).to_plugin):
             # None arrives on the plugin's side before the pods that DRA serves by limits have ended, and no other ones
@@ -128,10 +122,10 @@ class MoveStarter:
     def _may_leave(self, now: Snapshot, leaders: Iterable[str]) -> bool:
         """Return whether these devices and those that move with them may leave for DRA together, of each resource."""
         leaving: dict[str, set[str]] = {}
-        for of, name in {member for leader in leaders for member in self.group(leader)}:
+        for of, name in {member for leader in leaders for member in self.moved.group(leader)}:
             leaving.setdefault(of, set()).add(name)
         for of, names in leaving.items():
-            if (endpoint := self.endpoints(of)) is not None:
+            if (endpoint := self.moved.side.endpoint(of)) is not None:
                 shown = endpoint.streams.staying()
                 ids = {one for name in names for one in endpoint.ids.ids_of(name)}
                 if not may_leave(counts_of(now, of, shown), len(ids if shown is None else ids & shown)):
@@ -142,22 +136,22 @@ class MoveStarter:
         """Return these devices and those of this resource that move with them."""
         listed = self._listed()
         return frozenset(
-            one for name in leaders for of, one in self.group(name) if of == self.resource and one in listed
+            one for name in leaders for of, one in self.moved.group(name) if of == self.resource and one in listed
         )
 
     async def _announced(self, leaving: Collection[str]) -> bool:
         """Let the scheduler know how many devices stay on the plugin side; return whether it had to be waited for."""
-        if self.allocatable is None or not leaving or (healthy := self.endpoint.streams.healthy()) is None:
+        if self.allocatable is None or not leaving or (healthy := self.moved.endpoint.streams.healthy()) is None:
             return False
-        staying = healthy - {one for name in leaving for one in self.endpoint.ids.ids_of(name)}
+        staying = healthy - {one for name in leaving for one in self.moved.endpoint.ids.ids_of(name)}
         if staying == healthy:
             return False
         self.draining |= self._followed(leaving)  # until then new pods had better get others
         return await self.allocatable.lower(self.resource, len(staying))
 
     async def _begin_move(self, devices: Sequence[str], side: Side, reason: str) -> None:
-        begin = operations.begin_move(self.resource, devices, side, time.time(), reason, self.moving.driver)
-        moves = await self.ledger.do(begin)
+        begin = operations.begin_move(self.resource, devices, side, time.time(), reason, self.moved.moving.driver)
+        moves = await self.moved.ledger.do(begin)
         self.begun.update(state.value for state in moves.values())
         text = "%s leave for the %s side (%s)" if len(moves) > 1 else "%s leaves for the %s side (%s)"
         _LOG.info(text, counted(len(moves)), side.text, reason, extra={"resource": self.resource})

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from deviceplugin.backoff import Backoff
 from deviceplugin.cdi import CdiError
@@ -15,7 +15,7 @@ from deviceplugin.exclusion import Key
 from deviceplugin.kubelet import claim_state
 from deviceplugin.kubelet.checkpoint import CheckpointError
 from deviceplugin.kubelet.claim_state import ClaimStateError
-from deviceplugin.kubelet.holders import kubelet_snapshot
+from deviceplugin.kubelet.holders import HolderSnapshot, kubelet_snapshot
 from deviceplugin.node.agent import Agent
 from deviceplugin.node.service import Service
 from deviceplugin.register import operations
@@ -23,7 +23,7 @@ from deviceplugin.register.records import LedgerError, Side, State
 from deviceplugin.register.rules import ClaimEvidence, Evidence
 from dra_bridge.driver import Driver
 from dra_bridge.driver.claims import stands_for_limits
-from dra_bridge.handover.ends import Allocated
+from dra_bridge.handover.moved import Allocated
 from dra_bridge.kube import RESOURCE_CLAIMS, Cluster, ClusterError, NotFoundError
 from dra_bridge.node.resource import DriverContext, ResourceRuntime
 from dra_bridge.node.slice_feed import decide_names, qualifiers_of
@@ -48,6 +48,15 @@ class EvidenceReader:
     agent: Agent
     cluster: Cluster
     lost: Callable[[], str]
+    errors: ClassVar[tuple[type[Exception], ...]] = (ClusterError,)
+
+    async def scan(self, wanted: Collection[Key]) -> HolderSnapshot | None:
+        """See `HolderScanner`."""
+        return await self.agent.scanner.scan(wanted)
+
+    def title(self, pod_uid: str) -> str:
+        """Return a pod's name, for people."""
+        return self.agent.tracker.title(pod_uid)
 
     async def read(self, service: Service, devices: Sequence[str]) -> Evidence:
         """Read who holds these devices of a resource.
@@ -57,7 +66,7 @@ class EvidenceReader:
         if why := self.lost():
             raise CdiError(why)
         resource, ids, wanted = service.resource, service.endpoint.ids, frozenset(devices)
-        now = await self.agent.scanner.scan({(resource, one) for device in devices for one in ids.ids_of(device)})
+        now = await self.scan({(resource, one) for device in devices for one in ids.ids_of(device)})
         if now is None:
             raise CheckpointError("an Allocate came in between")
         if now.registered is None:

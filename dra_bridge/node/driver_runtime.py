@@ -15,14 +15,14 @@ from deviceplugin.node.service import Service
 from deviceplugin.register import operations
 from dra_bridge.driver import Driver, Registrar, ServedResource
 from dra_bridge.driver.tasks import Tasks
+from dra_bridge.handover.moved import MovedResource
 from dra_bridge.handover.moves import Handover
 from dra_bridge.handover.planner import Moving
 from dra_bridge.handover.share import Share
-from dra_bridge.kube import ClusterError
 from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.node.claim_reconciliation import ClaimPods, ClaimReconciliation
 from dra_bridge.node.device_reconciliation import DeviceReconciler, EvidenceReader
-from dra_bridge.node.resource import DriverContext, Node, ResourceRuntime, groups
+from dra_bridge.node.resource import DriverContext, Node, ResourceRuntime
 from dra_bridge.node.share import NONE, DriverShare, HandoverPolicy
 from dra_bridge.node.slice_feed import SliceFeed, qualifiers_of
 
@@ -107,31 +107,32 @@ class DriverRuntime:
         return self._context.unknown(resource, device)
 
     def _handover(self, service: Service, policy: HandoverPolicy, moving: Moving) -> Handover:
-        agent = self._context.node.agent
-        return Handover(
-            service.endpoint,
-            service.inventory,
-            self.async_ledger,
-            agent.scanner.scan,
-            list_claims=self.devices.evidence.allocated,
-            read_claim=self.devices.evidence.allocates,
-            withdrawn=self.feed.withdrawn,
-            notify=functools.partial(self._moved, service),
-            share=NONE if moving.leaving else self._context.share.of(policy),
-            drain=policy.drain,
-            allocatable=self._context.node.allocatable,
-            groups=functools.partial(groups, service),
-            errors=(ClusterError,),
-            title=agent.tracker.title,
-            group=functools.partial(agent.register.listed.group, service.resource),
-            endpoints=self._endpoint,
-            moving=moving,
-            report=self.publish,
-        )
+        register, evidence = self._context.node.agent.register, self.devices.evidence
+        moved = MovedResource(service.endpoint, service.inventory, register, evidence, self, moving)
+        share = NONE if moving.leaving else self._context.share.of(policy)
+        return Handover(moved, share, policy.drain, self._context.node.allocatable)
 
-    def _endpoint(self, resource: str) -> Endpoint | None:
+    # What handovers ask.
+
+    def withdrawn(self, resource: str, device: str) -> float | None:
+        """See `SliceFeed`."""
+        return self.feed.withdrawn(resource, device)
+
+    def endpoint(self, resource: str) -> Endpoint | None:
+        """Return the servicer of a resource of this driver, None if there is none."""
         one = self.resources.get(resource)
         return None if one is None else one.service.endpoint
+
+    def moved(self, resource: str) -> None:
+        """Tell the other parts that devices of a resource have moved."""
+        if (mine := self.resources.get(resource)) is not None:
+            mine.service.endpoint.refresh()
+        self.publish()
+        for one in self.resources.values():
+            one.handover.wake()  # devices of other resources may move along
+        self._context.node.agent.register.notify()
+        if mine is not None and mine.leaving:
+            self._tasks.start(self._let_go(resource))
 
     def drop(self, resource: str) -> None:
         """Serve a resource no more; its prepared claims can still be unprepared, nothing of it is given to pods."""
@@ -222,16 +223,6 @@ class DriverRuntime:
         _LOG.error("device %s is quarantined: %s", device, reason, extra={"resource": resource, "device": device})
         message = f"device {device} of {resource} is quarantined: {reason}"
         self._tasks.start(self._context.node.alarm("DeviceQuarantined", message))
-
-    def _moved(self, service: Service) -> None:
-        service.endpoint.refresh()
-        self.publish()
-        for one in self.resources.values():
-            one.handover.wake()  # devices of other resources may move along
-        self._context.node.agent.register.notify()
-        mine = self.resources.get(service.resource)
-        if mine is not None and mine.leaving:
-            self._tasks.start(self._let_go(service.resource))
 
     def has_left(self, resource: str) -> bool:
         """Return whether no device of a resource is published under this driver any more."""

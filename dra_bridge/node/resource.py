@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -119,34 +119,3 @@ class Node:
             await self.cluster.event(NODES, {"name": self.name, "uid": self.name}, reason, message, self.name)
         except ClusterError as error:
             _LOG.info("no Event could be written: %s", error)
-
-
-def groups(service: Service) -> Sequence[frozenset[str]]:
-    """Return devices that belong together: by their closest links, else by NUMA node, where there are several."""
-    devices = service.inventory.snapshot.devices
-    if linked := link_groups(devices, service.source.links):
-        return linked
-    by_numa: dict[tuple[int, ...], set[str]] = {}
-    for name, device in devices.items():
-        if device.numa_nodes:
-            by_numa.setdefault(device.numa_nodes, set()).add(name)
-    return tuple(frozenset(names) for names in by_numa.values()) if len(by_numa) > 1 else ()
-
-
-def link_groups(devices: Collection[str], links: Mapping[frozenset[str], float]) -> tuple[frozenset[str], ...]:
-    """Return what the closest links tie together, if that are several groups; () if it is one, or nothing is tied.
-
-    links: as of a source, higher is closer.
-    """
-    pairs = {pair: score for pair, score in links.items() if len(pair) == 2 and pair <= set(devices)}
-    for level in sorted(set(pairs.values()), reverse=True):
-        group = {name: frozenset({name}) for name in devices}
-        for pair, score in pairs.items():
-            if score >= level:
-                one, other = pair
-                together = group[one] | group[other]
-                group.update(dict.fromkeys(together, together))
-        found = {names for names in group.values() if len(names) > 1}
-        if len(found) > 1:
-            return tuple(sorted(found, key=min))
-    return ()

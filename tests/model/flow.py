@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Final, Self, cast
+from typing import Any, ClassVar, Final, Self, cast
 
 from deviceplugin.backoff import Backoff
 from deviceplugin.device import ContainerEdits, Device
@@ -32,7 +32,7 @@ from deviceplugin.register.register import Register, Store
 from deviceplugin.register.rules import Evidence
 from deviceplugin.source import DeviceSource
 from dra_bridge.driver import ClaimError, ClaimRef, ClusterClaims, Driver, Prepared, ServedResource
-from dra_bridge.handover.ends import Allocated
+from dra_bridge.handover.moved import Allocated, MovedResource
 from dra_bridge.handover.moves import Handover
 from dra_bridge.handover.planner import Moving
 from dra_bridge.handover.share import Share
@@ -176,6 +176,8 @@ def allocations_of(now: Snapshot) -> frozenset[Allocation]:
 class Flow:
     """One life of the agent."""
 
+    errors: ClassVar[tuple[type[Exception], ...]] = ()
+
     def __init__(
         self, directory: Path, async_ledger: AsyncLedger, outside: Outside, source: DeviceSource, step: Step
     ) -> None:
@@ -202,19 +204,9 @@ class Flow:
         )
         streams = SimpleNamespace(shown=self._shown, staying=lambda: self._shown()[1])
         endpoint = SimpleNamespace(resource=R, source=source, ids=served.ids, refresh=lambda: None, streams=streams)
-        self.handover = Handover(
-            cast("Any", endpoint),
-            self.inventory,
-            async_ledger,
-            self._scan,
-            list_claims=lambda: self.allocated(),
-            read_claim=lambda *of: self.allocates(*of),
-            withdrawn=self.withdrawn,
-            notify=self.publish,
-            share=Share(0),
-            waits=lambda: Backoff(first=0.0, most=0.0),
-            moving=Moving(D),
-        )
+        moved = MovedResource(cast("Any", endpoint), self.inventory, self.register, self, self, Moving(D))
+        self.handover = Handover(moved, Share(0))
+        self.handover._to_plugin.waits = lambda: Backoff(first=0.0, most=0.0)
         self._clock = itertools.count(11, 11)
         self._names = {name: device.id for name, (_, device) in self.driver.devices.by_name.items()}
 
@@ -256,12 +248,24 @@ class Flow:
     def _shown(self) -> tuple[float, frozenset[str]]:
         return 0.0, frozenset(name for name in DEVICES if self.register.offers(R, name))
 
-    async def _scan(self, wanted: Collection[tuple[str, str]]) -> HolderSnapshot:
+    async def scan(self, wanted: Collection[tuple[str, str]]) -> HolderSnapshot:
+        """Find out who holds devices."""
         before = self.async_ledger.snapshot.sequence
         known = allocations_of(self.async_ledger.snapshot)
         now = holders.holders(known, self.outside.evidence(), float(next(self._clock)))
         await self.grants.scanner.observe(now, before)
         return now
+
+    def title(self, pod_uid: str) -> str:
+        """Return a pod's name."""
+        return pod_uid
+
+    def endpoint(self, resource: str) -> None:
+        """Return no servicer of another resource."""
+
+    def moved(self, resource: str) -> None:
+        """Write the slice."""
+        self.publish()
 
     async def allocated(self) -> Allocated:
         """List all claims."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine, Generator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Final, cast
+from typing import Any, ClassVar, Final, cast
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -34,7 +34,7 @@ from deviceplugin.register import operations
 from deviceplugin.register.records import WHOLE, Claim, ClaimDevice, LedgerError, Operation, Side, Snapshot, State
 from deviceplugin.register.rules import ClaimEvidence, Evidence, Excluded, Refused
 from deviceplugin.source import DeviceSource
-from dra_bridge.handover.ends import Allocated
+from dra_bridge.handover.moved import Allocated, MovedResource
 from dra_bridge.handover.moves import Handover
 from dra_bridge.handover.planner import Moving
 from dra_bridge.handover.share import Drain, Share
@@ -118,6 +118,8 @@ class Request:
 class Node(RuleBasedStateMachine):
     """Kubelet, scheduler, API server and agent of a node with two devices."""
 
+    errors: ClassVar[tuple[type[Exception], ...]] = (ServerError,)
+
     def __init__(self) -> None:
         super().__init__()
         self.home = Path(tempfile.mkdtemp(dir=MEMORY))
@@ -171,22 +173,10 @@ class Node(RuleBasedStateMachine):
         self.grants = Grants(cast("Any", self.async_ledger), {R: served}, bridged=(R,))
         self.register = self.grants.register
         streams = SimpleNamespace(shown=lambda: self.sent, staying=lambda: self.staying)
-        endpoint = SimpleNamespace(resource=R, ids=served.ids, refresh=lambda: None, streams=streams)
-        self.handover = Handover(
-            cast("Any", endpoint),
-            inventory,
-            cast("Any", self.async_ledger),
-            self.scan,
-            list_claims=self.list_claims,
-            read_claim=self.read_claim,
-            withdrawn=self.withdrawn,
-            notify=lambda: None,
-            share=self.share,
-            drain=self.drain,
-            errors=(ServerError,),
-            waits=lambda: Backoff(first=0.0, most=0.0),
-            moving=Moving(D),
-        )
+        endpoint = SimpleNamespace(resource=R, source=Source(), ids=served.ids, refresh=lambda: None, streams=streams)
+        moved = MovedResource(cast("Any", endpoint), inventory, self.register, self, self, Moving(D))
+        self.handover = Handover(moved, self.share, self.drain)
+        self.handover._to_plugin.waits = lambda: Backoff(first=0.0, most=0.0)
         self.alive = True
         self.reconcile()
 
@@ -279,10 +269,22 @@ class Node(RuleBasedStateMachine):
                 break
         return self.written
 
+    def title(self, pod_uid: str) -> str:
+        return pod_uid
+
+    def endpoint(self, resource: str) -> None:
+        """Return no servicer of another resource."""
+
+    def moved(self, resource: str) -> None:
+        """Tell nobody."""
+
+    def publish(self) -> None:
+        """Tell nobody."""
+
     def withdrawn(self, resource: str, device: str) -> float | None:
         return self.accepted.get(device)
 
-    async def list_claims(self) -> Allocated:
+    async def allocated(self) -> Allocated:
         await Pause()
         if not self.server_up:
             raise ServerError
@@ -290,7 +292,7 @@ class Node(RuleBasedStateMachine):
         await Pause()
         return Allocated(found)
 
-    async def read_claim(self, title: str, resource: str, device: str) -> bool:
+    async def allocates(self, title: str, resource: str, device: str) -> bool:
         await Pause()
         if not self.server_up:
             raise ServerError

@@ -8,7 +8,8 @@ import pytest
 from deviceplugin import topology
 from deviceplugin.device import Device
 from deviceplugin.inventory import Snapshot
-from dra_bridge.node.resource import Order, link_groups
+from dra_bridge.handover.planner import link_groups
+from dra_bridge.node.resource import Order
 from dra_bridge.slices.desired import Offer, Pool, desired
 
 GPUS = [f"gpu{number}" for number in range(4)]

@@ -13,7 +13,8 @@ from deviceplugin.register import operations
 from deviceplugin.register.records import Claim, ClaimDevice, LedgerError, Side, Snapshot, State
 from deviceplugin.register.rules import KubeletEvidence, KubeletSnapshot
 from deviceplugin.sharing import device_of
-from dra_bridge.handover.ends import Allocated, shown_unhealthy
+from dra_bridge.handover.ends import shown_unhealthy
+from dra_bridge.handover.moved import Allocated
 from dra_bridge.handover.planner import ALL, Moving, followers, held_and_expected, leading, plan
 from dra_bridge.handover.share import Share
 from tests.dra.ledger.samples import DirectLedger, adopt, grant, reserve

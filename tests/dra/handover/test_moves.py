@@ -256,7 +256,7 @@ async def test_a_move_to_the_plugin_is_cancelled_after_the_slice_has_lost_the_de
         here.ask("all")
         await here.settle(State.DRA)
         driver, asked = here.bridge.drivers[D], asyncio.Event()
-        handover, allocated = driver.resources[R].handover, driver.devices.evidence.allocated
+        allocated = driver.devices.evidence.allocated
 
         async def away() -> object:
             # The first list lets the device leave the slices, the second one would end the move.
@@ -266,7 +266,7 @@ async def test_a_move_to_the_plugin_is_cancelled_after_the_slice_has_lost_the_de
             return await allocated()
 
         with monkeypatch.context() as outage:
-            outage.setattr(handover._to_plugin, "list_claims", away)
+            outage.setattr(driver.devices.evidence, "allocated", away)
             here.ask("none")
             async with asyncio.timeout(60):
                 await asked.wait()
