@@ -26,6 +26,7 @@ from deviceplugin.demo import GPU, DemoError, Printer, check
 from deviceplugin.inventory import Inventory
 from deviceplugin.register import operations
 from deviceplugin.register.records import Side
+from deviceplugin.register.register import Register
 from deviceplugin.register.rules import Evidence
 from deviceplugin.testing.pods import FakePod
 from deviceplugin.testing.serving import serve
@@ -160,7 +161,7 @@ async def plain_driver(scene: Scene, gpus: Gpus) -> None:
         publisher = Publisher(cluster, NODE)
         publisher.want(Pool(DRIVER, NODE, (Offer(inventory.snapshot),)))
         served, claims = [ServedResource(gpus, inventory)], ClusterClaims(cluster, NODE)
-        driver = Driver(DRIVER, NODE, served, async_ledger, claims, cdi_directory=str(scene.node.cdi))
+        driver = Driver(DRIVER, NODE, served, Register(store=async_ledger), claims, cdi_directory=str(scene.node.cdi))
         try:
             async with asyncio.TaskGroup() as group:
                 root = scene.node.root

@@ -91,7 +91,6 @@ MAY_IMPORT = {
         "deviceplugin.kubelet",
         "deviceplugin.wire",
         "dra_bridge.kube",
-        "dra_bridge.ledger",
         "dra_bridge.wire",
     },
     "dra_bridge.handover": {"deviceplugin.base", "deviceplugin.register", "deviceplugin.kubelet"},

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, TypeVar
 
-from deviceplugin import cdi, naming
-from deviceplugin.identity import boot_id
+from deviceplugin import cdi
 from deviceplugin.kubelet.claim_state import PreparedClaim
 from deviceplugin.register.register import Register
 from deviceplugin.register.rules import ClaimEvidence
@@ -15,12 +14,12 @@ from dra_bridge.driver import evidence
 from dra_bridge.driver.claim_api import ClaimEvents, ClusterClaims
 from dra_bridge.driver.claim_files import ClaimFiles
 from dra_bridge.driver.claims import ClaimError, ClaimRef
-from dra_bridge.driver.preparation import ClaimDevices, ClaimPreparation, ClaimStatistics, RunningPods
+from dra_bridge.driver.host import DriverHost
+from dra_bridge.driver.preparation import ClaimDevices, ClaimPreparation, ClaimStatistics
 from dra_bridge.driver.reconciliation import ClaimReconciler
 from dra_bridge.driver.records import ClaimRecords, Prepared
 from dra_bridge.driver.served import ServedDevices, ServedResource
 from dra_bridge.driver.tasks import Tasks
-from dra_bridge.ledger.worker import AsyncLedger
 
 _T = TypeVar("_T")
 
@@ -31,21 +30,13 @@ PATIENCE: Final = 40.0
 """Seconds for a call: also for what undoes a claim that failed at its deadline, whose hooks may hang, too."""
 
 
-async def _no_pods() -> RunningPods:
-    return RunningPods()
-
-
 class Driver:
     """One DRA driver of this node. Belongs to one event loop.
 
-    pool: the pool's name, which is the node's. async_ledger: may be shared by drivers. deadline: seconds for one claim.
-    patience: seconds for a call; what is not done then is an error in the answer, and it goes on. agent: the name of
-    the agent, for the claims' files. report: whether to
-    write `status.devices` of claims, which costs a GET and a PATCH for each. boot: identifies the node's boot; None: as
-    the kernel does. changed: called after claims came or went. ready: whether a device (resource, id) may be given to
-    claims yet. running_pods: records in the ledger which pods use which claims, and returns the pods whose processes
-    run. qualifiers: returns those of resources in the names of published devices; a resource without one has no
-    published devices yet. register: the node's, over this ledger.
+    pool: the pool's name, which is the node's. register: the node's; drivers share it. host: the agent around it.
+    agent: the name of the agent, for the claims' files. deadline: seconds for one claim. patience: seconds for a call;
+    what is not done then is an error in the answer, and it goes on. report: whether to write `status.devices` of
+    claims, which costs a GET and a PATCH for each. boot: identifies the node's boot; "" is as the kernel does.
     """
 
     def __init__(
@@ -53,35 +44,30 @@ class Driver:
         name: str,
         pool: str,
         served: Sequence[ServedResource],
-        async_ledger: AsyncLedger,
+        register: Register,
         api: ClusterClaims,
+        host: DriverHost | None = None,
         *,
         cdi_directory: str = cdi.DIRECTORY,
         agent: str = "",
         deadline: float = DEADLINE,
         patience: float = PATIENCE,
         report: bool = False,
-        boot: str | None = None,
-        changed: Callable[[], None] = lambda: None,
-        ready: Callable[[str, str], bool] = lambda resource, device: True,
-        running_pods: Callable[[], Awaitable[RunningPods]] = _no_pods,
-        qualifiers: Callable[[Sequence[str]], Mapping[str, str]] = naming.qualifiers,
-        register: Register | None = None,
+        boot: str = "",
     ) -> None:
+        host = host or DriverHost()
         self.name: Final = name
         self.pool: Final = pool
         self.statistics = statistics = ClaimStatistics()
-        self.records = records = ClaimRecords(name, pool, async_ledger)
-        self.devices = served_devices = ServedDevices(name, tuple(served), qualifiers, ready)
-        self.files = files = ClaimFiles(records, cdi_directory, boot_id() if boot is None else boot, agent)
+        self.records = records = ClaimRecords(name, pool, register.store)
+        self.devices = served_devices = ServedDevices(name, tuple(served), host)
+        self.files = files = ClaimFiles(records, cdi_directory, boot or register.boot, agent)
         self._patience = patience
         self._tasks = tasks = Tasks()
         events = ClaimEvents(records, api, tasks, report)
-        devices = ClaimDevices(
-            records, served_devices, register or Register(store=async_ledger), events, statistics, changed
-        )
+        devices = ClaimDevices(records, served_devices, register, events, statistics, host)
         self._preparation = ClaimPreparation(
-            records, api, served_devices, devices, files, events, tasks, statistics, running_pods, deadline, changed
+            records, api, served_devices, devices, files, events, tasks, statistics, host, deadline
         )
         self.reconciler = ClaimReconciler(records, api, files, self._preparation)
 

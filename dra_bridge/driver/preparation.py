@@ -31,9 +31,9 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import msgspec
 
@@ -55,6 +55,7 @@ from dra_bridge.driver.claim_api import ClaimEvents, ClusterClaims
 from dra_bridge.driver.claim_devices import granted_device
 from dra_bridge.driver.claim_files import ClaimFiles
 from dra_bridge.driver.claims import Allocation, ClaimError, ClaimRef, check_ref, parse_allocation
+from dra_bridge.driver.host import DriverHost
 from dra_bridge.driver.records import ClaimRecords, Prepared, prepared_of
 from dra_bridge.driver.served import Group, ServedDevices
 from dra_bridge.driver.tasks import Tasks, ended
@@ -71,18 +72,6 @@ started a container a `runc init` stays, which no StopContainer or StopPodSandbo
 else is in the pod's cgroup once the pod is deleted, and the pod is not deleted before its claims are unprepared
 (kubelet 1.36, cm/pod_container_manager_linux.go: tryKillingCgroupProcesses; containerd 2.1, internal/cri).
 """
-
-
-class RunningPods(NamedTuple):
-    """The pods whose processes run, by UID.
-
-    unlisted: those of which it is not known which claims they use, and since when they have been seen to run (monotonic
-    seconds). The kubelet did not list them when their processes were seen to run, and it forgets the claims of a pod
-    that was deleted by force.
-    """
-
-    running: frozenset[str] = frozenset()
-    unlisted: Mapping[str, float] = {}
 
 
 @dataclass(slots=True)
@@ -115,9 +104,9 @@ class ClaimStatistics:
 class ClaimDevices:
     """Asks the ledger for the devices of claims, and calls the sources' hooks around their use.
 
-    A claim for an idle device of the plugin's side begins its move (R2); `changed` is called after that. register: see
-    `Driver`. events: get the refusals. statistics: get the seconds that hooks took. ending: UIDs of the claims that are
-    being taken back; of those that share a device one is the last.
+    A claim for an idle device of the plugin's side begins its move (R2). register, host: see `Driver`. events: get the
+    refusals. statistics: get the seconds that hooks took. ending: UIDs of the claims that are being taken back; of
+    those that share a device one is the last.
     """
 
     records: ClaimRecords
@@ -125,7 +114,7 @@ class ClaimDevices:
     register: Register
     events: ClaimEvents
     statistics: ClaimStatistics
-    changed: Callable[[], None]
+    host: DriverHost
     ending: set[str] = field(default_factory=set)
 
     async def reserve(self, ref: ClaimRef, record: Claim, *, durable: bool) -> None:
@@ -157,7 +146,7 @@ class ClaimDevices:
             raise self._refused(ref, answer.message, answer.message)
         if isinstance(answer, Refused):
             if answer.moving:
-                self.changed()
+                self.host.claims_changed()
             raise self._refused(ref, answer.record.state.value, answer.message)
 
     def _refused(self, ref: ClaimRef, kind: str, message: str) -> ClaimError:
@@ -253,7 +242,7 @@ class ClaimDevices:
 class ClaimPreparation:
     """Prepares and unprepares the claims of one driver.
 
-    tasks: run the work that must not be cancelled. running_pods, deadline, changed: see `Driver`. preparing: the calls
+    tasks: run the work that must not be cancelled. host, deadline: see `Driver`. preparing: the calls
     that prepare a claim now, with its UID. begun: when this process first prepared a claim with its allocation, by UID
     (monotonic seconds). refused: when Unprepare was refused first because processes run, by UID
     (monotonic seconds). logged: the last failure by UID; the kubelet tries again and again.
@@ -267,9 +256,8 @@ class ClaimPreparation:
     events: ClaimEvents
     tasks: Tasks
     statistics: ClaimStatistics
-    running_pods: Callable[[], Awaitable[RunningPods]]
+    host: DriverHost
     deadline: float
-    changed: Callable[[], None]
     preparing: dict[asyncio.Task[Any], str] = field(default_factory=dict)
     begun: dict[str, float] = field(default_factory=dict)
     refused: dict[str, float] = field(default_factory=dict)
@@ -431,7 +419,7 @@ class ClaimPreparation:
         except BaseException:
             await ended(self.tasks.start(self._undo(ref, record)))  # also if this task is cancelled
             raise
-        self.changed()
+        self.host.claims_changed()
         self.events.prepared(ref, prepared)
         _log("prepared", record)
         return prepared
@@ -452,7 +440,7 @@ class ClaimPreparation:
         if self.records.get(ref.uid) is None:
             return frozenset(), frozenset()
         try:
-            running, unlisted = await self.running_pods()
+            running, unlisted = await self.host.running_pods()
         except (ClaimStateError, LedgerError, OSError) as error:
             what = f"it is not known which pods use it; its devices are held until that is known: {error}"
             raise ClaimError("unknown", f"claim {ref.title}: {what}") from error
@@ -478,7 +466,7 @@ class ClaimPreparation:
         if known is not None:
             await self._take_back(known)
             self.statistics.unprepare.done += 1
-            self.changed()
+            self.host.claims_changed()
             self.devices.released(known)
             _log("unprepared", known)
         elif cdi.UID.fullmatch(uid):

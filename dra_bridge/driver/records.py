@@ -12,7 +12,7 @@ import msgspec
 from deviceplugin.kubelet import holders
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.register.records import Claim
-from dra_bridge.ledger.worker import AsyncLedger
+from deviceplugin.register.register import Store
 
 
 class PreparedDevice(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -70,7 +70,7 @@ class ClaimRecords:
 
     driver: str
     pool: str
-    ledger: AsyncLedger
+    ledger: Store
     _locks: weakref.WeakValueDictionary[str, asyncio.Lock] = field(default_factory=weakref.WeakValueDictionary)
 
     def get(self, uid: str) -> Claim | None:

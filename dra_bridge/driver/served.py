@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from deviceplugin.inventory import GONE, Inventory
 from deviceplugin.register.records import Claim
 from deviceplugin.source import DeviceSource
 from dra_bridge.driver.claims import Allocation, ClaimError, Result, decoded_config
+from dra_bridge.driver.host import DriverHost
 
 
 class ServedResource(NamedTuple):
@@ -44,12 +45,11 @@ class Group:
 
 @dataclass(slots=True)
 class ServedDevices:
-    """The devices of a driver's resources. qualifiers, ready: see `Driver`."""
+    """The devices of a driver's resources. host: see `Driver`."""
 
     driver: str
     resources: Sequence[ServedResource]
-    qualifiers: Callable[[Sequence[str]], Mapping[str, str]]
-    ready: Callable[[str, str], bool]
+    host: DriverHost
     _names: tuple[object, dict[str, tuple[ServedResource, Device]]] = field(default=(None, {}), init=False)
 
     def replace(self, resources: Sequence[ServedResource]) -> None:
@@ -61,7 +61,7 @@ class ServedDevices:
     def by_name(self) -> Mapping[str, tuple[ServedResource, Device]]:
         """The devices by the name that slices and claims use."""
         snapshots = [served.inventory.snapshot for served in self.resources]
-        qualifiers = self.qualifiers([snapshot.resource for snapshot in snapshots])
+        qualifiers = self.host.qualifiers([snapshot.resource for snapshot in snapshots])
         key = tuple((snapshot.resource, snapshot.version) for snapshot in snapshots), tuple(qualifiers.items())
         if self._names[0] != key:
             served = {one.inventory.snapshot.resource: one for one in self.resources}
@@ -117,5 +117,5 @@ class ServedDevices:
             tolerated = any(toleration.get("key") in accepted for toleration in result.tolerations or ())
             if device.message == GONE or not tolerated:
                 raise ClaimError("unhealthy", f"{what} is unhealthy: {device.message or 'no reason was given'}")
-        if not self.ready(served.source.resource, device.id):
+        if not self.host.ready(served.source.resource, device.id):
             raise ClaimError("starting", f"{what}: its holder is not known yet, the agent has just started")

@@ -34,10 +34,6 @@ NOTICE: Final = 1.0
 """Seconds after which it is noticed that a claim holds devices only until the processes of its pods have ended."""
 
 
-async def _nobody(_uid: str) -> None:
-    """Tell nobody."""
-
-
 @dataclass(slots=True, eq=False)
 class ClaimPods:
     """Records in a ledger which pods use the claims of one driver, before the kubelet forgets it.
@@ -52,7 +48,7 @@ class ClaimPods:
     ledger: AsyncLedger
     tracker: HolderTracker
     kubelet_root: Path
-    described: Callable[[str], Awaitable[None]] = _nobody
+    described: Callable[[str], Awaitable[None]]
     recorded: frozenset[str] = frozenset()
     _next: asyncio.Task[RunningPods] | None = None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -13,7 +13,7 @@ from deviceplugin.backoff import Backoff
 from deviceplugin.kubelet.servicer import Endpoint
 from deviceplugin.node.service import Service
 from deviceplugin.register import operations
-from dra_bridge.driver import Driver, Registrar, ServedResource
+from dra_bridge.driver import Driver, DriverHost, Registrar, RunningPods, ServedResource
 from dra_bridge.driver.tasks import Tasks
 from dra_bridge.handover.moved import MovedResource
 from dra_bridge.handover.moves import Handover
@@ -32,7 +32,7 @@ SETTLE: Final = 0.2
 """Seconds from a change of claims until the other parts are told; pods that start at once make few tellings."""
 
 
-class DriverRuntime:
+class DriverRuntime(DriverHost):
     """Makes and runs the parts of one DRA driver. resources: those that name this driver, or did.
 
     left: called with a resource after devices of it have left this driver.
@@ -52,23 +52,18 @@ class DriverRuntime:
         share = DriverShare(name, async_ledger, self._tasks)
         self._context = context = DriverContext(name, node, async_ledger, share)
         self.resources = context.resources
-        pods = ClaimPods(name, async_ledger, tracker, root)
         self.driver = Driver(
             name,
             node.name,
             (),
-            async_ledger,
+            register,
             node.claims,
+            self,
             cdi_directory=node.cdi_directory,
             agent=node.directory.name,
             report=node.claim_status,
-            changed=self._claims_changed,
-            ready=context.ready,
-            running_pods=pods.running,
-            qualifiers=lambda resources: qualifiers_of(async_ledger.snapshot, name),
-            register=register,
         )
-        pods.described = self.driver.files.describe
+        pods = ClaimPods(name, async_ledger, tracker, root, self.driver.files.describe)
         self.registrar = Registrar(self.driver, node.directory, root / "plugins_registry", changed=self.publish)
         self.feed = SliceFeed(context, self.registrar)
         register.subscribe(self.publish)
@@ -111,6 +106,25 @@ class DriverRuntime:
         moved = MovedResource(service.endpoint, service.inventory, register, evidence, self, moving)
         share = NONE if moving.leaving else self._context.share.of(policy)
         return Handover(moved, share, policy.drain, self._context.node.allocatable)
+
+    # What the driver asks.
+
+    def ready(self, resource: str, device: str) -> bool:
+        """See `DriverContext`."""
+        return self._context.ready(resource, device)
+
+    def qualifiers(self, resources: Sequence[str]) -> Mapping[str, str]:
+        """Return those that the ledger keeps; a resource has none before its names are decided."""
+        return qualifiers_of(self.async_ledger.snapshot, self.name)
+
+    async def running_pods(self) -> RunningPods:
+        """See `ClaimPods`."""
+        return await self.claims.pods.running()
+
+    def claims_changed(self) -> None:
+        """Tell the other parts soon."""
+        if self._telling is None:
+            self._telling = asyncio.get_running_loop().call_later(SETTLE, self._changed)
 
     # What handovers ask.
 
@@ -241,10 +255,6 @@ class DriverRuntime:
             self.resources[resource].handover.look()
             if done.released or done.found or done.quarantined:
                 self._changed()
-
-    def _claims_changed(self) -> None:
-        if self._telling is None:
-            self._telling = asyncio.get_running_loop().call_later(SETTLE, self._changed)
 
     def _changed(self) -> None:
         """Tell the other parts that holders or sides changed in the ledger."""

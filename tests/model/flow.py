@@ -31,7 +31,7 @@ from deviceplugin.register.records import LedgerError, Side, Snapshot, State
 from deviceplugin.register.register import Register, Store
 from deviceplugin.register.rules import Evidence
 from deviceplugin.source import DeviceSource
-from dra_bridge.driver import ClaimError, ClaimRef, ClusterClaims, Driver, Prepared, ServedResource
+from dra_bridge.driver import ClaimError, ClaimRef, ClusterClaims, Driver, DriverHost, Prepared, ServedResource
 from dra_bridge.handover.moved import Allocated, MovedResource
 from dra_bridge.handover.moves import Handover
 from dra_bridge.handover.planner import Moving
@@ -173,7 +173,7 @@ def allocations_of(now: Snapshot) -> frozenset[Allocation]:
     return frozenset(Allocation(*who, one.resource, one.device_id) for one in records for who in one.holders)
 
 
-class Flow:
+class Flow(DriverHost):
     """One life of the agent."""
 
     errors: ClassVar[tuple[type[Exception], ...]] = ()
@@ -194,13 +194,11 @@ class Flow:
             D,
             NODE,
             [ServedResource(source, self.inventory)],
-            async_ledger,
+            self.register,
             outside,
+            self,
             cdi_directory=str(directory / "cdi"),
-            report=False,
             boot="1",
-            ready=lambda resource, device: (resource, device) in self.grants.reconciled,
-            register=self.register,
         )
         streams = SimpleNamespace(shown=self._shown, staying=lambda: self._shown()[1])
         endpoint = SimpleNamespace(resource=R, source=source, ids=served.ids, refresh=lambda: None, streams=streams)
@@ -242,6 +240,12 @@ class Flow:
         evidence = Evidence(held, claims)
         await self.async_ledger.do(operations.reconcile_evidence(R, evidence, DEVICES, Side.PLUGIN, time.time(), D))
         self.grants.reconciled |= {(R, name) for name in DEVICES}
+
+    # What the driver asks.
+
+    def ready(self, resource: str, device: str) -> bool:
+        """Return whether the evidence about a device was compared."""
+        return (resource, device) in self.grants.reconciled
 
     # What the handover asks.
 

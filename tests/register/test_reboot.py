@@ -21,7 +21,6 @@ PLACES = (
     "deviceplugin.identity",
     "deviceplugin.kubelet.tracker",
     "dra_bridge.ledger.store",
-    "dra_bridge.driver.driver",
 )
 
 

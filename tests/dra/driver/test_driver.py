@@ -32,6 +32,7 @@ from deviceplugin.kubelet.claim_state import ClaimStateError, PreparedClaim
 from deviceplugin.register import operations
 from deviceplugin.register.question import View
 from deviceplugin.register.records import UNKNOWN, WHOLE, Claim, ClaimDevice, LedgerError, Side, State
+from deviceplugin.register.register import Register
 from deviceplugin.register.rules import ClaimEvidence, Evidence
 from deviceplugin.source import DeviceSource
 from dra_bridge.driver import (
@@ -39,6 +40,7 @@ from dra_bridge.driver import (
     ClaimRef,
     ClusterClaims,
     Driver,
+    DriverHost,
     Prepared,
     RunningPods,
     ServedResource,
@@ -229,7 +231,7 @@ async def world(
         D,
         NODE,
         [ServedResource(source, inventory)],
-        async_ledger,
+        Register(store=async_ledger),
         api,
         cdi_directory=str(directory / "cdi"),
         **{"boot": "1", **options},
@@ -1266,11 +1268,11 @@ async def test_a_claim_whose_file_is_lost_shares_with_nobody(tmp_path: Path) -> 
     await end(after)
 
 
-async def test_a_claims_file_needs_no_published_name(here: World) -> None:
+async def test_a_claims_file_needs_no_published_name(here: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names were made anew, also such that another device has the old name; the claim state has the old ones."""
     here.claims.add(claim("1", result("d0"), result("d1", "seen", adminAccess=True)))
     await here.prepared("1")
-    here.driver.devices.qualifiers = lambda resources: {R: "q"}
+    monkeypatch.setattr(here.driver.devices.host, "qualifiers", lambda resources: {R: "q"})
     (found,) = here.driver.claim_evidence([in_claim_state((NODE, "d0", ""))], R)
     assert (found.devices, found.name, [one.device for one in found.granted]) == (
         frozenset({"d0"}),
@@ -1401,7 +1403,7 @@ async def test_two_resources_of_one_driver_and_two_drivers_share_a_ledger(tmp_pa
         D,
         NODE,
         [*here.driver.devices.resources, ServedResource(Other(), inventory)],
-        here.async_ledger,
+        Register(store=here.async_ledger),
         here.claims,
         cdi_directory=str(here.cdi),
         boot="1",
@@ -1550,7 +1552,7 @@ async def test_an_api_server_that_is_away_is_the_claims_error(tmp_path: Path, se
             D,
             NODE,
             here.driver.devices.resources,
-            here.async_ledger,
+            Register(store=here.async_ledger),
             ClusterClaims(api, NODE),
             cdi_directory=str(here.cdi),
         )
@@ -1673,14 +1675,14 @@ def test_any_request_is_answered_in_full(tmp_path_factory: pytest.TempPathFactor
     asyncio.run(run())
 
 
-class Pods:
+class Pods(DriverHost):
     """The running pods that a driver is given; error: raised in place of an answer."""
 
     def __init__(self, *running: str, unlisted: Sequence[str] = ()) -> None:
         self.now = RunningPods(frozenset(running), dict.fromkeys(unlisted, math.inf))
         self.error: Exception | None = None
 
-    async def __call__(self) -> RunningPods:
+    async def running_pods(self) -> RunningPods:
         if self.error is not None:
             raise self.error
         return self.now
@@ -1692,7 +1694,7 @@ class Pods:
 async def test_a_claim_whose_pods_processes_run_is_not_unprepared(tmp_path: Path) -> None:
     """The kubelet unprepares claims of pods deleted by force while their containers hang; it has to try again."""
     pods = Pods("pod-uid")
-    here = await world(tmp_path, running_pods=pods)
+    here = await world(tmp_path, host=pods)
     here.claims.add(claim("1", result("d0")))
     await here.prepared("1")
     error = await here.unprepare("1")
@@ -1713,7 +1715,7 @@ async def test_a_claim_whose_pods_processes_run_on_is_answered_as_unprepared_and
     """The kubelet kills what is left in a pod's cgroup only after its claims are unprepared."""
     pod = "other" if unlisted else "pod-uid"
     pods = Pods(pod, unlisted=[pod] if unlisted else [])
-    here = await world(tmp_path, running_pods=pods)
+    here = await world(tmp_path, host=pods)
     here.claims.add(claim("1", result("d0")))
     await here.prepared("1")
     assert await here.unprepare("1") is not None
@@ -1745,7 +1747,7 @@ async def test_a_claim_that_is_allocated_anew_gets_its_devices_once_processes_ha
 ) -> None:
     """What it had before is undone first."""
     pods = Pods("pod-uid")
-    here = await world(tmp_path, running_pods=pods)
+    here = await world(tmp_path, host=pods)
     here.claims.add(claim("1", result("d0")))
     await here.prepared("1")
     monkeypatch.setattr(preparation, "PATIENCE", 0.0)
@@ -1769,7 +1771,7 @@ async def test_a_prepared_claim_that_is_allocated_anew_is_prepared_anew(tmp_path
     """It gets its present devices once no process of the pods runs that have the former ones, which are undone."""
     pod = "other" if unlisted else "pod-uid"
     source, pods = Hooked(), Pods(pod, unlisted=[pod] if unlisted else [])
-    here = await world(tmp_path, source, running_pods=pods)
+    here = await world(tmp_path, source, host=pods)
     here.claims.add(claim("1", result("d0")))
     (before,) = (await here.prepared("1")).devices
     source.calls.clear()
@@ -1840,7 +1842,7 @@ async def test_after_a_reboot_a_claim_that_is_allocated_anew_waits_for_nobody(tm
     here.claims.add(claim("1", result("d0")))
     await here.prepared("1")
     here.claims.add(allocated_anew("1", result("d1")))
-    after = await here.again(source, boot="2", running_pods=Pods("pod-uid"))
+    after = await here.again(source, boot="2", host=Pods("pod-uid"))
     source.calls.clear()
     await after.prepared("1")
     assert ("unprepare", ["d0"]) in source.calls
@@ -1850,13 +1852,14 @@ async def test_after_a_reboot_a_claim_that_is_allocated_anew_waits_for_nobody(tm
 
 async def test_pods_that_came_to_share_a_claim_count_before_it_is_unprepared(tmp_path: Path) -> None:
     """The kubelet prepares a claim once; pods that came later are recorded before the ledger is asked."""
-    pods = Pods("later")
 
-    async def recorded() -> RunningPods:
-        await made.async_ledger.do(operations.describe(D, "1", "default", "claim-1", ["later"]))
-        return pods.now
+    class Recorded(Pods):
+        async def running_pods(self) -> RunningPods:
+            await made.async_ledger.do(operations.describe(D, "1", "default", "claim-1", ["later"]))
+            return self.now
 
-    here = made = await world(tmp_path, running_pods=recorded)
+    pods = Recorded("later")
+    here = made = await world(tmp_path, host=pods)
     here.claims.add(claim("1", result("d0")))
     await here.prepared("1")
     error = await here.unprepare("1")
@@ -1871,12 +1874,12 @@ async def test_a_pod_that_ran_before_a_claim_was_prepared_does_not_use_it(tmp_pa
     """The kubelet has a claim prepared before it makes the sandbox of its pod."""
     pods = Pods("bystander", unlisted=["bystander"])
     pods.now.unlisted["bystander"] = time.monotonic()  # type: ignore[index]
-    here = await world(tmp_path, running_pods=pods)
+    here = await world(tmp_path, host=pods)
     here.claims.add(claim("1", result("d0")))
     await here.prepared("1")
     assert await here.unprepare("1") is None
     await here.prepared("1")
-    here = await here.again(running_pods=pods)
+    here = await here.again(host=pods)
     assert await here.unprepare("1") is not None, "an agent that starts does not know what ran before"
     await end(here)
 
@@ -1884,7 +1887,7 @@ async def test_a_pod_that_ran_before_a_claim_was_prepared_does_not_use_it(tmp_pa
 async def test_a_claim_stays_prepared_while_a_pod_runs_that_may_use_it(tmp_path: Path) -> None:
     """A pod that the kubelet does not list may be one that it has dropped from any claim."""
     pods = Pods("forgotten", "listed", unlisted=["forgotten"])
-    here = await world(tmp_path, running_pods=pods)
+    here = await world(tmp_path, host=pods)
     here.claims.add(claim("1", result("d0")))
     await here.prepared("1")
     error = await here.unprepare("1")
@@ -1904,7 +1907,7 @@ async def test_a_claim_stays_prepared_while_a_pod_runs_that_may_use_it(tmp_path:
 async def test_a_claim_stays_prepared_while_its_pods_cannot_be_known(tmp_path: Path, error: Exception) -> None:
     """Also a claim of which some pods are known: others may have come to share it."""
     pods = Pods()
-    here = await world(tmp_path, running_pods=pods)
+    here = await world(tmp_path, host=pods)
     here.claims.add(claim("1", result("d0")))
     await here.prepared("1")
     assert here.async_ledger.snapshot.claims[D, "1"].pods

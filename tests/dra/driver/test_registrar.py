@@ -22,6 +22,7 @@ from deviceplugin.backoff import Backoff
 from deviceplugin.device import ContainerEdits, Device, Health
 from deviceplugin.inventory import Inventory
 from deviceplugin.register.records import Side
+from deviceplugin.register.register import Register
 from deviceplugin.source import DeviceSource
 from dra_bridge.driver import ClaimRef, ClusterClaims, Driver, ServedResource
 from dra_bridge.driver import registrar as registrar_module
@@ -101,7 +102,14 @@ async def driver(root: Path, server: Server) -> AsyncIterator[Driver]:
     inventory.publish([Device(f"d{n}", nodes=["/dev/null"], edits=ContainerEdits({f"N{n}": "1"})) for n in range(3)])
     async_ledger = await AsyncLedger.open(str(root / "ledger.db"))
     await async_ledger.do(adopt(R, inventory.snapshot.devices, Side.DRA, 1.0))
-    made = Driver(D, NODE, [ServedResource(Source(), inventory)], async_ledger, server, cdi_directory=str(root / "cdi"))
+    made = Driver(
+        D,
+        NODE,
+        [ServedResource(Source(), inventory)],
+        Register(store=async_ledger),
+        server,
+        cdi_directory=str(root / "cdi"),
+    )
     yield made
     await made.close()
     await async_ledger.close()
@@ -256,7 +264,7 @@ async def test_drivers_of_an_agent_share_a_directory(
         "other.example.com",
         NODE,
         [ServedResource(Source(), inventory)],
-        records.ledger,
+        Register(store=records.ledger),
         server,
         cdi_directory=str(root / "cdi"),
     )

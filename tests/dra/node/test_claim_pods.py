@@ -36,12 +36,16 @@ class Tracker:
         return frozenset(running)
 
 
+async def described(uid: str) -> None:
+    """Write no file."""
+
+
 async def test_calls_at_once_share_a_reading_that_begins_after_them(tmp_path: Path) -> None:
     """Those that come while the evidence is read for others have it read anew: this one may be too old."""
     (tmp_path / claim_state.FILE_NAME).write_bytes(written.to_json([]))
     tracker = Tracker()
     async_ledger = await AsyncLedger.open(str(tmp_path / "register.db"))
-    pods = ClaimPods(D, async_ledger, cast(HolderTracker, tracker), tmp_path)
+    pods = ClaimPods(D, async_ledger, cast(HolderTracker, tracker), tmp_path, described)
     async with asyncio.timeout(60):
         first = [asyncio.create_task(pods.running()) for _ in range(4)]
         await tracker.listing.wait()
@@ -63,7 +67,7 @@ async def test_pods_of_claims_that_the_ledger_lacks_may_use_any_claim(tmp_path: 
     tracker = Tracker()
     tracker.let.set()
     async_ledger = await AsyncLedger.open(str(tmp_path / "ledger.db"))
-    pods = ClaimPods(D, async_ledger, cast(HolderTracker, tracker), tmp_path)
+    pods = ClaimPods(D, async_ledger, cast(HolderTracker, tracker), tmp_path, described)
     assert (await pods.running()).unlisted.keys() == {"pod"}
     await async_ledger.do(operations.adopt_claims([Claim(D, "1", "default", "c", (), None, 0.0)]))
     assert not (await pods.running()).unlisted
