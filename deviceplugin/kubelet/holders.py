@@ -11,10 +11,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from deviceplugin.identity import Tokens, tokens_of
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint
-from deviceplugin.register.question import Wanted
-from deviceplugin.register.records import UNKNOWN
+from deviceplugin.kubelet.granted import ours
+from deviceplugin.register.question import Use, Wanted, allocation_unit, part_of, takes_recorded
+from deviceplugin.register.records import UNKNOWN, AllocationRecord
 from deviceplugin.register.rules import KubeletSnapshot, ObservedAllocation
 
 
@@ -140,6 +142,51 @@ def needs_request(held: Mapping[Allocation, Holding], pods: PodProcesses) -> fro
     return frozenset(
         allocation for allocation, holding in held.items() if not (holding.named and pods.may_run(allocation.pod_uid))
     )
+
+
+class UnrecordedEvidence(NamedTuple):
+    """What `unrecorded` decides from; equal to another if nothing of it has changed.
+
+    held: what counts as held. named: by the checkpoint. answers: what the answers to Allocate say, copied: what other
+    agents' copies do. unscanned: allocations that a copy has come to name since the last scan. observed: resources
+    whose allocations the register has compared with evidence. records: the register's of these allocations.
+    """
+
+    held: Mapping[Allocation, Holding]
+    named: frozenset[Allocation]
+    answers: Mapping[Allocation, tuple[str, Wanted]]
+    copied: Mapping[Allocation, Wanted]
+    unscanned: frozenset[Allocation]
+    observed: frozenset[str]
+    records: Mapping[tuple[str, str], AllocationRecord]
+    boot: str
+
+
+def unrecorded(seen: UnrecordedEvidence, title: Callable[[str], str] = str) -> tuple[Use, ...]:
+    """Return what pods hold and the register does not know: of other plugins, or of lost records.
+
+    title: a pod's name by its UID, for people.
+    """
+    allocations = sorted(seen.named.union(seen.held, seen.unscanned))
+    # An old answer has the nodes of all devices of its container; what the records say of these is known.
+    recorded: dict[tuple[str, str], Tokens] = {}
+    for one in allocations:
+        if (record := seen.records.get(one[2:])) is not None:
+            recorded[one[:2]] = recorded.get(one[:2], frozenset()) | tokens_of(record.identity, seen.boot)
+    found = []
+    for one in allocations:
+        _, what = seen.answers.get(one) or ("", seen.copied.get(one))
+        if what is None:
+            continue
+        known, tokens = one[2:] in seen.records, tokens_of(what.identity, seen.boot)
+        unit, who = allocation_unit(one.resource, one.device_id), f"pod {title(one.pod_uid)}"
+        if ours(what) and not known:
+            over = one.resource in seen.observed and one not in seen.unscanned
+            if not over:
+                found.append(Use(unit, who, what.key, tokens, part_of(what.amount), takes_recorded(what.amount)))
+        elif tokens and not (known and tokens <= recorded[one[:2]]):
+            found.append(Use(unit, who, None, tokens, None))
+    return tuple(found)
 
 
 def kubelet_snapshot(

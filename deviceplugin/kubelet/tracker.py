@@ -20,15 +20,15 @@ from typing import Final
 
 from deviceplugin import filewatch
 from deviceplugin.files import FileIdentity
-from deviceplugin.identity import Tokens, boot_id, tokens_of
+from deviceplugin.identity import boot_id
 from deviceplugin.kubelet import checkpoint, containers, holders
 from deviceplugin.kubelet.cgroups import PodProcesses, PodReader, read_directories
 from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint, CheckpointError
 from deviceplugin.kubelet.foreign_plugin import KubeletRecord
 from deviceplugin.kubelet.granted import granted, nodes_missing, ours
-from deviceplugin.kubelet.holders import HolderEvidence, HolderSnapshot, of_ids
+from deviceplugin.kubelet.holders import HolderEvidence, HolderSnapshot, UnrecordedEvidence, of_ids
 from deviceplugin.kubelet.podresources import AllocationsInFlight, ClaimUse, Holder, PodResources, PodResourcesReport
-from deviceplugin.register.question import Use, Wanted, allocation_unit, part_of, takes_recorded
+from deviceplugin.register.question import Use, Wanted
 from deviceplugin.register.register import Register
 
 _LOG: Final = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class HolderTracker:
         self._refused: dict[tuple[str, str], str] = {}
         """Why Allocates of ids whose holders' processes run were refused since the last scan."""
         self._of: object = None
-        self._foreign: tuple[tuple[object, ...], frozenset[str], tuple[Use, ...]] = ((None,) * 5, frozenset(), ())
+        self._foreign: tuple[UnrecordedEvidence | None, tuple[Use, ...]] = (None, ())
         self._allocations: frozenset[Allocation] = frozenset()
         self._container_logs = container_logs
         self._copies, self._wake = copies, wake
@@ -327,37 +327,16 @@ class HolderTracker:
         observed: the resources whose allocations the register has compared with evidence. The same object until it
         changes.
         """
-        # Read once: `take` may run in a thread.
-        of = self.snapshot.held, self._checkpoint.last, self._checkpoint.grants, self._copied, self._unscanned
-        records, before = self._register.snapshot.allocations, self._foreign
-        observed = frozenset(observed)
-        if not (all(one is other for one, other in zip(before[0], of, strict=True)) and before[1] == observed):
-            found = []
-            # An old answer has the nodes of all devices of its container; what the records say of these is known.
-            recorded: dict[tuple[str, str], Tokens] = {}
-            for one in of[1].allocations.union(of[0], of[4]):
-                if (record := records.get((one.resource, one.device_id))) is not None:
-                    tokens = tokens_of(record.identity, boot_id())
-                    recorded[one[:2]] = recorded.get(one[:2], frozenset()) | tokens
-            for one in sorted(of[1].allocations.union(of[0], of[4])):
-                _, what = of[2].get(one) or ("", of[3].get(one))
-                if what is None:
-                    continue
-                record = records.get((one.resource, one.device_id))
-                own, tokens = ours(what) and record is None, tokens_of(what.identity, boot_id())
-                if record is not None and tokens <= recorded[one[:2]]:
-                    continue
-                if record is None and one.resource in observed and own and one not in of[4]:
-                    continue  # it is over
-                part = part_of(what.amount) if own else None
-                unit = allocation_unit(one.resource, one.device_id)
-                takes = takes_recorded(what.amount) if own else {}
-                use = Use(unit, f"pod {self.title(one.pod_uid)}", what.key if own else None, tokens, part, takes)
-                if own or tokens:
-                    found.append(use)
-            uses = before[2] if before[2] == tuple(found) else tuple(found)
-            self._foreign = of, observed, uses
-        return self._foreign[2]
+        reader, records = self._checkpoint, self._register.snapshot.allocations
+        held, named, unscanned = self.snapshot.held, reader.last.allocations, self._unscanned
+        # Each grant makes other records; nothing is decided anew if they are not of these allocations.
+        known = {one[2:]: records[one[2:]] for one in (*held, *named, *unscanned) if one[2:] in records}
+        where = frozenset(observed), known, boot_id()
+        seen = UnrecordedEvidence(held, named, reader.grants, self._copied, unscanned, *where)
+        if seen != self._foreign[0]:
+            uses = holders.unrecorded(seen, self.title)
+            self._foreign = seen, uses if uses != self._foreign[1] else self._foreign[1]
+        return self._foreign[1]
 
     def double_held(self) -> dict[tuple[str, str], tuple[str, ...]]:
         """Return the ids that several pods are known to hold at once (kubernetes#137534), and these pods."""

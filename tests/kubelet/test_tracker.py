@@ -20,8 +20,8 @@ from deviceplugin.kubelet.holders import HolderSnapshot
 from deviceplugin.kubelet.podresources import AllocationsInFlight, Holder, PodResources
 from deviceplugin.kubelet.tracker import MOST_REQUEST, HolderTracker, PodNames
 from deviceplugin.register.question import Wanted
-from deviceplugin.register.records import Amount
-from deviceplugin.register.register import Register
+from deviceplugin.register.records import AllocationRecord, Amount, Snapshot
+from deviceplugin.register.register import MemoryStore, Register
 from deviceplugin.testing import FakeKubelet, FakePod
 from deviceplugin.testing.devicemanager import PluginCallError
 from deviceplugin.testing.kubelet import Damage
@@ -158,6 +158,21 @@ async def test_what_another_agents_copy_names_is_held_while_its_pod_runs(world: 
     await world.scan("a")
     assert not world.tracker.snapshot.held
     assert world.tracker.granted(hangs) is None
+
+
+async def test_what_the_register_forgets_between_two_scans_is_held_at_once(world: World) -> None:
+    """What pods hold beside the register is decided anew when a record comes or goes, not at the next scan."""
+    pod = await world.run_pod()
+    other = "example.com/other"
+    one = Allocation(pod.uid, "main", other, "d0")
+    world.copied = {one: Wanted((other, "d0"), f"boot:{boot_id()} n1", Amount("1"))}
+    await world.scan()
+    record = AllocationRecord(other, "d0", "d0", 0.0, 1, identity=f"boot:{boot_id()} n1", holders=frozenset({one[:2]}))
+    known: tuple[dict[tuple[str, str], AllocationRecord], ...] = ({}, {(other, "d0"): record}, {})
+    for records in known:
+        world.register.store = store = MemoryStore()
+        store.snapshot = Snapshot(allocations=records)
+        assert [use.key for use in world.tracker.foreign(())] == [(other, "d0")] * (not records)
 
 
 async def test_a_free_device_is_asked_about(world: World) -> None:
