@@ -171,6 +171,7 @@ class Life(Bridge):
         )
         node_agent.tracker.pods.kubelet_root = outside.root
         node_agent.tracker.pods.missing = str
+        node_agent.tracker.pods.may_exist = lambda uid: bool(outside.read().may_run(uid))
         node_agent.tracker.pods.containers = lambda uid: None  # of a pod it is known whether it runs, not of containers
         node_agent.tracker._checkpoint.__class__ = Checkpoints
         node_agent.tracker._checkpoint.outside = outside
