@@ -48,7 +48,9 @@ class DriverRuntime(DriverHost):
         self._registering: asyncio.Task[None] | None = None
         self._tasks = Tasks()
         self._telling: asyncio.TimerHandle | None = None
-        tracker, register, root = node.agent.tracker, node.agent.register, node.agent.paths.kubelet_root
+        self._node = node
+        self._register = register = node.agent.register
+        tracker, root = node.agent.tracker, node.agent.paths.kubelet_root
         share = DriverShare(name, async_ledger, self._tasks)
         self._context = context = DriverContext(name, node, async_ledger, share)
         self.resources = context.resources
@@ -102,10 +104,9 @@ class DriverRuntime(DriverHost):
         return self._context.unknown(resource, device)
 
     def _handover(self, service: Service, policy: HandoverPolicy, moving: Moving) -> Handover:
-        register, evidence = self._context.node.agent.register, self.devices.evidence
-        moved = MovedResource(service.endpoint, service.inventory, register, evidence, self, moving)
+        moved = MovedResource(service.endpoint, service.inventory, self._register, self.devices.evidence, self, moving)
         share = NONE if moving.leaving else self._context.share.of(policy)
-        return Handover(moved, share, policy.drain, self._context.node.allocatable)
+        return Handover(moved, share, policy.drain, self._node.allocatable)
 
     # What the driver asks.
 
@@ -144,7 +145,7 @@ class DriverRuntime(DriverHost):
         self.publish()
         for one in self.resources.values():
             one.handover.wake()  # devices of other resources may move along
-        self._context.node.agent.register.notify()
+        self._register.notify()
         if mine is not None and mine.leaving:
             self._tasks.start(self._let_go(resource))
 
@@ -202,9 +203,9 @@ class DriverRuntime(DriverHost):
 
     async def _keep_files(self) -> None:
         await self.driver.files.keep()
-        what = f"{self._context.node.cdi_directory} was deleted on the host while it is mounted here"
+        what = f"{self._node.cdi_directory} was deleted on the host while it is mounted here"
         _LOG.error("%s, no claim can be prepared; the agent ends, so that its next container mounts a new one", what)
-        self._context.node.agent.stop()
+        self._node.agent.stop()
 
     def _start(self, one: ResourceRuntime) -> None:
         if self._group is not None and one.task is None:
@@ -221,7 +222,7 @@ class DriverRuntime(DriverHost):
 
     async def _move(self, one: ResourceRuntime) -> None:
         await one.reconciled.wait()
-        await self._context.node.watch.known()  # they may ask for another share than the config
+        await self._node.watch.known()  # they may ask for another share than the config
         await one.handover.run()
 
     def _relisted(self, one: ResourceRuntime, snapshot: object) -> None:
@@ -236,7 +237,7 @@ class DriverRuntime(DriverHost):
         reason = self.async_ledger.snapshot.device(resource, device).reason
         _LOG.error("device %s is quarantined: %s", device, reason, extra={"resource": resource, "device": device})
         message = f"device {device} of {resource} is quarantined: {reason}"
-        self._tasks.start(self._context.node.alarm("DeviceQuarantined", message))
+        self._tasks.start(self._node.alarm("DeviceQuarantined", message))
 
     def has_left(self, resource: str) -> bool:
         """Return whether no device of a resource is published under this driver any more."""
@@ -264,7 +265,7 @@ class DriverRuntime(DriverHost):
         for one in self.resources.values():
             one.handover.wake()
             one.service.endpoint.refresh()
-        self._context.node.agent.register.notify()
+        self._register.notify()
         self.publish()
 
     def publish(self) -> None:
