@@ -29,8 +29,11 @@ VERSIONS: Final = ("v1", "v1beta2", "v1beta1")
 
 LOST: Final = 30.0
 """Seconds without an answer after which the API server counts as out of reach."""
-_RENEW: Final = 10.0
-"""Seconds between two readings of the configuration while the server is unreachable or refuses the credentials."""
+_RENEW: Final = 30.0
+"""Seconds between two readings of the configuration while the server is unreachable or refuses the credentials.
+
+One of a kubeconfig takes a process, some 0.4 s of CPU, and runs its credential plugin.
+"""
 _FAILURES: Final = (*HTTP_ERRORS, TimeoutError, OSError, KubeConfigError, ValueError, RecursionError)
 """What a request without an answer raises, also when a token file or plugin fails, or the answer is not JSON."""
 
