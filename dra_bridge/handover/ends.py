@@ -1,4 +1,4 @@
-"""The ends of moves: gathers what rules R5 and R6 ask for; and the end of devices that are unplugged."""
+"""The ends of moves: gathers what their commits wait for; and the end of devices that are unplugged."""
 
 from __future__ import annotations
 
@@ -34,37 +34,34 @@ def shown_unhealthy(
     return {device: at for device in devices if device not in healthy}
 
 
-@dataclass(frozen=True, slots=True)
-class MovesToDra:
-    """Ends moves of one resource's devices to the DRA side. They cost the API server nothing."""
+async def end_moves_to_dra(moved: MovedResource, waiting: dict[str, str]) -> tuple[str, ...]:
+    """Commit the moves to DRA that can end; return their devices. They cost the API server nothing.
 
-    moved: MovedResource
-
-    async def commit(self, waiting: dict[str, str]) -> tuple[str, ...]:
-        """Commit the moves that can end; return their devices. waiting: what the others wait for is added."""
-        resource, endpoint, evidence = self.moved.name, self.moved.endpoint, self.moved.evidence
-        device_id_of = endpoint.ids.device_id_of
-        before = self.moved.ledger.snapshot
-        devices = self.moved.in_state(before, State.TO_DRA)
-        if not devices:
-            return ()
-        endpoint.refresh()
-        sent = endpoint.streams.shown()
-        shown = shown_unhealthy(devices, sent, device_id_of)
-        if not shown:
-            missing = "the kubelet to listen" if sent is None else "ListAndWatch to show it Unhealthy"
-            waiting.update(dict.fromkeys(devices, missing))
-            return ()
-        ids = {(resource, one) for device in shown for one in endpoint.ids.ids_of(device)}
-        scan = await evidence.scan(ids)
-        if scan is None:
-            waiting.update(dict.fromkeys(devices, "a moment without an Allocate in flight"))
-            return ()
-        seen = kubelet_snapshot(before.sequence, scan, resource, device_id_of, title=evidence.title)
-        proof = KubeletEvidence(before.sequence, shown, seen)
-        done = await self.moved.ledger.do(operations.commit_to_dra(resource, devices, proof, time.time()))
-        waiting.update(done.waiting)
-        return done.devices
+    waiting: what the others wait for is added.
+    """
+    resource, endpoint, evidence = moved.name, moved.endpoint, moved.evidence
+    device_id_of = endpoint.ids.device_id_of
+    before = moved.ledger.snapshot
+    devices = moved.in_state(before, State.TO_DRA)
+    if not devices:
+        return ()
+    endpoint.refresh()
+    sent = endpoint.streams.shown()
+    shown = shown_unhealthy(devices, sent, device_id_of)
+    if not shown:
+        missing = "the kubelet to listen" if sent is None else "ListAndWatch to show it Unhealthy"
+        waiting.update(dict.fromkeys(devices, missing))
+        return ()
+    ids = {(resource, one) for device in shown for one in endpoint.ids.ids_of(device)}
+    scan = await evidence.scan(ids)
+    if scan is None:
+        waiting.update(dict.fromkeys(devices, "a moment without an Allocate in flight"))
+        return ()
+    seen = kubelet_snapshot(before.sequence, scan, resource, device_id_of, title=evidence.title)
+    proof = KubeletEvidence(before.sequence, shown, seen)
+    done = await moved.ledger.do(operations.commit_to_dra(resource, devices, proof, time.time()))
+    waiting.update(done.waiting)
+    return done.devices
 
 
 @dataclass(slots=True)
@@ -181,39 +178,34 @@ class MovesToPlugin:
         return True
 
 
-@dataclass(frozen=True, slots=True)
-class UnpluggedDevices:
-    """Forgets unplugged devices of one resource."""
+async def forget_unplugged(moved: MovedResource, waiting: dict[str, str]) -> None:
+    """Forget devices that are unplugged, once nobody holds them and no claim names them.
 
-    moved: MovedResource
-
-    async def forget(self, waiting: dict[str, str]) -> None:
-        """Forget devices that are unplugged, once nobody holds them and no claim names them.
-
-        One on the DRA side, or on its way, moves to the plugin's side first, which shows that no claim names it (R6).
-        """
-        moved, resource = self.moved, self.moved.name
-        if not moved.inventory.snapshot.listed:
-            return
-        now = moved.ledger.snapshot
-        unplugged = moved.moving.of(now, resource).keys() - moved.inventory.snapshot.devices.keys()
-        if allocations := now.allocations_on(resource, unplugged):
-            waiting.update({one.device: HolderWait(f"pod {one.pod}" if one.pod else "its pod") for one in allocations})
-            await moved.evidence.scan({(resource, one.device_id) for one in allocations})
-        now, devices = moved.ledger.snapshot, moved.inventory.snapshot.devices
-        held, _ = held_and_expected(now)
-        gone = {
-            name: record.state
-            for name, record in moved.moving.of(now, resource).items()
-            if name not in devices and (resource, name) not in held
-        }
-        if leaving := [name for name, state in gone.items() if state in (State.DRA, State.TO_DRA)]:
-            back = operations.begin_move(resource, leaving, Side.PLUGIN, time.time(), "it is unplugged")
-            await moved.ledger.do(back)
-            moved.side.moved(resource)
-        over = [name for name, state in gone.items() if state in (State.PLUGIN, State.QUARANTINED)]
-        if over and (forgotten := await moved.ledger.do(operations.forget(resource, over))):
-            names = ", ".join(forgotten)
-            extra = {"resource": resource, "device": names}
-            _LOG.info("unplugged devices that nobody holds are forgotten: %s", names, extra=extra)
-            moved.side.moved(resource)
+    One on the DRA side, or on its way, moves to the plugin's side first, which shows that no claim names it.
+    waiting: what they wait for is added.
+    """
+    resource = moved.name
+    if not moved.inventory.snapshot.listed:
+        return
+    now = moved.ledger.snapshot
+    unplugged = moved.moving.of(now, resource).keys() - moved.inventory.snapshot.devices.keys()
+    if allocations := now.allocations_on(resource, unplugged):
+        waiting.update({one.device: HolderWait(f"pod {one.pod}" if one.pod else "its pod") for one in allocations})
+        await moved.evidence.scan({(resource, one.device_id) for one in allocations})
+    now, devices = moved.ledger.snapshot, moved.inventory.snapshot.devices
+    held, _ = held_and_expected(now)
+    gone = {
+        name: record.state
+        for name, record in moved.moving.of(now, resource).items()
+        if name not in devices and (resource, name) not in held
+    }
+    if leaving := [name for name, state in gone.items() if state in (State.DRA, State.TO_DRA)]:
+        back = operations.begin_move(resource, leaving, Side.PLUGIN, time.time(), "it is unplugged")
+        await moved.ledger.do(back)
+        moved.side.moved(resource)
+    over = [name for name, state in gone.items() if state in (State.PLUGIN, State.QUARANTINED)]
+    if over and (forgotten := await moved.ledger.do(operations.forget(resource, over))):
+        names = ", ".join(forgotten)
+        extra = {"resource": resource, "device": names}
+        _LOG.info("unplugged devices that nobody holds are forgotten: %s", names, extra=extra)
+        moved.side.moved(resource)

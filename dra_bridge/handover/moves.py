@@ -20,7 +20,7 @@ from deviceplugin.register.records import LedgerError, Side, Snapshot
 from deviceplugin.register.rules import HolderWait
 from dra_bridge.handover.admission import denied_now
 from dra_bridge.handover.allocatable import AllocatableStatus
-from dra_bridge.handover.ends import MovesToDra, MovesToPlugin, UnpluggedDevices
+from dra_bridge.handover.ends import MovesToPlugin, end_moves_to_dra, forget_unplugged
 from dra_bridge.handover.moved import MovedResource
 from dra_bridge.handover.share import Drain, Share
 from dra_bridge.handover.start import MoveStarter
@@ -60,8 +60,6 @@ class Handover:
         self._errors: tuple[type[Exception], ...] = (LedgerError, *moved.evidence.errors)
         self._starter = MoveStarter(moved, share, drain, allocatable)
         self.statistics = MoveStatistics(self._starter.begun)
-        self._unplugged = UnpluggedDevices(moved)
-        self._to_dra = MovesToDra(moved)
         self._to_plugin = MovesToPlugin(moved)
         self._wake = asyncio.Event()
 
@@ -120,7 +118,7 @@ class Handover:
     async def _step(self) -> tuple[bool, bool]:
         """Do what can be done now; return whether a move ended, and whether any is under way."""
         waiting: dict[str, str] = {}
-        await self._unplugged.forget(waiting)
+        await forget_unplugged(self._moved, waiting)
         if await self._starter.begin():
             self._moved.side.moved(self.resource)
         waiting.update(self._starter.blocked)
@@ -134,7 +132,7 @@ class Handover:
                 offered = {one for device in usable for one in self._moved.endpoint.ids.names_of(device)}
                 self._allocatable.taken_back(self.resource, offered)
         before = self._moved.ledger.snapshot
-        if arrived := await self._to_dra.commit(waiting):
+        if arrived := await end_moves_to_dra(self._moved, waiting):
             self._committed(Side.DRA, arrived, before)
         self._log_waits({name: what for name, what in waiting.items() if self.waiting.get(name) != what})
         if waiting != self.waiting:
