@@ -1,0 +1,307 @@
+"""Prepare of adopted devices: what a vendor's plugin is asked, when, and what of its answers claims cannot have."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from deviceplugin.adoption import source as adoption
+from deviceplugin.adoption.plugins import VendorPlugins
+from deviceplugin.adoption.source import Adopted, AdoptedSource
+from deviceplugin.device import Device
+from deviceplugin.testing.foreign import Answer
+from deviceplugin.wire import deviceplugin_pb2 as pb
+from dra_bridge.driver.claims import ClaimError
+from tests.adoption.test_plugins import RESOURCE, Plugin, serving, until
+from tests.dra.driver.test_driver import D, World, claim, end, result, world
+
+
+class Allocating(Plugin):
+    """A plugin that answers Allocate; `held` keeps it from answering while it is not set."""
+
+    def __init__(self, directory: Path, socket: str = "vendor.sock") -> None:
+        super().__init__(directory, socket)
+        self.answer = Answer(env={"GADGETS": "{ids}"}, control=[("/dev/null", "/dev/ctl", "rw")])
+        self.pre_start, self.error = False, ""
+        self.asked: list[tuple[str, ...]] = []
+        self.started: list[tuple[str, ...]] = []
+        self.answers = asyncio.Event()
+        self.answers.set()
+
+    async def GetDevicePluginOptions(self, request: pb.Empty, context: Any) -> pb.DevicePluginOptions:  # noqa: N802
+        return pb.DevicePluginOptions(pre_start_required=self.pre_start)
+
+    async def Allocate(self, request: pb.AllocateRequest, context: Any) -> pb.AllocateResponse:  # noqa: N802
+        (one,) = request.container_requests
+        self.asked.append(tuple(one.devices_ids))
+        await self.answers.wait()
+        if self.error:
+            await context.abort(grpc.StatusCode.UNKNOWN, self.error)
+        return pb.AllocateResponse.FromString(self.answer.message(list(one.devices_ids)))
+
+    async def PreStartContainer(self, request: pb.PreStartContainerRequest, context: Any) -> Any:  # noqa: N802
+        self.started.append(tuple(request.devices_ids))
+        return pb.PreStartContainerResponse()
+
+
+class Scene:
+    """A driver whose devices g0 to g3 are a plugin's."""
+
+    def __init__(self, vendors: VendorPlugins, vendor: Allocating, where: Path) -> None:
+        self.vendors, self.vendor, self.where = vendors, vendor, where
+        self.driver: World
+
+    async def begin(self, **adopted: Any) -> None:
+        await self.vendor.register()
+        self.vendor.show("g0", "g1", "g2", "g3")
+        await until(lambda: (one := self.vendors.plugin(RESOURCE)) and one.devices)
+        self.driver = await world(
+            self.where, self.source(**adopted), devices=[Device(f"g{number}") for number in range(4)]
+        )
+
+    def source(self, **adopted: Any) -> AdoptedSource:
+        return AdoptedSource(RESOURCE, self.vendors, Adopted(D, **adopted))
+
+    async def again(self, **options: Any) -> None:
+        """Start the agent again; the plugin has registered with it already."""
+        devices = list(self.driver.inventory.snapshot.devices.values())
+        self.driver = await self.driver.again(self.source(), devices=devices, **options)
+
+    async def prepared(self, uid: str) -> list[dict[str, Any]]:
+        """Prepare a claim; return the edits of its devices."""
+        answer = await self.driver.prepared(uid)
+        return [one for device in answer.devices for one in self.driver.edits(*device.cdi_ids)]
+
+    async def refused(self, uid: str) -> ClaimError:
+        """Prepare a claim, which is refused; nothing of it is left."""
+        answer = (await self.driver.prepare(uid))[uid]
+        assert isinstance(answer, ClaimError)
+        assert (D, uid) not in self.driver.async_ledger.snapshot.claims
+        assert not self.driver.all_files
+        return answer
+
+
+@asynccontextmanager
+async def running() -> AsyncIterator[Scene]:
+    with tempfile.TemporaryDirectory(prefix="adopt-") as where:  # pytest's paths are too long for sockets
+        directory = Path(where) / "p"
+        async with serving(directory) as vendors:
+            vendor = Allocating(directory)  # type: ignore[abstract]  # GetPreferredAllocation is not called
+            await vendor.server.start()
+            made = Scene(vendors, vendor, Path(where))
+            try:
+                yield made
+            finally:
+                vendor.answers.set()
+                await end(made.driver)
+                await vendor.server.stop(0)
+
+
+def ids(*names: str, request: str = "fpga") -> Sequence[Any]:
+    return [result(name, request) for name in names]
+
+
+async def test_one_allocate_for_each_request() -> None:
+    """With the ids of the request; each request's containers get the answer to it."""
+    async with running() as here:
+        here.vendor.answer = Answer(env={"G_{ids}": "1"}, control=[("/dev/null", "/dev/ctl", "rw")])
+        await here.begin()
+        here.driver.claims.add(claim("1", *ids("g1", "g0", request="left"), *ids("g2", request="right")))
+        left, right = await here.prepared("1")
+        assert here.vendor.asked == [("g1", "g0"), ("g2",)]
+        assert (left["env"], right["env"]) == (["G_{ids}=1"], ["G_{ids}=1"])
+
+
+async def test_an_answer_is_kept_for_one_boot() -> None:
+    """Prepare again, and an agent that starts again, ask nothing; after a reboot the plugin is asked again."""
+    async with running() as here:
+        await here.begin()
+        here.driver.claims.add(claim("1", *ids("g0")))
+        first = await here.prepared("1")
+        assert await here.prepared("1") == first
+        await here.again()
+        assert await here.prepared("1") == first
+        assert here.vendor.asked == [("g0",)]
+        here.vendor.answer = Answer(env={"GADGETS": "after the reboot"})
+        await here.again(boot="2")
+        (after,) = await here.prepared("1")
+        assert after["env"] == ["GADGETS=after the reboot"]
+        assert here.vendor.asked == [("g0",), ("g0",)]
+
+
+async def test_a_retry_joins_the_call_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plugin that does not answer is called once, and its late answer is that of the next try."""
+    monkeypatch.setattr(adoption, "ANSWER", 0.05)
+    async with running() as here:
+        await here.begin()
+        here.vendor.answers.clear()
+        here.driver.claims.add(claim("1", *ids("g0")))
+        error = await here.refused("1")
+        assert (error.reason, "has not answered Allocate of 1 device for 0.05 s" in str(error)) == ("plugin", True)
+        await here.refused("1")
+        here.vendor.answers.set()
+        plugin = here.vendors.plugin(RESOURCE)
+        assert plugin is not None
+        await until(lambda: all(task.done() for task in plugin.claimed.values()))
+        (edits,) = await here.prepared("1")
+        assert edits["env"] == ["GADGETS=g0"]
+        assert here.vendor.asked == [("g0",)]
+        assert not plugin.claimed
+
+
+async def test_a_late_answer_is_not_believed_once_its_device_was_given_to_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A plugin may keep state: of two Allocates of one device the last one counts."""
+    monkeypatch.setattr(adoption, "ANSWER", 0.05)
+    async with running() as here:
+        await here.begin()
+        here.vendor.answers.clear()
+        here.driver.claims.add(claim("1", *ids("g0", "g1")))
+        await here.refused("1")
+        here.vendor.answers.set()
+        plugin = here.vendors.plugin(RESOURCE)
+        assert plugin is not None
+        await until(lambda: all(task.done() for task in plugin.claimed.values()))
+        await here.vendors.allocate(plugin, [["g1"]])
+        await here.prepared("1")
+        assert here.vendor.asked == [("g0", "g1"), ("g1",), ("g0", "g1")]
+
+
+async def test_a_plugin_is_asked_for_one_claim_after_the_other() -> None:
+    """As the kubelet asks for one container after the other."""
+    async with running() as here:
+        await here.begin()
+        here.vendor.answers.clear()
+        here.driver.claims.add(claim("1", *ids("g0")), claim("2", *ids("g1")))
+        preparing = [asyncio.create_task(here.driver.prepared(uid)) for uid in "12"]
+        await until(lambda: here.vendor.asked)
+        assert len(here.vendor.asked) == 1
+        here.vendor.answers.set()
+        await asyncio.gather(*preparing)
+        assert sorted(here.vendor.asked) == [("g0",), ("g1",)]
+
+
+async def test_ids_are_checked_against_the_live_list() -> None:
+    """What the plugin has dropped is not asked for, though some answer any id with success."""
+    async with running() as here:
+        await here.begin()
+        here.vendor.show("g1")
+        await until(lambda: (one := here.vendors.plugin(RESOURCE)) and len(one.devices or ()) == 1)
+        here.driver.claims.add(claim("1", *ids("g0")))
+        assert "its plugin does not list device g0" in str(await here.refused("1"))
+        assert not here.vendor.asked
+
+
+async def test_ids_of_another_plugin_than_the_known_one_are_refused() -> None:
+    """One resource may be that of a plugin that serves claims, and of one that cannot."""
+    async with running() as here:
+        await here.begin(ids="GPU-[0-9]+")
+        here.driver.claims.add(claim("1", *ids("g0")))
+        assert "the id of device g0 is not one of the plugin that is known" in str(await here.refused("1"))
+        assert not here.vendor.asked
+
+
+async def test_a_plugin_that_refuses_or_has_gone_is_the_claims_error() -> None:
+    """In the plugin's own words; the next try asks again."""
+    async with running() as here:
+        await here.begin()
+        here.vendor.error = "no such gadget"
+        here.driver.claims.add(claim("1", *ids("g0")))
+        assert str(await here.refused("1")) == f"request 'fpga': {RESOURCE}: its plugin refuses: no such gadget"
+        here.vendor.error = ""
+        await here.prepared("1")
+        here.driver.claims.add(claim("2", *ids("g1")))
+        await here.vendor.server.stop(0)
+        await until(lambda: (one := here.vendors.plugin(RESOURCE)) and not one.alive)
+        answer = (await here.driver.prepare("2"))["2"]
+        assert "its plugin has gone" in str(answer)
+
+
+async def test_answers_that_contradict_each_other_are_refused() -> None:
+    """A variable with two values: a driver does not learn which container gets which request."""
+    async with running() as here:
+        await here.begin()
+        here.driver.claims.add(claim("1", *ids("g0", request="left"), *ids("g1", request="right")))
+        error = await here.refused("1")
+        assert error.reason == "conflict"
+        assert "environment variable 'GADGETS' is given twice: 'g0' and 'g1'; with `answer: claim`" in str(error)
+
+
+async def test_requests_of_a_claim_can_be_allocated_together() -> None:
+    """One call with all ids; each request has the whole answer."""
+    async with running() as here:
+        await here.begin(together=True)
+        here.driver.claims.add(claim("1", *ids("g0", request="left"), *ids("g1", request="right")))
+        left, right = await here.prepared("1")
+        assert here.vendor.asked == [("g0", "g1")]
+        assert left == right
+        assert left["env"] == ["GADGETS=g0,g1"]
+
+
+@pytest.mark.parametrize("once", [False, True])
+async def test_pre_start_container(once: bool) -> None:
+    """Once, after Allocate, if the config says that this is enough; else the claim is refused."""
+    async with running() as here:
+        here.vendor.pre_start = True
+        await here.begin(pre_start_once=once)
+        here.driver.claims.add(claim("1", *ids("g0")))
+        if once:
+            await here.prepared("1")
+            assert here.vendor.started == [("g0",)]
+        else:
+            assert "write `pre_start: once` under `plugin`" in str(await here.refused("1"))
+            assert not here.vendor.asked
+
+
+async def test_administrative_access_is_refused() -> None:
+    """It would have the plugin allocate what others hold."""
+    async with running() as here:
+        await here.begin()
+        here.driver.claims.add(claim("1", result("g0", adminAccess=True)))
+        error = await here.refused("1")
+        assert (error.reason, "administrative access would have" in str(error)) == ("admin", True)
+        assert not here.vendor.asked
+
+
+async def test_a_mount_without_a_source_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """containerd would make a directory of a container's mount, and fails at a claim's; in a pod it has to tell."""
+    async with running() as here:
+        missing = str(here.where / "missing")
+        here.vendor.answer = Answer(mounts=[(missing, "/opt/lib")])
+        await here.begin()
+        here.driver.claims.add(claim("1", *ids("g0")))
+        assert f"a mount of {missing}, which is not there on the host" in str(await here.refused("1"))
+        monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+        (edits,) = await here.prepared("1")
+        assert edits["mounts"][0]["hostPath"] == missing
+
+
+async def test_a_node_that_is_missing_is_refused() -> None:
+    """Its numbers are read when the claim is prepared."""
+    async with running() as here:
+        here.vendor.answer = Answer(nodes=[("/dev/no-{id}", "/dev/x-{id}", "rw")])
+        await here.begin()
+        here.driver.claims.add(claim("1", *ids("g0")))
+        assert (await here.refused("1")).reason == "cdi"
+
+
+async def test_attributes_have_the_id_put_in() -> None:
+    """Texts of the config, also versions; numbers stay."""
+    async with running() as here:
+        await here.begin()
+        source = here.source(attributes={"k8s.cni.cncf.io/deviceID": "{id}", "n": 1}, capacity={"memory": "1Gi"})
+        async for devices in source.watch():
+            assert [dict(one.attributes) for one in devices[:2]] == [
+                {"k8s.cni.cncf.io/deviceID": "g0", "n": 1},
+                {"k8s.cni.cncf.io/deviceID": "g1", "n": 1},
+            ]
+            assert devices[0].capacity == {"memory": "1Gi"}
+            break
