@@ -127,10 +127,21 @@ class VendorPlugins(RegistrationServicer):
         self._plugins: dict[str, VendorPlugin] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._changed = asyncio.Event()
+        self._bypassed: set[str] = set()
 
     def plugin(self, resource: str) -> VendorPlugin | None:
         """Return the plugin whose endpoint of a resource is the newest; None if none has registered it."""
         return self._plugins.get(resource)
+
+    @property
+    def registered_resources(self) -> set[str]:
+        """The resources of the plugins that live."""
+        return {resource for resource, plugin in self._plugins.items() if plugin.alive}
+
+    def bypassed(self, resource: str) -> None:
+        """Take note that a plugin has registered a resource elsewhere: it is not waited for until it comes here."""
+        self._bypassed.add(resource)
+        self._notify()
 
     async def allocate(self, plugin: VendorPlugin, wanted: Sequence[Sequence[str]]) -> bytes:
         """Allocate devices to containers, one after another; return one AllocateResponse, byte for byte.
@@ -258,6 +269,7 @@ class VendorPlugins(RegistrationServicer):
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
             _LOG.info("a plugin registered at %s", socket.name, extra=extra)
+        self._bypassed.discard(resource)
         self._notify()
         self.registered(resource)
 
@@ -296,7 +308,7 @@ class VendorPlugins(RegistrationServicer):
         """Yield the devices of a resource now and after each change.
 
         What was listed and is not, and all devices of a plugin that has gone, stay Unhealthy for `GRACE` seconds. An
-        empty first list is not "no devices": the next one is waited for as long.
+        empty first list is not "no devices": the next one is waited for as long, unless a plugin is `bypassed`.
         """
         absent: dict[str, float] = {}
         shown: Listed | None = None
@@ -311,7 +323,8 @@ class VendorPlugins(RegistrationServicer):
             why = "its plugin lists it no more" if plugin is not None and plugin.alive else "its plugin has gone"
             gone = {name: before[name]._replace(problem=why) for name in absent if name in before}
             wanted = dict(sorted({**present, **gone}.items()))
-            if wanted != shown and (wanted or shown is not None or now - began >= GRACE):
+            waits = now - began < GRACE and resource not in self._bypassed
+            if wanted != shown and (wanted or shown is not None or not waits):
                 shown = wanted
                 yield wanted
             due = [at + GRACE - now for at in absent.values()] + ([began + GRACE - now] if shown is None else [])

@@ -14,7 +14,7 @@ import grpc.aio
 from deviceplugin.adoption.answers import AnswerError, edits_of
 from deviceplugin.adoption.plugins import Listed, VendorPlugin, VendorPlugins
 from deviceplugin.device import MAX_ID, AttributeValue, ContainerEdits, Device, Health, Mount, counted, printable
-from deviceplugin.kubelet.device_list import DeviceIds
+from deviceplugin.kubelet.device_list import DeviceIds, Entry
 from deviceplugin.kubelet.servicer import Endpoint, Refusal
 from deviceplugin.register.records import NONE
 from deviceplugin.source import DeviceSource
@@ -157,11 +157,24 @@ class AdoptedEndpoint(Endpoint):
     def ready(self) -> bool:
         """Whether the plugin lives: without it the kubelet sees what it sees without the agent, an endpoint that ends.
 
-        So a plugin that goes back to the kubelet's directory finds nobody there. Until 1.36 the kubelet drops it when
-        the stream of another endpoint of the resource ends after it has registered.
+        So a plugin that goes back to the kubelet's directory finds nobody there, unless devices are `kept_back`. Until
+        1.36 the kubelet drops it when the stream of another endpoint of the resource ends after it has registered.
         """
         plugin = self.source.plugins.plugin(self.resource)
         return super().ready and plugin is not None and plugin.alive
+
+    @property
+    def kept_back(self) -> frozenset[str]:
+        """The ids of devices that claims hold, or are to have: a plugin that registers past the agent would give them.
+
+        The plugin that registers last gets the kubelet's Allocates, and here they are refused.
+        """
+        known = self._register.snapshot.of(self.resource).values()
+        return frozenset(one.device for one in known if not one.state.healthy)
+
+    def _lines_if_listed(self) -> tuple[Entry, ...] | None:
+        lines = super()._lines_if_listed()
+        return () if lines is None and self.kept_back else lines
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Have a server answer the kubelet's calls by this; requests and answers that are passed on stay bytes."""

@@ -175,8 +175,19 @@ class Rules:
             resource.report(key, problem)
 
     def _check_config(self, config: Checked) -> None:
-        """Refuse drivers over the same devices whose shares put these on different sides: neither would offer them."""
+        """Refuse drivers over the same devices whose shares put these on different sides: neither would offer them.
+
+        And refuse ending pods for a vendor's plugin that restarts.
+        """
         resources: tuple[ResourceConfig, ...] = config.values.get("resources", ())
+        adopted = {one.driver for one in resources if one.adopted and one.driver}
+        for index, one in enumerate(resources):
+            if one.driver in adopted and one.dra.unhealthy == "NoExecute":
+                message = (
+                    f"driver {one.driver} has devices of a vendor's plugin: while that restarts they are unhealthy, "
+                    "and with NoExecute their pods would end; leave `dra.unhealthy` out"
+                )
+                config.report("resources", message, f"[{index}]", config.nodes["resources"].value[index])
         first: dict[object, int] = {}
         filters: dict[object, int] = {}
         for index, one in enumerate(resources):

@@ -286,7 +286,7 @@ class Registration:
 
     turn: serialises Register between the resources of a process: the kubelet dials back during the call, and leaks
     memory when registrations follow too fast (kubernetes#124716). recorded: returns what the kubelet's checkpoint says
-    of the resource. contested: called when another plugin has registered the resource.
+    of the resource. contested: called with the reason when another plugin has registered the resource.
     """
 
     def __init__(
@@ -297,7 +297,7 @@ class Registration:
         timing: Timing | None = None,
         *,
         recorded: Callable[[], Awaitable[KubeletRecord | None]] = lambda: asyncio.sleep(0, None),
-        contested: Callable[[], None] = lambda: None,
+        contested: Callable[[str], None] = lambda reason: None,
     ) -> None:
         self._recorded = recorded
         self._contested = contested
@@ -361,6 +361,10 @@ class Registration:
 
     async def _look(self) -> Finding:
         """Return whether another plugin has registered the resource since."""
+        if self._accepted is None and not self.endpoint.ready and (kept_back := self.endpoint.kept_back):
+            record = await self._recorded()
+            taken = record.registered & kept_back if record is not None else ()
+            return Finding(f"it counts {min(taken)} as healthy, which is for claims") if taken else Finding()
         if self._accepted is None or not self.endpoint.streams.live:
             return Finding(again=self._timing.poll)
         now = time.monotonic()
@@ -385,7 +389,7 @@ class Registration:
 
     async def _register_or_pause(self, watch: filewatch.Watch, seen: Seen) -> None:
         again = seen.registered is not None and seen.kubelet == seen.registered
-        if seen.live and seen.foreign.reason:
+        if seen.foreign.reason:
             self._tell(seen.foreign)
         elif again and seen.served:
             why = "does not listen any more" if seen.listened else "took the registration but does not listen"
@@ -408,7 +412,7 @@ class Registration:
         self.statistics.contested = found.reason
         text = "another plugin has registered this resource with the kubelet: %s; registering again"
         _LOG.warning(text, found.reason, extra=extra)
-        self._contested()
+        self._contested(found.reason)
 
     async def _pause(self, watch: filewatch.Watch, delay: float, kubelet: FileIdentity | None) -> None:
         """Wait before the next try, but not if the kubelet is another one meanwhile."""
@@ -428,7 +432,7 @@ class Registration:
             listened=accepted is not None and self.endpoint.streams.begun > accepted.streams,
             registered=accepted.kubelet if accepted is not None else None,
             since=time.monotonic() - accepted.at if accepted is not None else 0.0,
-            ready=self.endpoint.ready,
+            ready=self.endpoint.ready or (bool(foreign.reason or accepted) and bool(self.endpoint.kept_back)),
             foreign=foreign,
         )
 

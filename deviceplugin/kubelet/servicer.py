@@ -132,6 +132,11 @@ class Endpoint(DevicePluginServicer):
         """Whether there is something to register."""
         return self.inventory.snapshot.listed
 
+    @property
+    def kept_back(self) -> frozenset[str]:
+        """The ids that stay registered, as unhealthy, though there is nothing to serve: nobody else may give them."""
+        return frozenset()
+
     async def settled(self, timeout: float) -> bool:
         """Wait until no Allocate or PreStartContainer is in flight; return whether that was within `timeout` seconds.
 

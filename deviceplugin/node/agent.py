@@ -116,11 +116,14 @@ class Agent:
         self._supervisor = Supervisor(services, context, self.fail)
         self.brought = context.brought
         """Called with a resource that a source has brought along (`child_sources`), and the resource of that source."""
+        self.contested = context.contested
+        """Called with a resource that another plugin has registered with the kubelet, and the reason."""
         for source in sources:
             services[source.resource] = Service(source, context)
         self._vendors = vendors
         if vendors is not None:
             vendors.registered = self._vendor_registered
+            self.contested.append(lambda resource, reason: vendors.bypassed(resource))
         self.register.subscribe(self._refresh)
 
     def status(self) -> Status:
@@ -187,6 +190,10 @@ class Agent:
         A resource that is served already takes its new source without a break. Waits until `run` has begun to serve.
         """
         await self.begun.wait()
+        wanted = dict(wanted)
+        if self._vendors is not None:
+            for resource in self._vendors.registered_resources - {*wanted, *unchanged}:
+                wanted[resource] = AdoptedSource(resource, self._vendors)  # passed through
         await self._supervisor.reconfigure(wanted, unchanged)
 
     async def _adopt(self) -> None:

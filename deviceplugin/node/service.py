@@ -41,7 +41,8 @@ class ServiceContext:
 
     plugins: the device plugin directory. turn: held while a resource registers. avoids: returns the devices of a
     resource that new pods had better not get. brought: called with a resource that a source has brought along, and
-    with the resource of that source. wake_scan: has a scan come soon.
+    with the resource of that source. wake_scan: has a scan come soon. contested: called with a resource that another
+    plugin has registered with the kubelet, and the reason.
     """
 
     plugins: Path
@@ -52,6 +53,7 @@ class ServiceContext:
     avoids: Callable[[str], Collection[str]]
     timing: Timing | None
     wake_scan: Callable[[], None]
+    contested: list[Callable[[str, str], None]] = field(default_factory=list)
     brought: list[Callable[[str, str], None]] = field(default_factory=list)
 
 
@@ -83,7 +85,7 @@ class Service:
             context.turn,
             context.timing,
             recorded=lambda: context.tracker.recorded(source.resource, context.register.listed.served()),
-            contested=context.wake_scan,
+            contested=self._contested,
         )
         self._context = context
         self._released: frozenset[Allocation] = frozenset()
@@ -109,6 +111,11 @@ class Service:
             await self.registration.run()
         finally:
             await self.follower.end()
+
+    def _contested(self, reason: str) -> None:
+        self._context.wake_scan()
+        for callback in self._context.contested:
+            callback(self.resource, reason)
 
     def _take_source(self, source: DeviceSource) -> None:
         former, self.source = self.source, source

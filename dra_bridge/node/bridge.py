@@ -90,6 +90,7 @@ class Bridge:
             agent_name=agent_name,
         )
         self.agent.brought.append(self._serve_brought)
+        self.agent.contested.append(self._contested)
         self.publisher = Publisher(cluster, node)
         self._allocatable = AllocatableStatus(
             NodeStatusWriter(cluster, node).write, self.agent.pod_resources.allocatable, grace=grace
@@ -244,6 +245,12 @@ class Bridge:
         """Have a resource that a source has brought along served on both sides, under the policy of that source."""
         self._parents[resource] = parent
         self._serve(self.agent.services[resource])
+
+    def _contested(self, resource: str, reason: str) -> None:
+        """Take note that a plugin has registered a resource past this agent."""
+        service = self.agent.services.get(resource)
+        if service is not None and (one := self.drivers.get(service.source.driver or "")) is not None:
+            one.contested(resource, reason)
 
     def _policy(self, resource: str) -> HandoverPolicy:
         parent = self._parents.get(resource, "")

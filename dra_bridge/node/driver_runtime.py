@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
+from deviceplugin.adoption.source import AdoptedSource
 from deviceplugin.backoff import Backoff
 from deviceplugin.kubelet.servicer import Endpoint
 from deviceplugin.node.service import Service
@@ -22,7 +24,7 @@ from dra_bridge.handover.share import Share
 from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.node.claim_reconciliation import ClaimPods, ClaimReconciliation
 from dra_bridge.node.device_reconciliation import DeviceReconciler, EvidenceReader
-from dra_bridge.node.resource import DriverContext, Node, ResourceRuntime
+from dra_bridge.node.resource import BYPASSED, DriverContext, Node, ResourceRuntime
 from dra_bridge.node.share import NONE, DriverShare, HandoverPolicy
 from dra_bridge.node.slice_feed import SliceFeed, qualifiers_of
 
@@ -111,8 +113,8 @@ class DriverRuntime(DriverHost):
     # What the driver asks.
 
     def ready(self, resource: str, device: str) -> bool:
-        """See `DriverContext`."""
-        return self._context.ready(resource, device)
+        """See `DriverContext`; nor is a device given while pods may be given it past this agent."""
+        return self._context.ready(resource, device) and not self._context.bypassed(resource)
 
     def qualifiers(self, resources: Sequence[str]) -> Mapping[str, str]:
         """Return those that the ledger keeps; a resource has none before its names are decided."""
@@ -238,6 +240,21 @@ class DriverRuntime(DriverHost):
         _LOG.error("device %s is quarantined: %s", device, reason, extra={"resource": resource, "device": device})
         message = f"device {device} of {resource} is quarantined: {reason}"
         self._tasks.start(self._node.alarm("DeviceQuarantined", message))
+
+    def contested(self, resource: str, reason: str) -> None:
+        """Withdraw what nobody holds of an adopted resource whose plugin has registered past this agent; alarm."""
+        one = self.resources.get(resource)
+        if one is None or not isinstance(one.service.source, AdoptedSource):
+            return
+        again = self._context.bypassed(resource)
+        one.bypassed_at = time.monotonic()
+        asyncio.get_running_loop().call_later(BYPASSED + 1.0, self.publish)
+        self.publish()
+        if not again:
+            what = f"a plugin of {resource} has registered with the kubelet, past this agent, while claims have devices"
+            text = f"{what}: {reason}; was the hostPath of its DaemonSet reverted?"
+            _LOG.error("%s", text, extra={"resource": resource})
+            self._tasks.start(self._context.node.alarm("AdoptedPluginBypassed", text))
 
     def has_left(self, resource: str) -> bool:
         """Return whether no device of a resource is published under this driver any more."""

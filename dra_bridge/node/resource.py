@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +25,8 @@ from dra_bridge.node.share import DriverShare, HandoverPolicy
 from dra_bridge.slices.publisher import Publisher
 
 _LOG: Final = logging.getLogger(__name__)
+BYPASSED: Final = 60.0
+"""Seconds without another finding after which a plugin that has registered past the agent gets no Allocate any more."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +54,8 @@ class ResourceRuntime:
 
     leaving: another driver is to have its devices, or none: those of this driver return to the plugin's side. changed:
     set when its devices may be other ones, or unknown to the ledger. reconciled: set once the evidence about all its
-    devices was reconciled. task: runs while it is served.
+    devices was reconciled. bypassed_at: when its vendor's plugin was found to have registered with the kubelet, past
+    this agent (monotonic seconds). task: runs while it is served.
     """
 
     service: Service
@@ -61,6 +66,7 @@ class ResourceRuntime:
     order: Order = field(default_factory=Order)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     reconciled: asyncio.Event = field(default_factory=asyncio.Event)
+    bypassed_at: float = -math.inf
     task: asyncio.Task[None] | None = None
 
 
@@ -85,6 +91,11 @@ class DriverContext:
         """Return whether it is known who holds a device."""
         one = self.resources.get(resource)
         return one is not None and (one.leaving or (resource, device) in self.reconciled)
+
+    def bypassed(self, resource: str) -> bool:
+        """Return whether pods may just be given devices of an adopted resource past this agent."""
+        one = self.resources.get(resource)
+        return one is not None and time.monotonic() < one.bypassed_at + BYPASSED
 
     def unknown(self, resource: str, device: str) -> str:
         """Return why it is not known yet who holds a device; "" if it is."""

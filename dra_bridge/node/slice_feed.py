@@ -137,15 +137,18 @@ class SliceFeed:
     def _pass_on(self) -> float | None:
         """Pass the slices on; return after how many seconds they are to be made again without a change."""
         offers, without, qualifiers = [], [], qualifiers_of(self._context.ledger.snapshot, self._context.name)
+        records = self._context.ledger.snapshot
         for resource, one in self._context.resources.items():
             source, snapshot = one.service.source, one.service.inventory.snapshot
-            known = self._context.ledger.snapshot.of(resource)
+            known = records.of(resource)
             if one.leaving:
                 without += [(resource, name) for name in snapshot.devices.keys() | known.keys()]
                 continue
             mine = {name for name, at in known.items() if at.state.offered and at.driver == self._context.name}
             names = snapshot.devices.keys() & mine
             offered = frozenset(name for name in names if self._context.ready(resource, name))
+            if self._context.bypassed(resource):
+                offered = frozenset(name for name in offered if records.claims_on(resource, (name,)))
             offered -= self._context.node.agent.register.withheld(resource, "dra").keys() if offered else set()
             without += [(resource, name) for name in (snapshot.devices.keys() | known.keys()) - offered]
             replicas = {name: len(one.service.ids_now(device)) for name, device in snapshot.devices.items()}

@@ -141,3 +141,95 @@ def test_sides(scene: Scene) -> None:
     claimed, limited = scene.pod().wait_running(), scene.node.run_pod("q", {RESOURCE: 1})
     held = {scene.node.edits_of(claimed).env["GADGETS"], limited.env["GADGETS"]}
     assert held == {"g0", "g1"}
+
+
+# A9: the plugin's hostPath is reverted.
+
+
+def events(scene: Scene) -> list[str]:
+    return [one["reason"] for one in scene.node.server.objects("events")]
+
+
+def kept_from_pods(scene: Scene, name: str) -> None:
+    """A pod with limits gets nothing while claims have the devices."""
+    pod = scene.node.start_pod(name, {RESOURCE: 1})
+    scene.node.wait_until(lambda: pod.phase == "Failed" or not pod.bound, 10)
+    assert not pod.running
+
+
+def test_a_reverted_path_while_claims_hold_devices(scene: Scene) -> None:
+    """The plugin goes, and comes back past the agent, which stays registered and refuses what claims hold."""
+    scene.agent()
+    vendor = scene.vendor(resource("g0", "g1", env={"GADGETS": "{ids}"}))
+    scene.wait_offered(2)
+    claimed = scene.pod().wait_running()
+    vendor.stop()
+    scene.wait_log("its plugin has gone")
+    assert scene.node.streams(RESOURCE)
+    vendor.directory = scene.node.device_plugin_dir
+    vendor.start()
+    scene.wait_log("another plugin has registered this resource with the kubelet")
+    scene.wait_log("past this agent, while claims have devices")
+    scene.node.wait_allocatable(RESOURCE, 0)
+    kept_from_pods(scene, "limited")
+    wait_for("the Event", lambda: "AdoptedPluginBypassed" in events(scene), 10)
+    assert len(vendor.calls("Allocate")) == 1
+    assert claimed.running
+    # Put right again.
+    vendor.stop()
+    vendor.directory = scene.directory
+    vendor.start()
+    scene.wait_log("a plugin registered at", 2)
+
+
+def test_an_agent_that_starts_after_the_path_was_reverted(scene: Scene) -> None:
+    """It has no plugin, and registers all the same: the kubelet counts as healthy what claims hold."""
+    agent = scene.agent()
+    vendor = scene.vendor(resource("g0", "g1", env={"GADGETS": "{ids}"}))
+    scene.wait_offered(2)
+    claimed = scene.pod().wait_running()
+    agent.terminate()
+    vendor.stop()
+    vendor.directory = scene.node.device_plugin_dir
+    vendor.start()
+    scene.node.wait_allocatable(RESOURCE, 2)
+    scene.agent()
+    scene.wait_log("another plugin has registered this resource with the kubelet: it counts g0 as healthy")
+    scene.wait_offered(0)
+    scene.node.wait_allocatable(RESOURCE, 0)
+    kept_from_pods(scene, "limited")
+    assert claimed.running
+
+
+def test_an_agent_that_starts_without_its_plugin_waits_for_it(scene: Scene) -> None:
+    """What the kubelet has of the agent before, no other plugin has registered."""
+    agent = scene.agent()
+    vendor = scene.vendor(resource("g0", "g1"))
+    scene.wait_offered(2)
+    scene.pod().wait_running()
+    agent.kill()
+    vendor.stop(kill=True)
+    scene.agent()
+    scene.wait_log("waiting for its plugin")
+    vendor.start()
+    scene.wait_log("registered as")
+    scene.wait_offered(2)
+    assert "another plugin" not in scene.agents[-1].log()
+
+
+def test_two_instances_of_a_plugin(scene: Scene) -> None:
+    """One with the agent, one past it: what no claim holds is withdrawn, and no pod gets what a claim holds."""
+    scene.agent()
+    scene.vendor(resource("g0", "g1", env={"GADGETS": "{ids}"}))
+    scene.wait_offered(2)
+    claimed = scene.pod().wait_running()
+    held = scene.node.edits_of(claimed).env["GADGETS"]
+    other = scene.vendor(resource("g0", "g1"))
+    other.stop()
+    other.directory = scene.node.device_plugin_dir
+    other.start()
+    scene.wait_log("past this agent, while claims have devices")
+    assert [one["name"] for one in scene.wait_offered(1)] == [held]
+    scene.node.wait_allocatable(RESOURCE, 0)
+    kept_from_pods(scene, "limited")
+    assert not other.calls("Allocate")

@@ -327,6 +327,20 @@ def test_a_reload_takes_a_resource_away_from_its_plugin(node: Node) -> None:
     node.kubelet.wait_allocatable(RESOURCE, 2)
 
 
+def test_a_reload_keeps_what_is_passed_through(node: Node) -> None:
+    """A resource that no config names, or no config names any more, is served on as it is."""
+    other = "vendor.example/other"
+    agent = node.agent()
+    vendor = node.vendor(resource(), resource("o0", name=other))
+    node.kubelet.wait_allocatable(RESOURCE, 2)
+    node.kubelet.wait_allocatable(other, 1)
+    agent.reload(json.dumps({"resources": [{"name": "example.com/x", "devices": [{"simulated": {"count": 3}}]}]}))
+    node.kubelet.wait_allocatable("example.com/x", 3)
+    node.kubelet.wait_allocatable(RESOURCE, 2)
+    node.kubelet.run_pod("p", {RESOURCE: 1, other: 1})
+    assert len(vendor.calls("ListAndWatch")) == 2
+
+
 def test_the_config_needs_the_option(tmp_path: Path, fake_kubelet: FakeKubelet) -> None:
     """A ConfigMap alone adopts no plugin."""
     config = tmp_path / "config.yaml"

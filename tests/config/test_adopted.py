@@ -79,3 +79,12 @@ def test_each_known_plugin_has_a_reason_or_none() -> None:
         assert bool(one.why) is (one.serves != "both")
         for name in one.resources:
             assert known_plugin(name.replace("*", "x")) is one
+
+
+def test_a_plugin_that_restarts_ends_no_pods() -> None:
+    """Its devices are unhealthy meanwhile; NoExecute is for the whole driver."""
+    (problem,) = problems(text("nvidia.com/gpu", f"{BOTH}dra: {{unhealthy: NoExecute}}, "))
+    assert "driver x.example.com has devices of a vendor's plugin" in problem.message
+    other = "{name: example.com/a, driver: x.example.com, devices: [path: /dev/x], dra: {unhealthy: NoExecute}}"
+    (problem,) = problems(f"resources: [{other}, {text('nvidia.com/gpu', BOTH).partition('[')[2]}")
+    assert problem.path == "$.resources[0]"
