@@ -131,6 +131,20 @@ def test_a_claim_gets_what_the_plugin_says(scene: Scene) -> None:
     assert set(edits.cdi) == {f"vendor.example/gadget={name}" for name in ("g0", "GPU-1::0", "all")}
 
 
+def test_slices_have_what_consumers_look_for(scene: Scene) -> None:
+    """Attributes and capacities of the config, with the vendor's id put in, whatever the device is called there."""
+    name = {"k8s.cni.cncf.io/deviceID": "{id}", "k8s.cni.cncf.io/resourceName": RESOURCE}
+    scene.write(attributes={**name, "model": "g1"}, capacity={"memory": "1Gi"})
+    scene.agent()
+    scene.vendor(resource("0000:3b:00.1"))
+    (device,) = scene.wait_offered(1)
+    assert device["name"].startswith("0000-3b-00-1--")
+    assert device["capacity"]["memory"]["value"] == "1Gi"
+    attributes = {key: value.get("string") for key, value in device["attributes"].items()}
+    assert attributes["k8s.cni.cncf.io/deviceID"] == "0000:3b:00.1"
+    assert (attributes["k8s.cni.cncf.io/resourceName"], attributes["model"]) == (RESOURCE, "g1")
+
+
 def test_sides(scene: Scene) -> None:
     """Each device is on one side: pods with limits get what claims are not offered."""
     scene.write(dra={"share": 1})
