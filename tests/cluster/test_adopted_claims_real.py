@@ -1,0 +1,397 @@
+"""Claims of adopted devices on the real node: what pods see, moves, restarts, and a plugin that registers elsewhere.
+
+The vendor's plugin is the testing kit's stand-in; what containers hold is shown by locks of the kernel
+(``tests.cluster.locks``), and under churn by what they write down (``tests.cluster.test_handover``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+
+from deviceplugin.kubelet import foreign_plugin
+from deviceplugin.testing import foreign
+from tests.cluster import isolate, locks, test_handover
+from tests.cluster import test_witnesses_real as witnesses
+from tests.cluster.bridge import Bridge
+from tests.cluster.node import Cluster, Pod
+from tests.cluster.test_adopted_real import DIRECTORY, SEEN
+from tests.cluster.test_existing_plugin_real import Vendor
+from tests.cluster.test_witnesses_real import (
+    CHECKPOINT,
+    LIMIT,
+    Agents,
+    Scene,
+    claimer,
+    named,
+    plain,
+    restart_kubelet,
+    scene,
+)
+from tests.programs import ANY_CONFIG
+
+__all__ = ["scene"]
+
+BYPASSED = "has registered with the kubelet, past this agent"
+
+
+def command(bridge: Bridge) -> list[str]:
+    """Return `dra-bridge run --adopt` of a config file."""
+    options = ["--config", str(bridge.config), *ANY_CONFIG, "--adopt", str(DIRECTORY)]
+    return [sys.executable, "-m", "dra_bridge", "run", *options]
+
+
+def adopted(letter: str, share: str | int, **more: Any) -> dict[str, Any]:
+    return {
+        "name": named(letter),
+        "driver": f"{letter}.example.net",
+        "devices": [{"plugin": {"claims": True}}],
+        "dra": {"share": share},
+        **more,
+    }
+
+
+@pytest.fixture
+def vendors(monkeypatch: pytest.MonkeyPatch) -> dict[str, Vendor]:
+    """Have the agents adopt, and start a plugin for each resource that is served; return these by letter."""
+    found: dict[str, Vendor] = {}
+    serve = Scene.serve
+
+    def serve_adopted(scene: Scene, *resources: Mapping[str, Any]) -> Agents:
+        agents = serve(scene, *resources)
+        for one in resources:
+            letter = str(one["name"]).rpartition("/")[2]
+            vendor = found[letter] = Vendor(scene, letter)
+            vendor.directory = DIRECTORY
+            vendor.start()
+        return agents
+
+    monkeypatch.setattr(Agents, "command", command)
+    monkeypatch.setattr(Scene, "serve", serve_adopted)
+    monkeypatch.setattr(witnesses, "resource", adopted)
+    return found
+
+
+def calls(vendor: Vendor, call: str) -> list[dict[str, Any]]:
+    return foreign.calls(vendor.notes, call)
+
+
+# What a pod sees.
+
+
+def test_what_a_pod_sees(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through limits all as from the plugin alone; through a claim all but owner and mode of device nodes."""
+    cluster = scene.cluster
+    scene.nodes("a", 1)
+    library = isolate.DEVICES / "vendor-lib"
+    shutil.rmtree(library, ignore_errors=True)
+    library.mkdir()
+    (library / "hello").write_text("of the vendor")
+    vendor = Vendor(scene, "a")
+    (node,) = (locks.NODES / "a").iterdir()
+    os.chown(node, 1234, 4321)
+    os.chmod(node, 0o640)
+    vendor.answer["mounts"] = [[str(library), "/opt/vendor-lib"]]
+    vendor.answer["annotations"] = {"vendor.example/x": "y"}
+    vendor.answer["env"]["MODE"] = "the plugin's"
+
+    def seen(pod: Pod) -> list[str]:
+        scene.running(pod)
+        text = pod.exec(["/bin/sh", "-c", SEEN])
+        pod.delete()
+        pod.wait_gone()
+        return [line for line in text.splitlines() if not line.startswith(("POD=", "POD_UID="))]
+
+    def own_mode(manifest: dict[str, Any]) -> dict[str, Any]:
+        manifest["spec"]["containers"][0]["env"].append({"name": "MODE", "value": "the pod's"})
+        return manifest
+
+    vendor.start()
+    cluster.wait_allocatable(named("a"), 1)
+    alone, overridden = (seen(scene.make(one)) for one in (plain("p", "a"), own_mode(plain("p", "a"))))
+    vendor.stop()
+    cluster.wait_allocatable(named("a"), 0)
+    monkeypatch.setattr(Agents, "command", command)
+    scene.serve({**adopted("a", "none"), "devices": [{"plugin": {"claims": True, "drop_annotations": ["vendor.*"]}}]})
+    vendor.directory = DIRECTORY
+    vendor.start()
+    cluster.wait_allocatable(named("a"), 1)
+    limits = seen(scene.pod("limits", "a"))
+    assert limits == alone
+    scene.share(a="all")
+    scene.wait_states("a", dra=1)
+    claimed, claimed_overridden = (
+        seen(scene.make(one)) for one in (claimer("claimed", "a"), own_mode(claimer("claimed", "a")))
+    )
+    differences = {(one, other) for one, other in zip(alone, claimed, strict=True) if one != other}
+    # Mode, user and group of the device's node and of the control node; what is before and after is the same.
+    assert {" ".join(one.split()[:-4] + one.split()[-1:]) for one, _ in differences} == {
+        " ".join(other.split()[:-4] + other.split()[-1:]) for _, other in differences
+    }
+    assert {(" ".join(one.split()[-4:-1]), " ".join(other.split()[-4:-1])) for one, other in differences} == {
+        ("640 1234 4321", "666 0 0"),
+        ("600 0 0", "666 0 0"),
+    }
+    assert "MODE=the pod's" in overridden
+    assert "MODE=the plugin's" in claimed_overridden
+
+
+def test_a_mount_without_a_source(scene: Scene, vendors: dict[str, Vendor]) -> None:
+    """The agent is as in a pod here and cannot see it: the runtime says so, and the container does not start."""
+    scene.nodes("a", 1)
+    scene.serve(adopted("a", "all"))
+    missing = isolate.DEVICES / "not-there"
+    shutil.rmtree(missing, ignore_errors=True)
+    vendor = vendors["a"]
+    vendor.stop()
+    vendor.answer["mounts"] = [[str(missing), "/opt/missing"]]
+    vendor.start()
+    scene.agents.wait_offered(1)
+    pod = scene.claimer("p", "a")
+    words = scene.agents.wait_event(pod, str(missing), 60)
+    print(words)
+    assert not missing.exists()
+    missing.mkdir()
+    pod.wait_running(60)
+
+
+# Moves and restarts.
+
+
+def test_moves_through_restarts(scene: Scene, vendors: dict[str, Vendor]) -> None:
+    """Held devices on their way to either side stay with their holders while kubelet, plugins and agent restart."""
+    plains, claimers = scene.both()
+    allocated = {letter: len(calls(vendor, "Allocate")) for letter, vendor in vendors.items()}
+    for what in ("kubelet", "plugins", "agent", "plugins", "kubelet", "agent"):
+        if what == "kubelet":
+            restart_kubelet(scene.cluster, "sigkill")
+        elif what == "agent":
+            scene.agents.kill()
+            scene.agents.start()
+            scene.agents.wait_registered()
+        else:
+            for vendor in vendors.values():
+                vendor.stop(signal.SIGKILL)
+                vendor.start()
+        scene.check()
+    scene.observe(5)
+    # The answers were kept: no restart asked a plugin again.
+    assert allocated == {letter: len(calls(vendor, "Allocate")) for letter, vendor in vendors.items()}
+    scene.end_one_of_each(plains, claimers)
+
+
+@pytest.fixture
+def cards(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bridge]:
+    """Eight devices of a plugin behind the agent, all on the plugin's side."""
+    for directory in (test_handover.DEVICES, test_handover.NOTES):
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(parents=True)
+    names = [f"card{number}" for number in range(8)]
+    for name in names:
+        os.mknod(test_handover.DEVICES / name, 0o20600, os.makedev(1, 5))
+    path = f"{test_handover.DEVICES}/{{id}}"
+    one = {
+        "name": test_handover.RESOURCE,
+        "devices": dict.fromkeys(names, "Healthy"),
+        "answer": {"nodes": [[path, path, "rw"]]},
+    }
+    file = cluster.logs / f"vendor-cards-{time.monotonic_ns()}.json"
+    foreign.write(file, [one])
+    monkeypatch.setattr(Bridge, "command", command)
+    resource = {
+        "name": test_handover.RESOURCE,
+        "driver": test_handover.DRIVER,
+        "devices": [{"plugin": {"claims": True}}],
+        "dra": {"share": "none"},
+    }
+    with contextlib.ExitStack() as stack:
+        running = stack.enter_context(Bridge.running(cluster, resource))
+        arguments = ["-m", "deviceplugin.testing.foreign", str(file), "--directory", str(DIRECTORY)]
+        log = stack.enter_context(file.with_suffix(".log").open("wb"))
+        vendor = stack.enter_context(subprocess.Popen([sys.executable, *arguments], stdout=log, stderr=log))
+        stack.callback(vendor.kill)
+        cluster.wait_allocatable(test_handover.RESOURCE, 8)
+        stack.callback(test_handover.annotate, cluster, None)
+        yield running
+
+
+def test_moves_under_churn(cards: Bridge) -> None:
+    """Pods of both kinds churn while devices move, through kubelet restarts, kills of the agent and an outage."""
+    test_handover.test_no_device_ever_has_two_holders(cards)
+
+
+# A9: the plugin registers with the kubelet, past the agent, while claims hold devices.
+
+
+def healthy() -> set[str]:
+    """Return the ids that the kubelet counts as healthy."""
+    return set(json.loads(CHECKPOINT.read_text())["Data"]["RegisteredDevices"].get(named("a")) or ())
+
+
+def refused(scene: Scene, name: str) -> None:
+    """A pod with limits gets none of the devices that claims have."""
+    pod = scene.pod(name, "a", restartPolicy="Never")
+    scene.cluster.wait_for(lambda: pod.phase == "Failed" or pod.unschedulable(), LIMIT, f"{name} gets nothing")
+    print(f"{name}: {pod.phase}")
+    scene.check()
+    pod.delete(0)
+    pod.wait_gone()
+
+
+def reverted(scene: Scene, vendor: Vendor) -> None:
+    """Have the plugin's DaemonSet get its former hostPath back, as an operator does."""
+    vendor.stop()
+    vendor.directory = None
+    vendor.start()
+
+
+@pytest.mark.parametrize("agent", ["runs", "starts-later"])
+def test_a_reverted_path_while_claims_hold_devices(scene: Scene, vendors: dict[str, Vendor], agent: str) -> None:
+    """The agent registers again, so that Allocates come to it, which it refuses; what claims have stays theirs."""
+    cluster = scene.cluster
+    scene.nodes("a", 2)
+    scene.serve(adopted("a", "all"))
+    scene.agents.wait_offered(2)
+    held = scene.claimer("held", "a")
+    scene.running(held)
+    vendor, before = vendors["a"], len(calls(vendors["a"], "Allocate"))
+    scene.before = 1
+    if agent == "starts-later":
+        scene.agents.stop()
+        reverted(scene, vendor)
+        cluster.wait_for(lambda: len(healthy()) == 2, LIMIT, "the kubelet has the plugin's devices")
+        scene.agents.start()
+    else:
+        reverted(scene, vendor)
+    cluster.wait_for(lambda: BYPASSED in scene.agents.log(), LIMIT, "the agent has noticed")
+    cluster.wait_for(lambda: not healthy(), LIMIT, "the kubelet counts no device as healthy")
+    scene.agents.wait_offered(0)
+    events = [one for one in cluster.list("Event", "default", "v1") if one["reason"] == "AdoptedPluginBypassed"]
+    assert "was the hostPath of its DaemonSet reverted?" in events[-1]["message"]
+    for number in range(2):
+        refused(scene, f"limits-{number}")
+    restart_kubelet(cluster, "sigterm")
+    cluster.wait_for(lambda: not healthy(), LIMIT, "the kubelet counts no device as healthy")
+    refused(scene, "limits-after")
+    scene.observe(3)
+    assert len(calls(vendor, "Allocate")) == before
+    # Put right again.
+    vendor.stop()
+    vendor.directory = DIRECTORY
+    vendor.start()
+    scene.agents.wait_offered(2, timeout=120)
+    scene.running(scene.claimer("next", "a"))
+    scene.after = 2
+
+
+def test_two_instances_of_a_plugin(scene: Scene, vendors: dict[str, Vendor]) -> None:
+    """One is with the agent, one with the kubelet: idle devices leave the slice, pods get nothing past the agent."""
+    cluster = scene.cluster
+    scene.nodes("a", 4)
+    scene.serve(adopted("a", 2))
+    scene.agents.wait_offered(2)
+    cluster.wait_allocatable(named("a"), 2)
+    claimed, limited = scene.claimer("held", "a"), scene.pod("limited", "a")
+    scene.running(claimed, limited)
+    scene.before = 2
+    scene.observe(foreign_plugin.LATE + 1)  # a list that the agent has just replaced is no sign of another plugin
+    other = Vendor(scene, "a")
+    for _ in range(2):
+        other.start()
+        cluster.wait_for(lambda: BYPASSED in scene.agents.log(), LIMIT, "the agent has noticed")
+        scene.agents.wait_offered(1)
+        cluster.wait_for(lambda: len(healthy()) <= 2, LIMIT, "the kubelet has the agent's list")
+        more = scene.pod("more", "a")
+        cluster.wait_for(lambda: more.phase in ("Running", "Failed"), LIMIT, "it is decided")  # noqa: B023
+        print(f"the kubelet's answer to a pod beside two instances: {more.phase}")
+        scene.check()
+        more.delete(0)
+        more.wait_gone()
+        restart_kubelet(cluster, "sigterm")
+        scene.observe(3)
+        other.stop()
+    assert not calls(other, "Allocate"), "a pod was given a device past the agent"
+    scene.agents.wait_offered(2, timeout=120)
+    cluster.wait_allocatable(named("a"), 2)
+    scene.after = 2
+
+
+def test_an_allocation_past_the_agent(scene: Scene, vendors: dict[str, Vendor]) -> None:
+    """In the moment before the agent has noticed a pod may get anything: that is told, and goes to nobody else."""
+    cluster = scene.cluster
+    scene.nodes("a", 2)
+    scene.serve(adopted("a", "all"))
+    scene.agents.wait_offered(2)
+    scene.agents.kill()
+    vendor = vendors["a"]
+    reverted(scene, vendor)
+    cluster.wait_allocatable(named("a"), 2)
+    taker = scene.pod("taker", "a")
+    scene.running(taker)
+    scene.agents.start()
+    scene.agents.wait_registered()
+    cluster.wait_for(lambda: "is quarantined" in scene.agents.log(), 60, "it is told")
+    cluster.wait_for(lambda: not healthy(), LIMIT, "the kubelet counts no device as healthy")
+    vendor.stop()
+    vendor.directory = DIRECTORY
+    vendor.start()
+    scene.agents.wait_offered(1, timeout=120)
+    scene.running(scene.claimer("other", "a"))
+    scene.wait(claimer("wants", "a"))
+    scene.observe(3)
+    scene.before = scene.after = 2
+    scene.handed_on(taker.delete, [taker.uid], "wants", limit=120)
+
+
+def test_adoption_while_pods_hold_devices(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Devices that pods have by the plugin alone stay theirs, and go to claims when the pods end; and back."""
+    cluster = scene.cluster
+    scene.nodes("a", 4)
+    vendor = Vendor(scene, "a")
+    vendor.start()
+    cluster.wait_allocatable(named("a"), 4)
+    pods = [scene.pod(f"before-{number}", "a") for number in range(2)]
+    scene.running(*pods)
+    monkeypatch.setattr(Agents, "command", command)
+    agents = scene.serve(adopted("a", "none"))
+    vendor.stop()
+    cluster.wait_allocatable(named("a"), 0)
+    vendor.directory = DIRECTORY
+    vendor.start()
+    cluster.wait_allocatable(named("a"), 4)
+    scene.share(a="all")
+    agents.wait_offered(2)
+    claimers = [scene.claimer(f"claim-{number}", "a") for number in range(2)]
+    scene.running(*pods, *claimers)
+    scene.before = 4
+    scene.wait(claimer("wants", "a"))
+    restart_kubelet(cluster, "sigkill")
+    agents.kill()
+    agents.start()
+    agents.wait_registered()
+    scene.observe(3)
+    scene.handed_on(pods[0].delete, [pods[0].uid], "wants")
+    # The way back: all claims end, the devices return, then the plugin goes past the agent, which leaves it alone.
+    scene.share(a="none")
+    for pod in (*claimers, cluster.pod("wants")):
+        pod.delete()
+        pod.wait_gone()
+    scene.wait_states("a", plugin=4)
+    vendor.stop()
+    cluster.wait_allocatable(named("a"), 0)
+    vendor.directory = None
+    vendor.start()
+    cluster.wait_allocatable(named("a"), 4)
+    after = [scene.pod(f"after-{number}", "a") for number in range(3)]
+    scene.running(pods[1], *after)
+    assert BYPASSED not in agents.logs()
