@@ -27,6 +27,7 @@ from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint, CheckpointEr
 from deviceplugin.kubelet.foreign_plugin import KubeletRecord
 from deviceplugin.kubelet.granted import granted, nodes_missing, ours
 from deviceplugin.kubelet.holders import HolderEvidence, HolderSnapshot, UnrecordedEvidence, of_ids
+from deviceplugin.kubelet.paths import Paths
 from deviceplugin.kubelet.podresources import AllocationsInFlight, ClaimUse, Holder, PodResources, PodResourcesReport
 from deviceplugin.register.question import Use, Wanted
 from deviceplugin.register.register import Register
@@ -48,23 +49,19 @@ GRANT_REWRITE: Final = 4.0
 class HolderTracker:
     """Reads who holds this node's plugin allocations; the register keeps what is known of them.
 
-    plugins: the device plugin directory. cgroups and believe_checkpoint: as in `PodReader`. request, adopted: as in
-    `CheckpointReader`. copies: returns what other agents' copies name that have changed. claim_uses: whether to call
-    `List` at each scan, to learn which containers use claims, for metrics. wake: called when a scan is due at once.
+    believe_checkpoint: as in `PodReader`. request, adopted: as in `CheckpointReader`. copies: returns what other
+    agents' copies name that have changed. claim_uses: whether to call `List` at each scan, to learn which containers
+    use claims, for metrics. wake: called when a scan is due at once.
     """
 
     def __init__(
         self,
-        plugins: Path,
-        kubelet_root: Path,
-        cgroups: Path,
+        paths: Paths,
         pod_resources: PodResources,
         in_flight: AllocationsInFlight,
         request: Callable[[], bool],
         *,
         register: Register,
-        pod_logs: Path,
-        container_logs: Path = containers.DIRECTORY,
         copies: Callable[[], Mapping[Allocation, Wanted]] = dict,
         claim_uses: bool = False,
         believe_checkpoint: bool = False,
@@ -78,10 +75,12 @@ class HolderTracker:
         """What containers use through claims, as of the last `List`."""
         self.all_pods_listed = False
         """Whether the last `List` had all pods that run: none was deleted by force, or is unknown to a new kubelet."""
-        self.pods: Final = PodReader(kubelet_root, cgroups, believe_checkpoint=believe_checkpoint)
-        self._names = PodNames(pod_logs)
+        self.pods: Final = PodReader(paths.kubelet_root, paths.cgroup_root, believe_checkpoint=believe_checkpoint)
+        self._names = PodNames(paths.pod_log_dir)
         self._register = register
-        self._checkpoint = CheckpointReader(plugins, request, lambda: self._known | self.snapshot.held.keys(), adopted)
+        self._checkpoint = CheckpointReader(
+            paths.plugins, request, lambda: self._known | self.snapshot.held.keys(), adopted
+        )
         self._reading = asyncio.Lock()
         self._pod_resources = pod_resources
         self._in_flight = in_flight
@@ -92,7 +91,7 @@ class HolderTracker:
         self._of: object = None
         self._foreign: tuple[UnrecordedEvidence | None, tuple[Use, ...]] = (None, ())
         self._allocations: frozenset[Allocation] = frozenset()
-        self._container_logs = container_logs
+        self._container_logs = paths.container_log_dir
         self._copies, self._wake = copies, wake
         self._copied: Mapping[Allocation, Wanted] = {}
         """What copies say of allocations that count as held."""

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Final, Protocol
 from deviceplugin.adoption.plugins import AdoptionError, VendorPlugins
 from deviceplugin.adoption.source import AdoptedSource
 from deviceplugin.kubelet.allocation_copies import AllocationCopies
+from deviceplugin.kubelet.paths import Paths
 from deviceplugin.kubelet.podresources import AllocationsInFlight, PodResources
 from deviceplugin.kubelet.registration import Timing
 from deviceplugin.kubelet.status import Status
 from deviceplugin.kubelet.tracker import HolderTracker
-from deviceplugin.node.options import Paths
 from deviceplugin.node.scanning import HolderScanner
 from deviceplugin.node.service import Service, ServiceContext, Supervisor
 from deviceplugin.register.question import Use
@@ -94,15 +94,11 @@ class Agent:
             lambda: self.services, store, foreign=self._foreign_uses, reread=self._reread, unknown=unknown
         )
         self.tracker = HolderTracker(
-            self.paths.plugins,
-            self.paths.kubelet_root,
-            self.paths.cgroup_root,
+            self.paths,
             self.pod_resources,
             in_flight,
             self._resend,
             register=self.register,
-            pod_logs=self.paths.pod_log_dir,
-            container_logs=self.paths.container_log_dir,
             copies=AllocationCopies(self.paths.cdi_dir, agent_name).changed,
             claim_uses=report_holders,
             believe_checkpoint=believe_checkpoint,

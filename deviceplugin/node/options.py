@@ -1,4 +1,4 @@
-"""The options that every agent has: where the kubelet is, metrics, logs; for command lines and for authors' plugins."""
+"""The options that every agent has: paths, metrics, logs; for command lines and for authors' plugins."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from deviceplugin import cdi
 from deviceplugin.addresses import parse_address
-from deviceplugin.kubelet import containers
+from deviceplugin.kubelet.paths import Paths
 from deviceplugin.node import logs
 
 if TYPE_CHECKING:
@@ -20,36 +19,6 @@ if TYPE_CHECKING:
 EXITS: Final = (
     "exit status: 0 all is well, 1 it failed while running, 2 wrong usage or a config file that cannot be used"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Paths:
-    """Where the kubelet keeps its files and sockets, and where the host's cgroup file system is mounted.
-
-    The device plugin directory is /var/lib/kubelet/device-plugins whatever the kubelet's --root-dir says, while the
-    PodResources socket follows it (kubernetes#68567; k3s, k0s and microk8s differ): each can be given. pod_log_dir:
-    the kubelet's podLogsDir, where pods have directories named namespace_name_uid. container_log_dir: see
-    `deviceplugin.kubelet.containers`. cdi_dir: where the container runtime
-    finds CDI specs.
-    """
-
-    kubelet_root: Path = Path("/var/lib/kubelet")
-    device_plugin_dir: Path | None = None
-    pod_resources_socket: Path | None = None
-    cgroup_root: Path = Path("/sys/fs/cgroup")
-    pod_log_dir: Path = Path("/var/log/pods")
-    container_log_dir: Path = containers.DIRECTORY
-    cdi_dir: Path = Path(cdi.DIRECTORY)
-
-    @property
-    def plugins(self) -> Path:
-        """The device plugin directory."""
-        return self.device_plugin_dir or self.kubelet_root / "device-plugins"
-
-    @property
-    def pod_resources(self) -> Path:
-        """The PodResources service's socket."""
-        return self.pod_resources_socket or self.kubelet_root / "pod-resources" / "kubelet.sock"
 
 
 @dataclass(frozen=True, slots=True)

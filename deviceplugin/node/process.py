@@ -20,9 +20,10 @@ from deviceplugin.adoption.plugins import VendorPlugins
 from deviceplugin.adoption.source import Adopted, AdoptedSource
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.orphaned_claims import OrphanedClaims
+from deviceplugin.kubelet.paths import Paths
 from deviceplugin.naming import node_name
 from deviceplugin.node.agent import Agent, AgentError
-from deviceplugin.node.options import Paths, metrics_config, parse_run
+from deviceplugin.node.options import metrics_config, parse_run
 from deviceplugin.source import DeviceSource
 from deviceplugin.version import VERSION
 

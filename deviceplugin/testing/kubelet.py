@@ -29,7 +29,7 @@ from deviceplugin.testing.run import Run
 from deviceplugin.testing.state import NodeState, Registration, Rpc, Update
 
 if TYPE_CHECKING:
-    from deviceplugin.node.options import Paths
+    from deviceplugin.kubelet.paths import Paths
 
 __all__ = ["Damage", "FakeKubelet", "Registration", "Rpc", "Update"]
 
@@ -67,7 +67,7 @@ class FakeKubelet(NodeState):
     @property
     def paths(self) -> Paths:
         """The paths of the node, for an agent."""
-        from deviceplugin.node.options import Paths
+        from deviceplugin.kubelet.paths import Paths
 
         return Paths(
             kubelet_root=self.root,

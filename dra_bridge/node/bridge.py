@@ -13,8 +13,8 @@ from typing import Final
 from deviceplugin import claim_files
 from deviceplugin.adoption.plugins import VendorPlugins
 from deviceplugin.kubelet.orphaned_claims import OrphanedClaims
+from deviceplugin.kubelet.paths import Paths
 from deviceplugin.node.agent import Agent, AgentError
-from deviceplugin.node.options import Paths
 from deviceplugin.node.service import Service
 from deviceplugin.register import copies, operations
 from deviceplugin.register.records import LedgerError

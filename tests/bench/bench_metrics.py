@@ -37,8 +37,8 @@ def agent() -> None:
     from deviceplugin import Device, DeviceSource
     from deviceplugin.kubelet.checkpoint import Allocation
     from deviceplugin.kubelet.holders import HolderSnapshot, Holding
+    from deviceplugin.kubelet.paths import Paths
     from deviceplugin.node.agent import Agent
-    from deviceplugin.node.options import Paths
     from deviceplugin.source import Measured
 
     class Gpus(DeviceSource):

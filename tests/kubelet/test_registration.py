@@ -24,6 +24,7 @@ from deviceplugin.backoff import Backoff
 from deviceplugin.device import Device, Health
 from deviceplugin.files import FileIdentity, file_identity
 from deviceplugin.inventory import Inventory
+from deviceplugin.kubelet.paths import Paths
 from deviceplugin.kubelet.podresources import AllocationsInFlight
 from deviceplugin.kubelet.registration import (
     LOOK,
@@ -39,7 +40,6 @@ from deviceplugin.kubelet.registration import (
 )
 from deviceplugin.kubelet.servicer import Endpoint
 from deviceplugin.node.agent import Agent, AgentError
-from deviceplugin.node.options import Paths
 from deviceplugin.sources.simulated import SimulatedSource
 from deviceplugin.testing import FakeKubelet, Served, serve
 

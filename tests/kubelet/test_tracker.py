@@ -50,16 +50,12 @@ class World:
         self.tracker = self.made()
 
     def made(self, *, believe_checkpoint: bool = False) -> HolderTracker:
-        paths = self.kubelet.paths
         return HolderTracker(
-            paths.plugins,
-            paths.kubelet_root,
-            paths.cgroup_root,
-            PodResources(paths.pod_resources),
+            self.kubelet.paths,
+            PodResources(self.kubelet.paths.pod_resources),
             self.in_flight,
             self.request,
             register=self.register,
-            pod_logs=paths.pod_log_dir,
             believe_checkpoint=believe_checkpoint,
             copies=self.copies,
             wake=self.wake,

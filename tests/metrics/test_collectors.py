@@ -35,6 +35,7 @@ from deviceplugin import config
 from deviceplugin.addresses import parse_address
 from deviceplugin.config import MetricsConfig
 from deviceplugin.device import Device, Health
+from deviceplugin.kubelet.paths import Paths
 from deviceplugin.kubelet.podresources import Holder
 from deviceplugin.kubelet.status import Withheld
 from deviceplugin.metrics import collectors as metrics
@@ -43,7 +44,6 @@ from deviceplugin.metrics.collectors import AgentCollector
 from deviceplugin.metrics.report import DeviceLocation, PreparedClaim, ProviderReport
 from deviceplugin.metrics.views import DeviceHolder
 from deviceplugin.node.agent import Agent
-from deviceplugin.node.options import Paths
 from deviceplugin.node.process import Program, serve
 from deviceplugin.source import DeviceSource, Measured
 from deviceplugin.testing.devicemanager import ContainerSpec

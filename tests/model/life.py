@@ -20,8 +20,8 @@ from deviceplugin.backoff import Backoff
 from deviceplugin.device import Device
 from deviceplugin.kubelet import podresources, tracker
 from deviceplugin.kubelet.device_list import Stream
+from deviceplugin.kubelet.paths import Paths
 from deviceplugin.kubelet.podresources import AllocationsInFlight
-from deviceplugin.node.options import Paths
 from deviceplugin.node.service import Service
 from deviceplugin.register.records import LedgerError, Operation, Snapshot
 from deviceplugin.source import DeviceSource

@@ -29,12 +29,13 @@ from deviceplugin.kubelet.checkpoint import Allocation
 from deviceplugin.kubelet.device_list import Stream
 from deviceplugin.kubelet.granted import annotate
 from deviceplugin.kubelet.holders import HolderSnapshot, Holding
+from deviceplugin.kubelet.paths import Paths
 from deviceplugin.kubelet.status import Withheld
 from deviceplugin.metrics.views import unready
 from deviceplugin.node import following
 from deviceplugin.node import process as process_module
 from deviceplugin.node.agent import Agent, AgentError
-from deviceplugin.node.options import Paths, add_run_options, run_options
+from deviceplugin.node.options import add_run_options, run_options
 from deviceplugin.node.service import Service
 from deviceplugin.register import rules as grants
 from deviceplugin.register.question import Wanted

@@ -20,8 +20,8 @@ from typing import Any, Final, Literal
 
 from deviceplugin import identity
 from deviceplugin.device import ContainerEdits, Device, DeviceNode, Mount
+from deviceplugin.kubelet.paths import Paths
 from deviceplugin.node.agent import Agent, AgentError
-from deviceplugin.node.options import Paths
 from deviceplugin.source import DeviceSource
 from dra_bridge.handover.share import parse_share
 from dra_bridge.kube import Cluster
