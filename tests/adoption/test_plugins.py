@@ -83,9 +83,11 @@ async def serving(directory: Path) -> AsyncIterator[VendorPlugins]:
 
 
 @asynccontextmanager
-async def plugin(directory: Path, socket: str = "vendor.sock") -> AsyncIterator[Plugin]:
+async def plugin(
+    directory: Path, socket: str = "vendor.sock", kind: Callable[[Path, str], Plugin] | None = None
+) -> AsyncIterator[Plugin]:
     """Run a plugin until the end of the block."""
-    made = Plugin(directory, socket)  # type: ignore[abstract]  # these calls are enough
+    made = (kind or Plugin)(directory, socket)
     await made.server.start()
     try:
         yield made

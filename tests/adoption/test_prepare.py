@@ -19,7 +19,7 @@ from deviceplugin.device import Device
 from deviceplugin.testing.foreign import Answer
 from deviceplugin.wire import deviceplugin_pb2 as pb
 from dra_bridge.driver.claims import ClaimError
-from tests.adoption.test_plugins import RESOURCE, Plugin, serving, until
+from tests.adoption.test_plugins import RESOURCE, Plugin, plugin, serving, until
 from tests.dra.driver.test_driver import D, World, claim, end, result, world
 
 
@@ -223,6 +223,26 @@ async def test_a_plugin_that_refuses_or_has_gone_is_the_claims_error() -> None:
         await until(lambda: (one := here.vendors.plugin(RESOURCE)) and not one.alive)
         answer = (await here.driver.prepare("2"))["2"]
         assert "its plugin has gone" in str(answer)
+
+
+async def test_a_plugin_that_ends_while_it_allocates() -> None:
+    """The claim is told so at once, and the plugin that comes next is asked."""
+    async with running() as here:
+        await here.begin()
+        here.vendor.answers.clear()
+        here.driver.claims.add(claim("1", *ids("g0")))
+        preparing = asyncio.create_task(here.driver.prepare("1"))
+        await until(lambda: here.vendor.asked)
+        await here.vendor.server.stop(0)
+        (answer,) = (await preparing).values()
+        assert isinstance(answer, ClaimError)
+        assert answer.reason == "plugin"
+        async with plugin(here.vendors.directory, "next.sock", Allocating) as after:
+            await after.register()
+            after.show("g0")
+            await until(lambda: (one := here.vendors.plugin(RESOURCE)) and one.devices)
+            (edits,) = await here.prepared("1")
+            assert edits["env"] == ["GADGETS=g0"]
 
 
 async def test_answers_that_contradict_each_other_are_refused() -> None:
