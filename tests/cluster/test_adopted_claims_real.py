@@ -61,9 +61,23 @@ def adopted(letter: str, share: str | int, **more: Any) -> dict[str, Any]:
     }
 
 
+@pytest.fixture(autouse=True)
+def adopting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the agents adopt; a resource is registered when its plugin is there, which comes after the agent."""
+
+    def wait_registered(bridge: Bridge) -> None:
+        for driver in bridge.drivers:
+            line = f"{driver}: registered with the kubelet"
+            bridge.cluster.wait_for(lambda line=line: line in bridge.log(), 120, line)  # type: ignore[misc]
+
+    for kind in (Agents, Bridge):
+        monkeypatch.setattr(kind, "command", command)
+        monkeypatch.setattr(kind, "wait_registered", wait_registered)
+
+
 @pytest.fixture
 def vendors(monkeypatch: pytest.MonkeyPatch) -> dict[str, Vendor]:
-    """Have the agents adopt, and start a plugin for each resource that is served; return these by letter."""
+    """Start a plugin for each resource that is served; return these by letter."""
     found: dict[str, Vendor] = {}
     serve = Scene.serve
 
@@ -76,7 +90,6 @@ def vendors(monkeypatch: pytest.MonkeyPatch) -> dict[str, Vendor]:
             vendor.start()
         return agents
 
-    monkeypatch.setattr(Agents, "command", command)
     monkeypatch.setattr(Scene, "serve", serve_adopted)
     monkeypatch.setattr(witnesses, "resource", adopted)
     return found
@@ -89,7 +102,7 @@ def calls(vendor: Vendor, call: str) -> list[dict[str, Any]]:
 # What a pod sees.
 
 
-def test_what_a_pod_sees(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_pod_sees(scene: Scene) -> None:
     """Through limits all as from the plugin alone; through a claim all but owner and mode of device nodes."""
     cluster = scene.cluster
     scene.nodes("a", 1)
@@ -121,7 +134,6 @@ def test_what_a_pod_sees(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     alone, overridden = (seen(scene.make(one)) for one in (plain("p", "a"), own_mode(plain("p", "a"))))
     vendor.stop()
     cluster.wait_allocatable(named("a"), 0)
-    monkeypatch.setattr(Agents, "command", command)
     scene.serve({**adopted("a", "none"), "devices": [{"plugin": {"claims": True, "drop_annotations": ["vendor.*"]}}]})
     vendor.directory = DIRECTORY
     vendor.start()
@@ -191,7 +203,7 @@ def test_moves_through_restarts(scene: Scene, vendors: dict[str, Vendor]) -> Non
 
 
 @pytest.fixture
-def cards(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bridge]:
+def cards(cluster: Cluster) -> Iterator[Bridge]:
     """Eight devices of a plugin behind the agent, all on the plugin's side."""
     for directory in (test_handover.DEVICES, test_handover.NOTES):
         shutil.rmtree(directory, ignore_errors=True)
@@ -207,7 +219,6 @@ def cards(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bridge]
     }
     file = cluster.logs / f"vendor-cards-{time.monotonic_ns()}.json"
     foreign.write(file, [one])
-    monkeypatch.setattr(Bridge, "command", command)
     resource = {
         "name": test_handover.RESOURCE,
         "driver": test_handover.DRIVER,
@@ -353,7 +364,7 @@ def test_an_allocation_past_the_agent(scene: Scene, vendors: dict[str, Vendor]) 
     scene.handed_on(taker.delete, [taker.uid], "wants", limit=120)
 
 
-def test_adoption_while_pods_hold_devices(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adoption_while_pods_hold_devices(scene: Scene) -> None:
     """Devices that pods have by the plugin alone stay theirs, and go to claims when the pods end; and back."""
     cluster = scene.cluster
     scene.nodes("a", 4)
@@ -362,7 +373,6 @@ def test_adoption_while_pods_hold_devices(scene: Scene, monkeypatch: pytest.Monk
     cluster.wait_allocatable(named("a"), 4)
     pods = [scene.pod(f"before-{number}", "a") for number in range(2)]
     scene.running(*pods)
-    monkeypatch.setattr(Agents, "command", command)
     agents = scene.serve(adopted("a", "none"))
     vendor.stop()
     cluster.wait_allocatable(named("a"), 0)
