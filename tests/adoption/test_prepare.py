@@ -146,6 +146,7 @@ async def test_a_retry_joins_the_call_in_flight(monkeypatch: pytest.MonkeyPatch)
         error = await here.refused("1")
         assert (error.reason, "has not answered Allocate of 1 device for 0.05 s" in str(error)) == ("plugin", True)
         await here.refused("1")
+        monkeypatch.undo()
         here.vendor.answers.set()
         plugin = here.vendors.plugin(RESOURCE)
         assert plugin is not None
@@ -166,6 +167,7 @@ async def test_a_late_answer_is_not_believed_once_its_device_was_given_to_others
         here.vendor.answers.clear()
         here.driver.claims.add(claim("1", *ids("g0", "g1")))
         await here.refused("1")
+        monkeypatch.undo()
         here.vendor.answers.set()
         plugin = here.vendors.plugin(RESOURCE)
         assert plugin is not None
