@@ -165,12 +165,13 @@ class AdoptedEndpoint(Endpoint):
 
     @property
     def kept_back(self) -> frozenset[str]:
-        """The ids of devices that claims hold, or are to have: a plugin that registers past the agent would give them.
+        """The ids of devices that claims hold, or may get: a plugin that registers past the agent would give them.
 
-        The plugin that registers last gets the kubelet's Allocates, and here they are refused.
+        The plugin that registers last gets the kubelet's Allocates, and here they are refused. What is for claims
+        was not healthy in the last list of a former agent (R5).
         """
         known = self._register.snapshot.of(self.resource).values()
-        return frozenset(one.device for one in known if not one.state.healthy)
+        return frozenset(one.device for one in known if not one.state.allocates)
 
     def _lines_if_listed(self) -> tuple[Entry, ...] | None:
         lines = super()._lines_if_listed()
