@@ -29,6 +29,7 @@ from deviceplugin.adoption.watcher import PluginWatcher, RefusedError
 from deviceplugin.device import printable
 from deviceplugin.files import FileIdentity, file_identity
 from deviceplugin.kubelet.podresources import CHANNEL_OPTIONS, SERVER_OPTIONS, unix_address
+from deviceplugin.kubelet.status import VendorConnection
 from deviceplugin.wire import deviceplugin_pb2 as pb
 from deviceplugin.wire.deviceplugin_pb2_grpc import RegistrationServicer, add_RegistrationServicer_to_server
 
@@ -75,7 +76,10 @@ class AdoptionError(Exception):
 
 @dataclass(eq=False)
 class VendorPlugin:
-    """One endpoint that a plugin has registered. devices: its last list, none before the first. alive: it streams."""
+    """One endpoint that a plugin has registered. devices: its last list, none before the first. alive: it streams.
+
+    since: when it registered, or when its stream ended (Unix seconds).
+    """
 
     resource: str
     socket: Path
@@ -84,6 +88,7 @@ class VendorPlugin:
     options: pb.DevicePluginOptions
     devices: Listed | None = None
     alive: bool = True
+    since: float = field(default_factory=time.time)
     claimed: dict[tuple[str, ...], asyncio.Task[bytes]] = field(default_factory=dict)
     """Calls of `VendorPlugins.allocate_claim` by ids, until their answers are taken."""
     _calls: dict[str, Any] = field(default_factory=dict)
@@ -128,6 +133,12 @@ class VendorPlugins(RegistrationServicer):
         self._tasks: set[asyncio.Task[Any]] = set()
         self._changed = asyncio.Event()
         self._bypassed: set[str] = set()
+        self._began = time.time()
+
+    def connection(self, resource: str) -> VendorConnection:
+        """Return whether the plugin of a resource is connected, and since when; from any thread."""
+        plugin = self._plugins.get(resource)
+        return VendorConnection(False, self._began) if plugin is None else VendorConnection(plugin.alive, plugin.since)
 
     def plugin(self, resource: str) -> VendorPlugin | None:
         """Return the plugin whose endpoint of a resource is the newest; None if none has registered it."""
@@ -294,7 +305,7 @@ class VendorPlugins(RegistrationServicer):
         except grpc.aio.AioRpcError as error:
             why = f"{error.details()}"
         finally:
-            plugin.alive = False
+            plugin.alive, plugin.since = False, time.time()
             if self._plugins.get(plugin.resource) is plugin:
                 _LOG.warning("its plugin has gone: %s", why, extra={"resource": plugin.resource})
                 self._notify()

@@ -26,11 +26,20 @@ class Withheld(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class VendorConnection:
+    """The vendor's plugin of an adopted resource. since: when it connected, or went, or was first waited for (Unix)."""
+
+    connected: bool
+    since: float
+
+
+@dataclass(frozen=True, slots=True)
 class ResourceStatus:
     """One resource as of now. holders: by the kubelet's device ids. withheld: by device.
 
     held_twice: devices of which holders have more than there is, whatever they call them. elsewhere: the (resource,
     device) that ids of unlisted devices stand for, as far as the answers of the plugin that gave them away say.
+    vendor: None if no vendor's plugin lists the devices.
     """
 
     resource: str
@@ -45,6 +54,7 @@ class ResourceStatus:
     withheld: Mapping[str, Withheld] = field(default_factory=dict)
     held_twice: frozenset[str] = frozenset()
     elsewhere: Mapping[str, frozenset[Key]] = field(default_factory=dict)
+    vendor: VendorConnection | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,6 +82,14 @@ _FAMILIES: Final[Mapping[Callable[..., Metric], Mapping[str, tuple[str, str]]]] 
             "not count (from the register)",
         ),
         "registered": ("resource", "1 while the resource is registered with the kubelet"),
+        "adopted_plugin_connected": (
+            "resource",
+            "1 while the vendor's plugin of an adopted resource is registered with the agent and lists its devices",
+        ),
+        "adopted_plugin_since_timestamp_seconds": (
+            "resource",
+            "Unix time since which that plugin is connected, or is not",
+        ),
         "kubelet_listening": ("resource", "1 while the kubelet follows the list of devices"),
         "source_up": ("resource", "1 while the source of the devices works, 0 after it failed"),
         "source_listed": ("resource", "1 once the source has listed its devices"),
@@ -202,6 +210,9 @@ def _service(one: ResourceView, add: Callable[..., None]) -> None:
     servicer, registration = status.endpoint, status.registration
     add("registered", key, status.registered)
     add("kubelet_listening", key, status.live)
+    if status.vendor is not None:
+        add("adopted_plugin_connected", key, status.vendor.connected)
+        add("adopted_plugin_since_timestamp_seconds", key, status.vendor.since)
     add("source_up", key, not status.source_error)
     add("source_listed", key, status.snapshot.listed)
     add("registrations", key, registration.registrations)

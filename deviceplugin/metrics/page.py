@@ -16,7 +16,7 @@ import msgspec
 from deviceplugin.device import counted
 from deviceplugin.metrics.load import Value
 from deviceplugin.metrics.report import Event, ShareProgress
-from deviceplugin.metrics.views import DeviceView, ResourceView, View
+from deviceplugin.metrics.views import DeviceView, ResourceView, View, no_plugin
 
 CALM: Final = 4  # how soon a device needs to be looked at about which there is nothing to say
 SHOWN_ATTENTION: Final = 10  # devices that are named above the tables
@@ -54,11 +54,13 @@ def status(view: View) -> bytes:
 
 def _resource(one: ResourceView) -> dict[str, Any]:
     known, servicer, registration = one.status, one.status.endpoint, one.status.registration
+    vendor = known.vendor and {"connected": known.vendor.connected, "since": _iso(known.vendor.since)}
     return {
         "resource": one.name,
         "registered": known.registered,
         "kubeletListens": known.live,
         "replicas": known.replicas,
+        "vendor": vendor,
         "share": one.share,
         "sourceError": known.source_error,
         "measureError": one.measured.error if one.measured is not None else "",
@@ -218,6 +220,9 @@ def _section(one: ResourceView, view: View) -> str:
     if view.holders_known:
         text += f", {sum(bool(seen.holders) for seen in one.devices)} held"
     title = _span("good", "registered") if one.status.registered else _span("bad", "not registered")
+    if (vendor := one.status.vendor) is not None:
+        shown = f"its plugin is connected since {_iso(vendor.since)}" if vendor.connected else no_plugin(vendor)
+        title += _span("dim" if vendor.connected else "bad", shown)
     title += _span("dim", text)
     if unhealthy := sum(not seen.device.health.usable for seen in one.devices):
         title += _span("bad", f"{unhealthy} unhealthy")

@@ -20,7 +20,7 @@ from deviceplugin.device import Device, Health
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.podresources import Holder
 from deviceplugin.kubelet.servicer import Endpoint
-from deviceplugin.kubelet.status import ResourceStatus, Status, Withheld
+from deviceplugin.kubelet.status import ResourceStatus, Status, VendorConnection, Withheld
 from deviceplugin.metrics import load
 from deviceplugin.metrics.report import (
     DEFAULT_LOCATION,
@@ -142,13 +142,21 @@ def unready(status: Status) -> Iterable[str]:
     if not status.resources:
         yield "no resource is served"
     for one in status.resources:
-        if not one.snapshot.listed:
+        if one.vendor is not None and not one.vendor.connected:
+            yield f"{one.resource}: {no_plugin(one.vendor)}"
+        elif not one.snapshot.listed:
             error = f" ({one.source_error})" if one.source_error else ""
             yield f"{one.resource}: its source has not listed its devices{error}"
         elif not one.registered:
             why = one.registration.contested
             because = f": another plugin has registered it ({why})" if why else ""
             yield f"{one.resource}: not registered with the kubelet{because}"
+
+
+def no_plugin(vendor: VendorConnection) -> str:
+    """Return since when the plugin of an adopted resource is not connected."""
+    at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(vendor.since))
+    return f"its plugin is not registered with the agent since {at}"
 
 
 def events_between(before: ResourceStatus | None, now: ResourceStatus, at: float) -> list[Event]:
@@ -164,6 +172,9 @@ def _changes(before: ResourceStatus, now: ResourceStatus) -> Iterable[tuple[str,
     if now.registered != before.registered:
         text = "registered with the kubelet" if now.registered else "not registered with the kubelet any more"
         yield text, not now.registered
+    if now.vendor is not None and before.vendor is not None and now.vendor.connected != before.vendor.connected:
+        text = "its plugin is connected" if now.vendor.connected else "its plugin has gone"
+        yield text, not now.vendor.connected
     if (restarts := now.registration.kubelet_restarts) > before.registration.kubelet_restarts:
         yield f"the kubelet restarted ({restarts} times so far)", False
     if now.source_error != before.source_error:

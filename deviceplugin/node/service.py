@@ -288,6 +288,7 @@ class Service:
             withheld,
             self._held_twice,
             self._elsewhere,
+            self.source.plugins.connection(name) if isinstance(self.source, AdoptedSource) else None,
         )
 
 

@@ -354,12 +354,16 @@ async def test_a_refused_plugin_is_told_and_asked_again(directory: Path, first: 
 async def test_a_plugin_serves_anew(directory: Path) -> None:
     """A new socket of the same name is asked again, and counts; one that nobody serves is left where it is."""
     async with serving(directory) as vendors:
+        assert not vendors.connection(RESOURCE).connected
         async with watched(directory):
             await listed_by(vendors)
+            connected = vendors.connection(RESOURCE)
+            assert connected.connected
         left = directory / plugins.REGISTRY / "left.sock"
         with socket.socket(socket.AF_UNIX) as bound:
             bound.bind(str(left))
-        await until(lambda: (one := vendors.plugin(RESOURCE)) and not one.alive)
+        await until(lambda: not vendors.connection(RESOURCE).connected)
+        assert vendors.connection(RESOURCE).since > connected.since
         async with watched(directory) as again:
             await until(lambda: (one := vendors.plugin(RESOURCE)) and one.alive and one.devices)
             assert again.plugin.streams == 1

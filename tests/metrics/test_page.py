@@ -15,7 +15,7 @@ import pytest
 
 from deviceplugin.device import Device, Health
 from deviceplugin.kubelet.podresources import Holder
-from deviceplugin.kubelet.status import Withheld
+from deviceplugin.kubelet.status import VendorConnection, Withheld
 from deviceplugin.metrics import load, page
 from deviceplugin.metrics.load import Gauge
 from deviceplugin.metrics.report import DeviceLocation, Event, ProviderReport, ShareProgress
@@ -164,6 +164,21 @@ class TestPage:
         assert text.index("What is wrong") < text.index("no bus")
         for said in ("not registered", "no bus", "not known", "2 times", "still hangs"):
             assert said in text.partition("Device Health")[0]
+
+    @pytest.mark.parametrize("connected", [True, False])
+    def test_an_adopted_plugin(self, connected: bool) -> None:
+        """Page and /status say whether it is connected, and since when."""
+        vendor = VendorConnection(connected=connected, since=60.0)
+        view = Still(resource("a", registered=connected, vendor=vendor)).observer().view()
+        said = (
+            "is connected since 1970-01-01T00:01:00"
+            if connected
+            else "is not registered with the agent since 1970-01-01"
+        )
+        assert said in Table(page.html(view)).text
+        (one,) = json.loads(page.status(view))["resources"]
+        assert one["vendor"]["connected"] is connected
+        assert one["vendor"]["since"].startswith("1970-01-01T00:01:00")
 
     def test_problems_come_first(self) -> None:
         """An API server that is out of reach stands above all else on the page and in /status; the agent is ready."""

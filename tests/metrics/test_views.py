@@ -14,7 +14,7 @@ import pytest
 from deviceplugin.device import Device, Health
 from deviceplugin.inventory import merged
 from deviceplugin.kubelet.podresources import ClaimUse, Holder
-from deviceplugin.kubelet.status import ResourceStatus
+from deviceplugin.kubelet.status import ResourceStatus, VendorConnection
 from deviceplugin.metrics import page, views
 from deviceplugin.metrics.report import DeviceLocation, Event, PreparedClaim, ProviderReport
 from deviceplugin.metrics.views import HOLDERS_STALE, DeviceHolder, View, events_between
@@ -176,6 +176,10 @@ class TestReadiness:
             (resource("a", registered=False), "not registered"),
             (resource(listed=False, registered=False), "has not listed"),
             (resource(listed=False, source_error="OSError: no bus"), "no bus"),
+            (
+                resource("a", registered=False, vendor=VendorConnection(connected=False, since=60.0)),
+                "its plugin is not registered with the agent since 1970-01-01T00:01:00Z",
+            ),
         ],
     )
     def test_what_is_missing_is_said(self, one: ResourceStatus, why: str) -> None:
@@ -314,6 +318,12 @@ class TestEvents:
     def test_the_first_list_is_no_event(self) -> None:
         """Devices that are there from the start did not appear."""
         assert self.changes(resource(listed=False), resource("a")) == []
+
+    def test_an_adopted_plugin_that_goes_is_said(self) -> None:
+        """Its coming is good."""
+        here, gone = (resource("a", vendor=VendorConnection(connected=one, since=1.0)) for one in (True, False))
+        assert self.changes(here, gone) == [("its plugin has gone", True)]
+        assert self.changes(gone, here) == [("its plugin is connected", False)]
 
     def test_registration_and_restarts_are_said(self) -> None:
         """Losing the kubelet is bad, finding it again is not."""

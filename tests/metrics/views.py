@@ -13,7 +13,7 @@ from deviceplugin.inventory import Snapshot, merged
 from deviceplugin.kubelet.podresources import ClaimUse, Holder
 from deviceplugin.kubelet.registration import RegistrationStatistics
 from deviceplugin.kubelet.servicer import ServicerStatistics
-from deviceplugin.kubelet.status import ResourceStatus, Status
+from deviceplugin.kubelet.status import ResourceStatus, Status, VendorConnection
 from deviceplugin.metrics.report import Provider
 from deviceplugin.metrics.views import Observer
 from deviceplugin.sharing import device_of
@@ -42,6 +42,7 @@ def resource(
     registered: bool = True,
     source_error: str = "",
     listed: bool = True,
+    vendor: VendorConnection | None = None,
     **statistics: Any,
 ) -> ResourceStatus:
     """One resource with these devices and holders (by the kubelet's ids)."""
@@ -59,6 +60,7 @@ def resource(
         ServicerStatistics(**statistics),
         RegistrationStatistics(registered=registered),
         source_error,
+        vendor=vendor,
     )
 
 
