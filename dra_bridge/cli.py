@@ -49,6 +49,11 @@ run stops when a node is not done in time, or when a pod on a node that it has b
 also stops at a node that another user, or a rollout of another share, has begun, unless it is to --take-over.
 """
 
+_ADOPT: Final = """
+Check whether the agents can adopt a device plugin, and print the kubectl commands that it takes, in order; nothing
+is changed. It ends with 1 if the plugin cannot be adopted, or given back, now.
+"""
+
 _LEFT_BEHIND: Final = """\
 not removed: created objects and share annotations; to remove those of all agents:
   kubectl delete -A -l {label} daemonset,configmap,serviceaccount,role
@@ -103,10 +108,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     longest = "a node that takes longer has stalled (%(default)g)"
     rollout.add_argument("--timeout-per-node", type=_seconds, default=600.0, metavar="SECONDS", help=longest)
+    adopt = line.add("adopt", _adopt, "Check a vendor's DaemonSet; print the commands that have the agents adopt it.")
+    adopt.description = _ADOPT
+    adopt.add_argument("daemonset", metavar="DAEMONSET", help="the name of the device plugin's DaemonSet")
+    adopt.add_argument("--namespace", "-n", required=True, metavar="NAME", help="where that DaemonSet is")
+    adopt.add_argument("--undo", action="store_true", help="print the commands of the way back")
+    adopt.add_argument("-o", "--output", choices=("text", "json"), default="text", help="the form (%(default)s)")
     where = "where the agents run (what the bindings of the manifests name)"
+    adopt.add_argument("--agents", default="", metavar="NAMESPACE", help=where)
     for command in (uninstall, status):
         command.add_argument("--namespace", "-n", default="", metavar="NAME", help=where)
-    for command in (uninstall, status, migrate, rollout):
+    for command in (uninstall, status, migrate, rollout, adopt):
         add_kubeconfig(command)
     demo = line.add("demo", _demo, "Show both sides at work, with an embedded kubelet and API server.")
     demo.add_argument("--hold", action="store_true", help="go on serving until interrupted")
@@ -512,6 +524,28 @@ def _rollout(options: argparse.Namespace) -> int:
         "" if options.undo else "run the same command to continue; --undo in place of --share takes it back",
     )
     return int(not done)
+
+
+def _adopt(options: argparse.Namespace) -> int:
+    from dra_bridge.rollout.adoption import advise
+
+    found = _ask(
+        options,
+        lambda cluster: advise(cluster, options.daemonset, options.namespace, options.agents, back=options.undo),
+    )
+    if options.output == "json":
+        print(json.dumps(dataclasses.asdict(found), indent=2))
+    else:
+        for problem in found.problems:
+            print(printable(problem), file=sys.stderr)
+        for note in found.notes:
+            print(f"# {printable(note)}")
+        for command in found.commands:
+            print(printable(command))
+        if found.commands:
+            back = "" if options.undo else f"; the way back: dra-bridge adopt {options.daemonset} --undo ..."
+            print(f"# nothing was changed: run these commands, in this order{back}")
+    return int(bool(found.problems))
 
 
 def _follow(

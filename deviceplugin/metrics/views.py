@@ -143,8 +143,8 @@ def unready(status: Status) -> Iterable[str]:
         yield "no resource is served"
     for one in status.resources:
         if one.vendor is not None and not one.vendor.connected:
-            yield f"{one.resource}: {no_plugin(one.vendor)}"
-        elif not one.snapshot.listed:
+            continue  # the agent has to be there before a plugin can come, and serves the others
+        if not one.snapshot.listed:
             error = f" ({one.source_error})" if one.source_error else ""
             yield f"{one.resource}: its source has not listed its devices{error}"
         elif not one.registered:
@@ -323,6 +323,11 @@ class Observer:
             (
                 *(one for report in reports.values() for one in report.problems),
                 *([status.config_error] if status.config_error and not status.former_config else ()),
+                *(
+                    f"{one.resource}: {no_plugin(one.vendor)}"
+                    for one in status.resources
+                    if one.vendor is not None and not one.vendor.connected
+                ),
             ),
             next((report.node for report in reports.values() if report.node), "") or naming.node_name(),
             status.config_error,

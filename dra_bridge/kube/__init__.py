@@ -1,6 +1,7 @@
 """The client of the API server: HTTP, authentication, typed requests, watches."""
 
 from dra_bridge.kube.api import CLUSTER_ROLE_BINDINGS as CLUSTER_ROLE_BINDINGS
+from dra_bridge.kube.api import DAEMON_SETS as DAEMON_SETS
 from dra_bridge.kube.api import DEVICE_CLASSES as DEVICE_CLASSES
 from dra_bridge.kube.api import EVENTS as EVENTS
 from dra_bridge.kube.api import NODES as NODES

@@ -62,9 +62,14 @@ class _Device(msgspec.Struct):
     holders: list[_Holder] = []
 
 
+class _Vendor(msgspec.Struct):
+    connected: bool
+
+
 class _Resource(msgspec.Struct):
     resource: str
     devices: list[_Device]
+    vendor: _Vendor | None = None
 
 
 class _Status(msgspec.Struct):
@@ -98,12 +103,14 @@ class Answers:
     """What agents answered.
 
     devices: by node, resource and id. reasons: why something is not known, by node. problems: of agents themselves, by
-    node: what keeps one from being ready, a config file that it has refused.
+    node: what keeps one from being ready, a config file that it has refused. adopted: node and resource of those whose
+    devices a vendor's plugin lists, and whether that is connected.
     """
 
     devices: Mapping[tuple[str, str, str], DeviceNow] = field(default_factory=dict)
     reasons: Mapping[str, str] = field(default_factory=dict)
     problems: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    adopted: Mapping[tuple[str, str], bool] = field(default_factory=dict)
 
 
 async def namespaces_of_agents(cluster: Cluster) -> list[str]:
@@ -160,6 +167,7 @@ async def ask_agents(cluster: Cluster, nodes: Collection[str], namespace: str = 
     answers = await asyncio.gather(*(_ask(cluster, pod, turns) for pod, _ in asked))
     devices: dict[tuple[str, str, str], DeviceNow] = {}
     problems: dict[str, tuple[str, ...]] = {}
+    adopted: dict[tuple[str, str], bool] = {}
     for (_, node), answer in zip(asked, answers, strict=True):
         if isinstance(answer, str):
             reasons[node] = answer
@@ -169,9 +177,11 @@ async def ask_agents(cluster: Cluster, nodes: Collection[str], namespace: str = 
         if found := (*(f"it is not ready: {reason}" for reason in answer.unready), *answer.problems):
             problems[node] = found
         for resource in answer.resources:
+            if resource.vendor is not None:
+                adopted[node, resource.resource] = resource.vendor.connected
             known = {one.id: _now(one, known=answer.holders_known) for one in resource.devices}
             devices |= {(node, resource.resource, name): now for name, now in known.items()}
-    return Answers(devices, reasons, problems)
+    return Answers(devices, reasons, problems, adopted)
 
 
 async def _ask(cluster: Cluster, pod: Object, turns: asyncio.Semaphore) -> _Status | str:

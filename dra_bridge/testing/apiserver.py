@@ -36,6 +36,7 @@ Object = dict[str, Any]
 
 GROUP: Final = "resource.k8s.io"
 RBAC: Final = "rbac.authorization.k8s.io"
+APPS: Final = "apps"
 FEATURES: Final = frozenset({"taints", "counters", "sharing"})
 KINDS: Final[Mapping[str, tuple[str, str, bool]]] = {
     # plural: group, kind, whether it lies in a namespace
@@ -44,6 +45,7 @@ KINDS: Final[Mapping[str, tuple[str, str, bool]]] = {
     "pods": ("", "Pod", True),
     "events": ("", "Event", True),
     "configmaps": ("", "ConfigMap", True),
+    "daemonsets": (APPS, "DaemonSet", True),
     "resourceslices": (GROUP, "ResourceSlice", False),
     "resourceclaims": (GROUP, "ResourceClaim", True),
     "deviceclasses": (GROUP, "DeviceClass", False),
@@ -527,8 +529,8 @@ class FakeApiServer:
             group, version, rest = "", "v1", parts[2:]
         elif parts[:2] == ["apis", GROUP] and len(parts) > 3 and parts[2] in self.versions:
             group, version, rest = GROUP, parts[2], parts[3:]
-        elif parts[:3] == ["apis", RBAC, "v1"]:
-            group, version, rest = RBAC, "v1", parts[3:]
+        elif parts[:3] in (["apis", RBAC, "v1"], ["apis", APPS, "v1"]):
+            group, version, rest = parts[1], "v1", parts[3:]
         else:
             return None
         namespace = ""

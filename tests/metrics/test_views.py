@@ -176,10 +176,6 @@ class TestReadiness:
             (resource("a", registered=False), "not registered"),
             (resource(listed=False, registered=False), "has not listed"),
             (resource(listed=False, source_error="OSError: no bus"), "no bus"),
-            (
-                resource("a", registered=False, vendor=VendorConnection(connected=False, since=60.0)),
-                "its plugin is not registered with the agent since 1970-01-01T00:01:00Z",
-            ),
         ],
     )
     def test_what_is_missing_is_said(self, one: ResourceStatus, why: str) -> None:
@@ -318,6 +314,13 @@ class TestEvents:
     def test_the_first_list_is_no_event(self) -> None:
         """Devices that are there from the start did not appear."""
         assert self.changes(resource(listed=False), resource("a")) == []
+
+    def test_an_adopted_plugin_that_is_not_there_is_a_problem(self) -> None:
+        """The agent is ready: it has to be there first."""
+        one = resource(listed=False, registered=False, vendor=VendorConnection(connected=False, since=60.0))
+        view = Still(one).observer().view()
+        assert view.unready == ()
+        assert view.problems == (f"{RESOURCE}: its plugin is not registered with the agent since 1970-01-01T00:01:00Z",)
 
     def test_an_adopted_plugin_that_goes_is_said(self) -> None:
         """Its coming is good."""

@@ -1,0 +1,317 @@
+"""What it takes to put a vendor's DaemonSet behind the agents that adopt plugins, and back: checks, and one patch.
+
+Nothing is changed here. The patch tests what it replaces, so that it fails where somebody has changed that meanwhile,
+and keeps it in an annotation of the DaemonSet for the way back.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from dra_bridge.kube import DAEMON_SETS, PODS, Cluster, NotFoundError, Object
+from dra_bridge.rollout.agents import LABEL, Answers, ask_agents, namespaces_of_agents, running_agents
+from dra_bridge.rollout.fleet import shortened
+from dra_bridge.rollout.rollout import RolloutError
+
+BEFORE: Final = "dra-bridge/before-adoption"
+"""The annotation that keeps the hostPaths and the update strategy of before, as JSON."""
+REGISTRY: Final = "plugins_registry"
+STRATEGY: Final = "/spec/updateStrategy/rollingUpdate"
+OWNERS: Final[Mapping[str, str]] = {
+    "nvidia.com": "set devicePlugin.enabled=false in the ClusterPolicy, and run NVIDIA's plugin by its own chart",
+    "sriovnetwork.openshift.io": "the SR-IOV operator has no option for it: replace its plugin, or leave it",
+    "deviceplugin.intel.com": "run Intel's plugin by its own DaemonSet instead of the operator",
+    "amd.com": "switch the device plugin off in the DeviceConfig, and run AMD's by its own DaemonSet",
+    "kubevirt.io": "KubeVirt's devices cannot be adopted",
+}
+"""By the API group of an owner, or what it ends with: what to do instead."""
+_IN_ITS_SOURCE: Final = "make the change where it takes the DaemonSet from"
+MANAGERS: Final[Sequence[tuple[str, str, str, str]]] = (
+    ("addonmanager.kubernetes.io/mode", "Reconcile", "the addon manager", "switch the addon off, and apply its own"),
+    ("argocd.argoproj.io/instance", "", "Argo CD", _IN_ITS_SOURCE),
+    ("argocd.argoproj.io/tracking-id", "", "Argo CD", _IN_ITS_SOURCE),
+    ("kustomize.toolkit.fluxcd.io/name", "", "Flux", _IN_ITS_SOURCE),
+    ("helm.toolkit.fluxcd.io/name", "", "Flux", "make the change in postRenderers of its HelmRelease"),
+    ("objectset.rio.cattle.io/id", "", "Rancher", _IN_ITS_SOURCE),
+    ("configmanagement.gke.io/managed", "enabled", "Config Sync", _IN_ITS_SOURCE),
+    ("olm.owner", "", "the Operator Lifecycle Manager", "leave it, or replace its plugin"),
+    ("app.kubernetes.io/managed-by", "dra-bridge", "dra-bridge", "this is an agent, not a vendor's plugin"),
+    ("app.kubernetes.io/managed-by", "Helm", "Helm", "make the change by a value of the chart, or by --post-renderer"),
+    ("app.kubernetes.io/managed-by", "", "{value}", _IN_ITS_SOURCE),
+)
+"""Labels and annotations of those who put a changed object back: key, value or any, who, and what to do instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Agent:
+    """An agent's pod that runs.
+
+    directory: that of --adopt, "" if it adopts nothing. mounted: whether the node's own directory is there. plugins,
+    registry: the directories of the kubelet on its node. claims: whether it serves claims.
+    """
+
+    node: str
+    directory: str
+    mounted: bool
+    ready: bool
+    plugins: str
+    registry: str
+    claims: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """What was found. problems: why it is not to be done now. notes: what to know. commands: in their order.
+
+    done: there is nothing to do.
+    """
+
+    problems: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    commands: tuple[str, ...] = ()
+    done: bool = False
+
+
+def agent_of(pod: Object) -> Agent:
+    """Return what an agent's pod says of itself."""
+    container = pod["spec"]["containers"][0]
+    command = container.get("command") or []
+    words = [*command, *(container.get("args") or ())]
+    directory = _option(words, "--adopt").rstrip("/")
+    volumes = {one["name"]: (one.get("hostPath") or {}).get("path", "") for one in pod["spec"].get("volumes") or ()}
+    mounts = {one["mountPath"].rstrip("/"): volumes.get(one["name"], "") for one in container.get("volumeMounts") or ()}
+    root = _option(words, "--kubelet-root").rstrip("/") or "/var/lib/kubelet"
+    conditions = {one["type"]: one["status"] for one in pod.get("status", {}).get("conditions") or ()}
+    return Agent(
+        pod["spec"].get("nodeName", ""),
+        directory,
+        mounted=mounts.get(directory, "").rstrip("/") == directory,
+        ready=conditions.get("Ready") == "True",
+        plugins=_option(words, "--device-plugin-dir").rstrip("/") or f"{root}/device-plugins",
+        registry=f"{root}/{REGISTRY}",
+        claims=command[:1] != ["deviceplugin"],
+    )
+
+
+def _option(words: Sequence[str], name: str) -> str:
+    for word, after in zip(words, (*words[1:], ""), strict=True):
+        if word == name:
+            return after
+        if word.startswith(f"{name}="):
+            return word.removeprefix(f"{name}=")
+    return ""
+
+
+def managers(daemon_set: Object) -> list[str]:
+    """Return who would put a changed DaemonSet back, as far as it says so, and what to do instead."""
+    metadata = daemon_set["metadata"]
+    found = []
+    for owner in metadata.get("ownerReferences") or ():
+        group = owner["apiVersion"].partition("/")[0]
+        known = [advice for name, advice in OWNERS.items() if group == name or group.endswith(f".{name}")]
+        advice = known[0] if known else "change it there, if that has an option for it"
+        found.append(f"{owner['kind']} {owner['name']} ({owner['apiVersion']}) owns it and puts it back: {advice}")
+    said = {**(metadata.get("annotations") or {}), **(metadata.get("labels") or {})}
+    for key, value, who, advice in MANAGERS:
+        if key in said and value in ("", said[key]):
+            who = who.format(value=said[key])
+            text = f"{who} manages it ({key}: {said[key]}) and puts it back: {advice}"
+            if not any(one.startswith(f"{who} manages it") for one in found):
+                found.append(text)
+            if key == "app.kubernetes.io/managed-by":
+                break
+    return found
+
+
+def adopt(daemon_set: Object, agents: Collection[Agent], nodes: Collection[str]) -> Advice:
+    """Return how a DaemonSet is adopted. nodes: where its pods are."""
+    problems = managers(daemon_set)
+    there = {one.node: one for one in agents}
+    if without := sorted(node for node in nodes if node not in there):
+        problems.append(f"no agent runs on {shortened(without)}: its plugin would find no kubelet.sock there")
+    mine = [there[node] for node in nodes if node in there] or list(agents)
+    for what, wrong in (
+        ("have no --adopt", [one for one in mine if not one.directory]),
+        ("do not mount the node's directory of --adopt", [one for one in mine if one.directory and not one.mounted]),
+        ("are not ready", [one for one in mine if not one.ready]),
+    ):
+        if wrong:
+            problems.append(f"agents on {shortened(sorted(one.node for one in wrong))} {what}")
+    if len(places := {(one.directory, one.plugins, one.registry) for one in mine if one.directory}) != 1:
+        if places:
+            problems.append("agents have different directories; a DaemonSet has one template")
+        elif not mine:
+            problems.append("there is no agent that adopts plugins")
+        return Advice(tuple(problems))
+    ((directory, plugins, registry),) = places
+    wanted = {plugins: directory, registry: f"{directory}/{REGISTRY}"}
+    paths = _host_paths(daemon_set)
+    if directory in paths.values() and plugins not in paths.values():
+        return Advice(tuple(problems), (f"it is adopted already: its plugin's directory is {directory}",), done=True)
+    problems += _unusable(daemon_set, paths, plugins)
+    if problems:
+        return Advice(tuple(problems))
+    strategy = daemon_set["spec"].get("updateStrategy") or {}
+    rolling = strategy.get("rollingUpdate")
+    surge = str((rolling or {}).get("maxSurge", 0)) not in ("0", "0%")
+    before: Object = {"hostPaths": {}}
+    operations = list[Object]()
+    for index, volume in enumerate(daemon_set["spec"]["template"]["spec"].get("volumes") or ()):
+        path = (volume.get("hostPath") or {}).get("path", "").rstrip("/")
+        if path in wanted:
+            before["hostPaths"][volume["name"]] = volume["hostPath"]
+            operations += _replaced(index, volume, {"path": wanted[path], "type": "Directory"})
+    if surge:
+        before["rollingUpdate"] = rolling
+        value = {"maxSurge": 0, "maxUnavailable": 1}
+        operations += [{"op": "replace", "path": STRATEGY, "value": value}]
+    if not daemon_set["metadata"].get("annotations"):
+        operations.append({"op": "add", "path": "/metadata/annotations", "value": {}})
+    operations.append({"op": "add", "path": _pointer(BEFORE), "value": json.dumps(before, sort_keys=True)})
+    notes = [f"the plugin will register with the agents, in {directory}; pods keep their devices"]
+    if surge:
+        notes.append("maxSurge becomes 0: two instances would register, one with the kubelet and one with the agent")
+    if (daemon_set["metadata"].get("labels") or {}).get("addonmanager.kubernetes.io/mode") == "EnsureExists":
+        notes.append("the addon manager makes the DaemonSet anew if it is deleted, without the change")
+    return Advice((), tuple(notes), _commands(daemon_set, operations))
+
+
+def undo(daemon_set: Object, agents: Collection[Agent], obstacles: Sequence[str]) -> Advice:
+    """Return how an adopted DaemonSet is given back. obstacles: why it is not to be done now."""
+    adopting = {one.directory: one for one in agents if one.directory}
+    paths = _host_paths(daemon_set)
+    try:
+        before = json.loads((daemon_set["metadata"].get("annotations") or {}).get(BEFORE, "{}"))
+    except ValueError:
+        before = {}
+    kept: Mapping[str, Object] = before.get("hostPaths") or {}
+    notes, operations = list[str](), list[Object]()
+    for index, volume in enumerate(daemon_set["spec"]["template"]["spec"].get("volumes") or ()):
+        path = paths.get(volume["name"], "")
+        directory, _, rest = path.partition(f"/{REGISTRY}")
+        if not path or rest or (volume["name"] not in kept and directory not in adopting):
+            continue
+        agent = adopting.get(directory)
+        if (former := kept.get(volume["name"])) is None and agent is not None:
+            former = {"path": agent.plugins if path == directory else agent.registry, "type": "Directory"}
+            notes.append(f"what volume {volume['name']} was before is not kept; it gets {former['path']}")
+        if former is not None and former != volume["hostPath"]:
+            operations += _replaced(index, volume, former)
+    if not operations:
+        return Advice((), ("it is not adopted: none of its hostPaths is in an agent's directory",), done=True)
+    if obstacles:
+        return Advice(tuple(obstacles))
+    if before:
+        operations.append({"op": "remove", "path": _pointer(BEFORE)})
+    notes.append("the agents unregister node by node, as the plugin leaves them; pods keep their devices")
+    commands = _commands(daemon_set, operations)
+    if rolling := before.get("rollingUpdate"):
+        notes.append("maxSurge is put back last: until then two instances would register")
+        commands += (_patch(daemon_set, [{"op": "replace", "path": STRATEGY, "value": rolling}]),)
+    return Advice((), tuple(notes), commands)
+
+
+def _host_paths(daemon_set: Object) -> dict[str, str]:
+    volumes = daemon_set["spec"]["template"]["spec"].get("volumes") or ()
+    return {one["name"]: one["hostPath"]["path"].rstrip("/") for one in volumes if one.get("hostPath")}
+
+
+def _unusable(daemon_set: Object, paths: Mapping[str, str], plugins: str) -> Iterable[str]:
+    """Yield why a changed hostPath would not lead its plugin to the agent."""
+    if plugins not in paths.values():
+        above = [path for path in paths.values() if plugins.startswith(f"{path}/")]
+        if above:
+            yield f"it mounts all of {above[0]}, and no hostPath {plugins} that could be changed"
+        else:
+            yield f"it has no hostPath {plugins}: is it a device plugin's?"
+    of_plugins = {name for name, path in paths.items() if path == plugins}
+    template = daemon_set["spec"]["template"]["spec"]
+    for container in (*template["containers"], *(template.get("initContainers") or ())):
+        for mount in container.get("volumeMounts") or ():
+            if mount["name"] in of_plugins and (mount.get("subPath") or mount.get("subPathExpr")):
+                yield f"its container {container['name']} mounts a part of {plugins} (subPath)"
+
+
+def _replaced(index: int, volume: Object, value: Object) -> list[Object]:
+    path = f"/spec/template/spec/volumes/{index}"
+    return [
+        {"op": "test", "path": f"{path}/name", "value": volume["name"]},
+        {"op": "test", "path": f"{path}/hostPath", "value": volume["hostPath"]},
+        {"op": "replace", "path": f"{path}/hostPath", "value": value},
+    ]
+
+
+def _pointer(annotation: str) -> str:
+    return "/metadata/annotations/" + annotation.replace("~", "~0").replace("/", "~1")
+
+
+def _patch(daemon_set: Object, operations: Sequence[Object]) -> str:
+    patch = json.dumps(operations)
+    name, namespace = daemon_set["metadata"]["name"], daemon_set["metadata"]["namespace"]
+    return shlex.join(["kubectl", "patch", "daemonset", name, "-n", namespace, "--type=json", "-p", patch])
+
+
+def _commands(daemon_set: Object, operations: Sequence[Object]) -> tuple[str, ...]:
+    name, namespace = daemon_set["metadata"]["name"], daemon_set["metadata"]["namespace"]
+    commands = [_patch(daemon_set, operations)]
+    if (daemon_set["spec"].get("updateStrategy") or {}).get("type") == "OnDelete":
+        labels = (daemon_set["spec"]["selector"].get("matchLabels") or {}).items()
+        selector = ",".join(f"{key}={value}" for key, value in sorted(labels))
+        commands.append(shlex.join(["kubectl", "delete", "pods", "-n", namespace, "-l", selector]))
+    else:
+        commands.append(shlex.join(["kubectl", "rollout", "status", f"daemonset/{name}", "-n", namespace]))
+    return tuple(commands)
+
+
+def in_use(answers: Answers, agents: Collection[Agent], nodes: Collection[str]) -> list[str]:
+    """Return why adopted devices are in use by claims, or may be."""
+    serving = {one.node for one in agents if one.claims and one.node in nodes}
+    found = [
+        f"it is not known whether claims have devices on {node}: {why}"
+        for node, why in sorted(answers.reasons.items())
+        if node in serving
+    ]
+    away, claims = dict[str, set[str]](), dict[str, set[str]]()
+    for (node, resource, _), device in answers.devices.items():
+        if (node, resource) in answers.adopted:
+            if device.state not in ("", "plugin"):
+                away.setdefault(resource, set()).add(node)
+            for title in (device.holder or "").split(", "):
+                if title.startswith("claim "):
+                    claims.setdefault(resource, set()).add(title.removeprefix("claim "))
+    for resource, titles in sorted(claims.items()):
+        found.append(f"claims have devices of {resource}: {shortened(sorted(titles))}; end their pods first")
+    for resource, where in sorted(away.items()):
+        found.append(
+            f"devices of {resource} are for claims on {shortened(sorted(where))}; bring them back first: "
+            "dra-bridge rollout --share none"
+        )
+    return found
+
+
+async def advise(cluster: Cluster, name: str, namespace: str, agents_in: str, *, back: bool) -> Advice:
+    """Check a DaemonSet; return how it is adopted, or given back. agents_in: the agents' namespace, "" to find it.
+
+    Raises RolloutError: there is no such DaemonSet, or it is not known where agents are. Raises ClusterError.
+    """
+    try:
+        daemon_set = await cluster.get(DAEMON_SETS, name, namespace)
+    except NotFoundError as error:
+        raise RolloutError(f"there is no DaemonSet {name} in namespace {namespace}") from error
+    namespaces = [agents_in] if agents_in else await namespaces_of_agents(cluster)
+    if not namespaces:
+        raise RolloutError(f"no ClusterRoleBinding with the label {LABEL} says where agents run; name it by --agents")
+    agents = [agent_of(pod) for pod in await running_agents(cluster, namespaces)]
+    uid = daemon_set["metadata"].get("uid")
+    pods = (await cluster.list(PODS, namespace)).items
+    owned = (pod for pod in pods if any(one.get("uid") == uid for one in pod["metadata"].get("ownerReferences") or ()))
+    nodes = {node for pod in owned if (node := pod["spec"].get("nodeName"))}
+    if not back:
+        return adopt(daemon_set, agents, nodes)
+    with_claims = {one.node for one in agents if one.claims and one.directory and one.node in nodes}
+    answers = await ask_agents(cluster, with_claims, agents_in)
+    return undo(daemon_set, agents, in_use(answers, agents, nodes))

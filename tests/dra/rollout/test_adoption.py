@@ -1,0 +1,339 @@
+"""The check of a vendor's DaemonSet, and the commands that it prints, on an API server that applies them."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dra_bridge import cli
+from dra_bridge.rollout import adoption
+from dra_bridge.rollout.adoption import Agent, adopt, agent_of, in_use, undo
+from dra_bridge.rollout.agents import Answers, DeviceNow
+from dra_bridge.testing.apiserver import FakeApiServer
+from tests.dra.rollout.test_agents import binding
+
+PLUGINS, REGISTRY = "/var/lib/kubelet/device-plugins", "/var/lib/kubelet/plugins_registry"
+OURS = "/run/deviceplugin/plugins"
+AGENT = Agent("n1", OURS, mounted=True, ready=True, plugins=PLUGINS, registry=REGISTRY, claims=True)
+Object = dict[str, Any]
+
+
+def daemon_set(*paths: str, metadata: Mapping[str, Any] | None = None, **spec: Any) -> Object:
+    """A vendor's DaemonSet with hostPaths."""
+    volumes: list[Object] = [{"name": "config", "configMap": {"name": "c"}}]
+    volumes += [{"name": f"v{number}", "hostPath": {"path": path, "type": ""}} for number, path in enumerate(paths)]
+    mounts = [{"name": f"v{number}", "mountPath": path} for number, path in enumerate(paths)]
+    template = {"spec": {"containers": [{"name": "plugin", "volumeMounts": mounts}], "volumes": volumes}}
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "DaemonSet",
+        "metadata": {"name": "gadgets", "namespace": "vendor", "uid": "u-1", **(metadata or {})},
+        "spec": {"selector": {"matchLabels": {"app": "gadgets"}}, "template": template, **spec},
+    }
+
+
+def agent_pod(node: str = "n1", *arguments: str, path: str = OURS) -> Object:
+    """An agent's pod."""
+    container = {
+        "name": "agent",
+        "command": ["deviceplugin"],
+        "args": ["run", *(arguments or (f"--adopt={OURS}",))],
+        "volumeMounts": [{"name": "adopted", "mountPath": OURS}],
+    }
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": f"agent-{node}",
+            "namespace": "dra-bridge",
+            "labels": {"app.kubernetes.io/managed-by": "dra-bridge"},
+        },
+        "spec": {
+            "nodeName": node,
+            "containers": [container],
+            "volumes": [{"name": "adopted", "hostPath": {"path": path}}],
+        },
+        "status": {"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]},
+    }
+
+
+def plugin_pod(node: str = "n1") -> Object:
+    """A pod of the vendor's DaemonSet."""
+    owner = {"apiVersion": "apps/v1", "kind": "DaemonSet", "name": "gadgets", "uid": "u-1"}
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": f"gadgets-{node}", "namespace": "vendor", "ownerReferences": [owner]},
+        "spec": {"nodeName": node, "containers": [{"name": "plugin"}]},
+    }
+
+
+def applied(body: Object, command: str) -> Object:
+    """Return what a printed `kubectl patch --type=json` makes of an object (RFC 6902); a failed test raises."""
+    words = shlex.split(command)
+    assert words[:6] == ["kubectl", "patch", "daemonset", "gadgets", "-n", "vendor"]
+    assert words[6:8] == ["--type=json", "-p"]
+    made = copy.deepcopy(body)
+    for one in json.loads(words[8]):
+        *way, last = [step.replace("~1", "/").replace("~0", "~") for step in one["path"].split("/")[1:]]
+        at: Any = made
+        for step in way:
+            at = at[int(step)] if isinstance(at, list) else at[step]
+        match one["op"]:
+            case "test":
+                assert at[last] == one["value"]
+            case "remove":
+                del at[last]
+            case "replace":
+                assert last in at
+                at[last] = one["value"]
+            case _:
+                at[last] = one["value"]
+    return made
+
+
+def paths(body: Object) -> list[Object]:
+    return [one["hostPath"] for one in body["spec"]["template"]["spec"]["volumes"] if "hostPath" in one]
+
+
+def test_one_host_path_there_and_back() -> None:
+    """The patch changes the one hostPath, and that of the way back restores the object."""
+    body = daemon_set("/dev", f"{PLUGINS}/", metadata={"annotations": {"a": "b"}})
+    found = adopt(body, [AGENT], {"n1"})
+    assert not found.problems
+    patch, wait = found.commands
+    made = applied(body, patch)
+    assert paths(made) == [{"path": "/dev", "type": ""}, {"path": OURS, "type": "Directory"}]
+    assert wait == "kubectl rollout status daemonset/gadgets -n vendor"
+    again = adopt(made, [AGENT], {"n1"})
+    assert (again.done, again.commands) == (True, ())
+    back, _ = undo(made, [AGENT], []).commands
+    assert applied(made, back) == body
+    assert undo(body, [AGENT], []).done
+
+
+def test_two_host_paths_of_the_plugin_watcher() -> None:
+    """Both change at once."""
+    body = daemon_set(PLUGINS, REGISTRY)
+    made = applied(body, adopt(body, [AGENT], {"n1"}).commands[0])
+    assert [one["path"] for one in paths(made)] == [OURS, f"{OURS}/plugins_registry"]
+    assert paths(applied(made, undo(made, [AGENT], []).commands[0])) == paths(body)
+
+
+def test_surge_is_taken_away_and_put_back_last() -> None:
+    """Two instances at once would register on both sides."""
+    strategy = {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": "20%", "maxUnavailable": 0}}
+    body = daemon_set(PLUGINS, metadata={"annotations": {"a": "b"}}, updateStrategy=strategy)
+    made = applied(body, adopt(body, [AGENT], {"n1"}).commands[0])
+    assert made["spec"]["updateStrategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
+    back, wait, last = undo(made, [AGENT], []).commands
+    first = applied(made, back)
+    assert first["spec"]["updateStrategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
+    assert "rollout status" in wait
+    assert applied(first, last) == body
+
+
+def test_pods_that_nobody_replaces_are_deleted() -> None:
+    """With OnDelete the patch alone replaces no pod."""
+    body = daemon_set(PLUGINS, updateStrategy={"type": "OnDelete"})
+    assert adopt(body, [AGENT], {"n1"}).commands[1] == "kubectl delete pods -n vendor -l app=gadgets"
+
+
+def test_a_patch_fails_where_somebody_has_changed_it_meanwhile() -> None:
+    """It tests what it replaces."""
+    body = daemon_set(PLUGINS)
+    patch = adopt(body, [AGENT], {"n1"}).commands[0]
+    body["spec"]["template"]["spec"]["volumes"].insert(0, {"name": "new", "hostPath": {"path": "/new"}})
+    with pytest.raises(AssertionError):
+        applied(body, patch)
+
+
+def test_the_way_back_of_a_change_by_hand() -> None:
+    """Without the annotation it gets the kubelet's directories, and says so."""
+    body = daemon_set(OURS, f"{OURS}/plugins_registry", "/dev")
+    found = undo(body, [AGENT], [])
+    made = applied(body, found.commands[0])
+    assert [one["path"] for one in paths(made)] == [PLUGINS, REGISTRY, "/dev"]
+    assert "what volume v0 was before is not kept" in found.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("metadata", "words"),
+    [
+        ({"labels": {"app.kubernetes.io/managed-by": "Helm"}}, "Helm manages it"),
+        ({"labels": {"app.kubernetes.io/managed-by": "someone"}}, "someone manages it"),
+        ({"labels": {"app.kubernetes.io/managed-by": "dra-bridge"}}, "this is an agent"),
+        ({"labels": {"addonmanager.kubernetes.io/mode": "Reconcile"}}, "the addon manager manages it"),
+        ({"labels": {"kustomize.toolkit.fluxcd.io/name": "x"}}, "Flux manages it"),
+        ({"annotations": {"argocd.argoproj.io/tracking-id": "x"}}, "Argo CD manages it"),
+        (
+            {"ownerReferences": [{"apiVersion": "nvidia.com/v1", "kind": "ClusterPolicy", "name": "p"}]},
+            "ClusterPolicy p (nvidia.com/v1) owns it and puts it back: set devicePlugin.enabled=false",
+        ),
+        (
+            {"ownerReferences": [{"apiVersion": "x.example.com/v1", "kind": "Thing", "name": "p"}]},
+            "Thing p (x.example.com/v1) owns it",
+        ),
+    ],
+)
+def test_what_others_put_back_is_refused(metadata: Mapping[str, Any], words: str) -> None:
+    """Who manages it, by which label, and what to do instead."""
+    found = adopt(daemon_set(PLUGINS, metadata=metadata), [AGENT], {"n1"})
+    (problem,) = found.problems
+    assert words in problem
+    assert not found.commands
+
+
+def test_an_addon_that_is_only_made_where_it_is_missing() -> None:
+    """EnsureExists leaves changes alone, and forgets them when the DaemonSet is deleted."""
+    labels = {"addonmanager.kubernetes.io/mode": "EnsureExists"}
+    found = adopt(daemon_set(PLUGINS, metadata={"labels": labels}), [AGENT], {"n1"})
+    assert not found.problems
+    assert any("makes the DaemonSet anew" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("agents", "body", "words"),
+    [
+        ([], daemon_set(PLUGINS), "no agent runs on n1"),
+        ([AGENT], daemon_set("/dev"), f"it has no hostPath {PLUGINS}"),
+        ([AGENT], daemon_set("/var/lib/kubelet"), "it mounts all of /var/lib/kubelet"),
+        ([agent_of(agent_pod("n1", "--x"))], daemon_set(PLUGINS), "agents on n1 have no --adopt"),
+        ([agent_of(agent_pod(path="/else"))], daemon_set(PLUGINS), "agents on n1 do not mount"),
+    ],
+)
+def test_what_would_not_work_is_refused(agents: list[Agent], body: Object, words: str) -> None:
+    """The plugin would find no kubelet.sock, or not ours."""
+    found = adopt(body, agents, {"n1"})
+    assert any(words in one for one in found.problems), found
+    assert not found.commands
+
+
+def test_a_part_of_the_directory_is_refused() -> None:
+    """With a subPath another hostPath leads elsewhere."""
+    body = daemon_set(PLUGINS)
+    body["spec"]["template"]["spec"]["containers"][0]["volumeMounts"][0]["subPath"] = "x"
+    (problem,) = adopt(body, [AGENT], {"n1"}).problems
+    assert "container plugin mounts a part" in problem
+
+
+def test_options_of_agents() -> None:
+    """Where the kubelet has its directories is read from the agent's arguments, in both forms."""
+    one = agent_of(agent_pod("n1", "--adopt", f"{OURS}/", "--kubelet-root=/k", "--device-plugin-dir=/d/"))
+    assert one == Agent(
+        "n1", OURS, mounted=True, ready=True, plugins="/d", registry="/k/plugins_registry", claims=False
+    )
+
+
+def test_claims_are_in_the_way_back() -> None:
+    """Devices that claims have, or are to have, and agents that do not answer."""
+    devices = {
+        ("n1", "a/x", "g0"): DeviceNow("Healthy", holder="claim ml/c", state="dra"),
+        ("n1", "a/x", "g1"): DeviceNow("Healthy", holder="", state="dra"),
+        ("n1", "a/y", "g0"): DeviceNow("Healthy", holder="pod ml/p", state="plugin"),
+        ("n1", "a/own", "g0"): DeviceNow("Healthy", holder="claim ml/d", state="dra"),
+    }
+    other = Agent("n2", OURS, mounted=True, ready=True, plugins=PLUGINS, registry=REGISTRY, claims=True)
+    limits = Agent("n3", OURS, mounted=True, ready=True, plugins=PLUGINS, registry=REGISTRY, claims=False)
+    answers = Answers(devices, {"n2": "no page"}, adopted={("n1", "a/x"): True, ("n1", "a/y"): True})
+    assert in_use(answers, [AGENT, other, limits], {"n1", "n2", "n3"}) == [
+        "it is not known whether claims have devices on n2: no page",
+        "claims have devices of a/x: ml/c; end their pods first",
+        "devices of a/x are for claims on n1; bring them back first: dra-bridge rollout --share none",
+    ]
+    made = applied(daemon_set(PLUGINS), adopt(daemon_set(PLUGINS), [AGENT], {"n1"}).commands[0])
+    assert undo(made, [AGENT], ["no"]) == adoption.Advice(("no",))
+
+
+# The command.
+
+
+@pytest.fixture
+def server() -> Iterator[FakeApiServer]:
+    with FakeApiServer() as started:
+        started.create(binding())
+        yield started
+
+
+@pytest.fixture
+def command(
+    server: FakeApiServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], logs_restored: None
+) -> Callable[..., tuple[int, str, str]]:
+    file = tmp_path / "kubeconfig"
+    named = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "current-context": "c",
+        "clusters": [{"name": "c", "cluster": {"server": server.url}}],
+        "users": [{"name": "u", "user": {}}],
+        "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
+    }
+    file.write_text(yaml.safe_dump(named))
+
+    def run(*argv: str) -> tuple[int, str, str]:
+        status = cli.main(["adopt", "gadgets", "-n", "vendor", *argv, "--kubeconfig", str(file)])
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def test_it_prints_and_changes_nothing(server: FakeApiServer, command: Callable[..., tuple[int, str, str]]) -> None:
+    """The commands are on standard output, comments around them; the DaemonSet is as it was."""
+    server.create(body := daemon_set(PLUGINS))
+    body = server.get("daemonsets", "gadgets", "vendor")
+    uid = body["metadata"]["uid"]
+    pod = plugin_pod()
+    pod["metadata"]["ownerReferences"][0]["uid"] = uid
+    server.create(pod)
+    assert command() == (
+        1,
+        "",
+        "no agent runs on n1: its plugin would find no kubelet.sock there\nthere is no agent that adopts plugins\n",
+    )
+    server.create(agent_pod())
+    status, out, err = command()
+    assert (status, err) == (0, "")
+    lines = [line for line in out.splitlines() if not line.startswith("#")]
+    assert "nothing was changed: run these commands, in this order" in out
+    made = applied(body, lines[0])
+    assert server.get("daemonsets", "gadgets", "vendor") == body
+    assert {request.method for request in server.log} == {"GET"}
+    server.replace(made)
+    status, out, err = command("--undo")
+    assert (status, err) == (0, "")
+    status, out, _ = command("--undo", "-o", "json")
+    found = json.loads(out)
+    assert (status, found["problems"], found["done"]) == (0, [], False)
+    assert paths(applied(server.get("daemonsets", "gadgets", "vendor"), found["commands"][0])) == paths(body)
+
+
+def test_the_way_back_asks_the_agents(server: FakeApiServer, command: Callable[..., tuple[int, str, str]]) -> None:
+    """Where an agent that serves claims has no page, it is not known whether claims have devices."""
+    server.create(daemon_set(OURS))
+    pod, agent = plugin_pod(), agent_pod()
+    pod["metadata"]["ownerReferences"][0]["uid"] = server.get("daemonsets", "gadgets", "vendor")["metadata"]["uid"]
+    agent["spec"]["containers"][0]["command"] = ["dra-bridge"]
+    server.create(pod)
+    server.create(agent)
+    status, out, err = command("--undo")
+    assert (status, out) == (1, "")
+    assert err.startswith("it is not known whether claims have devices on n1: its pod has no port named metrics")
+
+
+def test_what_is_not_there(server: FakeApiServer, command: Callable[..., tuple[int, str, str]]) -> None:
+    """No such DaemonSet; nobody says where agents run."""
+    assert command()[::2] == (2, "there is no DaemonSet gadgets in namespace vendor\n")
+    server.create(daemon_set(PLUGINS))
+    server.delete("clusterrolebindings", "dra-bridge")
+    status, _, err = command()
+    assert status == 2
+    assert err.endswith("name it by --agents\n")
+    server.create(agent_pod())
+    assert command("--agents", "dra-bridge")[0] == 0
