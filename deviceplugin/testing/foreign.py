@@ -48,7 +48,8 @@ class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What Allocate answers. `{id}` stands for each device's id in turn, `{ids}` for all, `{random}` for a number.
 
     nodes: [host path, container path, permissions] for each id. control: the same, once in each answer. mounts: [host
-    path, container path] for each id. extra: bytes, in hexadecimal, of fields that this version of the API lacks.
+    path, container path] for each id. files: texts by path, written before it answers (Intel's CDI specs). extra:
+    bytes, in hexadecimal, of fields that this version of the API lacks.
     """
 
     env: dict[str, str] = {}
@@ -57,6 +58,7 @@ class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     mounts: list[tuple[str, str]] = []
     annotations: dict[str, str] = {}
     cdi: list[str] = []
+    files: dict[str, str] = {}
     extra: str = ""
 
     def message(self, ids: Sequence[str]) -> bytes:
@@ -116,7 +118,9 @@ class Quirks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     empty_first: the first list is empty (Intel). repeat: seconds after which the same list comes again (AMD). shuffled:
     in another order each time. unknown_ids: Allocate answers ids that it does not know with success (AMD, SR-IOV).
     needs_list: before a list was sent no id is known (AMD). minds_deprecation: does not register where DEPRECATION lies
-    (the Kubernetes sample). hold: Allocate waits while this file is there. pre_start, preferred: the optional calls.
+    (the Kubernetes sample). pause: seconds from the trigger to the new start (ten of the sample). empty_last: an empty
+    list before it stops (KubeVirt). hold: Allocate waits while this file is there. pre_start, preferred: the optional
+    calls.
     """
 
     trigger: Literal["create", "own-socket", "poll"] = "create"
@@ -131,6 +135,8 @@ class Quirks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     unknown_ids: bool = False
     needs_list: bool = False
     minds_deprecation: bool = False
+    pause: float = 0.0
+    empty_last: bool = False
     hold: str = ""
     pre_start: bool = False
     preferred: bool = False
@@ -218,6 +224,8 @@ class _Service(DevicePluginServicer, registration_grpc.RegistrationServicer):
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(quirks.repeat or None):
                         await self._updates.get()
+            if quirks.empty_last:
+                yield pb.ListAndWatchResponse()
         except (asyncio.CancelledError, GeneratorExit):
             if not stopping.is_set():
                 self._abandoned()
@@ -262,6 +270,8 @@ class _Service(DevicePluginServicer, registration_grpc.RegistrationServicer):
         known = self.resource.devices if self._listed or not quirks.needs_list else {}
         if not quirks.unknown_ids and (wrong := [name for name in ids if known.get(name) != "Healthy"]):
             await context.abort(grpc.StatusCode.UNKNOWN, f"invalid allocation request: unknown device {wrong[0]!r}")
+        for path, text in self.resource.answer.files.items():
+            Path(path).write_text(text)
         answer = pb.AllocateResponse.FromString(self.resource.answer.message([name for name in ids if name in known]))
         self._plugin.note("answer", self.resource, bytes=answer.SerializeToString().hex())
         return answer
@@ -354,6 +364,7 @@ class Plugin:
                 registers = not self._watched and (kubelet_was_there or not self.quirks.once)
                 if not registers or await self._register_all():
                     await self._wait_for_trigger()
+                    await asyncio.sleep(self.quirks.pause)  # the vendor's own, too
                 else:
                     await asyncio.sleep(self.quirks.retry)  # the vendor's own pause
                 await self._stop()

@@ -161,13 +161,14 @@ def test_devices_that_vanish_stay_unhealthy(node: Node) -> None:
     node.kubelet.wait_allocatable(RESOURCE, 2)
 
 
-def test_the_plugin_ends_and_comes_back(node: Node) -> None:
+@pytest.mark.parametrize("empty_last", [False, True])
+def test_the_plugin_ends_and_comes_back(node: Node, empty_last: bool) -> None:
     """Without its plugin nothing is offered, and pods keep what they have; with it, they are where they were."""
     node.agent()
-    vendor = node.vendor()
+    vendor = node.vendor(empty_last=empty_last)
     node.kubelet.wait_allocatable(RESOURCE, 2)
     first = node.kubelet.run_pod("first", {RESOURCE: 1})
-    vendor.stop(kill=True)
+    vendor.stop(kill=not empty_last)
     node.kubelet.wait_allocatable(RESOURCE, 0)
     vendor.start()
     node.kubelet.wait_allocatable(RESOURCE, 2)
@@ -210,6 +211,7 @@ def test_the_plugin_goes_back_to_the_kubelet(node: Node) -> None:
         ({"failed_register": "stop-all"}, None),
         ({"needs_list": True, "unknown_ids": True}, None),
         ({"minds_deprecation": True}, None),
+        ({"pause": 0.5}, None),
         ({"once": True}, None),
         ({"watcher": "restart"}, None),
         ({"watcher": "stop"}, None),

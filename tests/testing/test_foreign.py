@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -221,6 +222,34 @@ def test_the_plugin_watcher(vendor: Start, fake_kubelet: FakeKubelet, how: str) 
         return
     with grpc.insecure_channel(target, options) as channel:
         RegistrationStub(channel).GetInfo(registration_pb.InfoRequest(), timeout=10, wait_for_ready=True)
+
+
+def test_it_takes_its_time(fake_kubelet: FakeKubelet, vendor: Start) -> None:
+    """Between the trigger and the new start it waits."""
+    plugin = vendor(pause=0.5)
+    plugin.wait("registered")
+    began = time.monotonic()
+    fake_kubelet.restart()
+    plugin.wait("registered", 2)
+    assert time.monotonic() - began >= 0.5
+
+
+def test_an_empty_last_list(fake_kubelet: FakeKubelet, vendor: Start) -> None:
+    """It says that it has no devices before it ends."""
+    plugin = vendor(empty_last=True)
+    fake_kubelet.wait_allocatable(RESOURCE, 2)
+    plugin.stop()
+    fake_kubelet.wait_until(lambda: fake_kubelet.updates(RESOURCE)[-1].total == 0)
+
+
+def test_files_are_written_by_allocate(fake_kubelet: FakeKubelet, vendor: Start, tmp_path: Path) -> None:
+    """They are there before the answer is."""
+    path = tmp_path / "spec.yaml"
+    vendor(resource("g0", files={str(path): "of g0"}))
+    fake_kubelet.wait_allocatable(RESOURCE, 1)
+    assert not path.exists()
+    fake_kubelet.run_pod("p", {RESOURCE: 1})
+    assert path.read_text() == "of g0"
 
 
 def test_allocate_hangs(fake_kubelet: FakeKubelet, vendor: Start, tmp_path: Path) -> None:
