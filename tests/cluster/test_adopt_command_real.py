@@ -34,12 +34,10 @@ VENDOR = "vendor"
 class Adopting(Deployed):
     """The agent's DaemonSet, which adopts the plugin of the resource."""
 
-    def apply(self, *options: str) -> None:
-        """Apply what is printed, with another directory."""
-        super().apply("--memory=192Mi", *options)
-        printed = self.directory / "manifests.yaml"
-        printed.write_text(printed.read_text().replace("/run/deviceplugin/plugins", str(DIRECTORY)))
-        self.cluster.kubectl("apply", "-f", str(printed))
+    def edited(self, printed: str) -> str:
+        """Return it with another directory."""
+        assert "/run/deviceplugin/plugins" in printed
+        return printed.replace("/run/deviceplugin/plugins", str(DIRECTORY))
 
     def adopt(self, *options: str) -> tuple[int, list[str], str]:
         """Run the command; return its status, the commands that it prints, and all that it says."""
@@ -93,7 +91,6 @@ def adopting(node: Cluster) -> Iterator[Adopting]:
     try:
         node.wait_allocatable(RESOURCE, COUNT, PATIENCE)
         with deployment(Adopting, node, [os.makedev(1, 5)] * COUNT, devices=[{"plugin": {"claims": True}}]) as made:
-            made.cluster = node
             yield made
             for pod in node.pods(VENDOR):
                 print(f"--- {pod}\n{pod.logs()}")
@@ -142,7 +139,7 @@ def test_a_daemonset_is_adopted_and_given_back(adopting: Adopting) -> None:
     assert f"claims have devices of {RESOURCE}: default/mine" in said
     user.delete()
     user.wait_gone()
-    node.api.delete("ResourceClaim", "mine", "default")
+    node.delete("ResourceClaim", "mine")
     status, commands, said = adopting.adopt("--undo")
     assert (status, commands) == (1, [])
     assert f"devices of {RESOURCE} are for claims on {node.node_name}" in said

@@ -91,9 +91,13 @@ class Deployed(Bridge):
         command += ["--resource-api", self.version, "--image", self.image, "--cgroup-root", str(isolate.POD_CGROUPS)]
         command += options
         printed = self.directory / "manifests.yaml"
-        with printed.open("wb") as file:
-            subprocess.run(command, check=True, stdin=subprocess.DEVNULL, stdout=file)
+        done = subprocess.run(command, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+        printed.write_text(self.edited(done.stdout))
         self.cluster.kubectl("apply", "-f", str(printed))
+
+    def edited(self, printed: str) -> str:
+        """Return what is applied of what is printed."""
+        return printed
 
     def pods(self) -> list[Pod]:
         """Return the agent's pods, those that are ending included."""
