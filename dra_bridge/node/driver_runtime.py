@@ -244,7 +244,7 @@ class DriverRuntime(DriverHost):
     def contested(self, resource: str, reason: str) -> None:
         """Withdraw what nobody holds of an adopted resource whose plugin has registered past this agent; alarm."""
         one = self.resources.get(resource)
-        if one is None or not isinstance(one.service.source, AdoptedSource):
+        if one is None or not isinstance(one.service.source, AdoptedSource) or not one.service.endpoint.kept_back:
             return
         again = self._context.bypassed(resource)
         one.bypassed_at = time.monotonic()

@@ -247,3 +247,19 @@ def test_two_instances_of_a_plugin(scene: Scene) -> None:
     scene.node.wait_allocatable(RESOURCE, 0)
     kept_from_pods(scene, "limited")
     assert not other.calls("Allocate")
+
+
+def test_two_instances_while_nothing_is_for_claims(scene: Scene) -> None:
+    """The agent registers again, as for any resource; claims are not spoken of."""
+    scene.write(dra={"share": "none"})
+    scene.agent()
+    scene.vendor(resource("g0", "g1"))
+    scene.node.wait_allocatable(RESOURCE, 2)
+    other = scene.vendor(resource("g0", "g1", "g2"))
+    other.stop()
+    other.directory = scene.node.device_plugin_dir
+    other.start()
+    scene.wait_log("another plugin has registered this resource with the kubelet")
+    scene.wait_log("registered again")
+    assert "past this agent" not in scene.agents[-1].log()
+    assert "AdoptedPluginBypassed" not in events(scene)
