@@ -143,11 +143,11 @@ def grant(
 ) -> Decision[rules.Refused | rules.Excluded | None]:
     """Give devices to a container, all or none; answer the refusal, None if they are granted.
 
-    Refused is what is on another side (R1), and what others hold. wanted: by kubelet device id (a replica's, or the
+    Refused is what is on another side, and what others hold. wanted: by kubelet device id (a replica's, or the
     device's own). An id that was given before is given anew: the kubelet does not say when it takes a device back.
     """
     for device in dict.fromkeys(one.key[1] for one in wanted.values()):
-        refused = rules.r1_refusal(state, resource, device)
+        refused = rules.allocate_refusal(state, resource, device)
         if refused is not None:
             return Decision(refused)
     new = [wanted_use(allocation_unit(resource, device_id), one, view) for device_id, one in wanted.items()]
@@ -178,7 +178,7 @@ def _larger(one: Amount, other: Amount) -> Amount:
 
 @_operation
 def observe(state: Snapshot, resource: str, snapshot: rules.KubeletSnapshot, now: float) -> Decision[Observed]:
-    """Compare the allocations of a resource with what checkpoint and cgroups say; release what is over (E2, R7).
+    """Compare the allocations of a resource with what checkpoint and cgroups say; release what is over.
 
     An allocation is over when none of its holders is left, and no grant of it waits for its container to be named. An
     id that is held and that the ledger does not know becomes an allocation. If its device is on the DRA side, the two
@@ -243,7 +243,7 @@ def _observed(record: AllocationRecord, snapshot: rules.KubeletSnapshot) -> Allo
     if record.pending and not named:
         # A new name that only an old checkpoint has may be that of a pod that ended before this grant.
         holders &= record.holders
-        if not rules.r7_releases(record, snapshot):
+        if not rules.grant_is_over(record, snapshot):
             absent = snapshot.at if record.absent_since is None and snapshot.awake else record.absent_since
             return replace(record, holders=holders, absent_since=absent, pod=observed.pod)
     return replace(record, holders=holders, pending=False, absent_since=None, pod=observed.pod) if holders else None
@@ -253,7 +253,7 @@ def _observed(record: AllocationRecord, snapshot: rules.KubeletSnapshot) -> Allo
 def reserve(
     state: Snapshot, claim: Claim, view: View, *, durable: bool, pull: bool = False
 ) -> Decision[Claim | rules.Refused | rules.Excluded]:
-    """Reserve a claim's devices (R2, the question) while its driver sets them up; `prepare` completes it.
+    """Reserve a claim's devices, if nobody else has them, while its driver sets them up; `prepare` completes it.
 
     Answers the claim as the ledger has it already (with a `result` of None it is not completed), else the reservation.
     Without `durable` a crash forgets it. With it, an Unprepare after a crash can undo what the driver did to the
@@ -270,7 +270,7 @@ def reserve(
 def prepare(
     state: Snapshot, claim: Claim, view: View, *, pull: bool = False
 ) -> Decision[Claim | rules.Refused | rules.Excluded]:
-    """Give a claim its devices until it is unprepared (R2); a claim that is prepared already is answered as it was.
+    """Give a claim its devices until it is unprepared; a claim that is prepared already is answered as it was.
 
     Devices of administrative access are not held, and may be on any side. claim: with its result, which is answered
     after restarts, too. pull: if it is refused, begin the move of its idle devices to DRA.
@@ -284,7 +284,7 @@ def prepare(
 def _take(state: Snapshot, claim: Claim, view: View, *, pull: bool) -> Decision[Claim | rules.Refused | rules.Excluded]:
     held = [device for device in claim.devices if not device.admin]
     for device in held:
-        refused = rules.r2_refusal(state, claim.driver, device.resource, device.device)
+        refused = rules.prepare_refusal(state, claim.driver, device.resource, device.device)
         if refused is not None:
             return _pulled(state, claim, refused) if pull else Decision(refused)
     unit = claim_unit(claim.driver, claim.uid)
@@ -411,9 +411,9 @@ def begin_move(
 def commit_to_dra(
     state: Snapshot, resource: str, devices: Collection[str], evidence: rules.KubeletEvidence, now: float
 ) -> Decision[Committed]:
-    """End moves to DRA for which the evidence suffices (R5)."""
+    """End moves to DRA for which the evidence suffices."""
     moving = _in_state(state, resource, devices, State.TO_DRA)
-    waits = {record.device: rules.r5_waits_for(state, record, evidence) for record in moving}
+    waits = {record.device: rules.to_dra_waits_for(state, record, evidence) for record in moving}
     return _committed(state, resource, waits, State.DRA, now)
 
 
@@ -421,9 +421,9 @@ def commit_to_dra(
 def commit_to_plugin(
     state: Snapshot, resource: str, devices: Collection[str], evidence: rules.ClusterEvidence, now: float
 ) -> Decision[Committed]:
-    """End moves to the plugin for which the evidence suffices (R6)."""
+    """End moves to the plugin for which the evidence suffices."""
     moving = _in_state(state, resource, devices, State.TO_PLUGIN)
-    waits = {record.device: rules.r6_waits_for(state, record, evidence) for record in moving}
+    waits = {record.device: rules.to_plugin_waits_for(state, record, evidence) for record in moving}
     return _committed(state, resource, waits, State.PLUGIN, now)
 
 
@@ -450,7 +450,7 @@ def reconcile_evidence(
     now: float,
     driver: str = "",
 ) -> Decision[Reconciled]:
-    """Compare the ledger with evidence, or build it from evidence where it is empty (R8).
+    """Compare the ledger with evidence, or build it from evidence where it is empty.
 
     A device that the ledger does not know goes to DRA if a claim's allocation or a CDI file names it, to the plugin if
     the kubelet's checkpoint does, to quarantine if both do, to `side` if neither. A known one stays, unless a holder on

@@ -48,22 +48,22 @@ class State(enum.Enum):
 
     @property
     def allocates(self) -> bool:
-        """Whether Allocate may be granted here (R1)."""
+        """Whether Allocate may be granted here."""
         return self in {State.PLUGIN, State.TO_DRA}
 
     @property
     def prepares(self) -> bool:
-        """Whether claims may be prepared here (R2)."""
+        """Whether claims may be prepared here."""
         return self in {State.DRA, State.TO_PLUGIN}
 
     @property
     def healthy(self) -> bool:
-        """Whether ListAndWatch may show the device Healthy (R3)."""
+        """Whether ListAndWatch may show the device Healthy."""
         return self is State.PLUGIN
 
     @property
     def offered(self) -> bool:
-        """Whether the slice offers the device (R4)."""
+        """Whether the slice offers the device."""
         return self is State.DRA
 
     @property
@@ -137,7 +137,7 @@ class DeviceRecord:
 
     @property
     def pulled(self) -> bool:
-        """Whether it moves to DRA because a claim for it came (R2)."""
+        """Whether it moves to DRA because a claim for it came."""
         return self.state is State.TO_DRA and self.reason.startswith(FOR_CLAIM)
 
 

@@ -273,7 +273,7 @@ class Register:
         return "plugin" if state.allocates else "dra" if state.prepares else ""
 
     def offers(self, resource: str, device: str) -> bool:
-        """Return whether the plugin side may show a device Healthy (R3), if nobody holds what excludes it."""
+        """Return whether the plugin side may show a device Healthy, if nobody holds what excludes it."""
         return self.snapshot.device(resource, device).state.healthy and not self.evidence_missing(resource, device)
 
     def withheld(self, resource: str, side: Side) -> Mapping[str, str]:

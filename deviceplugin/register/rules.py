@@ -1,4 +1,4 @@
-"""The rules R1, R2, R5, R6 and R7 as pure functions of a snapshot and evidence, and the types of evidence."""
+"""When Allocate and Prepare are granted, what moves and grants wait for: pure functions of a snapshot and evidence."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from deviceplugin.register.records import (
 )
 
 WELL_APART: Final = 3.0
-"""Seconds between the two checkpoints without it after which a grant whose container none has named is over (R7).
+"""Seconds between the two checkpoints without it after which a grant whose container none has named is over.
 
 The kubelet notes an allocation some microseconds after it has our answer, and writes its checkpoint right then (kubelet
 1.36, devicemanager/manager.go: allocateContainerResources). Both checkpoints were made up at our own requests, so its
@@ -75,7 +75,7 @@ class KubeletSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class KubeletEvidence:
-    """What R5 asks for; times are monotonic seconds of one process.
+    """What the end of a move to DRA needs; times are monotonic seconds of one process.
 
     sequence: the ledger's before any of it. shown: when ListAndWatch sent the device as Unhealthy, by device.
     snapshot: begun after that.
@@ -88,7 +88,7 @@ class KubeletEvidence:
 
 @dataclass(frozen=True, slots=True)
 class ClusterEvidence:
-    """What R6 asks for; times are monotonic seconds of one process.
+    """What the end of a move to the plugin side needs; times are monotonic seconds of one process.
 
     sequence: the ledger's before any of it. withdrawn: when the API server accepted the slice without the device, by
     device. listed_at: when a consistent LIST of all claims began. allocated: namespace/name of the claim whose
@@ -122,7 +122,7 @@ class ClaimEvidence:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What is known of one resource's holders without the ledger (R8).
+    """What is known of one resource's holders without the ledger.
 
     held: by kubelet device id, from the checkpoint. claims: from the API server, the kubelet's claim state and the
     claims' files; what comes first is known best. awake: the checkpoint was written at our own request; otherwise it
@@ -196,14 +196,14 @@ class Excluded:
     message: str
 
 
-def r1_refusal(now: Snapshot, resource: str, device: str) -> Refused | None:
-    """R1: Allocate is granted in PLUGIN and TO_DRA; return the refusal elsewhere."""
+def allocate_refusal(now: Snapshot, resource: str, device: str) -> Refused | None:
+    """Allocate is granted in PLUGIN and TO_DRA; return the refusal elsewhere."""
     record = now.device(resource, device)
     return None if record.state.allocates else Refused(record, moving=record.state is State.TO_PLUGIN)
 
 
-def r2_refusal(now: Snapshot, driver: str, resource: str, device: str) -> Refused | None:
-    """R2: claims are prepared in DRA and TO_PLUGIN, by the driver that publishes the device."""
+def prepare_refusal(now: Snapshot, driver: str, resource: str, device: str) -> Refused | None:
+    """Claims are prepared in DRA and TO_PLUGIN, by the driver that publishes the device."""
     record = now.device(resource, device)
     holder = next((one.pod or "a pod" for one in now.allocations_on(resource, (device,))), "")
     if record.state.prepares and record.driver in ("", driver):
@@ -211,8 +211,8 @@ def r2_refusal(now: Snapshot, driver: str, resource: str, device: str) -> Refuse
     return Refused(record, holder, record.state is State.TO_DRA and record.driver in ("", driver))
 
 
-def r5_waits_for(now: Snapshot, record: DeviceRecord, evidence: KubeletEvidence) -> str:
-    """R5: return what the commit of TO_DRA still waits for; "" if it is granted."""
+def to_dra_waits_for(now: Snapshot, record: DeviceRecord, evidence: KubeletEvidence) -> str:
+    """Return what the commit of TO_DRA still waits for; "" if it is granted."""
     shown = evidence.shown.get(record.device)
     seen = evidence.snapshot
     if evidence.sequence < record.sequence:
@@ -234,8 +234,8 @@ def r5_waits_for(now: Snapshot, record: DeviceRecord, evidence: KubeletEvidence)
     return ""
 
 
-def r6_waits_for(now: Snapshot, record: DeviceRecord, evidence: ClusterEvidence) -> str:
-    """R6: return what the commit of TO_PLUGIN still waits for; "" if it is granted."""
+def to_plugin_waits_for(now: Snapshot, record: DeviceRecord, evidence: ClusterEvidence) -> str:
+    """Return what the commit of TO_PLUGIN still waits for; "" if it is granted."""
     accepted = evidence.withdrawn.get(record.device)
     if evidence.sequence < record.sequence:
         return "evidence from after the move began"
@@ -250,8 +250,8 @@ def r6_waits_for(now: Snapshot, record: DeviceRecord, evidence: ClusterEvidence)
     return ""
 
 
-def r7_releases(record: AllocationRecord, snapshot: KubeletSnapshot) -> bool:
-    """R7: return whether a grant is over whose pod no checkpoint has ever named.
+def grant_is_over(record: AllocationRecord, snapshot: KubeletSnapshot) -> bool:
+    """Return whether a grant is over whose pod no checkpoint has ever named.
 
     The pod may still be on its way from Allocate to the kubelet's checkpoint. So two checkpoints without it are
     needed, each written at our request, and asked for at least WELL_APART seconds after one another.

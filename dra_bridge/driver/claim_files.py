@@ -66,7 +66,7 @@ class ClaimFiles:
         Each request has a CDI device, so that a container gets the edits of its own requests, and each once.
         The request's first device carries it. It is called the same whatever the claim is allocated: to an answer that
         the kubelet kept it adds the next one (kubelet 1.36, cm/dra/claiminfo.go: addDevice), and a runtime starts no
-        container of which it does not know a CDI device. A second name has the devices, as evidence (R8).
+        container of which it does not know a CDI device. A second name has the devices, as evidence.
         """
         uid = claim.uid
         self._own.write(uid, self._filed(claim))

@@ -94,7 +94,7 @@ class Driver:
         return {uid: _answer(task) if task.done() else timeouts[uid] for uid, task in tasks.items()}
 
     def claim_evidence(self, prepared: Iterable[PreparedClaim], resource: str) -> list[ClaimEvidence]:
-        """Return what the claims' files, and the kubelet's claim state, say of this driver's claims (R8). Blocks.
+        """Return what the claims' files, and the kubelet's claim state, say of this driver's claims. Blocks.
 
         A claim's own file says what the claim has of each resource. For a claim without one, the published names in its
         CDI file and in the claim state say what it has of this resource. prepared: by the claim state.

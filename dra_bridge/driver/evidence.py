@@ -1,4 +1,4 @@
-"""What files and the kubelet's claim state say of the devices that claims of one driver hold (R8). Pure."""
+"""What files and the kubelet's claim state say of the devices that claims of one driver hold. Pure."""
 
 from __future__ import annotations
 

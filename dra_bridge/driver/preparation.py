@@ -1,7 +1,7 @@
 """Prepares and unprepares claims, one call at a time for each claim.
 
 Prepare fetches the claim, checks that it is the one meant and allocated here, finds its devices, decodes its
-parameters, asks the ledger (R2), calls the source's hooks, writes the CDI file, records and answers. Unprepare calls
+parameters, asks the ledger, calls the source's hooks, writes the CDI file, records and answers. Unprepare calls
 the hook, removes the file and then the record.
 
 A claim that is prepared is answered as recorded if its allocation is the recorded one. A claim that was deallocated and
@@ -104,7 +104,7 @@ class ClaimStatistics:
 class ClaimDevices:
     """Asks the ledger for the devices of claims, and calls the sources' hooks around their use.
 
-    A claim for an idle device of the plugin's side begins its move (R2). register, host: see `Driver`. events: get the
+    A claim for an idle device of the plugin's side begins its move. register, host: see `Driver`. events: get the
     refusals. statistics: get the seconds that hooks took. ending: UIDs of the claims that are being taken back; of
     those that share a device one is the last.
     """

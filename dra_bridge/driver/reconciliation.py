@@ -34,7 +34,7 @@ class ClaimReconciler:
     async def reconcile(
         self, named: Collection[str], pods: PodProcesses, unlisted: Mapping[str, float] = NONE, *, sweep: bool = True
     ) -> dict[str, list[str]]:
-        """Unprepare unused claims (E2), and restore missing CDI files.
+        """Unprepare unused claims, and restore missing CDI files.
 
         A claim ends here only when the kubelet does not count it as prepared, no process of its pods can run, and the
         API server, naming the claim, says that it is deleted or allocated elsewhere. What is not known stays.

@@ -54,7 +54,7 @@ def prepared_of(claim: Claim) -> Prepared | None:
 def is_over(
     claim: Claim, boot: str, named: Collection[str], pods: PodProcesses, unlisted: Collection[str] = ()
 ) -> bool:
-    """Whether no container of this node can use a claim (E2). Without known pods one may, until the next boot.
+    """Whether no container of this node can use a claim. Without known pods one may, until the next boot.
 
     boot: this one. named, pods: see `ClaimReconciler.reconcile`. unlisted: further pods that may use it.
     """

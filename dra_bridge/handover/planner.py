@@ -14,7 +14,7 @@ from dra_bridge.handover.share import Drain, Share
 
 
 def held_and_expected(now: Snapshot) -> tuple[frozenset[Key], frozenset[Key]]:
-    """Return the devices that a pod or a claim holds, and those that move to DRA because a claim came for them (R2).
+    """Return the devices that a pod or a claim holds, and those that move to DRA because a claim came for them.
 
     A device that a pod was given while it moved is held, not expected: the claim waits for the pod.
     """
@@ -72,7 +72,7 @@ def plan(
 
     states: of every device that counts; quarantined ones stay where they are. held: devices that a pod or a claim
     holds. groups: devices that belong together (links, a switch, a NUMA node) and move whole rather than in fragments.
-    expected: devices on their way to DRA because a claim came for them (R2). Those are not turned round, or no retry
+    expected: devices on their way to DRA because a claim came for them. Those are not turned round, or no retry
     of that claim would ever find its device.
     """
     devices = sorted((name for name, state in states.items() if state is not State.QUARANTINED), key=natural)

@@ -104,7 +104,7 @@ class ClaimPods:
 
 @dataclass(frozen=True, slots=True)
 class ClaimReconciliation:
-    """Unprepares unused claims of one driver (E2), and restores missing CDI files."""
+    """Unprepares unused claims of one driver, and restores missing CDI files."""
 
     driver: Driver
     pods: ClaimPods

@@ -1,4 +1,4 @@
-"""Reads the evidence about devices, and has the ledger reconcile it before any of them is offered (R8)."""
+"""Reads the evidence about devices, and has the ledger reconcile it before any of them is offered."""
 
 from __future__ import annotations
 

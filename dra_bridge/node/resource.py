@@ -74,7 +74,7 @@ class ResourceRuntime:
 class DriverContext:
     """What the parts of one driver on this node share. resources: by name, as they are at any time.
 
-    reconciled: (resource, device) of those whose evidence this process has compared with the ledger (R8). No other one
+    reconciled: (resource, device) of those whose evidence this process has compared with the ledger. No other one
     is offered or granted: the ledger may have lost the last changes. reasons: by resource and device, why it is not
     known yet who holds it.
     """

@@ -36,7 +36,7 @@ MISSING = HolderEvidence((), False, ENDED, "kubelet_internal_checkpoint: No such
         ([], seen(A, awake=False, pods=RUNS), Holding(True, True, "the kubelet's checkpoint names it")),
         # A pod that was admitted and not started yet has neither a cgroup nor a directory (network not ready).
         ([A], seen(A, awake=True, pods=NO_DIRECTORY), Holding(True, True, "the kubelet's checkpoint names it")),
-        # E2: an awake checkpoint does not name it and its pod's cgroup is gone.
+        # An awake checkpoint does not name it and its pod's cgroup is gone.
         ([A], seen(awake=True), None),
         ([A], seen(awake=True, pods=NO_DIRECTORY), None),
         # A pod that was deleted by force runs on.
@@ -64,7 +64,7 @@ MISSING = HolderEvidence((), False, ENDED, "kubelet_internal_checkpoint: No such
                 "the kubelet's checkpoint does not name it, but neither cgroups nor pod directories are visible",
             ),
         ),
-        # E1: a checkpoint that is not awake, or missing, proves nothing by what it does not name.
+        # A checkpoint that is not awake, or missing, proves nothing by what it does not name.
         ([A], seen(awake=False, problem="not written since"), Holding(False, False, "not known: not written since")),
         (
             [A],
@@ -82,7 +82,7 @@ def test_whether_an_allocation_counts_as_held(
 
 
 def test_a_holder_is_a_pod_and_a_container_and_an_id() -> None:
-    """E0: another pod's container of the same name on the same id is another holder."""
+    """Another pod's container of the same name on the same id is another holder."""
     now = holders([A], seen(B, awake=True, pods=PodProcesses(frozenset({"u2"}))))
     assert set(now.held) == {B}
     both = holders([A], seen(B, awake=True, pods=PodProcesses(frozenset({"u1", "u2"}))))

@@ -230,7 +230,7 @@ class Flow(DriverHost):
         await self.async_ledger.close()
 
     async def place(self) -> None:
-        """Compare the ledger with what is held (R8)."""
+        """Compare the ledger with what is held."""
         held = kubelet_snapshot(0, holders.holders((), self.outside.evidence()), R, str).held
         claims = [
             claim

@@ -28,7 +28,7 @@ from dra_bridge.ledger.store import Ledger
 
 Replacement = Callable[..., Any]
 
-_R2, _R5, _R6 = rules.r2_refusal, rules.r5_waits_for, rules.r6_waits_for
+_PREPARE, _TO_DRA, _TO_PLUGIN = rules.prepare_refusal, rules.to_dra_waits_for, rules.to_plugin_waits_for
 _REFUSAL: Final = question.refusal
 _HOLDERS: Final = holders.holders
 _CLAIM_IS_OVER: Final = holders.claim_is_over
@@ -42,8 +42,8 @@ def _nothing(*_: object) -> str:
     return ""
 
 
-def _r2_by_state(now: Snapshot, driver: str, resource: str, device: str) -> Refused | None:
-    return _R2(replace(now, allocations={}, index={}), driver, resource, device)
+def _prepare_by_state(now: Snapshot, driver: str, resource: str, device: str) -> Refused | None:
+    return _PREPARE(replace(now, allocations={}, index={}), driver, resource, device)
 
 
 def _refusal_by_side(wanted: Collection[Use], state: Snapshot, view: View) -> str:
@@ -51,16 +51,16 @@ def _refusal_by_side(wanted: Collection[Use], state: Snapshot, view: View) -> st
     return _REFUSAL(wanted, state, view, own=lambda use: use.unit[0] not in kinds)
 
 
-BY_STATE: Final = ((rules, "r2_refusal", _r2_by_state), (operations, "refusal", _refusal_by_side))
-"""R1 and R2 by the device's state alone, without the other side's holders: they would hide that a move ended early."""
+BY_STATE: Final = ((rules, "prepare_refusal", _prepare_by_state), (operations, "refusal", _refusal_by_side))
+"""Grants by the device's state alone, without the other side's holders: they would hide that a move ended early."""
 
 
-def _old_r5(now: Snapshot, record: DeviceRecord, evidence: KubeletEvidence) -> str:
-    return _R5(now, replace(record, sequence=0), evidence)
+def _old_commit_to_dra(now: Snapshot, record: DeviceRecord, evidence: KubeletEvidence) -> str:
+    return _TO_DRA(now, replace(record, sequence=0), evidence)
 
 
-def _old_r6(now: Snapshot, record: DeviceRecord, evidence: ClusterEvidence) -> str:
-    return _R6(now, replace(record, sequence=0), evidence)
+def _old_commit_to_plugin(now: Snapshot, record: DeviceRecord, evidence: ClusterEvidence) -> str:
+    return _TO_PLUGIN(now, replace(record, sequence=0), evidence)
 
 
 def _released_at_once(_record: object, snapshot: KubeletSnapshot) -> bool:
@@ -100,14 +100,17 @@ def _over_unless_running(uid: str, pods: Any, _named: object, processes: PodProc
 
 
 MUTATIONS: Final[dict[str, tuple[tuple[object, str, Replacement], ...]]] = {
-    "R1": (*BY_STATE, (rules, "r1_refusal", _nobody)),
-    "R2": (*BY_STATE, (rules, "r2_refusal", _nobody)),
+    "Allocate": (*BY_STATE, (rules, "allocate_refusal", _nobody)),
+    "Prepare": (*BY_STATE, (rules, "prepare_refusal", _nobody)),
     "the question, between claims": ((operations, "refusal", _nothing),),
-    "R5": ((rules, "r5_waits_for", _nothing), *BY_STATE),
-    "R6": ((rules, "r6_waits_for", _nothing), *BY_STATE),
-    "R7": ((rules, "r7_releases", _released_at_once), *BY_STATE),
-    "R5: evidence from after the move began": ((rules, "r5_waits_for", _old_r5), *BY_STATE),
-    "R6: evidence from after the move began": ((rules, "r6_waits_for", _old_r6), *BY_STATE),
+    "commit to DRA": ((rules, "to_dra_waits_for", _nothing), *BY_STATE),
+    "commit to the plugin": ((rules, "to_plugin_waits_for", _nothing), *BY_STATE),
+    "grant without a pod": ((rules, "grant_is_over", _released_at_once), *BY_STATE),
+    "commit to DRA: evidence from after the move began": ((rules, "to_dra_waits_for", _old_commit_to_dra), *BY_STATE),
+    "commit to the plugin: evidence from after the move began": (
+        (rules, "to_plugin_waits_for", _old_commit_to_plugin),
+        *BY_STATE,
+    ),
     "the checkpoint must be awake": ((holders, "holders", _with_evidence(lambda seen: replace(seen, awake=True))),),
     "more checkpoints than writers": ((holders, "shows_present", bool),),
     "the checkpoint's names": ((holders, "holders", _with_evidence(_unnamed)),),
@@ -115,7 +118,7 @@ MUTATIONS: Final[dict[str, tuple[tuple[object, str, Replacement], ...]]] = {
         (holders, "holders", _with_evidence(lambda seen: replace(seen, pods=PodProcesses(running=frozenset())))),
     ),
     "processes at a grant": ((holders, "running", _nobody_runs),),
-    "E0: pod UIDs": ((holders, "holders", _without_uids),),
+    "holder: pod UIDs": ((holders, "holders", _without_uids),),
     "claims: the kubelet's claim state": ((holders, "claim_is_over", _over_unless_running),),
     "claims: processes": ((holders, "claim_is_over", _over_unless_named),),
 }
@@ -143,9 +146,9 @@ def _no_tokens(*_: object) -> frozenset[str]:
     return frozenset()
 
 
-def _r2_of_any_driver(now: Snapshot, driver: str, resource: str, device: str) -> Refused | None:
+def _prepare_of_any_driver(now: Snapshot, driver: str, resource: str, device: str) -> Refused | None:
     records = {key: replace(record, driver="") for key, record in now.devices.items()}
-    return _R2(replace(now, devices=records), driver, resource, device)
+    return _PREPARE(replace(now, devices=records), driver, resource, device)
 
 
 def _refusal_by_driver(wanted: Collection[Use], state: Snapshot, view: View) -> str:
@@ -182,12 +185,16 @@ def _no_files(*_: object) -> tuple[()]:
 
 QUESTION: Final = ((operations, "refusal"), (register, "refusal"))
 BY_DRIVER: Final = ((operations, "refusal", _refusal_by_driver),)
-"""The question without claims of other drivers: it would hide that R2 has forgotten the driver."""
+"""The question without claims of other drivers: it would hide that Prepare has forgotten the driver."""
 
 WALKS: Final[dict[str, tuple[str, tuple[tuple[object, str, Replacement], ...], str]]] = {
     "the amounts are summed": ("every name", tuple((*where, _pairwise) for where in QUESTION), _TOO_MANY),
     "identity": ("every name", ((identity, "tokens_of", _no_tokens),), _TOO_MANY),
-    "R2: the driver": ("former driver", (*BY_DRIVER, (rules, "r2_refusal", _r2_of_any_driver)), _TOO_MANY),
+    "Prepare: the driver": (
+        "former driver",
+        (*BY_DRIVER, (rules, "prepare_refusal", _prepare_of_any_driver)),
+        _TOO_MANY,
+    ),
     "replicas stay while a device is held": (
         "other replicas by list",
         ((DeviceIds, "_times_of", _times_now),),

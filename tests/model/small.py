@@ -16,7 +16,7 @@ forget late at any time.
 Who holds a device is judged by the containers that run.
 
 What the model takes for granted:
-- The kubelet records an answered Allocate within the time that R7 waits (`tick`), or dies.
+- The kubelet records an answered Allocate within the time that a grant without a pod is kept (`tick`), or dies.
 - The kubelet gives a device that it counts as allocated to nobody else; the scheduler gives a
   device to one claim at a time.
 - A pod that ends or is deleted before it has a cgroup never starts; so does one whose allocation
@@ -520,7 +520,7 @@ class Small:
             yield "send", world._replace(sent=healthy)
 
     def healthy(self, world: World) -> tuple[bool, bool]:
-        """Return what ListAndWatch shows (R3)."""
+        """Return what ListAndWatch shows."""
         one, two = (d.state < UNKNOWN and STATES[d.state].healthy for d in world.devices)
         return one, two
 
@@ -582,7 +582,7 @@ class Small:
             yield "accept", world._replace(slice=world.want)
 
     def wanted(self, world: World) -> tuple[bool, bool]:
-        """Return what the slice is to be (R4)."""
+        """Return what the slice is to be."""
         one, two = (d.state < UNKNOWN and STATES[d.state].offered for d in world.devices)
         return one, two
 

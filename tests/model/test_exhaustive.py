@@ -74,7 +74,7 @@ def test_one_device_never_has_two_holders_whatever_happens(
 
 @exploration
 def test_the_rules_without_their_second_net_suffice() -> None:
-    """R1 to R6 alone keep the sides apart, without a check of the other side's holders."""
+    """The states alone keep the sides apart, without a check of the other side's holders."""
     small = Small(devices=1, pods=2 if AT_LENGTH else 1, claims=2 if AT_LENGTH else 1, crashes=False)
     with patched(BY_STATE):
         found = explore(small, start(State.PLUGIN), wrong=small.through_both)
@@ -167,7 +167,7 @@ def test_a_lost_ledger_of_two_devices_is_rebuilt_so_that_neither_has_two_holders
 @exploration
 @at_length
 def test_two_devices_are_kept_apart_by_the_states_alone() -> None:
-    """R1 to R6 alone keep the sides of two devices apart, without a check of the other side's holders."""
+    """The states alone keep the sides of two devices apart, without a check of the other side's holders."""
     small = Small(claims=1, reasons=False)
     with patched(BY_STATE):
         halves = Halves(small, small.through_both)
@@ -205,7 +205,7 @@ SMALLEST: dict[str, dict[str, Any]] = {
     "more checkpoints than writers": {"pods": 1, "slow": True},
     "processes": {"pods": 2, "claims": 0, "faults": ("force",)},
     "processes at a grant": {"pods": 2, "claims": 0, "faults": ("force",)},
-    "E0: pod UIDs": {"pods": 2, "claims": 0, "faults": ("force",)},
+    "holder: pod UIDs": {"pods": 2, "claims": 0, "faults": ("force",)},
     "claims: processes": {"pods": 1, "faults": ("claims",)},
 }
 """What a node must have for a mutation to do harm; a pod, a claim and no fault unless given."""
@@ -216,7 +216,7 @@ SMALLEST: dict[str, dict[str, Any]] = {
 def test_without_a_rule_or_some_evidence_the_model_finds_the_double_allocation(what: str) -> None:
     """Each is needed, and the model notices; evidence that is too old has a device offered on both sides."""
     options: dict[str, Any] = {"pods": 1, "claims": 1, "faults": (), **SMALLEST.get(what, {})}
-    side = State.DRA if what.startswith(("R2", "R6", "claims", "the question")) else State.PLUGIN
+    side = State.DRA if what.startswith(("Prepare", "commit to the plugin", "claims", "the question")) else State.PLUGIN
     old = what.endswith("after the move began")
     small = Small(devices=1, crashes=False, turns=old, **options)
     with without(what):
@@ -227,8 +227,11 @@ def test_without_a_rule_or_some_evidence_the_model_finds_the_double_allocation(w
     print("  " + ", ".join(found.trace))
 
 
+RULES = ["grant without a pod", "Allocate", "Prepare", "commit to DRA", "commit to the plugin"]
+
+
 @exploration
-@pytest.mark.parametrize("what", ["R7", "R1", "R2", "R5", "R6"][: 5 if AT_LENGTH else 1])
+@pytest.mark.parametrize("what", RULES if AT_LENGTH else RULES[:1])
 def test_without_a_rule_two_devices_come_to_harm_too(what: str) -> None:
     """Halves do not hide the double allocation."""
     small = Small(pods=1, claims=1, crashes=False, faults=())

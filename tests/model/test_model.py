@@ -199,7 +199,7 @@ class Node(RuleBasedStateMachine):
         return Connection()
 
     def reconcile(self, *, awake: bool = False) -> None:
-        """Reconcile the evidence (R8): the checkpoint, the processes and unknown CDI files."""
+        """Reconcile the evidence: the checkpoint, the processes and unknown CDI files."""
         if self.checkpoint is None:
             return
         now = holders.holders(self.known, HolderEvidence([self.checkpoint], awake, self.processes()), self.clock())

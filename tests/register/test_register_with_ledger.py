@@ -124,7 +124,7 @@ async def test_a_grant_is_on_disk_when_it_is_answered(path: str) -> None:
 
 @pytest.mark.parametrize("to", [State.DRA, State.TO_PLUGIN])
 async def test_nothing_is_granted_of_the_other_side(path: str, to: State) -> None:
-    """R1, R3: all or none; a device that leaves is granted, and not offered."""
+    """All or none; a device that leaves is granted, and not offered."""
     async with world(path, Served(R, a="n1", b="n2")) as here:
         assert here.register.offers(R, "a")
         await here.state("a", to)

@@ -758,7 +758,7 @@ def test_parameters_may_carry_a_kind_and_a_version() -> None:
 
 
 async def test_a_device_of_the_plugins_side_is_refused_and_pulled(tmp_path: Path) -> None:
-    """R2: an error for this claim, an event, and the move begins so that another try succeeds."""
+    """An error for this claim, an event, and the move begins so that another try succeeds."""
     here = await world(tmp_path, side=Side.PLUGIN)
     here.claims.add(claim("1", result("d0")))
     assert "device 'd0' of example.com/fpga is moving" in await here.refused("1")

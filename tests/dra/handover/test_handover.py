@@ -22,7 +22,7 @@ from tests.model.flow import DEVICES, Flow, Outside, R, Source
 
 
 async def test_a_device_leaves_the_slice_at_once_and_waits_for_its_claim(tmp_path: Path) -> None:
-    """R4, R6: a claim that is allocated but not prepared is prepared although the slice is without its device."""
+    """A claim that is allocated but not prepared is prepared although the slice is without its device."""
     outside = Outside()
     flow = await Flow.begin(tmp_path, outside, Source())
     await flow.move(2)
@@ -122,7 +122,7 @@ async def test_a_list_that_fails_is_not_tried_at_every_step(tmp_path: Path, monk
 
 
 async def test_a_claim_that_comes_late_finds_its_device_at_another_try(tmp_path: Path) -> None:
-    """R2: an idle device moves to DRA for it and is not turned round by the share before it is there."""
+    """An idle device moves to DRA for it and is not turned round by the share before it is there."""
     outside = Outside()
     flow = await Flow.begin(tmp_path, outside, Source())
     outside.record("allocated", "1=a")
@@ -155,7 +155,7 @@ def test_what_is_held_is_not_expected(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_evidence_is_gathered_in_the_order_of_the_rule(tmp_path: Path, replicas: int) -> None:
-    """R5: a device counts as shown only with none of its ids healthy; without a listener none does."""
+    """A device counts as shown only with none of its ids healthy; without a listener none does."""
     with DirectLedger(str(tmp_path / "ledger.db")) as store:
         store.do(adopt(R, DEVICES, Side.PLUGIN, 1.0))
         store.do(operations.begin_move(R, DEVICES, Side.DRA, 1.0))

@@ -94,7 +94,7 @@ def state(store: DirectLedger, device: str = "a") -> State:
 
 
 def kubelet(store: DirectLedger, *, held: dict[str, ObservedAllocation] | None = None) -> KubeletEvidence:
-    """Evidence in which everything is as R5 wants it."""
+    """Evidence in which everything is as the commit to DRA wants it."""
     sequence = store.snapshot.sequence
     return KubeletEvidence(sequence, {"a": 1.0, "b": 1.0}, KubeletSnapshot(sequence, 3.0, True, held or {}))
 
@@ -116,7 +116,7 @@ def held_by(device_id: str, *holders: str, sure: bool = True) -> ObservedAllocat
 
 
 def cluster(store: DirectLedger, allocated: dict[str, str] | None = None) -> ClusterEvidence:
-    """Evidence in which everything is as R6 wants it."""
+    """Evidence in which everything is as the commit to the plugin wants it."""
     return ClusterEvidence(store.snapshot.sequence, {"a": 1.0, "b": 1.0}, 2.0, allocated or {})
 
 

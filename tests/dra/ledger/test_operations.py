@@ -56,7 +56,7 @@ N1, N2 = "boot:1 char:240:1", "boot:1 char:240:2"
 OTHER = "other.example.com"
 Ask = Callable[..., Operation[Any]]
 
-# R1
+# Allocate
 
 
 def test_allocate_is_granted_on_the_plugins_side_and_recorded(store: DirectLedger, path: str) -> None:
@@ -69,7 +69,7 @@ def test_allocate_is_granted_on_the_plugins_side_and_recorded(store: DirectLedge
 
 
 def test_allocate_is_granted_while_the_device_is_leaving_and_the_move_waits(store: DirectLedger) -> None:
-    """R1 in TO_DRA: the grant makes the device held."""
+    """In TO_DRA, too: the grant makes the device held."""
     store.do(operations.begin_move(R, ["a"], Side.DRA, T0))
     evidence = kubelet(store)
     assert store.do(grant(R, {"a": "a"}, T0)) is None
@@ -124,7 +124,7 @@ def test_replicas_hold_one_device_together(store: DirectLedger) -> None:
     }
 
 
-# R2
+# Prepare
 
 
 def test_a_claim_is_prepared_once_and_answered_the_same_ever_after(store: DirectLedger, path: str) -> None:
@@ -176,7 +176,7 @@ def test_a_claim_pulls_nothing_beside_limits_of_both_sides(store: DirectLedger, 
 
 
 def test_a_claim_is_refused_while_a_pod_has_a_part_of_its_device(store: DirectLedger) -> None:
-    """R2: pods and claims never share a device, whatever their parts; the refusal names the pod."""
+    """Pods and claims never share a device, whatever their parts; the refusal names the pod."""
     to_dra(store)
     part = AllocationRecord(R, "a::0", "a", T0, 1, frozenset({("u1", "main")}), pod="default/p", amount=HALF)
     store.do(lambda now: Decision(None, (Change("allocations", (R, "a::0"), part),)))
@@ -242,7 +242,7 @@ def test_a_durable_reservation_survives_and_can_be_completed(store: DirectLedger
         assert reopened.result is None
 
 
-# R5, R6, R7
+# Commits, and grants without a pod
 
 
 def broken(evidence: KubeletEvidence) -> dict[str, KubeletEvidence]:
@@ -320,7 +320,7 @@ def test_a_grant_never_seen_takes_two_snapshots_well_apart(store: DirectLedger) 
 
 
 def test_a_snapshot_that_is_looked_at_late_is_as_old_as_it_is(store: DirectLedger) -> None:
-    """R7: a slow disk between two snapshots close together does not set them apart."""
+    """A slow disk between two snapshots close together does not set them apart."""
     store.do(grant(R, {"a": "a"}, T0))
     empty = seen(store)
     store.do(operations.observe(R, empty, T0))
@@ -374,7 +374,7 @@ def test_a_grant_to_the_next_pod_waits_though_the_former_pod_has_ended(store: Di
 
 
 def test_an_init_container_named_like_an_earlier_pods_container_holds(store: DirectLedger) -> None:
-    """A holder is a pod's UID and a container, never a name alone (E0)."""
+    """A holder is a pod's UID and a container, never a name alone."""
     store.do(grant(R, {"a": "a"}, T0))
     store.do(operations.observe(R, seen(store, 1.0, a="u1/main"), T0))
     store.do(grant(R, {"a": "a"}, T0))
@@ -398,7 +398,7 @@ def test_init_and_app_container_of_a_pod_hold_one_id_one_after_the_other(store: 
 
 
 def test_a_grant_whose_pod_was_refused_is_over_while_an_old_holder_stays(store: DirectLedger) -> None:
-    """R7 ends the grant only; who held the id before holds it for as long as the evidence says so."""
+    """That no pod has it ends the grant only; who held the id before holds it for as long as the evidence says so."""
     store.do(grant(R, {"a": "a"}, T0))
     store.do(operations.observe(R, seen(store, 1.0, a="u1/main"), T0))
     store.do(grant(R, {"a": "a"}, T0))
@@ -496,7 +496,7 @@ def test_a_claim_gets_devices_of_its_own_driver_alone(store: DirectLedger, path:
 
 
 def test_a_device_goes_to_another_driver_by_way_of_the_plugins_side(store: DirectLedger) -> None:
-    """It leaves the slices of the one first (R6), whoever asks for that."""
+    """It leaves the slices of the one first, whoever asks for that."""
     store.do(operations.begin_move(R, ["a"], Side.DRA, T0, driver=D))
     assert store.do(operations.begin_move(R, ["a"], Side.PLUGIN, T0)) == {"a": State.PLUGIN}
     store.do(operations.begin_move(R, ["a"], Side.DRA, T0, driver=D))

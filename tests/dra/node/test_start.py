@@ -1,4 +1,4 @@
-"""What an agent with both sides does at its start, before it offers anything (R8)."""
+"""What an agent with both sides does at its start, before it offers anything."""
 
 from __future__ import annotations
 
