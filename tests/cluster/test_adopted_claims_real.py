@@ -27,18 +27,9 @@ from tests.cluster.bridge import Bridge
 from tests.cluster.node import Cluster, Pod
 from tests.cluster.test_adopted_real import DIRECTORY, SEEN
 from tests.cluster.test_existing_plugin_real import Vendor
-from tests.cluster.test_witnesses_real import (
-    CHECKPOINT,
-    LIMIT,
-    Agents,
-    Scene,
-    claimer,
-    named,
-    plain,
-    restart_kubelet,
-    scene,
-)
+from tests.cluster.test_witnesses_real import CHECKPOINT, LIMIT, Agents, Scene, claimer, plain, scene
 from tests.programs import ANY_CONFIG
+from tests.scenarios.sides import end_one_of_each, named
 
 __all__ = ["scene"]
 
@@ -186,7 +177,7 @@ def test_moves_through_restarts(scene: Scene, vendors: dict[str, Vendor]) -> Non
     allocated = {letter: len(calls(vendor, "Allocate")) for letter, vendor in vendors.items()}
     for what in ("kubelet", "plugins", "agent", "plugins", "kubelet", "agent"):
         if what == "kubelet":
-            restart_kubelet(scene.cluster, "sigkill")
+            scene.restart_kubelet("sigkill")
         elif what == "agent":
             scene.agents.kill()
             scene.agents.start()
@@ -199,7 +190,7 @@ def test_moves_through_restarts(scene: Scene, vendors: dict[str, Vendor]) -> Non
     scene.observe(5)
     # The answers were kept: no restart asked a plugin again.
     assert allocated == {letter: len(calls(vendor, "Allocate")) for letter, vendor in vendors.items()}
-    scene.end_one_of_each(plains, claimers)
+    end_one_of_each(scene, plains, claimers)
 
 
 @pytest.fixture
@@ -291,7 +282,7 @@ def test_a_reverted_path_while_claims_hold_devices(scene: Scene, vendors: dict[s
     assert "was the hostPath of its DaemonSet reverted?" in events[-1]["message"]
     for number in range(2):
         refused(scene, f"limits-{number}")
-    restart_kubelet(cluster, "sigterm")
+    scene.restart_kubelet("sigterm")
     cluster.wait_for(lambda: not healthy(), LIMIT, "the kubelet counts no device as healthy")
     refused(scene, "limits-after")
     scene.observe(3)
@@ -328,7 +319,7 @@ def test_two_instances_of_a_plugin(scene: Scene, vendors: dict[str, Vendor]) -> 
         scene.check()
         more.delete(0)
         more.wait_gone()
-        restart_kubelet(cluster, "sigterm")
+        scene.restart_kubelet("sigterm")
         scene.observe(3)
         other.stop()
     assert not calls(other, "Allocate"), "a pod was given a device past the agent"
@@ -385,7 +376,7 @@ def test_adoption_while_pods_hold_devices(scene: Scene) -> None:
     scene.running(*pods, *claimers)
     scene.before = 4
     scene.wait(claimer("wants", "a"))
-    restart_kubelet(cluster, "sigkill")
+    scene.restart_kubelet("sigkill")
     agents.kill()
     agents.start()
     agents.wait_registered()

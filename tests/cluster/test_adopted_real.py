@@ -21,8 +21,9 @@ from tests.cluster import build, isolate, locks
 from tests.cluster.node import DEVICE_PLUGINS, PLUGINS_REGISTRY, Cluster
 from tests.cluster.scenario_node import RealNode
 from tests.cluster.test_existing_plugin_real import Vendor, restart_container
-from tests.cluster.test_witnesses_real import LIMIT, Scene, named, plain, restart_kubelet, scene
+from tests.cluster.test_witnesses_real import LIMIT, Scene, plain, scene
 from tests.scenarios.adopted import AdoptedScenarios, adopting
+from tests.scenarios.sides import named
 
 __all__ = ["scene"]
 
@@ -148,7 +149,7 @@ def test_adoption_and_the_way_back(scene: Scene) -> None:
 
     def again(what: str) -> None:
         if what == "kubelet":
-            restart_kubelet(cluster, "sigterm")
+            scene.restart_kubelet("sigterm")
             return
         one: Any = vendor if what == "plugin" else agent
         one.stop(signal.SIGKILL)
@@ -171,7 +172,7 @@ def test_adoption_and_the_way_back(scene: Scene) -> None:
     vendor.start()
     cluster.wait_for(lambda: "its plugin has gone" in agent.log.read_text(), LIMIT, "the agent has noticed")
     cluster.wait_allocatable(named("a"), 4)
-    restart_kubelet(cluster, "sigterm")
+    scene.restart_kubelet("sigterm")
     cluster.wait_allocatable(named("a"), 4)
     agent.stop()
     scene.observe(3)
@@ -221,7 +222,7 @@ def test_the_sample_plugin_of_kubernetes(scene: Scene, how: str) -> None:
     assert bool(list(registry.glob("dp.*"))) is (how != "registers")
     first = cluster.start_pod("first", {resource: 1}).wait_running()
     assert [name for name in first.exec(["ls", "/tmp"]).split() if name.startswith("Dev-")]
-    restart_kubelet(cluster, "sigterm")
+    scene.restart_kubelet("sigterm")
     cluster.wait_allocatable(resource, 2)
     agent.stop(signal.SIGKILL)
     cluster.wait_allocatable(resource, 0)

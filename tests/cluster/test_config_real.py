@@ -8,7 +8,8 @@ import urllib.request
 import pytest
 
 from tests.cluster import test_witnesses_real as witnesses
-from tests.cluster.test_witnesses_real import LIMIT, Agents, Scene, named, resource
+from tests.cluster.test_witnesses_real import LIMIT, Agents, Scene, resource
+from tests.scenarios.sides import named
 
 scene = witnesses.scene  # a fixture
 AGENT = "http://127.0.0.1:9410"

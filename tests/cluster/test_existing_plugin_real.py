@@ -22,16 +22,8 @@ from deviceplugin.testing import foreign
 from dra_bridge.wire import dra_v1_pb2 as v1
 from tests.cluster import locks
 from tests.cluster.node import KUBELET_DIRECTORY, Pod
-from tests.cluster.test_witnesses_real import (
-    LIMIT,
-    Scene,
-    claimer,
-    named,
-    plain,
-    resource,
-    restart_kubelet,
-    scene,
-)
+from tests.cluster.test_witnesses_real import LIMIT, Scene, claimer, plain, resource, scene
+from tests.scenarios.sides import named
 from tests.testing.bare_dra import BareDriver
 
 __all__ = ["scene"]
@@ -119,13 +111,13 @@ def test_another_plugin_is_replaced(scene: Scene, answer: str) -> None:
     vendor.stop()
     cluster.wait_allocatable(named("a"), 0)
     if answer == "variables":
-        restart_kubelet(cluster, "sigterm")
+        scene.restart_kubelet("sigterm")
     agents = scene.serve(resource("a", "none"))
     cluster.wait_allocatable(named("a"), 4)
     after = [scene.pod(f"after-{number}", "a") for number in range(2)]
     scene.running(*after)
     scene.wait(plain("wants-plain", "a"))
-    restart_kubelet(cluster, "sigkill")
+    scene.restart_kubelet("sigkill")
     agents.kill()
     agents.start()
     agents.wait_registered()
@@ -139,7 +131,7 @@ def test_another_plugin_is_replaced(scene: Scene, answer: str) -> None:
     scene.share(a="all")
     scene.wait_states("a", to_dra=4)
     scene.wait(claimer("wants-claim", "a"))
-    restart_kubelet(cluster, "sigterm")
+    scene.restart_kubelet("sigterm")
     scene.observe(5)
     scene.handed_on(held[1].delete, [held[1].uid], "wants-claim")
 
@@ -207,7 +199,7 @@ def test_back_to_the_former_plugin(scene: Scene) -> None:
     others = [scene.pod(f"after-{number}", "a") for number in range(2)]
     scene.running(*others)
     scene.wait(plain("wants-plain", "a"))
-    restart_kubelet(cluster, "sigterm")
+    scene.restart_kubelet("sigterm")
     cluster.wait_allocatable(named("a"), 3)
     scene.observe(3)
     assert scene.key(kept) == key
@@ -324,7 +316,7 @@ def test_agents_are_just_deleted(scene: Scene) -> None:
     agents.stop()
     for pod in (kept, users[0]):
         restart_container(scene, pod)
-    restart_kubelet(cluster, "sigterm")
+    scene.restart_kubelet("sigterm")
     # A kubelet deletes the slices of drivers that have not registered with it: nothing more is allocated here.
     cluster.wait_for(lambda: not agents.slices(), 60, "the kubelet deletes the slices")
     restart_container(scene, users[0])

@@ -15,7 +15,8 @@ import pytest
 
 from tests.cluster import locks
 from tests.cluster import test_witnesses_real as witnesses
-from tests.cluster.test_witnesses_real import LIMIT, LONG, Scene, claimer, named, plain, resource
+from tests.cluster.test_witnesses_real import LIMIT, Scene, claimer, plain, resource
+from tests.scenarios.sides import LONG, end_one_of_each, named
 
 scene = witnesses.scene  # a fixture
 
@@ -111,7 +112,7 @@ def test_agents_overlap(scene: Scene) -> None:
         scene.agents.stop_former()
         scene.agents.wait_registered()
         scene.observe(3)
-    scene.end_one_of_each(plains, claimers)
+    end_one_of_each(scene, plains, claimers)
 
 
 # --- shares and devices that change ----------------------------------------------------------------------------------

@@ -21,7 +21,8 @@ from deviceplugin.wire import deviceplugin_pb2 as pb
 from tests.cluster import locks
 from tests.cluster import test_witnesses_real as witnesses
 from tests.cluster.node import DEVICE_PLUGINS, Pod
-from tests.cluster.test_witnesses_real import Agents, Scene, claimer, named, plain, resource
+from tests.cluster.test_witnesses_real import Agents, Scene, claimer, plain, resource
+from tests.scenarios.sides import named
 from tests.testing.bare import BarePlugin
 
 scene = witnesses.scene  # a fixture

@@ -16,7 +16,6 @@ import subprocess
 import sys
 import time
 import uuid
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,14 +40,13 @@ from tests.cluster.node import (
     remove_ledger,
 )
 from tests.programs import ANY_CONFIG
+from tests.scenarios import sides
+from tests.scenarios.sides import SidesScenarios, long, named
 
 LIMIT = 30.0
 """Seconds in which a device moves at the most; what is good is judged elsewhere."""
 CHECKPOINT = DEVICE_PLUGINS / "kubelet_internal_checkpoint"
 CDI = Path("/var/run/cdi")
-
-LONG = bool(os.environ.get("CLUSTER_LONG"))
-long = pytest.mark.skipif(not LONG, reason="CLUSTER_LONG is not set")
 
 
 # --- one scenario ----------------------------------------------------------------------------------------------------
@@ -84,20 +82,20 @@ class Agents(Bridge):
             )
 
 
-class Scene:
+class Scene(sides.Scene):
     """The devices, agents and pods of one scenario, and what became of them."""
 
     def __init__(self, cluster: Cluster, name: str) -> None:
         self.cluster = cluster
         self.name = name
-        self.before = 0
         self.after: int | None = None
         self.seconds: list[float] = []
         self.stack = contextlib.ExitStack()
         self.waiting: dict[str, dict[str, Any]] = {}
         """The manifests of pods that wait for a device; one that the kubelet refuses is made again."""
         self._minors = iter(range(1, 256))
-        self._checked = 0.0
+        self._without_network: dict[str, Any] = {}
+        """What a pod needs to be scheduled while the node's network is not ready."""
 
     # Devices and agents.
 
@@ -116,37 +114,22 @@ class Scene:
             self.agents.template(name.rpartition("/")[2], self.agents.one(resource=name))
         return self.agents
 
-    @contextlib.contextmanager
-    def agent_killed(self, agent: str) -> Iterator[None]:
-        """Have the agent killed before, and started after, if that is asked for."""
-        if agent == "killed":
-            self.agents.kill()
-        yield
-        if agent == "killed":
-            self.agents.start()
-            self.agents.wait_registered()
-
-    def states(self, resource: str) -> Counter[str]:
-        """Return how many devices of a resource are in which state, as the agent tells on its slice."""
-        driver = next(str(one["driver"]) for one in self.agents.resources if one["name"] == named(resource))
-        for one in self.agents.slices(driver):
-            text = (one["metadata"].get("annotations") or {}).get(f"{driver}/handover")
-            if text and (told := json.loads(text)["resources"].get(named(resource))):
-                return Counter(device["state"] for device in told["devices"].values() if not device.get("gone"))
-        return Counter()
-
-    def wait_states(self, resource: str, timeout: float = LIMIT, **wanted: int) -> None:
-        """Wait until so many devices of a resource are in these states (to_dra for to-dra)."""
-        expected = Counter({state.replace("_", "-"): count for state, count in wanted.items()})
-        self.cluster.wait_for(lambda: self.states(resource) == expected, timeout, f"{resource}: {dict(expected)}")
-
     def share(self, **shares: str | int) -> None:
-        """Ask for shares by the config file."""
         for index, resource in enumerate(self.agents.resources):
             letter = str(resource["name"]).rpartition("/")[2]
             if letter in shares:
                 self.agents.resources[index] = {**resource, "dra": {"share": shares[letter]}}
         self.agents.write()
+
+    def begin(self, **resources: tuple[int, str]) -> None:
+        for letter, (count, _) in resources.items():
+            self.nodes(letter, count)
+        self.serve(*(resource(letter, share) for letter, (_, share) in resources.items()))
+        for letter, (count, share) in resources.items():
+            if share == "all":
+                self.agents.wait_offered(count, f"{letter}.example.net")
+            else:
+                self.cluster.wait_allocatable(named(letter), count)
 
     # Pods.
 
@@ -162,12 +145,19 @@ class Scene:
         return self.make(manifest)
 
     def pod(self, name: str, resource: str, **spec: Any) -> Pod:
-        """Start a pod that gets a device by its limits."""
         return self.make(plain(name, resource, **spec))
 
     def claimer(self, name: str, resource: str, **spec: Any) -> Pod:
-        """Start a pod that gets a device by a claim."""
         return self.make(claimer(name, resource, **spec))
+
+    def wants(self, how: str, resource: str, name: str = "", *, scheduled: bool = False) -> None:
+        make = plain if how == "pod" else claimer
+        manifest = make(name or f"wants-{resource}", resource, **self._without_network)
+        if scheduled:
+            self.waiting[manifest["metadata"]["name"]] = manifest
+            self.make(manifest)
+        else:
+            self.wait(manifest)
 
     def wait(self, manifest: Mapping[str, Any]) -> None:
         """Start a pod for which there is no device now.
@@ -188,7 +178,6 @@ class Scene:
         self.cluster.wait_for(settled, LIMIT, f"{name} is unschedulable")
 
     def running(self, *pods: Pod) -> None:
-        """Wait until these run, with a lock each."""
         for pod in pods:
             pod.wait_running()
         self.cluster.wait_for(lambda: {one.uid for one in pods} <= {one.uid for one in locks.holders()}, 10, "locks")
@@ -197,36 +186,6 @@ class Scene:
         """Return the key of the device that a pod has locked."""
         return next(one.key for one in locks.holders() if one.uid == pod.uid)
 
-    def both(self, **spec: Any) -> tuple[list[Pod], list[Pod]]:
-        """Have two devices held and waiting in TO_DRA (a), two in TO_PLUGIN (b), and a pod waiting for each kind."""
-        self.nodes("a", 2)
-        self.nodes("b", 2)
-        self.serve(resource("a", "none"), resource("b", "all"))
-        self.cluster.wait_allocatable(named("a"), 2)
-        self.agents.wait_offered(2, "b.example.net")
-        plains = [self.pod(f"a{number}", "a", **spec) for number in range(2)]
-        claimers = [self.claimer(f"b{number}", "b", **spec) for number in range(2)]
-        self.running(*plains, *claimers)
-        self.share(a="all", b="none")
-        self.wait_states("a", to_dra=2)
-        self.wait_states("b", to_plugin=2)
-        self.wait(claimer("wants-a", "a"))
-        self.wait(plain("wants-b", "b"))
-        self.before = len(locks.holders())
-        assert self.before == 4
-        return plains, claimers
-
-    def one_each(self) -> list[Pod]:
-        """Have a device held by a pod (a) and another by a claim (b), at rest."""
-        self.nodes("a", 1)
-        self.nodes("b", 1)
-        self.serve(resource("a", "none"), resource("b", "all"))
-        self.cluster.wait_allocatable(named("a"), 1)
-        self.agents.wait_offered(1, "b.example.net")
-        pods = [self.pod("a0", "a"), self.claimer("b0", "b")]
-        self.running(*pods)
-        return pods
-
     def claimed(self, letter: str) -> Pod:
         """Have the only device of a resource held by a claim, at rest; return the claim's pod."""
         self.nodes(letter, 1)
@@ -234,8 +193,141 @@ class Scene:
         self.agents.wait_offered(1)
         user = self.claimer("user", letter)
         self.running(user)
-        self.before = len(locks.holders())
+        self.note_holders()
         return user
+
+    def claim_user(self, name: str, resource: str) -> Pod:
+        self.agents.claim(f"of-{name}", self.agents.one(resource=named(resource)))
+        claims = {"device": {"resourceClaimName": f"of-{name}"}}
+        return self.make(locks.pod(name, locks.container(claims=["device"]), claims=claims))
+
+    def take_claim(self, pod: Pod) -> None:
+        name, body = f"of-{pod.name}", {"metadata": {"finalizers": None}}
+        self.cluster.api.patch("ResourceClaim", name, body, api_version=self.agents.api_version)
+        self.cluster.delete("ResourceClaim", name)
+
+    def delete(self, pod: Pod) -> None:
+        pod.delete()
+
+    def runs(self, uid: str) -> bool:
+        return bool(locks.pids(uid))
+
+    def slices(self, resource: str) -> list[dict[str, Any]]:
+        return self.agents.slices(next(str(o["driver"]) for o in self.agents.resources if o["name"] == named(resource)))
+
+    def until(self, what: str, condition: Callable[[], object], limit: float = LIMIT) -> None:
+        self.cluster.wait_for(condition, limit, what)
+
+    # Faults.
+
+    def kill_agent(self) -> None:
+        self.agents.kill()
+
+    def start_agent(self) -> None:
+        self.agents.start()
+        self.agents.wait_registered()
+
+    def end_kubelet(self, how: str) -> None:
+        if how == "sigterm":
+            self.cluster.stop_kubelet()
+        else:
+            self.cluster.kill("kubelet")
+
+    def start_kubelet(self) -> None:
+        self.cluster.start_kubelet()
+
+    def lose_checkpoint(self) -> None:
+        CHECKPOINT.unlink()
+
+    def lose_ledger(self) -> None:
+        damage("removed")
+
+    def end_container(self, pod: Pod) -> None:
+        for pid in locks.pids(pod.uid):
+            os.kill(pid, signal.SIGTERM)
+        self.cluster.wait_for(lambda: not locks.pids(pod.uid), LIMIT, "the job has ended")
+
+    @contextlib.contextmanager
+    def kubelet_without_pods(self) -> Iterator[None]:
+        """Start the kubelet; the address at which it looks for the API server exists only after this."""
+        config = self.cluster.directory / "kubelet.kubeconfig"
+        text = config.read_text()
+        address = ["10.96.0.2/32", "dev", "lo"]
+        self.stack.callback(self.cluster.restart_kubelet)
+        self.stack.callback(config.write_text, text)
+        self.stack.callback(subprocess.run, ["ip", "address", "del", *address])
+        body = json.loads(text)
+        body["clusters"][0]["cluster"] |= {"server": "https://10.96.0.2:443", "tls-server-name": "localhost"}
+        config.write_text(json.dumps(body))
+        self.cluster.start_kubelet()
+        yield
+        subprocess.run(["ip", "address", "add", *address], check=True)
+
+    def stop_api_server(self) -> None:
+        self.cluster.stop_apiserver()
+
+    def start_api_server(self) -> None:
+        start_api_server(self.cluster)
+
+    @contextlib.contextmanager
+    def flooded(self) -> Iterator[None]:
+        with locks.flooded(POD_RESOURCES_SOCKET) as counts:
+            self.cluster.wait_for(lambda: counts[1] > 50, LIMIT, "the kubelet refuses calls")
+            yield
+
+    def static_pod(self, name: str, resource: str) -> locks.Holder:
+        """Run a pod by a manifest on the node, which ignores SIGTERM."""
+        manifest = self.cluster.directory / "static" / f"{name}.json"
+        manifest.parent.mkdir(exist_ok=True)
+        self.cluster.kubelet_config["staticPodPath"] = str(manifest.parent)
+        self.cluster.restart_kubelet()
+        self.cluster.wait_allocatable(named(resource), 1)
+        body = plain(name, resource, ignores_term=True, terminationGracePeriodSeconds=60)
+        manifest.with_suffix(".new").write_text(json.dumps(body))
+        manifest.with_suffix(".new").rename(manifest)
+        self.cluster.wait_for(locks.holders, LIMIT, "the static pod runs")
+        (holder,) = locks.holders()
+        self._manifest = manifest
+        self.stack.callback(self.end_static, manifest, holder.uid)
+        return holder
+
+    def remove_manifest(self, pod: locks.Holder) -> None:
+        self._manifest.unlink()
+
+    def end_slow(self, pod: locks.Holder) -> None:
+        os.kill(pod.pid, signal.SIGKILL)
+
+    def lose_network(self) -> None:
+        self._cni = self.cluster.directory / "cni" / "10-pods.conflist"
+        self._network = self._cni.read_text()
+        self._cni.unlink()
+        self.stack.callback(self._cni.write_text, self._network)
+        self.cluster.wait_for(lambda: not self.cluster.ready(), 60, "the node is not ready")
+        self._without_network = {"hostNetwork": True, "tolerations": [{"operator": "Exists"}]}
+
+    def restore_network(self) -> None:
+        """Make it ready; containerd reads again what is written, not what is renamed."""
+        self._cni.write_text(self._network)
+
+    def admitted(self, name: str, resource: str) -> Pod:
+        """Start a pod while the network is not ready: its init container has the device."""
+        init = [locks.container("init", {named(resource): 1})]
+        spec: dict[str, Any] = {
+            "nodeName": self.cluster.node_name,
+            "tolerations": [{"operator": "Exists"}],
+            "initContainers": init,
+        }
+        pod = self.make(locks.pod(name, locks.container(), **spec))
+        self.cluster.wait_for(lambda: pod.uid in CHECKPOINT.read_text(), LIMIT, "the pod is admitted")
+        return pod
+
+    def wipes(self) -> int:
+        return sum(one.what in ("free", "held") for one in locks.notes())
+
+    def hang(self, pod: Pod) -> None:
+        self.freeze(pod)
+        pod.delete(0)
+        pod.wait_gone()
 
     def freeze(self, pod: Pod) -> None:
         """Have a pod's shim hang, so that the runtime can end nothing of it."""
@@ -250,7 +342,6 @@ class Scene:
         self.thaw()
 
     def thaw(self) -> None:
-        """Let all shims go on."""
         for pid, _ in locks.containers():
             os.kill(locks.parent(pid), signal.SIGCONT)
 
@@ -267,6 +358,9 @@ class Scene:
 
     # What is seen.
 
+    def note_holders(self) -> None:
+        self.before = len(locks.holders())
+
     def overlaps(self) -> list[str]:
         """Return containers that did not get the lock of a device that they have."""
         return [f"{one.pod}/{one.container}: {one.key}" for one in locks.notes() if one.what == "failed"]
@@ -276,24 +370,17 @@ class Scene:
         return [f"{one.container}: {one.key}" for one in locks.notes() if one.what == "held"]
 
     def check(self) -> None:
-        """Fail if a device had two holders by now."""
         assert not self.overlaps(), f"holders now: {[(one.key, one.pod) for one in locks.holders()]}"
-
-    def observe(self, seconds: float) -> None:
-        """Look on for so long, twice that with CLUSTER_LONG; it is how long the scenario lasts, not a wait."""
-        deadline = time.monotonic() + (2 * seconds if LONG else seconds)
-        while time.monotonic() < deadline:
-            self.check()
-            with contextlib.suppress(ApiError, OSError, ClusterError):
-                self.urge()
-            time.sleep(0.2)
-        self.check()
 
     def urge(self) -> None:
         """Make pods again that the kubelet has refused, and have it try again what it could not prepare.
 
         A kubelet that has lost its checkpoint lets pods run without a device until the plugin is registered again.
         """
+        with contextlib.suppress(ApiError, OSError, ClusterError):
+            self._urge()
+
+    def _urge(self) -> None:
         without = {one.uid for one in locks.notes() if one.what == "without"}
         for name, manifest in self.waiting.items():
             found = self.cluster.pod(name)
@@ -314,8 +401,7 @@ class Scene:
 
         def got() -> bool:
             self.check()
-            with contextlib.suppress(ApiError, OSError, ClusterError):
-                self.urge()
+            self.urge()
             times.update((one.pod, one.at) for one in locks.notes() if one.what == "got" and one.key in keys)
             return times.keys() >= set(new)
 
@@ -330,7 +416,7 @@ class Scene:
             self.waiting.pop(name, None)
         self.seconds.append(max(0.0, max(times[name] for name in new) - ended))
 
-    def handed_to_anybody(self, pod: Pod, limit: float = LIMIT) -> None:
+    def handed_to_anybody(self, pod: Pod, limit: float = 60) -> None:
         """Delete a pod and wait until any other one has got its device."""
         uid, key = pod.uid, self.key(pod)
         pod.delete()
@@ -338,28 +424,17 @@ class Scene:
 
         def got() -> bool:
             self.check()
-            with contextlib.suppress(ApiError, OSError, ClusterError):
-                self.urge()
+            self.urge()
             return any(one.key == key for one in locks.holders())
 
         self.cluster.wait_for(got, limit, "somebody has got what was held")
         self.check()
-
-    def end_one_of_each(self, plains: list[Pod], claimers: list[Pod]) -> None:
-        """Delete a pod of each kind: its device goes to the pod that waits, within the limit."""
-        for pods, wants in ((plains, "wants-a"), (claimers, "wants-b")):
-            if pods:
-                self.handed_on(pods[0].delete, [pods[0].uid], wants)
 
     def row(self) -> Row:
         """Return what is told of it."""
         after = self.after if self.after is not None else len(locks.holders())
         seconds = " ".join(f"{one:.1f}" for one in self.seconds) or "-"
         return Row(self.name, self.before, after, len(self.overlaps()), len(self.released()), seconds)
-
-
-def named(letter: str) -> str:
-    return f"example.net/{letter}"
 
 
 def resource(letter: str, share: str | int, **more: Any) -> dict[str, Any]:
@@ -400,17 +475,6 @@ def scene(
 # --- faults ----------------------------------------------------------------------------------------------------------
 
 
-def restart_kubelet(cluster: Cluster, how: str) -> None:
-    """End the kubelet in one of the ways and start it again."""
-    if how == "sigterm":
-        cluster.stop_kubelet()
-    else:
-        cluster.kill("kubelet")
-    if how == "checkpoint":
-        CHECKPOINT.unlink()
-    cluster.start_kubelet()
-
-
 def start_api_server(cluster: Cluster) -> None:
     """Start the API server again and wait until a new pod can run."""
     cluster.start_apiserver()
@@ -420,59 +484,8 @@ def start_api_server(cluster: Cluster) -> None:
     cluster.start_pod("canary").wait_running()
 
 
-KUBELET = [
-    pytest.param(how, api, agent, marks=() if (how, api, agent) in often else long, id=f"{how}-{api}-{agent}")
-    for often in [{("sigterm", "up", "kept"), ("sigkill", "down", "killed"), ("checkpoint", "up", "kept")}]
-    for how in ("sigterm", "sigkill", "checkpoint")
-    for api in ("up", "down", "minute")
-    for agent in ("kept", "killed")
-]
-
-
-@pytest.mark.parametrize(("how", "api", "agent"), KUBELET)
-def test_kubelet_restarts(scene: Scene, how: str, api: str, agent: str) -> None:
-    """Held devices on their way to either side stay with their holders while the kubelet is restarted."""
-    plains, claimers = scene.both()
-    cluster = scene.cluster
-    if api != "up":
-        cluster.stop_apiserver()
-    with scene.agent_killed(agent):
-        restart_kubelet(cluster, how)
-    if api != "up":
-        scene.observe(30 if api == "minute" else 3)
-        start_api_server(cluster)
-    # Unknown is not to become "nobody" with time.
-    scene.observe(18 if how == "checkpoint" and LONG else 5)
-    # A kubelet that has lost its checkpoint admits running pods anew, and fails them: their devices are Unhealthy.
-    if failed := [pod.uid for pod in plains if not locks.pids(pod.uid)]:
-        assert how == "checkpoint"
-        scene.handed_on(lambda: None, failed, "wants-a")
-        plains = []
-    scene.end_one_of_each(plains, claimers)
-
-
-@pytest.mark.parametrize("agent", ["kept", pytest.param("killed", marks=long)])
-def test_checkpoint_is_lost_at_rest(scene: Scene, agent: str) -> None:
-    """A device that the kubelet has forgotten with its checkpoint goes to no other pod while its container runs."""
-    scene.nodes("a", 2)
-    scene.serve(resource("a", "none"))
-    scene.cluster.wait_allocatable(named("a"), 2)
-    pods = [scene.pod(f"a{number}", "a") for number in range(2)]
-    scene.running(*pods)
-    wanting = ["wants-0", "wants-1"]
-    for name in wanting:
-        scene.wait(plain(name, "a"))
-    scene.before = len(locks.holders())
-    with scene.agent_killed(agent):
-        restart_kubelet(scene.cluster, "checkpoint")
-    scene.observe(5)
-
-    def end() -> None:
-        for pod in pods:
-            pod.delete()
-
-    # Both: the scheduler goes on counting a pod whose device the kubelet has forgotten.
-    scene.handed_on(end, [pod.uid for pod in pods], *wanting)
+class TestSides(SidesScenarios):
+    """The scenarios that the fake node runs, too."""
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -484,7 +497,7 @@ def test_a_container_restarts_after_the_checkpoint_was_lost(scene: Scene, count:
     pod = scene.pod("a0", "a", restartPolicy="Always")
     scene.running(pod)
     scene.before = len(locks.holders())
-    restart_kubelet(scene.cluster, "checkpoint")
+    scene.restart_kubelet("checkpoint")
     scene.observe(5)
     assert locks.pids(pod.uid), "the kubelet has admitted the pod anew, and failed it"
     restarts = pod.restarts()
@@ -502,34 +515,6 @@ def test_a_container_restarts_after_the_checkpoint_was_lost(scene: Scene, count:
         scene.cluster.wait_for(lambda: len(locks.holders()) == count, LIMIT, "another pod has the other device")
         scene.waiting.pop("wants-a")
     assert len({one.key for one in locks.holders()}) == len(locks.holders()) == count
-
-
-def test_ledger_and_checkpoint_are_lost(scene: Scene) -> None:
-    """With both, all is lost that names pods with devices, but for the copy of the ledger's allocations."""
-    scene.nodes("a", 2)
-    scene.serve(resource("a", "none"))
-    scene.cluster.wait_allocatable(named("a"), 2)
-    pods = [scene.pod(f"a{number}", "a") for number in range(2)]
-    scene.running(*pods)
-    scene.before = len(locks.holders())
-    scene.cluster.kill("kubelet")
-    scene.agents.kill()
-    damage("removed")
-    CHECKPOINT.unlink()
-    scene.cluster.start_kubelet()
-    scene.agents.start()
-    scene.agents.wait_registered()
-    wanting = ["wants-0", "wants-1"]
-    for name in wanting:
-        scene.wait(claimer(name, "a"))
-    scene.share(a="all")
-    scene.observe(8)
-
-    def end() -> None:
-        for pod in pods:
-            pod.delete()
-
-    scene.handed_on(end, [pod.uid for pod in pods], *wanting)
 
 
 def test_log_of_the_ledger_is_lost(scene: Scene) -> None:
@@ -645,38 +630,6 @@ def test_a_second_agent_of_another_name(scene: Scene) -> None:
 
 
 # --- containers that outlive their pods ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("agent", ["kept", pytest.param("killed", marks=long)])
-def test_containers_outlive_their_pods(scene: Scene, agent: str) -> None:
-    """Containers that the runtime cannot end keep their devices after their pods were deleted by force."""
-    plains, claimers = scene.both()
-    ending = [plains[0], claimers[0]]
-    for pod in ending:
-        scene.freeze(pod)
-        pod.delete(0)
-        pod.wait_gone()
-    with scene.agent_killed(agent):
-        pass
-    scene.observe(8)
-    scene.handed_on(scene.thaw, [pod.uid for pod in ending], "wants-a", "wants-b")
-
-
-@pytest.mark.parametrize("agent", ["kept", pytest.param("killed", marks=long)])
-def test_containers_outlive_their_pods_at_rest(scene: Scene, agent: str) -> None:
-    """Without any move, a device goes to no other user of its side while a container of a deleted pod has it."""
-    pods = scene.one_each()
-    scene.wait(plain("wants-a", "a"))
-    scene.wait(claimer("wants-b", "b"))
-    scene.before = len(locks.holders())
-    for pod in pods:
-        scene.freeze(pod)
-        pod.delete(0)
-        pod.wait_gone()
-    with scene.agent_killed(agent):
-        pass
-    scene.observe(8)
-    scene.handed_on(scene.thaw, [pod.uid for pod in pods], "wants-a", "wants-b", limit=60)
 
 
 @long
@@ -957,29 +910,6 @@ def test_plugin_alone_has_another_name_for_a_device(scene: Scene, how: str) -> N
 # --- kinds of pods and containers ------------------------------------------------------------------------------------
 
 
-def test_static_pod_ends_slowly(scene: Scene) -> None:
-    """A static pod whose manifest is removed keeps its device until its container has ended, which ignores SIGTERM."""
-    scene.nodes("a", 1)
-    manifest = scene.cluster.directory / "static" / "slow.json"
-    manifest.parent.mkdir(exist_ok=True)
-    scene.cluster.kubelet_config["staticPodPath"] = str(manifest.parent)
-    scene.cluster.restart_kubelet()
-    scene.serve(resource("a", "none"))
-    scene.cluster.wait_allocatable(named("a"), 1)
-    body = plain("slow", "a", ignores_term=True, terminationGracePeriodSeconds=60)
-    manifest.with_suffix(".new").write_text(json.dumps(body))
-    manifest.with_suffix(".new").rename(manifest)
-    scene.cluster.wait_for(locks.holders, LIMIT, "the static pod runs")
-    (holder,) = locks.holders()
-    scene.stack.callback(scene.end_static, manifest, holder.uid)
-    scene.before = 1
-    manifest.unlink()
-    scene.share(a="all")
-    scene.wait(claimer("wants-a", "a"))
-    scene.observe(5)
-    scene.handed_on(lambda: os.kill(holder.pid, signal.SIGKILL), [holder.uid], "wants-a")
-
-
 @pytest.mark.parametrize("agent", ["kept", pytest.param("killed", marks=long)])
 def test_init_containers_and_sidecars(scene: Scene, agent: str) -> None:
     """An init container named like an earlier pod's container is a holder of its own; so is a sidecar."""
@@ -1007,71 +937,6 @@ def test_init_containers_and_sidecars(scene: Scene, agent: str) -> None:
     scene.observe(4)
     scene.handed_on(sidecar.delete, [sidecar.uid], "wants-b")
     scene.handed_on(second.delete, [second.uid], "wants-a")
-
-
-@pytest.mark.parametrize("agent", [pytest.param("kept", marks=long), "killed"])
-def test_network_is_not_ready(scene: Scene, agent: str) -> None:
-    """An init container of an admitted pod holds its device before the node's network is ready: it has no sandbox, no
-    pod directory and no cgroup, and PodResources List does not name it.
-    """
-    scene.nodes("a", 1)
-    scene.serve(resource("a", "none"))
-    scene.cluster.wait_allocatable(named("a"), 1)
-    cni = scene.cluster.directory / "cni" / "10-pods.conflist"
-    text = cni.read_text()
-    cni.unlink()
-    scene.stack.callback(cni.write_text, text)  # containerd reads again what is written, not what is renamed
-    scene.cluster.wait_for(lambda: not scene.cluster.ready(), 60, "the node is not ready")
-    tolerate: dict[str, Any] = {"tolerations": [{"operator": "Exists"}]}
-    since = time.clock_gettime(time.CLOCK_BOOTTIME)
-    init = [locks.container("init", {named("a"): 1})]
-    spec = {"nodeName": scene.cluster.node_name, **tolerate}
-    pod = scene.make(locks.pod("admitted", locks.container(), initContainers=init, **spec))
-    key = locks.key_of(locks.NODES / "a" / "a0")
-    scene.cluster.wait_for(lambda: pod.uid in CHECKPOINT.read_text(), LIMIT, "the pod is admitted")
-    scene.share(a="all")
-    scene.wait(claimer("wants-a", "a", hostNetwork=True, **tolerate))
-    with scene.agent_killed(agent):
-        pass
-    scene.observe(12)
-    cni.write_text(text)
-    scene.cluster.wait_for(lambda: any(one.uid == pod.uid for one in locks.notes()), 60, "the init container runs")
-    scene.check()
-    scene.before = len(locks.holders())
-    wiped = [one for one in locks.notes() if one.what in ("free", "held") and one.key == key and one.at > since]
-    assert not wiped, "`released` was called for the device of an admitted pod"
-    scene.handed_on(pod.delete, [pod.uid], "wants-a")
-
-
-def test_claim_loses_its_finalizers(scene: Scene) -> None:
-    """A claim that is deleted while its pod runs keeps its device, through restarts of agent and kubelet."""
-    scene.nodes("b", 1)
-    scene.serve(resource("b", "all"))
-    scene.agents.wait_offered(1)
-    scene.agents.claim("mine")
-    mine = locks.pod("user", locks.container(claims=["device"]), claims={"device": {"resourceClaimName": "mine"}})
-    user = scene.make(mine)
-    scene.running(user)
-    scene.before = len(locks.holders())
-    scene.wait(plain("wants-plain", "b"))
-    scene.cluster.api.patch(
-        "ResourceClaim", "mine", {"metadata": {"finalizers": None}}, api_version=scene.agents.api_version
-    )
-    scene.cluster.delete("ResourceClaim", "mine")
-    scene.waiting["wants-claim"] = claimer("wants-claim", "b")
-    scene.make(scene.waiting["wants-claim"])
-    scene.observe(1)
-    # The agent asks as soon as the kubelet answers, which then knows no pod yet.
-    scene.agents.kill()
-    scene.cluster.stop_kubelet()
-    scene.agents.start()
-    scene.cluster.start_kubelet()
-    scene.observe(11)
-    scene.share(b="none")
-    scene.observe(3)
-    scene.share(b="all")
-    # The scheduler took the device for free when the claim was gone, and allocated it to either of the two.
-    scene.handed_to_anybody(user, limit=60)
 
 
 # --- names of devices ------------------------------------------------------------------------------------------------
@@ -1220,62 +1085,6 @@ def test_node_reboots(scene: Scene, api: str) -> None:
         scene.seconds.append(time.monotonic() - began)
     scene.running(*claimers)
     scene.handed_on(claimers[0].delete, [claimers[0].uid], "wants-b")
-
-
-@contextlib.contextmanager
-def kubelet_without_pods(scene: Scene) -> Iterator[None]:
-    """Start the kubelet; the address at which it looks for the API server exists only after this."""
-    config = scene.cluster.directory / "kubelet.kubeconfig"
-    text = config.read_text()
-    address = ["10.96.0.2/32", "dev", "lo"]
-    scene.stack.callback(scene.cluster.restart_kubelet)
-    scene.stack.callback(config.write_text, text)
-    scene.stack.callback(subprocess.run, ["ip", "address", "del", *address])
-    body = json.loads(text)
-    body["clusters"][0]["cluster"] |= {"server": "https://10.96.0.2:443", "tls-server-name": "localhost"}
-    config.write_text(json.dumps(body))
-    scene.cluster.start_kubelet()
-    yield
-    subprocess.run(["ip", "address", "add", *address], check=True)
-
-
-@pytest.mark.parametrize("asked", [pytest.param("before", marks=long), "after"])
-def test_job_ends_while_nobody_sees_it(scene: Scene, asked: str) -> None:
-    """The device of a pod that ended while kubelet and agent were away moves, by an earlier or a later share, though
-    the kubelet knew no pod when the agent first asked it.
-    """
-    scene.nodes("a", 2)
-    scene.serve(resource("a", "none"))
-    scene.cluster.wait_allocatable(named("a"), 2)
-    ending, other = (scene.pod(f"a{number}", "a", restartPolicy="Never") for number in range(2))
-    scene.running(ending, other)
-    scene.before = len(locks.holders())
-    if asked == "before":
-        scene.share(a="all")
-        scene.wait_states("a", to_dra=2)
-    scene.wait(claimer("wants-a", "a"))
-    scene.agents.kill()
-    scene.cluster.stop_kubelet()
-    for pid in locks.pids(ending.uid):
-        os.kill(pid, signal.SIGTERM)
-    scene.cluster.wait_for(lambda: not locks.pids(ending.uid), LIMIT, "the job has ended")
-
-    def come_back() -> None:
-        with kubelet_without_pods(scene):
-            scene.agents.start()
-            scene.agents.wait_registered()
-            scene.share(a="all")
-            scene.observe(5)
-
-    scene.handed_on(come_back, [ending.uid], "wants-a", limit=60)
-
-
-def test_pod_resources_is_flooded(scene: Scene) -> None:
-    """Devices move while another client uses up all calls that the kubelet answers."""
-    plains, claimers = scene.both()
-    with locks.flooded(POD_RESOURCES_SOCKET) as counts:
-        scene.cluster.wait_for(lambda: counts[1] > 50, LIMIT, "the kubelet refuses calls")
-        scene.end_one_of_each(plains, claimers)
 
 
 def test_cdi_directory_is_wiped(scene: Scene) -> None:

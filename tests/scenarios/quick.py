@@ -28,11 +28,16 @@ def quick_scanner(scanner: scanning.HolderScanner, *arguments: Any, **more: Any)
     scanner.period = PERIOD
 
 
-def main(arguments: list[str]) -> None:
-    """Run `FILE [ARGUMENT ...]` or `-m MODULE [ARGUMENT ...]` as python would."""
+def hurry() -> None:
+    """Have the agents of this process scan often."""
     scanning.HolderScanner.__init__ = quick_scanner  # type: ignore[assignment]
     rules.WELL_APART = PERIOD  # type: ignore[misc]
     tracker.MOST_REQUEST = PERIOD  # type: ignore[misc]
+
+
+def main(arguments: list[str]) -> None:
+    """Run `FILE [ARGUMENT ...]` or `-m MODULE [ARGUMENT ...]` as python would."""
+    hurry()
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)

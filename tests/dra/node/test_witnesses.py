@@ -1,6 +1,7 @@
 """A whole agent on the embedded node that errs as real ones do: no device ever has two holders.
 
-In each scenario `released` is called for no device that a container has at that moment.
+What a real node is made to do as well is in tests/scenarios/sides.py. In each test `released` is called for no device
+that a container has at that moment.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import pytest
 
 from deviceplugin import claim_files
 from deviceplugin.device import Device
-from deviceplugin.register import operations
 from deviceplugin.register.records import State
 from deviceplugin.testing import Checkpoint, ContainerSpec, FakePod
 from dra_bridge.driver import preparation
@@ -86,8 +86,8 @@ async def world(node: FakeNode, tmp_path: Path, count: int = 1, *, offered: bool
         assert source.wrong == []
 
 
-async def run(node: FakeNode, name: str = "p", *, static: bool = False) -> FakePod:
-    return await asyncio.to_thread(node.run_pod, name, ONE, static=static, check=False)
+async def run(node: FakeNode, name: str = "p") -> FakePod:
+    return await asyncio.to_thread(node.run_pod, name, ONE, check=False)
 
 
 async def claimant(node: FakeNode, name: str = "c") -> FakePod:
@@ -98,27 +98,6 @@ async def claimant(node: FakeNode, name: str = "c") -> FakePod:
 def checkpointed(node: FakeNode) -> set[str]:
     """Return the UIDs of the pods that the checkpoint names."""
     return {entry.pod_uid for entry in Checkpoint.from_json(node.checkpoint.read_bytes()).entries or ()}
-
-
-async def test_the_kubelet_restarts_while_held_devices_wait_for_dra(node: FakeNode, tmp_path: Path) -> None:
-    """An empty List of a kubelet that knows no pods yet moves nothing; the move ends with the pods."""
-    async with world(node, tmp_path, 2) as here:
-        pods = [await run(node, name) for name in ("p0", "p1")]
-        here.ask("all")
-        await here.settle(State.TO_DRA, State.TO_DRA)
-        node.hold_sources()
-        for _ in range(2):
-            await asyncio.to_thread(node.restart)
-            await here.listening()
-            assert set(here.states.values()) == {State.TO_DRA}
-        waiting = node.start_pod("c", template={D: 1})
-        node.release_sources()
-        await here.scans()
-        assert set(here.states.values()) == {State.TO_DRA}
-        await asyncio.to_thread(pods[0].delete, 60)
-        await asyncio.to_thread(waiting.wait_running, 60)
-        await asyncio.to_thread(pods[1].delete, 60)
-        await here.settle(State.DRA, State.DRA)
 
 
 async def test_restarts_release_nothing_that_is_in_use(node: FakeNode, tmp_path: Path) -> None:
@@ -154,51 +133,6 @@ async def test_devices_that_came_free_while_no_agent_ran_are_released_at_the_sta
         await here.until(lambda: bool(here.source.wiped))
         await here.scans()
         assert sorted(here.source.wiped) == sorted({"d0", "d1", "d2", "d3"} - held)
-
-
-async def test_a_pod_that_is_deleted_by_force_and_runs_on(node: FakeNode, tmp_path: Path) -> None:
-    """Kubelet and checkpoint have forgotten it; its device neither moves nor is offered until its processes end."""
-    async with world(node, tmp_path) as here:
-        pod = await run(node)
-        await here.scans(1)
-        here.ask("all")
-        await here.settle(State.TO_DRA)
-        pod.force_delete(hang=True)
-        await here.bridge.agent.scanner.scan({(R, "free")})  # the kubelet writes its checkpoint
-        assert not checkpointed(node)
-        await here.scans()
-        assert here.states == {"d0": State.TO_DRA}
-        assert "processes of its pod run" in here.waiting["d0"]
-        here.ask("none")
-        await here.settle(State.PLUGIN)
-        await here.scans()
-        assert not here.healthy, "the kubelet would give it away"
-        here.ask("all")
-        await here.settle(State.TO_DRA)
-        await asyncio.to_thread(pod.end_containers, 60)
-        await here.settle(State.DRA)
-
-
-async def test_a_claims_pod_that_is_deleted_by_force_and_runs_on(node: FakeNode, tmp_path: Path) -> None:
-    """The API server has forgotten the claim; it stays prepared, and its device on its side, while processes run."""
-    async with world(node, tmp_path) as here:
-        here.ask("all")
-        await here.settle(State.DRA)
-        pod = await claimant(node)
-        node.damage_claim_state("deleted")
-        pod.force_delete(hang=True)
-        assert node.server.objects("resourceclaims") == []
-        await asyncio.to_thread(node.restart)
-        here.ask("none")
-        await here.settle(State.TO_PLUGIN)
-        for _ in range(3):
-            await here.reconcile()
-        assert here.states == {"d0": State.TO_PLUGIN}
-        assert here.claims
-        await asyncio.to_thread(pod.end_containers, 60)
-        await here.reconcile()
-        assert not here.claims
-        await here.settle(State.PLUGIN)
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["CDI file alone", "own file"])
@@ -348,22 +282,6 @@ async def test_claims_end_while_other_pods_run(node: FakeNode, tmp_path: Path) -
         await asyncio.to_thread(other.end_containers, 60)
 
 
-async def test_a_static_pod_whose_manifest_is_removed(node: FakeNode, tmp_path: Path) -> None:
-    """It leaves List at once and ends slowly; its device waits for that."""
-    async with world(node, tmp_path) as here:
-        pod = await run(node, static=True)
-        await here.scans(1)
-        pod.remove_manifest()
-        here.ask("all")
-        await here.settle(State.TO_DRA)
-        await here.bridge.agent.scanner.scan({(R, "free")})  # the kubelet writes its checkpoint
-        assert not checkpointed(node)
-        await here.scans()
-        assert here.states == {"d0": State.TO_DRA}
-        await asyncio.to_thread(pod.end_containers, 60)
-        await here.settle(State.DRA)
-
-
 async def test_an_init_container_named_like_an_earlier_pods_container(node: FakeNode, tmp_path: Path) -> None:
     """A holder is a pod's UID and a container, not a name: the ended pod's end is not the running pod's."""
     async with world(node, tmp_path) as here:
@@ -380,117 +298,6 @@ async def test_an_init_container_named_like_an_earlier_pods_container(node: Fake
         await asyncio.to_thread(pod.end_init_container, "work", 60)
         await asyncio.to_thread(pod.delete, 60)
         await here.settle(State.DRA)
-
-
-async def test_a_pod_that_waits_for_the_nodes_network(node: FakeNode, tmp_path: Path) -> None:
-    """It has its device, and neither a cgroup nor a directory yet; also for an agent that starts meanwhile."""
-    async with world(node, tmp_path) as here:
-        node.lose_network()
-        pod = node.start_pod("p", ONE)
-        await here.until(lambda: node.checkpoint.exists() and pod.uid in checkpointed(node))
-        here.ask("all")
-        await here.settle(State.TO_DRA)
-        await here.scans()
-        assert here.states == {"d0": State.TO_DRA}
-    async with world(node, tmp_path, offered=False) as again:
-        await again.scans()
-        assert again.states == {"d0": State.TO_DRA}
-        node.restore_network()
-        await asyncio.to_thread(pod.wait_running, 60)
-        await again.scans()
-        assert again.states == {"d0": State.TO_DRA}
-        await asyncio.to_thread(pod.delete, 60)
-        await again.settle(State.DRA)
-
-
-async def test_a_claim_whose_finalizers_were_removed_while_its_pod_runs(node: FakeNode, tmp_path: Path) -> None:
-    """Agent and kubelet restart: neither an empty List nor a claim that the API server has no more ends it."""
-    async with world(node, tmp_path, 2) as here:
-        here.ask("1")
-        await here.until(lambda: list(here.states.values()).count(State.DRA) == 1)
-        pod = await claimant(node)
-        (device,) = node.devices_of(pod)
-    (claim,) = node.claims_of(pod)
-    node.remove_claim(claim)
-    node.hold_sources()
-    await asyncio.to_thread(node.restart)
-    async with world(node, tmp_path, 2) as here:
-        await here.reconcile()
-        here.ask("none")
-        await here.until(lambda: here.states[device] is State.TO_PLUGIN)
-        for _ in range(3):
-            await here.reconcile()
-        await here.scans()
-        assert here.states[device] is State.TO_PLUGIN
-        assert here.claims
-        assert device not in here.healthy
-        node.release_sources()
-        await asyncio.to_thread(pod.delete, 60)
-        await here.until(lambda: here.states[device] is State.PLUGIN)
-
-
-@pytest.mark.parametrize("share", ["none", "all"])
-async def test_the_checkpoint_is_lost_while_a_pod_runs(node: FakeNode, tmp_path: Path, share: str) -> None:
-    """The kubelet does not know the holder any more: the device neither moves nor is offered to another pod."""
-    async with world(node, tmp_path) as here:
-        await here.until(lambda: here.source.wiped == ["d0"])
-        pod = await run(node)
-        await here.scans(1)
-        here.ask(share)
-        state = {"none": State.PLUGIN, "all": State.TO_DRA}[share]
-        await here.settle(state)
-        node.hold_sources()
-        await asyncio.to_thread(node.stop)
-        node.damage_checkpoint("deleted")
-        await here.scans()
-        assert here.source.wiped == ["d0"], "at the start, when it was idle"
-        await asyncio.to_thread(node.start)
-        node.release_sources()
-        await here.listening()
-        assert here.states == {"d0": state}
-        assert not here.healthy
-        rival = await run(node, "rival")
-        assert (rival.phase, rival.reason) == ("Failed", "UnexpectedAdmissionError")
-        await asyncio.to_thread(rival.delete, 60)
-        assert pod.running
-        await asyncio.to_thread(pod.delete, 60)
-        if share == "all":
-            await here.settle(State.DRA)
-        else:
-            await here.until(lambda: here.healthy == {"d0"})
-
-
-@pytest.mark.parametrize("share", ["none", "all"])
-async def test_ledger_and_checkpoint_are_lost_while_a_pod_runs(node: FakeNode, tmp_path: Path, share: str) -> None:
-    """The copy of the allocations is left: the device neither moves nor is offered to another pod."""
-    async with world(node, tmp_path) as here:
-        await here.until(lambda: here.source.wiped == ["d0"])
-        for number in range(100):  # the copy has a record that is later than all of the next ledger
-            await here.bridge.drivers[D].async_ledger.do(operations.set_setting("test", "number", str(number)))
-        pod = await run(node)
-        await here.until(
-            lambda: any(one.holders for one in here.bridge.drivers[D].async_ledger.snapshot.allocations.values())
-        )
-        path = here.bridge.ledger_path
-    await asyncio.to_thread(node.stop)
-    node.damage_checkpoint("deleted")
-    for file in path.parent.glob(f"{path.name}*"):
-        file.unlink()
-    await asyncio.to_thread(node.start)
-    async with world(node, tmp_path, offered=False) as again:
-        await again.listening()
-        again.ask(share)
-        await again.scans()
-        assert again.states == {"d0": {"none": State.PLUGIN, "all": State.TO_DRA}[share]}
-        assert not again.healthy
-        assert again.source.wiped == []
-        assert pod.running
-        await asyncio.to_thread(pod.delete, 60)
-        if share == "all":
-            await again.settle(State.DRA)
-        else:
-            await again.until(lambda: again.healthy == {"d0"})
-        await again.until(lambda: not again.bridge.drivers[D].async_ledger.snapshot.allocations)
 
 
 async def test_agent_and_checkpoint_are_lost_soon_after_a_grant(node: FakeNode, tmp_path: Path) -> None:
@@ -519,42 +326,17 @@ async def test_agent_and_checkpoint_are_lost_soon_after_a_grant(node: FakeNode, 
         await again.until(lambda: again.healthy == {"d0"} and again.source.wiped == ["d0"])
 
 
-@pytest.mark.parametrize("how", ["completed", "reboot"])
-async def test_a_pod_that_ended_while_nobody_looked(node: FakeNode, tmp_path: Path, how: str) -> None:
-    """Its move ends without its deletion: the checkpoint is asked for again until it is written without it."""
+async def test_a_pod_that_ended_by_a_reboot(node: FakeNode, tmp_path: Path) -> None:
+    """Its move ends without its deletion: the kubelet is asked again until its checkpoint does not name the pod."""
     async with world(node, tmp_path, 2) as here:
         pod = await run(node)
         (device,) = pod.device_ids
         await here.scans(1)
         here.ask("all")
         await here.until(lambda: here.states[device] is State.TO_DRA)
-        if how == "reboot":
-            await asyncio.to_thread(node.reboot)
-            await here.settle(State.DRA, State.DRA)
-    if how == "completed":
-        await asyncio.to_thread(node.stop)
-        pod.complete()
-        async with world(node, tmp_path, 2, offered=False) as again:
-            await again.scans(2)
-            assert again.states[device] is State.TO_DRA
-            await asyncio.to_thread(node.start)
-            await again.settle(State.DRA, State.DRA)
-    assert "default/p" in node.pods
-
-
-async def test_other_clients_use_up_the_limit_of_pod_resources(node: FakeNode, tmp_path: Path) -> None:
-    """Moves of idle devices go on without List; one that a pod held, as soon as List is answered now and then."""
-    async with world(node, tmp_path, 2) as here:
-        pod = await run(node)
-        await here.scans(1)
-        node.pod_resources_refused = 1.0
-        here.ask("all")
-        await here.until(lambda: list(here.states.values()).count(State.DRA) == 1)
-        await here.scans(2)
-        assert here.states[pod.device_ids[0]] is State.TO_DRA
-        node.pod_resources_refused = 0.9
-        await asyncio.to_thread(pod.delete, 60)
+        await asyncio.to_thread(node.reboot)
         await here.settle(State.DRA, State.DRA)
+    assert "default/p" in node.pods
 
 
 async def test_devices_move_to_the_plugin_side_without_a_kubelet(node: FakeNode, tmp_path: Path) -> None:
