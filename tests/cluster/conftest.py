@@ -123,8 +123,10 @@ def archive() -> Iterator[Path]:
 
 @pytest.fixture
 def node(cluster: Cluster, archive: Path) -> Cluster:
-    """A node with the image."""
-    cluster.import_image(archive)
+    """A node with the image, which stays in containerd for as long as the cluster runs."""
+    if archive not in cluster.imported:
+        cluster.import_image(archive)
+        cluster.imported.add(archive)
     return cluster
 
 

@@ -194,6 +194,8 @@ class Cluster:
         self.binaries = build.ensure(version)
         self.version = self.binaries.version
         self.minor = self.binaries.minor
+        self.imported: set[Path] = set()
+        """Archives whose images containerd has."""
         self.node_name = isolate.NODE_NAME
         self.node_ip = isolate.NODE_IP
         self.directory = isolate.STATE / "cluster"

@@ -746,11 +746,14 @@ def _forty_claims(bridge: Bridge) -> None:
     bridge.template("fpgas")
     memory = []
     for ten in range(4):
-        pods = []
-        for number in range(10):
-            claims = {"fpga": {"resourceClaimTemplateName": "fpgas"}}
-            pods.append(bridge.pod(f"p{ten}{number}", claims).wait_running())
-            pods[-1].delete()
+        claims = {"fpga": {"resourceClaimTemplateName": "fpgas"}}
+        pods = [bridge.pod(f"p{ten}{number}", claims) for number in range(10)]
+        waiting = pods[:]
+        while waiting:  # four have devices at a time
+            cluster.wait_for(lambda: any(pod.phase == "Running" for pod in waiting), 120, "a pod runs")  # noqa: B023
+            for pod in [one for one in waiting if one.phase == "Running"]:
+                pod.delete()
+                waiting.remove(pod)
         for pod in pods:
             pod.wait_gone()
         memory.append(bridge.rss() / 1024)

@@ -314,8 +314,7 @@ def test_agents_are_just_deleted(scene: Scene) -> None:
     scene.running(kept, *users)
     scene.before = len(locks.holders())
     agents.stop()
-    for pod in (kept, users[0]):
-        restart_container(scene, pod)
+    restart_container(scene, kept)
     scene.restart_kubelet("sigterm")
     # A kubelet deletes the slices of drivers that have not registered with it: nothing more is allocated here.
     cluster.wait_for(lambda: not agents.slices(), 60, "the kubelet deletes the slices")
