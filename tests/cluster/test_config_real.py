@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import urllib.error
-import urllib.request
-
 import pytest
 
 from tests.cluster import test_witnesses_real as witnesses
@@ -12,22 +9,12 @@ from tests.cluster.test_witnesses_real import LIMIT, Agents, Scene, resource
 from tests.scenarios.sides import named
 
 scene = witnesses.scene  # a fixture
-AGENT = "http://127.0.0.1:9410"
-
-
-def ready() -> str:
-    """Return what the agent lacks; "" if it is ready."""
-    try:
-        with urllib.request.urlopen(f"{AGENT}/readyz", timeout=5):
-            return ""
-    except urllib.error.HTTPError as error:
-        return error.read().decode()
 
 
 def test_a_broken_file_at_a_start(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next agent serves both sides as the one before, is not ready and says why, until the file is mended."""
-    cluster, command = scene.cluster, Agents.command
-    monkeypatch.setattr(Agents, "command", lambda self: [*command(self), "--metrics-address", "127.0.0.1:9410"])
+    cluster = scene.cluster
+    monkeypatch.setattr(Agents, "metrics", "127.0.0.1:9410")
     scene.nodes("a", 2)
     scene.nodes("b", 2)
     scene.serve(resource("a", "none"), resource("b", "all"))
@@ -38,14 +25,15 @@ def test_a_broken_file_at_a_start(scene: Scene, monkeypatch: pytest.MonkeyPatch)
     scene.agents.config.write_text("resources: [}")
     scene.agents.start()
     scene.agents.wait_registered()
-    cluster.wait_for(lambda: "the one that was served last is: " in ready(), LIMIT, "it is not ready, and says why")
-    assert f"{scene.agents.config}:1" in ready()
-    with urllib.request.urlopen(f"{AGENT}/metrics", timeout=5) as answer:
-        assert "deviceplugin_config_current 0.0" in answer.read().decode()
+    cluster.wait_for(
+        lambda: "the one that was served last is: " in scene.agents.lacks(), LIMIT, "it is not ready, and says why"
+    )
+    assert f"{scene.agents.config}:1" in scene.agents.lacks()
+    assert "deviceplugin_config_current 0.0" in scene.agents.page("/metrics")
     cluster.wait_allocatable(named("a"), 2)
     scene.running(scene.pod("a1", "a"), scene.claimer("b1", "b"))
     scene.before = scene.after = 4
     scene.agents.write()
-    cluster.wait_for(lambda: not ready(), LIMIT, "it is ready")
+    cluster.wait_for(lambda: not scene.agents.lacks(), LIMIT, "it is ready")
     assert "was read again: it is right now, and says what is served" in scene.agents.log()
     scene.check()

@@ -10,8 +10,6 @@ import contextlib
 import json
 import re
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,7 +24,6 @@ from tests.scenarios.sides import named
 from tests.testing.bare import BarePlugin
 
 scene = witnesses.scene  # a fixture
-AGENT = "http://127.0.0.1:9410"
 STAYS = 5.0
 """Seconds that the other plugin runs, as a vendor's pod does that is deleted as soon as it is seen."""
 NOTICED = re.compile(
@@ -37,23 +34,12 @@ NOTICED = re.compile(
 @pytest.fixture(autouse=True)
 def watched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the agents serve their metrics."""
-    command = Agents.command
-    monkeypatch.setattr(Agents, "command", lambda self: [*command(self), "--metrics-address", "127.0.0.1:9410"])
+    monkeypatch.setattr(Agents, "metrics", "127.0.0.1:9410")
 
 
-def ready() -> str:
-    """Return what the agent lacks; "" if it is ready."""
-    try:
-        with urllib.request.urlopen(f"{AGENT}/readyz", timeout=5):
-            return ""
-    except urllib.error.HTTPError as error:
-        return error.read().decode()
-
-
-def metric(name: str, **labels: str) -> float:
+def metric(scene: Scene, name: str, **labels: str) -> float:
     """Return the sum of a metric of the resource."""
-    with urllib.request.urlopen(f"{AGENT}/metrics", timeout=5) as answer:
-        lines = answer.read().decode().splitlines()
+    lines = scene.agents.page("/metrics").splitlines()
     wanted = [f'{key}="{value}"' for key, value in {"resource": named("a"), **labels}.items()]
     rows = [line for line in lines if line.startswith(f"deviceplugin_{name}{{") and all(one in line for one in wanted)]
     assert rows, name
@@ -86,7 +72,7 @@ def serve(scene: Scene, devices: int) -> None:
     scene.nodes("a", devices)
     scene.serve(resource("a", "none"))
     scene.cluster.wait_allocatable(named("a"), devices)
-    scene.cluster.wait_for(lambda: not ready(), 30, "the agent is ready")
+    scene.cluster.wait_for(lambda: not scene.agents.lacks(), 30, "the agent is ready")
 
 
 @pytest.mark.parametrize("same", [False, True], ids=["other-ids", "the-same-ids"])
@@ -104,17 +90,17 @@ def test_it_stays_for_five_seconds(scene: Scene, same: bool) -> None:
         scene.observe(max(0.0, STAYS - (time.monotonic() - began)))
         during = scene.pod("during", "a")
         scene.running(running, during)
-        assert not ready()
+        assert not scene.agents.lacks()
     scene.observe(3)
     after = scene.pod("after", "a")
     scene.running(running, during, after)
     cluster.wait_allocatable(named("a"), 3)
-    assert not ready()
+    assert not scene.agents.lacks()
     assert plugin.allocations == []
     # One with the same ids cannot be told from a plugin of another resource that starts again.
-    assert (metric("foreign_registrations_total") > 0) is not same
-    assert metric("registered") == 1
-    assert metric("device_held_twice") == 0
+    assert (metric(scene, "foreign_registrations_total") > 0) is not same
+    assert metric(scene, "registered") == 1
+    assert metric(scene, "device_held_twice") == 0
     scene.before = scene.after = 3
     assert running.phase == during.phase == "Running"
 
@@ -141,18 +127,20 @@ def test_what_it_gave_while_no_agent_ran(scene: Scene, side: str) -> None:
         assert len(plugin.allocations) == 1
     scene.agents.start()
     scene.agents.wait_registered()
-    cluster.wait_for(lambda: metric("device_held_twice") == 1, 30, "the device with two holders is told")
-    cluster.wait_for(lambda: not ready(), 30, "the agent is ready")
+    cluster.wait_for(lambda: metric(scene, "device_held_twice") == 1, 30, "the device with two holders is told")
+    cluster.wait_for(lambda: not scene.agents.lacks(), 30, "the agent is ready")
     holder.delete()
     holder.wait_gone()
-    cluster.wait_for(lambda: metric("device_held_twice") == 0, 60, "one holder is left")
-    cluster.wait_for(lambda: metric("devices_withheld", reason="foreign") == 1, 30, "what their pod has is withheld")
+    cluster.wait_for(lambda: metric(scene, "device_held_twice") == 0, 60, "one holder is left")
+    cluster.wait_for(
+        lambda: metric(scene, "devices_withheld", reason="foreign") == 1, 30, "what their pod has is withheld"
+    )
     if side == "claims":  # to the scheduler of pods by limits their pod costs two devices
         scene.running(scene.claimer("next", "a"))
     scene.wait((plain if side == "pods" else claimer)("wants", "a"))
     taker.delete()
     taker.wait_gone()
-    cluster.wait_for(lambda: metric("devices_withheld", reason="foreign") == 0, 60, "nothing is withheld")
+    cluster.wait_for(lambda: metric(scene, "devices_withheld", reason="foreign") == 0, 60, "nothing is withheld")
     scene.waiting.clear()
     scene.running(cluster.pod("wants"))
     scene.before = scene.after = 2
@@ -177,13 +165,13 @@ def test_what_it_gave_without_saying_which(scene: Scene) -> None:
         taker.wait_running()
     scene.agents.start()
     scene.agents.wait_registered()
-    cluster.wait_for(lambda: metric("devices_withheld", reason="foreign") == 2, 30, "both devices are withheld")
+    cluster.wait_for(lambda: metric(scene, "devices_withheld", reason="foreign") == 2, 30, "both devices are withheld")
     cluster.wait_allocatable(named("a"), 0)
     scene.wait(plain("waits", "a"))
     taker.delete()
     taker.wait_gone()
     cluster.wait_allocatable(named("a"), 2, 60)
-    cluster.wait_for(lambda: metric("devices_withheld", reason="foreign") == 0, 30, "nothing is withheld")
+    cluster.wait_for(lambda: metric(scene, "devices_withheld", reason="foreign") == 0, 30, "nothing is withheld")
     scene.running(cluster.pod("waits"))
     scene.waiting.clear()
     scene.before = scene.after = 1

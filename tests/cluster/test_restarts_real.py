@@ -197,14 +197,20 @@ def test_devices_leave_one_by_one_beside_pods_of_both_kinds(bridge: Bridge) -> N
     assert list(restart_kubelet(bridge)) == ["default/younger-1"]
 
 
-def test_a_pod_that_waited_is_older_than_those_that_came_after_it(bridge: Bridge) -> None:
-    """What `cordon` does not prevent, and the pages say so: DRA serves it beside a younger pod of the plugin side."""
+def one_waits(bridge: Bridge) -> tuple[Pod, Pod, Pod]:
+    """Have a pod that waits for what an older one has, and a younger one; ask for all devices. Return the three."""
     cluster = bridge.cluster
     first = older(cluster.start_pod("first", {RESOURCE: 2})).wait_running()
     waits = older(cluster.start_pod("waits", {RESOURCE: 7}))
     waits.wait_unschedulable()
     younger = by_limits(bridge, "younger")
     annotate(cluster, "all")
+    return first, waits, younger
+
+
+def test_a_pod_that_waited_is_older_than_those_that_came_after_it(bridge: Bridge) -> None:
+    """What `cordon` does not prevent, and the pages say so: DRA serves it beside a younger pod of the plugin side."""
+    first, waits, younger = one_waits(bridge)
     wait_states(bridge, dra=5, to_dra=3)
     first.delete()
     waits.wait_running()
@@ -218,11 +224,7 @@ def test_with_wait_dra_serves_pods_by_limits_when_the_plugin_side_is_empty(bridg
     bridge.resources[0]["dra"] = {"share": "none", "drain": "wait"}
     bridge.write()
     cluster.wait_for(lambda: "was read again" in bridge.log(), 60, "it is taken")
-    first = older(cluster.start_pod("first", {RESOURCE: 2})).wait_running()
-    waits = older(cluster.start_pod("waits", {RESOURCE: 7}))
-    waits.wait_unschedulable()
-    younger = by_limits(bridge, "younger")
-    annotate(cluster, "all")
+    first, waits, younger = one_waits(bridge)
     wait_states(bridge, dra=5, plugin=3)
     first.delete()
     wait_states(bridge, dra=7, plugin=1)

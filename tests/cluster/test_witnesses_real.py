@@ -15,6 +15,8 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -68,8 +70,24 @@ class Row:
 class Agents(Bridge):
     """`dra-bridge run` and `deviceplugin run` of one config file, both with a `released` hook that tries the locks."""
 
+    metrics = ""
+    """Where an agent serves its metrics; "": nowhere, since two cannot serve at one address."""
+
     def command(self) -> list[str]:
-        return [sys.executable, "-m", "tests.cluster.locks", "bridge", "--config", str(self.config), *ANY_CONFIG]
+        command = [sys.executable, "-m", "tests.cluster.locks", "bridge", "--config", str(self.config), *ANY_CONFIG]
+        return [*command, *(["--metrics-address", self.metrics] if self.metrics else [])]
+
+    def page(self, path: str) -> str:
+        """Return a page of the agent's, also that of an error."""
+        try:
+            with urllib.request.urlopen(f"http://{self.metrics}{path}", timeout=5) as answer:
+                return str(answer.read().decode())
+        except urllib.error.HTTPError as error:
+            return error.read().decode()
+
+    def lacks(self) -> str:
+        """Return what the agent lacks; "" if it is ready."""
+        return "" if (page := self.page("/readyz")).strip() == "ok" else page
 
     def start_plugin(self) -> subprocess.Popen[bytes]:
         """Start `deviceplugin run`, whatever else runs."""

@@ -100,10 +100,14 @@ async def test_a_list_changes_while_a_claim_is_prepared(node: FakeNode, hook: st
 
 
 @BOTH
-@pytest.mark.parametrize("to", [A, B], ids=["same", "other"])
-async def test_a_reload_moves_hardware_while_edits_works(node: FakeNode, both: bool, to: str) -> None:
-    """The resource is removed, and its hardware offered as another one's, while its Allocate is under way."""
+@pytest.mark.parametrize(("to", "outlasts"), [(A, False), (B, False), (B, True)], ids=["same", "other", "outlasts"])
+async def test_a_reload_moves_hardware_while_edits_works(node: FakeNode, both: bool, to: str, outlasts: bool) -> None:
+    """The resource is removed, and its hardware offered as another one's, while its Allocate is under way.
+
+    outlasts: `edits` works for longer than the agent waits for a resource that is removed.
+    """
     source = Slow()
+    source.hook_timeout = 60.0
     cards(source, d0="h0")
     other = Listed(to, D)
     other.lists = asyncio.Queue()
@@ -113,36 +117,18 @@ async def test_a_reload_moves_hardware_while_edits_works(node: FakeNode, both: b
         first = node.start_pod("p", {A: 1})
         await asyncio.wait_for(source.began.wait(), 15)
         reload = asyncio.create_task(here.serve(other))
-        await here.soon(reload.done, 0.3)
-        source.end.set()
-        await here.soon(lambda: first.phase != "Pending", 8)
+        await here.soon(reload.done, 40 if outlasts else 0.3)
+        if not outlasts:
+            source.end.set()
+            await here.soon(lambda: first.phase != "Pending", 8)
         await reload
         await here.until(lambda: to in node.resources())
-        second = await here.run("q", {to: 1})
-        has = [sorted(got(node, pod)) for pod in (first, second) if pod.running]
-        assert len(has) == len({tuple(one) for one in has}), has
-
-
-@BOTH
-async def test_a_reload_outlasts_the_drain_of_allocate(node: FakeNode, both: bool) -> None:
-    """`edits` works for longer than the agent waits for a resource that is removed; another one has its hardware."""
-    source = Slow()
-    source.hook_timeout = 60.0
-    cards(source, d0="h0")
-    other = Listed(B, D)
-    other.lists = asyncio.Queue()
-    cards(other, x0="h0")
-    async with serving(node, source, both=both) as here:
-        await here.until(lambda: here.healthy() == {"d0"})
-        first = node.start_pod("p", {A: 1})
-        await asyncio.wait_for(source.began.wait(), 15)
-        await asyncio.wait_for(here.serve(other), 40)
-        await here.until(lambda: B in node.resources(), 30)
-        await here.scans()
-        second = node.start_pod("q", {B: 1})
+        if outlasts:
+            await here.scans()
+        second = node.start_pod("q", {to: 1})
         await here.scans()
         source.end.set()
-        await here.soon(lambda: first.phase != "Pending", 15)
-        await here.soon(lambda: second.phase != "Pending", 15)
+        for pod in (first, second):
+            await here.soon(lambda pod=pod: pod.phase != "Pending", 15)  # type: ignore[misc]
         has = [sorted(got(node, pod)) for pod in (first, second) if pod.running]
         assert len(has) == len({tuple(one) for one in has}), has

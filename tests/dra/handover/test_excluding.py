@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -19,9 +19,7 @@ from dra_bridge.kube import Cluster
 from dra_bridge.node.bridge import Bridge
 from dra_bridge.node.share import HandoverPolicy
 from dra_bridge.rollout.fleet import share_patch
-from dra_bridge.testing.apiserver import FakeApiServer
 from dra_bridge.testing.node import FakeNode
-from tests.dra.classes import device_class
 
 A, B = "example.com/whole", "example.com/half"
 D, E = "gpu.example.com", "other.example.com"
@@ -110,15 +108,6 @@ async def world(node: FakeNode, tmp_path: Path, *sources: Listed) -> AsyncIterat
         bridge.agent.stop()
         async with asyncio.timeout(60):
             await task
-
-
-@pytest.fixture
-def node() -> Iterator[FakeNode]:
-    with FakeApiServer() as server:
-        server.create(device_class(D))
-        server.create(device_class(E))
-        with FakeNode(server, NODE) as made:
-            yield made
 
 
 def part(name: str, slices: int) -> Device:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,18 +16,9 @@ from dra_bridge.testing.apiserver import FakeApiServer
 from dra_bridge.testing.node import FakeNode
 from dra_bridge.testing.serving import device_class
 from tests.dra.handover import test_excluding as excluding
-from tests.dra.handover.test_moves import NODE, D, R, Source, World, world
+from tests.dra.handover.test_moves import D, R, Source, World, world
 
 PLUGIN, TO_DRA, DRA, TO_PLUGIN = State.PLUGIN, State.TO_DRA, State.DRA, State.TO_PLUGIN
-
-
-@pytest.fixture
-def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNode]:
-    monkeypatch.setattr(rules, "WELL_APART", 0.2)
-    with FakeApiServer() as server:
-        server.create(device_class(R, D))
-        with FakeNode(server, NODE) as made:
-            yield made
 
 
 async def started(here: World, name: str, count: int = 1) -> FakePod:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,7 @@ from dra_bridge.node.bridge import Bridge
 from dra_bridge.node.share import HandoverPolicy
 from dra_bridge.rollout.fleet import share_patch
 from dra_bridge.rollout.progress import DeviceProgress, read
-from dra_bridge.testing.apiserver import FakeApiServer
 from dra_bridge.testing.node import FakeNode
-from dra_bridge.testing.serving import device_class
 
 R = "example.com/fpga"
 D = "fpga.example.com"
@@ -129,15 +127,6 @@ async def world(node: FakeNode, tmp_path: Path, source: Source, *, offered: bool
         bridge.agent.stop()
         async with asyncio.timeout(60):
             await task
-
-
-@pytest.fixture
-def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNode]:
-    monkeypatch.setattr(rules, "WELL_APART", 0.2)  # a pod that the agent has not learned of holds its device so long
-    with FakeApiServer() as server:
-        server.create(device_class(R, D))
-        with FakeNode(server, NODE) as made:
-            yield made
 
 
 async def test_what_a_move_waits_for_is_reported_after_a_restart(

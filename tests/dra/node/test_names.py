@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 import pytest
 
@@ -15,9 +15,7 @@ from dra_bridge.handover.share import Share
 from dra_bridge.kube import Cluster
 from dra_bridge.node.bridge import Bridge
 from dra_bridge.node.share import HandoverPolicy
-from dra_bridge.testing.apiserver import FakeApiServer
 from dra_bridge.testing.node import FakeNode
-from tests.dra.classes import device_class
 
 A, B = "example.com/a", "example.com/b"
 D = "d.example.com"
@@ -40,14 +38,6 @@ class Source(DeviceSource):
 
 ALONE = {"0": (A, "0"), "1": (A, "1")}
 BOTH = ALONE | {device_name(one, "b--"): (B, one) for one in ("0", "1")}
-
-
-@pytest.fixture
-def node() -> Iterator[FakeNode]:
-    with FakeApiServer() as server:
-        server.create(device_class(D))
-        with FakeNode(server, NODE) as made:
-            yield made
 
 
 @contextlib.asynccontextmanager

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -22,7 +22,6 @@ from deviceplugin.kubelet.claim_state import PreparedClaim
 from deviceplugin.kubelet.podresources import AllocationsInFlight
 from deviceplugin.kubelet.servicer import Endpoint, Refusal
 from deviceplugin.node.agent import AgentError
-from deviceplugin.register import rules
 from deviceplugin.register.operations import reconcile_evidence
 from deviceplugin.register.records import Side, State
 from deviceplugin.register.register import Register
@@ -39,9 +38,7 @@ from dra_bridge.node.device_reconciliation import DeviceReconciler
 from dra_bridge.node.node_object import NodeWatch
 from dra_bridge.node.resource import DriverContext, ResourceRuntime
 from dra_bridge.node.share import HandoverPolicy
-from dra_bridge.testing.apiserver import FakeApiServer
 from dra_bridge.testing.node import FakeNode
-from dra_bridge.testing.serving import device_class
 from tests.dra.ledger.samples import DirectLedger
 
 R = "example.com/fpga"
@@ -58,15 +55,6 @@ class Source(DeviceSource):
 
     async def watch(self) -> AsyncIterator[Sequence[Device]]:
         yield [Device(name, nodes=["/dev/null"], edits=ContainerEdits({"FPGA": name})) for name in ("d0", "d1")]
-
-
-@pytest.fixture
-def node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeNode]:
-    monkeypatch.setattr(rules, "WELL_APART", 0.2)  # a pod that the agent has not learned of holds its device so long
-    with FakeApiServer() as server:
-        server.create(device_class(R, D))
-        with FakeNode(server, NODE) as made:
-            yield made
 
 
 @contextlib.asynccontextmanager

@@ -21,7 +21,6 @@ from dra_bridge.driver import preparation
 from dra_bridge.node import claim_reconciliation
 from dra_bridge.testing.node import FakeNode, overlaps
 from tests.dra.handover.test_moves import D, R, Source, World
-from tests.dra.handover.test_moves import node as node  # the fixture
 from tests.dra.handover.test_moves import world as plain_world
 
 ONE = {R: 1}
