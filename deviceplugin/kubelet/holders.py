@@ -32,13 +32,13 @@ class Holding(NamedTuple):
 class HolderEvidence:
     """What was read at one moment.
 
-    checkpoints: the files that were read, none if none could be read. awake: they were written after our own request
-    for a write, and `shows_present` is true of them. problem: why there is no checkpoint, or why it is not awake.
+    checkpoints: the files that were read, none if none could be read. current: they were written after our own request
+    for a write, and `shows_present` is true of them. problem: why there is no checkpoint, or why it is not current.
     ended: allocations that no checkpoint names and whose containers have ended, though their pods run.
     """
 
     checkpoints: Sequence[Checkpoint]
-    awake: bool
+    current: bool
     pods: PodProcesses
     problem: str = ""
     ended: frozenset[Allocation] = frozenset()
@@ -48,13 +48,13 @@ class HolderEvidence:
 class HolderSnapshot:
     """Who holds what, as of a moment.
 
-    at: when reading the evidence began (monotonic seconds). awake: what no checkpoint names was not allocated then.
+    at: when reading the evidence began (monotonic seconds). current: what no checkpoint names was not allocated then.
     held: every allocation that counts as held. registered: ids that the kubelet counts as healthy by resource, as of
     any of the checkpoints; None if none could be read. problem: what is not known, "" if all is known.
     """
 
     at: float = 0.0
-    awake: bool = False
+    current: bool = False
     held: Mapping[Allocation, Holding] = field(default_factory=dict)
     registered: Mapping[str, frozenset[str]] | None = None
     problem: str = ""
@@ -95,16 +95,16 @@ def shows_present(written: Collection[Checkpoint]) -> bool:
 
 def holders(known: Iterable[Allocation], seen: HolderEvidence, at: float = 0.0) -> HolderSnapshot:
     """Decide which allocations count as held. known: those that were held before. at: when reading began."""
-    awake = seen.awake and bool(seen.checkpoints)
+    current = seen.current and bool(seen.checkpoints)
     named: frozenset[Allocation] = frozenset().union(*(one.allocations for one in seen.checkpoints))
     held: dict[Allocation, Holding] = {}
     for allocation in sorted(named | frozenset(known)):
         runs = seen.pods.may_run(allocation.pod_uid) if allocation not in seen.ended else ""
         if allocation in named:
             # One that an older file names, and a newer one does not, may have ended.
-            certain = bool(runs) or (awake and all(allocation in one.allocations for one in seen.checkpoints))
+            certain = bool(runs) or (current and all(allocation in one.allocations for one in seen.checkpoints))
             held[allocation] = Holding(True, certain, "the kubelet's checkpoint names it")
-        elif not awake:
+        elif not current:
             held[allocation] = Holding(False, bool(runs), f"not known: {seen.problem}")
         elif runs:
             held[allocation] = Holding(False, True, f"the kubelet's checkpoint does not name it, but {runs}")
@@ -112,7 +112,7 @@ def holders(known: Iterable[Allocation], seen: HolderEvidence, at: float = 0.0) 
     for one in seen.checkpoints:
         for resource, ids in one.registered.items():
             registered[resource] = registered.get(resource, frozenset()) | ids
-    return HolderSnapshot(at, awake, held, registered if seen.checkpoints else None, seen.problem)
+    return HolderSnapshot(at, current, held, registered if seen.checkpoints else None, seen.problem)
 
 
 def running(
@@ -218,4 +218,4 @@ def kubelet_snapshot(
             answer.amount,
         )
     ids = frozenset(map(device_of, registered))
-    return KubeletSnapshot(sequence, scan.at, scan.awake, held, ids, scan.problem)
+    return KubeletSnapshot(sequence, scan.at, scan.current, held, ids, scan.problem)

@@ -512,20 +512,20 @@ class RequestSchedule:
 
     def due(self, now: HolderSnapshot, pods: PodProcesses, wanted: Collection[tuple[str, str]] | None) -> bool:
         """Return whether to ask at this scan. wanted: as in `HolderTracker.scan`."""
-        doubtful = holders.needs_request(now.held, pods)
-        ended = any(one.pod_uid in self._running for one in doubtful)
-        self._running = frozenset(one.pod_uid for one in now.held.keys() - doubtful)
-        held = {(one.resource, one.device_id) for one in now.held.keys() - doubtful}
+        uncertain = holders.needs_request(now.held, pods)
+        ended = any(one.pod_uid in self._running for one in uncertain)
+        self._running = frozenset(one.pod_uid for one in now.held.keys() - uncertain)
+        held = {(one.resource, one.device_id) for one in now.held.keys() - uncertain}
         if ended or self._disputed or (wanted is not None and not held.issuperset(wanted)):
             self._disputed = False
             return True
-        asking = frozenset((one, now.held[one].named) for one in doubtful)
+        asking = frozenset((one, now.held[one].named) for one in uncertain)
         if asking != self._asked_for:
             # What the kubelet does not name any more has most likely ended; it is asked at once.
             dropped = any(not named for _, named in asking - self._asked_for)
             self._asked_for, self._delay = asking, FIRST_REQUEST
             self._next = now.at if dropped else now.at + FIRST_REQUEST
-        if not doubtful or now.at < self._next:
+        if not uncertain or now.at < self._next:
             return False
         self._next = now.at + self._delay * random.uniform(0.8, 1.2)  # noqa: S311  # jitter
         self._delay = min(2 * self._delay, MOST_REQUEST)

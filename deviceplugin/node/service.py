@@ -201,7 +201,7 @@ class Service:
             self._release_later = frozenset(later & snapshot.devices.keys())
             if devices := [device for name, device in snapshot.devices.items() if name in free]:
                 self._release(devices)
-        if now.awake and now.registered is not None and self.endpoint.streams.live:
+        if now.current and now.registered is not None and self.endpoint.streams.live:
             # Gone at the scan before, too: a grant between would be known by now.
             registered = now.registered.get(self.resource, frozenset())
             gone_before, legacy_before = self._forgettable

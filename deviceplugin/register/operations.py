@@ -81,11 +81,11 @@ class Committed:
 class Reconciled:
     """The devices of a resource after their evidence was compared with the ledger. changed: with a new state.
 
-    doubtful: those that may have a holder on the other side; they must not be offered before there is better evidence.
+    uncertain: those that may have a holder on the other side; they must not be offered before there is better evidence.
     """
 
     changed: Mapping[str, State]
-    doubtful: tuple[str, ...] = ()
+    uncertain: tuple[str, ...] = ()
 
 
 def _operation(decide: Callable[Concatenate[Snapshot, _P], Decision[_T]]) -> Callable[_P, Operation[_T]]:
@@ -244,7 +244,7 @@ def _observed(record: AllocationRecord, snapshot: rules.KubeletSnapshot) -> Allo
         # A new name that only an old checkpoint has may be that of a pod that ended before this grant.
         holders &= record.holders
         if not rules.grant_is_over(record, snapshot):
-            absent = snapshot.at if record.absent_since is None and snapshot.awake else record.absent_since
+            absent = snapshot.at if record.absent_since is None and snapshot.current else record.absent_since
             return replace(record, holders=holders, absent_since=absent, pod=observed.pod)
     return replace(record, holders=holders, pending=False, absent_since=None, pod=observed.pod) if holders else None
 
@@ -455,7 +455,7 @@ def reconcile_evidence(
     A device that the ledger does not know goes to DRA if a claim's allocation or a CDI file names it, to the plugin if
     the kubelet's checkpoint does, to quarantine if both do, to `side` if neither. A known one stays, unless a holder on
     the other side contradicts the ledger. An allocation without a prepared claim does not contradict it, because the
-    scheduler writes some minutes late. Nor does a holder that is not sure: it makes the device doubtful. A quarantined
+    scheduler writes some minutes late. Nor does a holder that is not sure: it makes the device uncertain. A quarantined
     device leaves as soon as the evidence and the ledger's own holders agree. evidence: of all holders of `devices`.
 
     A claim that this process has unprepared is not prepared, whatever the evidence says. The evidence may have been
@@ -469,7 +469,7 @@ def reconcile_evidence(
     claimed = {d: c for c in claims for d in c.devices}
     changes: list[Change] = []
     changed: dict[str, State] = {}
-    doubtful: dict[str, None] = {}
+    uncertain: dict[str, None] = {}
     for device in dict.fromkeys((*devices, *plugin, *claimed)):
         known = state.devices.get((resource, device))
         pod, claim = plugin.get(device), claimed.get(device)
@@ -479,20 +479,20 @@ def reconcile_evidence(
             for one in state.claims_on(resource, (device,)):
                 claim = claim or rules.ClaimEvidence(one.driver, one.uid, frozenset((device,)), prepared=True)
         elif known.state.prepares and pod is not None and not pod.sure:
-            doubtful[device] = None
+            uncertain[device] = None
             pod = None
-        if pod is None and not evidence.awake and (known is None or not known.state.allocates):
-            doubtful[device] = None  # it may have been given to a pod that the checkpoint does not name yet
+        if pod is None and not evidence.current and (known is None or not known.state.allocates):
+            uncertain[device] = None  # it may have been given to a pod that the checkpoint does not name yet
             continue
         at, reason = _proven(known, pod.pod if pod else None, claim, prepared.get(device), side)
         if known is None or at is not known.state:
             changed[device] = at
             changes += _moved(state, resource, {device: at}, now, reason, driver)
     for device_id, observed in evidence.held.items():
-        if (resource, device_id) not in state.allocations and observed.device not in doubtful:
+        if (resource, device_id) not in state.allocations and observed.device not in uncertain:
             changes.append(_found(state, resource, device_id, observed, now))
     changes += _prepared_claims(state, resource, claims, now)
-    return Decision(Reconciled(changed, tuple(doubtful)), tuple(changes))
+    return Decision(Reconciled(changed, tuple(uncertain)), tuple(changes))
 
 
 def _proven(

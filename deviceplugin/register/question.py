@@ -22,7 +22,7 @@ from deviceplugin.register.records import AllocationRecord, Amount, Claim, Claim
 Counter = tuple[str, str, str]
 """(scope, counter set, counter). The scope is the driver of a resource, or its name if it has none."""
 _ONE: Final = Fraction(1)
-DOUBT: Final = "doubt"
+UNCERTAIN: Final = "uncertain"
 """Begins the unit of what a pod has by another plugin, while it is not known which device that is."""
 
 
@@ -173,7 +173,7 @@ def doubts(
         if is_given_by_others(one) and one.device not in of and tokens.isdisjoint(listed):
             what = f"pod {one.pod} has {one.device_id} of {one.resource} from another plugin"
             title = f"{what}, and it is not known which device that is"
-            unit = DOUBT, one.resource, one.device_id
+            unit = UNCERTAIN, one.resource, one.device_id
             found += [Use(unit, title, (one.resource, device), its, None) for device, its in of.items()]
     return tuple(found)
 
@@ -189,7 +189,7 @@ def held_twice(wanted: Wanted, times: int, state: Snapshot, view: View) -> bool:
     times: how often it is offered; what is held of it without a known amount counts as one of these.
     """
     points: set[Point] = {wanted.key, *identity.tokens_of(wanted.identity, view.boot)}
-    held = [one for one in uses(state, points, view) if one.part != 0 and one.unit[0] not in ("hook", DOUBT)]
+    held = [one for one in uses(state, points, view) if one.part != 0 and one.unit[0] not in ("hook", UNCERTAIN)]
     for point in points:
         of_point = [one for one in held if point in one.points]
         units = {one.unit for one in of_point}
@@ -256,6 +256,6 @@ def _twice(one: Use, other: Use, point: Point) -> str:
 def _excluded(one: Use, other: Use, common: Collection[Point]) -> str:
     tokens = {point for point in common if isinstance(point, str)}
     if other.key == one.key:
-        return other.title if other.unit[0] in ("hook", DOUBT) else f"{_titled(one)} is held by {other.title}"
+        return other.title if other.unit[0] in ("hook", UNCERTAIN) else f"{_titled(one)} is held by {other.title}"
     text = f"{_titled(one)} and {_titled(other)}, which counts as held"
     return f"{text}, are one thing ({shown(tokens)})"

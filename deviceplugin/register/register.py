@@ -24,7 +24,7 @@ from deviceplugin.identity import Tokens, shown
 from deviceplugin.inventory import Inventory
 from deviceplugin.register import operations
 from deviceplugin.register.question import (
-    DOUBT,
+    UNCERTAIN,
     Use,
     View,
     Wanted,
@@ -288,7 +288,7 @@ class Register:
             return {}
         state, view, things, service = self.snapshot, self.view(), self.listed.now(), services[resource]
         foreign = {point for one in view.others for point in one.points}
-        others = {point for one in view.others if one.unit[0] == DOUBT for point in one.points}
+        others = {point for one in view.others if one.unit[0] == UNCERTAIN for point in one.points}
         given = (one for one in state.allocations.values() if is_given_by_others(one))
         others.update(point for one in given for point in use_of_allocation(one, view).points)
         by_others: set[str] = set()
@@ -361,7 +361,7 @@ class Register:
     @staticmethod
     def _doubtless(use: Use, *, held: bool) -> bool:
         """Return whether a use does not count: nobody else gets what has a holder, so that it stays shown as it was."""
-        return held and use.unit[0] == DOUBT
+        return held and use.unit[0] == UNCERTAIN
 
     def _elsewhere(self, key: Key) -> str:
         """Return which peer is on the other side, so that neither is offered; "" if none is."""

@@ -60,14 +60,14 @@ class ObservedAllocation:
 class KubeletSnapshot:
     """Who holds what of one resource, by the checkpoint and the pod cgroups (`deviceplugin.kubelet.holders`).
 
-    sequence: the ledger's before they were read. at: when reading began (monotonic seconds). awake: the checkpoint
+    sequence: the ledger's before they were read. at: when reading began (monotonic seconds). current: the checkpoint
     was written after that, and no Allocate was in flight meanwhile. held: by kubelet device id. registered: devices
-    that the kubelet counts as healthy. problem: why it is not awake.
+    that the kubelet counts as healthy. problem: why it is not current.
     """
 
     sequence: int
     at: float
-    awake: bool
+    current: bool
     held: Mapping[str, ObservedAllocation] = field(default_factory=lambda: NONE)
     registered: frozenset[str] = frozenset()
     problem: str = ""
@@ -125,13 +125,13 @@ class Evidence:
     """What is known of one resource's holders without the ledger.
 
     held: by kubelet device id, from the checkpoint. claims: from the API server, the kubelet's claim state and the
-    claims' files; what comes first is known best. awake: the checkpoint was written at our own request; otherwise it
+    claims' files; what comes first is known best. current: the checkpoint was written at our own request; otherwise it
     proves nothing by absence.
     """
 
     held: Mapping[str, ObservedAllocation] = field(default_factory=lambda: NONE)
     claims: Sequence[ClaimEvidence] = ()
-    awake: bool = True
+    current: bool = True
 
     @property
     def merged(self) -> list[ClaimEvidence]:
@@ -223,7 +223,7 @@ def to_dra_waits_for(now: Snapshot, record: DeviceRecord, evidence: KubeletEvide
         if held.device == record.device:
             text = f"pod {held.pod} ({held.reason})" if held.reason else f"pod {held.pod}"
             return HolderWait(text) if held.sure else text
-    if not seen.awake:
+    if not seen.current:
         return f"a checkpoint that the kubelet has written since ({seen.problem or 'not asked for yet'})"
     if seen.at < shown or record.device in seen.registered:
         return "the kubelet to acknowledge that it is Unhealthy"
@@ -256,7 +256,7 @@ def grant_is_over(record: AllocationRecord, snapshot: KubeletSnapshot) -> bool:
     The pod may still be on its way from Allocate to the kubelet's checkpoint. So two checkpoints without it are
     needed, each written at our request, and asked for at least WELL_APART seconds after one another.
     """
-    return snapshot.awake and record.absent_since is not None and snapshot.at - record.absent_since >= WELL_APART
+    return snapshot.current and record.absent_since is not None and snapshot.at - record.absent_since >= WELL_APART
 
 
 def _utc(seconds: float) -> str:

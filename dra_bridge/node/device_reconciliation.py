@@ -89,7 +89,7 @@ class EvidenceReader:
                     one = ClaimEvidence(self.driver.name, data["uid"], names, False, data["namespace"], data["name"])
                     claims.append(one)
         mine = {device_id: one for device_id, one in held.items() if one.device in wanted}
-        return Evidence(mine, tuple(claims), awake=now.awake)
+        return Evidence(mine, tuple(claims), current=now.current)
 
     def _recorded(self, claim: ClaimEvidence) -> bool:
         """Return whether the ledger has all of a claim. From evidence alone it learns one resource at a time."""
@@ -182,12 +182,12 @@ class DeviceReconciler:
             try:
                 if await decide_names(self.context, resource):
                     self.named()
-                doubtful = await self.reconcile(one, unreconciled)
+                uncertain = await self.reconcile(one, unreconciled)
             except EVIDENCE_ERRORS as error:
                 reasons = dict.fromkeys(unreconciled, f"not known: {error or type(error).__name__}")
             else:
                 problem = self.context.node.agent.tracker.snapshot.problem
-                reasons = dict.fromkeys(doubtful, f"not known: {problem}" if problem else "not known")
+                reasons = dict.fromkeys(uncertain, f"not known: {problem}" if problem else "not known")
                 if not reasons:
                     backoff.reset()
                     continue
@@ -201,7 +201,7 @@ class DeviceReconciler:
             await asyncio.sleep(backoff.next())
 
     async def reconcile(self, one: ResourceRuntime, devices: Sequence[str]) -> tuple[str, ...]:
-        """Have the ledger reconcile the evidence about these devices; return those that stay in doubt.
+        """Have the ledger reconcile the evidence about these devices; return those that stay uncertain.
 
         Raises one of `EVIDENCE_ERRORS`: it cannot be read now.
         """
@@ -217,14 +217,14 @@ class DeviceReconciler:
             operations.reconcile_evidence(resource, evidence, devices, side, time.time(), self.context.name)
         )
         await self.context.node.agent.register.adopt()
-        self.context.reconciled.update((resource, name) for name in devices if name not in done.doubtful)
+        self.context.reconciled.update((resource, name) for name in devices if name not in done.uncertain)
         for device, state in done.changed.items():
             if state is State.QUARANTINED:
                 self.quarantined(resource, device)
             elif (resource, device) in self.context.reconciled:
                 _LOG.debug("device %s is %s", device, state.text, extra={"resource": resource, "device": device})
         self.changed()
-        return done.doubtful
+        return done.uncertain
 
     async def keep_resolving(self) -> None:
         """Reconcile quarantined devices from time to time, until cancelled."""

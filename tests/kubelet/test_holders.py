@@ -20,8 +20,8 @@ DIRECTORY = PodProcesses(None, frozenset({"u1"}))
 NO_DIRECTORY = PodProcesses(None, frozenset())
 
 
-def seen(*named: Allocation, awake: bool = True, pods: PodProcesses = ENDED, problem: str = "") -> HolderEvidence:
-    return HolderEvidence([Checkpoint(frozenset(named), {R: frozenset({"a"})})], awake, pods, problem)
+def seen(*named: Allocation, current: bool = True, pods: PodProcesses = ENDED, problem: str = "") -> HolderEvidence:
+    return HolderEvidence([Checkpoint(frozenset(named), {R: frozenset({"a"})})], current, pods, problem)
 
 
 MISSING = HolderEvidence((), False, ENDED, "kubelet_internal_checkpoint: No such file or directory")
@@ -30,24 +30,24 @@ MISSING = HolderEvidence((), False, ENDED, "kubelet_internal_checkpoint: No such
 @pytest.mark.parametrize(
     ("known", "evidence", "holding"),
     [
-        # The checkpoint names it: held, whatever else is seen. It is certain if awake or if the pod runs.
-        ([], seen(A, awake=True), Holding(True, True, "the kubelet's checkpoint names it")),
-        ([], seen(A, awake=False), Holding(True, False, "the kubelet's checkpoint names it")),
-        ([], seen(A, awake=False, pods=RUNS), Holding(True, True, "the kubelet's checkpoint names it")),
+        # The checkpoint names it: held, whatever else is seen. It is certain if current or if the pod runs.
+        ([], seen(A, current=True), Holding(True, True, "the kubelet's checkpoint names it")),
+        ([], seen(A, current=False), Holding(True, False, "the kubelet's checkpoint names it")),
+        ([], seen(A, current=False, pods=RUNS), Holding(True, True, "the kubelet's checkpoint names it")),
         # A pod that was admitted and not started yet has neither a cgroup nor a directory (network not ready).
-        ([A], seen(A, awake=True, pods=NO_DIRECTORY), Holding(True, True, "the kubelet's checkpoint names it")),
-        # An awake checkpoint does not name it and its pod's cgroup is gone.
-        ([A], seen(awake=True), None),
-        ([A], seen(awake=True, pods=NO_DIRECTORY), None),
+        ([A], seen(A, current=True, pods=NO_DIRECTORY), Holding(True, True, "the kubelet's checkpoint names it")),
+        # A current checkpoint does not name it and its pod's cgroup is gone.
+        ([A], seen(current=True), None),
+        ([A], seen(current=True, pods=NO_DIRECTORY), None),
         # A pod that was deleted by force runs on.
         (
             [A],
-            seen(awake=True, pods=RUNS),
+            seen(current=True, pods=RUNS),
             Holding(False, True, "the kubelet's checkpoint does not name it, but processes of its pod run"),
         ),
         (
             [A],
-            seen(awake=True, pods=DIRECTORY),
+            seen(current=True, pods=DIRECTORY),
             Holding(
                 False,
                 True,
@@ -57,18 +57,18 @@ MISSING = HolderEvidence((), False, ENDED, "kubelet_internal_checkpoint: No such
         ),
         (
             [A],
-            seen(awake=True, pods=BLIND),
+            seen(current=True, pods=BLIND),
             Holding(
                 False,
                 True,
                 "the kubelet's checkpoint does not name it, but neither cgroups nor pod directories are visible",
             ),
         ),
-        # A checkpoint that is not awake, or missing, proves nothing by what it does not name.
-        ([A], seen(awake=False, problem="not written since"), Holding(False, False, "not known: not written since")),
+        # A checkpoint that is not current, or missing, proves nothing by what it does not name.
+        ([A], seen(current=False, problem="not written since"), Holding(False, False, "not known: not written since")),
         (
             [A],
-            seen(awake=False, pods=RUNS, problem="not written since"),
+            seen(current=False, pods=RUNS, problem="not written since"),
             Holding(False, True, "not known: not written since"),
         ),
         ([A], MISSING, Holding(False, False, f"not known: {MISSING.problem}")),
@@ -83,11 +83,11 @@ def test_whether_an_allocation_counts_as_held(
 
 def test_a_holder_is_a_pod_and_a_container_and_an_id() -> None:
     """Another pod's container of the same name on the same id is another holder."""
-    now = holders([A], seen(B, awake=True, pods=PodProcesses(frozenset({"u2"}))))
+    now = holders([A], seen(B, current=True, pods=PodProcesses(frozenset({"u2"}))))
     assert set(now.held) == {B}
-    both = holders([A], seen(B, awake=True, pods=PodProcesses(frozenset({"u1", "u2"}))))
+    both = holders([A], seen(B, current=True, pods=PodProcesses(frozenset({"u1", "u2"}))))
     assert set(both.held) == {A, B}
-    alone = holders([A], seen(awake=True, pods=RUNS))
+    alone = holders([A], seen(current=True, pods=RUNS))
     assert alone.unnamed(R) == {"a"}
     assert alone.unnamed("example.com/other") == frozenset()
 
@@ -96,28 +96,28 @@ def test_an_allocation_that_is_over_stays_over() -> None:
     """What ended is forgotten: the next scan starts from what was held in this one."""
     held = holders([], seen(A, pods=RUNS)).held
     held = holders(held, seen()).held
-    assert holders(held, seen(awake=False)).held == {}
+    assert holders(held, seen(current=False)).held == {}
 
 
 def test_what_a_scan_knows_of_the_checkpoint() -> None:
-    """A snapshot is awake only with a checkpoint that was written after the request."""
-    now = holders([], seen(A, awake=True), 7.0)
-    assert (now.at, now.awake, now.registered, now.problem) == (7.0, True, {R: frozenset({"a"})}, "")
+    """A snapshot is current only with a checkpoint that was written after the request."""
+    now = holders([], seen(A, current=True), 7.0)
+    assert (now.at, now.current, now.registered, now.problem) == (7.0, True, {R: frozenset({"a"})}, "")
     assert now.of(R) == {"a": {A: now.held[A]}}
     assert now.of("example.com/other") == {}
     missing = holders([A], HolderEvidence((), True, ENDED, "why"))
-    assert (missing.awake, missing.registered, missing.problem) == (False, None, "why")
-    assert not HolderSnapshot().awake
+    assert (missing.current, missing.registered, missing.problem) == (False, None, "why")
+    assert not HolderSnapshot().current
 
 
 @pytest.mark.parametrize(
     ("known", "evidence", "asks"),
     [
-        ([A], seen(A, awake=False, pods=RUNS), False),
-        ([A], seen(A, awake=False), True),
-        ([A], seen(awake=False, pods=RUNS), True),
+        ([A], seen(A, current=False, pods=RUNS), False),
+        ([A], seen(A, current=False), True),
+        ([A], seen(current=False, pods=RUNS), True),
         ([A], MISSING, True),
-        ([], seen(awake=False), False),
+        ([], seen(current=False), False),
     ],
 )
 def test_of_which_allocations_a_newer_checkpoint_is_asked_for(
@@ -165,12 +165,12 @@ _evidence = st.builds(
 
 @given(_allocations, st.lists(_evidence, max_size=6))
 def test_nothing_ends_without_proof(known: set[Allocation], scans: list[HolderEvidence]) -> None:
-    """Whatever is seen, a holder ends only if no awake checkpoint names it and no process of its pod runs."""
+    """Whatever is seen, a holder ends only if no current checkpoint names it and no process of its pod runs."""
     held = frozenset(known)
     for evidence in scans:
         after = holders(held, evidence).held
         for ended in held - after.keys():
-            assert evidence.awake
+            assert evidence.current
             assert evidence.checkpoints
             assert not any(ended in one.allocations for one in evidence.checkpoints)
             assert not evidence.pods.may_run(ended.pod_uid)
@@ -180,7 +180,7 @@ def test_nothing_ends_without_proof(known: set[Allocation], scans: list[HolderEv
 
 def test_an_id_of_which_the_kubelet_names_a_holder_is_not_shown_unhealthy() -> None:
     """It is taken in any case: the pod before may have ended a moment ago, or run on."""
-    assert holders([A], seen(B, awake=False)).unnamed(R) == frozenset()
-    assert set(holders([A], seen(B, awake=False)).held) == {A, B}
-    assert holders([A], seen(awake=False, pods=RUNS)).unnamed(R) == {"a"}
-    assert holders([A], seen(awake=False)).unnamed(R) == frozenset(), "not proved to have ended, and no process runs"
+    assert holders([A], seen(B, current=False)).unnamed(R) == frozenset()
+    assert set(holders([A], seen(B, current=False)).held) == {A, B}
+    assert holders([A], seen(current=False, pods=RUNS)).unnamed(R) == {"a"}
+    assert holders([A], seen(current=False)).unnamed(R) == frozenset(), "not proved to have ended, and no process runs"

@@ -22,12 +22,12 @@ class Gpus(DeviceSource):
 
 
 def scanned(
-    *named: Allocation, known: tuple[Allocation, ...] = (), runs: str = "", awake: bool = True
+    *named: Allocation, known: tuple[Allocation, ...] = (), runs: str = "", current: bool = True
 ) -> HolderSnapshot:
     """What a scan says: containers that the checkpoint names, others that are known, pods whose processes run."""
     checkpoint = Checkpoint(frozenset(named), {R: frozenset({"gpu1", "gpu2::1"})})
     pods = PodProcesses(frozenset(runs.split()))
-    return holders(known, HolderEvidence([checkpoint], awake, pods, "" if awake else "it was not written"), 5.0)
+    return holders(known, HolderEvidence([checkpoint], current, pods, "" if current else "it was not written"), 5.0)
 
 
 def test_replicas_from_before_sharing_ended_hold_their_device() -> None:
@@ -43,7 +43,7 @@ def test_all_holders_of_an_id_are_returned() -> None:
     """Of several, one that is certain is shown to people; the reason says why it counts if no checkpoint names it."""
     main, init = Allocation("u1", "main", R, "a"), Allocation("u2", "init", R, "a")
     hidden, other = Allocation("u3", "main", R, "b"), Allocation("u1", "main", "example.com/nic", "a")
-    now = scanned(main, init, other, known=(hidden,), runs="u2 u3", awake=False)
+    now = scanned(main, init, other, known=(hidden,), runs="u2 u3", current=False)
     titles = {"u1": "ml/one", "u2": "ml/two", "u3": "ml/three"}
     assert kubelet_snapshot(1, now, R, str, title=titles.__getitem__).held == {
         "a": ObservedAllocation("a", "ml/two", True, frozenset({("u1", "main"), ("u2", "init")})),
@@ -63,16 +63,16 @@ def test_what_the_answer_to_allocate_said_is_returned() -> None:
 def test_what_only_an_old_checkpoint_says_is_not_sure() -> None:
     """Its pod may have ended since, unless its processes are seen to run."""
     one = Allocation("u1", "main", R, "a")
-    assert not kubelet_snapshot(1, scanned(one, awake=False), R, str).held["a"].sure
-    assert kubelet_snapshot(1, scanned(one, awake=False, runs="u1"), R, str).held["a"].sure
+    assert not kubelet_snapshot(1, scanned(one, current=False), R, str).held["a"].sure
+    assert kubelet_snapshot(1, scanned(one, current=False, runs="u1"), R, str).held["a"].sure
     assert kubelet_snapshot(1, scanned(one), R, str).held["a"].sure
 
 
 def test_a_scan_as_the_register_takes_it() -> None:
     """Ids that the kubelet counts as healthy become devices; of a resource that it does not know there are none."""
-    now = scanned(awake=False)
+    now = scanned(current=False)
     seen = kubelet_snapshot(7, now, R, lambda name: name.partition("::")[0])
-    assert (seen.sequence, seen.at, seen.awake, seen.problem) == (7, 5.0, False, "it was not written")
+    assert (seen.sequence, seen.at, seen.current, seen.problem) == (7, 5.0, False, "it was not written")
     assert seen.registered == {"gpu1", "gpu2"}
     assert kubelet_snapshot(7, now, "example.com/nic", str).registered == frozenset()
     nothing = HolderSnapshot(problem="no checkpoint")

@@ -122,7 +122,7 @@ async def test_a_pod_that_ended_is_let_go_with_the_next_scan(world: World) -> No
     await world.scan()
     await asyncio.to_thread(pod.complete)
     now = await world.scan()
-    assert (now.awake, dict(now.held)) == (True, {})
+    assert (now.current, dict(now.held)) == (True, {})
     assert (world.requests, world.lists) == (WRITES, 1)
     assert world.tracker.holders(R) == {}
     await world.scan()
@@ -146,7 +146,7 @@ async def test_what_another_agents_copy_names_is_held_while_its_pod_runs(world: 
         await world.tracker.reread()
         assert world.woken > woken
         assert held() == {"d0", "d1"}
-        assert (await world.scan("a")).awake
+        assert (await world.scan("a")).current
         assert world.tracker.granted(hangs) == what[hangs]
         assert {one for one in world.tracker.snapshot.held if one.resource == other} == {hangs}
         assert {one.unit[2] for one in world.tracker.foreign(())} == {"d0"}
@@ -175,7 +175,7 @@ async def test_a_free_device_is_asked_about(world: World) -> None:
     """Who wants to know whether an id is free gets a checkpoint that was written after the question."""
     before = time.monotonic()
     now = await world.scan("a")
-    assert now.awake
+    assert now.current
     assert now.at >= before
     assert now.registered is not None
     assert now.registered[R] == {"a", "b"}
@@ -216,7 +216,7 @@ async def test_a_checkpoint_that_is_written_late(world: World) -> None:
     assert {one.pod_uid for one in (await world.scan("a", "b")).held} == {pod.uid}
     world.kubelet.land_checkpoint_writes()
     now = await world.scan("a", "b")
-    assert now.awake
+    assert now.current
     assert {one.pod_uid: holding.certain for one, holding in now.held.items()} == {pod.uid: False}
 
 
@@ -227,7 +227,7 @@ async def test_a_plugin_that_nobody_listens_to_cannot_ask(world: World) -> None:
     await asyncio.to_thread(pod.delete)
     world.listens = False
     now = await world.scan()
-    assert not now.awake
+    assert not now.current
     assert "does not listen" in now.problem
     assert set(now.held) == {allocation(pod)}
 
@@ -252,7 +252,7 @@ async def test_others_use_up_the_limit_of_pod_resources(world: World, monkeypatc
     world.kubelet.pod_resources_refused = 1.0
     monkeypatch.setattr(podresources, "LIST_TRIES", 3)
     now = await world.scan("a", "b")
-    assert now.awake, "nothing safe depends on List"
+    assert now.current, "nothing safe depends on List"
 
 
 async def test_a_kubelet_that_is_away(world: World, caplog: pytest.LogCaptureFixture) -> None:
@@ -265,7 +265,7 @@ async def test_a_kubelet_that_is_away(world: World, caplog: pytest.LogCaptureFix
     world.kubelet.cgroups.remove_pod(pod.uid)
     for _ in range(3):
         now = await world.scan("a", "b")
-        assert not now.awake
+        assert not now.current
         assert set(now.held) == {allocation(pod)}
     assert sum("List failed" in record.getMessage() for record in caplog.records) == 1
     assert not world.tracker.all_pods_listed
@@ -279,7 +279,7 @@ async def test_a_checkpoint_that_cannot_be_read(world: World, damage: Damage) ->
     world.kubelet.damage_checkpoint(damage)
     world.listens = False  # so that nothing is written
     now = await world.scan("a", "b")
-    assert (now.awake, now.registered) == (False, None)
+    assert (now.current, now.registered) == (False, None)
     assert "kubelet_internal_checkpoint" in world.tracker.unnamed_reasons(R)[pod.device_ids[0]]
     assert set(now.held) == {allocation(pod)}
     assert world.tracker.snapshot.unnamed(R) == set(pod.device_ids)
@@ -287,7 +287,7 @@ async def test_a_checkpoint_that_cannot_be_read(world: World, damage: Damage) ->
         world.kubelet.checkpoint.rmdir()
     world.listens = True
     now = await world.scan("a", "b")
-    assert now.awake
+    assert now.current
     assert dict(world.tracker.unnamed_reasons(R)) == {}
     assert set(now.held) == {allocation(pod)}
 
@@ -302,7 +302,7 @@ async def test_a_lost_checkpoint_of_a_restarted_kubelet(world: World) -> None:
     await asyncio.to_thread(world.plugin.register)
     await asyncio.to_thread(world.kubelet.wait_devices, R, 2)
     now = await world.scan(*pod.device_ids)
-    assert now.awake
+    assert now.current
     assert set(now.held) == {allocation(pod)}
     assert "processes of its pod run" in now.held[allocation(pod)].reason
     assert world.tracker.snapshot.unnamed(R) == set(pod.device_ids)
@@ -445,7 +445,7 @@ async def test_an_empty_list_lets_nobody_go(world: World) -> None:
     await asyncio.to_thread(world.plugin.register)
     await asyncio.to_thread(world.kubelet.wait_devices, R, 2)
     now = await world.scan("a", "b")
-    assert now.awake
+    assert now.current
     assert set(now.held) == {allocation(pod)}
     assert not world.tracker.all_pods_listed, "a pod that runs is not in it"
     world.kubelet.release_sources()
@@ -480,7 +480,7 @@ async def test_what_is_known_from_before_a_restart(world: World) -> None:
     await world.register.add_holders([ended])
     await again.start()
     assert set(again.snapshot.held) == {allocation(pod), ended}
-    assert not again.snapshot.awake
+    assert not again.snapshot.current
     assert again.title(pod.uid) == "default/p"
     assert again.title("ended") == "ended"
     now = await again.scan({(R, "b")})

@@ -99,7 +99,7 @@ class Outside(ClusterClaims):
     def evidence(self) -> HolderEvidence:
         """Return what the kubelet's checkpoint, written at our request, and the cgroups say."""
         named = frozenset(Allocation(name, "c", R, name) for name in self.pods)
-        return HolderEvidence([Checkpoint(named, {})], awake=True, pods=PodProcesses(running=frozenset(self.pods)))
+        return HolderEvidence([Checkpoint(named, {})], current=True, pods=PodProcesses(running=frozenset(self.pods)))
 
     # The API server, for the driver and the handover.
 

@@ -64,7 +64,7 @@ def _old_commit_to_plugin(now: Snapshot, record: DeviceRecord, evidence: Cluster
 
 
 def _released_at_once(_record: object, snapshot: KubeletSnapshot) -> bool:
-    return snapshot.awake
+    return snapshot.current
 
 
 def _with_evidence(change: Callable[[holders.HolderEvidence], holders.HolderEvidence]) -> Replacement:
@@ -111,7 +111,7 @@ MUTATIONS: Final[dict[str, tuple[tuple[object, str, Replacement], ...]]] = {
         (rules, "to_plugin_waits_for", _old_commit_to_plugin),
         *BY_STATE,
     ),
-    "the checkpoint must be awake": ((holders, "holders", _with_evidence(lambda seen: replace(seen, awake=True))),),
+    "the checkpoint must be current": ((holders, "holders", _with_evidence(lambda seen: replace(seen, current=True))),),
     "more checkpoints than writers": ((holders, "shows_present", bool),),
     "the checkpoint's names": ((holders, "holders", _with_evidence(_unnamed)),),
     "processes": (

@@ -623,7 +623,7 @@ class Small:
         elif stage.step is Step.READ:
             scan = self.scanned(world)
             seen = kubelet_snapshot(BEGUN, scan, R, str)
-            asked = ("observe", scan.at, scan.awake, *scan.held.items())
+            asked = ("observe", scan.at, scan.current, *scan.held.items())
             _, after = self.do(world, asked, partial(operations.observe, R, seen, 0.0))
             held = {one.pod_uid for one in scan.held}
             pods = [
@@ -631,7 +631,7 @@ class Small:
                 for uid, pod in enumerate(after.pods)
             ]
             after = after._replace(pods=(pods[0], pods[1]))
-            goes_on = scan.awake and stage.moving != NOTHING
+            goes_on = scan.current and stage.moving != NOTHING
             yield (
                 "observe",
                 at_stage(after, stage._replace(step=Step.OBSERVED, written=True, late=False) if goes_on else IDLE),
@@ -728,7 +728,7 @@ class Small:
             world,
             ("reconcile", *now.held.items(), *((claim.uid, claim.prepared) for claim in claims)),
             partial(
-                operations.reconcile_evidence, R, Evidence(held, claims, now.awake), self.names, Side.PLUGIN, 0.0, D
+                operations.reconcile_evidence, R, Evidence(held, claims, now.current), self.names, Side.PLUGIN, 0.0, D
             ),
         )
         return after._replace(alive=True)

@@ -201,7 +201,7 @@ def test_halves_are_all_worlds_and_no_other(pods: int, claims: int, crashes: boo
 
 SMALLEST: dict[str, dict[str, Any]] = {
     "the question, between claims": {"pods": 0, "claims": 2, "faults": ()},
-    "the checkpoint must be awake": {"pods": 1, "faults": ("lose",)},
+    "the checkpoint must be current": {"pods": 1, "faults": ("lose",)},
     "more checkpoints than writers": {"pods": 1, "slow": True},
     "processes": {"pods": 2, "claims": 0, "faults": ("force",)},
     "processes at a grant": {"pods": 2, "claims": 0, "faults": ("force",)},

@@ -198,11 +198,11 @@ class Node(RuleBasedStateMachine):
 
         return Connection()
 
-    def reconcile(self, *, awake: bool = False) -> None:
+    def reconcile(self, *, current: bool = False) -> None:
         """Reconcile the evidence: the checkpoint, the processes and unknown CDI files."""
         if self.checkpoint is None:
             return
-        now = holders.holders(self.known, HolderEvidence([self.checkpoint], awake, self.processes()), self.clock())
+        now = holders.holders(self.known, HolderEvidence([self.checkpoint], current, self.processes()), self.clock())
         held = kubelet_snapshot(0, now, R, str).held
         snapshot = self.store.snapshot
         files = [claim for claim in self.claims.values() if claim.file and (D, claim.uid) not in snapshot.claims]
@@ -217,12 +217,12 @@ class Node(RuleBasedStateMachine):
         try:
             done = self.store.do(
                 operations.reconcile_evidence(
-                    R, Evidence(held, evidence, now.awake), DEVICES, Side.PLUGIN, time.time(), D
+                    R, Evidence(held, evidence, now.current), DEVICES, Side.PLUGIN, time.time(), D
                 )
             )
         except LedgerError:
             return
-        self.grants.reconciled |= {(R, name) for name in DEVICES if name not in done.doubtful}
+        self.grants.reconciled |= {(R, name) for name in DEVICES if name not in done.uncertain}
 
     @property
     def known(self) -> frozenset[Allocation]:
@@ -245,11 +245,11 @@ class Node(RuleBasedStateMachine):
             files: list[Checkpoint] = []
             while not holders.shows_present(files) and await self.is_written() and self.checkpoint is not None:
                 files.append(self.checkpoint)
-            awake = holders.shows_present(files)
-            if not awake:
+            current = holders.shows_present(files)
+            if not current:
                 files = [self.checkpoint] if self.checkpoint is not None else []
             await Pause()
-            now = holders.holders(self.known, HolderEvidence(files, awake, self.processes(), "late"), at)
+            now = holders.holders(self.known, HolderEvidence(files, current, self.processes(), "late"), at)
             if self.disturbed or self.flying:
                 return None
             self.scanned = frozenset(now.held)
@@ -724,7 +724,7 @@ class Node(RuleBasedStateMachine):
         quarantined = any(record.state is State.QUARANTINED for record in self.store.snapshot.devices.values())
         if quarantined or len(self.grants.reconciled) < len(DEVICES):
             self.checkpoint_is_written()
-            self.reconcile(awake=True)
+            self.reconcile(current=True)
 
     # What must be.
 

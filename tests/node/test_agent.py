@@ -528,7 +528,7 @@ def test_device_that_two_pods_hold_is_said_and_counted_once(
         assert agent.agent.status().double_allocations == number
         checkpoint.write(fake_kubelet.checkpoint)
         fake_kubelet.cgroups.remove_pod(other)
-        # Without an awake checkpoint nobody is let go, and what is only remembered is no proof.
+        # Without a current checkpoint nobody is let go, and what is only remembered is no proof.
         wait(lambda: not agent.agent.tracker.double_held())
         scanned(agent, 2)
     said = [record.getMessage() for record in caplog.records if "to several pods" in record.getMessage()]
@@ -847,11 +847,13 @@ async def taken(agent: Agent, now: HolderSnapshot) -> None:
     await agent.scanner.scan()
 
 
-def scan(at: float, *held: str, registered: frozenset[str] | None = frozenset(), awake: bool = True) -> HolderSnapshot:
+def scan(
+    at: float, *held: str, registered: frozenset[str] | None = frozenset(), current: bool = True
+) -> HolderSnapshot:
     """What a scan says: ids that a pod holds, and ids that the kubelet counts as healthy."""
     holding = Holding(True, True, "the kubelet's checkpoint names it")
     of = {Allocation("u1", "main", R, name): holding for name in held}
-    return HolderSnapshot(at, awake, of, None if registered is None else {R: registered})
+    return HolderSnapshot(at, current, of, None if registered is None else {R: registered})
 
 
 @pytest.mark.parametrize(
@@ -871,9 +873,9 @@ async def test_an_id_from_before_is_forgotten_when_nobody_has_or_gets_it(
     assert set(service.endpoint.ids.legacy) == {"sim-0::0", "sim-0::1"}
     await taken(alone, scan(1.0, *held, registered=registered))
     assert set(service.endpoint.ids.legacy) == {"sim-0::0", "sim-0::1"}
-    await taken(alone, scan(2.0, *held, registered=None, awake=False))
+    await taken(alone, scan(2.0, *held, registered=None, current=False))
     assert set(service.endpoint.ids.legacy) == {"sim-0::0", "sim-0::1"}
-    await taken(alone, scan(3.0, *held, registered=registered, awake=False))
+    await taken(alone, scan(3.0, *held, registered=registered, current=False))
     assert set(service.endpoint.ids.legacy) == {"sim-0::0", "sim-0::1"}
     await taken(alone, scan(4.0, *held, registered=registered))
     assert set(service.endpoint.ids.legacy) == stays

@@ -40,13 +40,13 @@ class Known:
         return self
 
     def observed(
-        self, held: Iterable[ObservedAllocation | str], at: float, *, awake: bool = True, sequence: int | None = None
+        self, held: Iterable[ObservedAllocation | str], at: float, *, current: bool = True, sequence: int | None = None
     ) -> Known:
         """Take what a scan says. sequence: the register's when it was begun; as of now by default."""
         ids = {one if isinstance(one, str) else one.device: one for one in held}
         by_id = {name: named(name) if isinstance(one, str) else one for name, one in ids.items()}
         begun = self.store.snapshot.sequence if sequence is None else sequence
-        self.last = self.observe(KubeletSnapshot(begun, at, awake, by_id))
+        self.last = self.observe(KubeletSnapshot(begun, at, current, by_id))
         return self
 
     def observe(self, seen: KubeletSnapshot) -> Observed:
@@ -95,8 +95,8 @@ def test_a_device_comes_free_once_with_the_first_scan_without_a_holder() -> None
 def test_a_grant_whose_container_is_never_named_ends_after_two_awake_checkpoints_well_apart() -> None:
     """The kubelet may reject a pod after Allocate; a checkpoint that was not asked for proves nothing (R7)."""
     known = Known().granted(["a"])
-    for at, awake in ((0.0, False), (10.0, True), (10.0 + WELL_APART / 2, True), (10.0 + 2 * WELL_APART, False)):
-        known.observed((), at, awake=awake)
+    for at, current in ((0.0, False), (10.0, True), (10.0 + WELL_APART / 2, True), (10.0 + 2 * WELL_APART, False)):
+        known.observed((), at, current=current)
         assert known_of(known) == ({"a"}, set())
     assert known.observed((), 10.0 + WELL_APART).freed == {"a"}
 
@@ -232,7 +232,7 @@ def test_every_use_ends_in_one_release(steps: list[tuple[str, frozenset[str], st
         if what == "grant":
             known.granted(ids)
             continue
-        known.observed([named(one, pod) for one in ids], now, awake=what == "scan")
+        known.observed([named(one, pod) for one in ids], now, current=what == "scan")
         assert known.freed.isdisjoint(ids)
         assert known.freed.isdisjoint(known.ids)
         assert known.freed <= owed

@@ -105,7 +105,7 @@ def claim(uid: str, device: str, identity: str = "", amount: Amount = WHOLE) -> 
 
 
 def scanned(*named: Allocation, at: float = 1.0) -> HolderSnapshot:
-    """What a scan says: containers that an awake checkpoint names."""
+    """What a scan says: containers that a current checkpoint names."""
     return holders((), HolderEvidence([Checkpoint(frozenset(named), {})], True, PodProcesses(frozenset())), at)
 
 

@@ -99,12 +99,12 @@ def kubelet(store: DirectLedger, *, held: dict[str, ObservedAllocation] | None =
     return KubeletEvidence(sequence, {"a": 1.0, "b": 1.0}, KubeletSnapshot(sequence, 3.0, True, held or {}))
 
 
-def seen(store: DirectLedger, at: float = 1.0, *, awake: bool = True, **held: str) -> KubeletSnapshot:
+def seen(store: DirectLedger, at: float = 1.0, *, current: bool = True, **held: str) -> KubeletSnapshot:
     """What checkpoint and cgroups say now; a="u1/main u2/init" is held by these containers."""
     return KubeletSnapshot(
         store.snapshot.sequence,
         at,
-        awake,
+        current,
         {device_id: held_by(device_id, *them.split()) for device_id, them in held.items()},
     )
 

@@ -252,8 +252,8 @@ def broken(evidence: KubeletEvidence) -> dict[str, KubeletEvidence]:
         "show it Unhealthy": replace(evidence, shown={}),
         "the kubelet to acknowledge": replace(evidence, snapshot=replace(snapshot, registered=frozenset({"a"}))),
         "to acknowledge": replace(evidence, snapshot=replace(snapshot, at=0.5)),
-        "a checkpoint": replace(evidence, snapshot=replace(snapshot, awake=False)),
-        "(the disk is full)": replace(evidence, snapshot=replace(snapshot, awake=False, problem="the disk is full")),
+        "a checkpoint": replace(evidence, snapshot=replace(snapshot, current=False)),
+        "(the disk is full)": replace(evidence, snapshot=replace(snapshot, current=False, problem="the disk is full")),
         "a snapshot of": replace(evidence, snapshot=replace(snapshot, sequence=evidence.sequence - 1)),
         "pod default/p": replace(
             evidence, snapshot=replace(snapshot, held={"a": ObservedAllocation("a", "default/p")})
@@ -310,10 +310,10 @@ def test_a_grant_never_seen_takes_two_snapshots_well_apart(store: DirectLedger) 
     empty = seen(store)
     for snapshot, at, released in (
         (before, 1.0, ()),  # began before the grant: says nothing
-        (replace(empty, awake=False), 1.0, ()),
+        (replace(empty, current=False), 1.0, ()),
         (empty, 1.0, ()),
         (empty, 2.0, ()),
-        (replace(empty, awake=False), 12.0, ()),
+        (replace(empty, current=False), 12.0, ()),
         (empty, 12.0, ("a",)),
     ):
         assert store.do(operations.observe(R, replace(snapshot, at=at), T0)).released == released

@@ -73,11 +73,11 @@ def test_a_quarantined_device_stays_while_others_are_reconciled(store: DirectLed
 
 
 def test_a_checkpoint_that_may_be_old_accuses_nobody(store: DirectLedger) -> None:
-    """It shows ended pods: on the DRA side the device is doubtful, on the plugin's side held."""
+    """It shows ended pods: on the DRA side the device is uncertain, on the plugin's side held."""
     to_dra(store, "b")
     held = {device_id: held_by(device_id, f"uid-{device_id}/main", sure=False) for device_id in ("a", "b")}
     found = store.do(operations.reconcile_evidence(R, Evidence(held), ["a", "b"], Side.PLUGIN, T0))
-    assert (found.changed, found.doubtful) == ({}, ("b",))
+    assert (found.changed, found.uncertain) == ({}, ("b",))
     assert [record.device_id for record in store.snapshot.allocations.values()] == ["a"]
     snapshot = KubeletSnapshot(store.snapshot.sequence, 0.0, True, held)
     again = store.do(operations.observe(R, snapshot, T0))
@@ -90,14 +90,14 @@ def test_a_checkpoint_that_may_be_old_accuses_nobody(store: DirectLedger) -> Non
 def test_evidence_of_a_sleeping_checkpoint_puts_no_new_device_anywhere(store: DirectLedger) -> None:
     """A pod that it does not name yet may have it; one that is on the plugin's side is safe there."""
     to_dra(store, "b")
-    done = store.do(operations.reconcile_evidence(R, Evidence(awake=False), ["a", "b", "new"], Side.DRA, T0))
-    assert (done.changed, done.doubtful) == ({}, ("b", "new"))
+    done = store.do(operations.reconcile_evidence(R, Evidence(current=False), ["a", "b", "new"], Side.DRA, T0))
+    assert (done.changed, done.uncertain) == ({}, ("b", "new"))
     assert (R, "new") not in store.snapshot.devices
-    held = Evidence({"held": held_by("held", "u1/main")}, awake=False)
+    held = Evidence({"held": held_by("held", "u1/main")}, current=False)
     done = store.do(operations.reconcile_evidence(R, held, ["held"], Side.DRA, T0))
-    assert (done.changed, done.doubtful) == ({"held": State.PLUGIN}, ()), "whoever it names has it"
+    assert (done.changed, done.uncertain) == ({"held": State.PLUGIN}, ()), "whoever it names has it"
     done = store.do(operations.reconcile_evidence(R, Evidence(), ["b", "new"], Side.DRA, T0))
-    assert (done.changed, done.doubtful) == ({"new": State.DRA}, ())
+    assert (done.changed, done.uncertain) == ({"new": State.DRA}, ())
 
 
 def test_a_claim_known_from_its_file_gets_its_name_once(store: DirectLedger) -> None:
