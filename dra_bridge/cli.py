@@ -445,7 +445,7 @@ def _status(options: argparse.Namespace) -> int:
     from dra_bridge.rollout.status import read_status
 
     if options.output == "json" and (options.watch or options.problems):
-        raise CommandError("dra-bridge status: --watch and --problems are of the table; JSON has everything, once")
+        raise CommandError("dra-bridge status: --watch and --problems are for tables; JSON has everything")
     terminal = sys.stdout.isatty()
 
     def lines(found: Status) -> list[display.Line]:
@@ -497,7 +497,7 @@ def _migrate(options: argparse.Namespace) -> int:
     from dra_bridge.rollout.rollout import migrate
 
     if options.timeout and not options.wait:
-        raise CommandError("dra-bridge migrate: --timeout belongs to --wait")
+        raise CommandError("dra-bridge migrate: --timeout needs --wait")
     nodes = list(dict.fromkeys(options.nodes))
     share = _asked(options)
     done = _follow(

@@ -75,7 +75,7 @@ class NvidiaConfig(_Strict, frozen=True, kw_only=True):
     recovery: Annotated[
         Annotated[int, Meta(ge=0, le=31_536_000)] | Literal["never"],
         _about(
-            "Seconds without another fault after which good looks make a GPU healthy again after an XID; "
+            "Seconds without another fault after which successful probes make a GPU healthy again after an XID; "
             "never leaves it unhealthy until the agent is started again."
         ),
     ] = 300
@@ -214,7 +214,7 @@ class CommandProbeConfig(_Strict, frozen=True, kw_only=True):
             "which are also in DEVICE_ID and DEVICE_NODES.",
         ),
     ]
-    timeout: Annotated[int, Meta(ge=1, le=600, description="Seconds after which it is killed; a bad look.")] = 10
+    timeout: Annotated[int, Meta(ge=1, le=600, description="Seconds after which it is killed; a failed probe.")] = 10
 
 
 class HealthConfig(_Strict, frozen=True, kw_only=True):
@@ -227,9 +227,9 @@ class HealthConfig(_Strict, frozen=True, kw_only=True):
             "With none there is only what the kind of device tells by itself."
         ),
     ] = "none"
-    period: Annotated[int, Meta(ge=1, le=86_400, description="Seconds between looks.")] = 10
-    failures: Annotated[int, Meta(ge=1, le=1000, description="Bad looks in a row that make it unhealthy.")] = 3
-    successes: Annotated[int, Meta(ge=1, le=1000, description="Good looks in a row that make it healthy again.")] = 2
+    period: Annotated[int, Meta(ge=1, le=86_400, description="Seconds between probes.")] = 10
+    failures: Annotated[int, Meta(ge=1, le=1000, description="Failed probes in a row that make it unhealthy.")] = 3
+    successes: Annotated[int, Meta(ge=1, le=1000, description="Good probes in a row that make it healthy again.")] = 2
 
 
 class DraConfig(_Strict, frozen=True, kw_only=True):

@@ -300,7 +300,7 @@ def _pulled(state: Snapshot, claim: Claim, refused: rules.Refused) -> Decision[C
     for resource, device in sorted(claim.held):
         if state.device(resource, device).state is State.PLUGIN and not state.allocations_on(resource, (device,)):
             if _has_limits_on_both_sides(state, resource):
-                # How many ids the kubelet still counts is not known here: any fewer may be too few for its pods (R11).
+                # How many ids the kubelet still counts is not known here: any fewer may be too few for its pods.
                 refused = replace(refused, unmoved=True)
                 continue
             reason = f"{FOR_CLAIM}{claim.title}"

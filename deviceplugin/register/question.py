@@ -249,7 +249,7 @@ def _titled(use: Use) -> str:
 
 def _twice(one: Use, other: Use, point: Point) -> str:
     if one.key == other.key:
-        return f"more of {_titled(one)} is asked for than there is"
+        return f"more of {_titled(one)} is requested than there is"
     return f"{_titled(one)} and {_titled(other)}, which it is asked for with, are one thing ({shown({str(point)})})"
 
 

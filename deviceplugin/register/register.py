@@ -421,7 +421,7 @@ class Register:
         wanted = {name: self.wanted(resource, device) for name, device in ids.items()}
         for name, before in asked.items():
             if wanted[name].identity != before.identity:
-                raise ConflictError(f"device {ids[name]} is another thing than it was when it was asked for")
+                raise ConflictError(f"device {ids[name]} stands for other hardware than when it was requested")
             wanted[name] = wanted[name]._replace(amount=before.amount)
         with self._granting(keys):
             answer = await self.store.do(operations.grant(resource, wanted, self.view(), time.time()))

@@ -163,7 +163,7 @@ class Refused:
     """Why a pod or a claim does not get a device.
 
     moving: a move to the side that was asked for is under way, so another try makes sense. unmoved: it does not begin,
-    since pods have devices by limits on both sides (R11).
+    since pods have devices by limits on both sides.
     """
 
     record: DeviceRecord

@@ -382,7 +382,7 @@ class Ledger:
             for row in connection.execute(f"SELECT {', '.join(_TABLES[table])} FROM {table}"):
                 found[row[0], row[1]] = record = _record(table, row)
                 if _row(table, record) != row or not isinstance(row[0], str) or not isinstance(row[1], str):
-                    raise _DamagedError(f"a row of table {table} is not in order")
+                    raise _DamagedError(f"a row of table {table} is malformed")
                 seal ^= _digest(table, row)
         row = connection.execute("SELECT sequence, seal FROM seal WHERE id = 1").fetchone()
         if row is None or row[1] != seal or not isinstance(row[0], int):

@@ -111,7 +111,7 @@ class SliceFeed:
                 try:
                     rest = self._pass_on() if self._may_publish() else None
                 except Exception:  # one driver's devices must not end the others
-                    _LOG.exception("its slices cannot be made; those before stay", extra={"driver": self._context.name})
+                    _LOG.exception("cannot make the slices; those published stay", extra={"driver": self._context.name})
                     rest = RETRY
 
     async def follow_accepted(self) -> None:

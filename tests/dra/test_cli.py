@@ -943,7 +943,7 @@ def test_a_timeout_without_waiting(world: World, bridge: Callable[..., Ran]) -> 
     """A timeout of nothing is wrong usage, before anything is written."""
     agent = world.agent("n1", deaf=True)
     ran = bridge("migrate", "n1", "--driver", D, "--share", "2", "--timeout", "1")
-    assert (ran.status, ran.err) == (2, "dra-bridge migrate: --timeout belongs to --wait\n")
+    assert (ran.status, ran.err) == (2, "dra-bridge migrate: --timeout needs --wait\n")
     assert agent.annotations == {}
 
 
@@ -1149,7 +1149,7 @@ def test_status_again_and_again(world: World, bridge: Callable[..., Ran]) -> Non
     for option in ("--watch", "--problems"):
         ran = bridge("status", option, "-o", "json")
         assert (ran.status, ran.out) == (2, "")
-        assert "are of the table; JSON has everything, once" in ran.err
+        assert "are for tables; JSON has everything" in ran.err
 
 
 def test_status_again_and_again_into_a_pipe(world: World) -> None:

@@ -119,7 +119,7 @@ def test_one_holder_does_not_get_one_thing_twice() -> None:
     assert asked(nobody, use("a", "n1"), use("b", "n1")) == twice
     assert asked(nobody, *(use(f"a::{n}", "n1", device="a", amount=HALF) for n in range(2))) == ""
     more = [use(f"a::{n}", "n1", device="a", amount=HALF) for n in range(3)]
-    assert asked(nobody, *more) == f"more of a of {R} is asked for than there is"
+    assert asked(nobody, *more) == f"more of a of {R} is requested than there is"
     assert asked(nobody, use("x", amount=takes("5")), use("y", amount=takes("5"))) == ""
     reason = f"x of {R} does not fit beside y of {R}, which it is asked for with (counter memory of card)"
     assert asked(nobody, use("x", amount=takes("5")), use("y", amount=takes("6"))) == reason
