@@ -19,6 +19,7 @@ from dra_bridge.rollout.rollout import RolloutError
 
 BEFORE: Final = "dra-bridge/before-adoption"
 """The annotation that keeps the hostPaths and the update strategy of before, as JSON."""
+APPLIED: Final = "kubectl.kubernetes.io/last-applied-configuration"
 REGISTRY: Final = "plugins_registry"
 STRATEGY: Final = "/spec/updateStrategy/rollingUpdate"
 OWNERS: Final[Mapping[str, str]] = {
@@ -177,6 +178,8 @@ def adopt(daemon_set: Object, agents: Collection[Agent], nodes: Collection[str])
         notes.append("maxSurge becomes 0: two instances would register, one with the kubelet and one with the agent")
     if (daemon_set["metadata"].get("labels") or {}).get("addonmanager.kubernetes.io/mode") == "EnsureExists":
         notes.append("the addon manager makes the DaemonSet anew if it is deleted, without the change")
+    if APPLIED in (daemon_set["metadata"].get("annotations") or {}):
+        notes.append("kubectl apply of its manifest would put the hostPath back: change it there, too")
     return Advice((), tuple(notes), _commands(daemon_set, operations))
 
 

@@ -199,6 +199,12 @@ def test_an_addon_that_is_only_made_where_it_is_missing() -> None:
     assert any("makes the DaemonSet anew" in note for note in found.notes)
 
 
+def test_a_manifest_that_is_applied_again() -> None:
+    """It would put the hostPath back."""
+    body = daemon_set(PLUGINS, metadata={"annotations": {"kubectl.kubernetes.io/last-applied-configuration": "{}"}})
+    assert any("kubectl apply of its manifest" in note for note in adopt(body, [AGENT], {"n1"}).notes)
+
+
 @pytest.mark.parametrize(
     ("agents", "body", "words"),
     [
