@@ -12,7 +12,7 @@ import pytest
 from deviceplugin.device import Device, Health
 from deviceplugin.inventory import merged
 from deviceplugin.kubelet.podresources import Holder
-from deviceplugin.kubelet.status import Withheld
+from deviceplugin.kubelet.status import VendorConnection, Withheld
 from deviceplugin.metrics import page
 from deviceplugin.register.records import State
 from dra_bridge.kube import Cluster
@@ -103,6 +103,18 @@ async def test_problems_of_the_agent_itself(server: FakeApiServer) -> None:
     unready = f"it is not ready: {RESOURCE}: not registered with the kubelet"
     assert answers.problems == {"n1": (unready, "the config file was not taken, everything goes on as it was: x")}
     assert ("n1", RESOURCE, "a") in answers.devices
+
+
+@pytest.mark.parametrize("connected", [True, False])
+async def test_adopted_resources(server: FakeApiServer, connected: bool) -> None:
+    """Which of them a vendor's plugin lists; one that is not there is a problem of its agent."""
+    own, theirs = resource("a"), resource("b", name="v/x", vendor=VendorConnection(connected=connected, since=60.0))
+    server.create(agent_pod("n1"))
+    server.proxied = lambda path: (200, status(Still(own, theirs)))
+    answers = await asked(server, "n1")
+    assert answers.adopted == {("n1", "v/x"): connected}
+    problem = "v/x: its plugin is not registered with the agent since 1970-01-01T00:01:00Z"
+    assert answers.problems == ({} if connected else {"n1": (problem,)})
 
 
 async def test_what_moves_wait_for_now(server: FakeApiServer) -> None:
