@@ -125,10 +125,11 @@ async def test_a_reload_moves_hardware_while_edits_works(node: FakeNode, both: b
         await here.until(lambda: to in node.resources())
         if outlasts:
             await here.scans()
-        second = node.start_pod("q", {to: 1})
-        await here.scans()
-        source.end.set()
-        for pod in (first, second):
-            await here.soon(lambda pod=pod: pod.phase != "Pending", 15)  # type: ignore[misc]
+            second = node.start_pod("q", {to: 1})
+            await here.scans()
+            source.end.set()
+            await here.soon(lambda: first.phase != "Pending" and second.phase != "Pending", 5)
+        else:
+            second = await here.run("q", {to: 1})
         has = [sorted(got(node, pod)) for pod in (first, second) if pod.running]
         assert len(has) == len({tuple(one) for one in has}), has
