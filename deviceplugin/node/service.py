@@ -22,7 +22,7 @@ from deviceplugin.kubelet.holders import HolderSnapshot
 from deviceplugin.kubelet.podresources import AllocationsInFlight
 from deviceplugin.kubelet.registration import Registration, RegistrationError, Timing
 from deviceplugin.kubelet.servicer import Endpoint, Refusal
-from deviceplugin.kubelet.status import ResourceStatus, Withheld
+from deviceplugin.kubelet.status import ResourceStatus, VendorConnection, Withheld
 from deviceplugin.kubelet.tracker import HolderTracker
 from deviceplugin.node.device_log import InventoryLog
 from deviceplugin.node.following import SourceFollower
@@ -259,6 +259,11 @@ class Service:
         except DeviceBusyError as error:
             raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "excluded", f"{self.resource}: {error}") from error
 
+    @property
+    def vendor(self) -> VendorConnection | None:
+        """The vendor's plugin that lists the devices, None if none does."""
+        return self.source.plugins.connection(self.resource) if isinstance(self.source, AdoptedSource) else None
+
     def status(self) -> ResourceStatus:
         """Return what is known now."""
         name, context = self.resource, self._context
@@ -288,7 +293,7 @@ class Service:
             withheld,
             self._held_twice,
             self._elsewhere,
-            self.source.plugins.connection(name) if isinstance(self.source, AdoptedSource) else None,
+            self.vendor,
         )
 
 

@@ -109,12 +109,18 @@ class BridgeStatus:
             if not registration.registered:
                 error = f": {registration.error}" if registration.error else ""
                 yield f"driver {one.name} is not registered with the kubelet{error}"
-            if one.resources and not state.accepted:
+            if one.resources and not state.accepted and not self._waits_for_plugins(one):
                 problem = f": {state.problems[0]}" if state.problems else ""
                 yield f"slices of driver {one.name} are not published{problem}"
         named = {service.source.driver or "" for service in list(self._node.agent.services.values())}
         for name in sorted(named - {"", *(one.name for one in drivers)}):
             yield f"driver {name} has not started: another agent may have the ledger; {MAX_SURGE}"
+
+    def _waits_for_plugins(self, driver: DriverRuntime) -> bool:
+        """Return whether all of a driver's devices are of vendors' plugins that are not there yet: no slice is due."""
+        services = self._node.agent.services
+        vendors = [services[name].vendor if name in services else None for name in list(driver.resources)]
+        return all(one is not None and not one.connected for one in vendors)
 
     def _status(self, driver: DriverRuntime, kubelet_listens: bool) -> dict[str, object]:
         state = self._node.publisher.state(driver.name)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import socket
 import tempfile
+import urllib.request
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -47,11 +49,11 @@ class Scene:
         new.write_text(json.dumps({"resources": [{**one, "dra": {"share": "all"}, **more}]}))
         new.replace(self.config)
 
-    def agent(self) -> AgentProcess:
-        """Start the agent, and wait until plugins can register."""
+    def agent(self, *more: str) -> AgentProcess:
+        """Start the agent, and wait until plugins can register. more: options."""
         options = ["--config", str(self.config), "--adopt", str(self.directory), *self.node.arguments]
         options += ["--cdi-dir", str(self.node.cdi)]
-        options += ["--kubeconfig", str(self.kubeconfig), "--node-name", self.node.name]
+        options += ["--kubeconfig", str(self.kubeconfig), "--node-name", self.node.name, *more]
         log = self.where / f"agent-{len(self.agents)}.log"
         self.agents.append(AgentProcess(["-m", "dra_bridge", "run", *options], self.config, log))
         self.wait_log("plugins can register")
@@ -105,6 +107,28 @@ def scene() -> Iterator[Scene]:
                 yield made
             finally:
                 made.end()
+
+
+def test_the_agent_is_ready_before_its_plugin(scene: Scene) -> None:
+    """It has to be there first: that no plugin has come is a problem that it tells, and no slice is due."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    scene.agent("--metrics-address", address)
+
+    def ready() -> bool:
+        try:
+            return bool(urllib.request.urlopen(f"http://{address}/readyz", timeout=10).status == 200)
+        except OSError:
+            return False
+
+    wait_for("the agent to be ready", ready, 20)
+    with urllib.request.urlopen(f"http://{address}/status", timeout=10) as answer:
+        (problem,) = json.load(answer)["problems"]
+    assert problem.startswith(f"{RESOURCE}: its plugin is not registered with the agent since ")
+    scene.vendor()
+    scene.wait_offered(2)
+    wait_for("the agent to be ready with it", ready, 20)
 
 
 def test_a_claim_gets_what_the_plugin_says(scene: Scene) -> None:

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import stat
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -29,6 +30,8 @@ from tests.cluster.test_daemonset_real import (
 DIRECTORY = isolate.DEVICES / "plugins"
 """Where plugins register with the agent; /run, where they do by default, is this machine's own."""
 VENDOR = "vendor"
+NODES = Path("/dev/boards")
+"""Where an agent in a container sees a plugin's device nodes, as it has to for claims."""
 
 
 class Adopting(Deployed):
@@ -52,7 +55,7 @@ class Adopting(Deployed):
 
 def vendor_objects(cluster: Cluster) -> list[dict[str, object]]:
     """A vendor's DaemonSet, whose plugin knows the kubelet's directory; and its file."""
-    answer = {"nodes": [[f"{BOARDS}/{{id}}", f"{BOARDS}/{{id}}", "rw"]]}
+    answer = {"nodes": [[f"{NODES}/{{id}}", f"{BOARDS}/{{id}}", "rw"]]}
     devices = {f"board{number}": "Healthy" for number in range(COUNT)}
     file = json.dumps({"resources": [{"name": RESOURCE, "devices": devices, "answer": answer}]})
     labels = {"app": "gadgets"}
@@ -83,10 +86,9 @@ def vendor_objects(cluster: Cluster) -> list[dict[str, object]]:
 @pytest.fixture
 def adopting(node: Cluster) -> Iterator[Adopting]:
     """A vendor's DaemonSet that serves four devices, and agents that would adopt it."""
-    shutil.rmtree(BOARDS, ignore_errors=True)
-    BOARDS.mkdir(parents=True)
+    NODES.mkdir()
     for number in range(COUNT):
-        os.mknod(BOARDS / f"board{number}", stat.S_IFCHR | 0o600, os.makedev(1, 5))
+        os.mknod(NODES / f"board{number}", stat.S_IFCHR | 0o600, os.makedev(1, 5))
     node.apply(vendor_objects(node))
     try:
         node.wait_allocatable(RESOURCE, COUNT, PATIENCE)
@@ -97,7 +99,8 @@ def adopting(node: Cluster) -> Iterator[Adopting]:
             node.delete("DaemonSet", "gadgets", VENDOR)
             node.wait_for(lambda: not node.pods(VENDOR), PATIENCE, "the plugin is gone")
     finally:
-        shutil.rmtree(DIRECTORY, ignore_errors=True)
+        for one in (DIRECTORY, NODES):
+            shutil.rmtree(one, ignore_errors=True)
 
 
 def vendor_pod(node: Cluster, other_than: str = "") -> Pod:

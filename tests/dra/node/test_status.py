@@ -51,6 +51,7 @@ def service(*, live: bool = True, registrations: int = 1) -> Any:
         source=source,
         endpoint=SimpleNamespace(streams=SimpleNamespace(live=live)),
         registration=SimpleNamespace(statistics=SimpleNamespace(registrations=registrations)),
+        vendor=None,
     )
 
 
