@@ -260,13 +260,14 @@ class Bridge:
 
     # What is seen from outside.
 
-    def wait_registered(self) -> None:
+    def wait_registered(self, *, resources: bool = True) -> None:
         """Wait until the kubelet has taken the registrations of drivers and resources.
 
-        Until then it refuses pods by limits, whatever the Node still says of a former agent's devices.
+        Until then it refuses pods by limits, whatever the Node still says of a former agent's devices. resources: false
+        where another process serves these.
         """
         lines = [f"{driver}: registered with the kubelet" for driver in self.drivers]
-        lines += [f"{resource['name']}: the kubelet listens" for resource in self.resources]
+        lines += [f"{resource['name']}: the kubelet listens" for resource in self.resources if resources]
         for line in lines:
             self.cluster.wait_for(
                 lambda line=line: line in self.log(),  # type: ignore[misc]

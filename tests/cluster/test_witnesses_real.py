@@ -762,7 +762,7 @@ def test_plugin_follows_bridge(scene: Scene, how: str) -> None:
         plugin.kill()
         plugin.wait()
     agents.start()
-    agents.wait_registered()
+    agents.wait_registered(resources=how == "killed")
     if how == "overlapping":
         scene.cluster.wait_for(lambda: "waiting for it to end" in agents.log(), LIMIT, "the bridge waits")
         plugin.terminate()
