@@ -93,6 +93,10 @@ class ImageBridge(Bridge):
         os.environ.update(image_environment())
         super().start("--log-level", "info", *arguments)
 
+    def wait_registered(self, *, resources: bool = True) -> None:
+        """Wait for the drivers alone: that the kubelet listens to a resource is in the debug log only."""
+        super().wait_registered(resources=False)
+
 
 @contextmanager
 def program(cluster: Cluster, name: str, command: Sequence[str], **environment: str) -> Iterator[int]:
