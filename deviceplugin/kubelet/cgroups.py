@@ -103,7 +103,7 @@ class PodReader:
     def may_exist(self, pod_uid: str) -> bool:
         """Return whether a pod may have a cgroup; quick. It has none if those that were seen last are gone."""
         paths = self._paths.get(pod_uid)
-        return paths is None or any(map(os.path.exists, paths))
+        return paths is None or not all(map(_is_gone, paths))
 
     def containers(self, pod_uid: str) -> list[ContainerCgroup] | None:
         """Return the cgroups of a pod's containers and sandbox that have processes; None if they cannot be told.
@@ -186,6 +186,17 @@ def _pods(directory: str) -> Iterator[tuple[str, str]]:
             yield name.removeprefix("pod"), path
         elif "burstable" in name or "besteffort" in name:
             yield from _pods(path)
+
+
+def _is_gone(path: str) -> bool:
+    """Return whether a cgroup was removed: it is not there, and the one that it was in is there."""
+    try:
+        os.stat(path)
+    except FileNotFoundError:
+        return os.path.isdir(os.path.dirname(path))
+    except OSError:
+        return False
+    return False
 
 
 def _populated(path: str) -> bool:

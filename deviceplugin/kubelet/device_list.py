@@ -241,6 +241,11 @@ class ListStreams:
         replaced = itertools.pairwise((*self.sent, now))
         self.sent = (*(one for one, after in replaced if after.at > now.at - LATE), now)
 
+    def _withdraws(self, stream: Stream) -> bool:
+        """Return whether an id is to be shown Unhealthy that is Healthy: the next pod in a burst would get it."""
+        healthy = {line.name for line in self._lines() or () if line.healthy}
+        return stream.shown is not None and not stream.shown[1] <= healthy
+
     async def lists(self) -> AsyncGenerator[pb.ListAndWatchResponse, None]:
         """Open a stream: yield the list now and after each change, until the stream is ended."""
         stream = Stream()
@@ -258,7 +263,7 @@ class ListStreams:
                     resends, sent = self._resends, None
                 if lines is None or lines in (sent, refused):
                     await refresh.wait()
-                    if resends == self._resends and self._serving and not stream.ending:
+                    if resends == self._resends and self._serving and not stream.ending and not self._withdraws(stream):
                         await self._pause()
                     continue
                 message = rendered(lines)  # whatever changes until it is sent is sent as one list after it

@@ -587,13 +587,35 @@ async def test_what_the_kubelet_would_give_away_while_it_is_held_is_shown_unheal
 
 
 async def test_a_refused_id_is_withheld_at_once(serve: Serve) -> None:
-    """Of a burst of pods one is refused: the list without the device is sent before any scan."""
+    """The list without the device is sent before any scan."""
     served = await serve(Source(), "a", "b", holders=Known(runs={"a": "processes of pod default/p run"}))
     async with served.listening() as lists:
         assert await lists.next() == {"a": "Healthy", "b": "Healthy"}
         with refused(grpc.StatusCode.FAILED_PRECONDITION, "device a is still held"):
             await served.allocate("a")
         assert await lists.next() == {"a": "Unhealthy", "b": "Healthy"}
+
+
+async def test_a_withdrawal_waits_for_no_allocation(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each pod of a burst would be given the refused id; other changes wait until no Allocate is in flight."""
+    monkeypatch.setattr(AllocationsInFlight, "LONGEST_PAUSE", 60.0)
+    known = Known(["b"])
+    served = await serve(Source(), "a", "b", holders=known)
+    async with served.listening() as lists:
+        assert await lists.next() == {"a": "Healthy", "b": "Unhealthy"}
+        with served.in_flight.busy():
+            known.withheld = ["a", "b"]
+            served.endpoint.refresh()
+            assert await lists.next() == {"a": "Unhealthy", "b": "Unhealthy"}
+            for _ in range(1000):  # until the stream waits for the next change
+                await asyncio.sleep(0)
+            assert served.endpoint.streams.healthy() == set()
+            known.withheld = []
+            served.endpoint.refresh()
+            later = asyncio.create_task(lists.next())
+            await asyncio.wait({later}, timeout=0.05)
+            assert not later.done()
+        assert await later == {"a": "Healthy", "b": "Healthy"}
 
 
 async def test_an_id_whose_former_holders_processes_run_is_refused(serve: Serve) -> None:

@@ -345,6 +345,22 @@ async def test_no_cgroup_is_searched_for_the_id_of_a_pod_that_is_gone(
     assert walks
 
 
+async def test_a_cgroup_that_is_hidden_is_not_gone(world: World) -> None:
+    """Where the whole tree cannot be seen, a pod that was deleted by force may run on."""
+    pod = await world.run_pod()
+    await world.scan()
+    await asyncio.to_thread(pod.force_delete, hang=True)
+    root = world.kubelet.paths.cgroup_root
+    hidden = root.with_name("hidden")
+    root.rename(hidden)
+    root.mkdir()
+    try:
+        assert set(await world.tracker.still_held(R, pod.device_ids)) == set(pod.device_ids)
+    finally:
+        root.rmdir()
+        hidden.rename(root)
+
+
 async def test_a_pod_that_is_about_to_start_holds_its_device(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kubelet may give its device away (kubernetes#137534), and still names it in its checkpoint."""
     with monkeypatch.context() as no_network:
