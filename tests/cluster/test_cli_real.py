@@ -302,7 +302,8 @@ def test_a_migration_outlasts_the_node_object(bridge: Bridge, ran: Callable[...,
     assert ran(*move, "all")[0] == 0
     bridge.wait_offered(COUNT)
     cluster.delete("Node", node)
-    cluster.wait_for(lambda: f"the Node object {node} is gone; what it has asked" in bridge.log(), 30, "it is noticed")
+    gone = f"the Node object {node} is gone; the requested share stays"
+    cluster.wait_for(lambda: gone in bridge.log(), 30, "it is noticed")
     cluster.restart_kubelet()
     cluster.wait_for(lambda: "the share all from before stays" in bridge.log(), 60, "the other Node is noticed")
     bridge.wait_offered(COUNT)
@@ -315,7 +316,7 @@ def test_a_migration_outlasts_the_node_object(bridge: Bridge, ran: Callable[...,
         found = told(ran("status", "-o", "json")[1])
         (resource,) = found["resources"]
         assert resource["counts"] == {"dra": COUNT}
-        return "its Node was made anew and asks for nothing" in "".join(found["waitsFor"])
+        return "its Node was recreated without the annotation" in "".join(found["waitsFor"])
 
     cluster.wait_for(waits, 30, "status says what stays")
     status, out = ran(*move, "none")
