@@ -30,6 +30,12 @@ TOKEN_AGE: Final = 60.0
 EXEC_TIMEOUT: Final = 120.0
 """Seconds that reading a kubeconfig may take: its credential plugin may ask a person to log in."""
 
+RENEW: Final = 30.0
+"""Seconds from a reading of the configuration that was of no use to the next: it failed, or what it gave is refused.
+
+One of a kubeconfig takes a process, some 0.4 s of CPU, and runs its credential plugin.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Access:
@@ -103,6 +109,8 @@ class _KubeConfig:
         self._paths = paths
         self._reading = asyncio.Lock()
         self._reads = 0
+        self._next_read = 0.0  # not before, in monotonic seconds
+        self._failure = ""  # of the last reading
         self._token_file = _TokenFile(None)
 
     async def load(self) -> Access:
@@ -136,10 +144,26 @@ class _KubeConfig:
         async with self._reading:
             if self._credentials.token_file:
                 return await self._token_file(refused)
-            expires = self._credentials.expires
-            if reads == self._reads and (refused or (expires is not None and expires <= time.time())):
-                await self.load()  # no other request has done it meanwhile
+            if reads == self._reads and (refused or self._expired()):  # no other request has done it meanwhile
+                await self._renew(refused)
             return self._credentials.authorization
+
+    def _expired(self) -> bool:
+        expires = self._credentials.expires
+        return expires is not None and expires <= time.time()
+
+    async def _renew(self, refused: bool) -> None:
+        """Get credentials anew; for RENEW seconds the last failure stands, and what was got is not asked for again."""
+        if time.monotonic() >= self._next_read:
+            self._failure = ""
+            try:
+                await self.load()
+            except (KubeConfigError, OSError, ValueError) as error:
+                self._failure = str(error)
+            if refused or self._failure or self._expired():
+                self._next_read = time.monotonic() + RENEW
+        if self._failure:
+            raise KubeConfigError(self._failure)
 
     async def _read(self) -> Credentials:
         """Have the files read by a process that ends then."""

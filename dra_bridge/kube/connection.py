@@ -15,7 +15,7 @@ from typing import Final
 
 import msgspec
 
-from dra_bridge.kube import api
+from dra_bridge.kube import api, auth
 from dra_bridge.kube.api import GROUP, AccessError, ApiError, Kind, Object, UnavailableError
 from dra_bridge.kube.auth import Access
 from dra_bridge.kube.http import HTTP_ERRORS, HttpClient, Response, proxy_of
@@ -29,11 +29,6 @@ VERSIONS: Final = ("v1", "v1beta2", "v1beta1")
 
 LOST: Final = 30.0
 """Seconds without an answer after which the API server counts as out of reach."""
-_RENEW: Final = 30.0
-"""Seconds between two readings of the configuration while the server is unreachable or refuses the credentials.
-
-One of a kubeconfig takes a process, some 0.4 s of CPU, and runs its credential plugin.
-"""
 _FAILURES: Final = (*HTTP_ERRORS, TimeoutError, OSError, KubeConfigError, ValueError, RecursionError)
 """What a request without an answer raises, also when a token file or plugin fails, or the answer is not JSON."""
 
@@ -227,7 +222,7 @@ class Connection:
         Not bound by a request's deadline: a credential plugin may ask a person to log in.
         """
         async with self._connecting:
-            if self._reached is None or (self._renew and time.monotonic() - self._made_at >= _RENEW):
+            if self._reached is None or (self._renew and time.monotonic() - self._made_at >= auth.RENEW):
                 await self.connect()
         assert self._reached is not None
         access, server = self._reached

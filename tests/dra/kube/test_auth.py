@@ -12,6 +12,7 @@ import shutil
 import ssl
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -136,8 +137,9 @@ def printed(status: str, version: str = "v1") -> str:
 
 
 @pytest.mark.parametrize("version", ["v1", "v1beta1"])
-async def test_an_exec_plugin(tmp_path: Path, version: str) -> None:
+async def test_an_exec_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     """An exec plugin is run once however many ask, and again when its token is refused."""
+    monkeypatch.setattr(access, "RENEW", 0.0)
     found = await from_environment(plugin_file(tmp_path, printed(r"\"token\": \"t$n\"", version), version))
     assert set(await asyncio.gather(*(found.authorize(False) for _ in range(5)))) == {"Bearer t1"}
     assert [await found.authorize(again) for again in (False, True, False)] == ["Bearer t1", "Bearer t2", "Bearer t2"]
@@ -158,6 +160,46 @@ async def test_a_token_that_has_ended_is_asked_for_again(tmp_path: Path, ends: s
     script = printed(rf"\"expirationTimestamp\": \"{ends}\", \"token\": \"t$n\"")
     found = await from_environment(plugin_file(tmp_path, script))
     assert await found.authorize(False) == f"Bearer {again}"
+
+
+class Clock:
+    """Seconds that pass when a test says so; the system's clock otherwise."""
+
+    time = staticmethod(time.time)
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize("why", ["refused", "expired", "fails"])
+async def test_a_plugin_that_does_not_help_is_not_asked_at_each_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    """A process at the first request, and another half a minute later; meanwhile what was answered stands."""
+    clock = Clock()
+    monkeypatch.setattr(access, "time", clock)
+    ends = "2999-01-01T00:00:00Z" if why == "refused" else "2020-01-01T00:00:00Z"
+    script = f"if [ -e {tmp_path}/broken ]; then echo x >> {tmp_path}/tries; exit 3; fi\n" if why == "fails" else ""
+    script += printed(rf"\"expirationTimestamp\": \"{ends}\", \"token\": \"t$n\"")
+    found = await from_environment(plugin_file(tmp_path, script))
+    (tmp_path / "broken").touch()
+
+    async def ask() -> str:
+        try:
+            return await found.authorize(why == "refused")
+        except KubeConfigError as error:
+            return str(error)
+
+    for again in (2, 3):
+        answers = set(await asyncio.gather(*(ask() for _ in range(3)))) | {await ask()}
+        if why == "fails":
+            assert len(answers) == 1
+            assert "returned 3" in answers.pop()
+            assert (tmp_path / "tries").read_text() == "x\n" * (again - 1)
+        else:
+            assert answers == {f"Bearer t{again}"}  # of the plugin's run of this number
+        clock.now += access.RENEW
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from dra_bridge.kube import (
     UnavailableError,
     UnsupportedError,
     VersionChangedError,
-    connection,
+    auth,
 )
 from dra_bridge.kube.api import GoneError, error_of
 from dra_bridge.testing.apiserver import FakeApiServer, Fault
@@ -437,7 +437,7 @@ async def test_a_silent_watch_is_listed_again(server: FakeApiServer) -> None:
 
 async def test_what_went_wrong_once_cuts_no_watch(server: FakeApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """After an outage, and after a request that got no answer, a watch lives on whatever else is asked for."""
-    monkeypatch.setattr(connection, "_RENEW", 0.0)
+    monkeypatch.setattr(auth, "RENEW", 0.0)
 
     def change(number: int) -> None:
         found = server.get("nodes", "a")
@@ -675,7 +675,7 @@ async def test_another_kubeconfig_is_read_after_an_outage(
     server: FakeApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server that cannot be reached is looked up again: its address, CA or credentials may have changed."""
-    monkeypatch.setattr(connection, "_RENEW", 0.0)
+    monkeypatch.setattr(auth, "RENEW", 0.0)
     file = kubeconfig(tmp_path / "config", "http://127.0.0.1:1", {"token": "t"})
     server.create(node("a"))
     async with Cluster.from_environment(file) as cluster:
