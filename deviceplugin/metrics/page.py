@@ -69,6 +69,7 @@ def _resource(one: ResourceView) -> dict[str, Any]:
         "allocations": servicer.allocations,
         "refusals": dict(servicer.refusals),
         "devices": [_device(seen) for seen in one.devices],
+        "unlisted": [{"id": of.id, "state": of.location.state, "holders": of.holders} for of in one.unlisted],
     }
 
 

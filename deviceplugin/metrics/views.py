@@ -105,14 +105,27 @@ class DeviceView:
 
 
 @dataclass(frozen=True, slots=True)
+class UnlistedDevice:
+    """A device that its source does not list now, and that somebody holds, or that is not on the plugin side."""
+
+    id: str
+    location: DeviceLocation
+    holders: tuple[DeviceHolder, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ResourceView:
-    """One resource as of now. measured: its gauge, None if its source cannot measure. share: None without driver."""
+    """One resource as of now. measured: its gauge, None if its source cannot measure. share: None without driver.
+
+    unlisted: what is known of devices beside the inventory, which is empty while an adopted plugin is away.
+    """
 
     name: str
     status: ResourceStatus
     devices: tuple[DeviceView, ...]
     measured: load.Gauge | None
     share: ShareProgress | None = None
+    unlisted: tuple[UnlistedDevice, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,7 +370,17 @@ class Observer:
             )
             for name, device in one.snapshot.devices.items()
         )
-        return ResourceView(one.resource, one, tuple(devices), gauge, share)
+        away = {*holders, *(key for key, place in locations.items() if place.side != "plugin")}
+        names = sorted(name for of, name in away if of == one.resource and name not in one.snapshot.devices)
+        unlisted = [
+            UnlistedDevice(
+                name,
+                locations.get((one.resource, name), DEFAULT_LOCATION),
+                holders.get((one.resource, name), ()),
+            )
+            for name in names
+        ]
+        return ResourceView(one.resource, one, tuple(devices), gauge, share, tuple(unlisted))
 
     def _replicas(self, status: ResourceStatus, device: Device) -> int:
         if status.replicas == 1 or (service := self._agent.services.get(status.resource)) is None:

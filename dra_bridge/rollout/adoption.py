@@ -271,19 +271,23 @@ def _commands(daemon_set: Object, operations: Sequence[Object]) -> tuple[str, ..
 
 
 def in_use(answers: Answers, agents: Collection[Agent], nodes: Collection[str]) -> list[str]:
-    """Return why adopted devices are in use by claims, or may be."""
+    """Return why adopted devices are in use by claims, or may be. nodes: where the DaemonSet's pods are."""
     serving = {one.node for one in agents if one.claims and one.node in nodes}
-    found = [
+    found = []
+    if without := sorted(set(nodes) - {one.node for one in agents}):
+        found.append(f"no agent runs on {shortened(without)}: it is not known whether claims have devices there")
+    found += [
         f"it is not known whether claims have devices on {node}: {why}"
         for node, why in sorted(answers.reasons.items())
         if node in serving
     ]
     away, claims = dict[str, set[str]](), dict[str, set[str]]()
-    for (node, resource, _), device in answers.devices.items():
+    known = {key: (device.holder or "", device.state) for key, device in answers.devices.items()}
+    for (node, resource, _), (holders, state) in (known | dict(answers.unlisted)).items():
         if (node, resource) in answers.adopted:
-            if device.state not in ("", "plugin"):
+            if state not in ("", "plugin"):
                 away.setdefault(resource, set()).add(node)
-            for title in (device.holder or "").split(", "):
+            for title in holders.split(", "):
                 if title.startswith("claim "):
                     claims.setdefault(resource, set()).add(title.removeprefix("claim "))
     for resource, titles in sorted(claims.items()):

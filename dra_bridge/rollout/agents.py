@@ -62,6 +62,12 @@ class _Device(msgspec.Struct):
     holders: list[_Holder] = []
 
 
+class _Unlisted(msgspec.Struct):
+    id: str
+    state: str = ""
+    holders: list[_Holder] = []
+
+
 class _Vendor(msgspec.Struct):
     connected: bool
 
@@ -69,6 +75,7 @@ class _Vendor(msgspec.Struct):
 class _Resource(msgspec.Struct):
     resource: str
     devices: list[_Device]
+    unlisted: list[_Unlisted] = []
     vendor: _Vendor | None = None
 
 
@@ -104,13 +111,15 @@ class Answers:
 
     devices: by node, resource and id. reasons: why something is not known, by node. problems: of agents themselves, by
     node: what keeps one from being ready, a config file that it has refused. adopted: node and resource of those whose
-    devices a vendor's plugin lists, and whether that is connected.
+    devices a vendor's plugin lists, and whether that is connected. unlisted: titles of the holders, and the state, of
+    devices that a register knows and no source lists now, by node, resource and id.
     """
 
     devices: Mapping[tuple[str, str, str], DeviceNow] = field(default_factory=dict)
     reasons: Mapping[str, str] = field(default_factory=dict)
     problems: Mapping[str, Sequence[str]] = field(default_factory=dict)
     adopted: Mapping[tuple[str, str], bool] = field(default_factory=dict)
+    unlisted: Mapping[tuple[str, str, str], tuple[str, str]] = field(default_factory=dict)
 
 
 async def namespaces_of_agents(cluster: Cluster) -> list[str]:
@@ -168,6 +177,7 @@ async def ask_agents(cluster: Cluster, nodes: Collection[str], namespace: str = 
     devices: dict[tuple[str, str, str], DeviceNow] = {}
     problems: dict[str, tuple[str, ...]] = {}
     adopted: dict[tuple[str, str], bool] = {}
+    unlisted: dict[tuple[str, str, str], tuple[str, str]] = {}
     for (_, node), answer in zip(asked, answers, strict=True):
         if isinstance(answer, str):
             reasons[node] = answer
@@ -181,7 +191,8 @@ async def ask_agents(cluster: Cluster, nodes: Collection[str], namespace: str = 
                 adopted[node, resource.resource] = resource.vendor.connected
             known = {one.id: _now(one, known=answer.holders_known) for one in resource.devices}
             devices |= {(node, resource.resource, name): now for name, now in known.items()}
-    return Answers(devices, reasons, problems, adopted)
+            unlisted |= {(node, resource.resource, of.id): (_titles(of.holders), of.state) for of in resource.unlisted}
+    return Answers(devices, reasons, problems, adopted, unlisted)
 
 
 async def _ask(cluster: Cluster, pod: Object, turns: asyncio.Semaphore) -> _Status | str:
@@ -209,9 +220,13 @@ async def _ask(cluster: Cluster, pod: Object, turns: asyncio.Semaphore) -> _Stat
         return "its page asks for a token, which the pod proxy cannot pass on" if error.code == 401 else error.message
 
 
+def _titles(holders: Sequence[_Holder]) -> str:
+    return ", ".join(dict.fromkeys(one.text for one in holders))
+
+
 def _now(device: _Device, *, known: bool) -> DeviceNow:
     """known: whether pods that have it would be named. Claims are named in any case."""
-    holder: str | None = ", ".join(dict.fromkeys(one.text for one in device.holders))
+    holder: str | None = _titles(device.holders)
     pods = sorted({one.pod for one in device.holders if one.side == "dra" and one.pod})
     holder = holder if holder or known else None
     waits = device.reason.removeprefix(WAITS) if device.reason.startswith(WAITS) else ""

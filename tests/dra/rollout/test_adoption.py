@@ -254,6 +254,9 @@ def test_claims_are_in_the_way_back() -> None:
         "claims have devices of a/x: ml/c; end their pods first",
         "devices of a/x are for claims on n1; bring them back first: dra-bridge rollout --share none",
     ]
+    assert in_use(answers, [AGENT, limits], {"n1", "n2", "n3"})[0] == (
+        "no agent runs on n2: it is not known whether claims have devices there"
+    )
     made = applied(daemon_set(PLUGINS), adopt(daemon_set(PLUGINS), [AGENT], {"n1"}).commands[0])
     assert undo(made, [AGENT], ["no"]) == adoption.Advice(("no",))
 

@@ -14,9 +14,11 @@ from deviceplugin.inventory import merged
 from deviceplugin.kubelet.podresources import Holder
 from deviceplugin.kubelet.status import VendorConnection, Withheld
 from deviceplugin.metrics import page
+from deviceplugin.metrics.report import DeviceLocation, PreparedClaim, ProviderReport
 from deviceplugin.register.records import State
 from dra_bridge.kube import Cluster
 from dra_bridge.rollout import agents, fleet
+from dra_bridge.rollout.adoption import Agent, in_use
 from dra_bridge.rollout.agents import Answers, DeviceNow, ask_agents
 from dra_bridge.rollout.fleet import DeviceView, NodeView
 from dra_bridge.testing.apiserver import FakeApiServer, Fault
@@ -115,6 +117,36 @@ async def test_adopted_resources(server: FakeApiServer, connected: bool) -> None
     assert answers.adopted == {("n1", "v/x"): connected}
     problem = "v/x: its plugin is not registered with the agent since 1970-01-01T00:01:00Z"
     assert answers.problems == ({} if connected else {"n1": (problem,)})
+
+
+class Reporting:
+    """A provider with one report."""
+
+    name = "bridge"
+
+    def __init__(self, found: ProviderReport) -> None:
+        self._found = found
+
+    def report(self) -> ProviderReport:
+        return self._found
+
+
+async def test_claims_of_a_plugin_that_is_away(server: FakeApiServer) -> None:
+    """An agent that started without it lists none of its devices; the register still knows who has them."""
+    still = Still(resource(name="v/x", vendor=VendorConnection(connected=False, since=60.0)))
+    places = {("v/x", name): DeviceLocation("dra", "dra") for name in ("g0", "g1")}
+    claims = [PreparedClaim("v/x", "g0", "ml", "c")]
+    still.providers.append(Reporting(ProviderReport(claims=claims, locations=places)))
+    server.create(agent_pod("n1"))
+    server.proxied = lambda path: (200, status(still))
+    answers = await asked(server, "n1")
+    assert not answers.devices
+    assert answers.unlisted == {("n1", "v/x", "g0"): ("claim ml/c", "dra"), ("n1", "v/x", "g1"): ("", "dra")}
+    agent = Agent("n1", "/a", mounted=True, ready=True, plugins="/p", registry="/r", claims=True)
+    assert in_use(answers, [agent], {"n1"}) == [
+        "claims have devices of v/x: ml/c; end their pods first",
+        "devices of v/x are for claims on n1; bring them back first: dra-bridge rollout --share none",
+    ]
 
 
 async def test_what_moves_wait_for_now(server: FakeApiServer) -> None:
