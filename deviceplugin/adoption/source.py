@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -175,7 +175,16 @@ class AdoptedEndpoint(Endpoint):
 
     def _lines_if_listed(self) -> tuple[Entry, ...] | None:
         lines = super()._lines_if_listed()
-        return () if lines is None and self.kept_back else lines
+        return self.ids.entries(lambda device: False, ()) if lines is None and self.kept_back else lines
+
+    def keep_registered(self, registered: Collection[str]) -> None:
+        """Have ids that the plugin does not list, and that pods may have or just get, shown as unhealthy (R3).
+
+        Another plugin of the resource may be asked to allocate one now. A kubelet crashes if a list without the id
+        comes before the answer (1.36.3, devicemanager/manager.go, allocateContainerResources).
+        """
+        held = self._holders.snapshot.of(self.resource) if self._holders is not None else ()
+        self.ids.keep({*registered, *held, *self._register.snapshot.of(self.resource)})
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Have a server answer the kubelet's calls by this; requests and answers that are passed on stay bytes."""

@@ -77,7 +77,9 @@ class DeviceIds:
             for device in known.values()
             for name in self.names_of(device)
         ]
-        return (*offered, *(Entry(name, False, numa.get(device, ())) for name, device in self.legacy.items()))
+        shown = {one.name for one in offered} if self.legacy else ()
+        legacy = ((name, device) for name, device in self.legacy.items() if name not in shown)
+        return (*offered, *(Entry(name, False, numa.get(device, ())) for name, device in legacy))
 
     def offered(self) -> tuple[str, ...]:
         """Return the ids under which the devices are offered now."""
@@ -90,6 +92,11 @@ class DeviceIds:
         self._times, self._refused = {}, {}
         now = frozenset(self.offered())
         self.legacy = {name: device for name, device in before.items() if name not in now}
+
+    def keep(self, names: Iterable[str]) -> None:
+        """Make legacy ids of those that are not offered."""
+        offered = frozenset(self.offered())
+        self.legacy = {**self.legacy, **{name: self.device_id_of(name) for name in names if name not in offered}}
 
     def forget(self, names: Iterable[str]) -> None:
         """Forget legacy ids."""

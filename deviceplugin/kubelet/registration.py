@@ -449,7 +449,9 @@ class Registration:
         await self._server.serve()
         self.endpoint.streams.sent = ()
         there = sockets(self._kubelet.parent)
-        self._foreign.begin(await self._recorded(), there)
+        record = await self._recorded()
+        self.endpoint.keep_registered(record.registered if record is not None else ())
+        self._foreign.begin(record, there)
         options = self.endpoint.options
         try:
             async with self._turn:

@@ -137,6 +137,9 @@ class Endpoint(DevicePluginServicer):
         """The ids that stay registered, as unhealthy, though there is nothing to serve: nobody else may give them."""
         return frozenset()
 
+    def keep_registered(self, registered: Collection[str]) -> None:
+        """Take what the kubelet counts as healthy, before Register is called."""
+
     async def settled(self, timeout: float) -> bool:
         """Wait until no Allocate or PreStartContainer is in flight; return whether that was within `timeout` seconds.
 

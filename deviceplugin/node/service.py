@@ -206,7 +206,8 @@ class Service:
             registered = now.registered.get(self.resource, frozenset())
             gone_before, legacy_before = self._forgettable
             legacy = ids.legacy.keys() & legacy_before
-            ids.forget(legacy - in_use - registered)
+            if self.endpoint.ready:  # else all that is shown may be another plugin's
+                ids.forget(legacy - in_use - registered)
             held = {name for name in snapshot.gone if register.is_held((self.resource, name))}
             held |= set(map(ids.device_id_of, in_use | registered))
             held |= {name for name in snapshot.gone if register.evidence_missing(self.resource, name)}

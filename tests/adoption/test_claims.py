@@ -239,6 +239,31 @@ def test_an_agent_that_starts_after_the_path_was_reverted(scene: Scene) -> None:
     assert claimed.running
 
 
+def test_an_agent_that_starts_while_a_plugin_past_it_allocates(scene: Scene) -> None:
+    """A list without the id that is allocated would crash the kubelet (1.36.3, devicemanager/manager.go:923)."""
+    scene.write(dra={"share": 1})
+    agent = scene.agent()
+    vendor = scene.vendor(resource("g0", "g1"))
+    scene.wait_offered(1)
+    scene.pod().wait_running()
+    agent.terminate()
+    vendor.stop()
+    # g2 is new: no register has it.
+    (hold := scene.where / "hold").touch()
+    past = Vendor(scene.where, scene.node.device_plugin_dir, resource("g0", "g1", "g2"), hold=str(hold))
+    scene.vendors.append(past.start())
+    scene.node.wait_allocatable(RESOURCE, 3)
+    pod = scene.node.start_pod("q", {RESOURCE: 3})
+    past.wait("Allocate")
+    scene.agent()
+    scene.wait_log("registered as")
+    scene.node.wait_allocatable(RESOURCE, 0)
+    assert set(scene.node.devices(RESOURCE)) == {"g0", "g1", "g2"}
+    hold.unlink()
+    scene.node.wait_until(lambda: pod.running or pod.terminal)
+    assert not scene.node.crashes
+
+
 def test_an_agent_that_starts_without_its_plugin_waits_for_it(scene: Scene) -> None:
     """What the kubelet has of the agent before, no other plugin has registered."""
     agent = scene.agent()

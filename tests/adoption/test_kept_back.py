@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from deviceplugin.adoption.plugins import VendorPlugins
-from deviceplugin.adoption.source import AdoptedEndpoint, AdoptedSource
+from deviceplugin.adoption.source import AdoptedEndpoint, AdoptedSource, VendorDevice
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.podresources import AllocationsInFlight
 from deviceplugin.register.records import Change, Decision, DeviceRecord, State
@@ -27,3 +27,25 @@ async def test_those_that_claims_have_or_may_get(tmp_path: Path) -> None:
     await store.do(lambda snapshot: Decision(None, changes))
     assert endpoint.kept_back == {"dra", "to-plugin", "quarantined"}
     assert not endpoint.ready
+
+
+async def test_what_the_kubelet_has_stays_in_the_list(tmp_path: Path) -> None:
+    """Before the plugin's first list, after an empty one, and once it lists the id itself."""
+    store, inventory = MemoryStore(), Inventory(R)
+    endpoint = AdoptedEndpoint(
+        AdoptedSource(R, VendorPlugins(tmp_path)), inventory, AllocationsInFlight(), register=Register(store=store)
+    )
+    record = DeviceRecord(R, "held", State.DRA, 0.0)
+    await store.do(lambda snapshot: Decision(None, (Change("devices", (R, "held"), record),)))
+
+    async def listed() -> dict[str, str]:
+        message = await anext(endpoint.streams.lists())
+        assert len(message.devices) == len({one.ID for one in message.devices})
+        return {one.ID: one.health for one in message.devices}
+
+    endpoint.keep_registered({"another's"})
+    assert await listed() == {"held": "Unhealthy", "another's": "Unhealthy"}
+    inventory.publish([])
+    assert await listed() == {"held": "Unhealthy", "another's": "Unhealthy"}
+    inventory.publish([VendorDevice("another's"), VendorDevice("held")])
+    assert await listed() == {"another's": "Healthy", "held": "Unhealthy"}
