@@ -111,7 +111,10 @@ class Agent:
         )
         self._supervisor = Supervisor(services, context, self.fail)
         self.brought = context.brought
-        """Called with a resource that a source has brought along (`child_sources`), and the resource of that source."""
+        """Called with a resource that a source has brought along (`child_sources`), and the resource of that source.
+
+        Also with one that a vendor's plugin has registered and no config names, and "".
+        """
         self.contested = context.contested
         """Called with a resource that another plugin has registered with the kubelet, and the reason."""
         for source in sources:
@@ -191,6 +194,9 @@ class Agent:
             for resource in self._vendors.registered_resources - {*wanted, *unchanged}:
                 wanted[resource] = AdoptedSource(resource, self._vendors)  # passed through
         await self._supervisor.reconfigure(wanted, unchanged)
+        if self._vendors is not None:
+            for resource in self._vendors.registered_resources - self.services.keys():
+                self._vendor_registered(resource)  # while the service that it had was ending
 
     async def _adopt(self) -> None:
         """Let vendors' plugins register here, if that is wanted."""
@@ -207,6 +213,8 @@ class Agent:
             text = "no config names it; its plugin is passed through to pods with limits"
             _LOG.warning(text, extra={"resource": resource})
             self._supervisor.serve(AdoptedSource(resource, self._vendors))
+            for callback in self.brought:
+                callback(resource, "")
         elif isinstance(self.services[resource].source, AdoptedSource):
             self.services[resource].registration.wake()  # it may want other calls now
         else:

@@ -242,7 +242,10 @@ class Bridge:
         service.endpoint.refresh()
 
     def _serve_brought(self, resource: str, parent: str) -> None:
-        """Have a resource that a source has brought along served on both sides, under the policy of that source."""
+        """Have a resource that a source has brought along served on both sides, under the policy of that source.
+
+        parent: its resource; "" for one that is passed through, whose devices leave the driver that had them.
+        """
         self._parents[resource] = parent
         self._serve(self.agent.services[resource])
 

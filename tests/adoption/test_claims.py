@@ -181,6 +181,28 @@ def test_sides(scene: Scene) -> None:
     assert held == {"g0", "g1"}
 
 
+@pytest.mark.parametrize("reload", [False, True])
+def test_devices_of_a_resource_that_is_passed_through_return(scene: Scene, *, reload: bool) -> None:
+    """The config named a driver for them before; the plugin comes after the agent knows that it does so no more."""
+    agent = scene.agent()
+    vendor = scene.vendor(resource("g0", "g1"))
+    scene.wait_offered(2)
+    vendor.stop()
+    scene.wait_log("its plugin has gone")
+    new = {"resources": [{"name": "example.com/sim", "devices": [{"simulated": {"count": 1}}]}]}
+    if reload:
+        agent.reload(json.dumps(new))
+        scene.wait_log("was read again")
+    else:
+        agent.terminate()
+        scene.config.write_text(json.dumps(new))
+        scene.agent()
+    vendor.start()
+    scene.wait_log("is passed through")
+    scene.wait_offered(0)
+    scene.node.wait_allocatable(RESOURCE, 2)
+
+
 # A9: the plugin's hostPath is reverted.
 
 

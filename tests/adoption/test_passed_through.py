@@ -1,0 +1,50 @@
+"""Resources that no config names, and that a plugin has registered."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from deviceplugin.adoption.plugins import VendorPlugins
+from deviceplugin.adoption.source import AdoptedSource
+from deviceplugin.kubelet.paths import Paths
+from deviceplugin.node.agent import Agent
+
+R = "vendor.example/gadget"
+
+
+class Plugins(VendorPlugins):
+    """Plugins whose registrations the test decides."""
+
+    names: frozenset[str] = frozenset()
+
+    @property
+    def registered_resources(self) -> set[str]:
+        return set(self.names)
+
+    async def run(self) -> None:
+        await asyncio.Event().wait()
+
+
+async def test_a_plugin_registers_while_its_resource_is_ended(tmp_path: Path) -> None:
+    """A reload takes the resource away while its plugin is not there; it comes before the service has ended."""
+    plugins = Plugins(tmp_path)
+    agent = Agent([AdoptedSource(R, plugins)], Paths(tmp_path), vendors=plugins)
+    told: list[tuple[str, str]] = []
+    agent.brought.append(lambda resource, parent: told.append((resource, parent)))
+    running = asyncio.create_task(agent.run())
+    await agent.begun.wait()
+    former = agent.services[R]
+    end = former.follower.end
+
+    async def register_and_end() -> None:
+        plugins.names = frozenset({R})
+        plugins.registered(R)
+        await end()
+
+    former.follower.end = register_and_end  # type: ignore[method-assign]
+    await agent.reconfigure({})
+    assert agent.services.get(R) not in (None, former)
+    assert told == [(R, "")]
+    agent.stop()
+    await running
