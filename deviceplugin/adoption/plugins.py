@@ -16,7 +16,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -43,6 +43,8 @@ DIAL: Final = 10.0
 """Seconds for the call within Register, as the kubelet has them."""
 PRE_START: Final = 30.0
 """Seconds for PreStartContainer, as the kubelet has them."""
+KEPT: Final = 45.0
+"""Seconds for which an answer to a claim is kept that nobody has waited for: the kubelet's for one call."""
 GRACE: Final = 300.0
 """Seconds for which devices that a plugin has listed are shown Unhealthy after it lists none, or has gone."""
 _SERVICE: Final = "/v1beta1.DevicePlugin/"
@@ -89,8 +91,8 @@ class VendorPlugin:
     devices: Listed | None = None
     alive: bool = True
     since: float = field(default_factory=time.time)
-    claimed: dict[tuple[str, ...], asyncio.Task[bytes]] = field(default_factory=dict)
-    """Calls of `VendorPlugins.allocate_claim` by ids, until their answers are taken."""
+    claimed: dict[tuple[str, tuple[str, ...]], asyncio.Task[bytes]] = field(default_factory=dict)
+    """Calls of `VendorPlugins.allocate_claim` by the claim's UID and ids, until their answers are taken, or dropped."""
     _calls: dict[str, Any] = field(default_factory=dict)
 
     async def call(self, method: str, request: bytes, timeout: float | None = None) -> bytes:
@@ -101,11 +103,25 @@ class VendorPlugin:
 
     async def allocate(self, ids: Sequence[str]) -> bytes:
         """Allocate devices to one container; return the AllocateResponse as it came. Raises grpc.aio.AioRpcError."""
-        for names, task in list(self.claimed.items()):
-            if task.done() and not set(ids).isdisjoint(names):
-                del self.claimed[names]  # what nobody has taken is out of date
+        self._drop({key for key, task in self.claimed.items() if task.done()}, ids)
         request = pb.AllocateRequest(container_requests=[pb.ContainerAllocateRequest(devices_ids=ids)])
         return await self.call("Allocate", request.SerializeToString())
+
+    def listed(self, devices: Listed) -> None:
+        """Take a list. An id that has gone, or come again, may mean other hardware than when it was allocated."""
+        self._drop(set(self.claimed), devices.keys() ^ (self.devices or {}).keys())
+        self.devices = devices
+
+    def forget(self, uid: str) -> None:
+        """Drop the answers to a claim: it has ended."""
+        for key in [key for key in self.claimed if key[0] == uid]:
+            del self.claimed[key]
+
+    def _drop(self, keys: Collection[tuple[str, tuple[str, ...]]], ids: Collection[str]) -> None:
+        """Drop the answers of these that are out of date for any of these devices."""
+        for key in keys:
+            if not set(key[1]).isdisjoint(ids):
+                del self.claimed[key]
 
     def lists(self) -> Any:
         """Open the one stream of lists."""
@@ -162,16 +178,17 @@ class VendorPlugins(RegistrationServicer):
         async with self._turn:
             return b"".join([await plugin.allocate(ids) for ids in wanted])
 
-    async def allocate_claim(self, plugin: VendorPlugin, ids: Sequence[str], timeout: float) -> bytes:
+    async def allocate_claim(self, plugin: VendorPlugin, uid: str, ids: Sequence[str], timeout: float) -> bytes:
         """Allocate devices to a claim, and call PreStartContainer if the plugin wants that; return the answer.
 
-        Allocate has no deadline. The call goes on though its caller waits no longer; who asks for the same devices next
-        gets its answer, unless one of them was allocated to somebody else meanwhile.
+        Allocate has no deadline. The call goes on though its caller waits no longer. The next try of the claim (uid)
+        for the same devices gets its answer, for `KEPT` seconds, unless the claim has ended, or one of the devices was
+        allocated to somebody else or was not listed meanwhile.
 
         Raises grpc.aio.AioRpcError: the plugin refuses. TimeoutError: it has not answered for `timeout` seconds.
-        ConnectionError: it has gone.
+        ConnectionError: it has gone. LookupError: the answer is out of date, for such a reason.
         """
-        key, claimed = tuple(ids), plugin.claimed
+        key, claimed = (uid, tuple(ids)), plugin.claimed
         if (task := claimed.get(key)) is None:
             task = claimed[key] = asyncio.create_task(self._allocate_claim(plugin, key), name="allocate to a claim")
             self._tasks.add(task)
@@ -179,20 +196,32 @@ class VendorPlugins(RegistrationServicer):
         await asyncio.wait({task}, timeout=timeout)
         if not task.done():
             raise TimeoutError
-        if claimed.get(key) is task:
-            del claimed[key]
         if task.cancelled():
             raise ConnectionError
-        return task.result()
+        answer = task.result()
+        if claimed.get(key) is not task:
+            raise LookupError
+        del claimed[key]
+        return answer
 
-    def _allocated(self, plugin: VendorPlugin, ids: tuple[str, ...], task: asyncio.Task[bytes]) -> None:
-        """Keep an answer until somebody takes it; what failed is asked again."""
+    def _allocated(self, plugin: VendorPlugin, key: tuple[str, tuple[str, ...]], task: asyncio.Task[bytes]) -> None:
+        """Keep an answer until somebody takes it, or it is old; what failed is asked again."""
         self._tasks.discard(task)
-        if (task.cancelled() or task.exception() is not None) and plugin.claimed.get(ids) is task:
-            del plugin.claimed[ids]
 
-    async def _allocate_claim(self, plugin: VendorPlugin, ids: tuple[str, ...]) -> bytes:
+        def drop() -> None:
+            if plugin.claimed.get(key) is task:
+                del plugin.claimed[key]
+
+        if task.cancelled() or task.exception() is not None:
+            drop()
+        else:
+            asyncio.get_running_loop().call_later(KEPT, drop)
+
+    async def _allocate_claim(self, plugin: VendorPlugin, key: tuple[str, tuple[str, ...]]) -> bytes:
+        _, ids = key
         async with self._turn:
+            if plugin.claimed.get(key) is not asyncio.current_task():
+                raise LookupError  # nobody wants it any more, or the plugin has not listed them meanwhile
             answer = await plugin.allocate(ids)
         if plugin.options.pre_start_required:
             request = pb.PreStartContainerRequest(devices_ids=ids)
@@ -299,7 +328,7 @@ class VendorPlugins(RegistrationServicer):
         why = "ended the stream"
         try:
             async for message in plugin.lists():
-                plugin.devices = listed(message)
+                plugin.listed(listed(message))
                 if self._plugins.get(plugin.resource) is plugin:
                     self._notify()
         except grpc.aio.AioRpcError as error:

@@ -77,8 +77,8 @@ class AdoptedSource(DeviceSource):
             name, health=health, numa=numa or None, message=problem, attributes=attributes, capacity=capacity
         )
 
-    async def answer(self, devices: Sequence[Device]) -> ContainerEdits:
-        """Have the plugin allocate devices to a request of a claim; return what its containers get.
+    async def answer(self, devices: Sequence[Device], uid: str) -> ContainerEdits:
+        """Have the plugin allocate devices to a request of the claim with this UID; return what its containers get.
 
         A plugin that is asked again while it has not answered is not called twice. Raises AnswerError: there is no
         answer, or a claim cannot carry it.
@@ -100,18 +100,26 @@ class AdoptedSource(DeviceSource):
                 "once, when the claim is prepared, is enough for it, write `pre_start: once` under `plugin`"
             )
         try:
-            answer = await self.plugins.allocate_claim(plugin, ids, ANSWER)
+            answer = await self.plugins.allocate_claim(plugin, uid, ids, ANSWER)
         except TimeoutError:
             text = f"its plugin has not answered Allocate of {counted(len(ids))} for {ANSWER:g} s"
             raise AnswerError(f"{text}; the next try waits for the same call") from None
         except ConnectionError:
             raise AnswerError("its plugin has gone while it allocated") from None
+        except LookupError:
+            why = "has listed the devices anew meanwhile, or allocated them to others"
+            raise AnswerError(f"its plugin {why}; the next try asks it again") from None
         except grpc.aio.AioRpcError as error:
             raise AnswerError(f"its plugin refuses: {error.details()}") from error
         edits = edits_of(answer, self.adopted.dropped_annotations)
         if missing := await asyncio.to_thread(_missing, edits.mounts):
             raise AnswerError(f"its plugin answers with a mount of {missing}, which is not there on the host")
         return edits
+
+    def forget(self, uid: str) -> None:
+        """Drop what the plugin has answered to a claim that has ended, and nobody has taken."""
+        if (plugin := self.plugins.plugin(self.resource)) is not None:
+            plugin.forget(uid)
 
 
 def _missing(mounts: Sequence[Mount]) -> str:

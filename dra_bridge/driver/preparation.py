@@ -193,7 +193,7 @@ class ClaimDevices:
         source, devices = group.served.source, tuple(dict.fromkeys(device for device, _ in group.members))
         if isinstance(source, AdoptedSource):
             try:
-                return await source.answer(devices)
+                return await source.answer(devices, uid)
             except AnswerError as error:
                 raise ClaimError("plugin", f"request {group.request!r}: {source.resource}: {error}") from error
         run, statistics = self.register.hooks, self.statistics.hooks
@@ -211,6 +211,12 @@ class ClaimDevices:
             return ContainerEdits.merge((device.container_edits for device in devices), winner=extra)
         except EditConflictError as error:
             raise ClaimError("conflict", f"request {group.request!r}: the devices' edits: {error}") from error
+
+    def forget(self, uid: str) -> None:
+        """Have late answers of vendors' plugins to a claim that ends dropped."""
+        for served in self.served.resources:
+            if isinstance(served.source, AdoptedSource):
+                served.source.forget(uid)
 
     async def unprepare(self, claim: Claim) -> None:
         """Undo what `prepare` hooks did for a claim to devices that no other claim holds.
@@ -462,6 +468,7 @@ class ClaimPreparation:
         """Undo all that was prepared for a claim. The caller has its lock, and knows that no container uses it."""
         self.refused.pop(uid, None)
         self.begun.pop(uid, None)
+        self.devices.forget(uid)
         known = self.records.get(uid)
         if known is not None:
             await self._take_back(known)

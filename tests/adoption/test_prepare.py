@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
+from deviceplugin.adoption import plugins as adopted_plugins
 from deviceplugin.adoption import source as adoption
 from deviceplugin.adoption.plugins import VendorPlugins
 from deviceplugin.adoption.source import Adopted, AdoptedSource
@@ -175,6 +176,60 @@ async def test_a_late_answer_is_not_believed_once_its_device_was_given_to_others
         await here.vendors.allocate(plugin, [["g1"]])
         await here.prepared("1")
         assert here.vendor.asked == [("g0", "g1"), ("g1",), ("g0", "g1")]
+
+
+@pytest.mark.parametrize("end", ["unprepare", "list", "claim", "age"])
+async def test_a_late_answer_that_nobody_takes_is_dropped(monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    """At Unprepare, by a list without its device, for another claim, and when it is old."""
+    monkeypatch.setattr(adoption, "ANSWER", 0.05)
+    async with running() as here:
+        await here.begin()
+        here.vendor.answers.clear()
+        here.driver.claims.add(claim("1", *ids("g0")), claim("2", *ids("g0")))
+        await here.refused("1")
+        monkeypatch.undo()
+        if end == "age":
+            monkeypatch.setattr(adopted_plugins, "KEPT", 0.05)
+        here.vendor.answers.set()
+        plugin = here.vendors.plugin(RESOURCE)
+        assert plugin is not None
+        await until(lambda: all(task.done() for task in plugin.claimed.values()))
+        if end == "unprepare":
+            assert await here.driver.unprepare("1") is None
+        elif end == "list":
+            here.vendor.show("g1")
+            await until(lambda: "g0" not in (plugin.devices or {}))
+            here.vendor.show("g0", "g1")
+            await until(lambda: "g0" in (plugin.devices or {}))
+        elif end == "age":
+            await until(lambda: not plugin.claimed)
+        await here.prepared("2" if end == "claim" else "1")
+        assert here.vendor.asked == [("g0",), ("g0",)]
+        assert not plugin.claimed
+
+
+async def test_an_answer_is_not_believed_if_its_device_went_meanwhile() -> None:
+    """The plugin may list the same id again, and mean other hardware; the next try asks again."""
+    async with running() as here:
+        await here.begin()
+        here.vendor.answers.clear()
+        here.driver.claims.add(claim("1", *ids("g0")), claim("2", *ids("g1")))
+        preparing = asyncio.create_task(here.refused("1"))
+        await until(lambda: here.vendor.asked)
+        waiting = asyncio.create_task(here.refused("2"))  # for its turn
+        plugin = here.vendors.plugin(RESOURCE)
+        assert plugin is not None
+        await until(lambda: len(plugin.claimed) == 2)
+        here.vendor.show("g2")
+        await until(lambda: len(plugin.devices or ()) == 1)
+        here.vendor.show("g0", "g1")
+        await until(lambda: len(plugin.devices or ()) == 2)
+        here.vendor.answers.set()
+        for refused in (preparing, waiting):
+            assert "its plugin has listed the devices anew" in str(await refused)
+        assert here.vendor.asked == [("g0",)]
+        await here.prepared("1")
+        assert here.vendor.asked == [("g0",), ("g0",)]
 
 
 async def test_a_plugin_is_asked_for_one_claim_after_the_other() -> None:
