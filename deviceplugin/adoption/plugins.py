@@ -223,10 +223,10 @@ class VendorPlugins(RegistrationServicer):
             if plugin.claimed.get(key) is not asyncio.current_task():
                 raise LookupError  # nobody wants it any more, or the plugin has not listed them meanwhile
             answer = await plugin.allocate(ids)
-        if plugin.options.pre_start_required:
-            request = pb.PreStartContainerRequest(devices_ids=ids)
-            await plugin.call("PreStartContainer", request.SerializeToString(), PRE_START)
-        return answer
+            if plugin.options.pre_start_required:
+                request = pb.PreStartContainerRequest(devices_ids=ids)
+                await plugin.call("PreStartContainer", request.SerializeToString(), PRE_START)
+            return answer
 
     async def run(self) -> None:
         """Serve until cancelled. Raises AdoptionError: that is not possible here."""

@@ -25,7 +25,7 @@ from tests.dra.driver.test_driver import D, World, claim, end, result, world
 
 
 class Allocating(Plugin):
-    """A plugin that answers Allocate; `held` keeps it from answering while it is not set."""
+    """A plugin that answers Allocate; `answers` and `starts` keep it from answering."""
 
     def __init__(self, directory: Path, socket: str = "vendor.sock") -> None:
         super().__init__(directory, socket)
@@ -33,8 +33,10 @@ class Allocating(Plugin):
         self.pre_start, self.error = False, ""
         self.asked: list[tuple[str, ...]] = []
         self.started: list[tuple[str, ...]] = []
-        self.answers = asyncio.Event()
+        self.calls: list[str] = []
+        self.answers, self.starts = asyncio.Event(), asyncio.Event()
         self.answers.set()
+        self.starts.set()
 
     async def GetDevicePluginOptions(self, request: pb.Empty, context: Any) -> pb.DevicePluginOptions:  # noqa: N802
         return pb.DevicePluginOptions(pre_start_required=self.pre_start)
@@ -42,13 +44,17 @@ class Allocating(Plugin):
     async def Allocate(self, request: pb.AllocateRequest, context: Any) -> pb.AllocateResponse:  # noqa: N802
         (one,) = request.container_requests
         self.asked.append(tuple(one.devices_ids))
+        self.calls.append("Allocate")
         await self.answers.wait()
         if self.error:
             await context.abort(grpc.StatusCode.UNKNOWN, self.error)
         return pb.AllocateResponse.FromString(self.answer.message(list(one.devices_ids)))
 
     async def PreStartContainer(self, request: pb.PreStartContainerRequest, context: Any) -> Any:  # noqa: N802
+        self.calls.append("PreStartContainer")
+        await self.starts.wait()
         self.started.append(tuple(request.devices_ids))
+        self.calls.append("started")
         return pb.PreStartContainerResponse()
 
 
@@ -101,6 +107,7 @@ async def running() -> AsyncIterator[Scene]:
                 yield made
             finally:
                 vendor.answers.set()
+                vendor.starts.set()
                 await end(made.driver)
                 await vendor.server.stop(0)
 
@@ -336,6 +343,29 @@ async def test_pre_start_container(once: bool) -> None:
         else:
             assert "write `pre_start: once` under `plugin`" in str(await here.refused("1"))
             assert not here.vendor.asked
+
+
+async def test_pre_start_container_has_the_turn_of_its_allocate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may reset a device: another Allocate of it comes before both or after both, and counts."""
+    monkeypatch.setattr(adoption, "ANSWER", 0.05)
+    async with running() as here:
+        here.vendor.pre_start = True
+        here.vendor.starts.clear()
+        await here.begin(pre_start_once=True)
+        here.driver.claims.add(claim("1", *ids("g0")))
+        await here.refused("1")
+        await until(lambda: "PreStartContainer" in here.vendor.calls)
+        monkeypatch.undo()
+        plugin = here.vendors.plugin(RESOURCE)
+        assert plugin is not None
+        pod = asyncio.create_task(here.vendors.allocate(plugin, [["g0"]]))
+        for _ in range(3):
+            await plugin.call("GetDevicePluginOptions", b"")  # what was sent before is there now
+        here.vendor.starts.set()
+        await pod
+        assert here.vendor.calls == ["Allocate", "PreStartContainer", "started", "Allocate"]
+        await here.prepared("1")
+        assert here.vendor.asked == [("g0",)] * 3
 
 
 async def test_administrative_access_is_refused() -> None:
