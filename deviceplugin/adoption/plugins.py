@@ -16,7 +16,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -43,6 +43,8 @@ DIAL: Final = 10.0
 """Seconds for the call within Register, as the kubelet has them."""
 PRE_START: Final = 30.0
 """Seconds for PreStartContainer, as the kubelet has them."""
+TURN: Final = 20.0
+"""Seconds after which other plugins are asked though one has not answered; a claim waits for a few seconds more."""
 KEPT: Final = 45.0
 """Seconds for which an answer to a claim is kept that nobody has waited for: the kubelet's for one call."""
 GRACE: Final = 300.0
@@ -93,6 +95,8 @@ class VendorPlugin:
     since: float = field(default_factory=time.time)
     claimed: dict[tuple[str, tuple[str, ...]], asyncio.Task[bytes]] = field(default_factory=dict)
     """Calls of `VendorPlugins.allocate_claim` by the claim's UID and ids, until their answers are taken, or dropped."""
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held until an Allocate is answered, however long that takes."""
     _calls: dict[str, Any] = field(default_factory=dict)
 
     async def call(self, method: str, request: bytes, timeout: float | None = None) -> bytes:
@@ -144,7 +148,11 @@ class VendorPlugins(RegistrationServicer):
         self.directory = directory
         self.registered: Callable[[str], None] = lambda resource: None
         self._turn = asyncio.Lock()
-        """Held while a plugin allocates: the kubelet calls one plugin after another, and they count on it."""
+        """Held while a plugin allocates, for `TURN` seconds at most.
+
+        The kubelet calls one plugin after another, and they count on it. Which endpoints are those of one process is
+        not known: in a pod SO_PEERCRED has no pid of a process of another pod.
+        """
         self._plugins: dict[str, VendorPlugin] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._changed = asyncio.Event()
@@ -175,8 +183,26 @@ class VendorPlugins(RegistrationServicer):
 
         Raises grpc.aio.AioRpcError: the plugin refuses, or has gone.
         """
-        async with self._turn:
+
+        async def work() -> bytes:
             return b"".join([await plugin.allocate(ids) for ids in wanted])
+
+        return await self._in_turn(plugin, work)
+
+    async def _in_turn(self, plugin: VendorPlugin, work: Callable[[], Coroutine[Any, Any, bytes]]) -> bytes:
+        """Have a plugin work while no other does; one that hangs holds up only its own endpoint in the end."""
+        async with plugin.turn:
+            async with self._turn:
+                task = asyncio.create_task(work(), name=f"allocate {plugin.resource}")
+                try:
+                    await asyncio.wait({task}, timeout=TURN)
+                except asyncio.CancelledError:
+                    task.cancel()
+                    raise
+            if not task.done():
+                text = "its plugin has not answered Allocate for %g s; other plugins are asked meanwhile"
+                _LOG.warning(text, TURN, extra={"resource": plugin.resource})
+            return await task
 
     async def allocate_claim(self, plugin: VendorPlugin, uid: str, ids: Sequence[str], timeout: float) -> bytes:
         """Allocate devices to a claim, and call PreStartContainer if the plugin wants that; return the answer.
@@ -219,14 +245,18 @@ class VendorPlugins(RegistrationServicer):
 
     async def _allocate_claim(self, plugin: VendorPlugin, key: tuple[str, tuple[str, ...]]) -> bytes:
         _, ids = key
-        async with self._turn:
-            if plugin.claimed.get(key) is not asyncio.current_task():
+        mine = asyncio.current_task()
+
+        async def work() -> bytes:
+            if plugin.claimed.get(key) is not mine:
                 raise LookupError  # nobody wants it any more, or the plugin has not listed them meanwhile
             answer = await plugin.allocate(ids)
             if plugin.options.pre_start_required:
                 request = pb.PreStartContainerRequest(devices_ids=ids)
                 await plugin.call("PreStartContainer", request.SerializeToString(), PRE_START)
             return answer
+
+        return await self._in_turn(plugin, work)
 
     async def run(self) -> None:
         """Serve until cancelled. Raises AdoptionError: that is not possible here."""

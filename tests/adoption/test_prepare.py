@@ -30,7 +30,7 @@ class Allocating(Plugin):
     def __init__(self, directory: Path, socket: str = "vendor.sock") -> None:
         super().__init__(directory, socket)
         self.answer = Answer(env={"GADGETS": "{ids}"}, control=[("/dev/null", "/dev/ctl", "rw")])
-        self.pre_start, self.error = False, ""
+        self.pre_start, self.cancelled, self.error = False, False, ""
         self.asked: list[tuple[str, ...]] = []
         self.started: list[tuple[str, ...]] = []
         self.calls: list[str] = []
@@ -45,7 +45,11 @@ class Allocating(Plugin):
         (one,) = request.container_requests
         self.asked.append(tuple(one.devices_ids))
         self.calls.append("Allocate")
-        await self.answers.wait()
+        try:
+            await self.answers.wait()
+        except asyncio.CancelledError:
+            self.cancelled = True
+            raise
         if self.error:
             await context.abort(grpc.StatusCode.UNKNOWN, self.error)
         return pb.AllocateResponse.FromString(self.answer.message(list(one.devices_ids)))
@@ -251,6 +255,44 @@ async def test_a_plugin_is_asked_for_one_claim_after_the_other() -> None:
         here.vendor.answers.set()
         await asyncio.gather(*preparing)
         assert sorted(here.vendor.asked) == [("g0",), ("g1",)]
+
+
+async def test_a_plugin_that_hangs_holds_up_itself_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After `TURN` seconds the others are asked; its own next call waits for its answer."""
+    monkeypatch.setattr(adopted_plugins, "TURN", 0.05)
+    async with running() as here, plugin(here.vendors.directory, "other.sock", Allocating) as other:
+        await here.begin()
+        await other.register("vendor.example/other")
+        mine, others = (here.vendors.plugin(name) for name in (RESOURCE, "vendor.example/other"))
+        assert mine is not None
+        assert others is not None
+        here.vendor.answers.clear()
+        pods = [asyncio.create_task(here.vendors.allocate(mine, [[name]])) for name in ("g0", "g1")]
+        here.driver.claims.add(claim("1", *ids("g2")))
+        preparing = asyncio.create_task(here.driver.prepared("1"))
+        await until(lambda: here.vendor.asked)
+        async with asyncio.timeout(10):
+            await here.vendors.allocate(others, [["o0"]])
+            await here.vendors.allocate_claim(others, "2", ["o0"], 10)
+        assert here.vendor.asked == [("g0",)]
+        here.vendor.answers.set()
+        await asyncio.gather(*pods, preparing)
+        assert sorted(here.vendor.asked) == [("g0",), ("g1",), ("g2",)]
+
+
+async def test_an_allocate_that_nobody_waits_for_is_cancelled() -> None:
+    """The kubelet has gone, and asks again: the call that it has given up keeps no turn."""
+    async with running() as here:
+        await here.begin()
+        mine = here.vendors.plugin(RESOURCE)
+        assert mine is not None
+        here.vendor.answers.clear()
+        pod = asyncio.create_task(here.vendors.allocate(mine, [["g0"]]))
+        await until(lambda: here.vendor.asked)
+        pod.cancel()
+        await until(lambda: here.vendor.cancelled)
+        here.vendor.answers.set()
+        await here.vendors.allocate(mine, [["g0"]])
 
 
 async def test_ids_are_checked_against_the_live_list() -> None:
