@@ -7,7 +7,7 @@ Facts (kubelet 1.36.3, pluginmanager): it takes every socket below the directory
 those that it finds at its start, too, and removes none. It dials the socket (10 s), calls GetInfo (1 s), connects to
 the endpoint, or to the same socket if there is none, and says by NotifyRegistrationStatus what came of it (5 s). What
 fails is tried again, after 0.5 s to 2 min. A plugin that is told that it failed ends its server (RDMA) or starts it
-again (SR-IOV), so it is not told what another try may mend.
+again (SR-IOV). It is told here, as by the kubelet, each time that its registration is refused.
 
 The endpoint is a path within the plugin's container. Here its last part counts: the socket lies where the one lies that
 was asked, or among those of the plugins that call Register.
@@ -88,11 +88,13 @@ class PluginWatcher:
             try:
                 await self._try(socket)
                 return
-            except (RefusedError, grpc.aio.AioRpcError) as error:
+            except Exception as error:
                 why = str(error.details()) if isinstance(error, grpc.aio.AioRpcError) else str(error)
+                unexpected = None if isinstance(error, RefusedError | grpc.aio.AioRpcError) else error
             wait = backoff.next()
             if why != told:
-                _LOG.warning("the plugin at %s is not registered: %s; it is asked again in %.1f s", socket, why, wait)
+                text = "the plugin at %s is not registered: %s; it is asked again in %.1f s"
+                _LOG.warning(text, socket, why, wait, exc_info=unexpected)
                 told = why
             await asyncio.sleep(wait)
 

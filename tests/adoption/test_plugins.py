@@ -16,7 +16,7 @@ import grpc.aio
 import pytest
 
 from deviceplugin.adoption import plugins
-from deviceplugin.adoption.plugins import AdoptionError, Listed, VendorPlugins
+from deviceplugin.adoption.plugins import AdoptionError, Listed, VendorPlugin, VendorPlugins
 from deviceplugin.wire import deviceplugin_pb2 as pb
 from deviceplugin.wire import pluginregistration_pb2 as registration_pb
 from deviceplugin.wire.deviceplugin_pb2_grpc import (
@@ -349,6 +349,26 @@ async def test_a_refused_plugin_is_told_and_asked_again(directory: Path, first: 
         assert not one.told[0][0]
         assert words in one.told[0][1]
         assert one.told[1] == (True, "")
+
+
+async def test_an_unexpected_failure_is_logged_and_tried_again(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A plugin that answers GetDevicePluginOptions with something else than the API has, until it does not."""
+
+    async def garbage(self: VendorPlugin, *request: object) -> bytes:
+        return b"\xff\xff\xff"
+
+    call = VendorPlugin.call
+    monkeypatch.setattr(VendorPlugin, "call", garbage)
+    async with serving(directory) as vendors, watched(directory) as one:
+        await until(lambda: "is not registered" in caplog.text)
+        assert "Traceback" in caplog.text
+        assert not one.told
+        monkeypatch.setattr(VendorPlugin, "call", call)
+        await listed_by(vendors)
+        await until(lambda: one.told)
+        assert one.told == [(True, "")]
 
 
 async def test_a_plugin_serves_anew(directory: Path) -> None:
