@@ -205,6 +205,9 @@ class Agent:
                 await self._vendors.run()
         except AdoptionError as error:
             self.fail(str(error))
+        except Exception as error:
+            _LOG.exception("plugins can register no more")
+            self.fail(f"--adopt: plugins can register no more: {error}")
 
     def _vendor_registered(self, resource: str) -> None:
         """Serve a resource that a vendor's plugin has registered; also one that no config names, as it is."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import itertools
 import socket
 import tempfile
@@ -17,6 +18,10 @@ import pytest
 
 from deviceplugin.adoption import plugins
 from deviceplugin.adoption.plugins import AdoptionError, Listed, VendorPlugin, VendorPlugins
+from deviceplugin.adoption.watcher import PluginWatcher
+from deviceplugin.kubelet.paths import Paths
+from deviceplugin.node.agent import Agent, AgentError
+from deviceplugin.sources.simulated import SimulatedSource
 from deviceplugin.wire import deviceplugin_pb2 as pb
 from deviceplugin.wire import pluginregistration_pb2 as registration_pb
 from deviceplugin.wire.deviceplugin_pb2_grpc import (
@@ -236,6 +241,22 @@ async def test_a_directory_that_cannot_be_used(directory: Path) -> None:
         (directory / "file").touch()
         with pytest.raises(AdoptionError, match=words):
             await VendorPlugins(path).run()
+
+
+async def test_an_agent_that_no_plugin_can_register_with_ends(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever ended the adoption: it is in the log, and who runs the agent starts it again."""
+
+    async def lost(self: PluginWatcher) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(PluginWatcher, "run", lost)
+    agent = Agent([SimulatedSource(1, resource=RESOURCE)], Paths(directory), vendors=VendorPlugins(directory / "p"))
+    with pytest.raises(AgentError, match=r"--adopt: .*Too many open files"):
+        async with asyncio.timeout(10):
+            await agent.run()
+    assert "Traceback" in caplog.text
 
 
 def test_lists_are_compared_as_sets() -> None:
