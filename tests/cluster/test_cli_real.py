@@ -353,13 +353,13 @@ def test_two_operators_do_not_fight(
     cluster.wait_for(lambda: asked_of(cluster)[SHARE] == "all", 30, "the first one has begun")
     status, out = ran(*command, "--share", "none", access=other)
     assert status == 1, out
-    assert f"stopped: {node} is asked for all by the rollout of {OPERATOR} (share all); --take-over replaces" in out
+    assert f"stopped: {node}: share all requested by the rollout of {OPERATOR} (share all); --take-over replaces" in out
     assert first.process.poll() is None
     status, out = ran(*command, "--share", "2", "--take-over", "--timeout-per-node", "20", access=other)
     assert status == 0, out
     assert ended(first) == 1, first.out
-    assert f"stopped: {node} is asked for 2 by the rollout of {OTHER} (share 2); --take-over replaces it" in first.out
-    assert first.out.count("asked for all") == 1
+    assert f"stopped: {node}: share 2 requested by the rollout of {OTHER} (share 2); --take-over replaces it" in first.out
+    assert first.out.count("share all requested") == 1
     pod.delete()
     pod.wait_gone()
     status, out = ran(*command, "--undo")
