@@ -358,7 +358,7 @@ def test_two_operators_do_not_fight(
     status, out = ran(*command, "--share", "2", "--take-over", "--timeout-per-node", "20", access=other)
     assert status == 0, out
     assert ended(first) == 1, first.out
-    assert f"stopped: {node}: share 2 requested by the rollout of {OTHER} (share 2); --take-over replaces it" in first.out
+    assert f"stopped: {node}: share 2 requested by the rollout of {OTHER} (share 2); --take-over replaces" in first.out
     assert first.out.count("share all requested") == 1
     pod.delete()
     pod.wait_gone()
