@@ -251,42 +251,44 @@ def _observed(record: AllocationRecord, snapshot: rules.KubeletSnapshot) -> Allo
 
 @_operation
 def reserve(
-    state: Snapshot, claim: Claim, view: View, *, durable: bool, pull: bool = False
+    state: Snapshot, claim: Claim, view: View, *, durable: bool, pull: bool = False, along: Collection[Key] = ()
 ) -> Decision[Claim | rules.Refused | rules.Excluded]:
     """Reserve a claim's devices, if nobody else has them, while its driver sets them up; `prepare` completes it.
 
     Answers the claim as the ledger has it already (with a `result` of None it is not completed), else the reservation.
     Without `durable` a crash forgets it. With it, an Unprepare after a crash can undo what the driver did to the
-    devices. pull: if it is refused, begin the move of its idle devices to DRA.
+    devices. pull: if it is refused, begin the move of its idle devices to DRA. along: devices that follow them then.
     """
     known = state.claims.get((claim.driver, claim.uid))
     if known is not None and (known.result is not None or (known.durable, known.devices) == (durable, claim.devices)):
         return Decision(known)
     durable = durable or (known is not None and known.durable)
-    return _take(state, replace(claim, result=None, durable=durable), view, pull=pull)
+    return _take(state, replace(claim, result=None, durable=durable), view, pull=pull, along=along)
 
 
 @_operation
 def prepare(
-    state: Snapshot, claim: Claim, view: View, *, pull: bool = False
+    state: Snapshot, claim: Claim, view: View, *, pull: bool = False, along: Collection[Key] = ()
 ) -> Decision[Claim | rules.Refused | rules.Excluded]:
     """Give a claim its devices until it is unprepared; a claim that is prepared already is answered as it was.
 
     Devices of administrative access are not held, and may be on any side. claim: with its result, which is answered
-    after restarts, too. pull: if it is refused, begin the move of its idle devices to DRA.
+    after restarts, too. pull, along: as of `reserve`.
     """
     known = state.claims.get((claim.driver, claim.uid))
     if known is not None and known.result is not None:
         return Decision(known)
-    return _take(state, replace(claim, durable=True), view, pull=pull)
+    return _take(state, replace(claim, durable=True), view, pull=pull, along=along)
 
 
-def _take(state: Snapshot, claim: Claim, view: View, *, pull: bool) -> Decision[Claim | rules.Refused | rules.Excluded]:
+def _take(
+    state: Snapshot, claim: Claim, view: View, *, pull: bool, along: Collection[Key]
+) -> Decision[Claim | rules.Refused | rules.Excluded]:
     held = [device for device in claim.devices if not device.admin]
     for device in held:
         refused = rules.prepare_refusal(state, claim.driver, device.resource, device.device)
         if refused is not None:
-            return _pulled(state, claim, refused) if pull else Decision(refused)
+            return _pulled(state, claim, refused, along) if pull else Decision(refused)
     unit = claim_unit(claim.driver, claim.uid)
     wanted = [Wanted((one.resource, one.device), one.identity, one.amount) for one in held]
     if why := refusal([wanted_use(unit, one, view) for one in wanted], state, view):
@@ -295,30 +297,26 @@ def _take(state: Snapshot, claim: Claim, view: View, *, pull: bool) -> Decision[
     return Decision(record, (_put_claim(record),))
 
 
-def _pulled(state: Snapshot, claim: Claim, refused: rules.Refused) -> Decision[Claim | rules.Refused | rules.Excluded]:
+def _pulled(
+    state: Snapshot, claim: Claim, refused: rules.Refused, along: Collection[Key]
+) -> Decision[Claim | rules.Refused | rules.Excluded]:
+    """Begin the moves of a claim's idle devices, or none.
+
+    None if any that would leave with them is of a resource that pods have by limits on both sides. How many ids the
+    kubelet still counts is not known here: any fewer may be too few for its pods.
+    """
+    leaving = sorted({of for of, device in {*claim.held, *along} if state.device(of, device).state is State.PLUGIN})
+    if stays := next((of for of in leaving if all(rules.held_by_limits(state, of))), ""):
+        return Decision(replace(refused, unmoved=stays) if refused.record.state is State.PLUGIN else refused)
     changes: list[Change] = []
     for resource, device in sorted(claim.held):
         if state.device(resource, device).state is State.PLUGIN and not state.allocations_on(resource, (device,)):
-            if _has_limits_on_both_sides(state, resource):
-                # How many ids the kubelet still counts is not known here: any fewer may be too few for its pods.
-                refused = replace(refused, unmoved=True)
-                continue
             reason = f"{FOR_CLAIM}{claim.title}"
             changes += _moved(state, resource, {device: State.TO_DRA}, claim.since, reason, claim.driver)
             at = refused.record
             if (resource, device) == (at.resource, at.device):
                 refused = replace(refused, record=replace(at, state=State.TO_DRA, since=claim.since), moving=True)
     return Decision(refused, tuple(changes))
-
-
-def _has_limits_on_both_sides(state: Snapshot, resource: str) -> bool:
-    """Return whether pods have devices of a resource by limits through the plugin, and others through DRA."""
-    by_dra = any(
-        one.limits and not one.admin and one.resource == resource
-        for claim in state.claims.values()
-        for one in claim.devices
-    )
-    return by_dra and any(one.resource == resource for one in state.allocations.values())
 
 
 @_operation

@@ -12,6 +12,7 @@ from deviceplugin.register.records import (
     UNKNOWN,
     AllocationRecord,
     Amount,
+    Claim,
     ClaimDevice,
     DeviceRecord,
     Holder,
@@ -162,14 +163,14 @@ def added(known: tuple[ClaimDevice, ...], found: Iterable[ClaimDevice]) -> tuple
 class Refused:
     """Why a pod or a claim does not get a device.
 
-    moving: a move to the side that was asked for is under way, so another try makes sense. unmoved: it does not begin,
-    since pods have devices by limits on both sides.
+    moving: a move to the side that was asked for is under way, so another try makes sense. unmoved: the resource that
+    keeps it from beginning, since pods have devices of it by limits on both sides; "" if none does.
     """
 
     record: DeviceRecord
     holder: str = ""
     moving: bool = False
-    unmoved: bool = False
+    unmoved: str = ""
 
     @property
     def message(self) -> str:
@@ -185,7 +186,8 @@ class Refused:
         if self.moving:
             text += "; it is moving to the side that was asked for, try again"
         if self.unmoved:
-            text += "; it moves when pods have devices by limits on one side only: a kubelet restart would end some"
+            once = f"pods have devices of {self.unmoved} by limits on one side only"
+            text += f"; it moves when {once}: a kubelet restart would end some"
         return text
 
 
@@ -194,6 +196,17 @@ class Excluded:
     """Why a pod or a claim does not get a device: what others hold does not leave enough of it."""
 
     message: str
+
+
+def served_by_limits(claim: Claim, resource: str) -> int:
+    """Return how many devices of a resource pods have by their `limits` through a claim."""
+    return sum(one.limits and not one.admin and one.resource == resource for one in claim.devices)
+
+
+def held_by_limits(now: Snapshot, resource: str) -> tuple[int, int]:
+    """Return how many ids of a resource pods have by their `limits`: through the plugin, and through DRA."""
+    by_plugin = sum(one.resource == resource for one in now.allocations.values())
+    return by_plugin, sum(served_by_limits(claim, resource) for claim in now.claims.values())
 
 
 def allocate_refusal(now: Snapshot, resource: str, device: str) -> Refused | None:

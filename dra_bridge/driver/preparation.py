@@ -122,7 +122,11 @@ class ClaimDevices:
 
         Raises ClaimError: a device is not to be had, or is set up with other parameters.
         """
-        await self._ask(ref, sorted(record.held), lambda view: _reserve_alike(record, view, durable=durable))
+        await self._ask(
+            ref,
+            sorted(record.held),
+            lambda view: _reserve_alike(record, view, durable=durable, along=self._along(record)),
+        )
 
     async def confirm(self, ref: ClaimRef, record: Claim) -> None:
         """Record a claim with its answer, if its devices still are what they were when they were reserved.
@@ -133,7 +137,11 @@ class ClaimDevices:
             await self.register.verify_granted(record.held)
         except ConflictError as error:
             raise self._refused(ref, str(error), str(error)) from error
-        await self._ask(ref, (), lambda view: operations.prepare(record, view, pull=True))
+        await self._ask(ref, (), lambda view: operations.prepare(record, view, pull=True, along=self._along(record)))
+
+    def _along(self, record: Claim) -> frozenset[Key]:
+        """Return the devices that move along with a claim's."""
+        return frozenset(one for key in record.held for one in self.register.listed.group(*key))
 
     async def _ask(
         self, ref: ClaimRef, keys: Sequence[Key], operation: Callable[[View], Operation[Claim | Refused | Excluded]]
@@ -490,9 +498,11 @@ class ClaimPreparation:
             self.devices.ending.discard(claim.uid)
 
 
-def _reserve_alike(record: Claim, view: View, *, durable: bool) -> Operation[Claim | Refused | Excluded]:
+def _reserve_alike(
+    record: Claim, view: View, *, durable: bool, along: frozenset[Key]
+) -> Operation[Claim | Refused | Excluded]:
     """Reserve a claim's devices, unless others that share one have it with other parameters; then answer why not."""
-    reserve = operations.reserve(record, view, durable=durable, pull=True)
+    reserve = operations.reserve(record, view, durable=durable, pull=True, along=along)
 
     def decide(state: Snapshot) -> Decision[Claim | Refused | Excluded]:
         decision = reserve(state)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 from deviceplugin.register.records import Claim, Snapshot
+from deviceplugin.register.rules import held_by_limits, served_by_limits
 
 AGE: Final = 5.0
 """Seconds by which a pod may be older than the claim that DRA serves it by: when it was made is not known here."""
@@ -43,23 +44,17 @@ class Counts:
 
 def counts_of(now: Snapshot, resource: str, shown: Collection[str] | None) -> Counts:
     """Return the counts of a resource. shown: see `Counts`."""
-    by_plugin = sum(one.resource == resource for one in now.allocations.values())
-    by_dra = sum(_served(claim, resource) for claim in now.claims.values())
-    return Counts(len(shown) if shown is not None else None, by_plugin, by_dra)
+    return Counts(len(shown) if shown is not None else None, *held_by_limits(now, resource))
 
 
 def served_by_dra(now: Snapshot, resource: str) -> list[Claim]:
     """Return the claims through which pods have devices of a resource by their `limits`, the oldest first."""
-    return sorted((one for one in now.claims.values() if _served(one, resource)), key=lambda one: one.since)
+    return sorted((one for one in now.claims.values() if served_by_limits(one, resource)), key=lambda one: one.since)
 
 
 def resources_served_by_dra(now: Snapshot) -> set[str]:
     """Return the resources of which pods have devices through DRA by their `limits`."""
     return {one.resource for claim in now.claims.values() for one in claim.devices if one.limits and not one.admin}
-
-
-def _served(claim: Claim, resource: str) -> int:
-    return sum(one.limits and not one.admin and one.resource == resource for one in claim.devices)
 
 
 def may_leave(now: Counts, ids: int) -> bool:
@@ -111,8 +106,10 @@ def pods_of(now: Snapshot, resource: str) -> list[AdmittedPod]:
                 ids.setdefault(uid, set()).add(one.device_id)
                 since[uid] = min(since.get(uid, one.since), one.since)
     by_plugin = [AdmittedPod(uid, since[uid], len(names), by_dra=False) for uid, names in ids.items()]
-    served = served_by_dra(now, resource)
-    return by_plugin + [AdmittedPod(one.title, one.since - AGE, _served(one, resource), by_dra=True) for one in served]
+    return by_plugin + [
+        AdmittedPod(one.title, one.since - AGE, served_by_limits(one, resource), by_dra=True)
+        for one in served_by_dra(now, resource)
+    ]
 
 
 def denied_now(now: Snapshot, resource: str) -> tuple[str, ...]:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from deviceplugin.device import Device
 from deviceplugin.kubelet.status import Withheld
-from deviceplugin.register.records import State
+from deviceplugin.register import operations
+from deviceplugin.register.records import Key, State
 from deviceplugin.source import DeviceSource
 from dra_bridge.driver import ClaimError, ClaimRef
 from dra_bridge.handover.share import parse_share
@@ -159,6 +161,24 @@ async def test_a_claim_that_comes_for_a_part_has_all_of_them_move(node: FakeNode
         here.node.server.delete("resourceclaims", "c", "default")
         await settle(here, State.PLUGIN)
         await here.until(lambda: here.healthy == {"w", "h0", "h1"})
+
+
+async def test_a_claim_is_decided_with_what_moves_along(
+    node: FakeNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ledger is told which devices would follow, of the other resource, too."""
+    told: list[object] = []
+    reserve = operations.reserve
+
+    def spied(*of: Any, along: Collection[Key] = (), **more: Any) -> Any:
+        told.append(along)
+        return reserve(*of, along=along, **more)
+
+    monkeypatch.setattr(operations, "reserve", spied)
+    async with world(node, tmp_path, *parts()) as here:
+        await here.until(lambda: here.healthy == {"w", "h0", "h1"})
+        assert isinstance(await prepare(here, D, allocated(here, D, "h1")), ClaimError)
+        assert told == [{(A, "w"), (B, "h0"), (B, "h1")}]
 
 
 async def test_a_device_of_two_drivers_has_one_holder(node: FakeNode, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Self, TypeVar, cast
 from deviceplugin.register import operations
 from deviceplugin.register.operations import Reconciled
 from deviceplugin.register.question import View, Wanted
-from deviceplugin.register.records import WHOLE, Amount, Claim, ClaimDevice, Operation, Side, State
+from deviceplugin.register.records import WHOLE, Amount, Claim, ClaimDevice, Key, Operation, Side, State
 from deviceplugin.register.rules import (
     ClusterEvidence,
     Evidence,
@@ -79,9 +79,11 @@ def grant(
     return operations.grant(resource, wanted, VIEW, now)
 
 
-def reserve(claim: Claim, *, durable: bool, pull: bool = False) -> Operation[Claim | Refused | Excluded]:
+def reserve(
+    claim: Claim, *, durable: bool, pull: bool = False, along: Collection[Key] = ()
+) -> Operation[Claim | Refused | Excluded]:
     """Reserve a claim's devices."""
-    return operations.reserve(claim, VIEW, durable=durable, pull=pull)
+    return operations.reserve(claim, VIEW, durable=durable, pull=pull, along=along)
 
 
 def prepare(claim: Claim, *, pull: bool = False) -> Operation[Claim | Refused | Excluded]:

@@ -170,9 +170,34 @@ def test_a_claim_pulls_nothing_beside_limits_of_both_sides(store: DirectLedger, 
         store.do(grant(R, {"c": "c"}, T0))
     refusal = store.do(reserve(claim("1", "a"), durable=True, pull=True))
     assert isinstance(refusal, Refused)
-    assert (refusal.unmoved, refusal.moving) == (plugin and dra, not (plugin and dra))
+    assert (refusal.unmoved, refusal.moving) == (R if plugin and dra else "", not (plugin and dra))
     assert ("a kubelet restart would end some" in refusal.message) is (plugin and dra)
     assert state(store) is (State.PLUGIN if plugin and dra else State.TO_DRA)
+
+
+@pytest.mark.parametrize("both", [True, False])
+@pytest.mark.parametrize("of_claim", [True, False])
+def test_a_claim_pulls_all_of_its_devices_or_none(store: DirectLedger, of_claim: bool, both: bool) -> None:
+    """One that must stay, of the claim or of those that would follow, keeps all; the refusal names its resource."""
+    other = "example.com/other"
+    store.do(adopt(other, ["c", "x", "y"], Side.PLUGIN, T0))
+    store.do(operations.begin_move(other, ["y"], Side.DRA, T0))
+    evidence = KubeletEvidence(store.snapshot.sequence, {"y": 1.0}, seen(store, 2.0))
+    assert store.do(operations.commit_to_dra(other, ["y"], evidence, T0)).devices == ("y",)
+    by_limits = replace(claim("2"), devices=(ClaimDevice(other, "y", limits=True),))
+    assert isinstance(store.do(prepare(by_limits)), Claim)
+    if both:
+        store.do(grant(other, {"x": "x"}))
+    asked = claim("1", "a")
+    if of_claim:
+        asked = replace(asked, devices=(*asked.devices, ClaimDevice(other, "c")))
+    along = () if of_claim else ((R, "a"), (other, "c"))
+    refusal = store.do(reserve(asked, durable=True, pull=True, along=along))
+    assert isinstance(refusal, Refused)
+    assert (refusal.moving, refusal.unmoved) == (not both, other if both else "")
+    assert (f"pods have devices of {other} by limits on one side only" in refusal.message) is both
+    assert state(store) is (State.PLUGIN if both else State.TO_DRA)
+    assert store.snapshot.device(other, "c").state is (State.TO_DRA if of_claim and not both else State.PLUGIN)
 
 
 def test_a_claim_is_refused_while_a_pod_has_a_part_of_its_device(store: DirectLedger) -> None:
