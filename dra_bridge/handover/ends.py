@@ -102,17 +102,18 @@ class MovesToPlugin:
     waits: Callable[[], Backoff] = lambda: Backoff(first=0.5, most=300.0)
     queries: dict[tuple[str, int], _ClaimQuery] = field(default_factory=dict)
 
-    async def commit(self, waiting: dict[str, str], *, forced: bool) -> tuple[str, ...]:
+    async def commit(self, waiting: dict[str, str], forced: Callable[[], bool]) -> tuple[str, ...]:
         """Commit the moves that can end; return their devices.
 
-        waiting: what the others wait for is added. forced: whether the share is.
+        waiting: what the others wait for is added. forced: whether the share is now; that may change while the claims
+        are listed.
         """
         moved, mine = self.moved, self.moved.name
         before = moved.ledger.snapshot
         devices = moved.in_state(before, State.TO_PLUGIN)
         claims = {name: one for one in before.claims.values() for of, name in one.held if of == mine}
         queries = self._known(before, devices, claims)
-        served = [] if forced else served_by_dra(before, mine)
+        served = [] if forced() else served_by_dra(before, mine)
         withdrawn = {}
         for name in devices:
             if name in claims:
@@ -134,10 +135,10 @@ class MovesToPlugin:
         limits = sorted(key for key in found.limits if key[0] == mine)
         for name in withdrawn:
             queries[name].claim, queries[name].device = allocated.get(name, ""), name
-            if limits and name not in allocated and not forced:
+            if limits and name not in allocated and not forced():
                 queries[name].claim, queries[name].device = found.claims[limits[0]], ""
             waiting[name] = self._waits_for(queries[name])
-        arrived = {name: at for name, at in withdrawn.items() if queries[name].device or forced}
+        arrived = {name: at for name, at in withdrawn.items() if queries[name].device or forced()}
         evidence = ClusterEvidence(before.sequence, arrived, at, allocated)
         done = await moved.ledger.do(operations.commit_to_plugin(mine, arrived, evidence, time.time()))
         waiting.update(done.waiting)

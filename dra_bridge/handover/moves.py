@@ -124,7 +124,7 @@ class Handover:
         waiting.update(self._starter.blocked)
         # This side first: it does not need the kubelet, which may take long to answer.
         before = self._moved.ledger.snapshot
-        if returned := await self._to_plugin.commit(waiting, forced=self.share.forced):
+        if returned := await self._to_plugin.commit(waiting, lambda: self.share.forced):
             self._committed(Side.PLUGIN, returned, before)
             if self._allocatable is not None:
                 devices = [self._moved.inventory.snapshot.devices.get(name) for name in returned]

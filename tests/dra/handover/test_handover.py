@@ -121,6 +121,27 @@ async def test_a_list_that_fails_is_not_tried_at_every_step(tmp_path: Path, monk
     await flow.end()
 
 
+async def test_a_share_that_is_forced_no_more_when_the_claims_are_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The list may take seconds; what counts is what is asked for then."""
+    flow = await Flow.begin(tmp_path, Outside(), Source())
+    await flow.move(2)
+
+    async def lists_claims() -> Allocated:
+        flow.handover.ask(Share(0))
+        return Allocated({(R, "a"): "default/by-limits"}, frozenset({(R, "a")}))
+
+    monkeypatch.setattr(flow, "allocated", lists_claims)
+    flow.handover.ask(Share(0, forced=True))
+    while flow.handover.share.forced:
+        await flow.handover._step()
+        flow.publish()
+    assert {flow.state(name) for name in DEVICES} == {State.TO_PLUGIN}
+    assert "until it ends, a kubelet restart would end others" in flow.handover.waiting["b"]
+    await flow.end()
+
+
 async def test_a_claim_that_comes_late_finds_its_device_at_another_try(tmp_path: Path) -> None:
     """An idle device moves to DRA for it and is not turned round by the share before it is there."""
     outside = Outside()
