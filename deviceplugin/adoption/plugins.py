@@ -178,6 +178,10 @@ class VendorPlugins(RegistrationServicer):
         self._bypassed.add(resource)
         self._notify()
 
+    def registered_elsewhere(self, resource: str) -> bool:
+        """Return whether a plugin has registered a resource elsewhere, and none has registered it here since."""
+        return resource in self._bypassed
+
     async def allocate(self, plugin: VendorPlugin, wanted: Sequence[Sequence[str]]) -> bytes:
         """Allocate devices to containers, one after another; return one AllocateResponse, byte for byte.
 

@@ -152,7 +152,6 @@ class AdoptedEndpoint(Endpoint):
     """
 
     IDS = VendorIds
-    AWAITS = "its plugin"
     source: AdoptedSource
 
     @property
@@ -170,6 +169,16 @@ class AdoptedEndpoint(Endpoint):
         """
         plugin = self.source.plugins.plugin(self.resource)
         return super().ready and plugin is not None and plugin.alive
+
+    @property
+    def awaits(self) -> str:
+        """The plugin. One that has registered past the agent is of no use to a kubelet 1.36 once the agent leaves."""
+        if not self.source.plugins.registered_elsewhere(self.resource):
+            return "its plugin"
+        return (
+            "its plugin, which has registered with the kubelet, past this agent; if the node offers none of its "
+            "devices, restart the plugin's pod: a kubelet may count the plugin as stopped"
+        )
 
     @property
     def kept_back(self) -> frozenset[str]:

@@ -342,7 +342,7 @@ class Registration:
                 continue
             if step is Step.WAIT_FOR_DEVICES:
                 await self._unregister()
-                self._log_once("devices", f"waiting for {self.endpoint.AWAITS}")
+                self._log_once("devices", f"waiting for {self.endpoint.awaits}")
             elif step is Step.WAIT_FOR_KUBELET:
                 self.statistics.registered = False
                 self._backoff.reset()

@@ -86,8 +86,6 @@ class Endpoint(DevicePluginServicer):
     """
 
     IDS: ClassVar[type[DeviceIds]] = DeviceIds
-    AWAITS: ClassVar[str] = "the first list of devices"
-    """What is waited for until it is `ready`."""
 
     def __init__(
         self,
@@ -131,6 +129,11 @@ class Endpoint(DevicePluginServicer):
     def ready(self) -> bool:
         """Whether there is something to register."""
         return self.inventory.snapshot.listed
+
+    @property
+    def awaits(self) -> str:
+        """What is waited for until it is `ready`, in words."""
+        return "the first list of devices"
 
     @property
     def kept_back(self) -> frozenset[str]:

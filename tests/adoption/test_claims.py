@@ -259,6 +259,14 @@ def test_an_agent_that_starts_after_the_path_was_reverted(scene: Scene) -> None:
     scene.node.wait_allocatable(RESOURCE, 0)
     kept_from_pods(scene, "limited")
     assert claimed.running
+    # Nothing is for claims any more: the agent leaves the plugin alone, which the kubelet counts as stopped.
+    claimed.delete()
+    scene.wait_log("restart the plugin's pod")
+    scene.node.wait_until(lambda: scene.node.streams(RESOURCE) == 1)
+    assert scene.node.allocatable(RESOURCE) == 0
+    vendor.stop()
+    vendor.start()
+    scene.node.wait_allocatable(RESOURCE, 2)
 
 
 def test_an_agent_that_starts_while_a_plugin_past_it_allocates(scene: Scene) -> None:
