@@ -27,6 +27,10 @@ class DriverHost:
         """Return whether a device may be given to claims yet."""
         return True
 
+    def bypassed(self, resource: str) -> bool:
+        """Return whether pods may just be given the devices of an adopted resource past this agent."""
+        return False
+
     def qualifiers(self, resources: Sequence[str]) -> Mapping[str, str]:
         """Return those of resources in the names of published devices.
 

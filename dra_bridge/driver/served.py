@@ -117,5 +117,8 @@ class ServedDevices:
             tolerated = any(toleration.get("key") in accepted for toleration in result.tolerations or ())
             if device.message == GONE or not tolerated:
                 raise ClaimError("unhealthy", f"{what} is unhealthy: {device.message or 'no reason was given'}")
+        if self.host.bypassed(served.source.resource):
+            why = "another plugin of its resource has registered with the kubelet, past this agent"
+            raise ClaimError("plugin", f"{what}: {why}; pods with limits may just be given the device")
         if not self.host.ready(served.source.resource, device.id):
             raise ClaimError("starting", f"{what}: its holder is not known yet, the agent has just started")

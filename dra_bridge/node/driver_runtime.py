@@ -113,8 +113,12 @@ class DriverRuntime(DriverHost):
     # What the driver asks.
 
     def ready(self, resource: str, device: str) -> bool:
-        """See `DriverContext`; nor is a device given while pods may be given it past this agent."""
-        return self._context.ready(resource, device) and not self._context.bypassed(resource)
+        """See `DriverContext`."""
+        return self._context.ready(resource, device)
+
+    def bypassed(self, resource: str) -> bool:
+        """See `DriverContext`."""
+        return self._context.bypassed(resource)
 
     def qualifiers(self, resources: Sequence[str]) -> Mapping[str, str]:
         """Return those that the ledger keeps; a resource has none before its names are decided."""

@@ -1675,6 +1675,39 @@ def test_any_request_is_answered_in_full(tmp_path_factory: pytest.TempPathFactor
     asyncio.run(run())
 
 
+class NotYet(DriverHost):
+    """An agent that gives no device to claims yet."""
+
+    def __init__(self, *, ready: bool, bypassed: bool) -> None:
+        self.is_ready, self.is_bypassed = ready, bypassed
+
+    def ready(self, resource: str, device: str) -> bool:
+        return self.is_ready
+
+    def bypassed(self, resource: str) -> bool:
+        return self.is_bypassed
+
+
+@pytest.mark.parametrize(
+    ("ready", "bypassed", "reason", "text"),
+    [
+        (False, False, "starting", "the agent has just started"),
+        (True, True, "plugin", "another plugin of its resource has registered with the kubelet, past this agent"),
+    ],
+)
+async def test_why_a_device_is_not_given_yet(
+    tmp_path: Path, *, ready: bool, bypassed: bool, reason: str, text: str
+) -> None:
+    """Its holder is not known yet, or pods may just be given it past this agent."""
+    here = await world(tmp_path, host=NotYet(ready=ready, bypassed=bypassed))
+    here.claims.add(claim("1", result("d0")))
+    error = (await here.prepare("1"))["1"]
+    assert isinstance(error, ClaimError)
+    assert error.reason == reason
+    assert text in str(error)
+    await end(here)
+
+
 class Pods(DriverHost):
     """The running pods that a driver is given; error: raised in place of an answer."""
 
