@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import tempfile
 import urllib.request
@@ -210,11 +211,12 @@ def events(scene: Scene) -> list[str]:
     return [one["reason"] for one in scene.node.server.objects("events")]
 
 
-def kept_from_pods(scene: Scene, name: str) -> None:
-    """A pod with limits gets nothing while claims have the devices."""
-    pod = scene.node.start_pod(name, {RESOURCE: 1})
-    scene.node.wait_until(lambda: pod.phase == "Failed" or not pod.bound, 10)
-    assert not pod.running
+def kept_from_pods(scene: Scene, past: Vendor) -> None:
+    """A pod with limits gets nothing while claims have the devices, past the scheduler neither."""
+    before = len(past.calls("Allocate"))
+    pod = scene.node.run_pod("limited", {RESOURCE: 1}, check=False)
+    assert (pod.phase, pod.reason) == ("Failed", "UnexpectedAdmissionError")
+    assert len(past.calls("Allocate")) == before
 
 
 def test_a_reverted_path_while_claims_hold_devices(scene: Scene) -> None:
@@ -231,7 +233,7 @@ def test_a_reverted_path_while_claims_hold_devices(scene: Scene) -> None:
     scene.wait_log("another plugin has registered this resource with the kubelet")
     scene.wait_log("past this agent, while claims have devices")
     scene.node.wait_allocatable(RESOURCE, 0)
-    kept_from_pods(scene, "limited")
+    kept_from_pods(scene, vendor)
     wait_for("the Event", lambda: "AdoptedPluginBypassed" in events(scene), 10)
     assert len(vendor.calls("Allocate")) == 1
     assert claimed.running
@@ -257,7 +259,19 @@ def test_an_agent_that_starts_after_the_path_was_reverted(scene: Scene) -> None:
     scene.wait_log("another plugin has registered this resource with the kubelet: it counts g0 as healthy")
     scene.wait_offered(0)
     scene.node.wait_allocatable(RESOURCE, 0)
-    kept_from_pods(scene, "limited")
+    kept_from_pods(scene, vendor)
+    # The plugin lists again, and a pod is admitted before the agent notices that: the agent has the Allocates.
+    agent = scene.agents[-1]
+    agent.process.send_signal(signal.SIGSTOP)
+    vendor.health(g0="Healthy", g1="Healthy", g2="Healthy")
+    scene.node.wait_allocatable(RESOURCE, 3)
+    pod = scene.node.start_pod("scheduled", {RESOURCE: 3})
+    scene.node.wait_until(lambda: pod.bound)
+    agent.process.send_signal(signal.SIGCONT)
+    scene.wait_log("Allocate refused")
+    scene.node.wait_until(lambda: pod.terminal)
+    assert not pod.running
+    assert len(vendor.calls("Allocate")) == 1
     assert claimed.running
     # Nothing is for claims any more: the agent leaves the plugin alone, which the kubelet counts as stopped.
     claimed.delete()
@@ -266,7 +280,7 @@ def test_an_agent_that_starts_after_the_path_was_reverted(scene: Scene) -> None:
     assert scene.node.allocatable(RESOURCE) == 0
     vendor.stop()
     vendor.start()
-    scene.node.wait_allocatable(RESOURCE, 2)
+    scene.node.wait_allocatable(RESOURCE, 3)
 
 
 def test_an_agent_that_starts_while_a_plugin_past_it_allocates(scene: Scene) -> None:
@@ -324,7 +338,7 @@ def test_two_instances_of_a_plugin(scene: Scene) -> None:
     scene.wait_log("past this agent, while claims have devices")
     assert [one["name"] for one in scene.wait_offered(1)] == [held]
     scene.node.wait_allocatable(RESOURCE, 0)
-    kept_from_pods(scene, "limited")
+    kept_from_pods(scene, other)
     assert not other.calls("Allocate")
 
 
