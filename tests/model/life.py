@@ -167,7 +167,7 @@ class Life(Bridge):
         node_agent: Any = self.agent
         node_agent.tracker._in_flight.__class__ = InFlight
         node_agent.tracker.pods = SimpleNamespace(
-            read=outside.read, running=outside.running, in_cgroups=outside.in_cgroups, own_pod="", kubelet_root=paths
+            read=outside.read, running=outside.running, in_cgroups=outside.in_cgroups, own_pod="", seen={}
         )
         node_agent.tracker.pods.kubelet_root = outside.root
         node_agent.tracker.pods.missing = str
