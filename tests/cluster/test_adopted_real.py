@@ -103,6 +103,7 @@ def test_a_pod_sees_the_same(scene: Scene) -> None:
     vendor.answer["annotations"] = {"vendor.example/x": "y"}
 
     def seen(name: str) -> str:
+        cluster.wait_reported()  # what the Node says is of the plugin before
         cluster.wait_allocatable(named("a"), 1)
         pod = scene.pod(name, "a")
         scene.running(pod)

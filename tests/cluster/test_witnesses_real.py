@@ -299,7 +299,7 @@ class Scene(sides.Scene):
         manifest.parent.mkdir(exist_ok=True)
         self.cluster.kubelet_config["staticPodPath"] = str(manifest.parent)
         self.cluster.restart_kubelet()
-        self.cluster.wait_reported()  # a static pod that comes before the plugin has registered again is refused for good
+        self.cluster.wait_reported()  # a static pod that comes before the plugin is registered is refused for good
         self.cluster.wait_allocatable(named(resource), 1)
         body = plain(name, resource, ignores_term=True, terminationGracePeriodSeconds=60)
         manifest.with_suffix(".new").write_text(json.dumps(body))
