@@ -248,11 +248,6 @@ class ListStreams:
         replaced = itertools.pairwise((*self.sent, now))
         self.sent = (*(one for one, after in replaced if after.at > now.at - LATE), now)
 
-    def _withdraws(self, stream: Stream) -> bool:
-        """Return whether an id is to be shown Unhealthy that is Healthy: the next pod in a burst would get it."""
-        healthy = {line.name for line in self._lines() or () if line.healthy}
-        return stream.shown is not None and not stream.shown[1] <= healthy
-
     async def lists(self) -> AsyncGenerator[pb.ListAndWatchResponse, None]:
         """Open a stream: yield the list now and after each change, until the stream is ended."""
         stream = Stream()
@@ -263,19 +258,23 @@ class ListStreams:
         try:
             sent: tuple[Entry, ...] | None = None
             refused: tuple[Entry, ...] | None = None
-            resends = self._resends
+            resends, paused = self._resends, False
             while self._serving and not stream.ending:
                 refresh, lines = self._refresh, self._lines()
                 if resends != self._resends:
                     resends, sent = self._resends, None
                 if lines is None or lines in (sent, refused):
                     await refresh.wait()
-                    if resends == self._resends and self._serving and not stream.ending and not self._withdraws(stream):
-                        await self._pause()
+                    paused = False
+                    continue
+                healthy = frozenset(line.name for line in lines if line.healthy)
+                # A withdrawal does not wait: the next pod in a burst would get what is withdrawn.
+                if not paused and sent is not None and stream.shown is not None and stream.shown[1] <= healthy:
+                    await self._pause()
+                    paused = True
                     continue
                 message = rendered(lines)  # whatever changes until it is sent is sent as one list after it
                 if (size := message.ByteSize()) <= MAX_LIST_BYTES:
-                    healthy = frozenset(line.name for line in lines if line.healthy)
                     self._note(SentList(time.time(), healthy))
                     yield message
                     sent = lines
