@@ -29,16 +29,15 @@ from deviceplugin.adoption.watcher import PluginWatcher, RefusedError
 from deviceplugin.device import printable
 from deviceplugin.files import FileIdentity, file_identity
 from deviceplugin.kubelet.podresources import CHANNEL_OPTIONS, SERVER_OPTIONS, unix_address
+from deviceplugin.kubelet.registration import KUBELET_SOCKET, VERSION
 from deviceplugin.kubelet.status import VendorConnection
 from deviceplugin.wire import deviceplugin_pb2 as pb
 from deviceplugin.wire.deviceplugin_pb2_grpc import RegistrationServicer, add_RegistrationServicer_to_server
 
 _LOG: Final = logging.getLogger(__name__)
 
-KUBELET_SOCKET: Final = "kubelet.sock"
 REGISTRY: Final = "plugins_registry"
 """In the agent's directory: where plugins that do not call Register have their sockets."""
-VERSION: Final = "v1beta1"
 DIAL: Final = 10.0
 """Seconds for the call within Register, as the kubelet has them."""
 PRE_START: Final = 30.0
