@@ -528,7 +528,7 @@ def test_a_container_restarts_after_the_checkpoint_was_lost(scene: Scene, count:
         LIMIT,
         "the container has a device again",
     )
-    assert pod.restarts() > restarts
+    scene.cluster.wait_for(lambda: pod.restarts() > restarts, LIMIT, "the kubelet reports the restart")
     if count > 1:
         scene.wait(plain("wants-a", "a"))
         scene.cluster.wait_for(lambda: len(locks.holders()) == count, LIMIT, "another pod has the other device")
