@@ -173,7 +173,7 @@ def _node(host: str, status: os.stat_result, path: str, permissions: str) -> dic
     return {**node, "permissions": "".join(letter for letter in "rwm" if letter in permissions)}
 
 
-class Store:
+class CdiStore:
     """The CDI files of one driver's claims. Thread-safe; blocks. Raises CdiError: the driver cannot be a CDI vendor."""
 
     SUFFIX: ClassVar = ".json"

@@ -102,7 +102,7 @@ def read_all(directory: str, without: Collection[str] = ()) -> tuple[ClaimFile, 
     return tuple(found)
 
 
-class Store(cdi.Store):
+class ClaimFileStore(cdi.CdiStore):
     """The files of one driver's claims."""
 
     SUFFIX = _SUFFIX

@@ -16,7 +16,7 @@ from deviceplugin.identity import Tokens
 from deviceplugin.naming import parse_quantity
 from deviceplugin.topology import natural
 
-Key = tuple[str, str]
+DeviceKey = tuple[str, str]
 """(resource, device)."""
 Counters = Mapping[str, Mapping[str, Fraction]]
 """Amounts by counter set and counter."""
@@ -46,19 +46,19 @@ def thing_of(device: Device, tokens: Tokens, scope: str) -> Thing:
     return Thing(tokens, scope, amounts(device.consumes), amounts(device.counters))
 
 
-class ConflictError(Exception):
+class DeviceConflictError(Exception):
     """Raised when a device cannot be given away beside what others hold, or is not what it was listed as."""
 
 
 _UNKNOWN: Final = Thing()
 
 
-def titled(key: Key) -> str:
+def titled(key: DeviceKey) -> str:
     """Return a device for messages."""
     return f"{key[1]} of {key[0]}"
 
 
-def natural_key(key: Key) -> tuple[str, tuple[object, ...]]:
+def natural_key(key: DeviceKey) -> tuple[str, tuple[object, ...]]:
     """Return what sorts devices by resource and then as people do: 2 before 10."""
     return key[0], natural(key[1])
 
@@ -66,10 +66,10 @@ def natural_key(key: Key) -> tuple[str, tuple[object, ...]]:
 class Things:
     """All devices of this process at one moment."""
 
-    def __init__(self, things: Mapping[Key, Thing]) -> None:
+    def __init__(self, things: Mapping[DeviceKey, Thing]) -> None:
         self._things = things
-        self._by_token: dict[str, set[Key]] = {}
-        self._by_set: dict[tuple[str, str], set[Key]] = {}
+        self._by_token: dict[str, set[DeviceKey]] = {}
+        self._by_set: dict[tuple[str, str], set[DeviceKey]] = {}
         self._capacity: dict[tuple[str, str], Mapping[str, Fraction]] = {}
         for key, thing in things.items():
             for token in thing.tokens:
@@ -85,11 +85,11 @@ class Things:
         self.listed: Final = frozenset(self._by_token)
         """All tokens of all devices."""
 
-    def tokens(self, key: Key) -> Tokens:
+    def tokens(self, key: DeviceKey) -> Tokens:
         """Return a device's tokens, none if they are not known."""
         return self._things.get(key, _UNKNOWN).tokens
 
-    def having(self, token: str) -> frozenset[Key]:
+    def having(self, token: str) -> frozenset[DeviceKey]:
         """Return the devices that have a token."""
         return frozenset(self._by_token.get(token, ()))
 
@@ -97,11 +97,11 @@ class Things:
         """Return how much there is of each counter, by scope, counter set and counter; none of which devices differ."""
         return {(*of, counter): amount for of, amounts in self._capacity.items() for counter, amount in amounts.items()}
 
-    def aliases(self, key: Key) -> frozenset[Key]:
+    def aliases(self, key: DeviceKey) -> frozenset[DeviceKey]:
         """Return the other devices that are the same thing."""
         return frozenset(other for token in self.tokens(key) for other in self._by_token[token]) - {key}
 
-    def peers(self, key: Key) -> frozenset[Key]:
+    def peers(self, key: DeviceKey) -> frozenset[DeviceKey]:
         """Return the other devices that are the same thing, or parts of the same thing."""
         if key not in self.related:
             return frozenset()
@@ -109,7 +109,7 @@ class Things:
         parts = (other for name in thing.consumes for other in self._by_set[thing.scope, name])
         return (self.aliases(key) | frozenset(parts)) - {key}
 
-    def group(self, key: Key, within: Iterable[Key]) -> tuple[Key, ...]:
+    def group(self, key: DeviceKey, within: Iterable[DeviceKey]) -> tuple[DeviceKey, ...]:
         """Return a device with its peers among `within`, their peers and so on."""
         allowed, found, new = frozenset(within), {key}, {key}
         while new:

@@ -43,7 +43,7 @@ Finding = tuple[Verdict, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class HealthRules:
     """The numbers in the rules. quiet: None if a fault stays until the process ends."""
 
     failures: int = 3
@@ -62,7 +62,7 @@ class HealthHistory:
     fault_at: float | None = None
     known: bool = False
 
-    def checked(self, verdict: Verdict, message: str, now: float, rules: Rules) -> HealthHistory:
+    def checked(self, verdict: Verdict, message: str, now: float, rules: HealthRules) -> HealthHistory:
         """Return what follows from a probe at `now`, in seconds of the same clock as `faulted`."""
         if verdict is Verdict.UNREADABLE:
             return self if self.health is Health.UNHEALTHY else replace(self, health=Health.UNKNOWN, message=message)

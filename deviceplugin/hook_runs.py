@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Final
 
 from deviceplugin.device import Device
-from deviceplugin.exclusion import Key, titled
+from deviceplugin.exclusion import DeviceKey, titled
 from deviceplugin.hooks import HookError, HookStatistics
 from deviceplugin.identity import Tokens
 from deviceplugin.source import DeviceSource
@@ -34,7 +34,7 @@ class _Run:
     """
 
     hook: str
-    tokens: Mapping[Key, Tokens]
+    tokens: Mapping[DeviceKey, Tokens]
     settled: asyncio.Future[None]
     left: bool = False
     overdue: bool = False
@@ -55,9 +55,9 @@ class HookRuns:
 
     def __init__(
         self,
-        same_thing: Callable[[Iterable[Key]], set[Key]],
+        same_thing: Callable[[Iterable[DeviceKey]], set[DeviceKey]],
         changed: Callable[[], None],
-        tokens: Callable[[Key], Tokens] = lambda key: frozenset(),
+        tokens: Callable[[DeviceKey], Tokens] = lambda key: frozenset(),
     ) -> None:
         self._same_thing = same_thing
         self._changed = changed
@@ -65,12 +65,12 @@ class HookRuns:
         self._runs: list[_Run] = []
 
     @property
-    def overdue(self) -> Mapping[Key, str]:
+    def overdue(self) -> Mapping[DeviceKey, str]:
         """The devices that hooks hold, and why: they work on after their timeouts."""
         return {key: run.reason for run in self._runs if run.overdue for key in run.tokens}
 
     @property
-    def held(self) -> Mapping[Key, Tokens]:
+    def held(self) -> Mapping[DeviceKey, Tokens]:
         """The devices that hooks hold, and what they were when the hooks began."""
         return {key: tokens for run in self._runs if run.overdue for key, tokens in run.tokens.items()}
 
@@ -104,7 +104,7 @@ class HookRuns:
 
         return asyncio.create_task(work())
 
-    async def wait(self, keys: Iterable[Key], *, resets: bool = True) -> None:
+    async def wait(self, keys: Iterable[DeviceKey], *, resets: bool = True) -> None:
         """Wait for the hooks of these and the same things. Raises DeviceBusyError: one works on after its timeout.
 
         resets: also for `reset`, which is only waited for by who does not call it himself.
@@ -136,7 +136,9 @@ class HookRuns:
             if not run.left:
                 self._end(run)
 
-    async def _wait(self, devices: Mapping[Key, Tokens], runs: Sequence[_Run], patience: float | None = None) -> bool:
+    async def _wait(
+        self, devices: Mapping[DeviceKey, Tokens], runs: Sequence[_Run], patience: float | None = None
+    ) -> bool:
         """Wait for those of some runs that work on these devices; return whether there were any."""
         wanted = self._same_thing(devices) if runs else set()
         tokens = frozenset[str]().union(*devices.values())

@@ -23,7 +23,7 @@ class DuplicateDeviceError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class InventorySnapshot:
     """What is known at one moment.
 
     version: 0 before the source's first list, then one more with each change. devices: by id, in the source's order,
@@ -53,8 +53,8 @@ def by_id(listed: Iterable[Device], what: str) -> dict[str, Device]:
 
 
 def merged(
-    before: Snapshot, listed: Iterable[Device], identities: Mapping[str, frozenset[str]] = _NO_IDENTITIES
-) -> Snapshot:
+    before: InventorySnapshot, listed: Iterable[Device], identities: Mapping[str, frozenset[str]] = _NO_IDENTITIES
+) -> InventorySnapshot:
     """Return the snapshot after a source has listed these; `before` if it is the same. Raises DuplicateDeviceError."""
     devices = by_id(listed, before.resource)
     gone = frozenset(before.devices.keys() - devices.keys())
@@ -67,20 +67,20 @@ def merged(
     same = gone == before.gone and known == before.identities
     if before.listed and same and list(devices.items()) == list(before.devices.items()):
         return before
-    return Snapshot(before.resource, before.version + 1, devices, gone, known)
+    return InventorySnapshot(before.resource, before.version + 1, devices, gone, known)
 
 
-def without(before: Snapshot, forgotten: Iterable[str]) -> Snapshot:
+def without(before: InventorySnapshot, forgotten: Iterable[str]) -> InventorySnapshot:
     """Return the snapshot without these devices, as far as they are gone."""
     drop = before.gone.intersection(forgotten)
     if not drop:
         return before
     devices = {name: device for name, device in before.devices.items() if name not in drop}
     identities = {name: tokens for name, tokens in before.identities.items() if name not in drop}
-    return Snapshot(before.resource, before.version + 1, devices, before.gone - drop, identities)
+    return InventorySnapshot(before.resource, before.version + 1, devices, before.gone - drop, identities)
 
 
-class Change(NamedTuple):
+class DeviceChange(NamedTuple):
     """What happened to a device, in words; bad: it cannot be used since."""
 
     device: str
@@ -88,7 +88,7 @@ class Change(NamedTuple):
     bad: bool = False
 
 
-def changes(before: Snapshot, now: Snapshot) -> Iterator[Change]:
+def changes(before: InventorySnapshot, now: InventorySnapshot) -> Iterator[DeviceChange]:
     """Yield what happened to devices between two snapshots; after the first list, only which are not usable."""
     for name, device in now.devices.items():
         old = before.devices.get(name)
@@ -96,26 +96,26 @@ def changes(before: Snapshot, now: Snapshot) -> Iterator[Change]:
         health = "of unknown health" if device.health is Health.UNKNOWN else device.health.value
         if name in now.gone:
             if name not in before.gone:
-                yield Change(name, "vanished", bad=True)
+                yield DeviceChange(name, "vanished", bad=True)
         elif old is None:
             if before.listed:
-                yield Change(name, "appeared")
+                yield DeviceChange(name, "appeared")
             if not device.health.usable:
-                yield Change(name, f"is {health}{why}", bad=True)
+                yield DeviceChange(name, f"is {health}{why}", bad=True)
         elif old.health is not device.health:
             recovered = device.health is Health.HEALTHY
-            yield Change(name, "recovered" if recovered else f"is {health}{why}", not device.health.usable)
+            yield DeviceChange(name, "recovered" if recovered else f"is {health}{why}", not device.health.usable)
     for name in before.devices.keys() - now.devices.keys():
-        yield Change(name, "was forgotten")
+        yield DeviceChange(name, "was forgotten")
 
 
 class Inventory:
     """One resource's devices now; tells subscribers of every change. Belongs to one event loop."""
 
     def __init__(self, resource: str) -> None:
-        self.snapshot = Snapshot(resource)
+        self.snapshot = InventorySnapshot(resource)
         """The devices as of now."""
-        self._subscribers: dict[object, Callable[[Snapshot], None]] = {}
+        self._subscribers: dict[object, Callable[[InventorySnapshot], None]] = {}
 
     def __repr__(self) -> str:
         now = self.snapshot
@@ -129,13 +129,13 @@ class Inventory:
         """Drop those of the devices that are gone; return whether anything changed."""
         return self._replace(without(self.snapshot, ids))
 
-    def subscribe(self, callback: Callable[[Snapshot], None]) -> Callable[[], None]:
+    def subscribe(self, callback: Callable[[InventorySnapshot], None]) -> Callable[[], None]:
         """Call `callback` with each newer snapshot, in the loop; return what ends it."""
         key = object()
         self._subscribers[key] = callback
         return lambda: self._subscribers.pop(key, None) and None
 
-    def _replace(self, snapshot: Snapshot) -> bool:
+    def _replace(self, snapshot: InventorySnapshot) -> bool:
         if snapshot is self.snapshot:
             return False
         self.snapshot = snapshot

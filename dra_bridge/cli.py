@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from deviceplugin.source import DeviceSource
     from dra_bridge.kube import Cluster
     from dra_bridge.rollout import display
-    from dra_bridge.rollout.display import Status
+    from dra_bridge.rollout.display import FleetStatus
     from dra_bridge.rollout.reporter import Reporter
 
 _T = TypeVar("_T")
@@ -448,11 +448,11 @@ def _status(options: argparse.Namespace) -> int:
         raise CommandError("dra-bridge status: --watch and --problems are for tables; JSON has everything")
     terminal = sys.stdout.isatty()
 
-    def lines(found: Status) -> list[display.Line]:
+    def lines(found: FleetStatus) -> list[display.Line]:
         width = shutil.get_terminal_size().columns if terminal else None
         return display.lines(found, width, time.time(), problems=options.problems)
 
-    async def read(cluster: Cluster) -> Status:
+    async def read(cluster: Cluster) -> FleetStatus:
         found = await read_status(cluster, options.driver, options.node, options.namespace)
         if not found.nodes:
             of = f" of node {', '.join(options.node)}" if options.node else ""
@@ -463,7 +463,7 @@ def _status(options: argparse.Namespace) -> int:
             )
         return found
 
-    async def watch(cluster: Cluster) -> Status:
+    async def watch(cluster: Cluster) -> FleetStatus:
         while True:
             try:
                 shown = lines(await read(cluster))
@@ -512,11 +512,11 @@ def _migrate(options: argparse.Namespace) -> int:
 
 
 def _rollout(options: argparse.Namespace) -> int:
-    from dra_bridge.rollout.fleet import Goal, Limits
+    from dra_bridge.rollout.fleet import Goal, RolloutLimits
     from dra_bridge.rollout.rollout import rollout
 
     goal = Goal(_asked(options), options.undo, take_over=options.take_over)
-    limits = Limits(options.max_unavailable, options.timeout_per_node, options.pause)
+    limits = RolloutLimits(options.max_unavailable, options.timeout_per_node, options.pause)
     done = _follow(
         options,
         lambda cluster, reporter: rollout(cluster, options.driver, goal, options.selector, limits, reporter),

@@ -57,7 +57,7 @@ MOST_TEXT: Final = 80
 """Characters of a line about a pod's failure; what is in front of it takes 18 more."""
 
 
-class Gpus(plugin_demo.Gpus):
+class DemoGpus(plugin_demo.Gpus):
     """Devices that exist in name only, for pods and for claims."""
 
     driver = DRIVER
@@ -150,7 +150,7 @@ def scene(printer: Printer) -> Iterator[Scene]:
             yield Scene(printer, Path(directory), server, node)
 
 
-async def plain_driver(scene: Scene, gpus: Gpus) -> None:
+async def plain_driver(scene: Scene, gpus: DemoGpus) -> None:
     """Be a DRA driver without a bridge: it offers every device and knows of no plugin."""
     inventory = Inventory(GPU)
     inventory.publish(gpus.devices)
@@ -174,7 +174,7 @@ async def plain_driver(scene: Scene, gpus: Gpus) -> None:
 
 def naive(scene: Scene) -> None:
     """Stop a plugin while its pods run, with a driver that offers the same devices."""
-    gpus, node, event = Gpus(2), scene.node, scene.printer.event
+    gpus, node, event = DemoGpus(2), scene.node, scene.printer.event
     with contextlib.ExitStack() as stack:
         plugin = stack.enter_context(contextlib.ExitStack())
         plugin.enter_context(serve(gpus, node, timeout=TIMEOUT, period=0.1))
@@ -208,7 +208,7 @@ def naive(scene: Scene) -> None:
 
 def bridge(scene: Scene) -> contextlib.AbstractContextManager[object]:
     """Run the bridge's agent, as `dra-bridge run` does, while the context lasts."""
-    return serve_both(Gpus(4), scene.node, share="none", timeout=TIMEOUT, period=0.05)
+    return serve_both(DemoGpus(4), scene.node, share="none", timeout=TIMEOUT, period=0.05)
 
 
 class Churn:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deviceplugin import cdi
-from deviceplugin.cdi import CdiError, Store
+from deviceplugin.cdi import CdiError, CdiStore
 from deviceplugin.device import ContainerEdits, DeviceNode, Mount
 
 DRIVER = "fpga.example.com"
@@ -135,7 +135,7 @@ def test_a_driver_that_begins_with_a_digit_is_a_vendor_all_the_same() -> None:
 
 def test_a_file_appears_whole_and_is_written_only_when_it_differs(tmp_path: Path) -> None:
     """Also where its directory does not exist yet."""
-    store = Store(DRIVER, str(tmp_path / "run" / "cdi"))
+    store = CdiStore(DRIVER, str(tmp_path / "run" / "cdi"))
     data = cdi.encode(cdi.build(DRIVER, {"claim_x_r": ContainerEdits(env={"A": "1"})}))
     assert store.list() == frozenset()
     assert store.write(UID, data)
@@ -155,14 +155,14 @@ def test_other_drivers_files_and_strange_names_are_left_alone(tmp_path: Path) ->
     names = ["nvidia.com-gpu.json", "fpga.example.com-claim_..json", "other.example.com-claim_x.json"]
     for name in (*names, f".fpga.example.com-claim_{UID}.4711"):
         (tmp_path / name).write_text("not JSON")
-    store = Store(DRIVER, str(tmp_path))
+    store = CdiStore(DRIVER, str(tmp_path))
     assert store.list() == frozenset()
     assert sorted(os.listdir(tmp_path)) == sorted(names)
 
 
 def test_a_file_that_is_being_written_is_no_leftover(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files are listed from time to time while claims are prepared."""
-    store, rename = Store(DRIVER, str(tmp_path)), os.rename
+    store, rename = CdiStore(DRIVER, str(tmp_path)), os.rename
 
     def meanwhile(draft: str, path: str) -> None:
         assert store.list() == frozenset()
@@ -178,7 +178,7 @@ def test_a_file_that_is_being_written_is_no_leftover(tmp_path: Path, monkeypatch
 
 def test_a_link_in_the_place_of_a_draft_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The name of a draft cannot be guessed; a link of that name is an error, and its target stays as it is."""
-    store, target = Store(DRIVER, str(tmp_path / "cdi")), tmp_path / "target"
+    store, target = CdiStore(DRIVER, str(tmp_path / "cdi")), tmp_path / "target"
     target.write_text("precious")
     drafts: list[str] = []
 
@@ -204,21 +204,21 @@ def test_a_link_in_the_place_of_a_draft_is_not_followed(tmp_path: Path, monkeypa
 def test_a_uid_never_leads_out_of_the_directory(tmp_path: Path, uid: str) -> None:
     """It comes from the kubelet, but nobody has to believe it."""
     with pytest.raises(CdiError):
-        Store(DRIVER, str(tmp_path)).path(uid)
+        CdiStore(DRIVER, str(tmp_path)).path(uid)
 
 
 def test_a_directory_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     """It says the path and the reason, and leaves no draft behind."""
     (tmp_path / "file").write_text("")
-    store = Store(DRIVER, str(tmp_path / "file"))
+    store = CdiStore(DRIVER, str(tmp_path / "file"))
     with pytest.raises(CdiError, match="cannot write"):
         store.write(UID, b"{}")
     assert not store.remove(UID)
-    os.makedirs(Store(DRIVER, str(tmp_path)).path(UID))
+    os.makedirs(CdiStore(DRIVER, str(tmp_path)).path(UID))
     with pytest.raises(CdiError, match="cannot remove"):
-        Store(DRIVER, str(tmp_path)).remove(UID)
+        CdiStore(DRIVER, str(tmp_path)).remove(UID)
     with pytest.raises(CdiError, match="cannot write"):
-        Store(DRIVER, str(tmp_path)).write(UID, b"{}")
+        CdiStore(DRIVER, str(tmp_path)).write(UID, b"{}")
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
 
 

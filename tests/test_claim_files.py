@@ -35,7 +35,7 @@ def made(uid: str = "1", driver: str = D, **more: object) -> ClaimFile:
 
 def put(directory: Path, *files: ClaimFile) -> None:
     for file in files:
-        claim_files.Store(file.driver, str(directory)).write(file.uid, claim_files.encode(file))
+        claim_files.ClaimFileStore(file.driver, str(directory)).write(file.uid, claim_files.encode(file))
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
@@ -50,16 +50,16 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 def test_runtimes_do_not_read_it(tmp_path: Path) -> None:
     """They take *.json and *.yaml; the names clash with no CDI file, draft or copy of a ledger."""
     put(tmp_path, made())
-    cdi.Store(D, str(tmp_path)).write("1", b"{}")
+    cdi.CdiStore(D, str(tmp_path)).write("1", b"{}")
     (tmp_path / f"{D}.allocations").write_bytes(b"")
     (tmp_path / f".{D}_2.left.over").write_bytes(b"")
     assert sorted(os.listdir(tmp_path)) == sorted(
         [f"{D}-claim_1.json", f"{D}_1.claim", f"{D}.allocations", f".{D}_2.left.over"]
     )
     assert claim_files.read_all(str(tmp_path)) == (made(),)
-    assert cdi.Store(D, str(tmp_path)).list() == claim_files.Store(D, str(tmp_path)).list() == {"1"}
+    assert cdi.CdiStore(D, str(tmp_path)).list() == claim_files.ClaimFileStore(D, str(tmp_path)).list() == {"1"}
     assert not (tmp_path / f".{D}_2.left.over").exists(), "a draft that a crash left is removed"
-    assert claim_files.Store(D, str(tmp_path)).remove("1")
+    assert claim_files.ClaimFileStore(D, str(tmp_path)).remove("1")
     assert os.path.exists(tmp_path / f"{D}-claim_1.json")
 
 

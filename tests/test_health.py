@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from deviceplugin import config, sources
 from deviceplugin.device import Device, DeviceNode, Health
-from deviceplugin.health import HealthHistory, Prober, Rules, Verdict, command_probe, open_probe, worst
+from deviceplugin.health import HealthHistory, HealthRules, Prober, Verdict, command_probe, open_probe, worst
 from deviceplugin.sources import configured
 from deviceplugin.sources.nvidia import NvidiaSource
 from deviceplugin.sources.nvidia.nvml import Gpu, NvmlError, NvmlScan, Xid
@@ -30,7 +30,7 @@ GOOD, BAD, UNREADABLE = Verdict.GOOD, Verdict.BAD, Verdict.UNREADABLE
 # --- the rules ------------------------------------------------------------------------------------
 
 
-def model(history: str, rules: Rules) -> Health:
+def model(history: str, rules: HealthRules) -> Health:
     """What follows from a history, by searching it: F a fault, G a good look, g one too soon after a fault,
     B a bad look, U one that told nothing.
     """
@@ -51,7 +51,7 @@ def test_health_follows_its_rules_whatever_is_seen(
     events: list[tuple[str, float]], failures: int, successes: int, quiet: float | None
 ) -> None:
     """Any row of looks and faults leads where a model of the rules, searching the history, says."""
-    rules = Rules(failures, successes, quiet)
+    rules = HealthRules(failures, successes, quiet)
     course, history, now, fault = HealthHistory(), "", 0.0, None
     for kind, wait in events:
         now += wait
@@ -66,7 +66,7 @@ def test_health_follows_its_rules_whatever_is_seen(
         assert bool(course.message) == (course.health is not Health.HEALTHY)
 
 
-def follow(rules: Rules, *looks: Verdict) -> list[Health]:
+def follow(rules: HealthRules, *looks: Verdict) -> list[Health]:
     course, seen = HealthHistory(), []
     for number, verdict in enumerate(looks):
         course = course.checked(verdict, verdict.value, float(number), rules)
@@ -76,20 +76,20 @@ def follow(rules: Rules, *looks: Verdict) -> list[Health]:
 
 def test_few_bad_looks_change_nothing_and_many_do() -> None:
     """Bad looks count in a row; a good one in between begins anew."""
-    rules = Rules(failures=2)
+    rules = HealthRules(failures=2)
     assert follow(rules, GOOD, BAD, GOOD, BAD, BAD)[1:] == [Health.HEALTHY] * 3 + [Health.UNHEALTHY]
 
 
 def test_first_look_counts_by_itself() -> None:
     """A device that was never seen well is not offered on the strength of a threshold."""
-    assert follow(Rules(failures=9), BAD) == [Health.UNHEALTHY]
-    assert follow(Rules(successes=9), GOOD) == [Health.HEALTHY]
+    assert follow(HealthRules(failures=9), BAD) == [Health.UNHEALTHY]
+    assert follow(HealthRules(successes=9), GOOD) == [Health.HEALTHY]
 
 
 def test_what_cannot_be_read_is_unknown_but_does_not_absolve() -> None:
     """An unreadable look makes a healthy device unknown, and leaves an unhealthy one unhealthy."""
-    assert follow(Rules(), GOOD, UNREADABLE, GOOD) == [Health.HEALTHY, Health.UNKNOWN, Health.HEALTHY]
-    assert follow(Rules(), BAD, UNREADABLE) == [Health.UNHEALTHY] * 2
+    assert follow(HealthRules(), GOOD, UNREADABLE, GOOD) == [Health.HEALTHY, Health.UNKNOWN, Health.HEALTHY]
+    assert follow(HealthRules(), BAD, UNREADABLE) == [Health.UNHEALTHY] * 2
 
 
 def test_worst_opinion_wins() -> None:
@@ -126,7 +126,7 @@ def test_health_of_gpus_follows_the_rules_through_a_day(
     at every look what the model says of that GPU's own history since it was plugged in, and no other's.
     """
     now = 0.0
-    rules = Rules(failures, successes, quiet)
+    rules = HealthRules(failures, successes, quiet)
     source = NvidiaSource(rules=rules, clock=lambda: now)
     gpus = [Gpu(f"GPU-{number}", number) for number in range(GPUS)]
     histories: dict[str, str] = {}
@@ -185,7 +185,7 @@ def test_health_of_gpus_follows_the_rules_through_a_day(
         assert reported == {name: model(history, rules) for name, history in histories.items()}
 
 
-def cut(history: str, rules: Rules) -> str:
+def cut(history: str, rules: HealthRules) -> str:
     """Shorten a history whose end is long and good: only its end matters then."""
     longest = max(rules.failures, rules.successes) + 1
     if len(history) > 50 and history.endswith("G" * longest) and model(history, rules) is Health.HEALTHY:

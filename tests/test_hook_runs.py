@@ -10,7 +10,7 @@ import pytest
 
 from deviceplugin import hook_runs
 from deviceplugin.device import Device
-from deviceplugin.exclusion import Key
+from deviceplugin.exclusion import DeviceKey
 from deviceplugin.hook_runs import DeviceBusyError, HookRuns
 from deviceplugin.hooks import HookError, HookStatistics, HookTimeoutError
 from deviceplugin.source import DeviceSource
@@ -32,7 +32,7 @@ class World(DeviceSource):
         self.work: Callable[[str], Awaitable[None] | None] = lambda device: None
 
     @staticmethod
-    def _same(keys: Iterable[Key]) -> set[Key]:
+    def _same(keys: Iterable[DeviceKey]) -> set[DeviceKey]:
         return {other for key in keys for other in (((R, "a"), (R, "b")) if key[1] in "ab" else (key,))}
 
     def reset(self, devices: Sequence[Device]) -> Awaitable[None] | None:

@@ -8,22 +8,22 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from deviceplugin.device import Device, Health
-from deviceplugin.inventory import GONE, DuplicateDeviceError, Inventory, Snapshot, merged, without
+from deviceplugin.inventory import GONE, DuplicateDeviceError, Inventory, InventorySnapshot, merged, without
 
 R = "example.com/r"
 
 
 def test_first_list_counts_even_when_empty() -> None:
     """A source that lists nothing has listed: "no devices" is not "not known yet"."""
-    first = merged(Snapshot(R), [])
-    assert not Snapshot(R).listed
+    first = merged(InventorySnapshot(R), [])
+    assert not InventorySnapshot(R).listed
     assert first.listed
     assert first.version == 1
 
 
 def test_same_list_is_no_change() -> None:
     """The same devices again are the same snapshot; another order or health is a change."""
-    first = merged(Snapshot(R), [Device("a"), Device("b")])
+    first = merged(InventorySnapshot(R), [Device("a"), Device("b")])
     assert merged(first, [Device("a"), Device("b")]) is first
     assert merged(first, [Device("b"), Device("a")]).version == 2
     assert merged(first, [Device("a"), Device("b", health=Health.UNKNOWN)]).version == 2
@@ -31,7 +31,7 @@ def test_same_list_is_no_change() -> None:
 
 def test_vanished_device_stays_unhealthy() -> None:
     """A device that is listed no more stays, unhealthy, marked as gone, behind those that are listed."""
-    first = merged(Snapshot(R), [Device("a"), Device("b")])
+    first = merged(InventorySnapshot(R), [Device("a"), Device("b")])
     second = merged(first, [Device("b")])
     assert list(second.devices) == ["b", "a"]
     assert (second.devices["a"].health, second.devices["a"].message) == (Health.UNHEALTHY, GONE)
@@ -41,7 +41,7 @@ def test_vanished_device_stays_unhealthy() -> None:
 
 def test_device_that_comes_back_is_whole_again() -> None:
     """A gone device that is listed again is no longer gone."""
-    gone = merged(merged(Snapshot(R), [Device("a")]), [])
+    gone = merged(merged(InventorySnapshot(R), [Device("a")]), [])
     back = merged(gone, [Device("a")])
     assert back.gone == frozenset()
     assert back.devices["a"] == Device("a")
@@ -49,7 +49,7 @@ def test_device_that_comes_back_is_whole_again() -> None:
 
 def test_only_gone_devices_can_be_forgotten() -> None:
     """Forgetting drops gone devices; one that is listed stays whoever asks."""
-    now = merged(merged(Snapshot(R), [Device("a"), Device("b")]), [Device("b")])
+    now = merged(merged(InventorySnapshot(R), [Device("a"), Device("b")]), [Device("b")])
     assert without(now, ["b", "unknown"]) is now
     later = without(now, ["a", "b"])
     assert set(later.devices) == {"b"}
@@ -85,7 +85,7 @@ def test_subscriber_may_leave_while_told() -> None:
     """A subscriber that ends its subscription in the callback does not disturb the others."""
     inventory, reconciled = Inventory(R), list[str]()
 
-    def once(snapshot: Snapshot) -> None:
+    def once(snapshot: InventorySnapshot) -> None:
         reconciled.append("one")
         leave()
 
@@ -101,7 +101,7 @@ class Lists(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.snapshot = Snapshot(R)
+        self.snapshot = InventorySnapshot(R)
         self.listed: set[str] = set()
         self.ever: set[str] = set()
 
@@ -132,5 +132,5 @@ TestLists = Lists.TestCase
 @given(st.lists(st.sampled_from("abc"), unique=True), st.lists(st.sampled_from("abc"), unique=True))
 def test_order_is_the_sources_with_the_gone_last(one: list[str], two: list[str]) -> None:
     """The order of devices is the source's own, those gone come last."""
-    snapshot = merged(merged(Snapshot(R), map(Device, one)), map(Device, two))
+    snapshot = merged(merged(InventorySnapshot(R), map(Device, one)), map(Device, two))
     assert list(snapshot.devices)[: len(two)] == two

@@ -13,7 +13,7 @@ import yaml
 from deviceplugin.config import document
 from deviceplugin.config.document import ConfigError
 from deviceplugin.config.lock import OPEN, Lock
-from deviceplugin.config.rules import Checked, Rules, any_of
+from deviceplugin.config.rules import Checked, ConfigRules, any_of
 from deviceplugin.config.types import Config, DeviceEntry
 
 
@@ -62,7 +62,7 @@ class Reader:
 
     def __init__(self, file: str, lock: Lock) -> None:
         self.problems = document.Problems(file)
-        self._rules = Rules(lock)
+        self._rules = ConfigRules(lock)
         self._values = 0
         self._merging: set[int] = set()
 

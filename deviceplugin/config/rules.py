@@ -36,7 +36,7 @@ class Checked:
         self.problems.report(node or self.nodes[key], f"{self.path}.{key}{below}", message)
 
 
-class Rules:
+class ConfigRules:
     """Checks the mappings of one file, in their order in the file; `lock` says what they may name."""
 
     def __init__(self, lock: Lock = OPEN) -> None:

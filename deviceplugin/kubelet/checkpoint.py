@@ -34,7 +34,7 @@ class Allocation(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class CheckpointVersion:
     """One version of the file. registered: healthy ids by resource. responses: the answers to Allocate, in base64."""
 
     allocations: frozenset[Allocation]
@@ -43,7 +43,7 @@ class Checkpoint:
     responses: Mapping[Allocation, str] = field(default_factory=dict)
 
 
-def parse(text: bytes, file: FileIdentity | None = None) -> Checkpoint:
+def parse(text: bytes, file: FileIdentity | None = None) -> CheckpointVersion:
     """Read `{"Data": {"PodDeviceEntries": [...], "RegisteredDevices": {...}}, "Checksum": n}`.
 
     The kubelet replaces the file by renaming, so it is whole. The checksum is a hash of Go values, which only the
@@ -61,7 +61,7 @@ def parse(text: bytes, file: FileIdentity | None = None) -> Checkpoint:
         }
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"not a device manager checkpoint: {type(error).__name__}: {error}") from error
-    return Checkpoint(frozenset(responses), registered, file, responses)
+    return CheckpointVersion(frozenset(responses), registered, file, responses)
 
 
 def _allocations(entry: Mapping[str, Any]) -> list[Allocation]:
@@ -75,7 +75,7 @@ def identity(directory: Path) -> FileIdentity | None:
     return file_identity(f"{directory}/{FILE_NAME}")  # each Allocate asks: a Path takes longer to make than to look at
 
 
-def read(directory: Path) -> Checkpoint:
+def read(directory: Path) -> CheckpointVersion:
     """Read the checkpoint in the device plugin directory. Raises CheckpointError."""
     path = directory / FILE_NAME
     try:

@@ -90,7 +90,7 @@ def _decoded(response: str, resource: str) -> tuple[str, Mapping[str, Wanted], t
     return value.boot, devices, paths
 
 
-class _Device(msgspec.Struct, frozen=True):
+class _GrantedDevice(msgspec.Struct, frozen=True):
     device: str
     tokens: frozenset[str] = frozenset()
     part: str = ""
@@ -100,7 +100,7 @@ class _Device(msgspec.Struct, frozen=True):
 
 class _Annotation(msgspec.Struct, frozen=True):
     boot: str
-    devices: dict[str, _Device]
+    devices: dict[str, _GrantedDevice]
 
 
 _DECODER: Final = msgspec.json.Decoder(_Annotation)

@@ -13,14 +13,14 @@ from typing import NamedTuple
 
 from deviceplugin.identity import Tokens, tokens_of
 from deviceplugin.kubelet.cgroups import PodProcesses
-from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint
+from deviceplugin.kubelet.checkpoint import Allocation, CheckpointVersion
 from deviceplugin.kubelet.granted import ours
 from deviceplugin.register.question import Use, Wanted, allocation_unit, part_of, takes_recorded
 from deviceplugin.register.records import UNKNOWN, AllocationRecord
 from deviceplugin.register.rules import KubeletSnapshot, ObservedAllocation
 
 
-class Holding(NamedTuple):
+class HoldReason(NamedTuple):
     """Why an allocation counts as held. named: by the checkpoint. certain: more than an old checkpoint says so."""
 
     named: bool
@@ -37,7 +37,7 @@ class HolderEvidence:
     ended: allocations that no checkpoint names and whose containers have ended, though their pods run.
     """
 
-    checkpoints: Sequence[Checkpoint]
+    checkpoints: Sequence[CheckpointVersion]
     current: bool
     pods: PodProcesses
     problem: str = ""
@@ -55,13 +55,13 @@ class HolderSnapshot:
 
     at: float = 0.0
     current: bool = False
-    held: Mapping[Allocation, Holding] = field(default_factory=dict)
+    held: Mapping[Allocation, HoldReason] = field(default_factory=dict)
     registered: Mapping[str, frozenset[str]] | None = None
     problem: str = ""
 
-    def of(self, resource: str) -> dict[str, dict[Allocation, Holding]]:
+    def of(self, resource: str) -> dict[str, dict[Allocation, HoldReason]]:
         """Return the allocations of one resource by device id."""
-        found: dict[str, dict[Allocation, Holding]] = {}
+        found: dict[str, dict[Allocation, HoldReason]] = {}
         for allocation, holding in self.held.items():
             if allocation.resource == resource:
                 found.setdefault(allocation.device_id, {})[allocation] = holding
@@ -78,7 +78,7 @@ class HolderSnapshot:
         return frozenset(allocation.device_id for allocation, holding in mine if holding.certain) - named
 
 
-def shows_present(written: Collection[Checkpoint]) -> bool:
+def shows_present(written: Collection[CheckpointVersion]) -> bool:
     """Whether the kubelet made up at least one of these after the first request; no matter which.
 
     The kubelet makes up the contents under its lock and writes the file without it, so an older state can replace a
@@ -97,17 +97,17 @@ def holders(known: Iterable[Allocation], seen: HolderEvidence, at: float = 0.0) 
     """Decide which allocations count as held. known: those that were held before. at: when reading began."""
     current = seen.current and bool(seen.checkpoints)
     named: frozenset[Allocation] = frozenset().union(*(one.allocations for one in seen.checkpoints))
-    held: dict[Allocation, Holding] = {}
+    held: dict[Allocation, HoldReason] = {}
     for allocation in sorted(named | frozenset(known)):
         runs = seen.pods.may_run(allocation.pod_uid) if allocation not in seen.ended else ""
         if allocation in named:
             # One that an older file names, and a newer one does not, may have ended.
             certain = bool(runs) or (current and all(allocation in one.allocations for one in seen.checkpoints))
-            held[allocation] = Holding(True, certain, "the kubelet's checkpoint names it")
+            held[allocation] = HoldReason(True, certain, "the kubelet's checkpoint names it")
         elif not current:
-            held[allocation] = Holding(False, bool(runs), f"not known: {seen.problem}")
+            held[allocation] = HoldReason(False, bool(runs), f"not known: {seen.problem}")
         elif runs:
-            held[allocation] = Holding(False, True, f"the kubelet's checkpoint does not name it, but {runs}")
+            held[allocation] = HoldReason(False, True, f"the kubelet's checkpoint does not name it, but {runs}")
     registered: dict[str, frozenset[str]] = {}
     for one in seen.checkpoints:
         for resource, ids in one.registered.items():
@@ -137,7 +137,7 @@ def claim_is_over(claim_uid: str, pod_uids: Iterable[str], named: Collection[str
     return claim_uid not in named and not any(pods.may_run(uid) for uid in pod_uids)
 
 
-def needs_request(held: Mapping[Allocation, Holding], pods: PodProcesses) -> frozenset[Allocation]:
+def needs_request(held: Mapping[Allocation, HoldReason], pods: PodProcesses) -> frozenset[Allocation]:
     """Return the allocations of which a newer checkpoint might say that they have ended."""
     return frozenset(
         allocation for allocation, holding in held.items() if not (holding.named and pods.may_run(allocation.pod_uid))
@@ -152,7 +152,7 @@ class UnrecordedEvidence(NamedTuple):
     whose allocations the register has compared with evidence. records: the register's of these allocations.
     """
 
-    held: Mapping[Allocation, Holding]
+    held: Mapping[Allocation, HoldReason]
     named: frozenset[Allocation]
     answers: Mapping[Allocation, tuple[str, Wanted]]
     copied: Mapping[Allocation, Wanted]

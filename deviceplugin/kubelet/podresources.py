@@ -47,7 +47,7 @@ def unix_address(path: str | Path) -> str:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Holder:
+class PodContainer:
     """A container that holds devices. The checkpoint knows pods by UID only."""
 
     namespace: str = ""
@@ -64,7 +64,7 @@ class ClaimUse:
     pool: str
     device: str
     claim: str
-    holder: Holder
+    holder: PodContainer
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ def parse_list(response: pb.ListPodResourcesResponse) -> PodResourcesReport:
         ClaimUse(one.driver_name, one.pool_name, one.device_name, used.claim_name, holder)
         for pod in response.pod_resources
         for container in pod.containers
-        for holder in (Holder(pod.namespace, pod.name, container.name),)
+        for holder in (PodContainer(pod.namespace, pod.name, container.name),)
         for used in container.dynamic_resources
         for one in used.claim_resources
     )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Final
 
 from deviceplugin import topology
-from deviceplugin.inventory import Snapshot
+from deviceplugin.inventory import InventorySnapshot
 from deviceplugin.kubelet.device_list import DeviceIds
 from deviceplugin.source import DeviceSource
 
@@ -28,7 +28,12 @@ def avoiding(
 
 
 def choice(
-    source: DeviceSource, snapshot: Snapshot, ids: DeviceIds, available: list[str], must_include: list[str], size: int
+    source: DeviceSource,
+    snapshot: InventorySnapshot,
+    ids: DeviceIds,
+    available: list[str],
+    must_include: list[str],
+    size: int,
 ) -> list[str]:
     """Return what the source's policy chooses."""
     known = snapshot.devices

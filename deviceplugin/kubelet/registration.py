@@ -173,7 +173,7 @@ class RegistrationStatistics:
 
 
 @dataclass(slots=True)
-class Timing:
+class RegistrationTiming:
     """Waits of a registration, in seconds; tests make them short."""
 
     poll: float = 10.0  # between two checks of inodes, should every hint be lost
@@ -191,7 +191,7 @@ class SocketServer:
     Each socket has a name of its own that is never used again, so that a server's stop() unlinks nobody's socket.
     """
 
-    def __init__(self, endpoint: Endpoint, directory: Path, timing: Timing) -> None:
+    def __init__(self, endpoint: Endpoint, directory: Path, timing: RegistrationTiming) -> None:
         self.lock = InstanceLock(directory, endpoint.resource)
         self._endpoint = endpoint
         self._directory = directory
@@ -281,7 +281,7 @@ class Accepted:
     streams: int
 
 
-class Registration:
+class PluginRegistration:
     """Keeps one endpoint served and registered until it is cancelled.
 
     turn: serialises Register between the resources of a process: the kubelet dials back during the call, and leaks
@@ -294,7 +294,7 @@ class Registration:
         endpoint: Endpoint,
         directory: Path,
         turn: asyncio.Lock | None = None,
-        timing: Timing | None = None,
+        timing: RegistrationTiming | None = None,
         *,
         recorded: Callable[[], Awaitable[KubeletRecord | None]] = lambda: asyncio.sleep(0, None),
         contested: Callable[[str], None] = lambda reason: None,
@@ -305,7 +305,7 @@ class Registration:
         self.endpoint = endpoint
         self.statistics = RegistrationStatistics()
         self._kubelet = directory / KUBELET_SOCKET
-        self._timing = timing or Timing()
+        self._timing = timing or RegistrationTiming()
         self._turn = turn or asyncio.Lock()
         self._backoff = Backoff(first=0.01, most=10.0)
         self._server = SocketServer(endpoint, directory, self._timing)

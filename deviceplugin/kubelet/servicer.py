@@ -16,7 +16,7 @@ import grpc.aio
 from deviceplugin import hooks
 from deviceplugin.device import MAX_ID, NO_EDITS, ContainerEdits, Device, EditConflictError, printable
 from deviceplugin.durations import Durations
-from deviceplugin.exclusion import ConflictError
+from deviceplugin.exclusion import DeviceConflictError
 from deviceplugin.hooks import HookStatistics
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet import preference
@@ -257,9 +257,9 @@ class Endpoint(DevicePluginServicer):
                     await self._register.verify_granted((self.resource, device.id) for device in devices)
                     await self._register.hooks.call(self.statistics.hooks, "reset", self.source, devices)
             self._failed_starts.pop(frozenset(request.devices_ids), None)
-        except (ConflictError, hooks.HookError) as error:
+        except (DeviceConflictError, hooks.HookError) as error:
             self._log_failed_start(request.devices_ids, error)
-            conflict = isinstance(error, ConflictError)
+            conflict = isinstance(error, DeviceConflictError)
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION if conflict else _INTERNAL, str(error))
         return pb.PreStartContainerResponse()
 
@@ -340,7 +340,7 @@ class Endpoint(DevicePluginServicer):
             raise self._refusal("starting", str(error), grpc.StatusCode.UNAVAILABLE) from error
         except OtherSideError as error:
             raise self._refusal("side", str(error)) from error
-        except ConflictError as error:
+        except DeviceConflictError as error:
             raise self._refusal("excluded", str(error)) from error
         except LedgerError as error:
             raise self._unrecorded(error) from error

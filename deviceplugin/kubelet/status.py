@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from deviceplugin.exclusion import Key
-from deviceplugin.inventory import Snapshot
-from deviceplugin.kubelet.podresources import ClaimUse, Holder
+from deviceplugin.exclusion import DeviceKey
+from deviceplugin.inventory import InventorySnapshot
+from deviceplugin.kubelet.podresources import ClaimUse, PodContainer
 from deviceplugin.kubelet.registration import RegistrationStatistics
 from deviceplugin.kubelet.servicer import ServicerStatistics
 
@@ -43,22 +43,22 @@ class ResourceStatus:
     """
 
     resource: str
-    snapshot: Snapshot
+    snapshot: InventorySnapshot
     replicas: int
     registered: bool
     live: bool
-    holders: Mapping[str, frozenset[Holder]]
+    holders: Mapping[str, frozenset[PodContainer]]
     endpoint: ServicerStatistics
     registration: RegistrationStatistics
     source_error: str
     withheld: Mapping[str, Withheld] = field(default_factory=dict)
     held_twice: frozenset[str] = frozenset()
-    elsewhere: Mapping[str, frozenset[Key]] = field(default_factory=dict)
+    elsewhere: Mapping[str, frozenset[DeviceKey]] = field(default_factory=dict)
     vendor: VendorConnection | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Status:
+class AgentStatus:
     """The agent as of now.
 
     scanned_at: when a scan for holders last read the kubelet's checkpoint (monotonic seconds), None before.

@@ -23,12 +23,18 @@ from deviceplugin.files import FileIdentity
 from deviceplugin.identity import boot_id
 from deviceplugin.kubelet import checkpoint, containers, holders
 from deviceplugin.kubelet.cgroups import PodProcesses, PodReader, read_directories
-from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint, CheckpointError
+from deviceplugin.kubelet.checkpoint import Allocation, CheckpointError, CheckpointVersion
 from deviceplugin.kubelet.foreign_plugin import KubeletRecord
 from deviceplugin.kubelet.granted import granted, nodes_missing, ours
 from deviceplugin.kubelet.holders import HolderEvidence, HolderSnapshot, UnrecordedEvidence, of_ids
 from deviceplugin.kubelet.paths import Paths
-from deviceplugin.kubelet.podresources import AllocationsInFlight, ClaimUse, Holder, PodResources, PodResourcesReport
+from deviceplugin.kubelet.podresources import (
+    AllocationsInFlight,
+    ClaimUse,
+    PodContainer,
+    PodResources,
+    PodResourcesReport,
+)
 from deviceplugin.register.question import Use, Wanted
 from deviceplugin.register.register import Register
 
@@ -214,22 +220,22 @@ class HolderTracker:
         ended = holders.ended(known, pods, begun) | (known & self._ended_containers(read, pods))
         return ended, known - ended
 
-    def _newest(self) -> list[Checkpoint]:
+    def _newest(self) -> list[CheckpointVersion]:
         """Return the checkpoint as of now, if it can be read. May read the file: the kubelet has just written it."""
         current = self._checkpoint.current()
         return [current] if current is not None else self._last_written()
 
-    def _known_or(self, read: Sequence[Checkpoint]) -> frozenset[Allocation]:
+    def _known_or(self, read: Sequence[CheckpointVersion]) -> frozenset[Allocation]:
         return self._known.union(*(one.allocations for one in read))
 
-    def _last_written(self) -> list[Checkpoint]:
+    def _last_written(self) -> list[CheckpointVersion]:
         # The checkpoint still names a holder that the kubelet has just dropped: it is written after Allocate.
         try:
             return [self._checkpoint.read()]
         except CheckpointError:
             return []
 
-    def _ended_containers(self, read: Sequence[Checkpoint], pods: PodProcesses) -> frozenset[Allocation]:
+    def _ended_containers(self, read: Sequence[CheckpointVersion], pods: PodProcesses) -> frozenset[Allocation]:
         """Return the known allocations that none of these checkpoints names and whose containers have ended. Blocks.
 
         A container of which it was noted stays without them until a checkpoint names it with them: it asks again before
@@ -302,15 +308,16 @@ class HolderTracker:
         """Return namespace and name of a pod as far as they are known, else its UID."""
         return "/".join(self._names.known.get(pod_uid, (pod_uid,)))
 
-    def pods_named(self, uids: Collection[str]) -> tuple[Holder, ...]:
+    def pods_named(self, uids: Collection[str]) -> tuple[PodContainer, ...]:
         """Return these pods, with their names as far as the kubelet's log directories show them. Blocks."""
         return self._names.pods(uids)
 
-    def holders(self, resource: str) -> Mapping[str, frozenset[Holder]]:
+    def holders(self, resource: str) -> Mapping[str, frozenset[PodContainer]]:
         """Return who holds which of a resource's ids, with names as far as they are known."""
         return {
             device_id: frozenset(
-                Holder(*self._names.known.get(one.pod_uid, ("", "")), one.container, one.pod_uid) for one in allocations
+                PodContainer(*self._names.known.get(one.pod_uid, ("", "")), one.container, one.pod_uid)
+                for one in allocations
             )
             for device_id, allocations in self.snapshot.of(resource).items()
         }
@@ -390,7 +397,7 @@ class HolderTracker:
         self.read_at = self.read_at if now.registered is None else at
         return now
 
-    def _read(self, written: Sequence[Checkpoint] = (), problem: str = "") -> HolderEvidence:
+    def _read(self, written: Sequence[CheckpointVersion] = (), problem: str = "") -> HolderEvidence:
         """Read the cgroups after the checkpoint. written, problem: the answer of `CheckpointReader.written`."""
         read = list(written)
         if written:
@@ -427,7 +434,7 @@ class CheckpointReader:
         known: Callable[[], Iterable[Allocation]],
         adopted: Callable[[str], bool],
     ) -> None:
-        self.last = Checkpoint(frozenset(), {})
+        self.last = CheckpointVersion(frozenset(), {})
         self.grants: Mapping[Allocation, tuple[str, Wanted]] = {}
         """What the devices of allocations were, with the answer to Allocate that says so."""
         self.missing_nodes: frozenset[Allocation] = frozenset()
@@ -437,18 +444,18 @@ class CheckpointReader:
         self._known = known
         self._adopted = adopted
 
-    def current(self) -> Checkpoint | None:
+    def current(self) -> CheckpointVersion | None:
         """Return what was read last if the file is still the same, else None."""
         last = self.last
         return last if checkpoint.identity(self._directory) == last.file else None
 
-    def read(self) -> Checkpoint:
+    def read(self) -> CheckpointVersion:
         """Read the file now. Blocks. Raises CheckpointError: it cannot be read."""
         now = checkpoint.read(self._directory)
         self.take([now])
         return now
 
-    def take(self, checkpoints: Sequence[Checkpoint]) -> None:
+    def take(self, checkpoints: Sequence[CheckpointVersion]) -> None:
         """Remember the last of these checkpoints, and what they say of granted devices. May block for device nodes."""
         kept = frozenset(self._known()).union(*(one.allocations for one in checkpoints))
         grants = {one: grant for one, grant in self.grants.items() if one in kept}
@@ -463,12 +470,12 @@ class CheckpointReader:
         )
         self.last, self.grants = checkpoints[-1], grants
 
-    async def written(self, patience: float | None = None) -> tuple[Sequence[Checkpoint], str]:
+    async def written(self, patience: float | None = None) -> tuple[Sequence[CheckpointVersion], str]:
         """Return checkpoints written at our request, which show what is allocated now, or why there are none.
 
         patience: seconds that the kubelet has for each, else REWRITE.
         """
-        written: list[Checkpoint] = []
+        written: list[CheckpointVersion] = []
         last = checkpoint.identity(self._directory)
         while not holders.shows_present(written):
             if not self._request():
@@ -479,7 +486,7 @@ class CheckpointReader:
             last = after.file
         return written, ""
 
-    async def _rewritten(self, before: FileIdentity | None, patience: float) -> Checkpoint | None:
+    async def _rewritten(self, before: FileIdentity | None, patience: float) -> CheckpointVersion | None:
         """Wait until the checkpoint is another file than before; None if it is not in time."""
         with filewatch.shared().watch([str(self._directory)]) as watch:
             until = time.monotonic() + patience
@@ -554,10 +561,10 @@ class PodNames:
             return {}
         return {parts[2]: (parts[0], parts[1]) for parts in split if len(parts) == 3 and parts[2] in uids}
 
-    def pods(self, uids: Collection[str]) -> tuple[Holder, ...]:
+    def pods(self, uids: Collection[str]) -> tuple[PodContainer, ...]:
         """Return these pods, with their names as far as they show now. Blocks."""
         names = self.read(uids) if uids else {}
-        return tuple(Holder(*names.get(uid, ("", "")), uid=uid) for uid in sorted(uids))
+        return tuple(PodContainer(*names.get(uid, ("", "")), uid=uid) for uid in sorted(uids))
 
     def changed(self) -> dict[str, float]:
         """Return when pods' log directories last changed (Unix seconds). Blocks."""

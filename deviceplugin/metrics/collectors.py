@@ -31,7 +31,7 @@ from deviceplugin.metrics import web
 from deviceplugin.metrics.credentials import Certificate, Token
 from deviceplugin.metrics.load import QUANTITIES
 from deviceplugin.metrics.report import DEFAULT_LOCATION
-from deviceplugin.metrics.views import ObservedAgent, Observer, ResourceView, View
+from deviceplugin.metrics.views import AgentView, ObservedAgent, Observer, ResourceView
 from deviceplugin.version import VERSION
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ _ABSENT_IF_EMPTY: Final = ("device_state", "device_state_since_timestamp_seconds
 class AgentCollector:
     """Turns views of an agent into metric families; put it into any registry of the client library."""
 
-    def __init__(self, view: Callable[[], View], *, dcgm: bool = False) -> None:
+    def __init__(self, view: Callable[[], AgentView], *, dcgm: bool = False) -> None:
         self._view = view
         self._dcgm = dcgm
 
@@ -241,7 +241,7 @@ def buckets(durations: Durations) -> tuple[list[tuple[str, float]], float]:
     return list(zip(_BOUNDS, accumulate(tuple(durations.counts)), strict=True)), durations.seconds
 
 
-def _loads(view: View) -> Iterable[Metric]:
+def _loads(view: AgentView) -> Iterable[Metric]:
     rows: dict[str, list[tuple[str, str, str, float]]] = defaultdict(list)
     for one in view.resources:
         for seen in one.devices:
@@ -266,7 +266,9 @@ def _loads(view: View) -> Iterable[Metric]:
 class Pages:
     """The routes of the server."""
 
-    def __init__(self, view: Callable[[], View], collector: AgentCollector, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, view: Callable[[], AgentView], collector: AgentCollector, loop: asyncio.AbstractEventLoop
+    ) -> None:
         self._view = view
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(collector)

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric, UnknownMetricFamily
 
 from deviceplugin.metrics.load import Value
-from deviceplugin.metrics.views import DeviceView, View
+from deviceplugin.metrics.views import AgentView, DeviceView
 
 MIB: Final = 1024 * 1024
 
@@ -54,7 +54,7 @@ FREE: Final = Name("DCGM_FI_DEV_FB_FREE", "Free memory (in MiB).", "memory_total
 XIDS: Final = Name("DCGM_EXP_XID_ERRORS_COUNT", "XID errors since the agent's start, by code.", "")
 
 
-def families(view: View) -> Iterable[Metric]:
+def families(view: AgentView) -> Iterable[Metric]:
     """Return the families for which a device has a value."""
     host = view.node
     made: dict[str, GaugeMetricFamily | UnknownMetricFamily] = {}

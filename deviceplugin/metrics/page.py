@@ -16,7 +16,7 @@ import msgspec
 from deviceplugin.device import counted
 from deviceplugin.metrics.load import Value
 from deviceplugin.metrics.report import Event, ShareProgress
-from deviceplugin.metrics.views import DeviceView, ResourceView, View, no_plugin
+from deviceplugin.metrics.views import AgentView, DeviceView, ResourceView, no_plugin
 
 CALM: Final = 4  # how soon a device needs to be looked at about which there is nothing to say
 SHOWN_ATTENTION: Final = 10  # devices that are named above the tables
@@ -31,7 +31,7 @@ STATES: Final = {
 }
 
 
-def status(view: View) -> bytes:
+def status(view: AgentView) -> bytes:
     """Return the view as JSON."""
     found = {
         "node": view.node,
@@ -123,7 +123,7 @@ def headers() -> Mapping[str, str]:
     }
 
 
-def html(view: View) -> bytes:
+def html(view: AgentView) -> bytes:
     """Return the view as a page."""
     parts = [
         *_problems(view),
@@ -135,7 +135,7 @@ def html(view: View) -> bytes:
     return _template().substitute(node=escape(view.node), at=at, main="\n".join(parts)).encode(errors="replace")
 
 
-def _problems(view: View) -> Iterable[str]:
+def _problems(view: AgentView) -> Iterable[str]:
     reasons = [*view.problems, *view.unready]
     if not view.holders_known:
         reasons.append("the holders are not known: the kubelet's checkpoint cannot be read, or was not read yet")
@@ -168,7 +168,7 @@ def attention(seen: DeviceView) -> tuple[int, str]:
     return (3, "") if location.state in ("to-dra", "to-plugin") else (CALM, "")
 
 
-def _attention(view: View) -> Iterable[str]:
+def _attention(view: AgentView) -> Iterable[str]:
     """Yield the devices that need attention, of all resources, each with a link to its row."""
     found = [(*attention(seen), one.name, seen) for one in view.resources for seen in one.devices]
     found = sorted((one for one in found if one[1]), key=lambda one: one[0])
@@ -214,7 +214,7 @@ def _share(share: ShareProgress) -> str:
     return f'<span class="share">{meter}{_span("warn" if moving else "dim", ", ".join(parts))}</span>'
 
 
-def _section(one: ResourceView, view: View) -> str:
+def _section(one: ResourceView, view: AgentView) -> str:
     text = counted(len(one.devices))
     if one.status.replicas > 1:
         text += f" for up to {one.status.replicas} containers each"
@@ -249,12 +249,12 @@ def _table(head: str, rows: Sequence[str], *, loads: bool) -> str:
     return f"<table{kind}><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table>" if rows else ""
 
 
-def _calm(seen: DeviceView, view: View) -> bool:
+def _calm(seen: DeviceView, view: AgentView) -> bool:
     """Whether there is nothing to know about a device: healthy, free, not moving, no load."""
     return view.holders_known and not seen.holders and not seen.load and attention(seen)[0] == CALM
 
 
-def _row(resource: str, seen: DeviceView, view: View, *, loads: bool) -> str:
+def _row(resource: str, seen: DeviceView, view: AgentView, *, loads: bool) -> str:
     device, location = seen.device, seen.location
     numa = f"NUMA {', '.join(map(str, device.numa_nodes))}" if device.numa_nodes else ""
     withheld = _small(f"withheld: {seen.withheld.reason}" if seen.withheld else "")
@@ -285,7 +285,7 @@ def _cell(label: str, content: str, kind: str = "") -> str:
     return f'<td data-label="{label}"{attribute}><div>{content}</div></td>'
 
 
-def _holders(resource: str, seen: DeviceView, view: View) -> str:
+def _holders(resource: str, seen: DeviceView, view: AgentView) -> str:
     names = [f"<li>{escape(holder.text or holder.side)}</li>" for holder in seen.holders]
     if not names:
         return _span("dim", "free" if view.holders_known else "not known")

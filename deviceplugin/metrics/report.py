@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
-from deviceplugin.kubelet.podresources import Holder
+from deviceplugin.kubelet.podresources import PodContainer
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -26,7 +26,7 @@ DEFAULT_LOCATION: Final = DeviceLocation()  # where a device is that no provider
 
 
 @dataclass(frozen=True, slots=True)
-class PreparedClaim:
+class ClaimedDevice:
     """A device of a claim that is prepared on this node. pods: those that it was prepared for.
 
     admin: the claim has administrative access to the device, and does not hold it.
@@ -36,7 +36,7 @@ class PreparedClaim:
     device: str
     namespace: str
     claim: str
-    pods: tuple[Holder, ...] = ()
+    pods: tuple[PodContainer, ...] = ()
     admin: bool = False
 
 
@@ -74,7 +74,7 @@ class ProviderReport:
     status: Mapping[str, object] = field(default_factory=dict)
     unready: Sequence[str] = ()
     locations: Mapping[tuple[str, str], DeviceLocation] = field(default_factory=dict)
-    claims: Sequence[PreparedClaim] = ()
+    claims: Sequence[ClaimedDevice] = ()
     qualifiers: Mapping[str, str] = field(default_factory=dict)
     shares: Mapping[str, ShareProgress] = field(default_factory=dict)
     problems: Sequence[str] = ()

@@ -18,9 +18,9 @@ from typing import Final, Protocol
 from deviceplugin import inventory, naming
 from deviceplugin.device import Device, Health
 from deviceplugin.inventory import Inventory
-from deviceplugin.kubelet.podresources import Holder
+from deviceplugin.kubelet.podresources import PodContainer
 from deviceplugin.kubelet.servicer import Endpoint
-from deviceplugin.kubelet.status import ResourceStatus, Status, VendorConnection, Withheld
+from deviceplugin.kubelet.status import AgentStatus, ResourceStatus, VendorConnection, Withheld
 from deviceplugin.metrics import load
 from deviceplugin.metrics.report import (
     DEFAULT_LOCATION,
@@ -57,7 +57,7 @@ class ObservedAgent(Protocol):
     def services(self) -> Mapping[str, ObservedService]:
         """Its resources by name."""
 
-    def status(self) -> Status:
+    def status(self) -> AgentStatus:
         """Return what is known now; from any thread."""
 
 
@@ -129,7 +129,7 @@ class ResourceView:
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class AgentView:
     """Everything at one moment; at: Unix seconds. unready: why the agent is not ready. problems: what else is wrong.
 
     holders_known: the kubelet's checkpoint was read lately. providers: reports by name. silent: why others have none.
@@ -148,7 +148,7 @@ class View:
     config_error: str = ""
 
 
-def unready(status: Status) -> Iterable[str]:
+def unready(status: AgentStatus) -> Iterable[str]:
     """Yield the reasons why the plugin side is not ready."""
     if status.former_config:
         yield status.config_error
@@ -204,7 +204,7 @@ def _changes(before: ResourceStatus, now: ResourceStatus) -> Iterable[tuple[str,
             yield f"{one} came free", False
 
 
-def _plugin_holder(holder: Holder) -> DeviceHolder:
+def _plugin_holder(holder: PodContainer) -> DeviceHolder:
     return DeviceHolder("plugin", holder.namespace, holder.pod, holder.container, "", holder.uid)
 
 
@@ -287,7 +287,7 @@ class Observer:
         self._gauges = gauges
         return due
 
-    def note(self, status: Status) -> None:
+    def note(self, status: AgentStatus) -> None:
         """Note what happened since the last status."""
         now = time.time()
         new: list[Event] = []
@@ -310,7 +310,7 @@ class Observer:
                 new += provider.events()
         self._events = (*self._events, *sorted(new, key=lambda event: event.at))[-SHOWN_EVENTS:]
 
-    def view(self) -> View:
+    def view(self) -> AgentView:
         """Return what is known now."""
         status = self._agent.status()
         reports, silent = self._reports()
@@ -318,7 +318,7 @@ class Observer:
         holders, admins = self._holders(status, reports, known=known)
         locations = {key: location for report in reports.values() for key, location in report.locations.items()}
         shares = {resource: share for report in reports.values() for resource, share in report.shares.items()}
-        return View(
+        return AgentView(
             time.time(),
             tuple(
                 self._resource(one, locations, holders, admins, shares.get(one.resource)) for one in status.resources
@@ -388,7 +388,7 @@ class Observer:
         return times_offered(service.source, device)
 
     def _holders(
-        self, status: Status, reports: Mapping[str, ProviderReport], *, known: bool
+        self, status: AgentStatus, reports: Mapping[str, ProviderReport], *, known: bool
     ) -> tuple[_Holders, _Holders]:
         """Return holders, and who has administrative access. known: whether those of containers count."""
         found: dict[tuple[str, str], set[DeviceHolder]] = defaultdict(set)
@@ -415,7 +415,7 @@ class Observer:
             those = (admins if claim.admin else found)[claim.resource, claim.device]
             prepared = ("dra", claim.namespace, claim.claim)
             if all((holder.side, holder.namespace, holder.claim) != prepared for holder in those):
-                for pod in claim.pods or (Holder(claim.namespace),):
+                for pod in claim.pods or (PodContainer(claim.namespace),):
                     those.add(DeviceHolder("dra", claim.namespace, pod.pod, "", claim.claim, pod.uid))
         return _sorted(found), _sorted(admins)
 

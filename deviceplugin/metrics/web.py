@@ -139,7 +139,7 @@ def listen(address: str) -> socket.socket:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ClientLimits:
     """How long a client may take, in seconds, and how many there may be at a time."""
 
     request: float = 10.0  # from connecting to the end of the request's head
@@ -148,7 +148,7 @@ class Limits:
     connections: int = 128
 
 
-class _Client(NamedTuple):
+class _Connection(NamedTuple):
     since: float  # when it was accepted, or had sent its request
     deadline: float  # when the connection ends at the latest
 
@@ -165,15 +165,15 @@ class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
         *,
         certificate: Certificate | None = None,
         token: Token | None = None,
-        limits: Limits | None = None,
+        limits: ClientLimits | None = None,
     ) -> None:
-        socketserver.BaseServer.__init__(self, sock.getsockname(), _Handler)
+        socketserver.BaseServer.__init__(self, sock.getsockname(), _RequestHandler)
         self.socket = sock
         self.routes = routes
         self.certificate = certificate
         self.token = token
-        self.limits = limits or Limits()
-        self._clients: dict[socket.socket, _Client] = {}
+        self.limits = limits or ClientLimits()
+        self._clients: dict[socket.socket, _Connection] = {}
         self._changed = threading.Condition()
         self._over = False
         self._last_error = ""
@@ -237,7 +237,7 @@ class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
         """Give a client so much time from now on."""
         now = time.monotonic()
         with self._changed:
-            self._clients[sock] = _Client(now, now + seconds)
+            self._clients[sock] = _Connection(now, now + seconds)
 
     def _make_room(self, most: int) -> None:
         """Wait until there are fewer than `most` clients; cut those whose time is over first, after `grace` seconds."""
@@ -246,7 +246,7 @@ class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
                 sock, client = min(self._clients.items(), key=lambda item: item[1].deadline)
                 if time.monotonic() - client.since >= self.limits.grace:
                     _cut(sock)
-                    self._clients[sock] = _Client(math.inf, math.inf)
+                    self._clients[sock] = _Connection(math.inf, math.inf)
                 self._changed.wait(self.limits.grace)
 
     def finish_request(self, request: Any, client_address: Any) -> None:
@@ -302,7 +302,7 @@ class _Head:
         return line
 
 
-class _Handler(http.server.BaseHTTPRequestHandler):
+class _RequestHandler(http.server.BaseHTTPRequestHandler):
     """Answers one request. HTTP/1.0, so that http.server ends the connection after it."""
 
     server: Server

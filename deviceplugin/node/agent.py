@@ -13,8 +13,8 @@ from deviceplugin.adoption.source import AdoptedSource
 from deviceplugin.kubelet.allocation_copies import AllocationCopies
 from deviceplugin.kubelet.paths import Paths
 from deviceplugin.kubelet.podresources import AllocationsInFlight, PodResources
-from deviceplugin.kubelet.registration import Timing
-from deviceplugin.kubelet.status import Status
+from deviceplugin.kubelet.registration import RegistrationTiming
+from deviceplugin.kubelet.status import AgentStatus
 from deviceplugin.kubelet.tracker import HolderTracker
 from deviceplugin.node.scanning import HolderScanner
 from deviceplugin.node.service import Service, ServiceContext, Supervisor
@@ -62,7 +62,7 @@ class Agent:
         *,
         period: float = 5.0,
         report_holders: bool = False,
-        timing: Timing | None = None,
+        timing: RegistrationTiming | None = None,
         believe_checkpoint: bool = True,
         store: Store | None = None,
         claims: ForeignClaims | None = None,
@@ -84,7 +84,7 @@ class Agent:
         self.begun = asyncio.Event()
         """Set when `run` has begun to serve."""
         self.config_error, self.former_config = "", False
-        """See `Status`."""
+        """See `AgentStatus`."""
         self._error: AgentError | None = None
         in_flight, scan_wanted = AllocationsInFlight(), asyncio.Event()
         self.pod_resources = PodResources(self.paths.pod_resources)
@@ -125,9 +125,9 @@ class Agent:
             self.contested.append(lambda resource, reason: vendors.bypassed(resource))
         self.register.subscribe(self._refresh)
 
-    def status(self) -> Status:
+    def status(self) -> AgentStatus:
         """Return what is known now; cheap, and safe from any thread."""
-        return Status(
+        return AgentStatus(
             tuple(service.status() for service in list(self.services.values())),
             self.scanner.log.double_allocations,
             self.tracker.claim_uses,

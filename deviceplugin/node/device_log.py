@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from typing import Final
 
 from deviceplugin.device import counted
-from deviceplugin.inventory import Snapshot, changes
+from deviceplugin.inventory import InventorySnapshot, changes
 from deviceplugin.kubelet.checkpoint import Allocation
 
 _LOG: Final = logging.getLogger(__name__)
@@ -24,10 +24,10 @@ class InventoryLog:
     """
 
     def __init__(self, resource: str, holder: Callable[[str], str] = lambda device: "") -> None:
-        self._before = Snapshot(resource)
+        self._before = InventorySnapshot(resource)
         self._holder = holder
 
-    def __call__(self, now: Snapshot) -> None:
+    def __call__(self, now: InventorySnapshot) -> None:
         """Log what changed since the snapshot before."""
         before, self._before, resource = self._before, now, now.resource
         if not before.listed and now.listed:

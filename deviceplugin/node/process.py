@@ -44,7 +44,7 @@ Take = Callable[["Config", Mapping[str, DeviceSource], Sequence[str]], Awaitable
 
 
 @dataclass(frozen=True, slots=True)
-class File:
+class ConfigFile:
     """A config file that is followed.
 
     lock: what it may name, at its changes as well. content: what was in it (None: it could not be read). config: what
@@ -64,7 +64,7 @@ class File:
     vendors: VendorPlugins | None = None
 
     @classmethod
-    def read(cls, path: Path, lock: Lock, kept: Path | None = None, vendors: VendorPlugins | None = None) -> File:
+    def read(cls, path: Path, lock: Lock, kept: Path | None = None, vendors: VendorPlugins | None = None) -> ConfigFile:
         """Read a file; if it cannot be used, the one that was served last, of which a log line tells.
 
         Raises ConfigError: it cannot be used, or names what the lock forbids, and so with the one that was served last.
@@ -169,7 +169,7 @@ def run_config(path: Path, paths: Paths, metrics_address: str | None, lock: Lock
     cannot be used at the start, or names what `lock` forbids; later that is only logged.
     """
     vendors = VendorPlugins(adopt) if adopt is not None else None
-    file = File.read(path, lock, vendors=vendors)
+    file = ConfigFile.read(path, lock, vendors=vendors)
 
     def make() -> Program:
         return _plugin(file.sources(), paths, metrics_address, vendors)
@@ -212,7 +212,7 @@ def serve(
     *,
     metrics_address: str | None = None,
     metrics: MetricsConfig | None = None,
-    config: File | None = None,
+    config: ConfigFile | None = None,
 ) -> int:
     """Run a program until a signal ends it, following a config file; return the process's exit status.
 
@@ -230,7 +230,7 @@ def serve(
 
 
 async def _serve(
-    make: Callable[[], Program], metrics_address: str | None, metrics: MetricsConfig | None, config: File | None
+    make: Callable[[], Program], metrics_address: str | None, metrics: MetricsConfig | None, config: ConfigFile | None
 ) -> None:
     program = make()
     loop = asyncio.get_running_loop()
@@ -282,7 +282,7 @@ async def _end_without_others() -> None:
         os._exit(0)
 
 
-async def _follow_config(program: Program, file: File, reload: asyncio.Event) -> None:
+async def _follow_config(program: Program, file: ConfigFile, reload: asyncio.Event) -> None:
     """Read the file again at SIGHUP and whenever it changes, a ConfigMap's `..data` swap included.
 
     reload: set when SIGHUP came before this began.
@@ -310,12 +310,12 @@ async def _follow_config(program: Program, file: File, reload: asyncio.Event) ->
                     pass
 
 
-def _tell(agent: Agent, file: File) -> None:
+def _tell(agent: Agent, file: ConfigFile) -> None:
     """Have the agent's status say what became of the file."""
     agent.config_error, agent.former_config = file.refused or file.unserved, file.former
 
 
-async def _keep(program: Program, file: File) -> None:
+async def _keep(program: Program, file: ConfigFile) -> None:
     """Keep a file once it is served."""
     await program.agent.begun.wait()
     file.keep()  # nothing is awaited: that of a change comes after it
@@ -335,7 +335,7 @@ def _content(path: Path) -> bytes | None:
         return None
 
 
-async def _reload(take: Take, file: File) -> File:
+async def _reload(take: Take, file: ConfigFile) -> ConfigFile:
     """Serve what the file says now; return it as it was taken. A file that cannot be used changes nothing."""
     from deviceplugin import config
 

@@ -14,13 +14,13 @@ import grpc
 from deviceplugin.adoption.source import AdoptedEndpoint, AdoptedSource
 from deviceplugin.backoff import Backoff
 from deviceplugin.device import Device
-from deviceplugin.exclusion import Key
+from deviceplugin.exclusion import DeviceKey
 from deviceplugin.hook_runs import DeviceBusyError
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.checkpoint import Allocation
 from deviceplugin.kubelet.holders import HolderSnapshot
 from deviceplugin.kubelet.podresources import AllocationsInFlight
-from deviceplugin.kubelet.registration import Registration, RegistrationError, Timing
+from deviceplugin.kubelet.registration import PluginRegistration, RegistrationError, RegistrationTiming
 from deviceplugin.kubelet.servicer import Endpoint, Refusal
 from deviceplugin.kubelet.status import ResourceStatus, VendorConnection, Withheld
 from deviceplugin.kubelet.tracker import HolderTracker
@@ -51,7 +51,7 @@ class ServiceContext:
     tracker: HolderTracker
     register: Register
     avoids: Callable[[str], Collection[str]]
-    timing: Timing | None
+    timing: RegistrationTiming | None
     wake_scan: Callable[[], None]
     contested: list[Callable[[str, str], None]] = field(default_factory=list)
     brought: list[Callable[[str, str], None]] = field(default_factory=list)
@@ -79,7 +79,7 @@ class Service:
             register=context.register,
             avoids=lambda: context.avoids(source.resource),
         )
-        self.registration = Registration(
+        self.registration = PluginRegistration(
             self.endpoint,
             context.plugins,
             context.turn,
@@ -96,7 +96,7 @@ class Service:
         self._existing: frozenset[str] = frozenset()
         """Ids that pods have from before this process began, and whose devices are not listed yet."""
         self._held_twice: frozenset[str] = frozenset()
-        self._elsewhere: Mapping[str, frozenset[Key]] = {}
+        self._elsewhere: Mapping[str, frozenset[DeviceKey]] = {}
         self._forgettable: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
         """Gone devices and legacy ids as of the last scan."""
 

@@ -36,11 +36,11 @@ from deviceplugin.register.records import (
     Decision,
     DeviceRecord,
     EndedClaim,
-    Key,
     Operation,
+    RecordKey,
+    RegisterSnapshot,
     Setting,
     Side,
-    Snapshot,
     State,
 )
 from deviceplugin.sharing import device_of
@@ -88,7 +88,7 @@ class Reconciled:
     uncertain: tuple[str, ...] = ()
 
 
-def _operation(decide: Callable[Concatenate[Snapshot, _P], Decision[_T]]) -> Callable[_P, Operation[_T]]:
+def _operation(decide: Callable[Concatenate[RegisterSnapshot, _P], Decision[_T]]) -> Callable[_P, Operation[_T]]:
     """Make a function that takes a snapshot first into one that is called without it and returns an operation."""
 
     @functools.wraps(decide)
@@ -99,7 +99,7 @@ def _operation(decide: Callable[Concatenate[Snapshot, _P], Decision[_T]]) -> Cal
 
 
 @_operation
-def forget(state: Snapshot, resource: str, devices: Collection[str]) -> Decision[tuple[str, ...]]:
+def forget(state: RegisterSnapshot, resource: str, devices: Collection[str]) -> Decision[tuple[str, ...]]:
     """Drop devices that are no more; answer which. Those that a pod or a claim holds stay."""
     gone = tuple(
         device
@@ -110,14 +110,14 @@ def forget(state: Snapshot, resource: str, devices: Collection[str]) -> Decision
 
 
 @_operation
-def adopt(state: Snapshot, identities: Mapping[Key, str], boot: str) -> Decision[None]:
+def adopt(state: RegisterSnapshot, identities: Mapping[RecordKey, str], boot: str) -> Decision[None]:
     """Give holdings whose identity is not known, or is of another boot, the one that their devices have now.
 
     So of those of which all nodes of an answer are known, if one of these is the device's.
     """
     changes: list[Change] = []
 
-    def unknown(recorded: str, key: Key) -> bool:
+    def unknown(recorded: str, key: RecordKey) -> bool:
         now = identities.get(key, "")
         return replaces(now, recorded) and same_thing(tokens_of(now, boot), tokens_of(recorded, boot))
 
@@ -139,7 +139,7 @@ def adopt(state: Snapshot, identities: Mapping[Key, str], boot: str) -> Decision
 
 @_operation
 def grant(
-    state: Snapshot, resource: str, wanted: Mapping[str, Wanted], view: View, now: float
+    state: RegisterSnapshot, resource: str, wanted: Mapping[str, Wanted], view: View, now: float
 ) -> Decision[rules.Refused | rules.Excluded | None]:
     """Give devices to a container, all or none; answer the refusal, None if they are granted.
 
@@ -177,7 +177,7 @@ def _larger(one: Amount, other: Amount) -> Amount:
 
 
 @_operation
-def observe(state: Snapshot, resource: str, snapshot: rules.KubeletSnapshot, now: float) -> Decision[Observed]:
+def observe(state: RegisterSnapshot, resource: str, snapshot: rules.KubeletSnapshot, now: float) -> Decision[Observed]:
     """Compare the allocations of a resource with what checkpoint and cgroups say; release what is over.
 
     An allocation is over when none of its holders is left, and no grant of it waits for its container to be named. An
@@ -212,9 +212,9 @@ def observe(state: Snapshot, resource: str, snapshot: rules.KubeletSnapshot, now
 
 
 @_operation
-def add_holders(state: Snapshot, holders: Iterable[tuple[str, str, str, str]], now: float) -> Decision[None]:
+def add_holders(state: RegisterSnapshot, holders: Iterable[tuple[str, str, str, str]], now: float) -> Decision[None]:
     """Record further holders of ids, (pod UID, container, resource, id): evidence shows that their pods may run."""
-    records: dict[Key, AllocationRecord] = {}
+    records: dict[RecordKey, AllocationRecord] = {}
     for pod_uid, container, resource, device_id in holders:
         key = resource, device_id
         known = records.get(key) or state.allocations.get(key)
@@ -251,7 +251,13 @@ def _observed(record: AllocationRecord, snapshot: rules.KubeletSnapshot) -> Allo
 
 @_operation
 def reserve(
-    state: Snapshot, claim: Claim, view: View, *, durable: bool, pull: bool = False, along: Collection[Key] = ()
+    state: RegisterSnapshot,
+    claim: Claim,
+    view: View,
+    *,
+    durable: bool,
+    pull: bool = False,
+    along: Collection[RecordKey] = (),
 ) -> Decision[Claim | rules.Refused | rules.Excluded]:
     """Reserve a claim's devices, if nobody else has them, while its driver sets them up; `prepare` completes it.
 
@@ -268,7 +274,7 @@ def reserve(
 
 @_operation
 def prepare(
-    state: Snapshot, claim: Claim, view: View, *, pull: bool = False, along: Collection[Key] = ()
+    state: RegisterSnapshot, claim: Claim, view: View, *, pull: bool = False, along: Collection[RecordKey] = ()
 ) -> Decision[Claim | rules.Refused | rules.Excluded]:
     """Give a claim its devices until it is unprepared; a claim that is prepared already is answered as it was.
 
@@ -282,7 +288,7 @@ def prepare(
 
 
 def _take(
-    state: Snapshot, claim: Claim, view: View, *, pull: bool, along: Collection[Key]
+    state: RegisterSnapshot, claim: Claim, view: View, *, pull: bool, along: Collection[RecordKey]
 ) -> Decision[Claim | rules.Refused | rules.Excluded]:
     held = [device for device in claim.devices if not device.admin]
     for device in held:
@@ -298,7 +304,7 @@ def _take(
 
 
 def _pulled(
-    state: Snapshot, claim: Claim, refused: rules.Refused, along: Collection[Key]
+    state: RegisterSnapshot, claim: Claim, refused: rules.Refused, along: Collection[RecordKey]
 ) -> Decision[Claim | rules.Refused | rules.Excluded]:
     """Begin the moves of a claim's idle devices, or none.
 
@@ -320,7 +326,7 @@ def _pulled(
 
 
 @_operation
-def reopen(state: Snapshot, driver: str, uid: str) -> Decision[Claim | None]:
+def reopen(state: RegisterSnapshot, driver: str, uid: str) -> Decision[Claim | None]:
     """Turn a prepared claim back into a reservation, which holds its devices and has no answer.
 
     So it is after a reboot, when its devices must be set up again, and after an Unprepare while processes of its pods
@@ -334,7 +340,7 @@ def reopen(state: Snapshot, driver: str, uid: str) -> Decision[Claim | None]:
 
 
 @_operation
-def adopt_claims(state: Snapshot, claims: Iterable[Claim]) -> Decision[tuple[Claim, ...]]:
+def adopt_claims(state: RegisterSnapshot, claims: Iterable[Claim]) -> Decision[tuple[Claim, ...]]:
     """Record what the claims' own files name and the register lacks: it was lost, or is from before; answer that.
 
     A claim of which it lacks a device was allocated anew since; it may have what it had before, too.
@@ -352,7 +358,7 @@ def adopt_claims(state: Snapshot, claims: Iterable[Claim]) -> Decision[tuple[Cla
 
 @_operation
 def describe(
-    state: Snapshot, driver: str, uid: str, namespace: str, name: str, pods: Collection[str] = ()
+    state: RegisterSnapshot, driver: str, uid: str, namespace: str, name: str, pods: Collection[str] = ()
 ) -> Decision[Claim | None]:
     """Add what is known of a claim: its name, where only its CDI file was known, and pods that share it."""
     known = state.claims.get((driver, uid))
@@ -365,7 +371,7 @@ def describe(
 
 
 @_operation
-def unprepare(state: Snapshot, driver: str, uid: str) -> Decision[Claim | None]:
+def unprepare(state: RegisterSnapshot, driver: str, uid: str) -> Decision[Claim | None]:
     """Take back a claim's devices; answer the record that was there, None for an unknown claim."""
     key = driver, uid
     known = state.claims.get(key)
@@ -379,7 +385,7 @@ def unprepare(state: Snapshot, driver: str, uid: str) -> Decision[Claim | None]:
 
 
 @_operation
-def set_setting(state: Snapshot, section: str, key: str, value: str | None) -> Decision[None]:
+def set_setting(state: RegisterSnapshot, section: str, key: str, value: str | None) -> Decision[None]:
     """Keep a value, or drop it (None)."""
     if state.setting(section, key) == value:
         return Decision(None)
@@ -389,7 +395,13 @@ def set_setting(state: Snapshot, section: str, key: str, value: str | None) -> D
 
 @_operation
 def begin_move(
-    state: Snapshot, resource: str, devices: Collection[str], to: Side, now: float, reason: str = "", driver: str = ""
+    state: RegisterSnapshot,
+    resource: str,
+    devices: Collection[str],
+    to: Side,
+    now: float,
+    reason: str = "",
+    driver: str = "",
 ) -> Decision[Mapping[str, State]]:
     """Begin moves to a side; answer the new state of each device that changed.
 
@@ -407,7 +419,7 @@ def begin_move(
 
 @_operation
 def commit_to_dra(
-    state: Snapshot, resource: str, devices: Collection[str], evidence: rules.KubeletEvidence, now: float
+    state: RegisterSnapshot, resource: str, devices: Collection[str], evidence: rules.KubeletEvidence, now: float
 ) -> Decision[Committed]:
     """End moves to DRA for which the evidence suffices."""
     moving = _in_state(state, resource, devices, State.TO_DRA)
@@ -417,7 +429,7 @@ def commit_to_dra(
 
 @_operation
 def commit_to_plugin(
-    state: Snapshot, resource: str, devices: Collection[str], evidence: rules.ClusterEvidence, now: float
+    state: RegisterSnapshot, resource: str, devices: Collection[str], evidence: rules.ClusterEvidence, now: float
 ) -> Decision[Committed]:
     """End moves to the plugin for which the evidence suffices."""
     moving = _in_state(state, resource, devices, State.TO_PLUGIN)
@@ -425,13 +437,13 @@ def commit_to_plugin(
     return _committed(state, resource, waits, State.PLUGIN, now)
 
 
-def _in_state(state: Snapshot, resource: str, devices: Iterable[str], at: State) -> list[DeviceRecord]:
+def _in_state(state: RegisterSnapshot, resource: str, devices: Iterable[str], at: State) -> list[DeviceRecord]:
     records = (state.device(resource, device) for device in dict.fromkeys(devices))
     return [record for record in records if record.state is at]
 
 
 def _committed(
-    state: Snapshot, resource: str, waits: Mapping[str, str], arrived: State, now: float
+    state: RegisterSnapshot, resource: str, waits: Mapping[str, str], arrived: State, now: float
 ) -> Decision[Committed]:
     moves = {device: arrived for device, what in waits.items() if not what}
     waiting = {device: what for device, what in waits.items() if what}
@@ -440,7 +452,7 @@ def _committed(
 
 @_operation
 def reconcile_evidence(
-    state: Snapshot,
+    state: RegisterSnapshot,
     resource: str,
     evidence: rules.Evidence,
     devices: Collection[str],
@@ -516,7 +528,9 @@ def _proven(
     return known.state, known.reason
 
 
-def _prepared_claims(state: Snapshot, resource: str, claims: Iterable[rules.ClaimEvidence], now: float) -> list[Change]:
+def _prepared_claims(
+    state: RegisterSnapshot, resource: str, claims: Iterable[rules.ClaimEvidence], now: float
+) -> list[Change]:
     """Return the changes that record claims which evidence says are prepared, and which the ledger has no result of."""
     changes = []
     for claim in claims:
@@ -536,11 +550,13 @@ def _prepared_claims(state: Snapshot, resource: str, claims: Iterable[rules.Clai
     return changes
 
 
-def _is_held(state: Snapshot, resource: str, device: str) -> bool:
+def _is_held(state: RegisterSnapshot, resource: str, device: str) -> bool:
     return bool(state.allocations_on(resource, (device,)) or state.claims_on(resource, (device,)))
 
 
-def _found(state: Snapshot, resource: str, device_id: str, observed: rules.ObservedAllocation, now: float) -> Change:
+def _found(
+    state: RegisterSnapshot, resource: str, device_id: str, observed: rules.ObservedAllocation, now: float
+) -> Change:
     """Record an id that is held and that was granted by an earlier agent, or by a ledger that is lost."""
     record = AllocationRecord(resource, device_id, observed.device, now, state.sequence + 1, observed.holders)
     record = replace(record, identity=observed.identity, amount=observed.amount)
@@ -556,7 +572,7 @@ def _put_claim(record: Claim) -> Change:
 
 
 def _moved(
-    state: Snapshot, resource: str, moves: Mapping[str, State], now: float, reason: str = "", driver: str = ""
+    state: RegisterSnapshot, resource: str, moves: Mapping[str, State], now: float, reason: str = "", driver: str = ""
 ) -> tuple[Change, ...]:
     """Return the changes that give devices new states. driver: of those that had none."""
     records = []

@@ -14,10 +14,10 @@ from typing import Final, NamedTuple
 
 from deviceplugin import identity
 from deviceplugin.device import Device
-from deviceplugin.exclusion import Key, titled
+from deviceplugin.exclusion import DeviceKey, titled
 from deviceplugin.identity import Tokens, same_thing, shown
 from deviceplugin.naming import parse_quantity
-from deviceplugin.register.records import AllocationRecord, Amount, Claim, ClaimDevice, Point, Snapshot
+from deviceplugin.register.records import AllocationRecord, Amount, Claim, ClaimDevice, Point, RegisterSnapshot
 
 Counter = tuple[str, str, str]
 """(scope, counter set, counter). The scope is the driver of a resource, or its name if it has none."""
@@ -36,7 +36,7 @@ class Use(NamedTuple):
 
     unit: tuple[str, ...]
     title: str
-    key: Key | None
+    key: DeviceKey | None
     tokens: Tokens
     part: Fraction | None
     takes: Mapping[Counter, Fraction] = {}
@@ -68,7 +68,7 @@ class View:
 class Wanted(NamedTuple):
     """A device that somebody is to get, as it is now."""
 
-    key: Key
+    key: DeviceKey
     identity: str
     amount: Amount
 
@@ -145,7 +145,7 @@ def use_of_claim(claim: Claim, one: ClaimDevice, view: View) -> Use:
     return in_scopes(Use(unit, title, (one.resource, one.device), tokens, part_of(one.amount), takes), view.scopes)
 
 
-def uses(state: Snapshot, points: Iterable[Point], view: View) -> list[Use]:
+def uses(state: RegisterSnapshot, points: Iterable[Point], view: View) -> list[Use]:
     """Return what is held of any of these points: by the register's records, and by others."""
     points = set(points)
     found: list[Use] = []
@@ -183,7 +183,7 @@ def is_given_by_others(one: AllocationRecord) -> bool:
     return not (one.amount.part or one.pending)
 
 
-def held_twice(wanted: Wanted, times: int, state: Snapshot, view: View) -> bool:
+def held_twice(wanted: Wanted, times: int, state: RegisterSnapshot, view: View) -> bool:
     """Return whether holders have more of a device, whatever they call it, than there is; hooks do not count.
 
     times: how often it is offered; what is held of it without a known amount counts as one of these.
@@ -200,7 +200,7 @@ def held_twice(wanted: Wanted, times: int, state: Snapshot, view: View) -> bool:
 
 def refusal(
     wanted: Collection[Use],
-    state: Snapshot,
+    state: RegisterSnapshot,
     view: View,
     beside: Collection[Use] = (),
     *,

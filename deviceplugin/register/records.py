@@ -94,11 +94,11 @@ _WORDS: Final = {
 FOR_CLAIM: Final = "for claim "
 """Begins the reason of a move that a claim has begun."""
 
-Key = tuple[str, str]
+RecordKey = tuple[str, str]
 """(resource, device), (resource, kubelet device id), (driver, claim UID) or (section, key of a setting)."""
 Holder = tuple[str, str]
 """(pod UID, container)."""
-Point = str | Key
+Point = str | RecordKey
 """A token of an identity, (resource, device), or (counter set, counter): what holdings are found by."""
 
 
@@ -202,7 +202,7 @@ class Claim:
     durable: bool = True
 
     @property
-    def held(self) -> frozenset[Key]:
+    def held(self) -> frozenset[RecordKey]:
         """The devices it holds as (resource, device); those of administrative access are not held."""
         return frozenset((device.resource, device.device) for device in self.devices if not device.admin)
 
@@ -234,7 +234,7 @@ NONE: Final[Mapping[Any, Any]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class RegisterSnapshot:
     """Everything the ledger knows at one moment.
 
     sequence: of the last change; it only grows. ended: the last claims that were unprepared, the oldest first; only
@@ -243,12 +243,12 @@ class Snapshot:
     """
 
     sequence: int = 0
-    devices: Mapping[Key, DeviceRecord] = field(default_factory=lambda: NONE)
-    allocations: Mapping[Key, AllocationRecord] = field(default_factory=lambda: NONE)
-    claims: Mapping[Key, Claim] = field(default_factory=lambda: NONE)
-    settings: Mapping[Key, Setting] = field(default_factory=lambda: NONE)
-    ended: Mapping[Key, EndedClaim] = field(default_factory=lambda: NONE)
-    index: Mapping[Point, frozenset[tuple[str, Key]]] = field(default_factory=lambda: NONE)
+    devices: Mapping[RecordKey, DeviceRecord] = field(default_factory=lambda: NONE)
+    allocations: Mapping[RecordKey, AllocationRecord] = field(default_factory=lambda: NONE)
+    claims: Mapping[RecordKey, Claim] = field(default_factory=lambda: NONE)
+    settings: Mapping[RecordKey, Setting] = field(default_factory=lambda: NONE)
+    ended: Mapping[RecordKey, EndedClaim] = field(default_factory=lambda: NONE)
+    index: Mapping[Point, frozenset[tuple[str, RecordKey]]] = field(default_factory=lambda: NONE)
 
     def setting(self, section: str, key: str) -> str | None:
         """Return a value that was kept by `set_setting`; None if there is none."""
@@ -273,10 +273,10 @@ class Snapshot:
         found = {one for device in devices for one in self.index.get((resource, device), ())}
         return [self.claims[key] for table, key in sorted(found) if table == "claims"]
 
-    def with_changes(self, changes: Sequence[Change], sequence: int) -> Snapshot:
+    def with_changes(self, changes: Sequence[Change], sequence: int) -> RegisterSnapshot:
         """Return the snapshot that follows."""
-        tables: dict[str, dict[Key, Any]] = {}
-        index: dict[Point, frozenset[tuple[str, Key]]] | None = None
+        tables: dict[str, dict[RecordKey, Any]] = {}
+        index: dict[Point, frozenset[tuple[str, RecordKey]]] | None = None
         for change in changes:
             if change.table not in tables:
                 tables[change.table] = dict(getattr(self, change.table))
@@ -318,7 +318,7 @@ class Change:
     """One record put, or dropped (record None), in a table of the snapshot. durable False: in this process only."""
 
     table: str
-    key: Key
+    key: RecordKey
     record: Record | None
     durable: bool = True
 
@@ -331,5 +331,5 @@ class Decision(Generic[_T_co]):
     changes: tuple[Change, ...] = ()
 
 
-Operation = Callable[[Snapshot], Decision[_T]]
+Operation = Callable[[RegisterSnapshot], Decision[_T]]
 """Decides by a snapshot; pure. `Ledger.do` and `AsyncLedger.do` carry it out."""

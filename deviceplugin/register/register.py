@@ -18,7 +18,7 @@ from typing import Final, Literal, Protocol, TypeVar
 
 from deviceplugin import identity
 from deviceplugin.device import Device
-from deviceplugin.exclusion import ConflictError, Key, Thing, Things, natural_key, thing_of, titled
+from deviceplugin.exclusion import DeviceConflictError, DeviceKey, Thing, Things, natural_key, thing_of, titled
 from deviceplugin.hook_runs import DeviceBusyError, HookRuns
 from deviceplugin.identity import Tokens, shown
 from deviceplugin.inventory import Inventory
@@ -46,7 +46,7 @@ from deviceplugin.register.records import (
     Decision,
     Operation,
     Point,
-    Snapshot,
+    RegisterSnapshot,
 )
 from deviceplugin.register.rules import Excluded, KubeletSnapshot, Refused
 from deviceplugin.source import DeviceSource
@@ -61,15 +61,15 @@ SIDES: Final[tuple[Side, ...]] = ("dra", "plugin")
 _WORDS: Final[Mapping[Side, str]] = {"plugin": "for pods", "dra": "for claims", "": "quarantined"}
 
 
-class OtherSideError(ConflictError):
+class OtherSideError(DeviceConflictError):
     """Raised when a device is not on the side that asks for it."""
 
 
-class UnknownHolderError(ConflictError):
+class UnknownHolderError(DeviceConflictError):
     """Raised when it is not known yet who holds a device."""
 
 
-class ServedDevices(Protocol):
+class ResourceDevices(Protocol):
     """A resource's devices (`deviceplugin.node.service.Service`)."""
 
     source: DeviceSource
@@ -86,7 +86,7 @@ class Store(Protocol):
     """Carries out operations: in memory, or in a file (`dra_bridge.ledger`)."""
 
     @property
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> RegisterSnapshot:
         """Everything as of the last operation."""
 
     async def do(self, operation: Operation[_T]) -> _T:
@@ -97,7 +97,7 @@ class MemoryStore:
     """A store for the plugin alone, whose durable record is the kubelet's checkpoint."""
 
     def __init__(self) -> None:
-        self.snapshot = Snapshot()
+        self.snapshot = RegisterSnapshot()
 
     async def do(self, operation: Operation[_T]) -> _T:
         """Decide and record; nothing is awaited."""
@@ -119,7 +119,7 @@ async def _tokens_now(devices: Mapping[_K, Device]) -> dict[_K, Tokens]:
 class ListedThings:
     """What the devices of this process's resources are. served: returns these resources by name."""
 
-    def __init__(self, served: Callable[[], Mapping[str, ServedDevices]]) -> None:
+    def __init__(self, served: Callable[[], Mapping[str, ResourceDevices]]) -> None:
         self.served: Final = served
         self._things = Things({})
         self._version: object = None
@@ -133,7 +133,7 @@ class ListedThings:
             (name, id(one.inventory), one.inventory.snapshot.version, id(one.source)) for name, one in services.items()
         )
         if self._version != version:
-            found: dict[Key, Thing] = {}
+            found: dict[DeviceKey, Thing] = {}
             for name, one in services.items():
                 now, source = one.inventory.snapshot, one.source
                 for device in now.devices.values():
@@ -145,12 +145,12 @@ class ListedThings:
             self.limits = self._things.limits()
         return self._things
 
-    def has(self, key: Key) -> bool:
+    def has(self, key: DeviceKey) -> bool:
         """Whether its source lists a device now."""
         snapshot = self.served()[key[0]].inventory.snapshot
         return key[1] in snapshot.devices and key[1] not in snapshot.gone
 
-    def group(self, resource: str, device: str) -> tuple[Key, ...]:
+    def group(self, resource: str, device: str) -> tuple[DeviceKey, ...]:
         """Return a device and those of its driver that move together with it, the first of them leading."""
         services, things = self.served(), self.now()
         if (resource, device) not in things.related:
@@ -171,7 +171,7 @@ class Register:
 
     def __init__(
         self,
-        served: Callable[[], Mapping[str, ServedDevices]] = dict,
+        served: Callable[[], Mapping[str, ResourceDevices]] = dict,
         store: Store | None = None,
         *,
         foreign: Callable[[], tuple[Use, ...]] = tuple,
@@ -189,16 +189,16 @@ class Register:
         self._subscribers: list[Callable[[], None]] = []
         self._noticed: object = None
         self._withheld: dict[tuple[str, Side], Mapping[str, str]] = {}
-        self._view: tuple[tuple[Things, tuple[Use, ...], Mapping[Key, str]] | None, View] = (None, View())
+        self._view: tuple[tuple[Things, tuple[Use, ...], Mapping[DeviceKey, str]] | None, View] = (None, View())
         self._doubts: tuple[object, object, tuple[Use, ...]] = (None, None, ())
         self.given_by_others: dict[tuple[str, Side], frozenset[str]] = {}
         """The withheld devices that pods have, or may have, by another plugin of the same resource."""
-        self._granted_now: Counter[Key] = Counter()
+        self._granted_now: Counter[DeviceKey] = Counter()
         self._adopted: Things | None = None
         """What was listed when holdings adopted what their devices are."""
 
     @property
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> RegisterSnapshot:
         """All records as of now."""
         return self.store.snapshot
 
@@ -267,7 +267,7 @@ class Register:
 
     # What is offered.
 
-    def side(self, key: Key) -> Side:
+    def side(self, key: DeviceKey) -> Side:
         """Return on which side a device is."""
         state = self.snapshot.device(*key).state
         return "plugin" if state.allocates else "dra" if state.prepares else ""
@@ -323,14 +323,16 @@ class Register:
         self.given_by_others[resource, side] = frozenset(by_others)
         return found
 
-    def _by_itself(self, key: Key, ids: Sequence[str], entries: Collection[tuple[str, Key]]) -> bool:
+    def _by_itself(self, key: DeviceKey, ids: Sequence[str], entries: Collection[tuple[str, DeviceKey]]) -> bool:
         """Return whether a device's only id is all that is held of it, and it is what was granted: the usual case."""
         if len(ids) > 1 or entries != {("allocations", (key[0], ids[0]))}:
             return False
         known = self.snapshot.allocations[key[0], ids[0]]
         return known.device == key[1] and known.identity == self.identity(*key)
 
-    def _excluded(self, key: Key, ids: Sequence[str], side: Side, state: Snapshot, view: View) -> dict[str, str]:
+    def _excluded(
+        self, key: DeviceKey, ids: Sequence[str], side: Side, state: RegisterSnapshot, view: View
+    ) -> dict[str, str]:
         """Return which ids of a device, or for claims the device itself, could not be granted now, and why."""
         resource, driver = key[0], self.listed.served()[key[0]].source.driver
         wanted = self.wanted(*key)
@@ -363,7 +365,7 @@ class Register:
         """Return whether a use does not count: nobody else gets what has a holder, so that it stays shown as it was."""
         return held and use.unit[0] == UNCERTAIN
 
-    def _elsewhere(self, key: Key) -> str:
+    def _elsewhere(self, key: DeviceKey) -> str:
         """Return which peer is on the other side, so that neither is offered; "" if none is."""
         mine, services = self.side(key), self.listed.served()
         for peer in sorted(self.listed.now().peers(key)):
@@ -374,7 +376,7 @@ class Register:
                 return reason
         return ""
 
-    def _named_before(self, key: Key, side: Side) -> str:
+    def _named_before(self, key: DeviceKey, side: Side) -> str:
         """Return under which other id an idle device is offered already, so that it counts once; "" if none."""
         services = self.listed.served()
         mine = services[key[0]].source
@@ -389,7 +391,7 @@ class Register:
         """Return which devices `withheld` left out last on a side, and why; from any thread."""
         return self._withheld.get((resource, side), {})
 
-    def same_as(self, resource: str, device_id: str) -> frozenset[Key]:
+    def same_as(self, resource: str, device_id: str) -> frozenset[DeviceKey]:
         """Return the listed devices that are what was given away by an id of the kubelet's, as far as that is known."""
         known, things = self.snapshot.allocations.get((resource, device_id)), self.listed.now()
         tokens = identity.tokens_of(known.identity, self.boot) if known is not None else frozenset()
@@ -421,18 +423,18 @@ class Register:
         wanted = {name: self.wanted(resource, device) for name, device in ids.items()}
         for name, before in asked.items():
             if wanted[name].identity != before.identity:
-                raise ConflictError(f"device {ids[name]} stands for other hardware than when it was requested")
+                raise DeviceConflictError(f"device {ids[name]} stands for other hardware than when it was requested")
             wanted[name] = wanted[name]._replace(amount=before.amount)
         with self._granting(keys):
             answer = await self.store.do(operations.grant(resource, wanted, self.view(), time.time()))
         if isinstance(answer, Refused):
             raise OtherSideError(answer.message)
         if isinstance(answer, Excluded):
-            raise ConflictError(answer.message)
+            raise DeviceConflictError(answer.message)
         return wanted
 
     @contextmanager
-    def _granting(self, keys: Collection[Key]) -> Iterator[None]:
+    def _granting(self, keys: Collection[DeviceKey]) -> Iterator[None]:
         """Let no `released` hook begin on devices while they are granted."""
         self._granted_now.update(keys)
         try:
@@ -441,11 +443,11 @@ class Register:
             self._granted_now.subtract(keys)
             self.notify()
 
-    def is_held(self, key: Key) -> bool:
+    def is_held(self, key: DeviceKey) -> bool:
         """Return whether a pod or a claim holds any of a device, by this name."""
         return key in self.snapshot.index
 
-    async def decide(self, keys: Collection[Key], operation: Callable[[View], Operation[_T]]) -> _T:
+    async def decide(self, keys: Collection[DeviceKey], operation: Callable[[View], Operation[_T]]) -> _T:
         """Verify devices and have the store carry out an operation that gives them to a claim.
 
         Raises ConflictError as `verify` does, and what the store raises.
@@ -456,17 +458,17 @@ class Register:
         with self._granting(keys):
             return await self.store.do(operation(self.view()))
 
-    def is_free(self, key: Key, units: Collection[tuple[str, ...]] = ()) -> bool:
+    def is_free(self, key: DeviceKey, units: Collection[tuple[str, ...]] = ()) -> bool:
         """Return whether nobody holds any of a device, or is being granted it. units: holders that do not count."""
         if any(self._granted_now[one] > 0 for one in (key, *self.listed.now().aliases(key))):
             return False
         whole = Use(("released", *key), "", key, self.listed.now().tokens(key), Fraction(1))
         return not refusal([whole], self.snapshot, self.view(), own=lambda use: use.unit in units)
 
-    def _with_peers(self, keys: Iterable[Key]) -> set[Key]:
+    def _with_peers(self, keys: Iterable[DeviceKey]) -> set[DeviceKey]:
         return {one for key in keys for one in (key, *self.listed.now().peers(key))}
 
-    async def verify(self, keys: Iterable[Key], *, resets: bool = True) -> None:
+    async def verify(self, keys: Iterable[DeviceKey], *, resets: bool = True) -> None:
         """Check that devices are what they were listed as, and wait for hooks. Raises ConflictError.
 
         resets: also for `reset`, which is only waited for by who does not call it himself.
@@ -480,7 +482,7 @@ class Register:
         try:
             await self.hooks.wait(keys, resets=resets)
         except DeviceBusyError as error:
-            raise ConflictError(str(error)) from error
+            raise DeviceConflictError(str(error)) from error
 
     async def _verify(self, inventory: Inventory, names: Sequence[str]) -> None:
         snapshot = inventory.snapshot
@@ -495,13 +497,13 @@ class Register:
         for name in other:
             if listed[name]:
                 was = f"device {name} of {snapshot.resource} is not what it was listed as"
-                raise ConflictError(f"{was}: {shown(listed[name])}, now {shown(now[name])}")
+                raise DeviceConflictError(f"{was}: {shown(listed[name])}, now {shown(now[name])}")
 
-    async def verify_granted(self, keys: Iterable[Key]) -> None:
+    async def verify_granted(self, keys: Iterable[DeviceKey]) -> None:
         """Check that devices still are what they were when they were granted. Raises ConflictError: one is not."""
         services, state, view = self.listed.served(), self.snapshot, self.view()
-        granted: dict[Key, Tokens] = {}
-        devices: dict[Key, Device] = {}
+        granted: dict[DeviceKey, Tokens] = {}
+        devices: dict[DeviceKey, Device] = {}
         for resource, name in keys:
             held = [one for one in uses(state, [(resource, name)], view) if one.key == (resource, name)]
             granted[resource, name] = frozenset().union(*(one.tokens for one in held))
@@ -511,7 +513,7 @@ class Register:
         for key, tokens in (await _tokens_now(devices)).items():
             if tokens.isdisjoint(granted[key]):
                 was = f"{titled(key)} is not what its holder was given"
-                raise ConflictError(f"{was}: {shown(granted[key])}, now {shown(tokens)}")
+                raise DeviceConflictError(f"{was}: {shown(granted[key])}, now {shown(tokens)}")
 
     # Evidence.
 
@@ -559,7 +561,7 @@ class Register:
                 callback()
 
     @staticmethod
-    def _keys(state: Snapshot, entry: tuple[str, Key]) -> Collection[Key]:
+    def _keys(state: RegisterSnapshot, entry: tuple[str, DeviceKey]) -> Collection[DeviceKey]:
         table, key = entry
         if table == "claims":
             return state.claims[key].held

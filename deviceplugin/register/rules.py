@@ -16,8 +16,8 @@ from deviceplugin.register.records import (
     ClaimDevice,
     DeviceRecord,
     Holder,
-    Key,
-    Snapshot,
+    RecordKey,
+    RegisterSnapshot,
     State,
 )
 
@@ -137,7 +137,7 @@ class Evidence:
     @property
     def merged(self) -> list[ClaimEvidence]:
         """The claims, each once."""
-        found: dict[Key, ClaimEvidence] = {}
+        found: dict[RecordKey, ClaimEvidence] = {}
         for one in self.claims:
             key = one.driver, one.uid
             first = found.get(key, one)
@@ -203,19 +203,19 @@ def served_by_limits(claim: Claim, resource: str) -> int:
     return sum(one.limits and not one.admin and one.resource == resource for one in claim.devices)
 
 
-def held_by_limits(now: Snapshot, resource: str) -> tuple[int, int]:
+def held_by_limits(now: RegisterSnapshot, resource: str) -> tuple[int, int]:
     """Return how many ids of a resource pods have by their `limits`: through the plugin, and through DRA."""
     by_plugin = sum(one.resource == resource for one in now.allocations.values())
     return by_plugin, sum(served_by_limits(claim, resource) for claim in now.claims.values())
 
 
-def allocate_refusal(now: Snapshot, resource: str, device: str) -> Refused | None:
+def allocate_refusal(now: RegisterSnapshot, resource: str, device: str) -> Refused | None:
     """Allocate is granted in PLUGIN and TO_DRA; return the refusal elsewhere."""
     record = now.device(resource, device)
     return None if record.state.allocates else Refused(record, moving=record.state is State.TO_PLUGIN)
 
 
-def prepare_refusal(now: Snapshot, driver: str, resource: str, device: str) -> Refused | None:
+def prepare_refusal(now: RegisterSnapshot, driver: str, resource: str, device: str) -> Refused | None:
     """Claims are prepared in DRA and TO_PLUGIN, by the driver that publishes the device."""
     record = now.device(resource, device)
     holder = next((one.pod or "a pod" for one in now.allocations_on(resource, (device,))), "")
@@ -224,7 +224,7 @@ def prepare_refusal(now: Snapshot, driver: str, resource: str, device: str) -> R
     return Refused(record, holder, record.state is State.TO_DRA and record.driver in ("", driver))
 
 
-def to_dra_waits_for(now: Snapshot, record: DeviceRecord, evidence: KubeletEvidence) -> str:
+def to_dra_waits_for(now: RegisterSnapshot, record: DeviceRecord, evidence: KubeletEvidence) -> str:
     """Return what the commit of TO_DRA still waits for; "" if it is granted."""
     shown = evidence.shown.get(record.device)
     seen = evidence.snapshot
@@ -247,7 +247,7 @@ def to_dra_waits_for(now: Snapshot, record: DeviceRecord, evidence: KubeletEvide
     return ""
 
 
-def to_plugin_waits_for(now: Snapshot, record: DeviceRecord, evidence: ClusterEvidence) -> str:
+def to_plugin_waits_for(now: RegisterSnapshot, record: DeviceRecord, evidence: ClusterEvidence) -> str:
     """Return what the commit of TO_PLUGIN still waits for; "" if it is granted."""
     accepted = evidence.withdrawn.get(record.device)
     if evidence.sequence < record.sequence:

@@ -58,7 +58,7 @@ def build_entry(resource: ResourceConfig, index: int) -> DeviceSource:
         quiet = None if entry.nvidia.recovery == "never" else entry.nvidia.recovery
         return NvidiaSource(
             entry.nvidia,
-            rules=health.Rules(resource.health.failures, resource.health.successes, quiet),
+            rules=health.HealthRules(resource.health.failures, resource.health.successes, quiet),
             period=resource.health.period,
             places=Places(library=entry.nvidia.library or ""),
         )
@@ -336,7 +336,7 @@ class ProbedHealth:
     def __init__(self, resource: str, config: HealthConfig) -> None:
         self._resource = resource
         self._period = config.period
-        self._rules = health.Rules(config.failures, config.successes)
+        self._rules = health.HealthRules(config.failures, config.successes)
         if isinstance(config.probe, str):
             self._prober = health.Prober(health.open_probe, timeout=OPEN_TIMEOUT)
         else:

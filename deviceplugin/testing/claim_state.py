@@ -18,11 +18,11 @@ from typing import Any
 from deviceplugin.kubelet.claim_state import FILE_NAME
 from deviceplugin.testing.checkpoint import CorruptCheckpointError, go_json, replace_file
 
-__all__ = ["FILE_NAME", "DevicesOfClaim", "PreparedDevice", "from_json", "read_or_create", "to_json", "write"]
+__all__ = ["FILE_NAME", "AnsweredDevice", "DevicesOfClaim", "from_json", "read_or_create", "to_json", "write"]
 
 
 @dataclass(frozen=True, slots=True)
-class PreparedDevice:
+class AnsweredDevice:
     """A device as a driver answered it. share: None where the driver sent none."""
 
     requests: tuple[str, ...]
@@ -39,7 +39,7 @@ class DevicesOfClaim:
     namespace: str
     name: str
     uid: str
-    drivers: dict[str, list[PreparedDevice]]
+    drivers: dict[str, list[AnsweredDevice]]
     pods: set[str] = field(default_factory=set)
     prepared: bool = False
 
@@ -103,7 +103,7 @@ def _claim(claim: DevicesOfClaim) -> dict[str, Any]:
     }
 
 
-def _device(device: PreparedDevice) -> dict[str, Any]:
+def _device(device: AnsweredDevice) -> dict[str, Any]:
     return {
         "PoolName": device.pool,
         "DeviceName": device.device,
@@ -116,7 +116,7 @@ def _device(device: PreparedDevice) -> dict[str, Any]:
 def _read(entry: dict[str, Any]) -> DevicesOfClaim:
     drivers = {
         driver: [
-            PreparedDevice(
+            AnsweredDevice(
                 tuple(one["RequestNames"] or ()),
                 one["PoolName"],
                 one["DeviceName"],

@@ -24,14 +24,14 @@ from deviceplugin.wire import deviceplugin_pb2 as pb
 __all__ = [
     "AdmissionError",
     "Call",
+    "ContainerOptions",
     "ContainerSpec",
     "DeviceManager",
     "DeviceState",
-    "Endpoint",
     "KubeletCrashError",
     "PluginCallError",
+    "PluginEndpoint",
     "PodSpec",
-    "RunOptions",
 ]
 
 WITHOUT_TOPOLOGY: Final = -1
@@ -104,7 +104,7 @@ class DeviceState(NamedTuple):
 
 
 @dataclass(slots=True)
-class RunOptions:
+class ContainerOptions:
     """What the runtime is told about a container's devices, all resources together."""
 
     env: dict[str, str] = field(default_factory=dict)
@@ -128,7 +128,7 @@ class RunOptions:
         self.cdi.update(dict.fromkeys(device.name for device in response.cdi_devices))
 
 
-class Endpoint:
+class PluginEndpoint:
     """A plugin that registered for a resource, or the memory of one after a restart."""
 
     def __init__(
@@ -170,7 +170,7 @@ class Endpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class _Allocation:
+class _ContainerAllocation:
     by_node: dict[int, list[str]]
     response: pb.ContainerAllocateResponse
 
@@ -199,8 +199,8 @@ class DeviceManager:
         seed: int = 0,
         by_socket: bool = False,
     ) -> None:
-        self.endpoints: dict[str, Endpoint] = {}
-        self._connected: dict[str, dict[str, Endpoint]] = {}
+        self.endpoints: dict[str, PluginEndpoint] = {}
+        self._connected: dict[str, dict[str, PluginEndpoint]] = {}
         self._by_socket = by_socket
         self.sources_ready = False
         self.running_containers: frozenset[tuple[str, str]] = frozenset()
@@ -216,7 +216,7 @@ class DeviceManager:
         self._healthy: dict[str, set[str]] = {}
         self._unhealthy: dict[str, set[str]] = {}
         self._allocated: dict[str, set[str]] = {}
-        self._pods: dict[str, dict[str, dict[str, _Allocation]]] = {}
+        self._pods: dict[str, dict[str, dict[str, _ContainerAllocation]]] = {}
         self._reuse: dict[str, dict[str, set[str]]] = {}
         self._affinity: dict[tuple[str, str], frozenset[int] | None] = {}
         self._writing = Lock()
@@ -229,7 +229,7 @@ class DeviceManager:
 
     # Plugins come, speak and go.
 
-    def connected(self, endpoint: Endpoint) -> None:
+    def connected(self, endpoint: PluginEndpoint) -> None:
         """Take note of a plugin that registered: Allocate goes to the last.
 
         Raises:
@@ -396,7 +396,7 @@ class DeviceManager:
                 else:
                     reusable[resource] = reusable.get(resource, set()) - allocation.ids
 
-    def run_options(self, pod: PodSpec, container: ContainerSpec) -> RunOptions:
+    def run_options(self, pod: PodSpec, container: ContainerSpec) -> ContainerOptions:
         """Prepare the start of a container: PreStartContainer, and Allocate where it was never called.
 
         Raises:
@@ -414,7 +414,7 @@ class DeviceManager:
             again = again or self._ids(pod.uid, container.name, resource) is None
         if again:
             self.allocate(pod, container)
-        options = RunOptions()
+        options = ContainerOptions()
         with self._lock:
             for allocation in self._pods.get(pod.uid, {}).get(container.name, {}).values():
                 options.add(allocation.response)
@@ -451,7 +451,7 @@ class DeviceManager:
                     for node in _numa(self._device(resource, device)) or (WITHOUT_TOPOLOGY,):
                         by_node.setdefault(node, []).append(device)
                 held = self._pods.setdefault(pod.uid, {}).setdefault(container.name, {})
-                held[resource] = _Allocation(by_node, response.container_responses[0])
+                held[resource] = _ContainerAllocation(by_node, response.container_responses[0])
                 self._lock.notify_all()
         if write:
             try:
@@ -634,12 +634,12 @@ class DeviceManager:
                 by_node = {node: list(ids or ()) for node, ids in (entry.device_ids or {}).items()}
                 response = pb.ContainerAllocateResponse.FromString(entry.alloc_resp or b"")
                 held = self._pods.setdefault(entry.pod_uid, {}).setdefault(entry.container, {})
-                held[entry.resource] = _Allocation(by_node, response)
+                held[entry.resource] = _ContainerAllocation(by_node, response)
             self._allocated = self._held()
             for resource in checkpoint.registered or {}:
                 self._healthy[resource] = set()
                 self._unhealthy[resource] = set()
-                self.endpoints[resource] = Endpoint(resource, None, None)
+                self.endpoints[resource] = PluginEndpoint(resource, None, None)
 
 
 def _numa(device: pb.Device | None) -> tuple[int, ...]:

@@ -2,8 +2,8 @@
 
     python -m deviceplugin.testing.foreign FILE --directory /var/lib/kubelet/device-plugins
 
-FILE is JSON: `{"resources": [...], ...}` with the fields of `Resource`, `Answer` and `Quirks` below. Its devices are
-read again when it is replaced. Each quirk was read in a plugin's source, or seen when that plugin ran (NVIDIA, AMD,
+FILE is JSON: `{"resources": [...], ...}` with the fields of `Resource`, `AllocateAnswer` and `Quirks` below. It is read
+again when it is replaced. Each quirk was read in a plugin's source, or seen when that plugin ran (NVIDIA, AMD,
 Intel, SR-IOV, squat, GKE, the Kubernetes sample). With the default quirks it is what most of them have in common: one
 constant socket, a new registration when kubelet.sock is made, one reader of the list.
 """
@@ -44,7 +44,7 @@ PANIC: Final = 2
 """The exit status of a Go program that panics."""
 
 
-class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class AllocateAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What Allocate answers. `{id}` stands for each device's id in turn, `{ids}` for all, `{random}` for a number.
 
     nodes: [host path, container path, permissions] for each id. control: the same, once in each answer. mounts: [host
@@ -94,7 +94,7 @@ class Resource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     devices: dict[str, str]
     numa: dict[str, list[int]] = {}
-    answer: Answer = Answer()
+    answer: AllocateAnswer = AllocateAnswer()
     socket: str = ""
 
     @property
@@ -171,7 +171,7 @@ def calls(notes: Path, call: str = "") -> list[dict[str, Any]]:
 class _Service(DevicePluginServicer, registration_grpc.RegistrationServicer):
     """One resource on one socket."""
 
-    def __init__(self, plugin: Plugin, resource: Resource) -> None:
+    def __init__(self, plugin: ForeignPlugin, resource: Resource) -> None:
         self.resource = resource
         self._plugin = plugin
         self._updates: asyncio.Queue[None] = asyncio.Queue()
@@ -308,7 +308,7 @@ class _Names(events.FileSystemEventHandler):
                 self._loop.call_soon_threadsafe(self._queue.put_nowait, one)
 
 
-class Plugin:
+class ForeignPlugin:
     """The vendor's process: serves the file's resources in a directory until it is told to end."""
 
     def __init__(self, path: Path, directory: Path, registry: Path, notes: Path | None = None) -> None:
@@ -476,7 +476,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
 
     async def serve() -> None:
-        plugin = Plugin(options.file.absolute(), options.directory, options.registry, options.notes)
+        plugin = ForeignPlugin(options.file.absolute(), options.directory, options.registry, options.notes)
         task = asyncio.create_task(plugin.run())
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, task.cancel)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
-from deviceplugin.testing.devicemanager import ContainerSpec, KubeletCrashError, PodSpec, RunOptions
+from deviceplugin.testing.devicemanager import ContainerOptions, ContainerSpec, KubeletCrashError, PodSpec
 
 __all__ = ["ContainerMount", "ContainerNode", "FakeContainer", "FakePod", "Lingering", "PodFailedError"]
 
@@ -87,7 +87,7 @@ class FakeContainer:
         """Whether it runs until the pod ends."""
         return not self.init or self.spec.restartable
 
-    def started(self, options: RunOptions, devices: Mapping[str, Iterable[str]]) -> None:
+    def started(self, options: ContainerOptions, devices: Mapping[str, Iterable[str]]) -> None:
         """Take note of a start; for the kubelet."""
         self.devices = {resource: tuple(sorted(ids)) for resource, ids in devices.items()}
         self.env = dict(options.env)

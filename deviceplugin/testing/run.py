@@ -26,10 +26,10 @@ from deviceplugin.kubelet.podresources import unix_address
 from deviceplugin.testing.devicemanager import (
     AdmissionError,
     DeviceManager,
-    Endpoint,
     KubeletCrashError,
     Method,
     PluginCallError,
+    PluginEndpoint,
 )
 from deviceplugin.testing.state import NodeState, Registration, Rpc, Update, describe
 from deviceplugin.wire import deviceplugin_pb2 as pb
@@ -461,7 +461,7 @@ class _Client:
             raise
         assert isinstance(options, pb.DevicePluginOptions)
         self._dialled = True
-        self._run.manager.connected(Endpoint(self.resource, self.call, options, str(self.path)))
+        self._run.manager.connected(PluginEndpoint(self.resource, self.call, options, str(self.path)))
         return options
 
     def call(self, method: Method | str, request: Any, timeout: float | None = None) -> Any:

@@ -18,7 +18,7 @@ from dra_bridge.driver.claim_devices import filed
 from dra_bridge.driver.claims import ClaimError
 from dra_bridge.driver.evidence import Published
 from dra_bridge.driver.records import ClaimRecords, Prepared, PreparedDevice, prepared_of
-from dra_bridge.driver.served import Group
+from dra_bridge.driver.served import RequestDevices
 from dra_bridge.driver.tasks import in_thread
 
 _LOG: Final = logging.getLogger(__name__)
@@ -44,15 +44,15 @@ class ClaimFiles:
         self._agent = agent
         self._records = records
         self._driver = records.driver
-        self._store = cdi.Store(records.driver, directory)
-        self._own = claim_files.Store(records.driver, directory)
+        self._store = cdi.CdiStore(records.driver, directory)
+        self._own = claim_files.ClaimFileStore(records.driver, directory)
         self._changing = threading.Lock()
         """Held while a claim's own file is removed, or written again without the claim's lock."""
         self._quick = os.path.realpath(directory).startswith(_IN_MEMORY)
         """Whether the files are in memory, so that neither writing nor removing one blocks."""
 
     async def answer(
-        self, claim: Claim, groups: Sequence[Group], edits: Mapping[str, Sequence[ContainerEdits]]
+        self, claim: Claim, groups: Sequence[RequestDevices], edits: Mapping[str, Sequence[ContainerEdits]]
     ) -> Prepared:
         """Make a claim's answer and its files; in a thread if that may block."""
         nodes = (node.host for of_request in edits.values() for one in of_request for node in one.device_nodes)
@@ -60,7 +60,9 @@ class ClaimFiles:
             return self._answer(claim, groups, edits)
         return await in_thread(self._answer, claim, groups, edits)
 
-    def _answer(self, claim: Claim, groups: Sequence[Group], edits: Mapping[str, Sequence[ContainerEdits]]) -> Prepared:
+    def _answer(
+        self, claim: Claim, groups: Sequence[RequestDevices], edits: Mapping[str, Sequence[ContainerEdits]]
+    ) -> Prepared:
         """Make a claim's answer and its files. Blocks, also for reading device nodes.
 
         Each request has a CDI device, so that a container gets the edits of its own requests, and each once.

@@ -75,7 +75,7 @@ class Opaque(msgspec.Struct, frozen=True):
     parameters: Any = None
 
 
-class Config(msgspec.Struct, frozen=True):
+class ClaimConfig(msgspec.Struct, frozen=True):
     """One piece of configuration (resource.k8s.io, DeviceAllocationConfiguration)."""
 
     source: str = ""
@@ -85,10 +85,10 @@ class Config(msgspec.Struct, frozen=True):
 
 class _Devices(msgspec.Struct):
     results: list[Result] | None = None
-    config: list[Config] | None = None
+    config: list[ClaimConfig] | None = None
 
 
-class _Allocation(msgspec.Struct):
+class _AllocationResult(msgspec.Struct):
     devices: _Devices | None = None
 
 
@@ -98,18 +98,18 @@ class _User(msgspec.Struct, rename="camel"):
     api_group: str = ""
 
 
-class _Status(msgspec.Struct, rename="camel"):
-    allocation: _Allocation | None = None
+class _ClaimStatus(msgspec.Struct, rename="camel"):
+    allocation: _AllocationResult | None = None
     reserved_for: list[_User] | None = None
 
 
 class _Claim(msgspec.Struct):
     metadata: _Meta
-    status: _Status | None = None
+    status: _ClaimStatus | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Allocation:
+class ClaimAllocation:
     """What a claim has of one driver on one node.
 
     config: this driver's only, class before claim. reserved: for a pod or something else. pods: UIDs of these pods.
@@ -117,7 +117,7 @@ class Allocation:
     """
 
     results: tuple[Result, ...]
-    config: tuple[Config, ...]
+    config: tuple[ClaimConfig, ...]
     reserved: bool
     pods: frozenset[str] = frozenset()
     limits: bool = False
@@ -138,7 +138,7 @@ def stands_for_limits(annotations: Mapping[str, str] | None) -> bool:
     return (annotations or {}).get("resource.kubernetes.io/extended-resource-claim") == "true"
 
 
-def parse_allocation(claim: Mapping[str, Any] | None, ref: ClaimRef, driver: str, pool: str) -> Allocation:
+def parse_allocation(claim: Mapping[str, Any] | None, ref: ClaimRef, driver: str, pool: str) -> ClaimAllocation:
     """Return what the claim has of this driver on this node.
 
     Raises ClaimError: it is gone, another one, not allocated, or allocated elsewhere.
@@ -168,10 +168,10 @@ def parse_allocation(claim: Mapping[str, Any] | None, ref: ClaimRef, driver: str
     ordered = sorted(ours, key=lambda config: config.source != "FromClass")
     users = parsed.status.reserved_for or ()
     pods = frozenset(user.uid for user in users if user.resource == "pods" and not user.api_group and user.uid)
-    return Allocation(results, tuple(ordered), bool(users), pods, stands_for_limits(parsed.metadata.annotations))
+    return ClaimAllocation(results, tuple(ordered), bool(users), pods, stands_for_limits(parsed.metadata.annotations))
 
 
-def decoded_config(config_type: type[_T] | None, config: Sequence[Config], request: str) -> _T | None:
+def decoded_config(config_type: type[_T] | None, config: Sequence[ClaimConfig], request: str) -> _T | None:
     """Return the parameters of one request, decoded strictly.
 
     Fields of the claim override fields of the class. `apiVersion` and `kind` are allowed; any other field that the type

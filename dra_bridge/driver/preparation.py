@@ -42,22 +42,22 @@ from deviceplugin.adoption.answers import AnswerError
 from deviceplugin.adoption.source import AdoptedSource
 from deviceplugin.device import ContainerEdits, Device, EditConflictError, counted
 from deviceplugin.durations import Durations
-from deviceplugin.exclusion import ConflictError, Key
+from deviceplugin.exclusion import DeviceConflictError, DeviceKey
 from deviceplugin.hooks import HookStatistics
 from deviceplugin.kubelet.claim_state import ClaimStateError
 from deviceplugin.register import operations
 from deviceplugin.register.question import View
-from deviceplugin.register.records import Claim, Decision, LedgerError, Operation, Snapshot
+from deviceplugin.register.records import Claim, Decision, LedgerError, Operation, RegisterSnapshot
 from deviceplugin.register.register import Register
 from deviceplugin.register.rules import Excluded, Refused
 from deviceplugin.source import DeviceSource
 from dra_bridge.driver.claim_api import ClaimEvents, ClusterClaims
 from dra_bridge.driver.claim_devices import granted_device
 from dra_bridge.driver.claim_files import ClaimFiles
-from dra_bridge.driver.claims import Allocation, ClaimError, ClaimRef, check_ref, parse_allocation
+from dra_bridge.driver.claims import ClaimAllocation, ClaimError, ClaimRef, check_ref, parse_allocation
 from dra_bridge.driver.host import DriverHost
 from dra_bridge.driver.records import ClaimRecords, Prepared, prepared_of
-from dra_bridge.driver.served import Group, ServedDevices
+from dra_bridge.driver.served import RequestDevices, ServedDevices
 from dra_bridge.driver.tasks import Tasks, ended
 
 _LOG: Final = logging.getLogger(__name__)
@@ -135,20 +135,23 @@ class ClaimDevices:
         """
         try:
             await self.register.verify_granted(record.held)
-        except ConflictError as error:
+        except DeviceConflictError as error:
             raise self._refused(ref, str(error), str(error)) from error
         await self._ask(ref, (), lambda view: operations.prepare(record, view, pull=True, along=self._along(record)))
 
-    def _along(self, record: Claim) -> frozenset[Key]:
+    def _along(self, record: Claim) -> frozenset[DeviceKey]:
         """Return the devices that move along with a claim's."""
         return frozenset(one for key in record.held for one in self.register.listed.group(*key))
 
     async def _ask(
-        self, ref: ClaimRef, keys: Sequence[Key], operation: Callable[[View], Operation[Claim | Refused | Excluded]]
+        self,
+        ref: ClaimRef,
+        keys: Sequence[DeviceKey],
+        operation: Callable[[View], Operation[Claim | Refused | Excluded]],
     ) -> None:
         try:
             answer = await self.register.decide(keys, operation)
-        except ConflictError as error:
+        except DeviceConflictError as error:
             raise self._refused(ref, str(error), str(error)) from error
         if isinstance(answer, Excluded):
             raise self._refused(ref, answer.message, answer.message)
@@ -161,12 +164,12 @@ class ClaimDevices:
         self.events.refused(ref, kind, message)
         return ClaimError("refused", message)
 
-    async def of_claim(self, uid: str, groups: Sequence[Group]) -> dict[str, list[ContainerEdits]]:
+    async def of_claim(self, uid: str, groups: Sequence[RequestDevices]) -> dict[str, list[ContainerEdits]]:
         """Set up a claim's devices and return the edits of each request. Raises as `edits` does.
 
         The answers of vendors' plugins have to fit together: nothing tells which container gets which.
         """
-        calls: dict[object, list[Group]] = {}
+        calls: dict[object, list[RequestDevices]] = {}
         for number, group in enumerate(groups):
             source = group.served.source
             together = isinstance(source, AdoptedSource) and source.adopted.together
@@ -188,7 +191,7 @@ class ClaimDevices:
             raise ClaimError("conflict", f"{what}: {error}; {how}") from error
         return edits
 
-    async def edits(self, uid: str, group: Group) -> ContainerEdits:
+    async def edits(self, uid: str, group: RequestDevices) -> ContainerEdits:
         """Set up a group's devices for a claim and return the edits of the devices, then those of the hooks.
 
         Administrative access changes nothing: the devices are set up for others.
@@ -239,7 +242,7 @@ class ClaimDevices:
         """Return the devices that no other claim holds, but for those that are ending, too."""
         mine = {(self.records.driver, one) for one in (uid, *self.ending)}
         others = (claim.held for key, claim in self.records.ledger.snapshot.claims.items() if key not in mine)
-        held: frozenset[Key] = frozenset().union(*others)
+        held: frozenset[DeviceKey] = frozenset().union(*others)
         return [device for device in devices if (source.resource, device.id) not in held]
 
     def released(self, claim: Claim) -> None:
@@ -380,7 +383,7 @@ class ClaimPreparation:
             self.statistics.in_flight -= 1
             statistics.durations.add(time.perf_counter() - began)
 
-    async def _read(self, ref: ClaimRef) -> Allocation:
+    async def _read(self, ref: ClaimRef) -> ClaimAllocation:
         """Return what a claim has of this driver. Raises ClaimError: nothing, or nobody may use it."""
         began = time.perf_counter()
         self.statistics.claim_reads += 1
@@ -393,7 +396,7 @@ class ClaimPreparation:
             raise ClaimError("unreserved", f"claim {ref.title} is not reserved for a pod (any more)")
         return allocation
 
-    def _stands(self, former: Prepared, allocation: Allocation) -> bool:
+    def _stands(self, former: Prepared, allocation: ClaimAllocation) -> bool:
         """Return whether a recorded answer is of this boot, and of what the claim is allocated now."""
         return former.boot == self.files.boot and former.named == allocation.named
 
@@ -421,7 +424,7 @@ class ClaimPreparation:
             # Prepared before a reboot: the devices have to be set up again.
             await self.records.ledger.do(operations.reopen(self.records.driver, ref.uid))
 
-    async def _set_up(self, ref: ClaimRef, record: Claim, groups: Sequence[Group]) -> Prepared:
+    async def _set_up(self, ref: ClaimRef, record: Claim, groups: Sequence[RequestDevices]) -> Prepared:
         """Reserve the devices, call the hooks, write the CDI file and record the answer; undo all if that fails."""
         traces = any("prepare" in group.served.source.hooks and not group.admin for group in groups)
         await self.devices.reserve(ref, record, durable=traces)
@@ -499,12 +502,12 @@ class ClaimPreparation:
 
 
 def _reserve_alike(
-    record: Claim, view: View, *, durable: bool, along: frozenset[Key]
+    record: Claim, view: View, *, durable: bool, along: frozenset[DeviceKey]
 ) -> Operation[Claim | Refused | Excluded]:
     """Reserve a claim's devices, unless others that share one have it with other parameters; then answer why not."""
     reserve = operations.reserve(record, view, durable=durable, pull=True, along=along)
 
-    def decide(state: Snapshot) -> Decision[Claim | Refused | Excluded]:
+    def decide(state: RegisterSnapshot) -> Decision[Claim | Refused | Excluded]:
         decision = reserve(state)
         if isinstance(decision.answer, Claim) and (why := _other_parameters(state, record)):
             return Decision(Excluded(why))
@@ -513,7 +516,7 @@ def _reserve_alike(
     return decide
 
 
-def _other_parameters(state: Snapshot, claim: Claim) -> str:
+def _other_parameters(state: RegisterSnapshot, claim: Claim) -> str:
     """Return which device another holder, or the claim itself, has with other parameters; "" if all are alike."""
     for one in claim.devices:
         holders = state.claims_on(one.resource, (one.device,)) if not one.admin else ()

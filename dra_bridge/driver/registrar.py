@@ -61,7 +61,7 @@ _MAX_MESSAGE: Final = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
+class RegistrarTiming:
     """Waits, in seconds.
 
     check: between two checks of the sockets, should the file watch miss every change. patience: without an answer of
@@ -184,7 +184,7 @@ def add_to_server(driver: Driver, health: HealthService, server: grpc.aio.Server
 
 
 @dataclass(frozen=True, slots=True)
-class _Registration(RegistrationServicer):
+class _RegistrationService(RegistrationServicer):
     """What the kubelet asks at the registration socket. answered: called with (registered, error)."""
 
     info: pb.PluginInfo
@@ -225,14 +225,14 @@ class Registrar:
         directory: Path,
         registry: Path,
         *,
-        timing: Timing | None = None,
+        timing: RegistrarTiming | None = None,
         changed: Callable[[], None] = lambda: None,
     ) -> None:
         self.driver = driver
         self.statistics = RegistrarStatistics()
         self._directory = directory
         self._registry = registry
-        self._timing = timing or Timing()
+        self._timing = timing or RegistrarTiming()
         self._changed = changed
         self._backoff = Backoff(first=0.5, most=60.0)
         self._health: HealthService | None = None
@@ -308,7 +308,7 @@ class Registrar:
         await self._bind(service, endpoint)
         info = pb.PluginInfo(type="DRAPlugin", name=name, endpoint=str(endpoint), supported_versions=list(SERVICES))
         answered = functools.partial(self._answered, watch)
-        add_RegistrationServicer_to_server(_Registration(info, answered), registration)
+        add_RegistrationServicer_to_server(_RegistrationService(info, answered), registration)
         await self._bind(registration, addresses.socket_path(self._registry, name, f"-{instance}-reg.sock"))
         _LOG.debug("serving at %s, waiting for the kubelet", endpoint, extra={"driver": name})
 

@@ -14,7 +14,7 @@ from deviceplugin.device import Device, Health
 from deviceplugin.inventory import GONE, Inventory
 from deviceplugin.register.records import Claim
 from deviceplugin.source import DeviceSource
-from dra_bridge.driver.claims import Allocation, ClaimError, Result, decoded_config
+from dra_bridge.driver.claims import ClaimAllocation, ClaimError, Result, decoded_config
 from dra_bridge.driver.host import DriverHost
 
 
@@ -26,7 +26,7 @@ class ServedResource(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class RequestDevices:
     """The devices of one request that come from one source. request: without the subrequest."""
 
     request: str
@@ -78,7 +78,7 @@ class ServedDevices:
             if ids:
                 yield served, [listed.get(name) or Device(name, health=Health.UNHEALTHY, message=GONE) for name in ids]
 
-    def groups(self, allocation: Allocation) -> list[Group]:
+    def groups(self, allocation: ClaimAllocation) -> list[RequestDevices]:
         """Find the devices and decode the parameters of each request.
 
         Raises ClaimError: a device is missing, gone or unhealthy, the parameters are wrong, or a vendor's plugin is
@@ -100,7 +100,7 @@ class ServedDevices:
             found.setdefault((result.request, served.source.resource, admin), []).append((device, result))
         by_resource = {served.source.resource: served for served in self.resources}
         return [
-            Group(
+            RequestDevices(
                 request.partition("/")[0],
                 by_resource[resource],
                 tuple(members),

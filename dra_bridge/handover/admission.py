@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
-from deviceplugin.register.records import Claim, Snapshot
+from deviceplugin.register.records import Claim, RegisterSnapshot
 from deviceplugin.register.rules import held_by_limits, served_by_limits
 
 AGE: Final = 5.0
@@ -42,17 +42,17 @@ class Counts:
         return max(self.shown or 0, self.by_plugin)
 
 
-def counts_of(now: Snapshot, resource: str, shown: Collection[str] | None) -> Counts:
+def counts_of(now: RegisterSnapshot, resource: str, shown: Collection[str] | None) -> Counts:
     """Return the counts of a resource. shown: see `Counts`."""
     return Counts(len(shown) if shown is not None else None, *held_by_limits(now, resource))
 
 
-def served_by_dra(now: Snapshot, resource: str) -> list[Claim]:
+def served_by_dra(now: RegisterSnapshot, resource: str) -> list[Claim]:
     """Return the claims through which pods have devices of a resource by their `limits`, the oldest first."""
     return sorted((one for one in now.claims.values() if served_by_limits(one, resource)), key=lambda one: one.since)
 
 
-def resources_served_by_dra(now: Snapshot) -> set[str]:
+def resources_served_by_dra(now: RegisterSnapshot) -> set[str]:
     """Return the resources of which pods have devices through DRA by their `limits`."""
     return {one.resource for claim in now.claims.values() for one in claim.devices if one.limits and not one.admin}
 
@@ -92,7 +92,7 @@ def denied(pods: Iterable[AdmittedPod], capacity: int) -> tuple[str, ...]:
     return tuple(found)
 
 
-def pods_of(now: Snapshot, resource: str) -> list[AdmittedPod]:
+def pods_of(now: RegisterSnapshot, resource: str) -> list[AdmittedPod]:
     """Return the pods that have devices of a resource by their `limits`, with the time when they got them.
 
     A pod of the plugin side has its UID for a title, "" if it is not known yet. A pod that had waited before DRA served
@@ -112,7 +112,7 @@ def pods_of(now: Snapshot, resource: str) -> list[AdmittedPod]:
     ]
 
 
-def denied_now(now: Snapshot, resource: str) -> tuple[str, ...]:
+def denied_now(now: RegisterSnapshot, resource: str) -> tuple[str, ...]:
     """Return the UIDs of the pods that the kubelet would deny if it started anew now.
 
     Its number counts as 0: an agent that is late, or away, has not registered by then.

@@ -11,7 +11,7 @@ from typing import Final
 from deviceplugin.backoff import Backoff
 from deviceplugin.kubelet.holders import kubelet_snapshot
 from deviceplugin.register import operations
-from deviceplugin.register.records import Claim, Side, Snapshot, State
+from deviceplugin.register.records import Claim, RegisterSnapshot, Side, State
 from deviceplugin.register.rules import ClusterEvidence, HolderWait, KubeletEvidence
 from dra_bridge.handover.admission import served_by_dra
 from dra_bridge.handover.moved import MovedResource
@@ -150,7 +150,9 @@ class MovesToPlugin:
             return "a list of claims"
         return HolderWait(f"claim {query.claim}") if query.device else _waits_for_limits(query.claim)
 
-    def _known(self, now: Snapshot, devices: Iterable[str], prepared: Mapping[str, Claim]) -> dict[str, _ClaimQuery]:
+    def _known(
+        self, now: RegisterSnapshot, devices: Iterable[str], prepared: Mapping[str, Claim]
+    ) -> dict[str, _ClaimQuery]:
         """Return what is known of the claims that name these devices. prepared: claims by device."""
         keys = {name: (name, now.device(self.moved.name, name).sequence) for name in devices}
         self.queries = {key: self.queries.get(key) or _ClaimQuery(self.waits()) for key in keys.values()}

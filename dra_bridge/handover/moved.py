@@ -6,11 +6,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
-from deviceplugin.exclusion import Key
+from deviceplugin.exclusion import DeviceKey
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.holders import HolderSnapshot
 from deviceplugin.kubelet.servicer import Endpoint
-from deviceplugin.register.records import Snapshot, State
+from deviceplugin.register.records import RegisterSnapshot, State
 from deviceplugin.register.register import Register, Store
 from dra_bridge.handover.planner import ALL, Moving
 
@@ -22,8 +22,8 @@ class Allocated:
     claims: namespace/name by (resource, device). limits: those of them that pods have by their `limits`.
     """
 
-    claims: Mapping[Key, str] = field(default_factory=dict)
-    limits: frozenset[Key] = frozenset()
+    claims: Mapping[DeviceKey, str] = field(default_factory=dict)
+    limits: frozenset[DeviceKey] = frozenset()
 
 
 class MoveEvidence(Protocol):
@@ -34,7 +34,7 @@ class MoveEvidence(Protocol):
 
     errors: ClassVar[tuple[type[Exception], ...]]
 
-    async def scan(self, wanted: Collection[Key]) -> HolderSnapshot | None:
+    async def scan(self, wanted: Collection[DeviceKey]) -> HolderSnapshot | None:
         """Find out who holds devices, and compare the register with it; return None if an Allocate came in between."""
 
     def title(self, pod_uid: str) -> str:
@@ -87,10 +87,10 @@ class MovedResource:
         """Where the register keeps its records."""
         return self.register.store
 
-    def in_state(self, now: Snapshot, state: State) -> tuple[str, ...]:
+    def in_state(self, now: RegisterSnapshot, state: State) -> tuple[str, ...]:
         """Return the devices that are moved and are in a state."""
         return self.moving.in_state(now, self.name, state)
 
-    def group(self, device: str) -> tuple[Key, ...]:
+    def group(self, device: str) -> tuple[DeviceKey, ...]:
         """Return the devices that a device moves together with, the first of them leading."""
         return self.register.listed.group(self.name, device)

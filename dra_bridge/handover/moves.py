@@ -16,7 +16,7 @@ from typing import Final
 
 from deviceplugin.backoff import Backoff
 from deviceplugin.device import counted
-from deviceplugin.register.records import LedgerError, Side, Snapshot
+from deviceplugin.register.records import LedgerError, RegisterSnapshot, Side
 from deviceplugin.register.rules import HolderWait
 from dra_bridge.handover.admission import denied_now
 from dra_bridge.handover.allocatable import AllocatableStatus
@@ -151,7 +151,7 @@ class Handover:
                 extra[kind] = holder
             _LOG.log(level, "the move of device %s waits for %s", name, what, extra=extra)
 
-    def _committed(self, side: Side, devices: Sequence[str], before: Snapshot) -> None:
+    def _committed(self, side: Side, devices: Sequence[str], before: RegisterSnapshot) -> None:
         """Count and log the moves that ended."""
         way, now, extra = f"to-{side.value}", time.time(), {"resource": self.resource}
         since = [before.device(self.resource, name).since for name in devices]

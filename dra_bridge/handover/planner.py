@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Final
 
 from deviceplugin.device import Device
-from deviceplugin.exclusion import Key
-from deviceplugin.register.records import DeviceRecord, Side, Snapshot, State
+from deviceplugin.exclusion import DeviceKey
+from deviceplugin.register.records import DeviceRecord, RegisterSnapshot, Side, State
 from deviceplugin.topology import natural
 from dra_bridge.handover.share import Drain, Share
 
 
-def held_and_expected(now: Snapshot) -> tuple[frozenset[Key], frozenset[Key]]:
+def held_and_expected(now: RegisterSnapshot) -> tuple[frozenset[DeviceKey], frozenset[DeviceKey]]:
     """Return the devices that a pod or a claim holds, and those that move to DRA because a claim came for them.
 
     A device that a pod was given while it moved is held, not expected: the claim waits for the pod.
@@ -31,12 +31,12 @@ class Moving:
     driver: str = ""
     leaving: bool = False
 
-    def of(self, now: Snapshot, resource: str) -> dict[str, DeviceRecord]:
+    def of(self, now: RegisterSnapshot, resource: str) -> dict[str, DeviceRecord]:
         """Return the records of a resource's devices that are moved, by device."""
         drivers = {self.driver} if self.leaving else {"", self.driver}
         return {name: record for name, record in now.of(resource).items() if record.driver in drivers}
 
-    def in_state(self, now: Snapshot, resource: str, state: State) -> tuple[str, ...]:
+    def in_state(self, now: RegisterSnapshot, resource: str, state: State) -> tuple[str, ...]:
         """Return those that are in a state."""
         return tuple(sorted(name for name, record in self.of(now, resource).items() if record.state is state))
 
@@ -134,12 +134,12 @@ def _choose(
     return tuple(chosen)
 
 
-Group = Callable[[str], tuple[Key, ...]]
+Group = Callable[[str], tuple[DeviceKey, ...]]
 """Returns a device and those of its driver that move together with it, the one that leads first."""
 
 
 def leading(
-    now: Snapshot, resource: str, states: Mapping[str, State], group: Group
+    now: RegisterSnapshot, resource: str, states: Mapping[str, State], group: Group
 ) -> tuple[dict[str, State], frozenset[str], frozenset[str]]:
     """Return what `plan` decides about: the states of devices that lead or are by themselves, held and expected ones.
 
@@ -156,7 +156,9 @@ def leading(
     return leaders, frozenset(name for name, members in groups.items() if not held.isdisjoint(members)), awaited
 
 
-def followers(now: Snapshot, resource: str, devices: Iterable[str], group: Group) -> list[tuple[str, Side, str]]:
+def followers(
+    now: RegisterSnapshot, resource: str, devices: Iterable[str], group: Group
+) -> list[tuple[str, Side, str]]:
     """Return the devices that are to move with others of their group: where to, and why.
 
     A device follows the one that leads its group. If a claim came for one of them, all move to DRA.

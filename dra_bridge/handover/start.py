@@ -11,7 +11,7 @@ from typing import Final
 
 from deviceplugin.device import counted
 from deviceplugin.register import operations
-from deviceplugin.register.records import Side, Snapshot, State
+from deviceplugin.register.records import RegisterSnapshot, Side, State
 from deviceplugin.register.rules import HolderWait
 from deviceplugin.topology import natural
 from dra_bridge.handover.admission import counts_of, may_leave, resources_served_by_dra
@@ -119,7 +119,7 @@ class MoveStarter:
         self.blocked = dict.fromkeys(rest, _BLOCKED)
         return Plan(tuple(chosen), (), rest)
 
-    def _may_leave(self, now: Snapshot, leaders: Iterable[str]) -> bool:
+    def _may_leave(self, now: RegisterSnapshot, leaders: Iterable[str]) -> bool:
         """Return whether these devices and those that move with them may leave for DRA together, of each resource."""
         leaving: dict[str, set[str]] = {}
         for of, name in {member for leader in leaders for member in self.moved.group(leader)}:

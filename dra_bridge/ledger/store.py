@@ -34,7 +34,7 @@ from deviceplugin.files import inode_of, locked
 from deviceplugin.identity import boot_id
 from deviceplugin.register import copies, records
 from deviceplugin.register.copies import Copy
-from deviceplugin.register.records import Change, Decision, LedgerError, LedgerLostError, Operation, Snapshot
+from deviceplugin.register.records import Change, Decision, LedgerError, LedgerLostError, Operation, RegisterSnapshot
 
 _LOG: Final = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -65,7 +65,7 @@ _TABLES: Final = {
     "claims": ("driver", "uid", "namespace", "name", "devices", "result", "since", "sequence", "pods"),
     "settings": ("section", "key", "value"),
 }
-"""By table, which is also a field of `Snapshot`: the fields of its records that are kept. The first two are the key."""
+"""By table, a field of `RegisterSnapshot`: the fields of its records that are kept. The first two are the key."""
 _CREATE: Final = (
     *(
         f"CREATE TABLE {name} ({', '.join(columns)}, PRIMARY KEY ({columns[0]}, {columns[1]})) WITHOUT ROWID"
@@ -329,7 +329,7 @@ class Ledger:
         kept += [Change("claims", key, one, durable=False) for key, one in claims.items()]
         self.snapshot = replace(found.with_changes(kept, found.sequence), ended=known.ended)
 
-    def _load(self, *, again: bool = False) -> Snapshot:
+    def _load(self, *, again: bool = False) -> RegisterSnapshot:
         """Open the database and read all of it; put it aside if that is not possible."""
         try:
             return self._read()
@@ -342,7 +342,7 @@ class Ledger:
             _LOG.error(message, self.path, error, self._put_aside())
         return self._load(again=True)
 
-    def _read(self) -> Snapshot:
+    def _read(self) -> RegisterSnapshot:
         if os.path.isdir(self.path):
             raise _DamagedError("it is a directory")
         connection = self._connection = self._connect(self.path)
@@ -375,8 +375,8 @@ class Ledger:
         connection.execute(f"PRAGMA user_version = {SCHEMA}")
         connection.execute("COMMIT")
 
-    def _rows(self, connection: sqlite3.Connection) -> Snapshot:
-        tables: dict[str, dict[records.Key, Any]] = {table: {} for table in _TABLES}
+    def _rows(self, connection: sqlite3.Connection) -> RegisterSnapshot:
+        tables: dict[str, dict[records.RecordKey, Any]] = {table: {} for table in _TABLES}
         seal = 0
         for table, found in tables.items():
             for row in connection.execute(f"SELECT {', '.join(_TABLES[table])} FROM {table}"):
@@ -389,7 +389,7 @@ class Ledger:
             raise _DamagedError("checksum mismatch")
         sequence, self._seal = row
         changes = [Change(table, key, one) for table, found in tables.items() for key, one in found.items()]
-        return Snapshot().with_changes(changes, sequence)
+        return RegisterSnapshot().with_changes(changes, sequence)
 
     def _put_aside(self) -> str:
         """Rename the files, and remove all but the newest that were put aside."""

@@ -7,7 +7,7 @@ import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final, Self, TypeVar
 
-from deviceplugin.register.records import LedgerLostError, Operation, Snapshot
+from deviceplugin.register.records import LedgerLostError, Operation, RegisterSnapshot
 from dra_bridge.ledger.store import Ledger
 
 _T = TypeVar("_T")
@@ -43,7 +43,7 @@ class AsyncLedger:
             raise
 
     @property
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> RegisterSnapshot:
         """Everything as of the last commit."""
         return self.ledger.snapshot
 

@@ -27,7 +27,7 @@ from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.node.driver_runtime import DriverRuntime
 from dra_bridge.node.node_object import NodeStatusWriter, NodeWatch
 from dra_bridge.node.options import AGENT
-from dra_bridge.node.resource import Node
+from dra_bridge.node.resource import BridgeNode
 from dra_bridge.node.share import HandoverPolicy
 from dra_bridge.node.status import MAX_SURGE, BridgeStatus
 from dra_bridge.slices.publisher import Publisher
@@ -96,7 +96,7 @@ class Bridge:
             NodeStatusWriter(cluster, node).write, self.agent.pod_resources.allocatable, grace=grace
         )
         self._watch = NodeWatch(cluster, node, self._read_shares, self._allocatable.observe)
-        self.node = Node(
+        self.node = BridgeNode(
             node,
             paths.kubelet_root / "plugins" / agent_name,
             self.agent,

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Final
 
 from deviceplugin.backoff import Backoff
 from deviceplugin.cdi import CdiError
-from deviceplugin.exclusion import Key
+from deviceplugin.exclusion import DeviceKey
 from deviceplugin.kubelet import claim_state
 from deviceplugin.kubelet.checkpoint import CheckpointError
 from deviceplugin.kubelet.claim_state import ClaimStateError
@@ -50,7 +50,7 @@ class EvidenceReader:
     lost: Callable[[], str]
     errors: ClassVar[tuple[type[Exception], ...]] = (ClusterError,)
 
-    async def scan(self, wanted: Collection[Key]) -> HolderSnapshot | None:
+    async def scan(self, wanted: Collection[DeviceKey]) -> HolderSnapshot | None:
         """See `HolderScanner`."""
         return await self.agent.scanner.scan(wanted)
 
@@ -96,12 +96,12 @@ class EvidenceReader:
         known = self.driver.records.get(claim.uid)
         return known is not None and (known.result is not None or not known.durable)
 
-    async def _list(self) -> list[tuple[Mapping[str, Any], set[Key]]]:
+    async def _list(self) -> list[tuple[Mapping[str, Any], set[DeviceKey]]]:
         """List all claims, consistently; return the metadata of each and what of this node is allocated to it."""
         found = (await self.cluster.list(RESOURCE_CLAIMS)).items
         return [(claim["metadata"], self._allocated(claim)) for claim in found]
 
-    def _allocated(self, claim: Mapping[str, Any]) -> set[Key]:
+    def _allocated(self, claim: Mapping[str, Any]) -> set[DeviceKey]:
         """Return (resource, device) of this node that a claim's allocation names, without administrative access."""
         results = (((claim.get("status") or {}).get("allocation") or {}).get("devices") or {}).get("results") or ()
         devices = self.driver.devices.by_name

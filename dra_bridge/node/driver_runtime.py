@@ -24,7 +24,7 @@ from dra_bridge.handover.share import Share
 from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.node.claim_reconciliation import ClaimPods, ClaimReconciliation
 from dra_bridge.node.device_reconciliation import DeviceReconciler, EvidenceReader
-from dra_bridge.node.resource import BYPASSED, DriverContext, Node, ResourceRuntime
+from dra_bridge.node.resource import BYPASSED, BridgeNode, DriverContext, ResourceRuntime
 from dra_bridge.node.share import NONE, DriverShare, HandoverPolicy
 from dra_bridge.node.slice_feed import SliceFeed, qualifiers_of
 
@@ -41,7 +41,11 @@ class DriverRuntime(DriverHost):
     """
 
     def __init__(
-        self, node: Node, name: str, async_ledger: AsyncLedger, left: Callable[[str], None] = lambda resource: None
+        self,
+        node: BridgeNode,
+        name: str,
+        async_ledger: AsyncLedger,
+        left: Callable[[str], None] = lambda resource: None,
     ) -> None:
         self.name = name
         self.async_ledger = async_ledger

@@ -13,7 +13,7 @@ from prometheus_client.metrics_core import (
     SummaryMetricFamily,
 )
 
-from deviceplugin.kubelet.podresources import Holder
+from deviceplugin.kubelet.podresources import PodContainer
 from deviceplugin.metrics.collectors import buckets
 from deviceplugin.register.records import State
 from deviceplugin.register.rules import HolderWait
@@ -44,7 +44,7 @@ def families(
     drivers: Sequence[DriverRuntime],
     publisher: Publisher,
     cluster: Cluster,
-    ends: Mapping[str, Sequence[Holder]],
+    ends: Mapping[str, Sequence[PodContainer]],
     *,
     kubelet_listens: bool,
 ) -> Iterator[Metric]:

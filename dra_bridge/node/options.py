@@ -40,7 +40,7 @@ def _name(text: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class RunOptions(common.RunOptions):
+class BridgeOptions(common.RunOptions):
     """The values of the options of an agent with both sides."""
 
     cluster: Cluster
@@ -49,7 +49,7 @@ class RunOptions(common.RunOptions):
     agent_name: str
 
 
-def parse_run(argv: Sequence[str] | None = None, metrics_address: str | None = None) -> RunOptions:
+def parse_run(argv: Sequence[str] | None = None, metrics_address: str | None = None) -> BridgeOptions:
     """Read the options of an author's own agent (`dra_bridge.run(Source())`) and set up its logs.
 
     metrics_address: where it is not an option.
@@ -66,7 +66,7 @@ def parse_run(argv: Sequence[str] | None = None, metrics_address: str | None = N
         parser.exit(2, f"{error}\n")
 
 
-def run_options(options: argparse.Namespace) -> RunOptions:
+def run_options(options: argparse.Namespace) -> BridgeOptions:
     """Take the options added by `add_run_options` and set up the logs.
 
     Raises AccessError: how to reach the API server cannot be found or read.
@@ -76,7 +76,7 @@ def run_options(options: argparse.Namespace) -> RunOptions:
 
     cluster = Cluster.from_environment(options.kubeconfig)
     cluster.configure()  # before there is a loop, a socket or a ledger
-    return RunOptions(
+    return BridgeOptions(
         run.paths, run.metrics_address, cluster, options.node_name, options.claim_status, options.agent_name
     )
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from deviceplugin.config import Config, Lock
     from deviceplugin.source import DeviceSource
     from dra_bridge.handover.share import Drain
-    from dra_bridge.node.options import RunOptions
+    from dra_bridge.node.options import BridgeOptions
 
 
 def run(
@@ -62,7 +62,7 @@ def run(
         sys.exit(status)
 
 
-def run_config(path: Path, options: RunOptions, lock: Lock, adopt: Path | None = None) -> int:
+def run_config(path: Path, options: BridgeOptions, lock: Lock, adopt: Path | None = None) -> int:
     """Serve both sides of a config file's resources until SIGTERM, following its changes; return the exit status.
 
     A file that cannot be used at the start is served as an agent before has served it last. adopt: the directory where
@@ -72,7 +72,7 @@ def run_config(path: Path, options: RunOptions, lock: Lock, adopt: Path | None =
     """
     kept = options.paths.kubelet_root / "plugins" / options.agent_name / "config.yaml"
     vendors = VendorPlugins(adopt) if adopt is not None else None
-    file = process.File.read(path, lock, kept, vendors)
+    file = process.ConfigFile.read(path, lock, kept, vendors)
 
     def make() -> process.Program:
         bridge = _bridge(file.sources(), policies_of(file.config), options, vendors)
@@ -88,7 +88,7 @@ def run_config(path: Path, options: RunOptions, lock: Lock, adopt: Path | None =
 def _bridge(
     sources: Sequence[DeviceSource],
     policies: Mapping[str, HandoverPolicy],
-    options: RunOptions,
+    options: BridgeOptions,
     vendors: VendorPlugins | None = None,
 ) -> Bridge:
     return Bridge(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from deviceplugin import topology
-from deviceplugin.exclusion import Key
+from deviceplugin.exclusion import DeviceKey
 from deviceplugin.node.agent import Agent
 from deviceplugin.node.service import Service
 from dra_bridge.driver import ClusterClaims
@@ -80,11 +80,11 @@ class DriverContext:
     """
 
     name: str
-    node: Node
+    node: BridgeNode
     ledger: AsyncLedger
     share: DriverShare
     resources: dict[str, ResourceRuntime] = field(default_factory=dict)
-    reconciled: set[Key] = field(default_factory=set)
+    reconciled: set[DeviceKey] = field(default_factory=set)
     reasons: dict[str, Mapping[str, str]] = field(default_factory=dict)
 
     def ready(self, resource: str, device: str) -> bool:
@@ -105,7 +105,7 @@ class DriverContext:
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class BridgeNode:
     """What the drivers of a node share.
 
     name: the node's, which is the pool's. directory: the agent's own among the kubelet's plugins, with the ledger and

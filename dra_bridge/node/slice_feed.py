@@ -11,7 +11,7 @@ from typing import Final
 
 from deviceplugin import naming
 from deviceplugin.register import operations
-from deviceplugin.register.records import Snapshot
+from deviceplugin.register.records import RegisterSnapshot
 from dra_bridge.driver import Registrar
 from dra_bridge.kube import RESOURCE_SLICES
 from dra_bridge.node.resource import DriverContext
@@ -34,7 +34,7 @@ def _section(driver: str) -> str:
     return f"qualifier {driver}"
 
 
-def qualifiers_of(now: Snapshot, driver: str) -> Mapping[str, str]:
+def qualifiers_of(now: RegisterSnapshot, driver: str) -> Mapping[str, str]:
     """Return what distinguishes a driver's resources in the names of published devices, by resource."""
     mine = _section(driver)
     return {resource: kept.value for (section, resource), kept in now.settings.items() if section == mine}

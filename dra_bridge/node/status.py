@@ -8,15 +8,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from deviceplugin.device import counted
-from deviceplugin.kubelet.podresources import Holder
-from deviceplugin.metrics.report import DeviceLocation, Event, PreparedClaim, ProviderReport, ShareProgress
-from deviceplugin.register.records import Claim, Snapshot, State
+from deviceplugin.kubelet.podresources import PodContainer
+from deviceplugin.metrics.report import ClaimedDevice, DeviceLocation, Event, ProviderReport, ShareProgress
+from deviceplugin.register.records import Claim, RegisterSnapshot, State
 from dra_bridge.node.slice_feed import qualifiers_of
 from dra_bridge.rollout.agents import WAITS
 
 if TYPE_CHECKING:
     from dra_bridge.node.driver_runtime import DriverRuntime
-    from dra_bridge.node.resource import Node
+    from dra_bridge.node.resource import BridgeNode
 
 
 MAX_SURGE: Final = "with maxSurge that one stays until this one is ready: set maxSurge to 0"
@@ -39,10 +39,10 @@ class BridgeStatus:
 
     name = "dra-bridge"
 
-    def __init__(self, node: Node, drivers: Mapping[str, DriverRuntime]) -> None:
+    def __init__(self, node: BridgeNode, drivers: Mapping[str, DriverRuntime]) -> None:
         self._node = node
         self._drivers = drivers
-        self._seen: Snapshot | None = None
+        self._seen: RegisterSnapshot | None = None
         """The register as of the last call of `events`."""
         self._unreachable = False
 
@@ -71,14 +71,14 @@ class BridgeStatus:
         uids: frozenset[str] = frozenset().union(*(claim.pods for claim in claims))
         denied = {name: found for one in drivers for name, found in _denied(one)}
         pods = {pod.uid: pod for pod in self._node.agent.tracker.pods_named(uids.union(*denied.values()))}
-        ends = {name: tuple(pods.get(uid, Holder(uid=uid)) for uid in found) for name, found in denied.items()}
+        ends = {name: tuple(pods.get(uid, PodContainer(uid=uid)) for uid in found) for name, found in denied.items()}
         return ProviderReport(
             families=list(metrics.families(drivers, self._node.publisher, cluster, ends, kubelet_listens=listens)),
             status={one.name: self._status(one, listens) for one in drivers},
             unready=list(self._unready(drivers)),
             locations=_locations(now, drivers),
             claims=[
-                PreparedClaim(
+                ClaimedDevice(
                     *(*key, claim.namespace, claim.name),
                     tuple(pods[uid] for uid in sorted(claim.pods)),
                     admin=key not in claim.held,
@@ -152,7 +152,7 @@ def _denied(one: DriverRuntime) -> list[tuple[str, tuple[str, ...]]]:
     return [(name, runtime.handover.denied) for name, runtime in list(one.resources.items()) if not runtime.leaving]
 
 
-def _ends(pods: Mapping[str, Sequence[Holder]]) -> Iterator[str]:
+def _ends(pods: Mapping[str, Sequence[PodContainer]]) -> Iterator[str]:
     """Yield a sentence for each resource of which a kubelet restart would end pods."""
     for resource, found in pods.items():
         if found:
@@ -177,7 +177,7 @@ def _shares(one: DriverRuntime) -> dict[str, ShareProgress]:
     return found
 
 
-def _locations(now: Snapshot, drivers: Sequence[DriverRuntime]) -> dict[tuple[str, str], DeviceLocation]:
+def _locations(now: RegisterSnapshot, drivers: Sequence[DriverRuntime]) -> dict[tuple[str, str], DeviceLocation]:
     waits = {
         (resource, device): f"{WAITS}{what}"
         for one in drivers
@@ -190,14 +190,14 @@ def _locations(now: Snapshot, drivers: Sequence[DriverRuntime]) -> dict[tuple[st
     }
 
 
-def events(before: Snapshot, now: Snapshot, at: float) -> list[Event]:
+def events(before: RegisterSnapshot, now: RegisterSnapshot, at: float) -> list[Event]:
     """Return the moves and claims that began or ended, oldest first. at: Unix seconds, for what has no time itself."""
     if before is now:
         return []
     return sorted((*_moves(before, now), *_claims(before, now, at)), key=lambda event: event.at)
 
 
-def _moves(before: Snapshot, now: Snapshot) -> Iterator[Event]:
+def _moves(before: RegisterSnapshot, now: RegisterSnapshot) -> Iterator[Event]:
     together: dict[tuple[float, str, State, str], list[str]] = defaultdict(list)
     for key, record in now.devices.items():
         old = before.devices.get(key)
@@ -209,7 +209,7 @@ def _moves(before: Snapshot, now: Snapshot) -> Iterator[Event]:
         yield Event(since, resource, text, state is State.QUARANTINED)
 
 
-def _claims(before: Snapshot, now: Snapshot, at: float) -> Iterator[Event]:
+def _claims(before: RegisterSnapshot, now: RegisterSnapshot, at: float) -> Iterator[Event]:
     for key in now.claims.keys() | before.claims.keys():
         old, new = before.claims.get(key), now.claims.get(key)
         if new is not None and new.result is not None and (old is None or old.result is None):

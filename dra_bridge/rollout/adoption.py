@@ -48,7 +48,7 @@ MANAGERS: Final[Sequence[tuple[str, str, str, str]]] = (
 
 
 @dataclass(frozen=True, slots=True)
-class Agent:
+class AgentPod:
     """An agent's pod that runs.
 
     directory: that of --adopt, "" if it adopts nothing. mounted: whether the node's own directory is there. plugins,
@@ -77,7 +77,7 @@ class Advice:
     done: bool = False
 
 
-def agent_of(pod: Object) -> Agent:
+def agent_of(pod: Object) -> AgentPod:
     """Return what an agent's pod says of itself."""
     container = pod["spec"]["containers"][0]
     command = container.get("command") or []
@@ -87,7 +87,7 @@ def agent_of(pod: Object) -> Agent:
     mounts = {one["mountPath"].rstrip("/"): volumes.get(one["name"], "") for one in container.get("volumeMounts") or ()}
     root = _option(words, "--kubelet-root").rstrip("/") or "/var/lib/kubelet"
     conditions = {one["type"]: one["status"] for one in pod.get("status", {}).get("conditions") or ()}
-    return Agent(
+    return AgentPod(
         pod["spec"].get("nodeName", ""),
         directory,
         mounted=mounts.get(directory, "").rstrip("/") == directory,
@@ -128,7 +128,7 @@ def managers(daemon_set: Object) -> list[str]:
     return found
 
 
-def adopt(daemon_set: Object, agents: Collection[Agent], nodes: Collection[str]) -> Advice:
+def adopt(daemon_set: Object, agents: Collection[AgentPod], nodes: Collection[str]) -> Advice:
     """Return how a DaemonSet is adopted. nodes: where its pods are."""
     problems = managers(daemon_set)
     there = {one.node: one for one in agents}
@@ -183,7 +183,7 @@ def adopt(daemon_set: Object, agents: Collection[Agent], nodes: Collection[str])
     return Advice((), tuple(notes), _commands(daemon_set, operations))
 
 
-def undo(daemon_set: Object, agents: Collection[Agent], obstacles: Sequence[str]) -> Advice:
+def undo(daemon_set: Object, agents: Collection[AgentPod], obstacles: Sequence[str]) -> Advice:
     """Return how an adopted DaemonSet is given back. obstacles: why it is not to be done now."""
     adopting = {one.directory: one for one in agents if one.directory}
     paths = _host_paths(daemon_set)
@@ -270,7 +270,7 @@ def _commands(daemon_set: Object, operations: Sequence[Object]) -> tuple[str, ..
     return tuple(commands)
 
 
-def in_use(answers: Answers, agents: Collection[Agent], nodes: Collection[str]) -> list[str]:
+def in_use(answers: Answers, agents: Collection[AgentPod], nodes: Collection[str]) -> list[str]:
     """Return why adopted devices are in use by claims, or may be. nodes: where the DaemonSet's pods are."""
     serving = {one.node for one in agents if one.claims and one.node in nodes}
     found = []

@@ -51,7 +51,7 @@ class _Holder(msgspec.Struct):
         return f"pod {self.namespace}/{self.pod}" if self.pod else f"pod {self.uid}" if self.uid else "a pod"
 
 
-class _Device(msgspec.Struct):
+class _DeviceStatus(msgspec.Struct):
     id: str
     health: str
     message: str = ""
@@ -74,12 +74,12 @@ class _Vendor(msgspec.Struct):
 
 class _Resource(msgspec.Struct):
     resource: str
-    devices: list[_Device]
+    devices: list[_DeviceStatus]
     unlisted: list[_Unlisted] = []
     vendor: _Vendor | None = None
 
 
-class _Status(msgspec.Struct):
+class _AgentStatus(msgspec.Struct):
     """What is used of an agent's `/status` (`deviceplugin.metrics.page`)."""
 
     resources: list[_Resource]
@@ -195,7 +195,7 @@ async def ask_agents(cluster: Cluster, nodes: Collection[str], namespace: str = 
     return Answers(devices, reasons, problems, adopted, unlisted)
 
 
-async def _ask(cluster: Cluster, pod: Object, turns: asyncio.Semaphore) -> _Status | str:
+async def _ask(cluster: Cluster, pod: Object, turns: asyncio.Semaphore) -> _AgentStatus | str:
     """Return what an agent answers, or why it does not."""
     namespace, name = pod["metadata"]["namespace"], pod["metadata"]["name"]
     pages = [(port, one) for one in pod["spec"]["containers"] for port in one.get("ports") or ()]
@@ -207,7 +207,7 @@ async def _ask(cluster: Cluster, pod: Object, turns: asyncio.Semaphore) -> _Stat
     try:
         async with asyncio.timeout(TOTAL), turns:
             body = await cluster.ask_pod(namespace, name, port["containerPort"], "/status", tls=tls, timeout=TIMEOUT)
-        return msgspec.json.decode(body, type=_Status)
+        return msgspec.json.decode(body, type=_AgentStatus)
     except TimeoutError:
         return f"not all agents answered within {TOTAL:g} s"
     except msgspec.MsgspecError as error:
@@ -224,7 +224,7 @@ def _titles(holders: Sequence[_Holder]) -> str:
     return ", ".join(dict.fromkeys(one.text for one in holders))
 
 
-def _now(device: _Device, *, known: bool) -> DeviceNow:
+def _now(device: _DeviceStatus, *, known: bool) -> DeviceNow:
     """known: whether pods that have it would be named. Claims are named in any case."""
     holder: str | None = _titles(device.holders)
     pods = sorted({one.pod for one in device.holders if one.side == "dra" and one.pod})

@@ -18,7 +18,7 @@ from deviceplugin.device import counted
 from deviceplugin.register.records import State
 from deviceplugin.tables import age, aligned, printable
 from dra_bridge.rollout import fleet
-from dra_bridge.rollout.fleet import DeviceView, NodeView
+from dra_bridge.rollout.fleet import NodeView, ReportedDevice
 
 MANY: Final = 12
 """Nodes from which on the numbers of all of them come first."""
@@ -33,7 +33,7 @@ class Line(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Status:
+class FleetStatus:
     """What is known of the fleet.
 
     problems: of agents themselves. hints: for pods that wait. unknown: what is not known, and why.
@@ -45,13 +45,13 @@ class Status:
     unknown: Sequence[str] = ()
 
 
-def needs_attention(device: DeviceView) -> bool:
+def needs_attention(device: ReportedDevice) -> bool:
     """Return whether there is something to know about a device beside who has it."""
     settled = device.state in (State.PLUGIN, State.DRA)
     return not settled or bool(device.withheld) or device.gone or device.health not in ("", "healthy")
 
 
-def lines(status: Status, width: int | None, now: float, *, problems: bool = False) -> list[Line]:
+def lines(status: FleetStatus, width: int | None, now: float, *, problems: bool = False) -> list[Line]:
     """Return what is shown. width: of the terminal in characters, None where lines may be as long as they are.
 
     problems: leave out nodes that are as they are asked to be, and devices that need no attention. On a terminal these
@@ -151,7 +151,7 @@ class _Row(NamedTuple):
         return *self[:6], health, self.since
 
 
-def _row(view: NodeView, device: DeviceView, now: float) -> _Row:
+def _row(view: NodeView, device: ReportedDevice, now: float) -> _Row:
     state = device.state.value + (" (gone)" if device.gone else " (withheld)" if device.withheld else "")
     health = "gone" if device.gone else device.health or "?"
     holder = (fleet.holder(device) or "-") if device.known else "?"
@@ -215,7 +215,7 @@ def first_rows(found: Sequence[Line], width: int, height: int) -> list[Line]:
     ]
 
 
-def as_json(status: Status) -> dict[str, Any]:
+def as_json(status: FleetStatus) -> dict[str, Any]:
     """Return what is shown as JSON has it."""
     nodes = [_node_as_json(view) for view in status.nodes]
     return {
@@ -248,7 +248,7 @@ def _node_as_json(view: NodeView) -> dict[str, Any]:
     }
 
 
-def _device_as_json(one: DeviceView) -> dict[str, Any]:
+def _device_as_json(one: ReportedDevice) -> dict[str, Any]:
     return {
         "name": one.name,
         "side": one.state.side,

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
-from deviceplugin.exclusion import Key
+from deviceplugin.exclusion import DeviceKey
 from deviceplugin.naming import NamingError, parse_quantity, published_names
 from deviceplugin.register.records import State
 from deviceplugin.topology import natural
@@ -50,7 +50,7 @@ class Before(msgspec.Struct, frozen=True, omit_defaults=True):
     owner: str = ""
 
 
-class DeviceView(DeviceProgress, frozen=True, kw_only=True):
+class ReportedDevice(DeviceProgress, frozen=True, kw_only=True):
     """One device as its agent reports it. pods: those that its claims are reserved for.
 
     known: whether the holder is that of now, "" if nobody has it. health: "" if it is not known. withheld: why it is
@@ -80,7 +80,7 @@ class NodeView:
     asked: str | None = None
     before: Before | None = None
     reported: Progress | None = None
-    devices: tuple[DeviceView, ...] = ()
+    devices: tuple[ReportedDevice, ...] = ()
     serves: bool = True
     ready: bool = True
     uid: str = ""
@@ -114,8 +114,8 @@ def views(
     for one in slices:
         if one["spec"]["driver"] == driver:
             by_node.setdefault(one["spec"].get("nodeName", ""), []).append(one)
-    by_device: dict[Key, list[Object]] = {}
-    admins: dict[Key, list[Object]] = {}
+    by_device: dict[DeviceKey, list[Object]] = {}
+    admins: dict[DeviceKey, list[Object]] = {}
     for claim in claims:
         for seen, admin in ((by_device, False), (admins, True)):
             for result in allocations(claim, admin=admin):
@@ -150,8 +150,11 @@ def _before(text: str | None) -> Before | None:
 
 
 def _devices(
-    pool: str, reported: Progress, claims: Mapping[Key, Sequence[Object]], admins: Mapping[Key, Sequence[Object]]
-) -> tuple[DeviceView, ...]:
+    pool: str,
+    reported: Progress,
+    claims: Mapping[DeviceKey, Sequence[Object]],
+    admins: Mapping[DeviceKey, Sequence[Object]],
+) -> tuple[ReportedDevice, ...]:
     """Return the devices of a node. claims, admins: by pool and published name of what is allocated to claims."""
     devices = {resource: one.devices for resource, one in reported.resources.items()}
     published = {key: name for name, key in published_names(reported.qualifiers, devices).items()}
@@ -169,7 +172,7 @@ def _devices(
             }
             fields = msgspec.structs.asdict(device) | {"holder": ", ".join(titles) or device.holder}
             fields |= {"known": bool(titles), "admins": watching}
-            found.append(DeviceView(resource=resource, name=name, pods=tuple(sorted(pods)), **fields))
+            found.append(ReportedDevice(resource=resource, name=name, pods=tuple(sorted(pods)), **fields))
     return tuple(sorted(found, key=lambda view: (natural(view.resource), natural(view.name))))
 
 
@@ -304,7 +307,7 @@ def obstacles(view: NodeView) -> list[str]:
     return found
 
 
-def holder(device: DeviceView) -> str:
+def holder(device: ReportedDevice) -> str:
     """Return who has a device, in words: a pod, or claims and the pods that these are for; "" if nobody."""
     return " for ".join(filter(None, (device.holder, ", ".join(device.pods))))
 
@@ -435,7 +438,7 @@ def phase(goal: Goal, view: NodeView) -> Phase:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class RolloutStep:
     """What to do now.
 
     begin: nodes to ask. forget: nodes that are as before the rollout, whose record can go. stop: what went wrong, so
@@ -449,7 +452,7 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RolloutLimits:
     """How careful a rollout is. patience: seconds that a node may take; pause: stop after the first nodes."""
 
     max_unavailable: int = 1
@@ -460,14 +463,14 @@ class Limits:
 def decide(
     goal: Goal,
     nodes: Sequence[NodeView],
-    limits: Limits,
+    limits: RolloutLimits,
     *,
     now: float = 0.0,
     since: Mapping[str, float] | None = None,
     failing: Mapping[str, Mapping[str, str]] | None = None,
     own: Collection[str] = frozenset(),
     gone: Collection[str] = (),
-) -> Decision:
+) -> RolloutStep:
     """Decide what a rollout does next.
 
     since: when this run first saw each node move. failing: `failing_pods` by node; those that were failing before the
@@ -496,18 +499,18 @@ def decide(
         if now - (since or {}).get(name, now) > limits.patience:
             stop.append(f"{name}: not done after {limits.patience:g} s: {GONE}")
     if stop:
-        return Decision(forget=forget, stop=tuple(stop))
+        return RolloutStep(forget=forget, stop=tuple(stop))
     under_way = len(moving) + len(gone)
     if limits.pause and own:
-        return Decision(forget=forget, over=not under_way and not forget)
+        return RolloutStep(forget=forget, over=not under_way and not forget)
     # A node whose devices move to another share counts as moving whether it is asked or not, so it is asked first.
     unsettled = [view for view in waiting if view.reported is not None and not settled(view)]
     ready = [view for view in waiting if view.ready and (view.reported is None or settled(view))]
     count = max(0, limits.max_unavailable - under_way)
     chosen = [*unsettled[:count], *ready[: max(0, count - len(unsettled))]]
     if waiting and not chosen and not under_way:
-        return Decision(forget=forget, stop=tuple(f"{view.node}: the node is not Ready" for view in waiting))
-    return Decision(tuple(view.node for view in chosen), forget, over=not under_way and not waiting and not forget)
+        return RolloutStep(forget=forget, stop=tuple(f"{view.node}: the node is not Ready" for view in waiting))
+    return RolloutStep(tuple(view.node for view in chosen), forget, over=not under_way and not waiting and not forget)
 
 
 def share_patch(driver: str, share: str | None) -> dict[str, Any]:

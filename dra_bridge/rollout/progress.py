@@ -11,8 +11,8 @@ from typing import Any, Final
 
 import msgspec
 
-from deviceplugin.exclusion import Key
-from deviceplugin.register.records import Snapshot, State
+from deviceplugin.exclusion import DeviceKey
+from deviceplugin.register.records import RegisterSnapshot, State
 
 MAX_DEVICES: Final = 1024
 """Of a resource with more devices only their numbers are reported."""
@@ -66,13 +66,13 @@ def share_annotation(driver: str) -> str:
 
 
 def progress(
-    now: Snapshot,
+    now: RegisterSnapshot,
     shares: Mapping[str, str],
-    waits: Mapping[Key, str],
+    waits: Mapping[DeviceKey, str],
     *,
     asked: str,
     kept: str = "",
-    gone: Collection[Key],
+    gone: Collection[DeviceKey],
     qualifiers: Mapping[str, str],
 ) -> Progress:
     """Return the report. shares: those in force, by resource. gone: devices that no source lists now."""

@@ -18,7 +18,7 @@ from deviceplugin.topology import natural
 from dra_bridge import kube
 from dra_bridge.kube import NODES, RESOURCE_CLAIMS, RESOURCE_SLICES, Cluster, Object
 from dra_bridge.rollout import fleet
-from dra_bridge.rollout.fleet import Goal, Limits, NodeView, Phase
+from dra_bridge.rollout.fleet import Goal, NodeView, Phase, RolloutLimits
 from dra_bridge.rollout.reporter import Reporter
 
 EXPLAIN: Final = 5.0
@@ -214,7 +214,9 @@ async def migrate(
             await watched.wait(min(timeout - elapsed, 1.0) if timeout else 1.0, lambda view: not fleet.settled(view))
 
 
-async def rollout(cluster: Cluster, driver: str, goal: Goal, selector: str, limits: Limits, reporter: Reporter) -> bool:
+async def rollout(
+    cluster: Cluster, driver: str, goal: Goal, selector: str, limits: RolloutLimits, reporter: Reporter
+) -> bool:
     """Move the nodes of a label selector, some at a time; return whether all of them are as they should be.
 
     Raises RolloutError if it cannot be begun and nothing was written, ClusterError if the API server cannot be asked.
@@ -243,7 +245,7 @@ async def _owner(cluster: Cluster, goal: Goal) -> str:
 class _Rollout:
     """One run of a rollout; the state that another run needs is on the nodes."""
 
-    def __init__(self, watched: _Fleet, goal: Goal, limits: Limits) -> None:
+    def __init__(self, watched: _Fleet, goal: Goal, limits: RolloutLimits) -> None:
         self._fleet = watched
         self._reporter = watched.reporter
         self._goal = goal

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dra_bridge.kube import Cluster, ForbiddenError
 from dra_bridge.rollout import fleet
 from dra_bridge.rollout.agents import ask_agents
-from dra_bridge.rollout.display import Status
+from dra_bridge.rollout.display import FleetStatus
 from dra_bridge.rollout.restarts import ended_by_restart
 from dra_bridge.rollout.rollout import read_nodes
 from dra_bridge.rollout.waiting import hints, other_classes
 
 
-async def read_status(cluster: Cluster, driver: str, names: Sequence[str], namespace: str) -> Status:
+async def read_status(cluster: Cluster, driver: str, names: Sequence[str], namespace: str) -> FleetStatus:
     """Return what is known of these nodes, or of all. namespace: of the agents, "" for that of the manifests.
 
     Raises RolloutError if there is no such driver or node, ClusterError if the API server cannot be asked.
@@ -28,4 +28,4 @@ async def read_status(cluster: Cluster, driver: str, names: Sequence[str], names
     except ForbiddenError as error:
         waiting = [f"pods that wait for devices are not known: {error}"]
     unknown = [*fleet.unknown(nodes, answers), *await other_classes(cluster, nodes)]
-    return Status(nodes, problems, waiting, unknown)
+    return FleetStatus(nodes, problems, waiting, unknown)

@@ -13,7 +13,7 @@ from typing import Any, Final, Literal, TypeVar
 
 from deviceplugin import naming
 from deviceplugin.device import AttributeValue, Device, Version
-from deviceplugin.inventory import Snapshot
+from deviceplugin.inventory import InventorySnapshot
 from deviceplugin.naming import NamingError
 from deviceplugin.topology import natural
 from dra_bridge.kube import Object
@@ -39,7 +39,7 @@ class Offer:
     published names (`deviceplugin.naming`).
     """
 
-    snapshot: Snapshot
+    snapshot: InventorySnapshot
     offered: Collection[str] | None = None
     replicas: Mapping[str, int] = field(default_factory=dict)
     order: Sequence[str] = ()

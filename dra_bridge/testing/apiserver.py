@@ -30,7 +30,7 @@ from typing import Any, Final, NamedTuple, Self
 
 from deviceplugin.naming import NamingError, check_attribute_name, check_label, parse_quantity
 
-__all__ = ["FakeApiServer", "Fault", "Request", "Snapshot"]
+__all__ = ["FakeApiServer", "Fault", "LoggedRequest", "StoredObjects"]
 
 Object = dict[str, Any]
 
@@ -54,7 +54,7 @@ KINDS: Final[Mapping[str, tuple[str, str, bool]]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class LoggedRequest:
     """One request as the log has it; `code` 0 if it was never answered."""
 
     method: str
@@ -112,7 +112,7 @@ class _Store:
     """Resource version, ADDED, MODIFIED or DELETED, the object as of then; oldest first."""
 
 
-class Snapshot(NamedTuple):
+class StoredObjects(NamedTuple):
     """What was stored at one moment. objects: by plural, namespace and name."""
 
     version: int
@@ -131,7 +131,7 @@ class FakeApiServer:
     ) -> None:
         self.versions = tuple(versions)
         self.features = features
-        self.log: list[Request] = []
+        self.log: list[LoggedRequest] = []
         self.log_condition = threading.Condition()
         self.proxied: Callable[[str], tuple[int, Object | str]] = lambda path: (503, "no endpoints available")
         """Answers what is asked of pods and services through the server, by the request's path."""
@@ -143,7 +143,7 @@ class FakeApiServer:
         self._stores: dict[str, _Store] = {}
         self._pages: dict[str, tuple[list[Object], str]] = {}
         """What is left of lists that were asked for in pages, and their position, by what goes on with them."""
-        self._faults: list[tuple[Callable[[Request], bool], Fault, int]] = []
+        self._faults: list[tuple[Callable[[LoggedRequest], bool], Fault, int]] = []
         self._bookmark = 0
         self._bookmark_at = 0
         self._generation = 0
@@ -208,7 +208,7 @@ class FakeApiServer:
 
     # --- faults ---
 
-    def fail(self, which: Callable[[Request], bool], fault: Fault, times: int = 1) -> None:
+    def fail(self, which: Callable[[LoggedRequest], bool], fault: Fault, times: int = 1) -> None:
         """Let the next `times` requests that `which` accepts go wrong."""
         with self._changed:
             self._faults.append((which, fault, times))
@@ -224,13 +224,13 @@ class FakeApiServer:
             self._oldest = self._version
             self._pages.clear()
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> StoredObjects:
         """Return all that is stored, for `restore`."""
         with self._changed:
             objects = {plural: dict(store.objects) for plural, store in self._stores.items()}
-            return Snapshot(self._version, copy.deepcopy(objects))
+            return StoredObjects(self._version, copy.deepcopy(objects))
 
-    def restore(self, snapshot: Snapshot, *, end_streams: bool = True) -> None:
+    def restore(self, snapshot: StoredObjects, *, end_streams: bool = True) -> None:
         """Go back to a snapshot, resource versions included, as etcd does without a revision bump.
 
         end_streams: as when the API server is restarted with it. Streams that stay open are silent until the
@@ -253,7 +253,7 @@ class FakeApiServer:
             self._bookmark_at = self._version
             self._changed.notify_all()
 
-    def _fault(self, request: Request) -> Fault | None:
+    def _fault(self, request: LoggedRequest) -> Fault | None:
         with self._changed:
             for index, (which, fault, times) in enumerate(self._faults):
                 if which(request):
@@ -267,7 +267,7 @@ class FakeApiServer:
     # --- the log ---
 
     @property
-    def writes(self) -> list[Request]:
+    def writes(self) -> list[LoggedRequest]:
         """The requests that change something and were carried out, dry runs left out."""
         with self.log_condition:
             return [
@@ -276,7 +276,7 @@ class FakeApiServer:
                 if entry.method != "GET" and "dryRun" not in entry.query and 200 <= entry.code < 300
             ]
 
-    def requests(self, method: str = "", path: str = "") -> list[Request]:
+    def requests(self, method: str = "", path: str = "") -> list[LoggedRequest]:
         """The requests with this method whose path contains this."""
         with self.log_condition:
             return [entry for entry in self.log if method in ("", entry.method) and path in entry.path]
@@ -461,13 +461,13 @@ class FakeApiServer:
 
     # --- requests ---
 
-    def _answer(self, request: Request, content_type: str) -> tuple[int, Object | str]:
+    def _answer(self, request: LoggedRequest, content_type: str) -> tuple[int, Object | str]:
         try:
             return self._route(request, content_type)
         except _RefusedError as error:
             return error.code, error.status
 
-    def _route(self, request: Request, content_type: str) -> tuple[int, Object | str]:
+    def _route(self, request: LoggedRequest, content_type: str) -> tuple[int, Object | str]:
         parts = request.path.strip("/").split("/")
         if parts == ["version"]:
             return 200, {"major": "1", "minor": "36", "gitVersion": "v1.36.3-fake"}
@@ -560,7 +560,7 @@ class FakeApiServer:
                 device["basic"] = basic
         return {**shown, "apiVersion": f"{group}/{version}" if group else version, "kind": kind}
 
-    def _events(self, request: Request, send: Callable[[Object], None]) -> None:
+    def _events(self, request: LoggedRequest, send: Callable[[Object], None]) -> None:
         place = self._resource(request.path.strip("/").split("/"))
         assert place is not None
         version, plural, namespace, _, _ = place
@@ -599,9 +599,9 @@ class FakeApiServer:
             if over:
                 return
 
-    def _record(self, request: Request, code: int) -> None:
+    def _record(self, request: LoggedRequest, code: int) -> None:
         with self.log_condition:
-            self.log.append(Request(request.method, request.path, request.query, request.body, code))
+            self.log.append(LoggedRequest(request.method, request.path, request.query, request.body, code))
             self.log_condition.notify_all()
 
 
@@ -660,7 +660,7 @@ class _Handler(BaseHTTPRequestHandler):
         length = int(self.headers.get("Content-Length") or 0)
         raw = self.rfile.read(length) if length else b""
         body = json.loads(raw) if raw else None
-        request = Request(
+        request = LoggedRequest(
             self.command, urllib.parse.unquote(parts.path), dict(urllib.parse.parse_qsl(parts.query)), body
         )
         fault = api._fault(request)  # noqa: SLF001
@@ -699,7 +699,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(content)
 
-    def _stream(self, request: Request) -> None:
+    def _stream(self, request: LoggedRequest) -> None:
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Transfer-Encoding", "chunked")

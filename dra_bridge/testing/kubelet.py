@@ -25,7 +25,7 @@ import grpc
 
 from deviceplugin.kubelet.podresources import unix_address
 from deviceplugin.testing import claim_state
-from deviceplugin.testing.claim_state import DevicesOfClaim, PreparedDevice
+from deviceplugin.testing.claim_state import AnsweredDevice, DevicesOfClaim
 from deviceplugin.wire import pluginregistration_pb2 as pb
 from deviceplugin.wire.pluginregistration_pb2_grpc import RegistrationStub
 from dra_bridge.wire import dra_health_v1_pb2 as health_pb
@@ -36,7 +36,7 @@ from dra_bridge.wire.dra_health_v1alpha1_pb2_grpc import DRAResourceHealthStub a
 from dra_bridge.wire.dra_v1_pb2_grpc import DRAPluginStub
 from dra_bridge.wire.dra_v1beta1_pb2_grpc import DRAPluginStub as BetaStub
 
-__all__ = ["DevicesOfClaim", "FakeDraKubelet", "FakeDraPod", "Plugin", "PodError", "PreparedDevice", "SeenHealth"]
+__all__ = ["AnsweredDevice", "DevicesOfClaim", "FakeDraKubelet", "FakeDraPod", "Plugin", "PodError", "SeenHealth"]
 
 SERVICES: Final = ("v1.DRAPlugin", "v1beta1.DRAPlugin")
 HEALTH_SERVICES: Final = ("v1.DRAResourceHealth", "v1alpha1.DRAResourceHealth")
@@ -551,8 +551,8 @@ def _until_ended(plugin: Plugin) -> Iterator[health_pb.NodeWatchResourcesRespons
         yield response
 
 
-def _device(device: Any) -> PreparedDevice:
+def _device(device: Any) -> AnsweredDevice:
     share = device.share_id if isinstance(device, v1.Device) and device.HasField("share_id") else None
-    return PreparedDevice(
+    return AnsweredDevice(
         tuple(device.request_names), device.pool_name, device.device_name, tuple(device.cdi_device_ids), share
     )

@@ -6,13 +6,13 @@ import pytest
 
 from deviceplugin.adoption.answers import AnswerError, edits_of
 from deviceplugin.device import DeviceNode, Mount
-from deviceplugin.testing.foreign import Answer
+from deviceplugin.testing.foreign import AllocateAnswer
 from deviceplugin.wire import deviceplugin_pb2 as pb
 
 
 def test_an_answer_becomes_edits() -> None:
     """Variables, nodes, mounts and CDI names are the plugin's; a node without permissions has all."""
-    answer = Answer(
+    answer = AllocateAnswer(
         env={"GADGETS": "{ids}", "EMPTY": ""},
         nodes=[("/dev/{id}", "/dev/inside-{id}", "r"), ("/dev/bare-{id}", "/dev/bare-{id}", "")],
         control=[("/dev/ctl", "/dev/ctl", "rwm")],
@@ -36,7 +36,7 @@ def test_an_answer_becomes_edits() -> None:
 
 def test_of_duplicates_the_first_counts() -> None:
     """As the kubelet does: by container path and by CDI name, whatever else differs."""
-    answer = Answer(
+    answer = AllocateAnswer(
         nodes=[("/dev/{id}", "/dev/gadget", "r")], mounts=[("/opt/{id}", "/opt/lib")], cdi=["vendor.example/gadget=all"]
     )
     edits = edits_of(answer.message(["g1", "g0"]))
@@ -48,13 +48,13 @@ def test_of_duplicates_the_first_counts() -> None:
 def test_annotations_that_name_cdi_devices_are_cdi_devices() -> None:
     """As the runtime takes them: several by commas, those that the field has, too, once."""
     name = "vendor.example/gadget"
-    answer = Answer(annotations={"cdi.k8s.io/{random}": f"{name}=g0,{name}=g1"}, cdi=[f"{name}=g1"])
+    answer = AllocateAnswer(annotations={"cdi.k8s.io/{random}": f"{name}=g0,{name}=g1"}, cdi=[f"{name}=g1"])
     assert edits_of(answer.message(["g1"])).cdi == (f"{name}=g1", f"{name}=g0")
 
 
 def test_other_annotations_are_an_error_unless_the_config_drops_them() -> None:
     """The error names the annotation, and the key that leaves it out."""
-    answer = Answer(annotations={"vendor.example/x": "y", "com.example.fpga": "z"}).message(["g0"])
+    answer = AllocateAnswer(annotations={"vendor.example/x": "y", "com.example.fpga": "z"}).message(["g0"])
     with pytest.raises(AnswerError, match=r"annotation com.example.fpga, .*`drop_annotations` under `plugin`"):
         edits_of(answer)
     with pytest.raises(AnswerError, match=r"annotation vendor.example/x,"):
@@ -67,13 +67,16 @@ def test_other_annotations_are_an_error_unless_the_config_drops_them() -> None:
     [
         (b"\xff", "something else"),
         (b"", "something else"),
-        (Answer().message([]) * 2, "something else"),
-        (Answer(nodes=[("dev/x", "/dev/x", "rw")]).message(["g0"]), "host path must be an absolute path, not 'dev/x'"),
-        (Answer(nodes=[("/dev/x", "/dev/x", "rx")]).message(["g0"]), "made of r, w and m, not 'rx'"),
-        (Answer(mounts=[("/x", "")]).message(["g0"]), "container path must be an absolute path, not ''"),
-        (Answer(env={"A=B": "c"}).message(["g0"]), "'A=B': a variable's name"),
-        (Answer(cdi=["all"]).message(["g0"]), "not 'all'"),
-        (Answer(annotations={"cdi.k8s.io/x": "a/b=c, a/b=d"}).message(["g0"]), "not ' a/b=d'"),
+        (AllocateAnswer().message([]) * 2, "something else"),
+        (
+            AllocateAnswer(nodes=[("dev/x", "/dev/x", "rw")]).message(["g0"]),
+            "host path must be an absolute path, not 'dev/x'",
+        ),
+        (AllocateAnswer(nodes=[("/dev/x", "/dev/x", "rx")]).message(["g0"]), "made of r, w and m, not 'rx'"),
+        (AllocateAnswer(mounts=[("/x", "")]).message(["g0"]), "container path must be an absolute path, not ''"),
+        (AllocateAnswer(env={"A=B": "c"}).message(["g0"]), "'A=B': a variable's name"),
+        (AllocateAnswer(cdi=["all"]).message(["g0"]), "not 'all'"),
+        (AllocateAnswer(annotations={"cdi.k8s.io/x": "a/b=c, a/b=d"}).message(["g0"]), "not ' a/b=d'"),
     ],
 )
 def test_what_no_container_can_get_is_an_error(answer: bytes, why: str) -> None:

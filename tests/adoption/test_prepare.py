@@ -17,7 +17,7 @@ from deviceplugin.adoption import source as adoption
 from deviceplugin.adoption.plugins import VendorPlugins
 from deviceplugin.adoption.source import Adopted, AdoptedSource
 from deviceplugin.device import Device
-from deviceplugin.testing.foreign import Answer
+from deviceplugin.testing.foreign import AllocateAnswer
 from deviceplugin.wire import deviceplugin_pb2 as pb
 from dra_bridge.driver.claims import ClaimError
 from tests.adoption.test_plugins import RESOURCE, Plugin, plugin, serving, until
@@ -29,7 +29,7 @@ class Allocating(Plugin):
 
     def __init__(self, directory: Path, socket: str = "vendor.sock") -> None:
         super().__init__(directory, socket)
-        self.answer = Answer(env={"GADGETS": "{ids}"}, control=[("/dev/null", "/dev/ctl", "rw")])
+        self.answer = AllocateAnswer(env={"GADGETS": "{ids}"}, control=[("/dev/null", "/dev/ctl", "rw")])
         self.pre_start, self.cancelled, self.error = False, False, ""
         self.asked: list[tuple[str, ...]] = []
         self.started: list[tuple[str, ...]] = []
@@ -123,7 +123,7 @@ def ids(*names: str, request: str = "fpga") -> Sequence[Any]:
 async def test_one_allocate_for_each_request() -> None:
     """With the ids of the request; each request's containers get the answer to it."""
     async with running() as here:
-        here.vendor.answer = Answer(env={"G_{ids}": "1"}, control=[("/dev/null", "/dev/ctl", "rw")])
+        here.vendor.answer = AllocateAnswer(env={"G_{ids}": "1"}, control=[("/dev/null", "/dev/ctl", "rw")])
         await here.begin()
         here.driver.claims.add(claim("1", *ids("g1", "g0", request="left"), *ids("g2", request="right")))
         left, right = await here.prepared("1")
@@ -141,7 +141,7 @@ async def test_an_answer_is_kept_for_one_boot() -> None:
         await here.again()
         assert await here.prepared("1") == first
         assert here.vendor.asked == [("g0",)]
-        here.vendor.answer = Answer(env={"GADGETS": "after the reboot"})
+        here.vendor.answer = AllocateAnswer(env={"GADGETS": "after the reboot"})
         await here.again(boot="2")
         (after,) = await here.prepared("1")
         assert after["env"] == ["GADGETS=after the reboot"]
@@ -424,7 +424,7 @@ async def test_a_mount_without_a_source_is_refused(monkeypatch: pytest.MonkeyPat
     """containerd would make a directory of a container's mount, and fails at a claim's; in a pod it has to tell."""
     async with running() as here:
         missing = str(here.where / "missing")
-        here.vendor.answer = Answer(mounts=[(missing, "/opt/lib")])
+        here.vendor.answer = AllocateAnswer(mounts=[(missing, "/opt/lib")])
         await here.begin()
         here.driver.claims.add(claim("1", *ids("g0")))
         assert f"a mount of {missing}, which is not there on the host" in str(await here.refused("1"))
@@ -436,7 +436,7 @@ async def test_a_mount_without_a_source_is_refused(monkeypatch: pytest.MonkeyPat
 async def test_a_node_that_is_missing_is_refused() -> None:
     """Its numbers are read when the claim is prepared."""
     async with running() as here:
-        here.vendor.answer = Answer(nodes=[("/dev/no-{id}", "/dev/x-{id}", "rw")])
+        here.vendor.answer = AllocateAnswer(nodes=[("/dev/no-{id}", "/dev/x-{id}", "rw")])
         await here.begin()
         here.driver.claims.add(claim("1", *ids("g0")))
         assert (await here.refused("1")).reason == "cdi"

@@ -36,7 +36,7 @@ def agent() -> None:
     import deviceplugin.sources  # noqa: F401
     from deviceplugin import Device, DeviceSource
     from deviceplugin.kubelet.checkpoint import Allocation
-    from deviceplugin.kubelet.holders import HolderSnapshot, Holding
+    from deviceplugin.kubelet.holders import HolderSnapshot, HoldReason
     from deviceplugin.kubelet.paths import Paths
     from deviceplugin.node.agent import Agent
     from deviceplugin.source import Measured
@@ -79,7 +79,7 @@ def agent() -> None:
                 "main",
                 "example.com/gpu",
                 f"GPU-0a1b2c3d-{n // 4:04d}-4e5f-8a9b-0c1d2e3f4a5b::{n % 4}",
-            ): Holding(True, True, "the kubelet's checkpoint names it")
+            ): HoldReason(True, True, "the kubelet's checkpoint names it")
             for n in range(200)
         }
         running.tracker.snapshot = HolderSnapshot(time.monotonic(), held=held)

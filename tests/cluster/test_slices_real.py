@@ -14,7 +14,7 @@ import pytest
 from deviceplugin.backoff import Backoff
 from deviceplugin.config import parse
 from deviceplugin.device import Device, Health, Version
-from deviceplugin.inventory import Snapshot, merged
+from deviceplugin.inventory import InventorySnapshot, merged
 from dra_bridge import kube
 from dra_bridge.manifests import Deployment, manifests, to_yaml
 from dra_bridge.slices.desired import Offer, Pool, slice_name
@@ -43,8 +43,8 @@ def cluster(cluster: Cluster) -> Iterator[Cluster]:
         cluster.api.delete("pod", one["metadata"]["name"], grace=0)
 
 
-def snapshot(*devices: Device) -> Snapshot:
-    return merged(Snapshot(RESOURCE), devices)
+def snapshot(*devices: Device) -> InventorySnapshot:
+    return merged(InventorySnapshot(RESOURCE), devices)
 
 
 def pool(cluster: Cluster, *devices: Device, replicas: int = 1) -> Pool:

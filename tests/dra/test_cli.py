@@ -34,7 +34,7 @@ from dra_bridge.node.options import AGENT, add_run_options, parse_run
 from dra_bridge.rollout import progress, reporter, rollout
 from dra_bridge.rollout.fleet import RESTARTING
 from dra_bridge.rollout.progress import DeviceProgress, Progress, ResourceProgress
-from dra_bridge.testing.apiserver import FakeApiServer, Fault, Request
+from dra_bridge.testing.apiserver import FakeApiServer, Fault, LoggedRequest
 from tests.dra.rollout.test_agents import binding
 from tests.programs import running
 
@@ -1424,7 +1424,7 @@ def test_rollout_through_an_outage(world: World, bridge: Callable[..., Ran]) -> 
     for name in ("n1", "n2"):
         world.agent(name)
 
-    def pods(request: Request) -> bool:
+    def pods(request: LoggedRequest) -> bool:
         return request.method == "GET" and request.path.endswith("/pods")
 
     world.server.fail(pods, Fault(code=503), times=2)

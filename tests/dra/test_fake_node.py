@@ -195,7 +195,7 @@ def test_overlaps() -> None:
 def node() -> Iterator[FakeNode]:
     """A node with a driver of two devices, and a class for them."""
     with open("/dev/null", "w") as nowhere, demo.scene(Printer(nowhere)) as scene:
-        gpus = demo.Gpus(2)
+        gpus = demo.DemoGpus(2)
         with demo.in_background("plain driver", lambda: demo.plain_driver(scene, gpus)):
             scene.node.dra.wait_registered(D)
             scene.wait(lambda: len(offered(scene.server.objects(), demo.NODE)) == 2, "the slice")
@@ -237,7 +237,7 @@ def test_an_unchanged_pod_runs_through_dra(node: FakeNode) -> None:
     pod = node.start_pod("pod", {R: 1}).wait_running()
     assert node.devices_of(pod) == {"gpu-0": "claim"}
     assert pod.container().cdi_devices
-    with serve(demo.Gpus(1), node):
+    with serve(demo.DemoGpus(1), node):
         node.wait_allocatable(R, 1)
         other = node.start_pod("other", {R: 1})
         assert other.phase == "Pending"
@@ -318,7 +318,7 @@ def test_slices_are_wiped_when_the_api_server_is_back(node: FakeNode) -> None:
 
 def test_a_lasting_init_container_holds_its_device() -> None:
     """While it runs an init container has its device; afterwards what it had is over."""
-    with FakeApiServer() as server, FakeNode(server, "n") as node, serve(demo.Gpus(1), node):
+    with FakeApiServer() as server, FakeNode(server, "n") as node, serve(demo.DemoGpus(1), node):
         node.wait_allocatable(R, 1)
         pod = node.start_pod("pod", init_containers=[ContainerSpec("init", {R: 1}, lasting=True)])
         node.wait_until(lambda: pod.container("init").state == "running")
@@ -339,7 +339,7 @@ def test_the_node_is_made_once() -> None:
 def test_a_restarted_kubelet_counts_what_dra_serves(node: FakeNode) -> None:
     """It leaves that out for the pod that it admits, but not for those beside it (kubernetes#124586)."""
     older = node.start_pod("older", {R: 1}).wait_running()
-    with serve(demo.Gpus(2), node):
+    with serve(demo.DemoGpus(2), node):
         node.wait_allocatable(R, 2)
         younger = node.start_pod("younger", {R: 1}).wait_running()
         assert set(node.devices_of(younger).values()) == {"plugin"}

@@ -13,8 +13,8 @@ from deviceplugin.files import file_identity
 from deviceplugin.kubelet.checkpoint import (
     FILE_NAME,
     Allocation,
-    Checkpoint,
     CheckpointError,
+    CheckpointVersion,
     parse,
     read,
 )
@@ -46,8 +46,8 @@ def test_the_kubelets_file_is_read() -> None:
 
 def test_a_kubelet_that_never_gave_out_a_device_names_none() -> None:
     """Go's nil slices and maps are empty."""
-    assert parse(written.Checkpoint().to_json()) == Checkpoint(frozenset(), {})
-    assert parse(written.Checkpoint(None, None).to_json()) == Checkpoint(frozenset(), {})
+    assert parse(written.Checkpoint().to_json()) == CheckpointVersion(frozenset(), {})
+    assert parse(written.Checkpoint(None, None).to_json()) == CheckpointVersion(frozenset(), {})
 
 
 def test_each_version_of_the_file_is_another_file(tmp_path: Path) -> None:

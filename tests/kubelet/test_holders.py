@@ -7,8 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deviceplugin.kubelet.cgroups import PodProcesses
-from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint
-from deviceplugin.kubelet.holders import HolderEvidence, HolderSnapshot, Holding, holders, needs_request, shows_present
+from deviceplugin.kubelet.checkpoint import Allocation, CheckpointVersion
+from deviceplugin.kubelet.holders import (
+    HolderEvidence,
+    HolderSnapshot,
+    HoldReason,
+    holders,
+    needs_request,
+    shows_present,
+)
 
 R = "example.com/r"
 A = Allocation("u1", "main", R, "a")
@@ -21,7 +28,7 @@ NO_DIRECTORY = PodProcesses(None, frozenset())
 
 
 def seen(*named: Allocation, current: bool = True, pods: PodProcesses = ENDED, problem: str = "") -> HolderEvidence:
-    return HolderEvidence([Checkpoint(frozenset(named), {R: frozenset({"a"})})], current, pods, problem)
+    return HolderEvidence([CheckpointVersion(frozenset(named), {R: frozenset({"a"})})], current, pods, problem)
 
 
 MISSING = HolderEvidence((), False, ENDED, "kubelet_internal_checkpoint: No such file or directory")
@@ -31,11 +38,11 @@ MISSING = HolderEvidence((), False, ENDED, "kubelet_internal_checkpoint: No such
     ("known", "evidence", "holding"),
     [
         # The checkpoint names it: held, whatever else is seen. It is certain if current or if the pod runs.
-        ([], seen(A, current=True), Holding(True, True, "the kubelet's checkpoint names it")),
-        ([], seen(A, current=False), Holding(True, False, "the kubelet's checkpoint names it")),
-        ([], seen(A, current=False, pods=RUNS), Holding(True, True, "the kubelet's checkpoint names it")),
+        ([], seen(A, current=True), HoldReason(True, True, "the kubelet's checkpoint names it")),
+        ([], seen(A, current=False), HoldReason(True, False, "the kubelet's checkpoint names it")),
+        ([], seen(A, current=False, pods=RUNS), HoldReason(True, True, "the kubelet's checkpoint names it")),
         # A pod that was admitted and not started yet has neither a cgroup nor a directory (network not ready).
-        ([A], seen(A, current=True, pods=NO_DIRECTORY), Holding(True, True, "the kubelet's checkpoint names it")),
+        ([A], seen(A, current=True, pods=NO_DIRECTORY), HoldReason(True, True, "the kubelet's checkpoint names it")),
         # A current checkpoint does not name it and its pod's cgroup is gone.
         ([A], seen(current=True), None),
         ([A], seen(current=True, pods=NO_DIRECTORY), None),
@@ -43,12 +50,12 @@ MISSING = HolderEvidence((), False, ENDED, "kubelet_internal_checkpoint: No such
         (
             [A],
             seen(current=True, pods=RUNS),
-            Holding(False, True, "the kubelet's checkpoint does not name it, but processes of its pod run"),
+            HoldReason(False, True, "the kubelet's checkpoint does not name it, but processes of its pod run"),
         ),
         (
             [A],
             seen(current=True, pods=DIRECTORY),
-            Holding(
+            HoldReason(
                 False,
                 True,
                 "the kubelet's checkpoint does not name it, but cgroups are not visible, "
@@ -58,24 +65,28 @@ MISSING = HolderEvidence((), False, ENDED, "kubelet_internal_checkpoint: No such
         (
             [A],
             seen(current=True, pods=BLIND),
-            Holding(
+            HoldReason(
                 False,
                 True,
                 "the kubelet's checkpoint does not name it, but neither cgroups nor pod directories are visible",
             ),
         ),
         # A checkpoint that is not current, or missing, proves nothing by what it does not name.
-        ([A], seen(current=False, problem="not written since"), Holding(False, False, "not known: not written since")),
+        (
+            [A],
+            seen(current=False, problem="not written since"),
+            HoldReason(False, False, "not known: not written since"),
+        ),
         (
             [A],
             seen(current=False, pods=RUNS, problem="not written since"),
-            Holding(False, True, "not known: not written since"),
+            HoldReason(False, True, "not known: not written since"),
         ),
-        ([A], MISSING, Holding(False, False, f"not known: {MISSING.problem}")),
+        ([A], MISSING, HoldReason(False, False, f"not known: {MISSING.problem}")),
     ],
 )
 def test_whether_an_allocation_counts_as_held(
-    known: list[Allocation], evidence: HolderEvidence, holding: Holding | None
+    known: list[Allocation], evidence: HolderEvidence, holding: HoldReason | None
 ) -> None:
     """Unknown counts as held, and says why."""
     assert holders(known, evidence, 1.0).held.get(A) == holding
@@ -130,7 +141,10 @@ def test_of_which_allocations_a_newer_checkpoint_is_asked_for(
 
 def test_an_allocation_that_one_of_the_checkpoints_names_is_held() -> None:
     """Any of them may be the newest; it is certain only if all name it, since an older one may name an ended pod."""
-    files = [Checkpoint(frozenset({A}), {R: frozenset({"a"})}), Checkpoint(frozenset({A, B}), {R: frozenset({"b"})})]
+    files = [
+        CheckpointVersion(frozenset({A}), {R: frozenset({"a"})}),
+        CheckpointVersion(frozenset({A, B}), {R: frozenset({"b"})}),
+    ]
     for order in (files, files[::-1]):
         now = holders([A, B], HolderEvidence(order, True, ENDED))
         assert {one: holding.certain for one, holding in now.held.items()} == {A: True, B: False}
@@ -140,11 +154,13 @@ def test_an_allocation_that_one_of_the_checkpoints_names_is_held() -> None:
 @given(st.dictionaries(st.sampled_from("abcd"), st.frozensets(st.sampled_from("abcd"))), st.booleans())
 def test_more_checkpoints_than_may_be_late_show_the_present(streams: dict[str, frozenset[str]], status: bool) -> None:
     """Each resource's stream has one late write at most, which names that resource, and the node's status has one."""
-    late = [Checkpoint(frozenset(), dict.fromkeys(others | {name}, frozenset())) for name, others in streams.items()]
-    late += [Checkpoint(frozenset(), {})] * status
+    late = [
+        CheckpointVersion(frozenset(), dict.fromkeys(others | {name}, frozenset())) for name, others in streams.items()
+    ]
+    late += [CheckpointVersion(frozenset(), {})] * status
     for count in range(len(late) + 1):
         assert not shows_present(late[:count])
-    present = Checkpoint(frozenset(), dict.fromkeys("abcd", frozenset()))
+    present = CheckpointVersion(frozenset(), dict.fromkeys("abcd", frozenset()))
     assert not shows_present([present] * 5)
     assert shows_present([present] * 6)
 
@@ -157,7 +173,7 @@ _allocations = st.sets(
 _uids = st.frozensets(st.sampled_from(["u1", "u2"]))
 _evidence = st.builds(
     HolderEvidence,
-    st.lists(_allocations.map(lambda named: Checkpoint(frozenset(named), {})), max_size=3),
+    st.lists(_allocations.map(lambda named: CheckpointVersion(frozenset(named), {})), max_size=3),
     st.booleans(),
     st.builds(PodProcesses, st.none() | _uids, st.none() | _uids),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from deviceplugin.device import Device
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.cgroups import PodProcesses
-from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint
+from deviceplugin.kubelet.checkpoint import Allocation, CheckpointVersion
 from deviceplugin.kubelet.device_list import DeviceIds
 from deviceplugin.kubelet.holders import HolderEvidence, HolderSnapshot, holders, kubelet_snapshot
 from deviceplugin.register.question import Wanted
@@ -25,7 +25,7 @@ def scanned(
     *named: Allocation, known: tuple[Allocation, ...] = (), runs: str = "", current: bool = True
 ) -> HolderSnapshot:
     """What a scan says: containers that the checkpoint names, others that are known, pods whose processes run."""
-    checkpoint = Checkpoint(frozenset(named), {R: frozenset({"gpu1", "gpu2::1"})})
+    checkpoint = CheckpointVersion(frozenset(named), {R: frozenset({"gpu1", "gpu2::1"})})
     pods = PodProcesses(frozenset(runs.split()))
     return holders(known, HolderEvidence([checkpoint], current, pods, "" if current else "it was not written"), 5.0)
 

@@ -14,14 +14,14 @@ import pytest
 
 from deviceplugin import cdi, claim_files
 from deviceplugin.claim_files import ClaimFile, FiledDevice
-from deviceplugin.exclusion import ConflictError
+from deviceplugin.exclusion import DeviceConflictError
 from deviceplugin.identity import boot_id
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.orphaned_claims import ENDING, FRESH, OrphanedClaims
 from deviceplugin.register.register import MemoryStore, Register
 from deviceplugin.testing import FakeKubelet
 from deviceplugin.testing import claim_state as written
-from deviceplugin.testing.claim_state import DevicesOfClaim, PreparedDevice
+from deviceplugin.testing.claim_state import AnsweredDevice, DevicesOfClaim
 from tests.programs import running
 
 R = "example.com/sim"
@@ -34,7 +34,7 @@ def claim(
 ) -> DevicesOfClaim:
     """A claim as the kubelet keeps it. others: drivers that have not answered yet. kind: begins our names in CDI."""
     prepared = [
-        PreparedDevice(("r",), "node", name, (cdi.qualified(driver, f"{kind}{uid}_r_{name}"),), None)
+        AnsweredDevice(("r",), "node", name, (cdi.qualified(driver, f"{kind}{uid}_r_{name}"),), None)
         for name in devices
     ]
     return DevicesOfClaim("ml", "train", uid, {driver: prepared, **{other: [] for other in others}}, {"pod-uid"})
@@ -47,7 +47,7 @@ def file(
     fields = {"namespace": "ml", "name": "train", "boot": boot, "pods": frozenset({"pod-uid"}), **more}
     filed = tuple(one if isinstance(one, FiledDevice) else FiledDevice(R, one) for one in devices)
     data = claim_files.encode(ClaimFile(driver=driver, uid=uid, devices=filed, **fields))
-    claim_files.Store(driver, str(root / "cdi")).write(uid, data)
+    claim_files.ClaimFileStore(driver, str(root / "cdi")).write(uid, data)
 
 
 def of(root: Path, *served: str, pods: Collection[str] | None = ()) -> OrphanedClaims:
@@ -360,7 +360,7 @@ async def test_what_a_claim_holds_is_granted_to_nobody_else(tmp_path: Path) -> N
     file(tmp_path, FiledDevice(R, "a", part="1"), driver=OLD)
     asked = register(of(tmp_path))
     await asked.grant(R, {"b": "b"})
-    with pytest.raises(ConflictError, match=f"a of {R} is held by claim ml/train through driver old"):
+    with pytest.raises(DeviceConflictError, match=f"a of {R} is held by claim ml/train through driver old"):
         await asked.grant(R, {"a::1": "a", "c": "c"})
     os.rename(tmp_path / written.FILE_NAME, tmp_path / "before")
     written.write(tmp_path, [])
@@ -409,7 +409,7 @@ async def test_a_grant_looks_at_the_claim_state_again(tmp_path: Path) -> None:
     written.write(tmp_path, [claim("a", driver=OLD)])
     file(tmp_path, "a", driver=OLD)
     assert not claims.uses()
-    with pytest.raises(ConflictError):
+    with pytest.raises(DeviceConflictError):
         await asked.grant(R, {"a": "a"})
 
 

@@ -13,7 +13,7 @@ from deviceplugin.kubelet import podresources
 from deviceplugin.kubelet.podresources import (
     AllocationsInFlight,
     ClaimUse,
-    Holder,
+    PodContainer,
     PodResources,
     PodResourcesReport,
     parse_list,
@@ -33,7 +33,7 @@ def test_list_names_pods_and_the_use_of_claims() -> None:
     container = pb.ContainerResources(name="main", dynamic_resources=[used])
     pods = [pb.PodResources(name="one", namespace="ns", containers=[container]), pb.PodResources(name="two")]
     parsed = parse_list(pb.ListPodResourcesResponse(pod_resources=pods))
-    holder = Holder("ns", "one", "main")
+    holder = PodContainer("ns", "one", "main")
     assert parsed.claims == {ClaimUse("d", "p", one, "c", holder) for one in ("a", "b")}
     assert parsed.pods == {("ns", "one"), ("", "two")}
 

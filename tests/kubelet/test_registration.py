@@ -29,11 +29,11 @@ from deviceplugin.kubelet.podresources import AllocationsInFlight
 from deviceplugin.kubelet.registration import (
     LOOK,
     InstanceLock,
-    Registration,
+    PluginRegistration,
     RegistrationError,
+    RegistrationTiming,
     Seen,
     Step,
-    Timing,
     next_step,
     slug,
     socket_name,
@@ -46,7 +46,7 @@ from deviceplugin.testing import FakeKubelet, Served, serve
 R = "example.com/r"
 OLD, NEW = FileIdentity(1, 2, 3), FileIdentity(1, 2, 4)
 
-TAKEOVER = Timing(takeover=0.2)
+TAKEOVER = RegistrationTiming(takeover=0.2)
 
 Serve = Callable[..., Served]
 
@@ -70,7 +70,7 @@ async def test_a_burst_of_allocations_is_one_look_for_another_plugin(fake_kubele
     inventory = Inventory(R)
     endpoint = Endpoint(source(), inventory, AllocationsInFlight())
     inventory.publish([Device("a")])
-    registration = Registration(endpoint, fake_kubelet.device_plugin_dir, recorded=recorded)
+    registration = PluginRegistration(endpoint, fake_kubelet.device_plugin_dir, recorded=recorded)
     running = asyncio.create_task(registration.run())
     await asyncio.to_thread(fake_kubelet.wait_devices, R, 1)
     began = len(looks)
@@ -333,7 +333,7 @@ def test_waits_for_a_kubelet_that_is_not_there_and_says_so_once(
     with FakeKubelet(kubelet_root) as kubelet:
         kubelet.stop()
         kubelet.socket.unlink()
-        with serve(source(), kubelet, timeout=None, timing=Timing(poll=0.01)) as agent:
+        with serve(source(), kubelet, timeout=None, timing=RegistrationTiming(poll=0.01)) as agent:
             wait(lambda: "waiting for the kubelet" in caplog.text)
             for _ in range(3):
                 agent.agent.services[R].registration.wake()
@@ -419,7 +419,7 @@ def test_kubelet_that_takes_the_registration_but_does_not_listen(
     fake_kubelet: FakeKubelet, served: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
     """No live ListAndWatch for some seconds after Register: it registers again."""
-    agent = served(source(), timing=Timing(patience=0.1))
+    agent = served(source(), timing=RegistrationTiming(patience=0.1))
     fake_kubelet.wait_until(lambda: len(fake_kubelet.updates(R)) == 1)
     agent.agent.services[R].endpoint.streams.begun = 0  # as if the stream that ends now had never been
     drop_stream(fake_kubelet)
@@ -444,7 +444,7 @@ def test_refused_registration_is_said_and_tried_again(
 
 def test_frozen_kubelet_costs_nobody_else_anything(fake_kubelet: FakeKubelet, served: Serve) -> None:
     """A kubelet that answers nothing is given up in time, and is registered with when it answers again."""
-    agent = served(source(), timing=Timing(register=0.1, stream=0.1))
+    agent = served(source(), timing=RegistrationTiming(register=0.1, stream=0.1))
     fake_kubelet.freeze()
     fake_kubelet.recreate_socket()
     statistics = agent.agent.services[R].registration.statistics
@@ -560,7 +560,7 @@ def test_directory_that_may_not_be_written_is_an_error(kubelet_root: Path) -> No
         inventory.publish([Device("a")])
         file = kubelet_root / "file"
         file.mkdir()
-        registration = Registration(Endpoint(source(), inventory, AllocationsInFlight()), file)
+        registration = PluginRegistration(Endpoint(source(), inventory, AllocationsInFlight()), file)
         (file / registration._server.lock.path.name).mkdir()
 
         async def run() -> None:
@@ -575,8 +575,8 @@ def test_lock_of_another_process_is_said_with_its_owner(kubelet_root: Path) -> N
     """Registration alone raises RegistrationError when its time for a takeover is over."""
     inventory = Inventory(R)
     inventory.publish([Device("a")])
-    registration = Registration(
-        Endpoint(source(), inventory, AllocationsInFlight()), kubelet_root, timing=Timing(takeover=0.05)
+    registration = PluginRegistration(
+        Endpoint(source(), inventory, AllocationsInFlight()), kubelet_root, timing=RegistrationTiming(takeover=0.05)
     )
     other = InstanceLock(kubelet_root, R)
     assert other.acquire()

@@ -28,7 +28,7 @@ from deviceplugin.kubelet.podresources import AllocationsInFlight
 from deviceplugin.kubelet.preference import as_names
 from deviceplugin.kubelet.servicer import Endpoint, Refusal
 from deviceplugin.register.records import AllocationRecord, Amount, Change, DeviceRecord, LedgerError, Operation, State
-from deviceplugin.register.register import MemoryStore, Register, ServedDevices
+from deviceplugin.register.register import MemoryStore, Register, ResourceDevices
 from deviceplugin.sharing import device_of, replicas_of
 from deviceplugin.source import DeviceSource
 from deviceplugin.wire import deviceplugin_pb2 as pb
@@ -80,7 +80,7 @@ class Served:
         self.inventory = Inventory(R)
         self.store = Granting()
         self.unknown: dict[str, str] = {}
-        served = cast("ServedDevices", self)
+        served = cast("ResourceDevices", self)
         self.register = Register(
             lambda: {R: served}, self.store, unknown=lambda _, device: self.unknown.get(device, "")
         )

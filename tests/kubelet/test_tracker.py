@@ -17,10 +17,10 @@ from deviceplugin.kubelet import cgroups, podresources
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation
 from deviceplugin.kubelet.holders import HolderSnapshot
-from deviceplugin.kubelet.podresources import AllocationsInFlight, Holder, PodResources
+from deviceplugin.kubelet.podresources import AllocationsInFlight, PodContainer, PodResources
 from deviceplugin.kubelet.tracker import MOST_REQUEST, HolderTracker, PodNames
 from deviceplugin.register.question import Wanted
-from deviceplugin.register.records import AllocationRecord, Amount, Snapshot
+from deviceplugin.register.records import AllocationRecord, Amount, RegisterSnapshot
 from deviceplugin.register.register import MemoryStore, Register
 from deviceplugin.testing import FakeKubelet, FakePod
 from deviceplugin.testing.devicemanager import PluginCallError
@@ -112,7 +112,7 @@ async def test_a_running_pod_costs_no_request(world: World) -> None:
         assert set(now.held) == {allocation(pod)}
     assert await world.scan(*pod.device_ids) == world.tracker.snapshot
     assert (world.requests, world.lists) == (0, 0)
-    assert world.tracker.holders(R) == {pod.device_ids[0]: {Holder("default", "p", "main", pod.uid)}}
+    assert world.tracker.holders(R) == {pod.device_ids[0]: {PodContainer("default", "p", "main", pod.uid)}}
     assert world.tracker.snapshot.at
 
 
@@ -167,7 +167,7 @@ async def test_what_the_register_forgets_between_two_scans_is_held_at_once(world
     known: tuple[dict[tuple[str, str], AllocationRecord], ...] = ({}, {(other, "d0"): record}, {})
     for records in known:
         world.register.store = store = MemoryStore()
-        store.snapshot = Snapshot(allocations=records)
+        store.snapshot = RegisterSnapshot(allocations=records)
         assert [use.key for use in world.tracker.foreign(())] == [(other, "d0")] * (not records)
 
 
@@ -595,5 +595,5 @@ def test_pod_names_are_found_by_uid(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     assert PodNames(tmp_path).read(["u1", "u3"]) == {"u1": ("ns", "pod-a")}
     named = PodNames(tmp_path).pods(["u3", "u1"])
-    assert named == (Holder("ns", "pod-a", uid="u1"), Holder(uid="u3"))
+    assert named == (PodContainer("ns", "pod-a", uid="u1"), PodContainer(uid="u3"))
     assert PodNames(tmp_path / "none").read(["u1"]) == {}

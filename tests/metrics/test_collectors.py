@@ -36,12 +36,12 @@ from deviceplugin.addresses import parse_address
 from deviceplugin.config import MetricsConfig
 from deviceplugin.device import Device, Health
 from deviceplugin.kubelet.paths import Paths
-from deviceplugin.kubelet.podresources import Holder
+from deviceplugin.kubelet.podresources import PodContainer
 from deviceplugin.kubelet.status import Withheld
 from deviceplugin.metrics import collectors as metrics
 from deviceplugin.metrics import load, web
 from deviceplugin.metrics.collectors import AgentCollector
-from deviceplugin.metrics.report import DeviceLocation, PreparedClaim, ProviderReport
+from deviceplugin.metrics.report import ClaimedDevice, DeviceLocation, ProviderReport
 from deviceplugin.metrics.views import DeviceHolder
 from deviceplugin.node.agent import Agent
 from deviceplugin.node.process import Program, serve
@@ -375,7 +375,7 @@ class Bridge:
             families=[*registry.collect(), own],
             unready=["slices are not published"],
             locations={(RESOURCE, "a"): DeviceLocation("dra", "to-plugin", 12.0)},
-            claims=[PreparedClaim(RESOURCE, "a", "team", "mine")],
+            claims=[ClaimedDevice(RESOURCE, "a", "team", "mine")],
         )
 
 
@@ -405,7 +405,7 @@ class TestCollector:
 
     def test_both_formats_are_read_by_the_client_library(self, loop: Loop) -> None:
         """Every family is valid in both formats, and the same."""
-        still = Still(resource(Device("a", health=Health.UNKNOWN), held={"a": [Holder("n", "p", "c")]}))
+        still = Still(resource(Device("a", health=Health.UNKNOWN), held={"a": [PodContainer("n", "p", "c")]}))
         still.providers.append(Bridge())
         seen = loop.serving(still.agent)
         opened = seen.get("/metrics", Accept="application/openmetrics-text; version=1.0.0")[1]
@@ -448,7 +448,7 @@ class TestCollector:
     @promtool
     def test_promtool_finds_nothing_wrong(self, loop: Loop) -> None:
         """Names, types, help and units are as Prometheus's own linter wants them."""
-        still = Still(resource("a", held={"a": [Holder("n", "p", "c")]}, refusals={"unhealthy": 1}))
+        still = Still(resource("a", held={"a": [PodContainer("n", "p", "c")]}, refusals={"unhealthy": 1}))
         still.providers.append(Bridge())
         gauge = load.Gauge(Source(), 10)
         quantities: dict[str, Any] = {
@@ -498,7 +498,7 @@ class TestCollector:
 
     def test_equal_holders_are_one_series(self) -> None:
         """Two holders that cannot be told apart (init containers of unknown pods) are no duplicate series."""
-        held = {"a::0": [Holder(container="init", uid="1")], "a::1": [Holder(container="init", uid="2")]}
+        held = {"a::0": [PodContainer(container="init", uid="1")], "a::1": [PodContainer(container="init", uid="2")]}
         view = Still(resource("a", held=held, replicas=2)).observer().view()
         assert view.resources[0].devices[0].holders == (
             DeviceHolder("plugin", "", "", "init", "", "1"),
@@ -514,7 +514,7 @@ class TestCollector:
 
     def test_holders_are_absent_when_they_are_unknown(self, loop: Loop) -> None:
         """Without the kubelet's checkpoint there is no count of 0 that would look like a free device."""
-        still = Still(resource("a", held={"a": [Holder("n", "p", "c")]}))
+        still = Still(resource("a", held={"a": [PodContainer("n", "p", "c")]}))
         still.scanned_at = None
         seen = loop.serving(still.agent)
         assert seen.value("holders_known") == 0

@@ -6,10 +6,10 @@ import time
 from typing import Any
 
 from deviceplugin.device import Device
-from deviceplugin.kubelet.podresources import Holder
+from deviceplugin.kubelet.podresources import PodContainer
 from deviceplugin.metrics import dcgm, load
 from deviceplugin.metrics.load import Gauge
-from deviceplugin.metrics.views import View
+from deviceplugin.metrics.views import AgentView
 from tests.metrics.views import RESOURCE, Source, Still, resource
 
 ATTRIBUTES: dict[str, str | int] = {"uuid": "GPU-1", "index": 3, "productName": "H200"}
@@ -25,7 +25,7 @@ FULL: dict[str, Any] = {
 }
 
 
-def view(*holders: Holder, load: Any = None) -> View:
+def view(*holders: PodContainer, load: Any = None) -> AgentView:
     still = Still(resource(Device("g", attributes=ATTRIBUTES), "h", held={"g": list(holders)}))
     observer = still.observer()
     gauge = Gauge(Source(), 10)
@@ -34,7 +34,7 @@ def view(*holders: Holder, load: Any = None) -> View:
     return observer.view()
 
 
-def values(seen: View) -> dict[str, list[tuple[dict[str, str], float]]]:
+def values(seen: AgentView) -> dict[str, list[tuple[dict[str, str], float]]]:
     return {family.name: [(sample.labels, sample.value) for sample in family.samples] for family in dcgm.families(seen)}
 
 
@@ -55,7 +55,7 @@ def test_values_are_in_dcgm_s_units() -> None:
 
 def test_labels_are_dcgm_s() -> None:
     """The device by its attributes, the node, and the container that holds it."""
-    (labels, _), *more = values(view(Holder("team", "train", "main")))["DCGM_FI_DEV_GPU_UTIL"]
+    (labels, _), *more = values(view(PodContainer("team", "train", "main")))["DCGM_FI_DEV_GPU_UTIL"]
     assert not more
     assert labels.pop("Hostname")
     assert labels == {
@@ -73,7 +73,9 @@ def test_labels_are_dcgm_s() -> None:
 
 def test_a_shared_device_stays_one_series() -> None:
     """With several holders the device's load is not counted several times."""
-    (row,) = values(view(Holder("team", "one", "main"), Holder("team", "two", "main")))["DCGM_FI_DEV_GPU_UTIL"]
+    (row,) = values(view(PodContainer("team", "one", "main"), PodContainer("team", "two", "main")))[
+        "DCGM_FI_DEV_GPU_UTIL"
+    ]
     assert row[0]["pod"] == ""
 
 

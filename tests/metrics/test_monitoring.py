@@ -13,7 +13,7 @@ import yaml
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.metrics_core import Metric
 
-from deviceplugin.kubelet.podresources import Holder
+from deviceplugin.kubelet.podresources import PodContainer
 from deviceplugin.kubelet.status import VendorConnection
 from deviceplugin.metrics import load
 from deviceplugin.metrics.collectors import AgentCollector
@@ -55,7 +55,7 @@ def test_only_pods_of_the_agents_namespaces_are_scraped() -> None:
 def known_families() -> list[Metric]:
     """Return all families that an agent may have."""
     vendor = VendorConnection(connected=True, since=1.0)
-    still = Still(resource("a", held={"a": [Holder("n", "p", "c")]}, refusals={"unhealthy": 1}, vendor=vendor))
+    still = Still(resource("a", held={"a": [PodContainer("n", "p", "c")]}, refusals={"unhealthy": 1}, vendor=vendor))
     still.providers.append(status_of(bridge()))
     observer = still.observer()
     gauge = load.Gauge(Source(), 10)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from deviceplugin.device import Device, Health
-from deviceplugin.kubelet.podresources import Holder
+from deviceplugin.kubelet.podresources import PodContainer
 from deviceplugin.kubelet.status import VendorConnection, Withheld
 from deviceplugin.metrics import load, page
 from deviceplugin.metrics.load import Gauge
@@ -74,7 +74,7 @@ class Bridge:
 
 def busy() -> tuple[Still, Observer]:
     """An agent with something of everything."""
-    holders = {f"a::{n}": [Holder("team", f"train-{n}", "main")] for n in range(6)}
+    holders = {f"a::{n}": [PodContainer("team", f"train-{n}", "main")] for n in range(6)}
     still = Still(
         resource(
             Device("a", numa=0),
@@ -138,7 +138,7 @@ class TestPage:
         """Names and messages cannot become markup."""
         evil = '<script>alert("1")</script>'
         device = Device("a", health=Health.UNHEALTHY, message=evil)
-        still = Still(resource(device, held={"a": [Holder(evil, evil, "'&")]}, source_error=evil))
+        still = Still(resource(device, held={"a": [PodContainer(evil, evil, "'&")]}, source_error=evil))
         html = page.html(still.observer().view())
         assert html.count(b"<script") == 1
         assert Table(html).rows[1][1] == f"unhealthy {evil}"
@@ -217,7 +217,7 @@ class TestPage:
     def test_what_needs_attention_says_since_when_and_who_has_it(self) -> None:
         """On top and in the table; a move has the time of the ledger, a failure that at which it was noticed."""
         ill = Device("a", health=Health.UNHEALTHY, message="XID 79")
-        held = {"a": [Holder("team", "train", "main")]}
+        held = {"a": [PodContainer("team", "train", "main")]}
         still = Still(resource(ill, "c", held=held))
         still.providers.append(Bridge())
         observer = still.observer()

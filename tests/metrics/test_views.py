@@ -13,18 +13,18 @@ import pytest
 
 from deviceplugin.device import Device, Health
 from deviceplugin.inventory import merged
-from deviceplugin.kubelet.podresources import ClaimUse, Holder
+from deviceplugin.kubelet.podresources import ClaimUse, PodContainer
 from deviceplugin.kubelet.status import ResourceStatus, VendorConnection
 from deviceplugin.metrics import page, views
-from deviceplugin.metrics.report import DeviceLocation, Event, PreparedClaim, ProviderReport
-from deviceplugin.metrics.views import HOLDERS_STALE, DeviceHolder, View, events_between
+from deviceplugin.metrics.report import ClaimedDevice, DeviceLocation, Event, ProviderReport
+from deviceplugin.metrics.views import HOLDERS_STALE, AgentView, DeviceHolder, events_between
 from deviceplugin.naming import device_name
 from tests.metrics.views import RESOURCE, Source, Still, resource
 
-MAIN = Holder("team", "train", "main")
+MAIN = PodContainer("team", "train", "main")
 
 
-def holders(view: View, device: str = "a") -> list[DeviceHolder]:
+def holders(view: AgentView, device: str = "a") -> list[DeviceHolder]:
     return [
         holder for one in view.resources for seen in one.devices if seen.device.id == device for holder in seen.holders
     ]
@@ -51,7 +51,7 @@ class TestHolders:
 
     def test_a_shared_device_has_many_holders(self) -> None:
         """Each container with a replica is there once, also one with two replicas."""
-        other = Holder("team", "serve", "main")
+        other = PodContainer("team", "serve", "main")
         held = {"a::0": [MAIN], "a::1": [other], "a::3": [MAIN]}
         view = Still(resource("a", held=held, replicas=4)).observer().view()
         assert [hold.pod for hold in holders(view)] == ["serve", "train"]
@@ -113,8 +113,8 @@ class TestHolders:
     def test_the_pods_of_a_claim_are_those_of_the_ledger_where_the_kubelet_does_not_list_it(self) -> None:
         """PodResources names no claims on some kubelets; a pod whose name is not known is shown by its UID."""
         still = Still(resource("a"))
-        pods = (Holder("team", "train", uid="u1"), Holder(uid="u2"))
-        claims = [PreparedClaim(RESOURCE, "a", "team", "mine", pods)]
+        pods = (PodContainer("team", "train", uid="u1"), PodContainer(uid="u2"))
+        claims = [ClaimedDevice(RESOURCE, "a", "team", "mine", pods)]
         still.providers.append(Telling(lambda: ProviderReport(claims=claims)))
         assert [one.text for one in holders(still.observer().view())] == [
             "pod u2, claim team/mine",
@@ -128,7 +128,7 @@ class TestHolders:
         still = Still(resource("a", "b"))
         still.sources = {RESOURCE: source}
         still.claims = frozenset({ClaimUse("gpu.example.com", "node1", "a", "used", MAIN)})
-        claims = [PreparedClaim(RESOURCE, "a", "team", "used"), PreparedClaim(RESOURCE, "b", "team", "waiting")]
+        claims = [ClaimedDevice(RESOURCE, "a", "team", "used"), ClaimedDevice(RESOURCE, "b", "team", "waiting")]
         still.providers.append(Telling(lambda: ProviderReport(claims=claims)))
         view = still.observer().view()
         assert holders(view, "a") == [DeviceHolder("dra", "team", "train", "main", "used")]
@@ -142,7 +142,7 @@ class TestHolders:
         still = Still(resource("a", "b"))
         still.sources = {RESOURCE: source}
         still.claims = frozenset({ClaimUse("gpu.example.com", "node1", "a", "watch", MAIN)})
-        claims = [PreparedClaim(RESOURCE, name, "team", "watch", admin=True) for name in "ab"]
+        claims = [ClaimedDevice(RESOURCE, name, "team", "watch", admin=True) for name in "ab"]
         still.providers.append(Telling(lambda: ProviderReport(claims=claims)))
         view = still.observer().view()
         assert holders(view, "a") == holders(view, "b") == []

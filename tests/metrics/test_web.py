@@ -25,7 +25,7 @@ import pytest
 from deviceplugin.addresses import parse_address
 from deviceplugin.metrics import web
 from deviceplugin.metrics.credentials import Certificate, Token
-from deviceplugin.metrics.web import Answer, Limits, Request, Route, Server, listen
+from deviceplugin.metrics.web import Answer, ClientLimits, Request, Route, Server, listen
 
 LONG = b"long " * 1000
 
@@ -375,7 +375,9 @@ class TestSharing:
         """While a page is rendered for the first time, some wait for it and others are turned away."""
         monkeypatch.setattr(web, "MAX_WAITING", 2)
         begun, released = threading.Event(), threading.Event()
-        server = serve(routes={**routes(), "/slow": Route(self.wait(begun, released))}, limits=Limits(connections=4))
+        server = serve(
+            routes={**routes(), "/slow": Route(self.wait(begun, released))}, limits=ClientLimits(connections=4)
+        )
         with contextlib.ExitStack() as stack:
             clients = [stack.enter_context(connect(server)) for _ in range(4)]
             clients[0].sendall(b"GET /slow HTTP/1.1\r\n\r\n")
@@ -458,7 +460,7 @@ class TestClients:
     def test_silent_clients_delay_nobody(self, tls: bool, tmp_path: Path, serve: Callable[..., Server]) -> None:
         """Beside 120 connections that send nothing others are answered, without waiting for one of them to end."""
         certificate, key = make_certificate(tmp_path, "a") if tls else (None, None)
-        limits = Limits(request=600.0)
+        limits = ClientLimits(request=600.0)
         server = serve(certificate=Certificate(certificate, key) if certificate else None, limits=limits)
         with contextlib.ExitStack() as stack:
             silent = [stack.enter_context(connect(server)) for _ in range(120)]
@@ -468,7 +470,7 @@ class TestClients:
 
     def test_idle_clients_do_not_keep_a_scrape_out(self, serve: Callable[..., Server]) -> None:
         """With as many connections as there may be, all of them idle, a scrape is answered at once."""
-        server = serve(limits=Limits(connections=4))
+        server = serve(limits=ClientLimits(connections=4))
         with contextlib.ExitStack() as stack:
             idle = [stack.enter_context(connect(server)) for _ in range(12)]
             began = time.monotonic()
@@ -479,7 +481,7 @@ class TestClients:
 
     def test_clients_that_do_not_read_do_not_keep_a_scrape_out(self, serve: Callable[..., Server]) -> None:
         """Those who ask and do not take the answer are let go, too."""
-        server = serve(limits=Limits(connections=2))
+        server = serve(limits=ClientLimits(connections=2))
         with contextlib.ExitStack() as stack:
             for _ in range(4):
                 client = stack.enter_context(connect(server))
@@ -488,7 +490,7 @@ class TestClients:
 
     def test_those_who_work_stay(self, serve: Callable[..., Server]) -> None:
         """Idle clients are let go before one whose answer is under way."""
-        server = serve(limits=Limits(connections=3))
+        server = serve(limits=ClientLimits(connections=3))
         with connect(server) as reader, contextlib.ExitStack() as stack:
             reader.sendall(b"GET /huge HTTP/1.1\r\nConnection: close\r\n\r\n")
             assert reader.recv(16) == b"HTTP/1.0 200 OK\r"
@@ -502,7 +504,7 @@ class TestClients:
 
     def test_a_request_has_a_deadline(self, serve: Callable[..., Server]) -> None:
         """Who sends a byte now and then is cut off all the same."""
-        server = serve(limits=Limits(request=0.3))
+        server = serve(limits=ClientLimits(request=0.3))
         with connect(server) as client:
             over = threading.Event()
 
@@ -520,7 +522,7 @@ class TestClients:
 
     def test_an_answer_has_a_deadline(self, serve: Callable[..., Server]) -> None:
         """Who does not take an answer is cut off."""
-        server = serve(limits=Limits(answer=0.2))
+        server = serve(limits=ClientLimits(answer=0.2))
         with connect(server) as client:
             client.sendall(b"GET /huge HTTP/1.1\r\n\r\n")
             assert client.recv(8) == b"HTTP/1.0"
@@ -655,7 +657,7 @@ class TestCertificate:
     def test_clients_that_do_not_shake_hands_are_cut(self, tmp_path: Path, serve: Callable[..., Server]) -> None:
         """The handshake counts as part of the request, and blocks nobody else."""
         certificate, key = make_certificate(tmp_path, "a")
-        server = serve(certificate=Certificate(certificate, key), limits=Limits(request=0.5, connections=2))
+        server = serve(certificate=Certificate(certificate, key), limits=ClientLimits(request=0.5, connections=2))
         with contextlib.ExitStack() as stack:
             idle = [stack.enter_context(connect(server)) for _ in range(4)]
             assert get(server, tls=trusting(certificate))[0] == 200

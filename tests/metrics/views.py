@@ -9,11 +9,11 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 from deviceplugin.device import Device
-from deviceplugin.inventory import Snapshot, merged
-from deviceplugin.kubelet.podresources import ClaimUse, Holder
+from deviceplugin.inventory import InventorySnapshot, merged
+from deviceplugin.kubelet.podresources import ClaimUse, PodContainer
 from deviceplugin.kubelet.registration import RegistrationStatistics
 from deviceplugin.kubelet.servicer import ServicerStatistics
-from deviceplugin.kubelet.status import ResourceStatus, Status, VendorConnection
+from deviceplugin.kubelet.status import AgentStatus, ResourceStatus, VendorConnection
 from deviceplugin.metrics.report import Provider
 from deviceplugin.metrics.views import Observer
 from deviceplugin.sharing import device_of
@@ -37,7 +37,7 @@ class Source(DeviceSource):
 def resource(
     *devices: Device | str,
     name: str = RESOURCE,
-    held: Mapping[str, Sequence[Holder]] | None = None,
+    held: Mapping[str, Sequence[PodContainer]] | None = None,
     replicas: int = 1,
     registered: bool = True,
     source_error: str = "",
@@ -46,7 +46,7 @@ def resource(
     **statistics: Any,
 ) -> ResourceStatus:
     """One resource with these devices and holders (by the kubelet's ids)."""
-    snapshot = Snapshot(name)
+    snapshot = InventorySnapshot(name)
     if listed:
         snapshot = merged(snapshot, [Device(one) if isinstance(one, str) else one for one in devices])
     holders = {unit: frozenset(those) for unit, those in (held or {}).items()}
@@ -76,8 +76,8 @@ class Still:
         self.providers: list[Provider] = []
         self.sources: dict[str, DeviceSource] = {}
 
-    def status(self) -> Status:
-        return Status(tuple(self.resources), self.double, self.claims, self.scanned_at, self.config_error)
+    def status(self) -> AgentStatus:
+        return AgentStatus(tuple(self.resources), self.double, self.claims, self.scanned_at, self.config_error)
 
     @property
     def services(self) -> Mapping[str, Any]:

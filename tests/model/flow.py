@@ -18,16 +18,16 @@ from typing import Any, ClassVar, Final, Self, cast
 
 from deviceplugin.backoff import Backoff
 from deviceplugin.device import ContainerEdits, Device
-from deviceplugin.exclusion import ConflictError
+from deviceplugin.exclusion import DeviceConflictError
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet import holders
 from deviceplugin.kubelet.cgroups import PodProcesses
-from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint
+from deviceplugin.kubelet.checkpoint import Allocation, CheckpointVersion
 from deviceplugin.kubelet.device_list import DeviceIds
 from deviceplugin.kubelet.holders import HolderEvidence, HolderSnapshot, kubelet_snapshot
 from deviceplugin.node.scanning import HolderScanner
 from deviceplugin.register import operations
-from deviceplugin.register.records import LedgerError, Side, Snapshot, State
+from deviceplugin.register.records import LedgerError, RegisterSnapshot, Side, State
 from deviceplugin.register.register import Register, Store
 from deviceplugin.register.rules import Evidence
 from deviceplugin.source import DeviceSource
@@ -99,7 +99,9 @@ class Outside(ClusterClaims):
     def evidence(self) -> HolderEvidence:
         """Return what the kubelet's checkpoint, written at our request, and the cgroups say."""
         named = frozenset(Allocation(name, "c", R, name) for name in self.pods)
-        return HolderEvidence([Checkpoint(named, {})], current=True, pods=PodProcesses(running=frozenset(self.pods)))
+        return HolderEvidence(
+            [CheckpointVersion(named, {})], current=True, pods=PodProcesses(running=frozenset(self.pods))
+        )
 
     # The API server, for the driver and the handover.
 
@@ -167,7 +169,7 @@ class Grants:
         return "" if known else "the agent has just started"
 
 
-def allocations_of(now: Snapshot) -> frozenset[Allocation]:
+def allocations_of(now: RegisterSnapshot) -> frozenset[Allocation]:
     """Return the allocations whose containers the register knows."""
     records = now.allocations.values()
     return frozenset(Allocation(*who, one.resource, one.device_id) for one in records for who in one.holders)
@@ -306,7 +308,7 @@ class Flow(DriverHost):
         for last in (*[False] * 20, True):
             try:
                 return await work()
-            except (LedgerError, ConflictError, ClaimError):
+            except (LedgerError, DeviceConflictError, ClaimError):
                 if last:
                     raise
         raise AssertionError
@@ -392,7 +394,7 @@ async def aftermath(directory: Path, outside: Outside, source: DeviceSource) -> 
         for uid, device in sorted(outside.running.items()):
             try:
                 await flow.register.grant(R, {device: device})
-            except ConflictError:
+            except DeviceConflictError:
                 pass
             else:
                 raise AssertionError(f"device {device} was given to a pod while claim {uid} has it")

@@ -23,7 +23,7 @@ from deviceplugin.kubelet.device_list import Stream
 from deviceplugin.kubelet.paths import Paths
 from deviceplugin.kubelet.podresources import AllocationsInFlight
 from deviceplugin.node.service import Service
-from deviceplugin.register.records import LedgerError, Operation, Snapshot
+from deviceplugin.register.records import LedgerError, Operation, RegisterSnapshot
 from deviceplugin.source import DeviceSource
 from deviceplugin.wire import deviceplugin_pb2 as pb
 from dra_bridge.driver import ClaimError, ClaimRef, Prepared, claim_files, preparation
@@ -92,7 +92,7 @@ class SlowLedger:
         self.write_failures = 0
 
     @property
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> RegisterSnapshot:
         """Everything as of the last operation."""
         return self.ledger.snapshot
 

@@ -18,7 +18,7 @@ from deviceplugin.kubelet.device_list import DeviceIds
 from deviceplugin.kubelet.servicer import Endpoint
 from deviceplugin.register import operations, question, register, rules
 from deviceplugin.register.question import Use, View
-from deviceplugin.register.records import DeviceRecord, Snapshot
+from deviceplugin.register.records import DeviceRecord, RegisterSnapshot
 from deviceplugin.register.rules import ClusterEvidence, KubeletEvidence, KubeletSnapshot, Refused
 from deviceplugin.sharing import times_offered
 from deviceplugin.source import DeviceSource
@@ -42,11 +42,11 @@ def _nothing(*_: object) -> str:
     return ""
 
 
-def _prepare_by_state(now: Snapshot, driver: str, resource: str, device: str) -> Refused | None:
+def _prepare_by_state(now: RegisterSnapshot, driver: str, resource: str, device: str) -> Refused | None:
     return _PREPARE(replace(now, allocations={}, index={}), driver, resource, device)
 
 
-def _refusal_by_side(wanted: Collection[Use], state: Snapshot, view: View) -> str:
+def _refusal_by_side(wanted: Collection[Use], state: RegisterSnapshot, view: View) -> str:
     kinds = {one.unit[0] for one in wanted}
     return _REFUSAL(wanted, state, view, own=lambda use: use.unit[0] not in kinds)
 
@@ -55,11 +55,11 @@ BY_STATE: Final = ((rules, "prepare_refusal", _prepare_by_state), (operations, "
 """Grants by the device's state alone, without the other side's holders: they would hide that a move ended early."""
 
 
-def _old_commit_to_dra(now: Snapshot, record: DeviceRecord, evidence: KubeletEvidence) -> str:
+def _old_commit_to_dra(now: RegisterSnapshot, record: DeviceRecord, evidence: KubeletEvidence) -> str:
     return _TO_DRA(now, replace(record, sequence=0), evidence)
 
 
-def _old_commit_to_plugin(now: Snapshot, record: DeviceRecord, evidence: ClusterEvidence) -> str:
+def _old_commit_to_plugin(now: RegisterSnapshot, record: DeviceRecord, evidence: ClusterEvidence) -> str:
     return _TO_PLUGIN(now, replace(record, sequence=0), evidence)
 
 
@@ -131,7 +131,7 @@ _BEGIN: Final = HookRuns._begin
 _TOO_MANY: Final = "has too many holders"
 
 
-def _pairwise(wanted: Collection[Use], state: Snapshot, view: View, *args: Any, **more: Any) -> str:
+def _pairwise(wanted: Collection[Use], state: RegisterSnapshot, view: View, *args: Any, **more: Any) -> str:
     """Ask beside one holder at a time."""
     points = {point for one in wanted for point in one.points}
     for unit in {one.unit for one in _USES(state, points, view)}:
@@ -146,12 +146,12 @@ def _no_tokens(*_: object) -> frozenset[str]:
     return frozenset()
 
 
-def _prepare_of_any_driver(now: Snapshot, driver: str, resource: str, device: str) -> Refused | None:
+def _prepare_of_any_driver(now: RegisterSnapshot, driver: str, resource: str, device: str) -> Refused | None:
     records = {key: replace(record, driver="") for key, record in now.devices.items()}
     return _PREPARE(replace(now, devices=records), driver, resource, device)
 
 
-def _refusal_by_driver(wanted: Collection[Use], state: Snapshot, view: View) -> str:
+def _refusal_by_driver(wanted: Collection[Use], state: RegisterSnapshot, view: View) -> str:
     drivers = {one.unit[:2] for one in wanted if one.unit[0] == "claim"}
     return _REFUSAL(wanted, state, view, own=lambda use: use.unit[0] == "claim" and use.unit[:2] not in drivers)
 

@@ -21,11 +21,11 @@ from typing import Any, Final
 from deviceplugin import naming
 from deviceplugin.device import ContainerEdits, Device
 from deviceplugin.kubelet.cgroups import PodProcesses
-from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint, CheckpointError
+from deviceplugin.kubelet.checkpoint import Allocation, CheckpointError, CheckpointVersion
 from deviceplugin.kubelet.podresources import PodResourcesReport
 from deviceplugin.kubelet.tracker import CheckpointReader
 from deviceplugin.testing import claim_state
-from deviceplugin.testing.claim_state import DevicesOfClaim, PreparedDevice
+from deviceplugin.testing.claim_state import AnsweredDevice, DevicesOfClaim
 from dra_bridge.driver import Prepared
 from dra_bridge.kube import RESOURCE_CLAIMS, ClusterError, Kind, NotFoundError
 from dra_bridge.slices.desired import Pool
@@ -177,7 +177,7 @@ class Outside:
         """Hooks that work now, by the hardware."""
         self.stuck = False
         self.registered: dict[str, frozenset[str]] = {}
-        self.checkpoint: Checkpoint | None = Checkpoint(frozenset(), {})
+        self.checkpoint: CheckpointVersion | None = CheckpointVersion(frozenset(), {})
         self.prompt = False
         self.slices: dict[str, Slices] = {}
         self.server_up = True
@@ -216,7 +216,7 @@ class Outside:
         named = [pod for pod in self.pods if pod.memory]
         answers = {pod.allocation: pod.response for pod in named}
         file: Any = object()  # each is another file
-        self.checkpoint = Checkpoint(frozenset(answers), dict(self.registered), file, answers)
+        self.checkpoint = CheckpointVersion(frozenset(answers), dict(self.registered), file, answers)
         self.forget_pods()
 
     def names(self, pod: Pod) -> bool:
@@ -233,13 +233,13 @@ class Outside:
         for claim in self.claims.values():
             if claim.named:
                 listed = [
-                    PreparedDevice((one.request,), one.pool, one.device, one.cdi_ids, one.share or None)
+                    AnsweredDevice((one.request,), one.pool, one.device, one.cdi_ids, one.share or None)
                     for one in (claim.answer.devices if claim.answer is not None else ())
                 ]
                 found.append(DevicesOfClaim("default", claim.uid, claim.uid, {claim.driver: listed}, set(claim.pods)))
         for uid in self.foreign:
             # Its device has the name of one of ours.
-            device = PreparedDevice(("r",), NODE, "a", (f"{FOREIGN}/claim={uid}",), None)
+            device = AnsweredDevice(("r",), NODE, "a", (f"{FOREIGN}/claim={uid}",), None)
             found.append(DevicesOfClaim("default", uid, uid, {FOREIGN: [device]}, {uid}))
         claim_state.write(self.root, found)
 
@@ -360,18 +360,18 @@ class Checkpoints(CheckpointReader):
 
     outside: Outside
 
-    def current(self) -> Checkpoint | None:
+    def current(self) -> CheckpointVersion | None:
         """Return what was read last if it is still there."""
         return self.last if self.last is self.outside.checkpoint else None
 
-    def read(self) -> Checkpoint:
+    def read(self) -> CheckpointVersion:
         """Read the file now."""
         if self.outside.checkpoint is None:
             raise CheckpointError("it is not there")
         self.take([self.outside.checkpoint])
         return self.outside.checkpoint
 
-    async def _rewritten(self, before: object, patience: float) -> Checkpoint | None:
+    async def _rewritten(self, before: object, patience: float) -> CheckpointVersion | None:
         await self.outside.gate.passed()
         if not self.outside.prompt:
             return None

@@ -37,7 +37,7 @@ from typing import Any, Final, NamedTuple
 
 from deviceplugin.kubelet import holders
 from deviceplugin.kubelet.cgroups import PodProcesses
-from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint
+from deviceplugin.kubelet.checkpoint import Allocation, CheckpointVersion
 from deviceplugin.kubelet.holders import HolderEvidence, HolderSnapshot, kubelet_snapshot
 from deviceplugin.register import operations
 from deviceplugin.register.question import View, Wanted
@@ -50,8 +50,8 @@ from deviceplugin.register.records import (
     DeviceRecord,
     Operation,
     Record,
+    RegisterSnapshot,
     Side,
-    Snapshot,
     State,
 )
 from deviceplugin.register.rules import ClaimEvidence, ClusterEvidence, Evidence, Excluded, KubeletEvidence, Refused
@@ -242,7 +242,7 @@ def start(*states: State) -> World:
 # The ledger's own words and back.
 
 
-def snapshot(world: World) -> Snapshot:
+def snapshot(world: World) -> RegisterSnapshot:
     """Return the world's ledger as the ledger knows it."""
     devices: dict[tuple[str, str], DeviceRecord] = {}
     held: list[tuple[str, tuple[str, str], Record]] = []
@@ -272,7 +272,7 @@ def snapshot(world: World) -> Snapshot:
                     replace(claim_of(uid, claim), result=result, durable=durable),
                 )
             )
-    return Snapshot(NOW, devices).with_changes([Change(*one) for one in held], NOW)
+    return RegisterSnapshot(NOW, devices).with_changes([Change(*one) for one in held], NOW)
 
 
 def claim_of(uid: str, claim: Request) -> Claim:
@@ -285,7 +285,7 @@ UNKNOWN: Final = len(STATES)
 """The state of a device that the ledger does not know."""
 
 
-def written(world: World, now: Snapshot) -> World:
+def written(world: World, now: RegisterSnapshot) -> World:
     """Return the world with this ledger."""
     scanning = world.stage.step in SCAN
     devices = []
@@ -315,7 +315,7 @@ def in_ledger(claim: Claim | None) -> InLedger:
     return InLedger.ON_DISK if claim.durable else InLedger.IN_MEMORY
 
 
-def named(now: Snapshot, uid: str, pod: Pod) -> bool:
+def named(now: RegisterSnapshot, uid: str, pod: Pod) -> bool:
     """Return whether the ledger names a pod as a holder, be it by its container's name alone (a mutation)."""
     hold = now.allocations.get((R, NAMES[pod.device])) if pod.at else None
     return hold is not None and not hold.holders.isdisjoint({(uid, CONTAINER), ("", CONTAINER)})
@@ -347,7 +347,7 @@ def at_stage(world: World, stage: Stage) -> World:
     return world._replace(stage=stage, devices=devices, pods=(one, two))
 
 
-ANY_FILE: Final = Checkpoint(frozenset(), {})
+ANY_FILE: Final = CheckpointVersion(frozenset(), {})
 """Names no resource: of the kubelet's writers one is slow here."""
 FAULTS: Final = frozenset({"force", "lose", "claims"})
 """Faults: pods deleted by force, the checkpoint lost, the kubelet's claim state lost."""
@@ -638,7 +638,7 @@ class Small:
             )
         elif stage.step is Step.OBSERVED:
             moving = names(stage.moving)
-            still = dict.fromkeys(allocations(world, "seen"), holders.Holding(named=True, certain=True, reason=""))
+            still = dict.fromkeys(allocations(world, "seen"), holders.HoldReason(named=True, certain=True, reason=""))
             scan = HolderSnapshot(RECENT, True, still, {R: frozenset(names(stage.first))})
             seen = kubelet_snapshot(BEGUN, scan, R, str)
             evidence = KubeletEvidence(BEGUN, dict.fromkeys(moving, SHOWN), seen)
@@ -678,7 +678,9 @@ class Small:
         stage = world.stage
         registered = {R: frozenset(names(stage.first))}
         checkpoints = [
-            Checkpoint(frozenset(one for one in allocations(world, "seen") if seen_in(world, one) >= count), registered)
+            CheckpointVersion(
+                frozenset(one for one in allocations(world, "seen") if seen_in(world, one) >= count), registered
+            )
             for count in (1, 2)
         ]
         seen = HolderEvidence(checkpoints, stage.written, self.processes(world))
@@ -715,7 +717,7 @@ class Small:
     def started(self, world: World) -> World:
         """Compare the ledger with what is held, by a checkpoint written at the agent's request."""
         world = self.filed(world, *(pod.memory for pod in world.pods))
-        checkpoint = Checkpoint(frozenset(allocations(world, "file")), {})
+        checkpoint = CheckpointVersion(frozenset(allocations(world, "file")), {})
         now = holders.holders(recorded(world), HolderEvidence([checkpoint], True, self.processes(world)), RECENT)
         held = kubelet_snapshot(0, now, R, str).held
         fresh = all(device.state == UNKNOWN for device in world.devices)

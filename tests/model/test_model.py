@@ -24,14 +24,23 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from deviceplugin.backoff import Backoff
 from deviceplugin.device import Device
-from deviceplugin.exclusion import ConflictError
+from deviceplugin.exclusion import DeviceConflictError
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet import holders
 from deviceplugin.kubelet.cgroups import PodProcesses
-from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint
+from deviceplugin.kubelet.checkpoint import Allocation, CheckpointVersion
 from deviceplugin.kubelet.holders import HolderEvidence, HolderSnapshot, kubelet_snapshot
 from deviceplugin.register import operations
-from deviceplugin.register.records import WHOLE, Claim, ClaimDevice, LedgerError, Operation, Side, Snapshot, State
+from deviceplugin.register.records import (
+    WHOLE,
+    Claim,
+    ClaimDevice,
+    LedgerError,
+    Operation,
+    RegisterSnapshot,
+    Side,
+    State,
+)
 from deviceplugin.register.rules import ClaimEvidence, Evidence, Excluded, Refused
 from deviceplugin.source import DeviceSource
 from dra_bridge.handover.moved import Allocated, MovedResource
@@ -74,7 +83,7 @@ class SlowLedger:
         self.ledger = store
 
     @property
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> RegisterSnapshot:
         return self.ledger.snapshot
 
     async def do(self, operation: Operation[Any]) -> Any:
@@ -128,9 +137,9 @@ class Node(RuleBasedStateMachine):
         self.pods: list[Pod] = []
         self.claims: dict[str, Request] = {}
         self.received: frozenset[str] = frozenset()
-        self.checkpoint: Checkpoint | None = Checkpoint(frozenset(), {})
+        self.checkpoint: CheckpointVersion | None = CheckpointVersion(frozenset(), {})
         self.written = False
-        self.drafts: list[Checkpoint] = []
+        self.drafts: list[CheckpointVersion] = []
         self.prompt = False
         self.slice: frozenset[str] = frozenset()
         self.server_up = True
@@ -242,7 +251,7 @@ class Node(RuleBasedStateMachine):
         try:
             before, at = self.store.snapshot.sequence, self.clock()
             self.disturbed = False
-            files: list[Checkpoint] = []
+            files: list[CheckpointVersion] = []
             while not holders.shows_present(files) and await self.is_written() and self.checkpoint is not None:
                 files.append(self.checkpoint)
             current = holders.shows_present(files)
@@ -316,10 +325,10 @@ class Node(RuleBasedStateMachine):
         self.flying, self.disturbed = self.flying + 1, True
         try:
             if holders.running(self.known, R, [pod.device], self.processes().running or ()):
-                raise ConflictError("held")
+                raise DeviceConflictError("held")
             await Pause()
             await self.register.grant(R, {pod.device: pod.device})
-        except (ConflictError, LedgerError):
+        except (DeviceConflictError, LedgerError):
             if pod in self.pods:
                 self.pods.remove(pod)
         else:
@@ -516,8 +525,8 @@ class Node(RuleBasedStateMachine):
         self.checkpoint, self.written = self.made_up(), True
         self.forget_pods()
 
-    def made_up(self) -> Checkpoint:
-        return Checkpoint(frozenset(pod.allocation for pod in self.pods if pod.memory), {R: self.received})
+    def made_up(self) -> CheckpointVersion:
+        return CheckpointVersion(frozenset(pod.allocation for pod in self.pods if pod.memory), {R: self.received})
 
     @precondition(lambda self: len(self.drafts) < 2)
     @rule()

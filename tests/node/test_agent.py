@@ -23,12 +23,12 @@ import pytest
 
 from deviceplugin.config import OPEN, Config, ConfigError, Lock, load
 from deviceplugin.device import ContainerEdits, Device, Health
-from deviceplugin.exclusion import ConflictError
+from deviceplugin.exclusion import DeviceConflictError
 from deviceplugin.identity import boot_id, recorded
 from deviceplugin.kubelet.checkpoint import Allocation
 from deviceplugin.kubelet.device_list import Stream
 from deviceplugin.kubelet.granted import annotate
-from deviceplugin.kubelet.holders import HolderSnapshot, Holding
+from deviceplugin.kubelet.holders import HolderSnapshot, HoldReason
 from deviceplugin.kubelet.paths import Paths
 from deviceplugin.kubelet.status import Withheld
 from deviceplugin.metrics.views import unready
@@ -448,14 +448,14 @@ async def test_what_a_pod_has_counts_before_its_resource_is_compared(tmp_path: P
     (paths.plugins / written.FILE_NAME).write_bytes(written.Checkpoint([entry]).to_json())
     await agent.tracker.start()
     await agent.scanner.observe(agent.tracker.snapshot, 0)
-    with pytest.raises(ConflictError, match=f"b of {other} and a of {R}, which counts as held, are one thing"):
+    with pytest.raises(DeviceConflictError, match=f"b of {other} and a of {R}, which counts as held, are one thing"):
         await agent.register.grant(other, {"b": "b"})
     service = Service(Named("a", lambda: None), agent.services[other]._context)
     agent._supervisor.services[R] = service
     service.inventory.publish([Device("a", identity="uuid:1")], {"a": thing})
     for compared in (False, True):
         assert ((R, "a") in agent.register.snapshot.allocations) is compared
-        with pytest.raises(ConflictError, match="one thing"):
+        with pytest.raises(DeviceConflictError, match="one thing"):
             await agent.register.grant(other, {"b": "b"})
         assert agent.register.withheld(R, "plugin") == {}, "to its own id the kubelet keeps"
         await agent.scanner.observe(agent.tracker.snapshot, agent.register.snapshot.sequence)
@@ -557,7 +557,7 @@ async def test_metrics_are_read_at_the_start(tmp_path: Path, caplog: pytest.LogC
     """A change of how metrics are served is not taken by a reload, and that is said."""
     config = tmp_path / "config.yaml"
     config.write_text(text(a=1))
-    first = process_module.File.read(config, OPEN)
+    first = process_module.ConfigFile.read(config, OPEN)
     config.write_text(text(a=1) + "metrics: {period: 5}\n")
 
     async def take(*_: object) -> None:
@@ -571,7 +571,7 @@ async def test_a_file_that_changes_while_the_agent_starts_is_taken(tmp_path: Pat
     """What was written between the first reading and the first watch counts."""
     config = tmp_path / "config.yaml"
     config.write_text(text(a=1))
-    file = process_module.File.read(config, OPEN)
+    file = process_module.ConfigFile.read(config, OPEN)
     config.write_text(text(a=2))
     taken = asyncio.get_running_loop().create_future()
 
@@ -596,11 +596,11 @@ async def test_a_start_with_a_broken_file_serves_the_last_good_one(
     config, kept = tmp_path / "config.yaml", tmp_path / "plugins" / "kept.yaml"
     config.write_text("resources: [}")
     with pytest.raises(ConfigError):
-        process_module.File.read(config, OPEN, kept)
+        process_module.ConfigFile.read(config, OPEN, kept)
     config.write_text(text(a=1))
-    process_module.File.read(config, OPEN, kept).keep()
+    process_module.ConfigFile.read(config, OPEN, kept).keep()
     config.write_text("resources: [}")
-    file = process_module.File.read(config, OPEN, kept)
+    file = process_module.ConfigFile.read(config, OPEN, kept)
     assert [one.name for one in file.config.resources] == ["example.com/a"]
     assert f"{config}:1" in file.refused
     assert caplog.records[-1].getMessage() == file.refused
@@ -635,7 +635,7 @@ def test_a_kept_file_that_is_not_allowed_is_not_served(tmp_path: Path) -> None:
         "resources: [{name: example.com/a, devices: [{path: /dev/fpga*}], env: {A: b}, mounts: [{host: /x}]}]"
     )
     with pytest.raises(ConfigError, match=re.escape(f"{config}:1")):
-        process_module.File.read(config, Lock(), kept)
+        process_module.ConfigFile.read(config, Lock(), kept)
 
 
 def test_a_file_that_cannot_be_kept_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -643,7 +643,7 @@ def test_a_file_that_cannot_be_kept_is_warned_of(tmp_path: Path, caplog: pytest.
     config, kept = tmp_path / "config.yaml", tmp_path / "kept.yaml"
     config.write_text(text(a=1))
     kept.mkdir()
-    process_module.File.read(config, OPEN, kept).keep()
+    process_module.ConfigFile.read(config, OPEN, kept).keep()
     assert "cannot be kept for a start with a broken one" in caplog.text
 
 
@@ -653,7 +653,7 @@ async def test_a_file_that_is_refused_is_known_until_it_is_mended(
     """The agent's status has the cause on one line, and so has the log; a good file ends it."""
     config = tmp_path / "config.yaml"
     config.write_text(text(a=1))
-    first = process_module.File.read(config, OPEN)
+    first = process_module.ConfigFile.read(config, OPEN)
     taken: list[Config] = []
 
     async def take(now: Config, *_: object) -> None:
@@ -677,7 +677,7 @@ async def test_reload_that_fails_half_way_is_said(tmp_path: Path, caplog: pytest
     """Whatever goes wrong while a changed file is taken, the file is followed on, and the log says what it was."""
     config = tmp_path / "config.yaml"
     config.write_text(text(a=1))
-    first = process_module.File.read(config, OPEN)
+    first = process_module.ConfigFile.read(config, OPEN)
     config.write_text(text(a=2))
 
     async def take(*_: object) -> None:
@@ -776,7 +776,7 @@ async def test_why_a_device_is_withheld_is_logged_once(tmp_path: Path, caplog: p
     agent = Agent([source(1)], Paths(tmp_path))
     said = []
     for reason in ("unasked", "running", "unasked", "running", "", "running"):
-        holding = {Allocation("u1", "main", R, "sim-0"): Holding(False, True, reason)} if reason else {}
+        holding = {Allocation("u1", "main", R, "sim-0"): HoldReason(False, True, reason)} if reason else {}
         agent.tracker.snapshot = HolderSnapshot(held=holding)
         agent.scanner.log.withheld(agent.services)
         said.append([record.getMessage().rpartition(": ")[2].partition(" (")[0] for record in caplog.records])
@@ -851,7 +851,7 @@ def scan(
     at: float, *held: str, registered: frozenset[str] | None = frozenset(), current: bool = True
 ) -> HolderSnapshot:
     """What a scan says: ids that a pod holds, and ids that the kubelet counts as healthy."""
-    holding = Holding(True, True, "the kubelet's checkpoint names it")
+    holding = HoldReason(True, True, "the kubelet's checkpoint names it")
     of = {Allocation("u1", "main", R, name): holding for name in held}
     return HolderSnapshot(at, current, of, None if registered is None else {R: registered})
 

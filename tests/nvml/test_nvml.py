@@ -17,7 +17,7 @@ import pytest
 from deviceplugin import config, naming, sources
 from deviceplugin.config.types import NvidiaConfig
 from deviceplugin.device import ContainerEdits, Device, Health, Version
-from deviceplugin.health import Rules, Verdict
+from deviceplugin.health import HealthRules, Verdict
 from deviceplugin.naming import PCI_BUS_ID, PCIE_ROOT
 from deviceplugin.sources import nvidia
 from deviceplugin.sources.nvidia import NvidiaSource, driver
@@ -28,7 +28,7 @@ from tests.nvml import world as worlds
 from tests.nvml.conftest import Until, unload
 from tests.nvml.world import DGX1V, World, build
 
-QUICK = Rules(failures=1, successes=1, quiet=0.0)
+QUICK = HealthRules(failures=1, successes=1, quiet=0.0)
 
 
 def source(world: World, **options: Any) -> NvidiaSource:
@@ -409,7 +409,7 @@ async def test_xid_makes_its_gpu_unhealthy_at_once_and_quiet_makes_it_healthy_ag
     """A critical XID is seen by its event, the other GPU stays, and the GPU recovers after a quiet time."""
     first, second = world.gpu(0), world.gpu(1)
     now = 0.0
-    made = source(world, rules=Rules(failures=3, successes=2, quiet=300), clock=lambda: now)
+    made = source(world, rules=HealthRules(failures=3, successes=2, quiet=300), clock=lambda: now)
     async with closing(made) as lists:
         await until(lists, lambda found: healths(found) == [Health.HEALTHY] * 2)
         world.xid(0, 79)
@@ -428,7 +428,7 @@ async def test_xid_makes_its_gpu_unhealthy_at_once_and_quiet_makes_it_healthy_ag
 async def test_application_xids_are_counted_but_not_held_against_the_gpu(world: World, until: Until) -> None:
     """Ignored XIDs leave the health as it is; which ones are ignored can be said."""
     first = world.gpu(0)
-    made = source(world, ignore_xids=(13, 79), rules=Rules(quiet=None))
+    made = source(world, ignore_xids=(13, 79), rules=HealthRules(quiet=None))
     async with closing(made) as lists:
         devices = await until(lists, len)
         for code in (13, 79, 13, 31):  # 31 is not ignored here
@@ -470,7 +470,7 @@ async def test_xid_of_a_partition_is_that_partitions_alone(world: World, until: 
     """An XID with instance ids hits those partitions, one without hits all of the GPU."""
     world.gpu(0)
     parts = [world.partition(0, index, "1g.5gb", instance=index + 1) for index in range(3)]
-    async with closing(source(world, mig="single", rules=Rules(quiet=None))) as lists:
+    async with closing(source(world, mig="single", rules=HealthRules(quiet=None))) as lists:
         await until(lists, len)
         world.xid(0, 94, 2, 0)
         found = await until(lists, lambda found: Health.UNHEALTHY in healths(found))
@@ -484,7 +484,7 @@ async def test_xid_of_no_known_gpu_is_everybodys(world: World, until: Until) -> 
     """An event without a device makes all GPUs unhealthy: one of them is, and which cannot be told."""
     for index in range(2):
         world.gpu(index)
-    async with closing(source(world, rules=Rules(quiet=None))) as lists:
+    async with closing(source(world, rules=HealthRules(quiet=None))) as lists:
         await until(lists, len)
         world.xid(-1, 79)
         await until(lists, lambda found: healths(found) == [Health.UNHEALTHY] * 2)
@@ -526,7 +526,7 @@ async def test_xids_of_the_others_are_heard_while_a_gpu_is_lost(world: World, un
     one's own again once it is back.
     """
     first, second = world.gpu(0), world.gpu(1)
-    async with closing(source(world, rules=Rules(failures=1, successes=1, quiet=None))) as lists:
+    async with closing(source(world, rules=HealthRules(failures=1, successes=1, quiet=None))) as lists:
         await until(lists, len)
         world.set("return.nvmlEventSetWait_v2", 15)
         world.write(gpu0__lost=1)

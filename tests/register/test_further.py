@@ -15,7 +15,7 @@ from deviceplugin.identity import boot_id
 from deviceplugin.kubelet.podresources import PodResources, PodResourcesReport
 from deviceplugin.source import DeviceSource
 from deviceplugin.testing import FakePod
-from dra_bridge.testing.apiserver import Fault, Request
+from dra_bridge.testing.apiserver import Fault, LoggedRequest
 from dra_bridge.testing.node import FakeNode
 from tests.register.files import lose_copies, lose_register
 from tests.register.node import (
@@ -120,7 +120,7 @@ async def test_a_prepare_that_waits_for_the_api_server_gives_no_device_twice(nod
     """A reload gives the resource to another driver while the claim is read: one of the two gets the device."""
     reading = threading.Event()
 
-    def reads_claim(request: Request) -> bool:
+    def reads_claim(request: LoggedRequest) -> bool:
         found = request.method == "GET" and "/resourceclaims/" in request.path
         if found:
             reading.set()

@@ -30,7 +30,7 @@ from deviceplugin.register.records import (
     Change,
     Claim,
     ClaimDevice,
-    Snapshot,
+    RegisterSnapshot,
 )
 
 R, S = "example.com/gpu", "example.com/half"
@@ -64,7 +64,7 @@ def claim(
     return Claim(driver, uid, "ml", uid, (held,), "ready", 0.0)
 
 
-def held(*records: AllocationRecord | Claim) -> Snapshot:
+def held(*records: AllocationRecord | Claim) -> RegisterSnapshot:
     """A register with these records."""
     changes = [
         Change("claims", (one.driver, one.uid), one)
@@ -72,7 +72,7 @@ def held(*records: AllocationRecord | Claim) -> Snapshot:
         else Change("allocations", (one.resource, one.device_id), one)
         for one in records
     ]
-    return Snapshot().with_changes(changes, 1)
+    return RegisterSnapshot().with_changes(changes, 1)
 
 
 def use(name: str, *tokens: str, device: str = "", resource: str = R, amount: Amount = WHOLE, view: View = VIEW) -> Use:
@@ -81,7 +81,7 @@ def use(name: str, *tokens: str, device: str = "", resource: str = R, amount: Am
     return wanted_use(allocation_unit(resource, name), wanted, view)
 
 
-def asked(state: Snapshot, *wanted: Use, view: View = VIEW, **more: Any) -> str:
+def asked(state: RegisterSnapshot, *wanted: Use, view: View = VIEW, **more: Any) -> str:
     return refusal(wanted, state, view, **more)
 
 
@@ -113,7 +113,7 @@ def test_parts_of_one_thing_add_up_whatever_it_is_called() -> None:
 
 def test_one_holder_does_not_get_one_thing_twice() -> None:
     """What it asks for adds up, too: two names of one thing, more replicas than there are, more of a counter."""
-    nobody = Snapshot()
+    nobody = RegisterSnapshot()
     assert asked(nobody, use("a", "n1")) == ""
     twice = f"a of {R} and b of {R}, which it is asked for with, are one thing (n1)"
     assert asked(nobody, use("a", "n1"), use("b", "n1")) == twice
@@ -203,13 +203,13 @@ def test_others_and_what_is_offered_beside_count() -> None:
     hook = Use(("hook", R, "h"), "`reset` still works on it", (R, "h"), frozenset(), None)
     foreign = Use(("foreign", "x"), "claim ml/nic of x", None, frozenset({"n1"}), None)
     view = View(BOOT, others=(hook, foreign))
-    assert asked(Snapshot(), use("h", "n9"), view=view) == "`reset` still works on it"
+    assert asked(RegisterSnapshot(), use("h", "n9"), view=view) == "`reset` still works on it"
     text = f"a of {R} and what claim ml/nic of x has, which counts as held, are one thing (n1)"
-    assert asked(Snapshot(), use("a", "n1"), view=view) == text
-    assert asked(Snapshot(), use("0", "n2"), view=view) == ""
+    assert asked(RegisterSnapshot(), use("a", "n1"), view=view) == text
+    assert asked(RegisterSnapshot(), use("0", "n2"), view=view) == ""
     offered = [use("a::0", device="a", amount=HALF)]
-    assert asked(Snapshot(), use("a::1", device="a", amount=HALF), beside=offered) == ""
-    assert asked(Snapshot(), use("a", amount=THIRD), use("a::1", device="a", amount=HALF), beside=offered)
+    assert asked(RegisterSnapshot(), use("a::1", device="a", amount=HALF), beside=offered) == ""
+    assert asked(RegisterSnapshot(), use("a", amount=THIRD), use("a::1", device="a", amount=HALF), beside=offered)
 
 
 def test_a_claim_without_a_name_is_shown_by_its_uid() -> None:
@@ -237,7 +237,7 @@ def test_parts_fit_while_counters_suffice() -> None:
 def test_parts_of_what_is_not_known_exclude_each_other(limits: Mapping[Counter, Fraction]) -> None:
     """Without a listed amount nothing fits beside another; alone a part is to be had."""
     view = View(BOOT, {R: D}, limits)
-    assert asked(Snapshot(), use("x", amount=takes("1"), view=view), view=view) == ""
+    assert asked(RegisterSnapshot(), use("x", amount=takes("1"), view=view), view=view) == ""
     assert asked(held(pod("y", amount=takes("1"))), use("x", amount=takes("1"), view=view), view=view)
 
 
@@ -338,7 +338,7 @@ def test_whatever_is_granted_in_turn_never_exceeds_the_whole(
 ) -> None:
     """No token, name or counter has more than its whole; what is refused would have had."""
     listed = {one.name: one for one in things}
-    state, granted = Snapshot(), dict[tuple[str, ...], Use]()
+    state, granted = RegisterSnapshot(), dict[tuple[str, ...], Use]()
     for name, number, by_claim in wanted:
         if (one := listed.get(name)) is None:
             continue

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from deviceplugin import sharing
 from deviceplugin.device import Device
-from deviceplugin.exclusion import ConflictError, Key, Things, thing_of
+from deviceplugin.exclusion import DeviceConflictError, DeviceKey, Things, thing_of
 from deviceplugin.hooks import HookStatistics, HookTimeoutError
 from deviceplugin.identity import Tokens, boot_id, recorded
 from deviceplugin.inventory import Inventory
@@ -44,7 +44,7 @@ NONE: Tokens = frozenset()
 _T = TypeVar("_T")
 
 
-def key(name: str) -> Key:
+def key(name: str) -> DeviceKey:
     return R, name
 
 
@@ -122,7 +122,7 @@ class World:
 
     async def refused(self, *names: str, why: str, resource: str = R) -> None:
         before = self.store.snapshot.allocations.keys()
-        with pytest.raises(ConflictError, match=why):
+        with pytest.raises(DeviceConflictError, match=why):
             await self.grant(*names, resource=resource)
         assert self.store.snapshot.allocations.keys() == before
 
@@ -310,7 +310,7 @@ def test_whatever_is_granted_in_turn_never_overlaps(
             offered = names.isdisjoint(world.register.withheld(R, "plugin"))
             try:
                 await world.grant(*sorted(names))
-            except ConflictError:
+            except DeviceConflictError:
                 assert not (offered and len(names) == 1)
             else:
                 held |= names
@@ -378,7 +378,7 @@ async def test_what_was_granted_is_remembered_as_what_it_was() -> None:
     world.list(a="n2", b="n1", c="n3")
     assert world.withheld() == {"a", "b"}
     await world.refused("a", why="is held as n1")
-    with pytest.raises(ConflictError, match="is not what its holder was given: n1, now n2"):
+    with pytest.raises(DeviceConflictError, match="is not what its holder was given: n1, now n2"):
         await world.register.verify_granted([key("a")])
     await world.end("a")
     assert world.withheld() == set()
@@ -648,7 +648,7 @@ async def test_nothing_that_a_hook_works_on_after_its_timeout_is_granted() -> No
         await reconciled.get()
         await world.register.verify([key("c")])
         for device in ("a", "b"):
-            with pytest.raises(ConflictError, match=r"a of .*: `reset` still works on it, after its timeout"):
+            with pytest.raises(DeviceConflictError, match=r"a of .*: `reset` still works on it, after its timeout"):
                 await world.register.verify([key(device)], resets=False)
         assert world.withheld("dra") == world.withheld() == {"a", "b"}
         assert world.register.withheld(R, "plugin")["a"] == "`reset` still works on it, after its timeout"
@@ -675,7 +675,7 @@ async def test_parts_of_what_a_hook_works_on_are_neither_granted_nor_offered() -
 
     try:
         assert "did not answer" in await world.register.hooks.start(HookStatistics(), "released", Slow(), [halves[0]])
-        with pytest.raises(ConflictError, match=r"x of .*: `released` still works on it"):
+        with pytest.raises(DeviceConflictError, match=r"x of .*: `released` still works on it"):
             await world.register.verify([key("y")])
         assert world.withheld("dra") == world.withheld() == {"x", "y"}
     finally:

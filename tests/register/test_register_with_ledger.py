@@ -12,11 +12,11 @@ from typing import Any, cast
 import pytest
 
 from deviceplugin.device import Device
-from deviceplugin.exclusion import ConflictError
+from deviceplugin.exclusion import DeviceConflictError
 from deviceplugin.identity import boot_id
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.cgroups import PodProcesses
-from deviceplugin.kubelet.checkpoint import Allocation, Checkpoint
+from deviceplugin.kubelet.checkpoint import Allocation, CheckpointVersion
 from deviceplugin.kubelet.holders import HolderEvidence, HolderSnapshot, holders
 from deviceplugin.node.scanning import HolderScanner
 from deviceplugin.register import operations
@@ -106,7 +106,7 @@ def claim(uid: str, device: str, identity: str = "", amount: Amount = WHOLE) -> 
 
 def scanned(*named: Allocation, at: float = 1.0) -> HolderSnapshot:
     """What a scan says: containers that a current checkpoint names."""
-    return holders((), HolderEvidence([Checkpoint(frozenset(named), {})], True, PodProcesses(frozenset())), at)
+    return holders((), HolderEvidence([CheckpointVersion(frozenset(named), {})], True, PodProcesses(frozenset())), at)
 
 
 # Grants.
@@ -160,7 +160,7 @@ async def test_nothing_is_granted_that_a_claim_has_under_any_name(path: str) -> 
             [(R, "a")], lambda view: operations.prepare(claim("1", "a", register.identity(R, "a")), view)
         )
         assert isinstance(one, Claim)
-        with pytest.raises(ConflictError, match="are one thing"):
+        with pytest.raises(DeviceConflictError, match="are one thing"):
             await register.grant(S, {"b": "b"})
         assert register.withheld(S, "plugin").keys() == {"b"}
         await here.ledger.do(operations.unprepare(D, "1"))
@@ -193,7 +193,7 @@ async def test_parts_are_counted_in_any_unit(path: str) -> None:
         here.served[R].inventory.publish([*halves, Device("c", consumes={"card": {"memory": "100m"}})])
         for name in "ab":
             await here.register.grant(R, {name: name})
-        with pytest.raises(ConflictError, match="counter memory of card"):
+        with pytest.raises(DeviceConflictError, match="counter memory of card"):
             await here.register.grant(R, {"c": "c"})
         assert here.register.withheld(R, "plugin").keys() == {"c"}
 
@@ -221,11 +221,11 @@ async def test_the_next_agent_knows_who_has_what_it_calls_otherwise(path: str) -
         await here.register.grant(R, {"a": "a"})
     async with world(path, Served(S, x="n1", a="n2")) as here:
         assert here.register.withheld(S, "plugin").keys() == {"x"}
-        with pytest.raises(ConflictError, match="one thing"):
+        with pytest.raises(DeviceConflictError, match="one thing"):
             await here.register.grant(S, {"x": "x"})
         await here.register.grant(S, {"a": "a"})
     async with world(path, Served(R, a="n2", b="n3")) as here:
-        with pytest.raises(ConflictError, match="is held as n1, and is n2 now"):
+        with pytest.raises(DeviceConflictError, match="is held as n1, and is n2 now"):
             await here.register.grant(R, {"a": "a"})
         assert here.register.withheld(R, "plugin").keys() == {"a"}
 

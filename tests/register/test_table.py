@@ -11,7 +11,7 @@ from fractions import Fraction
 import pytest
 
 from deviceplugin.testing import FakePod, claim_state
-from deviceplugin.testing.claim_state import DevicesOfClaim, PreparedDevice
+from deviceplugin.testing.claim_state import AnsweredDevice, DevicesOfClaim
 from dra_bridge.driver import preparation
 from dra_bridge.testing.node import FakeNode
 from tests.dra.classes import unserved
@@ -341,7 +341,7 @@ async def two_more(here: Here, share: str) -> list[FakePod]:
 def claim_of_another_vendor(node: FakeNode) -> None:
     """Have the kubelet know a prepared claim for device 0 of a NIC driver, with that driver's CDI file."""
     nic, uid = "nic.example.org", str(uuid.uuid4())
-    device = PreparedDevice(("r",), NODE, "0", (f"{nic}/claim={uid}-0",), None)
+    device = AnsweredDevice(("r",), NODE, "0", (f"{nic}/claim={uid}-0",), None)
     claim_state.write(node.root, [DevicesOfClaim("default", "nic", uid, {nic: [device]}, {str(uuid.uuid4())})])
     node.cdi.mkdir(parents=True, exist_ok=True)
     edits = {"deviceNodes": [{"path": "/dev/nic0", "type": "c", "major": 240, "minor": 7}]}

@@ -23,7 +23,7 @@ from typing import Any, Final, Literal, NamedTuple, Self
 from deviceplugin.testing import FakeContainer, FakePod, PluginCallError, Rpc
 from deviceplugin.testing import claim_state as claim_states
 from dra_bridge.testing.apiserver import FakeApiServer
-from dra_bridge.testing.kubelet import DevicesOfClaim, PodError, PreparedDevice
+from dra_bridge.testing.kubelet import AnsweredDevice, DevicesOfClaim, PodError
 from dra_bridge.testing.node import FakeNode
 from tests.dra.classes import device_class
 from tests.register.agent import Card, Config, Kind, Place, Process, variable
@@ -494,7 +494,7 @@ class World:
             return
         self.node.stop()
         uid = "0f0f0f0f-0000-4000-8000-000000000001"
-        device = PreparedDevice(("r0",), NODE, "d0", (), None)
+        device = AnsweredDevice(("r0",), NODE, "d0", (), None)
         claim = DevicesOfClaim("default", "nic", uid, {FOREIGN: [device]}, {bystander.uid})
         claim_states.write(self.node.root, [*claim_states.read_or_create(self.node.root), claim])
         result = {"request": "r0", "driver": FOREIGN, "pool": NODE, "device": "d0"}

@@ -8,7 +8,7 @@ import pytest
 
 from deviceplugin.testing import claim_state
 from deviceplugin.testing.checkpoint import CorruptCheckpointError
-from deviceplugin.testing.claim_state import DevicesOfClaim, PreparedDevice
+from deviceplugin.testing.claim_state import AnsweredDevice, DevicesOfClaim
 
 CLAIMS = [
     DevicesOfClaim(
@@ -17,8 +17,8 @@ CLAIMS = [
         "u1",
         {
             "gpu.example.com": [
-                PreparedDevice(("r0",), "n", "gpu-0", ('example.com/gpu=a<&>é"\\', "x=y"), None),
-                PreparedDevice((), "n", "gpu-1", (), "s-1"),
+                AnsweredDevice(("r0",), "n", "gpu-0", ('example.com/gpu=a<&>é"\\', "x=y"), None),
+                AnsweredDevice((), "n", "gpu-1", (), "s-1"),
             ],
             "a.example.com": [],
         },

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from deviceplugin.testing import claim_state
-from deviceplugin.testing.claim_state import DevicesOfClaim, PreparedDevice
+from deviceplugin.testing.claim_state import AnsweredDevice, DevicesOfClaim
 from dra_bridge.testing.kubelet import FakeDraKubelet, FakeDraPod, PodError
 from tests.testing.bare_dra import DRIVER, BareDriver
 
 POD = FakeDraPod("p", "pod-1", ["c"], {"main": [("c", "r")]})
 OTHER = FakeDraPod("q", "pod-2", ["c"], {"main": [("c", "r")]})
-DEVICE = PreparedDevice(("r",), "n", "d-c", ("x/y=c",), None)
+DEVICE = AnsweredDevice(("r",), "n", "d-c", ("x/y=c",), None)
 
 
 def claim(namespace: str, name: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from deviceplugin import ContainerEdits, Device, DeviceSource
-from deviceplugin.kubelet.registration import Timing
+from deviceplugin.kubelet.registration import RegistrationTiming
 from deviceplugin.testing import FakeKubelet, PodFailedError, Served, serve
 
 R = "example.com/thing"
@@ -63,7 +63,7 @@ def test_a_failing_test_ends_the_agent(fake_kubelet: FakeKubelet) -> None:
 def test_an_agent_that_cannot_serve(fake_kubelet: FakeKubelet, served: Callable[..., Served]) -> None:
     """An agent that ends at once is not waited for; its error is the cause of what the test sees."""
     served(Things("a"))
-    second = Served([Things("a")], fake_kubelet, timing=Timing(takeover=0.0))
+    second = Served([Things("a")], fake_kubelet, timing=RegistrationTiming(takeover=0.0))
     fake_kubelet.wait_until(lambda: not second.alive)
     with pytest.raises(RuntimeError, match="ended") as failure:
         second.wait_registered()

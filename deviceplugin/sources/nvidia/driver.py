@@ -75,7 +75,7 @@ class NvmlThread:
             job()
 
 
-class Driver:
+class GpuMonitor:
     """Scans all GPUs from time to time and listens in between, as long as anybody is subscribed."""
 
     def __init__(self, places: Places) -> None:
@@ -164,9 +164,9 @@ class Driver:
             hinted |= await watch.wait(0)
 
 
-_drivers: Final = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Places, Driver]]()
+_drivers: Final = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Places, GpuMonitor]]()
 
 
-def shared(places: Places) -> Driver:
+def shared(places: Places) -> GpuMonitor:
     """Return the running loop's one driver for these places."""
-    return _drivers.setdefault(asyncio.get_running_loop(), {}).setdefault(places, Driver(places))
+    return _drivers.setdefault(asyncio.get_running_loop(), {}).setdefault(places, GpuMonitor(places))

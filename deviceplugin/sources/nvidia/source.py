@@ -12,7 +12,7 @@ from typing import Final
 
 from deviceplugin.config.types import NvidiaConfig
 from deviceplugin.device import ContainerEdits, Device, Health
-from deviceplugin.health import Finding, HealthHistory, Rules
+from deviceplugin.health import Finding, HealthHistory, HealthRules
 from deviceplugin.source import DeviceSource, Measured
 from deviceplugin.sources.nvidia.devices import links_of_devices, make_devices, position_of
 from deviceplugin.sources.nvidia.driver import shared
@@ -31,7 +31,7 @@ class NvidiaSource(DeviceSource):
         self,
         wanted: NvidiaConfig = NvidiaConfig(),  # noqa: B008  # frozen
         *,
-        rules: Rules = Rules(quiet=300.0),  # noqa: B008  # frozen
+        rules: HealthRules = HealthRules(quiet=300.0),  # noqa: B008  # frozen
         period: float = 10.0,
         resource: str = "",
         places: Places = Places(),  # noqa: B008  # frozen
@@ -157,7 +157,7 @@ class NvidiaSource(DeviceSource):
 class GpuHealth:
     """The health of GPUs and partitions, and the count of their XIDs."""
 
-    def __init__(self, rules: Rules, ignore_xids: Iterable[int], clock: Callable[[], float]) -> None:
+    def __init__(self, rules: HealthRules, ignore_xids: Iterable[int], clock: Callable[[], float]) -> None:
         self.histories: dict[str, HealthHistory] = {}
         """By UUID, of the GPUs and partitions of the last scan."""
         self.counts: dict[str, Counter[str]] = {}

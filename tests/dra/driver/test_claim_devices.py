@@ -14,7 +14,7 @@ from deviceplugin.register.records import Amount, Claim, ClaimDevice
 from deviceplugin.source import DeviceSource
 from dra_bridge.driver.claim_devices import devices_of, filed, granted_device
 from dra_bridge.driver.claims import Result
-from dra_bridge.driver.served import Group, ServedResource
+from dra_bridge.driver.served import RequestDevices, ServedResource
 
 R = "example.com/fpga"
 D = "fpga.example.com"
@@ -82,7 +82,7 @@ def test_parameters_are_compared_as_text() -> None:
         def prepare(self, devices: Sequence[Device], config: Any) -> None: ...
 
     def text(source: DeviceSource, config: object, *, admin: bool = False) -> str:
-        return Group("r", ServedResource(source, Inventory(R)), (), config, admin).parameters
+        return RequestDevices("r", ServedResource(source, Inventory(R)), (), config, admin).parameters
 
     assert text(Tuned(), {"b": 1, "a": 2}) == text(Tuned(), {"a": 2, "b": 1}) == '{"a":2,"b":1}'
     assert text(Tuned(), msgspec.defstruct("Config", [("b", int), ("a", int)])(b=1, a=2)) == '{"a":2,"b":1}'

@@ -47,7 +47,7 @@ from dra_bridge.driver import (
     preparation,
     registrar,
 )
-from dra_bridge.driver.claims import Config, Opaque, decoded_config
+from dra_bridge.driver.claims import ClaimConfig, Opaque, decoded_config
 from dra_bridge.driver.records import is_over
 from dra_bridge.kube import Cluster
 from dra_bridge.ledger.worker import AsyncLedger
@@ -711,7 +711,7 @@ async def test_wrong_parameters_name_the_field_and_the_request(tmp_path: Path, p
 def test_wrong_parameters_are_told_to_who_wrote_them(of_class: Any, of_claim: Any, said: str) -> None:
     """Those of the class are an administrator's to mend, whatever the claim adds."""
     pieces = [
-        Config(source, [], Opaque(D, parameters))
+        ClaimConfig(source, [], Opaque(D, parameters))
         for source, parameters in (("FromClass", of_class), ("FromClaim", of_claim))
     ]
     with pytest.raises(ClaimError, match=re.escape(said)):
@@ -721,7 +721,7 @@ def test_wrong_parameters_are_told_to_who_wrote_them(of_class: Any, of_claim: An
 def test_parameters_of_a_subrequest_are_for_it_alone() -> None:
     """Those of the whole request are for each of its alternatives."""
     pieces = [
-        Config("FromClaim", [request], Opaque(D, parameters))
+        ClaimConfig("FromClaim", [request], Opaque(D, parameters))
         for request, parameters in (("fpga/big", {"threads": 8}), ("fpga", {"mode": "fast"}), ("other", {"mode": 1}))
     ]
     assert decoded_config(Params, pieces, "fpga/big") == Params("fast", 8)
@@ -753,7 +753,7 @@ async def test_a_failure_that_repeats_is_logged_once(here: World, caplog: pytest
 
 def test_parameters_may_carry_a_kind_and_a_version() -> None:
     """As those of Kubernetes' own objects do."""
-    pieces = [Config("FromClaim", [], Opaque(D, {"apiVersion": "a", "kind": "b", "threads": 2}))]
+    pieces = [ClaimConfig("FromClaim", [], Opaque(D, {"apiVersion": "a", "kind": "b", "threads": 2}))]
     assert decoded_config(Params, pieces, "fpga") == Params(threads=2)
 
 
@@ -866,9 +866,9 @@ async def test_an_unprepare_waits_for_a_file_that_is_being_written(
     here: World, monkeypatch: pytest.MonkeyPatch, known: bool
 ) -> None:
     """A file whose write has begun in a thread is removed after that write, at a first and at a repeated Prepare."""
-    writing, go, write = threading.Event(), threading.Event(), cdi.Store.write
+    writing, go, write = threading.Event(), threading.Event(), cdi.CdiStore.write
 
-    def slow(store: cdi.Store, uid: str, data: bytes) -> bool:
+    def slow(store: cdi.CdiStore, uid: str, data: bytes) -> bool:
         writing.set()
         assert go.wait(20)
         return write(store, uid, data)
@@ -877,7 +877,7 @@ async def test_an_unprepare_waits_for_a_file_that_is_being_written(
     if known:
         await here.prepared("1")
         (here.cdi / here.files[0]).unlink()
-    monkeypatch.setattr(cdi.Store, "write", slow)
+    monkeypatch.setattr(cdi.CdiStore, "write", slow)
     preparing = asyncio.create_task(here.prepare("1"))
     await asyncio.to_thread(writing.wait)
     unpreparing = asyncio.create_task(here.unprepare("1"))
@@ -892,9 +892,9 @@ async def test_an_unprepare_waits_for_a_file_that_is_being_written(
 
 async def test_a_prepare_waits_for_a_file_that_is_being_removed(here: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """An Unprepare that took too long removes nothing of the Prepare that follows."""
-    removing, go, remove = threading.Event(), threading.Event(), cdi.Store.remove
+    removing, go, remove = threading.Event(), threading.Event(), cdi.CdiStore.remove
 
-    def slow(store: cdi.Store, uid: str) -> bool:
+    def slow(store: cdi.CdiStore, uid: str) -> bool:
         removing.set()
         assert go.wait(20)
         return remove(store, uid)
@@ -902,7 +902,7 @@ async def test_a_prepare_waits_for_a_file_that_is_being_removed(here: World, mon
     here.claims.add(claim("1", result("d0")))
     await here.prepared("1")
     here = await here.again(deadline=0.1)
-    monkeypatch.setattr(cdi.Store, "remove", slow)
+    monkeypatch.setattr(cdi.CdiStore, "remove", slow)
     unpreparing = asyncio.create_task(here.unprepare("1"))
     await asyncio.to_thread(removing.wait)
     done, _ = await asyncio.wait({unpreparing}, timeout=0.4)

@@ -26,7 +26,7 @@ from deviceplugin.register.register import Register
 from deviceplugin.source import DeviceSource
 from dra_bridge.driver import ClaimRef, ClusterClaims, Driver, ServedResource
 from dra_bridge.driver import registrar as registrar_module
-from dra_bridge.driver.registrar import Registrar, Timing, health_list
+from dra_bridge.driver.registrar import Registrar, RegistrarTiming, health_list
 from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.testing.kubelet import HEALTH_SERVICES, FakeDraKubelet, FakeDraPod, PodError
 from tests.dra.ledger.samples import adopt
@@ -35,7 +35,7 @@ D = "fpga.example.com"
 R = "example.com/fpga"
 NODE = "node-1"
 AGENT = "agent"
-QUICK = Timing(check=0.2, patience=30.0, drain=0.5, keep_alive=10.0)
+QUICK = RegistrarTiming(check=0.2, patience=30.0, drain=0.5, keep_alive=10.0)
 _T = TypeVar("_T")
 
 
@@ -118,7 +118,7 @@ async def driver(root: Path, server: Server) -> AsyncIterator[Driver]:
 class Running:
     """A registrar at work until the block ends."""
 
-    def __init__(self, driver: Driver, root: Path, timing: Timing = QUICK) -> None:
+    def __init__(self, driver: Driver, root: Path, timing: RegistrarTiming = QUICK) -> None:
         self.word = asyncio.Condition()
         self.registrar = Registrar(driver, root / "plugins" / AGENT, root / "plugins_registry", timing=timing)
         self.task: asyncio.Task[None] | None = None
@@ -456,7 +456,7 @@ async def test_health_needs_no_timer_to_be_told(driver: Driver, root: Path, kube
 
 async def test_the_keep_alive_is_well_inside_the_kubelets_patience() -> None:
     """30 s by default (kubelet 1.36, cm/dra)."""
-    assert Timing().keep_alive * 2 < 30
+    assert RegistrarTiming().keep_alive * 2 < 30
 
 
 async def test_messages_are_cut(driver: Driver) -> None:

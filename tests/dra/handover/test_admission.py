@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from deviceplugin.register.records import AllocationRecord, Claim, ClaimDevice, Snapshot
+from deviceplugin.register.records import AllocationRecord, Claim, ClaimDevice, RegisterSnapshot
 from dra_bridge.handover.admission import AdmittedPod, Counts, counts_of, denied, may_leave, pods_of, served_by_dra
 
 R, OTHER, D = "example.com/card", "example.com/other", "card.example.com"
@@ -107,7 +107,7 @@ def test_what_the_register_says() -> None:
     allocations = [held("a", 50.0, "one"), held("b", 60.0, "one"), held("c", 70.0), held("a", 1.0, "x", resource=OTHER)]
     two = ClaimDevice(R, "d", limits=True), ClaimDevice(R, "e", limits=True)
     others = ClaimDevice(OTHER, "e", limits=True), ClaimDevice(R, "f", admin=True, limits=True), ClaimDevice(R, "g")
-    now = Snapshot(
+    now = RegisterSnapshot(
         allocations={(one.resource, one.device_id): one for one in allocations},
         claims={(D, name): claim(name, *devices) for name, devices in (("served", two), ("others", others))},
     )

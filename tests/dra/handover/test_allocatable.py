@@ -21,7 +21,7 @@ from dra_bridge.node.bridge import Bridge
 from dra_bridge.node.node_object import numbers
 from dra_bridge.node.share import HandoverPolicy
 from dra_bridge.rollout.fleet import share_patch
-from dra_bridge.testing.apiserver import FakeApiServer, Fault, Request
+from dra_bridge.testing.apiserver import FakeApiServer, Fault, LoggedRequest
 from dra_bridge.testing.node import FakeNode
 from dra_bridge.testing.serving import device_class
 from tests.dra.handover.test_moves import NODE, D, R, Source
@@ -217,7 +217,7 @@ async def settled(bridge: Bridge, dra: int, total: int) -> None:
 def forbid(node: FakeNode) -> None:
     """Refuse to write the Node's status to all but the kubelet."""
 
-    def writes(request: Request) -> bool:
+    def writes(request: LoggedRequest) -> bool:
         return request.method == "PATCH" and request.path.endswith("/status")
 
     node.server.fail(writes, Fault(403, message="nodes/status: no right to patch"), times=1000)

@@ -13,7 +13,7 @@ import pytest
 from deviceplugin.device import Device
 from deviceplugin.kubelet.status import Withheld
 from deviceplugin.register import operations
-from deviceplugin.register.records import Key, State
+from deviceplugin.register.records import RecordKey, State
 from deviceplugin.source import DeviceSource
 from dra_bridge.driver import ClaimError, ClaimRef
 from dra_bridge.handover.share import parse_share
@@ -170,7 +170,7 @@ async def test_a_claim_is_decided_with_what_moves_along(
     told: list[object] = []
     reserve = operations.reserve
 
-    def spied(*of: Any, along: Collection[Key] = (), **more: Any) -> Any:
+    def spied(*of: Any, along: Collection[RecordKey] = (), **more: Any) -> Any:
         told.append(along)
         return reserve(*of, along=along, **more)
 

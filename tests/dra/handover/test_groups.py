@@ -7,7 +7,7 @@ import pytest
 
 from deviceplugin import topology
 from deviceplugin.device import Device
-from deviceplugin.inventory import Snapshot
+from deviceplugin.inventory import InventorySnapshot
 from dra_bridge.handover.planner import link_groups
 from dra_bridge.node.resource import Order
 from dra_bridge.slices.desired import Offer, Pool, desired
@@ -35,7 +35,7 @@ def test_a_full_mesh_is_no_group() -> None:
 
 def test_a_slice_offers_linked_devices_side_by_side() -> None:
     """The scheduler takes devices from the front of a slice; linked ones stand together there."""
-    snapshot = Snapshot("example.com/gpu", 1, {name: Device(name) for name in GPUS})
+    snapshot = InventorySnapshot("example.com/gpu", 1, {name: Device(name) for name in GPUS})
     order = ("gpu0", "gpu2", "gpu1", "gpu3")
     wanted = desired(Pool("gpu.example.com", "node", (Offer(snapshot, order=order),)))
     assert wanted is not None
@@ -44,7 +44,7 @@ def test_a_slice_offers_linked_devices_side_by_side() -> None:
 
 def test_devices_shared_differently() -> None:
     """Each device of a slice takes as many claims as it has replicas."""
-    snapshot = Snapshot("example.com/gpu", 1, {name: Device(name) for name in GPUS[:2]})
+    snapshot = InventorySnapshot("example.com/gpu", 1, {name: Device(name) for name in GPUS[:2]})
     wanted = desired(Pool("gpu.example.com", "node", (Offer(snapshot, replicas={"gpu0": 3}),)))
     assert wanted is not None
     first, second = wanted.slices[0]["spec"]["devices"]

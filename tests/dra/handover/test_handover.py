@@ -10,7 +10,7 @@ import pytest
 
 from deviceplugin.backoff import Backoff
 from deviceplugin.register import operations
-from deviceplugin.register.records import Claim, ClaimDevice, LedgerError, Side, Snapshot, State
+from deviceplugin.register.records import Claim, ClaimDevice, LedgerError, RegisterSnapshot, Side, State
 from deviceplugin.register.rules import KubeletEvidence, KubeletSnapshot
 from deviceplugin.sharing import device_of
 from dra_bridge.handover.ends import shown_unhealthy
@@ -211,7 +211,7 @@ def grouped(name: str) -> tuple[tuple[str, str], ...]:
     return GROUP if name in "abc" else ((R, name),)
 
 
-def states(now: Snapshot, resource: str) -> dict[str, State]:
+def states(now: RegisterSnapshot, resource: str) -> dict[str, State]:
     return {name: record.state for name, record in now.of(resource).items()}
 
 

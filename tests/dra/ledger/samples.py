@@ -10,7 +10,7 @@ from typing import Any, Self, TypeVar, cast
 from deviceplugin.register import operations
 from deviceplugin.register.operations import Reconciled
 from deviceplugin.register.question import View, Wanted
-from deviceplugin.register.records import WHOLE, Amount, Claim, ClaimDevice, Key, Operation, Side, State
+from deviceplugin.register.records import WHOLE, Amount, Claim, ClaimDevice, Operation, RecordKey, Side, State
 from deviceplugin.register.rules import (
     ClusterEvidence,
     Evidence,
@@ -80,7 +80,7 @@ def grant(
 
 
 def reserve(
-    claim: Claim, *, durable: bool, pull: bool = False, along: Collection[Key] = ()
+    claim: Claim, *, durable: bool, pull: bool = False, along: Collection[RecordKey] = ()
 ) -> Operation[Claim | Refused | Excluded]:
     """Reserve a claim's devices."""
     return operations.reserve(claim, VIEW, durable=durable, pull=pull, along=along)

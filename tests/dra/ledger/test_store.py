@@ -31,8 +31,8 @@ from deviceplugin.register.records import (
     LedgerError,
     LedgerLostError,
     Point,
+    RegisterSnapshot,
     Side,
-    Snapshot,
 )
 from deviceplugin.register.rules import (
     ClaimEvidence,
@@ -236,7 +236,7 @@ def filled(path: str) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, Snapshot]:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, RegisterSnapshot]:
     """A filled ledger's file, and what it knows."""
     path = str(tmp_path_factory.mktemp("whole") / "ledger.db")
     written = filled(path)
@@ -247,7 +247,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, Snapshot]:
 @settings(max_examples=3 * settings().max_examples)
 @given(data=st.data())
 def test_any_damage_is_noticed_or_harmless(
-    tmp_path_factory: pytest.TempPathFactory, whole: tuple[bytes, Snapshot], data: st.DataObject
+    tmp_path_factory: pytest.TempPathFactory, whole: tuple[bytes, RegisterSnapshot], data: st.DataObject
 ) -> None:
     """Truncated or with changed bytes: the ledger opens, and is either as it was or put aside and empty."""
     path = str(tmp_path_factory.mktemp("damage") / "ledger.db")
@@ -380,11 +380,11 @@ def test_the_copy_of_another_boot_says_nothing(path: str, copy: str, monkeypatch
     monkeypatch.setattr(store_module, "boot_id", lambda: "another")
     with DirectLedger(path, copy) as opened:
         assert opened.fresh
-        assert opened.snapshot == Snapshot()
+        assert opened.snapshot == RegisterSnapshot()
     monkeypatch.undo()
     lose(path)
     with DirectLedger(path, copy) as opened:
-        assert opened.snapshot == Snapshot(), "it was made anew in the other boot"
+        assert opened.snapshot == RegisterSnapshot(), "it was made anew in the other boot"
 
 
 @pytest.mark.parametrize("left", [None, b"", b"{", b'{"boot": "1", "allocations": []}'])
@@ -409,7 +409,7 @@ def test_a_copy_that_cannot_be_read_or_written_does_not_stop_the_ledger(
     copy = tmp_path / "copy"
     copy.write_bytes(b"{")
     with DirectLedger(path, str(copy)) as opened:
-        assert opened.snapshot == Snapshot()
+        assert opened.snapshot == RegisterSnapshot()
     assert "cannot be read" in caplog.text
     with DirectLedger(path, str(copy / "below a file")) as opened:
         opened.do(grant(R, {"a": "a"}))
@@ -454,7 +454,7 @@ def scenario(path: str, die_at: int) -> None:
             os.write(1, b"%d\n" % number)
 
 
-def states(path: str) -> list[Snapshot]:
+def states(path: str) -> list[RegisterSnapshot]:
     with DirectLedger(path) as opened:
         found = [opened.snapshot]
         for operation in crash_operations():
@@ -634,7 +634,7 @@ def test_a_directory_that_cannot_be_written_is_an_error_that_says_so(tmp_path: P
 def test_an_operation_that_fails_costs_its_own_caller_only(store: DirectLedger) -> None:
     """One mistake of ours in a batch does not refuse the pods beside it."""
 
-    def mistaken(_now: Snapshot) -> Decision[None]:
+    def mistaken(_now: RegisterSnapshot) -> Decision[None]:
         raise ZeroDivisionError
 
     answers = store.do_all([mistaken, grant(R, {"a": "a"}, T0)])
@@ -645,11 +645,11 @@ def test_an_operation_that_fails_costs_its_own_caller_only(store: DirectLedger) 
         store.do(mistaken)
 
 
-def indexed(now: Snapshot) -> Mapping[Point, frozenset[tuple[str, tuple[str, str]]]]:
+def indexed(now: RegisterSnapshot) -> Mapping[Point, frozenset[tuple[str, tuple[str, str]]]]:
     """The index of these records, made at once."""
     records = [Change("allocations", key, one) for key, one in now.allocations.items()]
     records += [Change("claims", key, one) for key, one in now.claims.items()]
-    return Snapshot().with_changes(records, 1).index
+    return RegisterSnapshot().with_changes(records, 1).index
 
 
 @given(data=st.data())

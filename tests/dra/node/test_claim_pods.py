@@ -61,7 +61,7 @@ async def test_calls_at_once_share_a_reading_that_begins_after_them(tmp_path: Pa
 
 async def test_pods_of_claims_that_the_ledger_lacks_may_use_any_claim(tmp_path: Path) -> None:
     """The ledger does not have all that these pods use, though the kubelet lists them: nothing is ended beside them."""
-    named = written.PreparedDevice(("r",), "node", "d0", (), None)
+    named = written.AnsweredDevice(("r",), "node", "d0", (), None)
     state = [written.DevicesOfClaim("default", "c", "1", {D: [named]}, {"pod"})]
     (tmp_path / claim_state.FILE_NAME).write_bytes(written.to_json(state))
     tracker = Tracker()

@@ -6,15 +6,17 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 from deviceplugin.metrics.report import Event, EventSource, ShareProgress
-from deviceplugin.register.records import Claim, ClaimDevice, DeviceRecord, Snapshot, State
+from deviceplugin.register.records import Claim, ClaimDevice, DeviceRecord, RegisterSnapshot, State
 from dra_bridge.node.status import events
 from tests.dra.node.test_status import DRIVER, bridge, status_of
 from tests.metrics.views import RESOURCE
 
 
-def snapshot(state: State, count: int = 1, since: float = 5.0, reason: str = "", **claims: str | None) -> Snapshot:
+def snapshot(
+    state: State, count: int = 1, since: float = 5.0, reason: str = "", **claims: str | None
+) -> RegisterSnapshot:
     names = [f"d{number}" for number in range(count)]
-    return Snapshot(
+    return RegisterSnapshot(
         1,
         {(RESOURCE, name): DeviceRecord(RESOURCE, name, state, since, reason=reason) for name in names},
         {},
@@ -69,7 +71,7 @@ def test_what_a_ledger_has_that_is_opened_late_is_no_event() -> None:
     """While another agent has the ledger nothing is known of devices and claims; what is known then has not begun."""
     made = bridge()
     status, opened = status_of(made), made.agent.register
-    made.agent.register = SimpleNamespace(snapshot=Snapshot())
+    made.agent.register = SimpleNamespace(snapshot=RegisterSnapshot())
     assert status.events() == []
     made.agent.register = opened
     assert status.events() == []

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from deviceplugin.device import Device
-from deviceplugin.exclusion import ConflictError
+from deviceplugin.exclusion import DeviceConflictError
 from deviceplugin.node.agent import AgentError
 from deviceplugin.node.service import Service
 from deviceplugin.register.operations import reconcile_evidence
@@ -19,7 +19,7 @@ from deviceplugin.register.records import Side
 from deviceplugin.register.rules import Evidence
 from deviceplugin.source import DeviceSource
 from deviceplugin.testing import FakePod
-from dra_bridge.driver.registrar import Timing
+from dra_bridge.driver.registrar import RegistrarTiming
 from dra_bridge.handover.share import Share
 from dra_bridge.kube import Cluster
 from dra_bridge.node import claim_reconciliation, slice_feed
@@ -204,7 +204,7 @@ async def test_a_dropped_resource_gives_nothing_out_on_its_way_out(node: FakeNod
         agent.drivers[D].drop(A)
         register = agent.agent.register
         assert not register.offers(A, "d0")
-        with pytest.raises(ConflictError, match="who holds device d0 is not known yet"):
+        with pytest.raises(DeviceConflictError, match="who holds device d0 is not known yet"):
             await register.grant(A, {"d0": "d0"})
         await agent.reconfigure({A: Source(A)}, {}, [])
         assert register.offers(A, "d0")
@@ -227,7 +227,7 @@ async def test_health_of_a_resource_that_a_reload_adds_is_told_at_once(
     node: FakeNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kubelet need not wait for the next timer."""
-    monkeypatch.setattr("dra_bridge.driver.registrar.Timing", lambda: Timing(keep_alive=3600))
+    monkeypatch.setattr("dra_bridge.driver.registrar.Timing", lambda: RegistrarTiming(keep_alive=3600))
     agent = bridge(node, tmp_path, Source(A, D))
 
     def health() -> list[str]:
@@ -290,7 +290,7 @@ async def test_claims_of_a_former_driver_keep_their_devices(
         assert str(agent.drivers[D].resources[A].handover.waiting[device]).startswith("claim default/train")
         assert device not in healthy(node, A) | sliced(node, D) | sliced(node, E)
         await until(lambda: not agent.agent.register.evidence_missing(A, device))
-        with pytest.raises(ConflictError, match=f"driver {D}"):
+        with pytest.raises(DeviceConflictError, match=f"driver {D}"):
             await agent.agent.register.grant(A, {device: device})
     with DirectLedger(str(agent.ledger_path)) as ledger:
         assert ledger.snapshot.claims_on(A, [device]), "the claim is as it was"

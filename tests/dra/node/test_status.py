@@ -19,10 +19,10 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 
 from deviceplugin.durations import Durations
 from deviceplugin.hooks import HookStatistics
-from deviceplugin.kubelet.podresources import Holder
+from deviceplugin.kubelet.podresources import PodContainer
 from deviceplugin.metrics.collectors import AgentCollector
-from deviceplugin.metrics.report import DeviceLocation, PreparedClaim
-from deviceplugin.register.records import Claim, ClaimDevice, DeviceRecord, Snapshot, State
+from deviceplugin.metrics.report import ClaimedDevice, DeviceLocation
+from deviceplugin.register.records import Claim, ClaimDevice, DeviceRecord, RegisterSnapshot, State
 from deviceplugin.register.rules import HolderWait
 from dra_bridge.driver import ClaimStatistics, registrar
 from dra_bridge.driver.preparation import CallStatistics
@@ -84,7 +84,7 @@ def bridge(**changes: Any) -> Any:
         denied=("young",),
     )
     ledger = SimpleNamespace(
-        write_failures=2, snapshot=Snapshot(1, records, {}, {(DRIVER, one.uid): one for one in claims})
+        write_failures=2, snapshot=RegisterSnapshot(1, records, {}, {(DRIVER, one.uid): one for one in claims})
     )
     one = SimpleNamespace(
         name=DRIVER,
@@ -114,7 +114,7 @@ def bridge(**changes: Any) -> Any:
             services={RESOURCE: service()},
             register=ledger,  # what is asked of it is the snapshot alone
             tracker=SimpleNamespace(
-                pods_named=lambda uids: tuple(Holder("team", f"pod-{uid}", uid=uid) for uid in uids)
+                pods_named=lambda uids: tuple(PodContainer("team", f"pod-{uid}", uid=uid) for uid in uids)
             ),
         ),
         "node": SimpleNamespace(name="n8"),
@@ -149,8 +149,8 @@ def test_claims_hold_devices_but_administrators_do_not() -> None:
     claims = status_of(bridge()).report().claims
     assert [one.claim for one in claims if one.admin]
     assert {one for one in claims if not one.admin} == {
-        PreparedClaim(RESOURCE, "a", "team", "mine"),
-        PreparedClaim(RESOURCE, "c", "team", "soon"),
+        ClaimedDevice(RESOURCE, "a", "team", "mine"),
+        ClaimedDevice(RESOURCE, "c", "team", "soon"),
     }
 
 
@@ -160,7 +160,7 @@ def test_claims_have_the_pods_that_they_were_prepared_for() -> None:
     ledger = made.drivers[DRIVER].async_ledger
     claims = {key: replace(one, pods=frozenset({"1"})) for key, one in ledger.snapshot.claims.items()}
     ledger.snapshot = replace(ledger.snapshot, claims=claims)
-    assert {one.pods for one in status_of(made).report().claims} == {(Holder("team", "pod-1", uid="1"),)}
+    assert {one.pods for one in status_of(made).report().claims} == {(PodContainer("team", "pod-1", uid="1"),)}
 
 
 def test_an_api_server_out_of_reach_is_a_problem_and_an_event() -> None:

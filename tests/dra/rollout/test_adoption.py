@@ -14,14 +14,14 @@ import yaml
 
 from dra_bridge import cli
 from dra_bridge.rollout import adoption
-from dra_bridge.rollout.adoption import Agent, adopt, agent_of, in_use, undo
+from dra_bridge.rollout.adoption import AgentPod, adopt, agent_of, in_use, undo
 from dra_bridge.rollout.agents import Answers, DeviceNow
 from dra_bridge.testing.apiserver import FakeApiServer
 from tests.dra.rollout.test_agents import binding
 
 PLUGINS, REGISTRY = "/var/lib/kubelet/device-plugins", "/var/lib/kubelet/plugins_registry"
 OURS = "/run/deviceplugin/plugins"
-AGENT = Agent("n1", OURS, mounted=True, ready=True, plugins=PLUGINS, registry=REGISTRY, claims=True)
+AGENT = AgentPod("n1", OURS, mounted=True, ready=True, plugins=PLUGINS, registry=REGISTRY, claims=True)
 Object = dict[str, Any]
 
 
@@ -215,7 +215,7 @@ def test_a_manifest_that_is_applied_again() -> None:
         ([agent_of(agent_pod(path="/else"))], daemon_set(PLUGINS), "agents on n1 do not mount"),
     ],
 )
-def test_what_would_not_work_is_refused(agents: list[Agent], body: Object, words: str) -> None:
+def test_what_would_not_work_is_refused(agents: list[AgentPod], body: Object, words: str) -> None:
     """The plugin would find no kubelet.sock, or not ours."""
     found = adopt(body, agents, {"n1"})
     assert any(words in one for one in found.problems), found
@@ -233,7 +233,7 @@ def test_a_part_of_the_directory_is_refused() -> None:
 def test_options_of_agents() -> None:
     """Where the kubelet has its directories is read from the agent's arguments, in both forms."""
     one = agent_of(agent_pod("n1", "--adopt", f"{OURS}/", "--kubelet-root=/k", "--device-plugin-dir=/d/"))
-    assert one == Agent(
+    assert one == AgentPod(
         "n1", OURS, mounted=True, ready=True, plugins="/d", registry="/k/plugins_registry", claims=False
     )
 
@@ -246,8 +246,8 @@ def test_claims_are_in_the_way_back() -> None:
         ("n1", "a/y", "g0"): DeviceNow("Healthy", holder="pod ml/p", state="plugin"),
         ("n1", "a/own", "g0"): DeviceNow("Healthy", holder="claim ml/d", state="dra"),
     }
-    other = Agent("n2", OURS, mounted=True, ready=True, plugins=PLUGINS, registry=REGISTRY, claims=True)
-    limits = Agent("n3", OURS, mounted=True, ready=True, plugins=PLUGINS, registry=REGISTRY, claims=False)
+    other = AgentPod("n2", OURS, mounted=True, ready=True, plugins=PLUGINS, registry=REGISTRY, claims=True)
+    limits = AgentPod("n3", OURS, mounted=True, ready=True, plugins=PLUGINS, registry=REGISTRY, claims=False)
     answers = Answers(devices, {"n2": "no page"}, adopted={("n1", "a/x"): True, ("n1", "a/y"): True})
     assert in_use(answers, [AGENT, other, limits], {"n1", "n2", "n3"}) == [
         "it is not known whether claims have devices on n2: no page",

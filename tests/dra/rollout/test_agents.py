@@ -11,16 +11,16 @@ import pytest
 
 from deviceplugin.device import Device, Health
 from deviceplugin.inventory import merged
-from deviceplugin.kubelet.podresources import Holder
+from deviceplugin.kubelet.podresources import PodContainer
 from deviceplugin.kubelet.status import VendorConnection, Withheld
 from deviceplugin.metrics import page
-from deviceplugin.metrics.report import DeviceLocation, PreparedClaim, ProviderReport
+from deviceplugin.metrics.report import ClaimedDevice, DeviceLocation, ProviderReport
 from deviceplugin.register.records import State
 from dra_bridge.kube import Cluster
 from dra_bridge.rollout import agents, fleet
-from dra_bridge.rollout.adoption import Agent, in_use
+from dra_bridge.rollout.adoption import AgentPod, in_use
 from dra_bridge.rollout.agents import Answers, DeviceNow, ask_agents
-from dra_bridge.rollout.fleet import DeviceView, NodeView
+from dra_bridge.rollout.fleet import NodeView, ReportedDevice
 from dra_bridge.testing.apiserver import FakeApiServer, Fault
 from tests.metrics.views import RESOURCE, Still, resource
 
@@ -71,7 +71,10 @@ async def asked(server: FakeApiServer, *nodes: str, namespace: str = "") -> Answ
 
 async def test_holders_and_health_of_now(server: FakeApiServer) -> None:
     """Each device has its holder and health as its agent sees them, and nothing is written for that."""
-    held = {"a": [Holder("ml", "train", "main"), Holder("ml", "train", "side")], "b": [Holder("", "", "", "1234")]}
+    held = {
+        "a": [PodContainer("ml", "train", "main"), PodContainer("ml", "train", "side")],
+        "b": [PodContainer("", "", "", "1234")],
+    }
     one = resource("a", Device("b").with_health(Health.UNHEALTHY, "too hot"), "c", "d", held=held)
     object.__setattr__(one, "snapshot", merged(one.snapshot, [one.snapshot.devices[name] for name in "abc"]))
     object.__setattr__(one, "withheld", {"a": Withheld("unknown", "not known")})
@@ -135,14 +138,14 @@ async def test_claims_of_a_plugin_that_is_away(server: FakeApiServer) -> None:
     """An agent that started without it lists none of its devices; the register still knows who has them."""
     still = Still(resource(name="v/x", vendor=VendorConnection(connected=False, since=60.0)))
     places = {("v/x", name): DeviceLocation("dra", "dra") for name in ("g0", "g1")}
-    claims = [PreparedClaim("v/x", "g0", "ml", "c")]
+    claims = [ClaimedDevice("v/x", "g0", "ml", "c")]
     still.providers.append(Reporting(ProviderReport(claims=claims, locations=places)))
     server.create(agent_pod("n1"))
     server.proxied = lambda path: (200, status(still))
     answers = await asked(server, "n1")
     assert not answers.devices
     assert answers.unlisted == {("n1", "v/x", "g0"): ("claim ml/c", "dra"), ("n1", "v/x", "g1"): ("", "dra")}
-    agent = Agent("n1", "/a", mounted=True, ready=True, plugins="/p", registry="/r", claims=True)
+    agent = AgentPod("n1", "/a", mounted=True, ready=True, plugins="/p", registry="/r", claims=True)
     assert in_use(answers, [agent], {"n1"}) == [
         "claims have devices of v/x: ml/c; end their pods first",
         "devices of v/x are for claims on n1; bring them back first: dra-bridge rollout --share none",
@@ -160,7 +163,7 @@ async def test_what_moves_wait_for_now(server: FakeApiServer) -> None:
     answers = await asked(server, "n1")
     stale = "ListAndWatch to show it Unhealthy"
     for state, waits in ((State.TO_DRA, "pod default/train-0"), (State.TO_PLUGIN, stale)):
-        view = NodeView("n1", "d", devices=(DeviceView(state, 1, "", stale, resource=RESOURCE, name="a"),))
+        view = NodeView("n1", "d", devices=(ReportedDevice(state, 1, "", stale, resource=RESOURCE, name="a"),))
         assert fleet.with_answers(view, answers).devices[0].waits == waits
 
 

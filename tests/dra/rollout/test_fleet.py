@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deviceplugin.naming import device_name
-from deviceplugin.register.records import AllocationRecord, DeviceRecord, Snapshot, State
+from deviceplugin.register.records import AllocationRecord, DeviceRecord, RegisterSnapshot, State
 from dra_bridge.handover.share import parse_share
 from dra_bridge.rollout import fleet, progress
-from dra_bridge.rollout.fleet import Before, Goal, Limits, NodeView, Phase
+from dra_bridge.rollout.fleet import Before, Goal, NodeView, Phase, RolloutLimits
 from dra_bridge.rollout.progress import DeviceProgress, Progress, ResourceProgress
 
 D = "gpu.example.com"
@@ -245,23 +245,23 @@ def test_phases() -> None:
 def test_nodes_that_are_not_ready_are_not_begun() -> None:
     """A node that is not Ready waits; if none other is left, the rollout stops and names it."""
     nodes = [view("n1", ready=False), view("n2")]
-    assert fleet.decide(Goal("all"), nodes, Limits()).begin == ("n2",)
-    assert fleet.decide(Goal("all"), nodes[:1], Limits()).stop == ("n1: the node is not Ready",)
+    assert fleet.decide(Goal("all"), nodes, RolloutLimits()).begin == ("n2",)
+    assert fleet.decide(Goal("all"), nodes[:1], RolloutLimits()).stop == ("n1: the node is not Ready",)
 
 
 def test_a_node_under_way_elsewhere_counts() -> None:
     """A node that moves already, to another share, is in the move: it is asked first, and no other is begun."""
     nodes = [view("n1"), view("n2", asked="2", counts={"to-dra": 2, "plugin": 2})]
-    assert fleet.decide(Goal("all"), nodes, Limits(1)).begin == ("n2",)
-    assert fleet.decide(Goal("all"), nodes, Limits(2)).begin == ("n2", "n1")
+    assert fleet.decide(Goal("all"), nodes, RolloutLimits(1)).begin == ("n2",)
+    assert fleet.decide(Goal("all"), nodes, RolloutLimits(2)).begin == ("n2", "n1")
 
 
 def test_a_stalled_node_stops_it() -> None:
     """A node that takes longer than it may stops the rollout, with what it waits for; nothing more is begun."""
     nodes = [view("n1", asked="all", counts={"to-dra": 4}), view("n2")]
-    patient = fleet.decide(Goal("all"), nodes, Limits(2, 10.0), now=100.0, since={"n1": 91.0})
+    patient = fleet.decide(Goal("all"), nodes, RolloutLimits(2, 10.0), now=100.0, since={"n1": 91.0})
     assert patient.begin == ("n2",)
-    stalled = fleet.decide(Goal("all"), nodes, Limits(2, 10.0), now=100.0, since={"n1": 80.0})
+    stalled = fleet.decide(Goal("all"), nodes, RolloutLimits(2, 10.0), now=100.0, since={"n1": 80.0})
     assert stalled.begin == ()
     assert stalled.stop[0].startswith("n1: not done after 10 s")
 
@@ -324,7 +324,7 @@ class World:
             for name, found in self.annotations.items()
         )
 
-    def roll(self, goal: Goal, limits: Limits, choices: Sequence[int], crash: int) -> None:
+    def roll(self, goal: Goal, limits: RolloutLimits, choices: Sequence[int], crash: int) -> None:
         """Roll out; after `crash` steps the process dies and another one goes on."""
         own: set[str] = set()
         names = list(self.annotations)
@@ -362,10 +362,10 @@ def test_rollouts_end_and_undo_restores(
     at_first = {f"n{number}": {SHARE: text} if text else {} for number, text in enumerate(before)}
     world = World({name: dict(found) for name, found in at_first.items()})
     for share in shares:
-        world.roll(Goal(share, owner=f"me (share {share})", take_over=True), Limits(most), choices, crash)
+        world.roll(Goal(share, owner=f"me (share {share})", take_over=True), RolloutLimits(most), choices, crash)
         assert all(found.get(SHARE) == share for found in world.annotations.values())
         assert not world.moving()
-    world.roll(Goal(undo=True, owner="me (undo)"), Limits(most), choices, crash)
+    world.roll(Goal(undo=True, owner="me (undo)"), RolloutLimits(most), choices, crash)
     assert world.annotations == at_first
     assert not world.moving()
 
@@ -408,7 +408,7 @@ def owned(share: str | None, goal: Goal, **more: Any) -> NodeView:
 )
 def test_contradicting_rollouts(goal: Goal, found: NodeView, own: Sequence[str], said: str) -> None:
     """A run stops at a node that somebody else asks for another share, unless it is to take over, and that once."""
-    decision = fleet.decide(goal, [found, view("n2")], Limits(2), own=own)
+    decision = fleet.decide(goal, [found, view("n2")], RolloutLimits(2), own=own)
     assert bool(decision.stop) is bool(said)
     assert "".join(decision.stop).startswith(said)
     assert not (said and decision.begin)
@@ -422,7 +422,7 @@ def test_contradictions_of_many_nodes_are_one_sentence() -> None:
     """Nodes that the same other rollout has begun are named together."""
     found = [replace(owned("all", ALICE), node=f"n{number}") for number in range(8)]
     said = "n0, n1, n2, n3, n4 and 3 more: share all requested by the rollout of alice (share all)"
-    assert fleet.decide(BOB, found, Limits()).stop == (f"{said}; --take-over replaces it",)
+    assert fleet.decide(BOB, found, RolloutLimits()).stop == (f"{said}; --take-over replaces it",)
 
 
 def test_who_takes_over_keeps_what_was_before() -> None:
@@ -438,14 +438,14 @@ def test_a_node_that_is_gone_is_waited_for() -> None:
     """A node that was begun and has no Node counts as moving, stops the rollout in the end, and never ends it well."""
     rest = [view("n2")]
     asked: dict[str, Any] = {"now": 100.0, "own": {"n1"}, "gone": ["n1"]}
-    assert fleet.decide(Goal("all"), (), Limits(), **asked) == fleet.Decision()
-    assert fleet.decide(Goal("all"), rest, Limits(1), **asked) == fleet.Decision()
-    assert fleet.decide(Goal("all"), rest, Limits(2), **asked).begin == ("n2",)
-    assert fleet.decide(Goal("all"), rest, Limits(2, pause=True), **asked) == fleet.Decision()
-    assert fleet.decide(Goal("all"), [view("n2", ready=False)], Limits(2), **asked) == fleet.Decision()
-    stopped = fleet.decide(Goal("all"), rest, Limits(2, 10.0), since={"n1": 80.0}, **asked)
+    assert fleet.decide(Goal("all"), (), RolloutLimits(), **asked) == fleet.RolloutStep()
+    assert fleet.decide(Goal("all"), rest, RolloutLimits(1), **asked) == fleet.RolloutStep()
+    assert fleet.decide(Goal("all"), rest, RolloutLimits(2), **asked).begin == ("n2",)
+    assert fleet.decide(Goal("all"), rest, RolloutLimits(2, pause=True), **asked) == fleet.RolloutStep()
+    assert fleet.decide(Goal("all"), [view("n2", ready=False)], RolloutLimits(2), **asked) == fleet.RolloutStep()
+    stopped = fleet.decide(Goal("all"), rest, RolloutLimits(2, 10.0), since={"n1": 80.0}, **asked)
     said = "n1: not done after 10 s: there is no such node with these labels any more"
-    assert stopped == fleet.Decision(stop=(said,))
+    assert stopped == fleet.RolloutStep(stop=(said,))
 
 
 def test_a_record_is_removed_only_where_its_share_is_restored() -> None:
@@ -460,8 +460,8 @@ def test_a_record_is_removed_only_where_its_share_is_restored() -> None:
 def test_pause_ends_after_the_first_nodes() -> None:
     """With pause nothing more is begun once this run has begun some; it is over when they are done."""
     moving = [view("n1", asked="all", counts={"to-dra": 4}), view("n2")]
-    limits = Limits(1, pause=True)
-    assert fleet.decide(Goal("all"), moving, limits, own={"n1"}) == fleet.Decision()
+    limits = RolloutLimits(1, pause=True)
+    assert fleet.decide(Goal("all"), moving, limits, own={"n1"}) == fleet.RolloutStep()
     done = [view("n1", asked="all", counts={"dra": 4}), view("n2")]
     assert fleet.decide(Goal("all"), done, limits, own={"n1"}).over
     assert fleet.decide(Goal("all"), done, limits).begin == ("n2",)
@@ -479,7 +479,7 @@ def test_the_report_of_many_devices_fits_into_an_annotation() -> None:
         key: AllocationRecord(*key, key[1], 1.7e9, 1, pod=f"a-namespace/a-training-job-with-a-long-name-{key[1]}")
         for key in devices
     }
-    now = Snapshot(1, devices, holds)
+    now = RegisterSnapshot(1, devices, holds)
     reported = progress.progress(now, dict.fromkeys(resources, "none"), {}, asked="", gone=(), qualifiers={})
     assert len(progress.encoded(reported).encode()) <= 192 * 1024
     assert {name: len(one.devices) for name, one in reported.resources.items()} == {

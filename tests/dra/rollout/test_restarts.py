@@ -8,7 +8,7 @@ import pytest
 
 from deviceplugin.register.records import State
 from dra_bridge.kube import Cluster
-from dra_bridge.rollout.fleet import DeviceView, NodeView
+from dra_bridge.rollout.fleet import NodeView, ReportedDevice
 from dra_bridge.rollout.progress import Progress, ResourceProgress
 from dra_bridge.rollout.restarts import denied_pods, ended_by_restart
 from dra_bridge.testing.apiserver import FakeApiServer
@@ -49,7 +49,7 @@ def test_pods_that_are_denied(pods: list[dict[str, Any]], ended: tuple[str, ...]
 
 def view(*states: State) -> NodeView:
     devices = tuple(
-        DeviceView(state=state, since=0, resource=R, name=f"g{number}", holder="somebody", known=True)
+        ReportedDevice(state=state, since=0, resource=R, name=f"g{number}", holder="somebody", known=True)
         for number, state in enumerate(states)
     )
     return NodeView(NODE, D, reported=Progress({R: ResourceProgress("all", {})}), devices=devices)

@@ -12,7 +12,7 @@ import pytest
 from deviceplugin.register.records import State
 from dra_bridge.kube import Cluster
 from dra_bridge.rollout import waiting
-from dra_bridge.rollout.fleet import DeviceView, NodeView
+from dra_bridge.rollout.fleet import NodeView, ReportedDevice
 from dra_bridge.rollout.progress import Progress, ResourceProgress
 from dra_bridge.rollout.waiting import Room, contested_names, moves_for
 from dra_bridge.testing.apiserver import FakeApiServer
@@ -69,7 +69,7 @@ def claim(name: str, count: int) -> dict[str, Any]:
 
 def view(**states: State) -> NodeView:
     devices = tuple(
-        DeviceView(resource=R, name=name, state=state, since=0, holder="claim x/y" if name == "held" else "")
+        ReportedDevice(resource=R, name=name, state=state, since=0, holder="claim x/y" if name == "held" else "")
         for name, state in states.items()
     )
     return NodeView(NODE, D, reported=Progress({R: ResourceProgress("4", {})}), devices=devices)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from deviceplugin.backoff import Backoff
 from deviceplugin.device import Device, Health, Version
-from deviceplugin.inventory import Snapshot, merged
+from deviceplugin.inventory import InventorySnapshot, merged
 from dra_bridge.kube import RESOURCE_SLICES, Cluster, ConflictError, UnavailableError
 from dra_bridge.kube.client import SILENCE
 from dra_bridge.slices.desired import Offer, Pool, desired, slice_name
@@ -28,8 +28,8 @@ DRIVER = "gpu.example.com"
 NODE = "node1"
 
 
-def snapshot(*devices: Device, resource: str = "example.com/gpu") -> Snapshot:
-    return merged(Snapshot(resource), devices)
+def snapshot(*devices: Device, resource: str = "example.com/gpu") -> InventorySnapshot:
+    return merged(InventorySnapshot(resource), devices)
 
 
 def pool(*devices: Device, replicas: int = 1, **options: Any) -> Pool:
@@ -152,7 +152,10 @@ def test_each_slice_is_marked() -> None:
 
 def test_before_the_first_list_nothing_is_known() -> None:
     """While a source has not listed its devices there is no desired state, rather than an empty one."""
-    assert desired(Pool(DRIVER, NODE, (Offer(snapshot(Device("a"))), Offer(Snapshot("example.com/fpga"))))) is None
+    assert (
+        desired(Pool(DRIVER, NODE, (Offer(snapshot(Device("a"))), Offer(InventorySnapshot("example.com/fpga")))))
+        is None
+    )
 
 
 def test_order_does_not_follow_health() -> None:
