@@ -114,7 +114,7 @@ def manifests(config: Config, text: str, deployment: Deployment | None = None) -
         "config": text,
         "driver_list": json.dumps(drivers),
         "resource_list": json.dumps(sorted(resource.name for resource in served)),
-        "container_resources": {"requests": {"cpu": "10m", "memory": "64Mi"}, "limits": {"memory": how.memory}},
+        "container_resources": {"requests": {"cpu": "10m", "memory": "72Mi"}, "limits": {"memory": how.memory}},
         "drivers": drivers,
         "image_pull_secrets": None,
         "node_selector": {"kubernetes.io/os": "linux", **(how.node_selector or {})},

@@ -295,7 +295,7 @@ def test_what_other_charts_have() -> None:
             "sidecar.istio.io/inject": "false",
         }
         assert container["resources"] == {
-            "requests": {"cpu": "50m", "memory": "64Mi"},
+            "requests": {"cpu": "50m", "memory": "72Mi"},
             "limits": {"cpu": "1", "memory": "128Mi"},
         }
         assert container["args"] == [*before["args"], "--log-format=json"]

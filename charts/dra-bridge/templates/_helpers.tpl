@@ -249,7 +249,7 @@ names. tests/test_chart.py compares the objects of both.
       $values.updateStrategy
       (mergeOverwrite (deepCopy $values.updateStrategy) (dict "rollingUpdate" (dict "maxSurge" 0))))
     "container_resources" (mergeOverwrite
-      (dict "requests" (dict "cpu" "10m" "memory" "64Mi") "limits" (dict "memory" $values.memory))
+      (dict "requests" (dict "cpu" "10m" "memory" "72Mi") "limits" (dict "memory" $values.memory))
       ($values.resources | default dict))
     "nvidia" $nvidia
     "root" $root
