@@ -1,8 +1,10 @@
 """Hints that something in a directory changed: one watcher for the whole process.
 
-inotify events are hints: a deleted directory ends them silently, an overflow drops them. So a watch says only "read
-again", covers the directory and its parent, and notices by the inode that a directory is another one; its user reads
-again after some time in any case. All watches share one watchdog observer, so one inotify instance: a user has 128.
+inotify events are hints: an overflow drops them, and a directory that is moved away ends them silently. So a watch says
+only "read again", and notices by the inode that a directory is another one; its user reads again after some time in any
+case. While a directory is not there the nearest of its ancestors is watched, and only then: in /var/lib/kubelet the
+kubelet replaces a file nine times for a pod. All watches share one watchdog observer, so one inotify instance: a user
+has 128.
 """
 
 from __future__ import annotations
@@ -176,9 +178,15 @@ class Watch:
         self._arm({})
 
     def _rearm(self) -> None:
-        parents = {_nearest(os.path.dirname(directory)) for directory in self._wanted}
-        parents |= {_nearest(os.path.dirname(parent)) for parent in parents}
-        self._arm(dict.fromkeys(parents, NAMES) | dict.fromkeys(self._wanted, self._hints))
+        missing, before = self._missing(), None
+        while missing != before:  # one that came or went before its parent was watched gave no hint
+            parents = {_nearest(os.path.dirname(directory)) for directory in missing}
+            parents |= {_nearest(os.path.dirname(parent)) for parent in parents}
+            self._arm(dict.fromkeys(parents, NAMES) | dict.fromkeys(self._wanted, self._hints))
+            missing, before = self._missing(), missing
+
+    def _missing(self) -> frozenset[str]:
+        return frozenset(directory for directory in self._wanted if not os.path.isdir(directory))
 
     def _arm(self, directories: Mapping[str, _Events]) -> None:
         self._watcher.arm(self, self._armed, directories)

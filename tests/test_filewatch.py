@@ -160,6 +160,36 @@ async def test_directory_that_is_replaced_between_looks(watching: Watching, tmp_
     assert await watch.wait(LONG)
 
 
+async def test_the_parent_of_a_directory_that_is_there_is_not_watched(watching: Watching, tmp_path: Path) -> None:
+    """Files that come and go beside the directory cost nothing."""
+    directory = tmp_path / "d"
+    directory.mkdir()
+    watch = watching(directory)
+    await in_flight(watch)
+    assert watch._watcher._armed.keys() == {str(directory)}
+    directory.rmdir()
+    assert await watch.wait(LONG)
+    assert str(tmp_path) in watch._watcher._armed
+
+
+async def test_directory_that_comes_while_its_parent_begins_to_be_watched(
+    watching: Watching, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is watched though nothing said that it came."""
+    directory = tmp_path / "d"
+    missing = Watch._missing
+
+    def comes(watch: Watch) -> frozenset[str]:
+        found = missing(watch)
+        directory.mkdir(exist_ok=True)
+        return found
+
+    monkeypatch.setattr(Watch, "_missing", comes)
+    watch = watching(directory)
+    monkeypatch.undo()
+    assert str(directory) in watch._watcher._armed
+
+
 async def test_directory_that_is_not_there_yet(watching: Watching, tmp_path: Path) -> None:
     """Nothing of the path need exist: each part that appears is a hint, and in the end the directory is watched."""
     directory = tmp_path / "a" / "b" / "c"
