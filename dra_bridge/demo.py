@@ -30,7 +30,7 @@ from deviceplugin.register.register import Register
 from deviceplugin.register.rules import Evidence
 from deviceplugin.testing.pods import FakePod
 from deviceplugin.testing.serving import serve
-from dra_bridge.driver import ClusterClaims, Driver, ServedResource
+from dra_bridge.driver import ClusterClaims, Driver, DriverNode, ServedResource
 from dra_bridge.driver.registrar import Registrar
 from dra_bridge.kube import Cluster
 from dra_bridge.ledger.worker import AsyncLedger
@@ -160,8 +160,9 @@ async def plain_driver(scene: Scene, gpus: DemoGpus) -> None:
     async with Cluster.from_server(scene.server.url) as cluster:
         publisher = Publisher(cluster, NODE)
         publisher.want(Pool(DRIVER, NODE, (Offer(inventory.snapshot),)))
-        served, claims = [ServedResource(gpus, inventory)], ClusterClaims(cluster, NODE)
-        driver = Driver(DRIVER, NODE, served, Register(store=async_ledger), claims, cdi_directory=str(scene.node.cdi))
+        claims, register = ClusterClaims(cluster, NODE), Register(store=async_ledger)
+        node = DriverNode(NODE, register, claims, str(scene.node.cdi))
+        driver = Driver(DRIVER, node, [ServedResource(gpus, inventory)])
         try:
             async with asyncio.TaskGroup() as group:
                 root = scene.node.root

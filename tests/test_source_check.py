@@ -36,6 +36,19 @@ def nothing(*_: object) -> None:
     """Do nothing."""
 
 
+class Receiver:
+    """Sets an event after each list."""
+
+    def __init__(self, published: asyncio.Event | None = None) -> None:
+        self.published = published or asyncio.Event()
+
+    def take_source(self, source: DeviceSource) -> None:
+        """Do nothing."""
+
+    def listed(self) -> None:
+        self.published.set()
+
+
 async def coroutine(*_: object) -> None:
     """Do nothing, and be awaited for it."""
 
@@ -246,7 +259,7 @@ async def test_lists_of_anything_else_are_refused_with_their_place(listed: Calla
     """What is no list of devices is the source's failure, which names class, file and line; nothing is published."""
     for source in yielding(listed):
         inventory = Inventory(source.resource)
-        follower = SourceFollower(source, inventory, nothing, nothing)
+        follower = SourceFollower(source, inventory, Receiver())
         follower.start()
         try:
             async with asyncio.timeout(20):
@@ -310,7 +323,7 @@ async def test_a_generator_of_devices_is_a_list() -> None:
     for source in yielding(lambda: (Device(name, nodes=["/dev/null"]) for name in "ab")):
         inventory = Inventory(source.resource)
         published = asyncio.Event()
-        follower = SourceFollower(source, inventory, nothing, published.set)
+        follower = SourceFollower(source, inventory, Receiver(published))
         follower.start()
         async with asyncio.timeout(20):
             await published.wait()

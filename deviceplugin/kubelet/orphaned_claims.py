@@ -11,7 +11,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -21,7 +21,7 @@ from deviceplugin.claim_files import ClaimFile
 from deviceplugin.files import FileIdentity, file_identity
 from deviceplugin.identity import Kind, Tokens, boot_id, node_token, numbers_of, tokens_of
 from deviceplugin.kubelet import claim_state
-from deviceplugin.kubelet.cgroups import PodProcesses
+from deviceplugin.kubelet.cgroups import PodReader
 from deviceplugin.kubelet.claim_state import ClaimStateError, ClaimStateMissingError, PreparedClaim
 from deviceplugin.register.question import Use, claim_unit, part_of, takes_recorded
 from deviceplugin.register.records import Amount
@@ -90,16 +90,16 @@ class _Held(NamedTuple):
 
 @dataclass(eq=False)
 class OrphanedClaims:
-    """The claims of drivers other than `served()`, by their own files and the kubelet's claim state.
+    """The claims of drivers other than those that are `served` now, by their own files and the kubelet's claim state.
 
     A claim with a file of ours holds what this says, while the claim state names the claim or cannot be read, or
-    processes of its pods may run. processes: returns which pods' processes run. boot: the node's. fresh: see `FRESH`.
+    processes of its pods may run. boot: the node's. fresh: see `FRESH`.
     """
 
     kubelet_root: Path
-    served: Callable[[], Collection[str]] = tuple
-    cdi_directory: str = cdi.DIRECTORY
-    processes: Callable[[], PodProcesses] = PodProcesses
+    served: Collection[str]
+    cdi_directory: str
+    pods: PodReader
     boot: str = field(default_factory=boot_id)
     fresh: float = FRESH
     _looked_at: float = field(default=-math.inf, init=False)
@@ -146,7 +146,7 @@ class OrphanedClaims:
 
     def _current(self) -> _Held:
         """Return what is held; read the files if they have changed."""
-        now, served = time.monotonic(), frozenset(self.served())
+        now, served = time.monotonic(), frozenset(self.served)
         if now - self._looked_at >= self.fresh or served != self._read_for:
             self._looked_at = now
             self._read_state()
@@ -190,7 +190,7 @@ class OrphanedClaims:
         self._unnamed = bool(unnamed)
         if not unnamed or self._problem is not None:
             return foreign
-        processes = self.processes()
+        processes = self.pods.read()
 
         def over(file: ClaimFile) -> bool:
             runs = not file.pods or any(map(processes.may_run, file.pods))

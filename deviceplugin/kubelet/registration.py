@@ -24,7 +24,7 @@ import secrets
 import socket
 import stat
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -35,7 +35,7 @@ from deviceplugin import filewatch
 from deviceplugin.addresses import remove_abandoned, socket_path
 from deviceplugin.backoff import Backoff
 from deviceplugin.files import FileIdentity, file_identity, leads_to, locked
-from deviceplugin.kubelet.foreign_plugin import Finding, ForeignPluginWatch, KubeletRecord, sockets
+from deviceplugin.kubelet.foreign_plugin import Finding, ForeignPluginWatch, sockets
 from deviceplugin.kubelet.podresources import CHANNEL_OPTIONS, SERVER_OPTIONS, unix_address
 from deviceplugin.kubelet.servicer import Endpoint
 from deviceplugin.wire import deviceplugin_pb2 as pb
@@ -285,8 +285,7 @@ class PluginRegistration:
     """Keeps one endpoint served and registered until it is cancelled.
 
     turn: serialises Register between the resources of a process: the kubelet dials back during the call, and leaks
-    memory when registrations follow too fast (kubernetes#124716). recorded: returns what the kubelet's checkpoint says
-    of the resource. contested: called with the reason when another plugin has registered the resource.
+    memory when registrations follow too fast (kubernetes#124716).
     """
 
     def __init__(
@@ -295,12 +294,7 @@ class PluginRegistration:
         directory: Path,
         turn: asyncio.Lock | None = None,
         timing: RegistrationTiming | None = None,
-        *,
-        recorded: Callable[[], Awaitable[KubeletRecord | None]] = lambda: asyncio.sleep(0, None),
-        contested: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        self._recorded = recorded
-        self._contested = contested
         self._foreign = ForeignPluginWatch()
         self.endpoint = endpoint
         self.statistics = RegistrationStatistics()
@@ -362,7 +356,7 @@ class PluginRegistration:
     async def _look(self) -> Finding:
         """Return whether another plugin has registered the resource since."""
         if self._accepted is None and not self.endpoint.ready and (kept_back := self.endpoint.kept_back):
-            record = await self._recorded()
+            record = await self.endpoint.host.recorded()
             taken = record.registered & kept_back if record is not None else ()
             return Finding(f"it counts {min(taken)} as healthy, which is for claims") if taken else Finding()
         if self._accepted is None or not self.endpoint.streams.live:
@@ -372,7 +366,7 @@ class PluginRegistration:
             return Finding(again=self._next_look - now)
         self._next_look = now + LOOK
         there = sockets(self._kubelet.parent)
-        return self._foreign.found(await self._recorded(), there, self.endpoint.streams.sent)
+        return self._foreign.found(await self.endpoint.host.recorded(), there, self.endpoint.streams.sent)
 
     def _has_directory(self) -> bool:
         """Whether the kubelet's directory is there. Raises RegistrationError: it is none, or cannot be looked at."""
@@ -412,7 +406,7 @@ class PluginRegistration:
         self.statistics.contested = found.reason
         text = "another plugin has registered this resource with the kubelet: %s; registering again"
         _LOG.warning(text, found.reason, extra=extra)
-        self._contested(found.reason)
+        self.endpoint.host.contested(found.reason)
 
     async def _pause(self, watch: filewatch.Watch, delay: float, kubelet: FileIdentity | None) -> None:
         """Wait before the next try, but not if the kubelet is another one meanwhile."""
@@ -449,7 +443,7 @@ class PluginRegistration:
         await self._server.serve()
         self.endpoint.streams.sent = ()
         there = sockets(self._kubelet.parent)
-        record = await self._recorded()
+        record = await self.endpoint.host.recorded()
         self.endpoint.keep_registered(record.registered if record is not None else ())
         self._foreign.begin(record, there)
         options = self.endpoint.options

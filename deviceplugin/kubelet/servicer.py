@@ -21,6 +21,7 @@ from deviceplugin.hooks import HookStatistics
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet import preference
 from deviceplugin.kubelet.device_list import DeviceIds, Entry, ListStreams, in_time
+from deviceplugin.kubelet.foreign_plugin import KubeletRecord
 from deviceplugin.kubelet.granted import annotate
 from deviceplugin.kubelet.podresources import AllocationsInFlight
 from deviceplugin.kubelet.tracker import HolderTracker
@@ -78,12 +79,29 @@ class Refusal(Exception):  # noqa: N818  # the field's word; it is an answer, no
         self.details = details
 
 
-class Endpoint(DevicePluginServicer):
-    """The servicer of one resource; survives servers, registrations and changes of its source.
+class EndpointHost:
+    """What an endpoint and its registration ask of the service around them. These are the answers without one."""
 
-    granted: called after each grant. release_former: has `released` called of devices whose former holders have ended,
-    before ids are granted. avoids: returns the devices that new pods had better not get, if there are enough others.
-    """
+    def granted(self) -> None:
+        """Take that ids were granted."""
+
+    async def release_former(self, names: Sequence[str]) -> None:
+        """Have `released` called of devices whose former holders have ended, before these ids are granted."""
+
+    def draining(self) -> Collection[str]:
+        """Return the devices that new pods had better not get, if there are enough others."""
+        return ()
+
+    async def recorded(self) -> KubeletRecord | None:
+        """Return what the kubelet's checkpoint says of the resource; None if it cannot be read."""
+        return None
+
+    def contested(self, reason: str) -> None:
+        """Take that another plugin has registered the resource."""
+
+
+class Endpoint(DevicePluginServicer):
+    """The servicer of one resource; survives servers, registrations and changes of its source."""
 
     IDS: ClassVar[type[DeviceIds]] = DeviceIds
 
@@ -92,12 +110,9 @@ class Endpoint(DevicePluginServicer):
         source: DeviceSource,
         inventory: Inventory,
         in_flight: AllocationsInFlight,
-        *,
-        granted: Callable[[], None] = lambda: None,
-        release_former: Callable[[Sequence[str]], Awaitable[None]] | None = None,
+        host: EndpointHost | None = None,
         holders: HolderTracker | None = None,
         register: Register | None = None,
-        avoids: Callable[[], Collection[str]] = tuple,
     ) -> None:
         self.resource = source.resource
         self.source = source
@@ -112,11 +127,9 @@ class Endpoint(DevicePluginServicer):
         """Devices of which Allocate is in flight: a list without the id makes the kubelet crash then."""
         self._failed_starts: dict[frozenset[str], str] = {}
         """Why containers of these ids could not start the last time."""
-        self._granted = granted
-        self._release_former = release_former
+        self.host: Final = host or EndpointHost()
         self._holders = holders
         self._register = register or Register()
-        self._avoids = avoids
         inventory.subscribe(lambda snapshot: self.refresh())
 
     @property
@@ -200,9 +213,9 @@ class Endpoint(DevicePluginServicer):
             devices = Counter(map(self.ids.device_id_of, names))
             self._asked_for += devices
             try:
-                if self._release_former is not None and "released" in self.source.hooks:
+                if "released" in self.source.hooks:
                     await self._refuse_held(names)
-                    await self._release_former(names)
+                    await self.host.release_former(names)
                 answered = await answer(wanted)
             except Refusal as refusal:
                 self.statistics.refusals[refusal.reason] += 1
@@ -344,7 +357,7 @@ class Endpoint(DevicePluginServicer):
             raise self._refusal("excluded", str(error)) from error
         except LedgerError as error:
             raise self._unrecorded(error) from error
-        self._granted()
+        self.host.granted()
         return granted
 
     async def _response(self, names: Sequence[str], asked: dict[str, Wanted]) -> pb.ContainerAllocateResponse:
@@ -376,7 +389,7 @@ class Endpoint(DevicePluginServicer):
 
     async def _preferred(self, available: list[str], must_include: list[str], size: int) -> list[str]:
         try:
-            avoided = frozenset(self._avoids())
+            avoided = frozenset(self.host.draining())
             available, must_include = preference.avoiding(avoided, self.ids, available, must_include, size)
             if "prefer" in self.source.hooks:
                 chosen = await self._preferred_by_hook(available, must_include, size)

@@ -16,12 +16,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 from deviceplugin import filewatch
 from deviceplugin.files import FileIdentity
 from deviceplugin.identity import boot_id
 from deviceplugin.kubelet import checkpoint, containers, holders
+from deviceplugin.kubelet.allocation_copies import AllocationCopies
 from deviceplugin.kubelet.cgroups import PodProcesses, PodReader, read_directories
 from deviceplugin.kubelet.checkpoint import Allocation, CheckpointError, CheckpointVersion
 from deviceplugin.kubelet.foreign_plugin import KubeletRecord
@@ -52,27 +53,33 @@ GRANT_REWRITE: Final = 4.0
 """The same while an Allocate waits for it, since a refusal fails a pod: a busy kubelet takes longer."""
 
 
+class DeviceLists(Protocol):
+    """The lists of devices that the kubelet gets of this process (`deviceplugin.node.agent.Agent`)."""
+
+    def resend(self) -> bool:
+        """Send them once more; return whether the kubelet listens to any resource."""
+
+    def adopted(self, resource: str) -> bool:
+        """Return whether another plugin makes the answers to Allocate of a resource."""
+
+
 class HolderTracker:
     """Reads who holds this node's plugin allocations; the register keeps what is known of them.
 
-    believe_checkpoint: as in `PodReader`. request, adopted: as in `CheckpointReader`. copies: returns what other
-    agents' copies name that have changed. claim_uses: whether to call `List` at each scan, to learn which containers
-    use claims, for metrics. wake: called when a scan is due at once.
+    scan_wanted: set when a scan is due at once. copies: those of other agents' allocations. claim_uses: whether to call
+    `List` at each scan, to learn which containers use claims, for metrics. believe_checkpoint: as in `PodReader`.
     """
 
     def __init__(
         self,
+        lists: DeviceLists,
         paths: Paths,
-        pod_resources: PodResources,
-        in_flight: AllocationsInFlight,
-        request: Callable[[], bool],
-        *,
         register: Register,
-        copies: Callable[[], Mapping[Allocation, Wanted]] = dict,
+        scan_wanted: asyncio.Event,
+        *,
+        copies: AllocationCopies,
         claim_uses: bool = False,
         believe_checkpoint: bool = False,
-        adopted: Callable[[str], bool] = lambda resource: False,
-        wake: Callable[[], None],
     ) -> None:
         self.snapshot = HolderSnapshot(problem="the kubelet has not been asked yet")
         self.read_at: float | None = None
@@ -84,13 +91,11 @@ class HolderTracker:
         self.pods: Final = PodReader(paths.kubelet_root, paths.cgroup_root, believe_checkpoint=believe_checkpoint)
         self._names = PodNames(paths.pod_log_dir)
         self._register = register
-        self._checkpoint = CheckpointReader(
-            paths.plugins, request, lambda: self._known | self.snapshot.held.keys(), adopted
-        )
+        self._checkpoint = CheckpointReader(paths.plugins, lists, lambda: self._known | self.snapshot.held.keys())
         self._reading = asyncio.Lock()
-        self._pod_resources = pod_resources
-        self._in_flight = in_flight
-        self._requests = RequestSchedule(wake)
+        self.pod_resources: Final = PodResources(paths.pod_resources)
+        self.in_flight = AllocationsInFlight()
+        self._requests = RequestSchedule(scan_wanted)
         self._wants_claim_uses = claim_uses
         self._refused: dict[tuple[str, str], str] = {}
         """Why Allocates of ids whose holders' processes run were refused since the last scan."""
@@ -98,7 +103,7 @@ class HolderTracker:
         self._foreign: tuple[UnrecordedEvidence | None, tuple[Use, ...]] = (None, ())
         self._allocations: frozenset[Allocation] = frozenset()
         self._container_logs = paths.container_log_dir
-        self._copies, self._wake = copies, wake
+        self._copies, self._scan_wanted = copies, scan_wanted
         self._copied: Mapping[Allocation, Wanted] = {}
         """What copies say of allocations that count as held."""
         self._unscanned: frozenset[Allocation] = frozenset()
@@ -283,21 +288,21 @@ class HolderTracker:
     async def reread(self) -> None:
         """Read the checkpoint and copies that have changed: they name what was allocated since the last scan."""
         if self._read_copies():
-            self._wake()
+            self._scan_wanted.set()
         if self._checkpoint.current() is None or self._checkpoint.missing_nodes:
             with contextlib.suppress(CheckpointError):
                 self._checkpoint.read()
 
     def _read_copies(self) -> bool:
-        if found := self._copies():
+        if found := self._copies.changed():
             self._copied = {**self._copied, **found}
             self._unscanned |= found.keys()
         return bool(found)
 
     async def listed(self, running: Collection[str]) -> frozenset[str]:
         """Return which pods `List` names: the kubelet counts them as active. running: all pods whose processes run."""
-        await self._in_flight.wait()
-        report = await self._pod_resources.list()
+        await self.in_flight.wait()
+        report = await self.pod_resources.list()
         return frozenset() if report is None else await self._listed(report, running)
 
     def missing(self) -> list[str]:
@@ -368,22 +373,22 @@ class HolderTracker:
         wanted: (resource, device id) that may be free. The kubelet is asked for a checkpoint unless each has a holder
         whose processes run; also if processes of a holder have ended, and from time to time if none have been seen.
         """
-        await self._in_flight.wait()
+        await self.in_flight.wait()
         at = time.monotonic()
         self._read_copies()
         unscanned = self._unscanned
-        report = await self._pod_resources.list() if self._wants_claim_uses else None
+        report = await self.pod_resources.list() if self._wants_claim_uses else None
         seen = await asyncio.to_thread(self._read)
         now = holders.holders(self._known, seen, at)
         if self._requests.due(now, seen.pods, wanted):
-            report = report or await self._pod_resources.list()
+            report = report or await self.pod_resources.list()
             after = await asyncio.to_thread(self._read, *await self._checkpoint.written())
             now = holders.holders(self._known, after, at)
         all_pods_listed = self.all_pods_listed
         if report is not None:
             running = await asyncio.to_thread(self.pods.in_cgroups)
             all_pods_listed = running is not None and running == await self._listed(report, running)
-        if not self._in_flight.none_since(at):
+        if not self.in_flight.none_since(at):
             return None
         self.claim_uses = self.claim_uses if report is None else report.claims
         self.all_pods_listed = all_pods_listed
@@ -422,27 +427,19 @@ class CheckpointReader:
     """Reads the kubelet's checkpoint, has it written anew, and remembers what devices were when they were granted.
 
     A list that is sent again makes the kubelet write the checkpoint (kubelet 1.36, devicemanager/manager.go).
-    request: sends the list of devices once more; returns whether the kubelet listens to any resource.
-    known: returns the allocations that count as held; what their devices were is remembered. adopted: tells of which
-    resources another plugin makes the answers: what is in these says nothing, since control nodes recur in all.
+    known: returns the allocations that count as held; what their devices were is remembered. What is in the answers of
+    adopted resources says nothing, since control nodes recur in all of them.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        request: Callable[[], bool],
-        known: Callable[[], Iterable[Allocation]],
-        adopted: Callable[[str], bool],
-    ) -> None:
+    def __init__(self, directory: Path, lists: DeviceLists, known: Callable[[], Iterable[Allocation]]) -> None:
         self.last = CheckpointVersion(frozenset(), {})
         self.grants: Mapping[Allocation, tuple[str, Wanted]] = {}
         """What the devices of allocations were, with the answer to Allocate that says so."""
         self.missing_nodes: frozenset[Allocation] = frozenset()
         """Allocations of an earlier boot of whose device nodes none was there; each reading looks for them."""
         self._directory = directory
-        self._request = request
+        self._lists = lists
         self._known = known
-        self._adopted = adopted
 
     def current(self) -> CheckpointVersion | None:
         """Return what was read last if the file is still the same, else None."""
@@ -461,7 +458,7 @@ class CheckpointReader:
         grants = {one: grant for one, grant in self.grants.items() if one in kept}
         answers = {allocation: response for one in checkpoints for allocation, response in one.responses.items()}
         for allocation, response in answers.items():
-            if self._adopted(allocation.resource):
+            if self._lists.adopted(allocation.resource):
                 grants.pop(allocation, None)
             elif grants.get(allocation, ("",))[0] != response or allocation in self.missing_nodes:
                 grants[allocation] = response, granted(response, *allocation[2:], boot_id())
@@ -478,7 +475,7 @@ class CheckpointReader:
         written: list[CheckpointVersion] = []
         last = checkpoint.identity(self._directory)
         while not holders.shows_present(written):
-            if not self._request():
+            if not self._lists.resend():
                 return (), "the kubelet does not listen to this plugin, so it cannot be asked to write its checkpoint"
             if (after := await self._rewritten(last, REWRITE if patience is None else patience)) is None:
                 return (), "the kubelet has not written its checkpoint since it was asked to"
@@ -502,10 +499,10 @@ class CheckpointReader:
 
 
 class RequestSchedule:
-    """Decides at which scans the kubelet is asked for a newer checkpoint. wake: called when a scan is due at once."""
+    """Decides at which scans the kubelet is asked for a newer checkpoint. scan_wanted: set when one is due at once."""
 
-    def __init__(self, wake: Callable[[], None]) -> None:
-        self._wake = wake
+    def __init__(self, scan_wanted: asyncio.Event) -> None:
+        self._scan_wanted = scan_wanted
         self._disputed = False
         self._running: frozenset[str] = frozenset()
         self._asked_for: frozenset[tuple[Allocation, bool]] = frozenset()
@@ -515,7 +512,7 @@ class RequestSchedule:
     def dispute(self) -> None:
         """Note that the kubelet has counted as free what is held: it has dropped the holder."""
         self._disputed = True
-        self._wake()
+        self._scan_wanted.set()
 
     def due(self, now: HolderSnapshot, pods: PodProcesses, wanted: Collection[tuple[str, str]] | None) -> bool:
         """Return whether to ask at this scan. wanted: as in `HolderTracker.scan`."""

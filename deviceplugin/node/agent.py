@@ -5,21 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Final, Protocol
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Final
 
 from deviceplugin.adoption.plugins import AdoptionError, VendorPlugins
 from deviceplugin.adoption.source import AdoptedSource
 from deviceplugin.kubelet.allocation_copies import AllocationCopies
+from deviceplugin.kubelet.orphaned_claims import OrphanedClaims
 from deviceplugin.kubelet.paths import Paths
-from deviceplugin.kubelet.podresources import AllocationsInFlight, PodResources
 from deviceplugin.kubelet.registration import RegistrationTiming
 from deviceplugin.kubelet.status import AgentStatus
 from deviceplugin.kubelet.tracker import HolderTracker
+from deviceplugin.node.claim_side import ClaimSide
 from deviceplugin.node.scanning import HolderScanner
 from deviceplugin.node.service import Service, ServiceContext, Supervisor
 from deviceplugin.register.question import Use
-from deviceplugin.register.register import Register, Store
+from deviceplugin.register.register import Register, RegisterHost
 from deviceplugin.source import DeviceSource
 from deviceplugin.source_check import check_sources, mistaken_names
 
@@ -34,26 +35,16 @@ class AgentError(Exception):
     """Raised when the agent cannot do its work at all."""
 
 
-class ForeignClaims(Protocol):
-    """Claims of drivers that this process does not serve (`deviceplugin.kubelet.orphaned_claims`)."""
-
-    def uses(self) -> tuple[Use, ...]:
-        """Return what they hold; the same object until it changes."""
-
-    def reread(self) -> None:
-        """Have the next `uses` look at the files again."""
-
-
-class Agent:
+class Agent(RegisterHost):
     """Serves sources, one for each resource, on this node until it is stopped.
 
     period: seconds between two scans for holders, while these matter. report_holders: whether metrics show the holders;
-    then it scans always, and learns the names of pods. believe_checkpoint: see `HolderTracker`; not where devices also
-    go to claims. store: of the register; in memory by default. claims: those of drivers that this process does not
-    serve. unknown: see `Register`. avoids: see `Endpoint`, by resource. providers: other parts of this process that
-    metrics and status pages show, too. vendors: the plugins of others that register with this agent. agent_name: that
-    of this agent, if it keeps a copy of its allocations.
+    then it scans always, and learns the names of pods. claim_side: what serves claims in this process, None for
+    nothing. vendors: the plugins of others that register with this agent. providers: other parts of this process that
+    metrics and status pages show, too. claims: those of drivers that this process does not serve.
     """
+
+    services: Mapping[str, Service]
 
     def __init__(
         self,
@@ -63,21 +54,16 @@ class Agent:
         period: float = 5.0,
         report_holders: bool = False,
         timing: RegistrationTiming | None = None,
-        believe_checkpoint: bool = True,
-        store: Store | None = None,
-        claims: ForeignClaims | None = None,
-        unknown: Callable[[str, str], str] = lambda resource, device: "",
-        avoids: Callable[[str], Collection[str]] = lambda resource: (),
+        claim_side: ClaimSide | None = None,
         vendors: VendorPlugins | None = None,
-        agent_name: str = "",
     ) -> None:
         check_sources(sources)
         if mistake := mistaken_names(sources):
             raise AgentError(mistake)
         self.paths = paths or Paths()
         self.providers: list[Provider] = []
-        services: dict[str, Service] = {}
-        self.services: Mapping[str, Service] = services
+        self.services = services = dict[str, Service]()
+        self._claim_side = side = claim_side or ClaimSide()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopped = asyncio.Event()
         self._stop_asked = False
@@ -86,43 +72,28 @@ class Agent:
         self.config_error, self.former_config = "", False
         """See `AgentStatus`."""
         self._error: AgentError | None = None
-        in_flight, scan_wanted = AllocationsInFlight(), asyncio.Event()
-        self.pod_resources = PodResources(self.paths.pod_resources)
-        self._claims = claims
+        scan_wanted = asyncio.Event()
         self._foreign: tuple[tuple[Use, ...], tuple[Use, ...], tuple[Use, ...]] = ((), (), ())
-        self.register = Register(
-            lambda: self.services, store, foreign=self._foreign_uses, reread=self._reread, unknown=unknown
-        )
+        self.register = Register(self)
         self.tracker = HolderTracker(
+            self,
             self.paths,
-            self.pod_resources,
-            in_flight,
-            self._resend,
-            register=self.register,
-            copies=AllocationCopies(self.paths.cdi_dir, agent_name).changed,
+            self.register,
+            scan_wanted,
+            copies=AllocationCopies(self.paths.cdi_dir, side.agent_name),
             claim_uses=report_holders,
-            believe_checkpoint=believe_checkpoint,
-            adopted=lambda name: name in services and isinstance(services[name].source, AdoptedSource),
-            wake=scan_wanted.set,
+            believe_checkpoint=not side.serves_claims,
         )
+        cdi_directory = str(self.paths.cdi_dir)
+        self.claims = OrphanedClaims(self.paths.kubelet_root, side.drivers, cdi_directory, self.tracker.pods)
         self.scanner = HolderScanner(services, self.tracker, self.register, scan_wanted, period, always=report_holders)
-        context = ServiceContext(
-            self.paths.plugins, in_flight, asyncio.Lock(), self.tracker, self.register, avoids, timing, scan_wanted.set
-        )
+        context = ServiceContext(self.paths.plugins, self.tracker, self.register, side, vendors, timing, scan_wanted)
         self._supervisor = Supervisor(services, context, self.fail)
-        self.brought = context.brought
-        """Called with a resource that a source has brought along (`child_sources`), and the resource of that source.
-
-        Also with one that a vendor's plugin has registered and no config names, and "".
-        """
-        self.contested = context.contested
-        """Called with a resource that another plugin has registered with the kubelet, and the reason."""
         for source in sources:
             services[source.resource] = Service(source, context)
         self._vendors = vendors
         if vendors is not None:
             vendors.registered = self._vendor_registered
-            self.contested.append(lambda resource, reason: vendors.bypassed(resource))
         self.register.subscribe(self._refresh)
 
     def status(self) -> AgentStatus:
@@ -136,8 +107,8 @@ class Agent:
             self.former_config,
         )
 
-    async def run(self, before_end: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Serve until `stop`, await `before_end`, drain and clean up. Raises AgentError: one cannot be served."""
+    async def run(self) -> None:
+        """Serve until `stop`, end the claims' side, drain and clean up. Raises AgentError: one cannot be served."""
         self._accept_stop()
         if not self._stopped.is_set():
             await self.tracker.start()
@@ -150,8 +121,7 @@ class Agent:
             adopting = asyncio.create_task(self._adopt(), name="adopt plugins")
             try:
                 await self._stopped.wait()
-                if before_end is not None:
-                    await before_end()
+                await self._claim_side.end()
             finally:
                 scanning.cancel()
                 await asyncio.gather(scanning, self._supervisor.end(), return_exceptions=True)
@@ -216,29 +186,43 @@ class Agent:
             text = "no config names it; its plugin is passed through to pods with limits"
             _LOG.warning(text, extra={"resource": resource})
             self._supervisor.serve(AdoptedSource(resource, self._vendors))
-            for callback in self.brought:
-                callback(resource, "")
-        elif isinstance(self.services[resource].source, AdoptedSource):
+            self._claim_side.brought(resource, "")
+        elif self.adopted(resource):
             self.services[resource].registration.wake()  # it may want other calls now
         else:
             text = "a vendor's plugin registered it, but the config has devices of its own for it; those are served"
             _LOG.error(text, extra={"resource": resource})
 
-    def _foreign_uses(self) -> tuple[Use, ...]:
+    def foreign_uses(self) -> tuple[Use, ...]:
         """Return what others hold, the same object until it changes."""
-        pods, claims = self.tracker.foreign(self.scanner.observed), self._claims.uses() if self._claims else ()
+        pods, claims = self.tracker.foreign(self.scanner.observed), self.claims.uses()
         if self._foreign[0] is not pods or self._foreign[1] is not claims:
             self._foreign = pods, claims, (*pods, *claims)
         return self._foreign[2]
 
-    async def _reread(self) -> None:
+    async def reread(self) -> None:
+        """Have the checkpoint and the claims' files read anew."""
         await self.tracker.reread()
-        if self._claims is not None:
-            self._claims.reread()
+        self.claims.reread()
+
+    def evidence_missing(self, resource: str, device: str) -> str:
+        """Return why it is not known yet who holds a device; "" if it is."""
+        service = self.services.get(resource)
+        if service is None and self._claim_side.serves_claims:
+            return "its resource is not served"
+        driver = service.source.driver if service is not None else None
+        if driver and self._claim_side.serves_claims:
+            return self._claim_side.unknown(driver, resource, device)
+        return self.claims.problem(driver)
 
     def _refresh(self) -> None:
         for service in self.services.values():
             service.endpoint.refresh()
 
-    def _resend(self) -> bool:
+    def adopted(self, resource: str) -> bool:
+        """Return whether a vendor's plugin makes the answers to Allocate of a resource."""
+        return resource in self.services and isinstance(self.services[resource].source, AdoptedSource)
+
+    def resend(self) -> bool:
+        """Send the lists of devices once more; return whether the kubelet listens to any resource."""
         return any(one.endpoint.streams.resend() for one in self.services.values() if one.endpoint.streams.live)

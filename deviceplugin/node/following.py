@@ -7,9 +7,9 @@ import contextlib
 import inspect
 import logging
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from deviceplugin import identity
 from deviceplugin.backoff import Backoff
@@ -24,18 +24,26 @@ TAKE_OVER: Final = 3.0
 """Seconds that a new source has to list its devices while the old one's hooks still answer."""
 
 
+class ListReceiver(Protocol):
+    """What is told of a followed source (`deviceplugin.node.service.Service`)."""
+
+    def take_source(self, source: DeviceSource) -> None:
+        """Have the hooks of another source answer."""
+
+    def listed(self) -> None:
+        """Take that the inventory has a new list."""
+
+
 @dataclass(eq=False)
 class SourceFollower:
     """Publishes the lists of a resource's source; starts a source again that failed.
 
-    on_take_over: called with another source when its hooks are to answer. on_list: called after each list.
     failure: what `watch` raised; None once the source has listed again.
     """
 
     source: DeviceSource
     inventory: Inventory
-    on_take_over: Callable[[DeviceSource], None]
-    on_list: Callable[[], None]
+    receiver: ListReceiver
     failure: Exception | None = field(default=None, init=False)
     _taken_over: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     _task: asyncio.Task[None] | None = field(default=None, init=False)
@@ -79,7 +87,7 @@ class SourceFollower:
         if source is not self.source:
             self.source = source
             self._taken_over.set()
-            self.on_take_over(source)
+            self.receiver.take_source(source)
 
     def _follow(self, source: DeviceSource) -> None:
         self._task = asyncio.create_task(self._publish_lists(source), name=f"follow {source.resource}")
@@ -91,7 +99,7 @@ class SourceFollower:
                 async for devices in _listings(source):
                     self._take_over(source)
                     await identity.publish(self.inventory, devices)
-                    self.on_list()
+                    self.receiver.listed()
                     self.failure = None
                     backoff.reset()
             except Exception as error:

@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING, Final
 from deviceplugin import files, filewatch
 from deviceplugin.adoption.plugins import VendorPlugins
 from deviceplugin.adoption.source import Adopted, AdoptedSource
-from deviceplugin.kubelet.cgroups import PodProcesses
-from deviceplugin.kubelet.orphaned_claims import OrphanedClaims
 from deviceplugin.kubelet.paths import Paths
 from deviceplugin.naming import node_name
 from deviceplugin.node.agent import Agent, AgentError
@@ -33,8 +31,6 @@ if TYPE_CHECKING:
 
 _LOG: Final = logging.getLogger(__name__)
 
-PERIOD: Final = 5.0
-"""Seconds between two scans for holders."""
 REFUSED: Final = 1.0
 """Seconds that tasks have to end after they were cancelled when the agent ends."""
 SETTLE: Final = 0.05
@@ -177,34 +173,10 @@ def run_config(path: Path, paths: Paths, metrics_address: str | None, lock: Lock
     return serve(make, metrics_address=metrics_address, config=file)
 
 
-def plugin_agent(
-    sources: Sequence[DeviceSource],
-    paths: Paths,
-    *,
-    report_holders: bool,
-    period: float = PERIOD,
-    vendors: VendorPlugins | None = None,
-) -> Agent:
-    """Return an agent that serves pods only, and withholds what claims of a former bridge hold; see `Agent`."""
-
-    def unknown(resource: str, device: str) -> str:
-        service = agent.services.get(resource)
-        return claims.problem(service.source.driver if service is not None else None)
-
-    def processes() -> PodProcesses:
-        return agent.tracker.pods.read()
-
-    claims = OrphanedClaims(paths.kubelet_root, cdi_directory=str(paths.cdi_dir), processes=processes)
-    agent = Agent(
-        sources, paths, period=period, report_holders=report_holders, claims=claims, unknown=unknown, vendors=vendors
-    )
-    return agent
-
-
 def _plugin(
     sources: Sequence[DeviceSource], paths: Paths, metrics_address: str | None, vendors: VendorPlugins | None = None
 ) -> Program:
-    return Program.of(plugin_agent(sources, paths, report_holders=metrics_address is not None, vendors=vendors))
+    return Program.of(Agent(sources, paths, report_holders=metrics_address is not None, vendors=vendors))
 
 
 def serve(

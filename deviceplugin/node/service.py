@@ -11,6 +11,7 @@ from typing import Final
 
 import grpc
 
+from deviceplugin.adoption.plugins import VendorPlugins
 from deviceplugin.adoption.source import AdoptedEndpoint, AdoptedSource
 from deviceplugin.backoff import Backoff
 from deviceplugin.device import Device
@@ -18,12 +19,13 @@ from deviceplugin.exclusion import DeviceKey
 from deviceplugin.hook_runs import DeviceBusyError
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.checkpoint import Allocation
+from deviceplugin.kubelet.foreign_plugin import KubeletRecord
 from deviceplugin.kubelet.holders import HolderSnapshot
-from deviceplugin.kubelet.podresources import AllocationsInFlight
 from deviceplugin.kubelet.registration import PluginRegistration, RegistrationError, RegistrationTiming
-from deviceplugin.kubelet.servicer import Endpoint, Refusal
+from deviceplugin.kubelet.servicer import Endpoint, EndpointHost, Refusal
 from deviceplugin.kubelet.status import ResourceStatus, VendorConnection, Withheld
 from deviceplugin.kubelet.tracker import HolderTracker
+from deviceplugin.node.claim_side import ClaimSide
 from deviceplugin.node.device_log import InventoryLog
 from deviceplugin.node.following import SourceFollower
 from deviceplugin.register.question import allocation_unit
@@ -39,25 +41,21 @@ _LOG: Final = logging.getLogger(__name__)
 class ServiceContext:
     """What all services of a node share.
 
-    plugins: the device plugin directory. turn: held while a resource registers. avoids: returns the devices of a
-    resource that new pods had better not get. brought: called with a resource that a source has brought along, and
-    with the resource of that source. wake_scan: has a scan come soon. contested: called with a resource that another
-    plugin has registered with the kubelet, and the reason.
+    plugins: the device plugin directory. turn: held while a resource registers. claim_side: what serves claims in this
+    process. scan_wanted: set when a scan should come soon.
     """
 
     plugins: Path
-    in_flight: AllocationsInFlight
-    turn: asyncio.Lock
     tracker: HolderTracker
     register: Register
-    avoids: Callable[[str], Collection[str]]
+    claim_side: ClaimSide
+    vendors: VendorPlugins | None
     timing: RegistrationTiming | None
-    wake_scan: Callable[[], None]
-    contested: list[Callable[[str, str], None]] = field(default_factory=list)
-    brought: list[Callable[[str, str], None]] = field(default_factory=list)
+    scan_wanted: asyncio.Event
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
-class Service:
+class Service(EndpointHost):
     """One resource: follows its source, registers it, and has `released` called for devices that come free."""
 
     def __init__(self, source: DeviceSource, context: ServiceContext) -> None:
@@ -68,25 +66,11 @@ class Service:
             _LOG.warning("%s; %s", problem, what, extra={"resource": source.resource})
         self.inventory = Inventory(source.resource)
         self.inventory.subscribe(InventoryLog(source.resource, self._holder))
-        self.follower = SourceFollower(source, self.inventory, self._take_source, self._adopt_existing)
+        self.follower = SourceFollower(source, self.inventory, self)
         self.endpoint = (AdoptedEndpoint if isinstance(source, AdoptedSource) else Endpoint)(
-            source,
-            self.inventory,
-            context.in_flight,
-            granted=context.wake_scan,
-            release_former=self._release_former,
-            holders=context.tracker,
-            register=context.register,
-            avoids=lambda: context.avoids(source.resource),
+            source, self.inventory, context.tracker.in_flight, self, context.tracker, context.register
         )
-        self.registration = PluginRegistration(
-            self.endpoint,
-            context.plugins,
-            context.turn,
-            context.timing,
-            recorded=lambda: context.tracker.recorded(source.resource, context.register.listed.served()),
-            contested=self._contested,
-        )
+        self.registration = PluginRegistration(self.endpoint, context.plugins, context.turn, context.timing)
         self._context = context
         self._released: frozenset[Allocation] = frozenset()
         """Allocations that have ended, and whose devices were released before a grant; they are not forgotten yet."""
@@ -103,7 +87,7 @@ class Service:
     async def run(self) -> None:
         """Serve until cancelled. Raises RegistrationError if that is not possible on this node at all."""
         context = self._context
-        self.inventory.subscribe(lambda snapshot: context.wake_scan() if snapshot.gone else None)
+        self.inventory.subscribe(lambda snapshot: context.scan_wanted.set() if snapshot.gone else None)
         self.inventory.subscribe(lambda _: context.register.notify())
         self._existing = frozenset(context.tracker.snapshot.of(self.resource)) | self._ids
         self.follower.start()
@@ -112,30 +96,49 @@ class Service:
         finally:
             await self.follower.end()
 
-    def _contested(self, reason: str) -> None:
-        self._context.wake_scan()
-        for callback in self._context.contested:
-            callback(self.resource, reason)
+    # What the endpoint and its registration ask.
 
-    def _take_source(self, source: DeviceSource) -> None:
+    def granted(self) -> None:
+        """Have a scan find out soon which pod a grant was for."""
+        self._context.scan_wanted.set()
+
+    def draining(self) -> Collection[str]:
+        """Return the devices that are to leave for the other side."""
+        return self._context.claim_side.draining(self.resource)
+
+    async def recorded(self) -> KubeletRecord | None:
+        """Return what the kubelet's checkpoint says of the resource; None if it cannot be read."""
+        return await self._context.tracker.recorded(self.resource, self._context.register.listed.served)
+
+    def contested(self, reason: str) -> None:
+        """Take that another plugin has registered the resource."""
+        self._context.scan_wanted.set()
+        if self._context.vendors is not None:
+            self._context.vendors.bypassed(self.resource)
+        self._context.claim_side.contested(self.resource, reason)
+
+    # What the follower of the source tells.
+
+    def take_source(self, source: DeviceSource) -> None:
+        """Have the hooks of another source answer."""
         former, self.source = self.source, source
         self.endpoint.replace(source)
         if source.hooks != former.hooks:
             self.registration.wake()
-        self._context.wake_scan()
+        self._context.scan_wanted.set()
 
-    def _adopt_existing(self) -> None:
+    def listed(self) -> None:
         """Take over the ids that pods have from before; sharing may have changed while no agent ran."""
         if self._existing:
             before, self._existing = self._existing, self.endpoint.ids.adopt_existing(self._existing)
             self.endpoint.refresh()
             if before != self._existing:
-                self._context.wake_scan()
+                self._context.scan_wanted.set()
 
     def release_idle(self) -> None:
         """Have `released` called of the devices that came free while their holders were not known: now they are."""
         if self._release_later:
-            self._context.wake_scan()
+            self._context.scan_wanted.set()
 
     @property
     def _ids(self) -> frozenset[str]:
@@ -231,7 +234,7 @@ class Service:
         hooks = self._context.register.hooks
         return hooks.start(self.endpoint.statistics.hooks, "released", self.source, devices)
 
-    async def _release_former(self, names: Sequence[str]) -> None:
+    async def release_former(self, names: Sequence[str]) -> None:
         """Have `released` called of devices whose holders have ended, before these ids are granted.
 
         The kubelet may give an id to the next pod before a scan sees that its holder has ended. Raises Refusal if
@@ -319,7 +322,7 @@ class Supervisor:
         name = service.resource
         self._tasks[name] = asyncio.create_task(self._supervise(service, fatal=fatal), name=f"serve {name}")
         self._follow_child_sources(service.source)
-        self.context.wake_scan()
+        self.context.scan_wanted.set()
 
     async def end(self) -> None:
         """End all services."""
@@ -388,8 +391,7 @@ class Supervisor:
                             continue
                         self._parents[name] = parent.resource
                         self.serve(child)
-                        for callback in self.context.brought:
-                            callback(name, parent.resource)
+                        self.context.claim_side.brought(name, parent.resource)
                     backoff.reset()
                 return
             except Exception:

@@ -11,9 +11,10 @@ import functools
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
+from types import MappingProxyType
 from typing import Final, Literal, Protocol, TypeVar
 
 from deviceplugin import identity
@@ -82,6 +83,26 @@ class ResourceDevices(Protocol):
         """Return the device of one of the kubelet's ids."""
 
 
+class RegisterHost:
+    """What a register asks of the process around it. These are the answers of one that serves no resource.
+
+    services: the resources of the process by name, as they are at any time.
+    """
+
+    services: Mapping[str, ResourceDevices] = MappingProxyType({})
+
+    def foreign_uses(self) -> tuple[Use, ...]:
+        """Return what other drivers and plugins hold, by their files and the kubelet's; the same until it changes."""
+        return ()
+
+    async def reread(self) -> None:
+        """Have `foreign_uses` and the kubelet's checkpoint read anew."""
+
+    def evidence_missing(self, resource: str, device: str) -> str:
+        """Return why it is not known yet who holds a device; "" if it is."""
+        return ""
+
+
 class Store(Protocol):
     """Carries out operations: in memory, or in a file (`dra_bridge.ledger`)."""
 
@@ -117,18 +138,23 @@ async def _tokens_now(devices: Mapping[_K, Device]) -> dict[_K, Tokens]:
 
 
 class ListedThings:
-    """What the devices of this process's resources are. served: returns these resources by name."""
+    """What the devices of this process's resources are."""
 
-    def __init__(self, served: Callable[[], Mapping[str, ResourceDevices]]) -> None:
-        self.served: Final = served
+    def __init__(self, host: RegisterHost) -> None:
+        self._host = host
         self._things = Things({})
         self._version: object = None
         self.scopes: Mapping[str, str] = {}
         self.limits: Mapping[tuple[str, str, str], Fraction] = {}
 
+    @property
+    def served(self) -> Mapping[str, ResourceDevices]:
+        """The resources of this process by name."""
+        return self._host.services
+
     def now(self) -> Things:
         """Return all devices; the same object until they change."""
-        services = self.served()
+        services = self.served
         version = tuple(
             (name, id(one.inventory), one.inventory.snapshot.version, id(one.source)) for name, one in services.items()
         )
@@ -147,12 +173,12 @@ class ListedThings:
 
     def has(self, key: DeviceKey) -> bool:
         """Whether its source lists a device now."""
-        snapshot = self.served()[key[0]].inventory.snapshot
+        snapshot = self.served[key[0]].inventory.snapshot
         return key[1] in snapshot.devices and key[1] not in snapshot.gone
 
     def group(self, resource: str, device: str) -> tuple[DeviceKey, ...]:
         """Return a device and those of its driver that move together with it, the first of them leading."""
-        services, things = self.served(), self.now()
+        services, things = self.served, self.now()
         if (resource, device) not in things.related:
             return ((resource, device),)
         driver = services[resource].source.driver
@@ -163,29 +189,16 @@ class ListedThings:
 class Register:
     """Who holds which device of this node, whatever it is called, and whether somebody else may have it.
 
-    served: returns the resources of this process by name. store: keeps the records. foreign: returns what other drivers
-    and plugins hold, as far as their files and the kubelet's tell; the same object until it changes. reread: has
-    `foreign` and the kubelet's checkpoint read anew. unknown: returns why it is not known yet who holds a device
-    (resource, id); "" if it is.
+    host: the process around it. store: keeps the records.
     """
 
-    def __init__(
-        self,
-        served: Callable[[], Mapping[str, ResourceDevices]] = dict,
-        store: Store | None = None,
-        *,
-        foreign: Callable[[], tuple[Use, ...]] = tuple,
-        reread: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0),
-        unknown: Callable[[str, str], str] = lambda resource, device: "",
-    ) -> None:
+    def __init__(self, host: RegisterHost | None = None, store: Store | None = None) -> None:
+        self._host = host = host or RegisterHost()
         self.boot: Final = identity.boot_id()
-        self.evidence_missing: Final = unknown
-        """Returns why it is not known yet who holds a device; "" if it is."""
+        self.evidence_missing: Final = host.evidence_missing
         self.store: Store = store or MemoryStore()
-        self.listed: Final = ListedThings(served)
+        self.listed: Final = ListedThings(host)
         self.hooks: Final = HookRuns(self._with_peers, self.notify, lambda key: self.listed.now().tokens(key))
-        self._reread = reread
-        self._foreign = foreign
         self._subscribers: list[Callable[[], None]] = []
         self._noticed: object = None
         self._withheld: dict[tuple[str, Side], Mapping[str, str]] = {}
@@ -204,7 +217,8 @@ class Register:
 
     def view(self) -> View:
         """Return what the question needs beside the records; the same object until it changes."""
-        things, foreign, overdue = self.listed.now(), (*self._foreign(), *self._in_doubt()), self.hooks.overdue
+        things, overdue = self.listed.now(), self.hooks.overdue
+        foreign = *self._host.foreign_uses(), *self._in_doubt()
         key = things, foreign, overdue
         before = self._view[0]
         if before is None or before[0] is not things or before[1] != foreign or before[2] != overdue:
@@ -229,7 +243,7 @@ class Register:
 
     def _in_doubt(self) -> tuple[Use, ...]:
         """Return which devices pods may have by another plugin."""
-        services, things, records = self.listed.served(), self.listed.now(), self.snapshot.allocations
+        services, things, records = self.listed.served, self.listed.now(), self.snapshot.allocations
         if self._doubts[0] is not things or self._doubts[1] is not records:
             named = {one.resource for one in records.values() if is_given_by_others(one)} & services.keys()
             devices = {
@@ -248,12 +262,12 @@ class Register:
 
     def times(self, resource: str, device: Device) -> int | None:
         """Return how often a device is offered; None if its resource is not served."""
-        one = self.listed.served().get(resource)
+        one = self.listed.served.get(resource)
         return None if one is None else len(one.ids_now(device))
 
     def amount(self, resource: str, device: str) -> Amount:
         """Return how much of a device one of its ids stands for now."""
-        services = self.listed.served()
+        services = self.listed.served
         known = services[resource].inventory.snapshot.devices.get(device) if resource in services else None
         if known is None:
             return WHOLE
@@ -283,7 +297,7 @@ class Register:
         claims: what they hold stays offered, and the scheduler itself fits parts beside others that claims hold. Ids
         are walked in order; an idle one that is offered counts for the rest.
         """
-        services = self.listed.served()
+        services = self.listed.served
         if resource not in services:
             return {}
         state, view, things, service = self.snapshot, self.view(), self.listed.now(), services[resource]
@@ -334,7 +348,7 @@ class Register:
         self, key: DeviceKey, ids: Sequence[str], side: Side, state: RegisterSnapshot, view: View
     ) -> dict[str, str]:
         """Return which ids of a device, or for claims the device itself, could not be granted now, and why."""
-        resource, driver = key[0], self.listed.served()[key[0]].source.driver
+        resource, driver = key[0], self.listed.served[key[0]].source.driver
         wanted = self.wanted(*key)
         if side == "dra":
             held = key in state.index
@@ -367,7 +381,7 @@ class Register:
 
     def _elsewhere(self, key: DeviceKey) -> str:
         """Return which peer is on the other side, so that neither is offered; "" if none is."""
-        mine, services = self.side(key), self.listed.served()
+        mine, services = self.side(key), self.listed.served
         for peer in sorted(self.listed.now().peers(key)):
             if self.listed.has(peer) and (theirs := self.side(peer)) != mine:
                 reason = f"overlaps {titled(peer)}, which is {_WORDS[theirs]}"
@@ -378,7 +392,7 @@ class Register:
 
     def _named_before(self, key: DeviceKey, side: Side) -> str:
         """Return under which other id an idle device is offered already, so that it counts once; "" if none."""
-        services = self.listed.served()
+        services = self.listed.served
         mine = services[key[0]].source
         for other in sorted(self.listed.now().aliases(key), key=natural_key):
             theirs = services[other[0]].source
@@ -415,7 +429,7 @@ class Register:
         """
         devices = list(dict.fromkeys(ids.values()))
         keys = [(resource, device) for device in devices]
-        await self._reread()
+        await self._host.reread()
         await self.verify(keys, resets=False)
         for device in devices:
             if why := self.evidence_missing(resource, device):
@@ -453,7 +467,7 @@ class Register:
         Raises ConflictError as `verify` does, and what the store raises.
         """
         if keys:  # those of a claim that has its devices already are not looked at again
-            await self._reread()
+            await self._host.reread()
             await self.verify(keys)
         with self._granting(keys):
             return await self.store.do(operation(self.view()))
@@ -476,7 +490,7 @@ class Register:
         keys = tuple(keys)
         if self._adopted is not self.listed.now():
             await self.adopt()
-        for resource, served in tuple(self.listed.served().items()):  # a reload may drop one meanwhile
+        for resource, served in tuple(self.listed.served.items()):  # a reload may drop one meanwhile
             if names := [device for of, device in keys if of == resource]:
                 await self._verify(served.inventory, names)
         try:
@@ -501,7 +515,7 @@ class Register:
 
     async def verify_granted(self, keys: Iterable[DeviceKey]) -> None:
         """Check that devices still are what they were when they were granted. Raises ConflictError: one is not."""
-        services, state, view = self.listed.served(), self.snapshot, self.view()
+        services, state, view = self.listed.served, self.snapshot, self.view()
         granted: dict[DeviceKey, Tokens] = {}
         devices: dict[DeviceKey, Device] = {}
         for resource, name in keys:

@@ -7,6 +7,7 @@ from dra_bridge.driver.claim_api import ClusterClaims as ClusterClaims
 from dra_bridge.driver.claims import ClaimError as ClaimError
 from dra_bridge.driver.claims import ClaimRef as ClaimRef
 from dra_bridge.driver.driver import Driver as Driver
+from dra_bridge.driver.driver import DriverNode as DriverNode
 from dra_bridge.driver.host import DriverHost as DriverHost
 from dra_bridge.driver.host import RunningPods as RunningPods
 from dra_bridge.driver.preparation import ClaimStatistics as ClaimStatistics

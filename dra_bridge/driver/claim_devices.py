@@ -8,31 +8,24 @@ from fractions import Fraction
 from deviceplugin import naming
 from deviceplugin.claim_files import ClaimFile, FiledDevice
 from deviceplugin.device import Device
-from deviceplugin.identity import Tokens, recorded
+from deviceplugin.identity import recorded
 from deviceplugin.register.question import takes_of
 from deviceplugin.register.records import Amount, Claim, ClaimDevice
 from deviceplugin.sharing import times_offered
-from deviceplugin.source import DeviceSource
 from dra_bridge.driver.claims import Result
+from dra_bridge.driver.served import RequestDevices
 
 
 def granted_device(
-    source: DeviceSource,
-    device: Device,
-    tokens: Tokens,
-    boot: str,
-    result: Result,
-    admin: bool,
-    parameters: str,
-    times: int | None = None,
-    *,
-    limits: bool = False,
+    asked: RequestDevices, device: Device, result: Result, boot: str, times: int | None = None, *, limits: bool = False
 ) -> ClaimDevice:
     """Return what a claim is granted of a device now.
 
-    tokens: what the device is. boot: the node's. parameters: those that the device is set up with, as JSON. times: how
-    often the device is offered; None: as its source says. limits: whether the claim stands for a pod's `limits`.
+    asked: what the device is asked for with. boot: the node's. times: how often the device is offered; None: as its
+    source says. limits: whether the claim stands for a pod's `limits`.
     """
+    source, admin = asked.served.source, asked.admin
+    tokens = asked.served.inventory.snapshot.identities.get(device.id, frozenset())
     part = "0" if admin else _part(times or times_offered(source, device), result)
     return ClaimDevice(
         source.resource,
@@ -41,7 +34,7 @@ def granted_device(
         admin,
         recorded(tokens, boot),
         Amount(part, () if admin else takes_of(device)),
-        parameters,
+        asked.parameters,
         limits,
     )
 

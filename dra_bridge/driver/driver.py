@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from deviceplugin import cdi
@@ -30,45 +31,53 @@ PATIENCE: Final = 40.0
 """Seconds for a call: also for what undoes a claim that failed at its deadline, whose hooks may hang, too."""
 
 
+@dataclass(frozen=True, slots=True)
+class DriverNode:
+    """What the DRA drivers of a node share.
+
+    pool: the pool's name, which is the node's. agent: the name of the agent, for the claims' files. report: whether to
+    write `status.devices` of claims, which costs a GET and a PATCH for each. boot: identifies the node's boot; "" is as
+    the kernel does.
+    """
+
+    pool: str
+    register: Register
+    api: ClusterClaims
+    cdi_directory: str = cdi.DIRECTORY
+    agent: str = ""
+    report: bool = False
+    boot: str = ""
+
+
 class Driver:
     """One DRA driver of this node. Belongs to one event loop.
 
-    pool: the pool's name, which is the node's. register: the node's; drivers share it. host: the agent around it.
-    agent: the name of the agent, for the claims' files. deadline: seconds for one claim. patience: seconds for a call;
-    what is not done then is an error in the answer, and it goes on. report: whether to write `status.devices` of
-    claims, which costs a GET and a PATCH for each. boot: identifies the node's boot; "" is as the kernel does.
+    host: the agent around it. deadline: seconds for one claim. patience: seconds for a call; what is not done then is
+    an error in the answer, and it goes on.
     """
 
     def __init__(
         self,
         name: str,
-        pool: str,
-        served: Sequence[ServedResource],
-        register: Register,
-        api: ClusterClaims,
+        node: DriverNode,
+        served: Sequence[ServedResource] = (),
         host: DriverHost | None = None,
         *,
-        cdi_directory: str = cdi.DIRECTORY,
-        agent: str = "",
         deadline: float = DEADLINE,
         patience: float = PATIENCE,
-        report: bool = False,
-        boot: str = "",
     ) -> None:
-        host = host or DriverHost()
+        host, api, register = host or DriverHost(), node.api, node.register
         self.name: Final = name
-        self.pool: Final = pool
+        self.pool: Final = node.pool
         self.statistics = statistics = ClaimStatistics()
-        self.records = records = ClaimRecords(name, pool, register.store)
+        self.records = records = ClaimRecords(name, node.pool, register.store)
         self.devices = served_devices = ServedDevices(name, tuple(served), host)
-        self.files = files = ClaimFiles(records, cdi_directory, boot or register.boot, agent)
+        self.files = files = ClaimFiles(records, node.cdi_directory, node.boot or register.boot, node.agent)
         self._patience = patience
         self._tasks = tasks = Tasks()
-        events = ClaimEvents(records, api, tasks, report)
+        events = ClaimEvents(records, api, tasks, node.report)
         devices = ClaimDevices(records, served_devices, register, events, statistics, host)
-        self._preparation = ClaimPreparation(
-            records, api, served_devices, devices, files, events, tasks, statistics, host, deadline
-        )
+        self._preparation = ClaimPreparation(api, devices, files, tasks, deadline)
         self.reconciler = ClaimReconciler(records, api, files, self._preparation)
 
     async def prepare(self, claims: Iterable[ClaimRef]) -> dict[str, Prepared | ClaimError]:

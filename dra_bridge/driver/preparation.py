@@ -255,30 +255,26 @@ class ClaimDevices:
                 self.register.hooks.start(self.statistics.hooks, "released", source, idle)
 
 
-@dataclass(frozen=True, slots=True)
 class ClaimPreparation:
     """Prepares and unprepares the claims of one driver.
 
-    tasks: run the work that must not be cancelled. host, deadline: see `Driver`. preparing: the calls
-    that prepare a claim now, with its UID. begun: when this process first prepared a claim with its allocation, by UID
-    (monotonic seconds). refused: when Unprepare was refused first because processes run, by UID
-    (monotonic seconds). logged: the last failure by UID; the kubelet tries again and again.
+    tasks: run the work that must not be cancelled. deadline: see `Driver`.
     """
 
-    records: ClaimRecords
-    api: ClusterClaims
-    served: ServedDevices
-    devices: ClaimDevices
-    files: ClaimFiles
-    events: ClaimEvents
-    tasks: Tasks
-    statistics: ClaimStatistics
-    host: DriverHost
-    deadline: float
-    preparing: dict[asyncio.Task[Any], str] = field(default_factory=dict)
-    begun: dict[str, float] = field(default_factory=dict)
-    refused: dict[str, float] = field(default_factory=dict)
-    logged: dict[str, str] = field(default_factory=dict)
+    def __init__(
+        self, api: ClusterClaims, devices: ClaimDevices, files: ClaimFiles, tasks: Tasks, deadline: float
+    ) -> None:
+        self.api, self.devices, self.files, self.tasks, self.deadline = api, devices, files, tasks, deadline
+        self.records, self.served, self.events = devices.records, devices.served, devices.events
+        self.statistics, self.host = devices.statistics, devices.host
+        self.preparing: dict[asyncio.Task[Any], str] = {}
+        """The calls that prepare a claim now, with its UID."""
+        self.begun: dict[str, float] = {}
+        """When this process first prepared a claim with its allocation, by UID (monotonic seconds)."""
+        self.refused: dict[str, float] = {}
+        """When Unprepare was refused first because processes run, by UID (monotonic seconds)."""
+        self.logged: dict[str, str] = {}
+        """The last failure by UID; the kubelet tries again and again."""
 
     async def prepare(self, ref: ClaimRef) -> Prepared | ClaimError:
         """Prepare a claim; the answer is durable when it is returned."""
@@ -299,13 +295,10 @@ class ClaimPreparation:
                     groups = self.served.groups(allocation)
                     devices = tuple(
                         granted_device(
-                            group.served.source,
+                            group,
                             device,
-                            group.served.inventory.snapshot.identities.get(device.id, frozenset()),
-                            self.files.boot,
                             result,
-                            group.admin,
-                            group.parameters,
+                            self.files.boot,
                             self.devices.register.times(group.served.source.resource, device),
                             limits=allocation.limits,
                         )

@@ -6,27 +6,24 @@ import asyncio
 import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from deviceplugin import claim_files
 from deviceplugin.adoption.plugins import VendorPlugins
-from deviceplugin.kubelet.orphaned_claims import OrphanedClaims
-from deviceplugin.kubelet.paths import Paths
 from deviceplugin.node.agent import Agent, AgentError
+from deviceplugin.node.claim_side import ClaimSide
 from deviceplugin.node.service import Service
 from deviceplugin.register import copies, operations
 from deviceplugin.register.records import LedgerError
 from deviceplugin.source import DeviceSource
-from dra_bridge.driver import ClusterClaims
+from dra_bridge.driver import ClusterClaims, DriverNode
 from dra_bridge.driver.claim_devices import claim_of
 from dra_bridge.handover.allocatable import GRACE, AllocatableStatus
-from dra_bridge.kube import Cluster
 from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.node.driver_runtime import DriverRuntime
 from dra_bridge.node.node_object import NodeStatusWriter, NodeWatch
-from dra_bridge.node.options import AGENT
+from dra_bridge.node.options import BridgeOptions
 from dra_bridge.node.resource import BridgeNode
 from dra_bridge.node.share import HandoverPolicy
 from dra_bridge.node.status import MAX_SURGE, BridgeStatus
@@ -38,34 +35,29 @@ STANDBY: Final = 2.0
 """Seconds after which a warning is logged that another agent has the ledger."""
 
 
-class Bridge:
+class Bridge(ClaimSide):
     """The agent with both sides.
 
     sources: one for each resource; those with a driver are bridged. policies: by resource; the default is the plugin
-    side alone. node: this node's name, which is the pool's. claim_status: whether to write `status.devices` of prepared
-    claims. grace: seconds that bound pods have to be admitted before devices are withdrawn. period,
-    report_holders, vendors: see `Agent`. agent: the plugin side, and what both sides share. drivers: the DRA side, by
-    driver. A driver stays when no resource names it any more: it has claims to unprepare. agent_name: names the
-    directory of the ledger and of the drivers' sockets.
+    side alone. grace: seconds that bound pods have to be admitted before devices are withdrawn. vendors, period: see
+    `Agent`. agent: the plugin side, and what both sides share. drivers: the DRA side, by driver. A driver stays when no
+    resource names it any more: it has claims to unprepare.
     """
+
+    serves_claims = True
 
     def __init__(
         self,
         sources: Sequence[DeviceSource],
         policies: Mapping[str, HandoverPolicy],
-        cluster: Cluster,
-        node: str,
-        paths: Paths | None = None,
+        options: BridgeOptions,
+        vendors: VendorPlugins | None = None,
         *,
-        cdi_directory: str = "/var/run/cdi",
-        claim_status: bool = False,
         period: float = 2.0,
         grace: float = GRACE,
-        report_holders: bool = False,
-        agent_name: str = AGENT,
-        vendors: VendorPlugins | None = None,
     ) -> None:
-        self.cluster = cluster
+        self.cluster = cluster = options.cluster
+        self.agent_name = options.agent_name
         self.drivers: dict[str, DriverRuntime] = {}
         self._policies = dict(policies)
         self._parents: dict[str, str] = {}
@@ -73,42 +65,24 @@ class Bridge:
         self._group: asyncio.TaskGroup | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._ledger: AsyncLedger | None = None
-        paths = replace(paths or Paths(), cdi_dir=Path(cdi_directory))
-        self._claims = OrphanedClaims(
-            paths.kubelet_root, self.drivers.keys, cdi_directory, lambda: self.agent.tracker.pods.read()
-        )
+        report_holders = options.metrics_address is not None
         self.agent = Agent(
-            sources,
-            paths,
-            period=period,
-            report_holders=report_holders,
-            believe_checkpoint=False,
-            claims=self._claims,
-            unknown=self._unknown,
-            avoids=self._draining,
-            vendors=vendors,
-            agent_name=agent_name,
+            sources, options.paths, period=period, report_holders=report_holders, claim_side=self, vendors=vendors
         )
-        self.agent.brought.append(self._serve_brought)
-        self.agent.contested.append(self._contested)
-        self.publisher = Publisher(cluster, node)
+        self.publisher = Publisher(cluster, node := options.node)
         self._allocatable = AllocatableStatus(
-            NodeStatusWriter(cluster, node).write, self.agent.pod_resources.allocatable, grace=grace
+            NodeStatusWriter(cluster, node).write, self.agent.tracker.pod_resources.allocatable, grace=grace
         )
         self._watch = NodeWatch(cluster, node, self._read_shares, self._allocatable.observe)
-        self.node = BridgeNode(
+        shared = DriverNode(
             node,
-            paths.kubelet_root / "plugins" / agent_name,
-            self.agent,
-            cluster,
+            self.agent.register,
             ClusterClaims(cluster, node),
-            self.publisher,
-            self._watch,
-            self._allocatable,
-            cdi_directory,
-            claim_status,
-            self._claims.lost,
+            str(options.paths.cdi_dir),
+            options.agent_name,
+            report=options.claim_status,
         )
+        self.node = BridgeNode(shared, self.agent, cluster, self.publisher, self._watch, self._allocatable)
         self.agent.providers.append(BridgeStatus(self.node, self.drivers))
 
     @property
@@ -116,17 +90,14 @@ class Bridge:
         """Where the ledger lies; whatever the config says."""
         return self.node.directory / "register.db"
 
-    def _unknown(self, resource: str, device: str) -> str:
-        """Return why it is not known who holds a device; "" if it is."""
-        service = self.agent.services.get(resource)
-        if service is None:
-            return "its resource is not served"
-        if not (driver := service.source.driver):
-            return self._claims.problem()
-        one = self.drivers.get(driver)
-        return one.unknown(resource, device) if one is not None else "the agent has just started"
+    # What the agent asks.
 
-    def _draining(self, resource: str) -> Collection[str]:
+    def unknown(self, driver: str, resource: str, device: str) -> str:
+        """Return why it is not known who holds a device; "" if it is."""
+        runtime = self.drivers.get(driver)
+        return runtime.unknown(resource, device) if runtime is not None else "the agent has just started"
+
+    def draining(self, resource: str) -> Collection[str]:
         """Return the devices that new pods had better not get: they are to leave for the other side."""
         serving = (one.resources[resource] for one in self.drivers.values() if resource in one.resources)
         return frozenset().union(*(one.handover.draining for one in serving))
@@ -144,7 +115,7 @@ class Bridge:
                         drivers = [one.run() for one in self.drivers.values()]
                         for work in (self.publisher.run(), self._watch.run(), self._end_with_ledger(), *drivers):
                             self._tasks.append(group.create_task(work))
-                        await self.agent.run(before_end=self._end_claims)
+                        await self.agent.run()
                 finally:
                     self._group = None
                     for task in self._tasks:
@@ -203,8 +174,10 @@ class Bridge:
         ours = {service.source.driver for service in self.agent.services.values()}
         try:
             # Those of drivers that are served were recorded before.
-            found = await asyncio.to_thread(claim_files.read_all, self.node.cdi_directory, frozenset(self.drivers))
-            files = [file for file in found if file.agent == self.node.directory.name or file.driver in ours]
+            found = await asyncio.to_thread(
+                claim_files.read_all, self.node.drivers.cdi_directory, frozenset(self.drivers)
+            )
+            files = [file for file in found if file.agent == self.agent_name or file.driver in ours]
             claims = [claim_of(file, time.time()) for file in files if file.devices is not None]
             for claim in await self._ledger.do(operations.adopt_claims(claims)):
                 text = "the ledger lacks claim %s of driver %s; its own file says what it holds"
@@ -241,7 +214,7 @@ class Bridge:
             one.serve(service, self._policy(resource))
         service.endpoint.refresh()
 
-    def _serve_brought(self, resource: str, parent: str) -> None:
+    def brought(self, resource: str, parent: str) -> None:
         """Have a resource that a source has brought along served on both sides, under the policy of that source.
 
         parent: its resource; "" for one that is passed through, whose devices leave the driver that had them.
@@ -249,7 +222,7 @@ class Bridge:
         self._parents[resource] = parent
         self._serve(self.agent.services[resource])
 
-    def _contested(self, resource: str, reason: str) -> None:
+    def contested(self, resource: str, reason: str) -> None:
         """Take note that a plugin has registered a resource past this agent."""
         service = self.agent.services.get(resource)
         if service is not None and (one := self.drivers.get(service.source.driver or "")) is not None:
@@ -275,7 +248,7 @@ class Bridge:
     async def _open_ledger(self) -> AsyncLedger:
         """Open the ledger, as soon as no other agent has it any more."""
         path = self.ledger_path
-        copy = copies.path(self.node.cdi_directory, path.parent.name)
+        copy = copies.path(self.node.drivers.cdi_directory, self.agent_name)
         opening = asyncio.create_task(AsyncLedger.open(str(path), copy))
         try:
             done, _ = await asyncio.wait({opening}, timeout=STANDBY)
@@ -295,6 +268,6 @@ class Bridge:
         for one in self.drivers.values():
             one.read_share(self._watch.annotations, self._watch.uid)
 
-    async def _end_claims(self) -> None:
+    async def end(self) -> None:
         """Take no more claims; another agent may serve the devices as soon as the plugin side has ended."""
         await asyncio.gather(*(one.end_claims() for one in self.drivers.values()), return_exceptions=True)

@@ -7,7 +7,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -20,6 +20,7 @@ from deviceplugin.kubelet.tracker import HolderTracker
 from deviceplugin.register import operations
 from deviceplugin.register.records import LedgerError
 from dra_bridge.driver import ClaimRef, Driver, RunningPods
+from dra_bridge.driver.claim_files import ClaimFiles
 from dra_bridge.driver.records import is_over
 from dra_bridge.kube import RESOURCE_CLAIMS, Cluster, ClusterError
 from dra_bridge.ledger.worker import AsyncLedger
@@ -39,16 +40,16 @@ class ClaimPods:
     """Records in a ledger which pods use the claims of one driver, before the kubelet forgets it.
 
     tracker: sees the pods' processes, and asks the kubelet for its active pods. kubelet_root: where the kubelet's
-    claim state lies. described: called with a claim's UID after the ledger got to know more of the claim. recorded:
-    UIDs of running pods of which the ledger has all claims of this driver. _next: the reading that has not begun yet;
-    all calls until then share it.
+    claim state lies. files: have a claim described anew after the ledger got to know more of it. recorded: UIDs of
+    running pods of which the ledger has all claims of this driver. _next: the reading that has not begun yet; all
+    calls until then share it.
     """
 
     driver: str
     ledger: AsyncLedger
     tracker: HolderTracker
     kubelet_root: Path
-    described: Callable[[str], Awaitable[None]]
+    files: ClaimFiles
     recorded: frozenset[str] = frozenset()
     _next: asyncio.Task[RunningPods] | None = None
 
@@ -99,7 +100,7 @@ class ClaimPods:
             if known is not None and not (known.name and claim.pod_uids <= known.pods):
                 names = claim.namespace, claim.name, claim.pod_uids
                 await self.ledger.do(operations.describe(self.driver, claim.uid, *names))
-                await self.described(claim.uid)
+                await self.files.describe(claim.uid)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, Protocol
 
 from deviceplugin.backoff import Backoff
 from deviceplugin.cdi import CdiError
@@ -39,15 +39,11 @@ EVIDENCE_ERRORS: Final = (LedgerError, CheckpointError, ClaimStateError, CdiErro
 
 @dataclass(eq=False)
 class EvidenceReader:
-    """Reads who holds one driver's devices, from all sources of evidence but the ledger.
-
-    lost: returns why a claim of which no file tells what it holds may hold any device; "" if there is none.
-    """
+    """Reads who holds one driver's devices, from all sources of evidence but the ledger."""
 
     driver: Driver
     agent: Agent
     cluster: Cluster
-    lost: Callable[[], str]
     errors: ClassVar[tuple[type[Exception], ...]] = (ClusterError,)
 
     async def scan(self, wanted: Collection[DeviceKey]) -> HolderSnapshot | None:
@@ -63,7 +59,7 @@ class EvidenceReader:
 
         Raises one of `EVIDENCE_ERRORS`; CheckpointError also where an own Allocate came in between.
         """
-        if why := self.lost():
+        if why := self.agent.claims.lost():
             raise CdiError(why)
         resource, ids, wanted = service.resource, service.endpoint.ids, frozenset(devices)
         now = await self.scan({(resource, one) for device in devices for one in ids.ids_of(device)})
@@ -134,19 +130,26 @@ class EvidenceReader:
         return any(of == resource and device in ("", name) for of, name in self._allocated(found))
 
 
+class ReconciledDriver(Protocol):
+    """What is told of a driver's devices (`dra_bridge.node.driver_runtime.DriverRuntime`)."""
+
+    def devices_named(self) -> None:
+        """Take that devices were given names."""
+
+    def changed(self) -> None:
+        """Take that holders or sides changed in the ledger."""
+
+    def quarantined(self, resource: str, device: str) -> None:
+        """Take that a device was quarantined."""
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceReconciler:
-    """Reconciles the devices of one driver.
-
-    named: called after devices were given names. changed: called after the ledger changed. quarantined: called with
-    the resource and the id of a device that was quarantined.
-    """
+    """Reconciles the devices of one driver."""
 
     context: DriverContext
     evidence: EvidenceReader
-    named: Callable[[], None]
-    changed: Callable[[], None]
-    quarantined: Callable[[str, str], None]
+    runtime: ReconciledDriver
 
     async def keep(self, one: ResourceRuntime) -> None:
         """Reconcile the devices of a resource whenever there are others, until cancelled."""
@@ -181,7 +184,7 @@ class DeviceReconciler:
             reasons: dict[str, str] = {}
             try:
                 if await decide_names(self.context, resource):
-                    self.named()
+                    self.runtime.devices_named()
                 uncertain = await self.reconcile(one, unreconciled)
             except EVIDENCE_ERRORS as error:
                 reasons = dict.fromkeys(unreconciled, f"not known: {error or type(error).__name__}")
@@ -220,10 +223,10 @@ class DeviceReconciler:
         self.context.reconciled.update((resource, name) for name in devices if name not in done.uncertain)
         for device, state in done.changed.items():
             if state is State.QUARANTINED:
-                self.quarantined(resource, device)
+                self.runtime.quarantined(resource, device)
             elif (resource, device) in self.context.reconciled:
                 _LOG.debug("device %s is %s", device, state.text, extra={"resource": resource, "device": device})
-        self.changed()
+        self.runtime.changed()
         return done.uncertain
 
     async def keep_resolving(self) -> None:

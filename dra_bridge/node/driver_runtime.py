@@ -60,25 +60,14 @@ class DriverRuntime(DriverHost):
         share = DriverShare(name, async_ledger, self._tasks)
         self._context = context = DriverContext(name, node, async_ledger, share)
         self.resources = context.resources
-        self.driver = Driver(
-            name,
-            node.name,
-            (),
-            register,
-            node.claims,
-            self,
-            cdi_directory=node.cdi_directory,
-            agent=node.directory.name,
-            report=node.claim_status,
-        )
-        pods = ClaimPods(name, async_ledger, tracker, root, self.driver.files.describe)
+        self.driver = Driver(name, node.drivers, host=self)
+        pods = ClaimPods(name, async_ledger, tracker, root, self.driver.files)
         self.registrar = Registrar(self.driver, node.directory, root / "plugins_registry", changed=self.publish)
         self.feed = SliceFeed(context, self.registrar)
         register.subscribe(self.publish)
         self.claims = ClaimReconciliation(self.driver, pods, tracker, node.cluster)
-        evidence = EvidenceReader(self.driver, node.agent, node.cluster, node.lost_claims)
-        # The kubelet knows the health of devices by their published names.
-        self.devices = DeviceReconciler(context, evidence, self.registrar.follow, self._changed, self._quarantined)
+        evidence = EvidenceReader(self.driver, node.agent, node.cluster)
+        self.devices = DeviceReconciler(context, evidence, self)
 
     def serve(self, service: Service, policy: HandoverPolicy, *, leaving: bool = False) -> None:
         """Serve a resource, or go on serving it under another policy or with another source.
@@ -135,7 +124,7 @@ class DriverRuntime(DriverHost):
     def claims_changed(self) -> None:
         """Tell the other parts soon."""
         if self._telling is None:
-            self._telling = asyncio.get_running_loop().call_later(SETTLE, self._changed)
+            self._telling = asyncio.get_running_loop().call_later(SETTLE, self.changed)
 
     # What handovers ask.
 
@@ -213,7 +202,7 @@ class DriverRuntime(DriverHost):
 
     async def _keep_files(self) -> None:
         await self.driver.files.keep()
-        what = f"{self._node.cdi_directory} was deleted on the host while it is mounted here"
+        what = f"{self._node.drivers.cdi_directory} was deleted on the host while it is mounted here"
         _LOG.error("%s, no claim can be prepared; the agent ends, so that its next container mounts a new one", what)
         self._node.agent.stop()
 
@@ -243,7 +232,14 @@ class DriverRuntime(DriverHost):
         one.changed.set()
         self.publish()
 
-    def _quarantined(self, resource: str, device: str) -> None:
+    # What the reconciliation of devices tells.
+
+    def devices_named(self) -> None:
+        """Have the kubelet know the health of devices by their published names."""
+        self.registrar.follow()
+
+    def quarantined(self, resource: str, device: str) -> None:
+        """Raise the alarm for a device that was quarantined."""
         reason = self.async_ledger.snapshot.device(resource, device).reason
         _LOG.error("device %s is quarantined: %s", device, reason, extra={"resource": resource, "device": device})
         message = f"device {device} of {resource} is quarantined: {reason}"
@@ -277,12 +273,12 @@ class DriverRuntime(DriverHost):
         """Take what a scan has led to: see `HolderScanner`."""
         if resource in self.resources:
             for device in done.quarantined:
-                self._quarantined(resource, device)
+                self.quarantined(resource, device)
             self.resources[resource].handover.look()
             if done.released or done.found or done.quarantined:
-                self._changed()
+                self.changed()
 
-    def _changed(self) -> None:
+    def changed(self) -> None:
         """Tell the other parts that holders or sides changed in the ledger."""
         if self._telling is not None:
             self._telling.cancel()

@@ -41,12 +41,16 @@ def _name(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class BridgeOptions(common.RunOptions):
-    """The values of the options of an agent with both sides."""
+    """The values of the options of an agent with both sides.
+
+    node: this node's name, which is the pool's. claim_status: whether to write `status.devices` of prepared claims.
+    agent_name: names the directory of the ledger and of the drivers' sockets.
+    """
 
     cluster: Cluster
     node: str
-    claim_status: bool
-    agent_name: str
+    claim_status: bool = False
+    agent_name: str = AGENT
 
 
 def parse_run(argv: Sequence[str] | None = None, metrics_address: str | None = None) -> BridgeOptions:

@@ -54,7 +54,7 @@ def run(
     options = parse_run(argv, metrics_address)
 
     def make() -> process.Program:
-        bridge = _bridge(sources, policies, options)
+        bridge = Bridge(sources, policies, options)
         return process.Program(bridge.agent, bridge.run, process.Program.of(bridge.agent).take, options.node)
 
     status = process.serve(make, metrics_address=options.metrics_address, metrics=metrics)
@@ -75,7 +75,7 @@ def run_config(path: Path, options: BridgeOptions, lock: Lock, adopt: Path | Non
     file = process.ConfigFile.read(path, lock, kept, vendors)
 
     def make() -> process.Program:
-        bridge = _bridge(file.sources(), policies_of(file.config), options, vendors)
+        bridge = Bridge(file.sources(), policies_of(file.config), options, vendors)
 
         async def take(now: Config, changed: Mapping[str, DeviceSource], unchanged: Sequence[str]) -> None:
             await bridge.reconfigure(changed, policies_of(now), unchanged)
@@ -83,23 +83,3 @@ def run_config(path: Path, options: BridgeOptions, lock: Lock, adopt: Path | Non
         return process.Program(bridge.agent, bridge.run, take, options.node)
 
     return process.serve(make, metrics_address=options.metrics_address, config=file)
-
-
-def _bridge(
-    sources: Sequence[DeviceSource],
-    policies: Mapping[str, HandoverPolicy],
-    options: BridgeOptions,
-    vendors: VendorPlugins | None = None,
-) -> Bridge:
-    return Bridge(
-        sources,
-        policies,
-        options.cluster,
-        options.node,
-        options.paths,
-        cdi_directory=str(options.paths.cdi_dir),
-        claim_status=options.claim_status,
-        agent_name=options.agent_name,
-        report_holders=options.metrics_address is not None,
-        vendors=vendors,
-    )

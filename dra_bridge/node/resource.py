@@ -15,7 +15,7 @@ from deviceplugin import topology
 from deviceplugin.exclusion import DeviceKey
 from deviceplugin.node.agent import Agent
 from deviceplugin.node.service import Service
-from dra_bridge.driver import ClusterClaims
+from dra_bridge.driver import DriverNode
 from dra_bridge.handover.allocatable import AllocatableStatus
 from dra_bridge.handover.moves import Handover
 from dra_bridge.kube import NODES, Cluster, ClusterError
@@ -106,23 +106,24 @@ class DriverContext:
 
 @dataclass(frozen=True, slots=True)
 class BridgeNode:
-    """What the drivers of a node share.
+    """What the runtimes of a node's drivers share."""
 
-    name: the node's, which is the pool's. directory: the agent's own among the kubelet's plugins, with the ledger and
-    the sockets of all drivers. lost_claims: see `OrphanedClaims.lost`.
-    """
-
-    name: str
-    directory: Path
+    drivers: DriverNode
     agent: Agent
     cluster: Cluster
-    claims: ClusterClaims
     publisher: Publisher
     watch: NodeWatch
     allocatable: AllocatableStatus
-    cdi_directory: str
-    claim_status: bool
-    lost_claims: Callable[[], str]
+
+    @property
+    def name(self) -> str:
+        """The node's name, which is the pool's."""
+        return self.drivers.pool
+
+    @property
+    def directory(self) -> Path:
+        """The agent's own directory among the kubelet's plugins, with the ledger and the sockets of all drivers."""
+        return self.agent.paths.kubelet_root / "plugins" / self.drivers.agent
 
     async def alarm(self, reason: str, message: str) -> None:
         """Write a warning Event about this node, if the API server takes it."""

@@ -63,16 +63,14 @@ class ServedBoth(Served):
         from dra_bridge.handover.share import parse_share
         from dra_bridge.kube import Cluster
         from dra_bridge.node.bridge import Bridge
+        from dra_bridge.node.options import BridgeOptions
         from dra_bridge.node.share import HandoverPolicy
 
         policy = HandoverPolicy(parse_share(self._share), self._drain)
         bridge = Bridge(
             self._sources,
             {source.resource: policy for source in self._sources},
-            Cluster.from_server(self._node.server.url),
-            self._node.name,
-            self._node.paths,
-            cdi_directory=str(self._node.cdi),
+            BridgeOptions(self._node.paths, None, Cluster.from_server(self._node.server.url), self._node.name),
             **self._options,
         )
         return Program(bridge.agent, bridge.run, Program.of(bridge.agent).take)

@@ -9,6 +9,7 @@ from deviceplugin.adoption.plugins import VendorPlugins
 from deviceplugin.adoption.source import AdoptedSource
 from deviceplugin.kubelet.paths import Paths
 from deviceplugin.node.agent import Agent
+from deviceplugin.node.claim_side import ClaimSide
 
 R = "vendor.example/gadget"
 
@@ -26,12 +27,21 @@ class Plugins(VendorPlugins):
         await asyncio.Event().wait()
 
 
+class Side(ClaimSide):
+    """Takes note of what was brought."""
+
+    def __init__(self) -> None:
+        self.resources: list[tuple[str, str]] = []
+
+    def brought(self, resource: str, parent: str) -> None:
+        self.resources.append((resource, parent))
+
+
 async def test_a_plugin_registers_while_its_resource_is_ended(tmp_path: Path) -> None:
     """A reload takes the resource away while its plugin is not there; it comes before the service has ended."""
     plugins = Plugins(tmp_path)
-    agent = Agent([AdoptedSource(R, plugins)], Paths(tmp_path), vendors=plugins)
-    told: list[tuple[str, str]] = []
-    agent.brought.append(lambda resource, parent: told.append((resource, parent)))
+    side = Side()
+    agent = Agent([AdoptedSource(R, plugins)], Paths(tmp_path), claim_side=side, vendors=plugins)
     running = asyncio.create_task(agent.run())
     await agent.begun.wait()
     former = agent.services[R]
@@ -45,6 +55,6 @@ async def test_a_plugin_registers_while_its_resource_is_ended(tmp_path: Path) ->
     former.follower.end = register_and_end  # type: ignore[method-assign]
     await agent.reconfigure({})
     assert agent.services.get(R) not in (None, former)
-    assert told == [(R, "")]
+    assert side.resources == [(R, "")]
     agent.stop()
     await running

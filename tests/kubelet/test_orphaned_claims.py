@@ -8,7 +8,8 @@ import sys
 import time
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -16,9 +17,10 @@ from deviceplugin import cdi, claim_files
 from deviceplugin.claim_files import ClaimFile, FiledDevice
 from deviceplugin.exclusion import DeviceConflictError
 from deviceplugin.identity import boot_id
-from deviceplugin.kubelet.cgroups import PodProcesses
+from deviceplugin.kubelet.cgroups import PodProcesses, PodReader
 from deviceplugin.kubelet.orphaned_claims import ENDING, FRESH, OrphanedClaims
-from deviceplugin.register.register import MemoryStore, Register
+from deviceplugin.register.question import Use
+from deviceplugin.register.register import MemoryStore, Register, RegisterHost
 from deviceplugin.testing import FakeKubelet
 from deviceplugin.testing import claim_state as written
 from deviceplugin.testing.claim_state import AnsweredDevice, DevicesOfClaim
@@ -50,10 +52,15 @@ def file(
     claim_files.ClaimFileStore(driver, str(root / "cdi")).write(uid, data)
 
 
+def reader(seen: PodProcesses) -> PodReader:
+    """Return a reader of cgroups that sees these processes."""
+    return cast("PodReader", SimpleNamespace(read=lambda: seen))
+
+
 def of(root: Path, *served: str, pods: Collection[str] | None = ()) -> OrphanedClaims:
     """Return the claims by the files below a directory. pods: those whose processes run; None: not known."""
     seen = PodProcesses(None if pods is None else frozenset(pods))
-    return OrphanedClaims(root, lambda: served, str(root / "cdi"), lambda: seen, "b", fresh=0.0)
+    return OrphanedClaims(root, served, str(root / "cdi"), reader(seen), "b", fresh=0.0)
 
 
 def holder(claims: OrphanedClaims, resource: str, device: str, driver: str | None) -> str:
@@ -179,7 +186,8 @@ def test_the_end_of_forgotten_processes_is_noticed(tmp_path: Path, monkeypatch: 
         return PodProcesses(frozenset(pods))
 
     written.write(tmp_path, [])
-    claims = OrphanedClaims(tmp_path, tuple, str(tmp_path / "cdi"), processes, "b", fresh=0.0)
+    reading = cast("PodReader", SimpleNamespace(read=processes))
+    claims = OrphanedClaims(tmp_path, (), str(tmp_path / "cdi"), reading, "b", fresh=0.0)
     assert (holder(claims, R, "a", D), looks[0]) == ("", 0)
     file(tmp_path, "a")
     for _ in range(3):
@@ -336,7 +344,7 @@ def test_a_list_looks_at_the_claim_state_once(tmp_path: Path, monkeypatch: pytes
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     written.write(tmp_path, [])
-    claims = OrphanedClaims(tmp_path, cdi_directory=str(tmp_path / "cdi"))
+    claims = OrphanedClaims(tmp_path, (), str(tmp_path / "cdi"), reader(PodProcesses()))
     assert holder(claims, R, "a", D) == ""
     written.write(tmp_path, [claim("a")])
     file(tmp_path, "a")
@@ -348,10 +356,14 @@ def test_a_list_looks_at_the_claim_state_once(tmp_path: Path, monkeypatch: pytes
 def register(claims: OrphanedClaims) -> Register:
     """Return a register that knows these claims, and nothing else."""
 
-    async def reread() -> None:
-        claims.reread()
+    class Host(RegisterHost):
+        def foreign_uses(self) -> tuple[Use, ...]:
+            return claims.uses()
 
-    return Register(store=MemoryStore(), foreign=claims.uses, reread=reread)
+        async def reread(self) -> None:
+            claims.reread()
+
+    return Register(Host(), MemoryStore())
 
 
 async def test_what_a_claim_holds_is_granted_to_nobody_else(tmp_path: Path) -> None:
@@ -402,7 +414,7 @@ def test_a_plugin_alone_after_a_bridge_keeps_off_its_claims(
 
 async def test_a_grant_looks_at_the_claim_state_again(tmp_path: Path) -> None:
     """A list may be some milliseconds old; what a claim got since then is not given to a pod."""
-    claims = OrphanedClaims(tmp_path, cdi_directory=str(tmp_path / "cdi"), fresh=3600.0)
+    claims = OrphanedClaims(tmp_path, (), str(tmp_path / "cdi"), reader(PodProcesses()), fresh=3600.0)
     asked = register(claims)
     written.write(tmp_path, [])
     assert not claims.uses()

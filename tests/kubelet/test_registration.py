@@ -38,7 +38,7 @@ from deviceplugin.kubelet.registration import (
     slug,
     socket_name,
 )
-from deviceplugin.kubelet.servicer import Endpoint
+from deviceplugin.kubelet.servicer import Endpoint, EndpointHost
 from deviceplugin.node.agent import Agent, AgentError
 from deviceplugin.sources.simulated import SimulatedSource
 from deviceplugin.testing import FakeKubelet, Served, serve
@@ -64,13 +64,14 @@ async def test_a_burst_of_allocations_is_one_look_for_another_plugin(fake_kubele
     """The kubelet writes its checkpoint for each Allocate, and each time the directory changes more than once."""
     looks: list[float] = []
 
-    async def recorded() -> None:
-        looks.append(time.monotonic())
+    class Host(EndpointHost):
+        async def recorded(self) -> None:
+            looks.append(time.monotonic())
 
     inventory = Inventory(R)
-    endpoint = Endpoint(source(), inventory, AllocationsInFlight())
+    endpoint = Endpoint(source(), inventory, AllocationsInFlight(), Host())
     inventory.publish([Device("a")])
-    registration = PluginRegistration(endpoint, fake_kubelet.device_plugin_dir, recorded=recorded)
+    registration = PluginRegistration(endpoint, fake_kubelet.device_plugin_dir)
     running = asyncio.create_task(registration.run())
     await asyncio.to_thread(fake_kubelet.wait_devices, R, 1)
     began = len(looks)

@@ -26,9 +26,9 @@ from deviceplugin.kubelet.device_list import DeviceIds
 from deviceplugin.kubelet.granted import annotation, granted
 from deviceplugin.kubelet.podresources import AllocationsInFlight
 from deviceplugin.kubelet.preference import as_names
-from deviceplugin.kubelet.servicer import Endpoint, Refusal
+from deviceplugin.kubelet.servicer import Endpoint, EndpointHost, Refusal
 from deviceplugin.register.records import AllocationRecord, Amount, Change, DeviceRecord, LedgerError, Operation, State
-from deviceplugin.register.register import MemoryStore, Register, ResourceDevices
+from deviceplugin.register.register import MemoryStore, Register, RegisterHost, ResourceDevices
 from deviceplugin.sharing import device_of, replicas_of
 from deviceplugin.source import DeviceSource
 from deviceplugin.wire import deviceplugin_pb2 as pb
@@ -73,22 +73,19 @@ class Granting(MemoryStore):
         return await super().do(operation)
 
 
-class Served:
+class Served(RegisterHost, EndpointHost):
     """An endpoint behind a server, and a stub that calls it."""
 
-    def __init__(self, source: DeviceSource, stub: Any, **options: Any) -> None:
+    def __init__(self, source: DeviceSource, stub: Any, avoided: Collection[str] = (), **options: Any) -> None:
         self.inventory = Inventory(R)
         self.store = Granting()
         self.unknown: dict[str, str] = {}
-        served = cast("ResourceDevices", self)
-        self.register = Register(
-            lambda: {R: served}, self.store, unknown=lambda _, device: self.unknown.get(device, "")
-        )
+        self.services = {R: cast("ResourceDevices", self)}
+        self.register = Register(self, self.store)
         self.in_flight = AllocationsInFlight()
         self.calls = 0
-        self.endpoint = Endpoint(
-            source, self.inventory, self.in_flight, granted=self.called, register=self.register, **options
-        )
+        self.avoided = avoided
+        self.endpoint = Endpoint(source, self.inventory, self.in_flight, self, register=self.register, **options)
         self.stub = stub
 
     @property
@@ -101,7 +98,13 @@ class Served:
     def device_of(self, device_id: str) -> str:
         return self.endpoint.ids.device_id_of(device_id)
 
-    def called(self) -> None:
+    def evidence_missing(self, resource: str, device: str) -> str:
+        return self.unknown.get(device, "")
+
+    def draining(self) -> Collection[str]:
+        return self.avoided
+
+    def granted(self) -> None:
         """Take note of a grant."""
         self.calls += 1
 
@@ -111,7 +114,7 @@ class Served:
         self.store.snapshot = now.with_changes([Change("allocations", key, None) for key in now.allocations], 1)
 
     @property
-    def granted(self) -> list[str]:
+    def granted_ids(self) -> list[str]:
         """The ids that were granted, in this order."""
         return [one.device_id for one in self.register.snapshot.allocations.values()]
 
@@ -370,7 +373,7 @@ async def test_allocate_gives_everything_a_device_carries(serve: Serve) -> None:
     assert [device.name for device in first.cdi_devices] == ["v.com/c=a"]
     assert second.annotations.pop(annotation(R)), "the checkpoint says how much of the device it is"
     assert second == pb.ContainerAllocateResponse()
-    assert served.granted == ["a", "b"]
+    assert served.granted_ids == ["a", "b"]
     assert (served.endpoint.statistics.allocations, served.endpoint.statistics.devices_allocated) == (1, 2)
 
 
@@ -388,7 +391,7 @@ async def test_ids_are_checked(serve: Serve, names: str, code: grpc.StatusCode, 
     served = await serve(Source(), "a", "b", Device("sick", health=Health.UNHEALTHY, message="too hot"))
     with refused(code, *texts):
         await served.allocate("b", names)
-    assert served.granted == []
+    assert served.granted_ids == []
     assert sum(served.endpoint.statistics.refusals.values()) == 1
 
 
@@ -510,7 +513,7 @@ async def test_failing_edits_cost_their_own_call(serve: Serve) -> None:
     assert statistics.hooks.calls == {(R, "edits"): 5}
     assert statistics.hooks.failures == {(R, "edits"): 2}
     assert statistics.refusals == {"edits": 3, "timeout": 1}
-    assert served.granted == ["good"]
+    assert served.granted_ids == ["good"]
 
 
 async def test_the_register_decides(serve: Serve) -> None:
@@ -523,10 +526,10 @@ async def test_the_register_decides(serve: Serve) -> None:
         assert await lists.next() == {"a": "Healthy", "b": "Unhealthy"}
     with refused(grpc.StatusCode.FAILED_PRECONDITION, f"device 'b' of {R} is on the DRA side"):
         await served.allocate("a", "b")
-    assert (served.granted, served.calls) == ([], 0)
+    assert (served.granted_ids, served.calls) == ([], 0)
     assert served.endpoint.statistics.refusals == {"side": 1}
     await served.allocate("a")
-    assert (served.granted, served.calls) == (["a"], 1)
+    assert (served.granted_ids, served.calls) == (["a"], 1)
 
 
 async def test_whose_holder_is_not_known_yet_is_not_given_out(serve: Serve) -> None:
@@ -549,7 +552,7 @@ async def test_what_cannot_be_recorded_is_not_given_out(serve: Serve) -> None:
     known.error = LedgerError("the disk is still full")
     with refused(grpc.StatusCode.UNAVAILABLE, f"{R}: the disk is still full"):
         await served.allocate("a")
-    assert (served.granted, served.calls) == ([], 0)
+    assert (served.granted_ids, served.calls) == ([], 0)
     assert served.endpoint.statistics.refusals == {"ledger": 2}
 
 
@@ -624,13 +627,13 @@ async def test_an_id_whose_former_holders_processes_run_is_refused(serve: Serve)
     served = await serve(Source(), "a", "b", holders=known)
     with refused(grpc.StatusCode.FAILED_PRECONDITION, "device a is still held: processes of pod default/p run"):
         await served.allocate("b", "a")
-    assert served.granted == []
+    assert served.granted_ids == []
     assert not served.store.begun.is_set()
     assert served.endpoint.statistics.refusals == {"held": 1}
     await served.allocate("b")
     known.runs.clear()
     await served.allocate("a")
-    assert served.granted == ["b", "a"]
+    assert served.granted_ids == ["b", "a"]
 
 
 async def test_processes_are_looked_for_after_the_last_hook(serve: Serve) -> None:
@@ -648,10 +651,11 @@ async def test_processes_are_looked_for_after_the_last_hook(serve: Serve) -> Non
     async def release_former(names: Sequence[str]) -> None:
         assert not known.runs
 
-    served = await serve(Slow(), "a", holders=known, release_former=release_former)
+    served = await serve(Slow(), "a", holders=known)
+    served.release_former = release_former
     with refused(grpc.StatusCode.FAILED_PRECONDITION, "device a is still held: processes of pod default/p run"):
         await served.allocate("a")
-    assert served.granted == []
+    assert served.granted_ids == []
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -660,7 +664,7 @@ async def test_devices_to_be_avoided_are_taken_last(serve: Serve, replicas: int)
 
     source = Source()
     source.replicas = replicas
-    served = await serve(source, "a", "b", "c", "d", avoids=lambda: ("a", "b"))
+    served = await serve(source, "a", "b", "c", "d", avoided=("a", "b"))
     ids = {name: " ".join(replicas_of(name, replicas)) for name in "abcd"}
     every = " ".join(ids.values())
     chosen = await served.prefer(every, "", 2 * replicas)
@@ -726,11 +730,11 @@ def test_no_request_breaks_allocate(containers: list[list[str]], replicas: int) 
                 grpc.StatusCode.INVALID_ARGUMENT,
                 grpc.StatusCode.FAILED_PRECONDITION,
             )
-            assert served.granted == []
+            assert served.granted_ids == []
         else:
             assert len(response.container_responses) == len(containers)
             assert all(name in good for names in containers for name in names)
-            assert served.granted == list(dict.fromkeys(name for names in containers for name in names))
+            assert served.granted_ids == list(dict.fromkeys(name for names in containers for name in names))
 
     asyncio.run(run())
 
@@ -1193,7 +1197,7 @@ async def test_a_device_that_is_held_under_another_id_is_refused(serve: Serve) -
     await first
     with refused(grpc.StatusCode.FAILED_PRECONDITION, "b of example.com/r and a of example.com/r", "one thing"):
         await second
-    assert served.granted == ["a"]
+    assert served.granted_ids == ["a"]
 
 
 async def test_an_answer_says_what_was_recorded(serve: Serve) -> None:

@@ -8,16 +8,18 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import grpc
 import pytest
 
 from deviceplugin.identity import boot_id
 from deviceplugin.kubelet import cgroups, podresources
+from deviceplugin.kubelet.allocation_copies import AllocationCopies
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation
 from deviceplugin.kubelet.holders import HolderSnapshot
-from deviceplugin.kubelet.podresources import AllocationsInFlight, PodContainer, PodResources
+from deviceplugin.kubelet.podresources import PodContainer, PodResources
 from deviceplugin.kubelet.tracker import MOST_REQUEST, HolderTracker, PodNames
 from deviceplugin.register.question import Wanted
 from deviceplugin.register.records import AllocationRecord, Amount, RegisterSnapshot
@@ -41,7 +43,6 @@ class World:
     def __init__(self, kubelet: FakeKubelet, plugin: BarePlugin) -> None:
         self.kubelet = kubelet
         self.plugin = plugin
-        self.in_flight = AllocationsInFlight()
         self.requests = 0
         self.listens = True
         self.woken = 0
@@ -50,26 +51,24 @@ class World:
         self.tracker = self.made()
 
     def made(self, *, believe_checkpoint: bool = False) -> HolderTracker:
+        copies, scan_wanted = cast("AllocationCopies", self), cast("asyncio.Event", self)
         return HolderTracker(
-            self.kubelet.paths,
-            PodResources(self.kubelet.paths.pod_resources),
-            self.in_flight,
-            self.request,
-            register=self.register,
-            believe_checkpoint=believe_checkpoint,
-            copies=self.copies,
-            wake=self.wake,
+            self, self.kubelet.paths, self.register, scan_wanted, copies=copies, believe_checkpoint=believe_checkpoint
         )
 
-    def wake(self) -> None:
+    def set(self) -> None:
+        """Take note that a scan is wanted."""
         self.woken += 1
 
-    def copies(self) -> dict[Allocation, Wanted]:
+    def adopted(self, resource: str) -> bool:
+        return False
+
+    def changed(self) -> dict[Allocation, Wanted]:
         """Return once what other agents' copies have come to name."""
         found, self.copied = self.copied, {}
         return found
 
-    def request(self) -> bool:
+    def resend(self) -> bool:
         """Send the list once more; the kubelet takes it and writes its checkpoint."""
         self.requests += 1
         if self.listens:
@@ -186,7 +185,7 @@ async def test_requests_about_the_same_holders_grow_rarer(world: World, monkeypa
     """What no write settles is asked about at growing distances, with jitter, and not at every scan."""
     clock = 1000.0
     monkeypatch.setattr("deviceplugin.kubelet.tracker.time", SimpleNamespace(monotonic=lambda: clock))
-    monkeypatch.setattr(world.in_flight, "none_since", lambda moment: True)
+    monkeypatch.setattr(world.tracker.in_flight, "none_since", lambda moment: True)
     world.listens = False
     await world.register.add_holders([Allocation("ended", "main", R, "a")])
     asked = []
@@ -475,14 +474,14 @@ async def test_an_allocate_in_between_makes_a_scan_worthless(world: World) -> No
     pod = await world.run_pod()
     await world.scan()
     before = world.tracker.snapshot
-    original = world.tracker._checkpoint._request
+    original = world.resend
 
-    def request() -> bool:
-        with world.in_flight.busy():
+    def resend() -> bool:
+        with world.tracker.in_flight.busy():
             pass
         return original()
 
-    world.tracker._checkpoint._request = request
+    world.resend = resend  # type: ignore[method-assign]
     assert await world.tracker.scan({(R, "a"), (R, "b")}) is None
     assert world.tracker.snapshot is before
     assert set(before.held) == {allocation(pod)}

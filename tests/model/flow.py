@@ -28,10 +28,19 @@ from deviceplugin.kubelet.holders import HolderEvidence, HolderSnapshot, kubelet
 from deviceplugin.node.scanning import HolderScanner
 from deviceplugin.register import operations
 from deviceplugin.register.records import LedgerError, RegisterSnapshot, Side, State
-from deviceplugin.register.register import Register, Store
+from deviceplugin.register.register import Register, RegisterHost, Store
 from deviceplugin.register.rules import Evidence
 from deviceplugin.source import DeviceSource
-from dra_bridge.driver import ClaimError, ClaimRef, ClusterClaims, Driver, DriverHost, Prepared, ServedResource
+from dra_bridge.driver import (
+    ClaimError,
+    ClaimRef,
+    ClusterClaims,
+    Driver,
+    DriverHost,
+    DriverNode,
+    Prepared,
+    ServedResource,
+)
 from dra_bridge.handover.moved import Allocated, MovedResource
 from dra_bridge.handover.moves import Handover
 from dra_bridge.handover.planner import Moving
@@ -149,7 +158,7 @@ class Served:
         return self.ids.device_id_of(device_id)
 
 
-class Grants:
+class Grants(RegisterHost):
     """The register of one life of the agent, and what scans lead to.
 
     reconciled: (resource, device) of those whose evidence was compared with the ledger. bridged: whether devices wait
@@ -158,13 +167,13 @@ class Grants:
 
     def __init__(self, store: Store, served: Mapping[str, Served], *, bridged: Collection[str]) -> None:
         self.reconciled: set[tuple[str, str]] = set()
-        self._served, self._bridged = served, bridged
-        self.register = Register(lambda: served, store, unknown=self._unknown)
+        self.services, self._bridged = served, bridged
+        self.register = Register(self, store)
         tracker: Any = SimpleNamespace(granted=lambda one: None, title=str)
         services: Any = served
         self.scanner = HolderScanner(services, tracker, self.register, cast("Any", None), 0.0, always=True)
 
-    def _unknown(self, resource: str, device: str) -> str:
+    def evidence_missing(self, resource: str, device: str) -> str:
         known = resource not in self._bridged or (resource, device) in self.reconciled
         return "" if known else "the agent has just started"
 
@@ -194,13 +203,9 @@ class Flow(DriverHost):
         self.register = self.grants.register
         self.driver = Driver(
             D,
-            NODE,
+            DriverNode(NODE, self.register, outside, str(directory / "cdi"), boot="1"),
             [ServedResource(source, self.inventory)],
-            self.register,
-            outside,
             self,
-            cdi_directory=str(directory / "cdi"),
-            boot="1",
         )
         streams = SimpleNamespace(shown=self._shown, staying=lambda: self._shown()[1])
         endpoint = SimpleNamespace(resource=R, source=source, ids=served.ids, refresh=lambda: None, streams=streams)

@@ -34,7 +34,7 @@ from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.node.bridge import Bridge
 from dra_bridge.node.device_reconciliation import EVIDENCE_ERRORS
 from dra_bridge.node.driver_runtime import DriverRuntime
-from dra_bridge.node.options import AGENT
+from dra_bridge.node.options import AGENT, BridgeOptions
 from dra_bridge.node.share import HandoverPolicy
 from dra_bridge.node.slice_feed import decide_names
 from tests.dra.ledger.samples import DirectLedger
@@ -158,29 +158,28 @@ class Life(Bridge):
         self.outside = outside
         self.ledger: DirectLedger | None = None
         self.sources = sources = [Cards(name, setting, outside) for name, setting in config.items()]
-        super().__init__(
-            sources, _policies(config), cast("Any", outside), NODE, paths, cdi_directory=str(paths.cdi_dir)
-        )
-        self._claims.fresh = 0.0
+        super().__init__(sources, _policies(config), BridgeOptions(paths, None, cast("Any", outside), NODE))
+        self.agent.claims.fresh = 0.0
         self.publisher = cast("Any", outside)
         self.node = replace(self.node, publisher=self.publisher, allocatable=cast("Any", None))
         node_agent: Any = self.agent
-        node_agent.tracker._in_flight.__class__ = InFlight
+        node_agent.tracker.in_flight.__class__ = InFlight
         node_agent.tracker.pods = SimpleNamespace(
             read=outside.read, running=outside.running, in_cgroups=outside.in_cgroups, own_pod="", seen={}
         )
+        node_agent.claims.pods = node_agent.tracker.pods
         node_agent.tracker.pods.kubelet_root = outside.root
         node_agent.tracker.pods.missing = str
         node_agent.tracker.pods.may_exist = lambda uid: bool(outside.read().may_run(uid))
         node_agent.tracker.pods.containers = lambda uid: None  # of a pod it is known whether it runs, not of containers
         node_agent.tracker._checkpoint.__class__ = Checkpoints
         node_agent.tracker._checkpoint.outside = outside
-        node_agent.tracker._pod_resources = SimpleNamespace(list=outside.list_pods)
+        node_agent.tracker.pod_resources = SimpleNamespace(list=outside.list_pods)
         node_agent._supervisor.start = self._started
 
     async def _open_ledger(self) -> AsyncLedger:
         path = self.ledger_path
-        self.ledger = DirectLedger(str(path), f"{self.node.cdi_directory}/{AGENT}.allocations")
+        self.ledger = DirectLedger(str(path), f"{self.node.drivers.cdi_directory}/{AGENT}.allocations")
         return cast("AsyncLedger", SlowLedger(self.ledger, self.outside))
 
     async def begin(self) -> None:
@@ -204,7 +203,7 @@ class Life(Bridge):
         devices = self.outside.devices(resource)
         tokens = {one.id: TOKENS[one.edits.env["HARDWARE"]] for one in devices}
         service.inventory.publish(devices, tokens)
-        service._adopt_existing()
+        service.listed()
 
     async def reload(self, config: Config) -> None:
         """Take another configuration."""

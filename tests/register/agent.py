@@ -26,6 +26,7 @@ from deviceplugin.source import DeviceSource
 from dra_bridge.handover.share import parse_share
 from dra_bridge.kube import Cluster
 from dra_bridge.node.bridge import Bridge
+from dra_bridge.node.options import BridgeOptions
 from dra_bridge.node.share import HandoverPolicy
 
 _LOG: Final = logging.getLogger(__name__)
@@ -232,10 +233,7 @@ class _Child:
             self._bridge = Bridge(
                 sources,
                 _policies(config),
-                Cluster.from_server(place.server),
-                place.node,
-                place.paths,
-                cdi_directory=str(place.cdi),
+                BridgeOptions(place.paths, None, Cluster.from_server(place.server), place.node),
                 period=place.period,
                 grace=0.02,
             )

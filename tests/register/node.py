@@ -12,7 +12,6 @@ import pytest
 
 from deviceplugin.device import ContainerEdits, Device
 from deviceplugin.node.agent import Agent
-from deviceplugin.node.process import plugin_agent
 from deviceplugin.source import DeviceSource
 from deviceplugin.testing import FakeKubelet, FakePod
 from deviceplugin.testing.claim_state import DevicesOfClaim
@@ -21,7 +20,7 @@ from deviceplugin.wire.deviceplugin_pb2_grpc import DevicePluginStub
 from dra_bridge.handover.share import parse_share
 from dra_bridge.kube import Cluster
 from dra_bridge.node.bridge import Bridge
-from dra_bridge.node.options import AGENT
+from dra_bridge.node.options import AGENT, BridgeOptions
 from dra_bridge.node.share import HandoverPolicy
 from dra_bridge.rollout.fleet import share_patch
 from dra_bridge.testing.kubelet import PodError
@@ -245,17 +244,12 @@ async def serving(
         bridge = Bridge(
             sources,
             policies(sources, share),
-            Cluster.from_server(node.server.url),
-            NODE,
-            node.paths,
-            cdi_directory=str(node.cdi),
+            BridgeOptions(node.paths, ":0", Cluster.from_server(node.server.url), NODE, agent_name=name),
             period=0.05,
-            report_holders=True,
-            agent_name=name,
         )
         here, work = Here(node, bridge.agent, bridge), bridge.run
     else:
-        agent = plugin_agent(sources, node.paths, report_holders=True, period=0.05)
+        agent = Agent(sources, node.paths, report_holders=True, period=0.05)
         here, work = Here(node, agent), agent.run
     task = asyncio.create_task(work())
     try:

@@ -33,7 +33,7 @@ from deviceplugin.register.records import (
     Operation,
     State,
 )
-from deviceplugin.register.register import MemoryStore, OtherSideError, Register, Side, UnknownHolderError
+from deviceplugin.register.register import MemoryStore, OtherSideError, Register, RegisterHost, Side, UnknownHolderError
 from deviceplugin.register.rules import KubeletSnapshot, ObservedAllocation
 from deviceplugin.source import DeviceSource
 
@@ -90,25 +90,25 @@ class Listed:
         return sharing.device_of(device_id, self.source.replicas)
 
 
-class World:
+class World(RegisterHost):
     """A register over resources' devices, whose holders are what a test says."""
 
-    def why(self, resource: str, device: str) -> str:
+    services: dict[str, Listed]
+
+    def evidence_missing(self, resource: str, device: str) -> str:
         return self.unknown.get(device, "")
 
     def __init__(self, *devices: Device, driver: str = D, replicas: int = 1, **tokens: str) -> None:
-        self.services: dict[str, Listed] = {}
+        self.services = {}
         self.foreign: tuple[Use, ...] = ()
         self.unknown: dict[str, str] = {}
         self.store = MemoryStore()
         self.now = 0.0
         self.add(R, *devices, driver=driver, replicas=replicas, **tokens)
-        self.register = Register(
-            lambda: self.services,
-            self.store,
-            foreign=lambda: self.foreign,
-            unknown=self.why,
-        )
+        self.register = Register(self, self.store)
+
+    def foreign_uses(self) -> tuple[Use, ...]:
+        return self.foreign
 
     def add(self, resource: str, *devices: Device, driver: str = D, replicas: int = 1, **tokens: str) -> Listed:
         self.services[resource] = Listed(resource, *devices, tokens=tokens, driver=driver, replicas=replicas)
@@ -523,7 +523,7 @@ async def test_what_is_granted_is_read_anew() -> None:
     async def reread() -> None:
         world.foreign = (other("n1"),)
 
-    world.register = Register(lambda: world.services, world.store, foreign=lambda: world.foreign, reread=reread)
+    world.reread = reread  # type: ignore[method-assign]
     await world.refused("a", why="one thing")
 
 

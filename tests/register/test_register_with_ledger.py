@@ -22,7 +22,7 @@ from deviceplugin.node.scanning import HolderScanner
 from deviceplugin.register import operations
 from deviceplugin.register.operations import Observed
 from deviceplugin.register.records import WHOLE, Amount, Claim, ClaimDevice, LedgerError, Side, State
-from deviceplugin.register.register import OtherSideError, Register, UnknownHolderError
+from deviceplugin.register.register import OtherSideError, Register, RegisterHost, UnknownHolderError
 from deviceplugin.register.rules import Excluded
 from deviceplugin.sharing import device_of, replicas_of
 from dra_bridge.ledger.store import Ledger
@@ -51,19 +51,24 @@ class Served:
         return device_of(device_id, 2)
 
 
-class World:
+class World(RegisterHost):
     """A register and a scanner over some resources."""
+
+    services: dict[str, Served]
 
     def __init__(self, ledger: AsyncLedger, served: dict[str, Served]) -> None:
         self.ledger = ledger
-        self.served = served
+        self.services = served
         self.unknown: Mapping[str, str] = {}
-        self.register = Register(lambda: self.served, ledger, unknown=lambda _, device: self.unknown.get(device, ""))
+        self.register = Register(self, ledger)
         tracker = SimpleNamespace(granted=lambda one: None, title=str)
-        services, wanted = cast("Any", self.served), asyncio.Event()
+        services, wanted = cast("Any", self.services), asyncio.Event()
         self.scanner = HolderScanner(services, cast("Any", tracker), self.register, wanted, 1.0, always=True)
         self.scanner.observers.append(self)
         self.seen: list[tuple[str, Observed]] = []
+
+    def evidence_missing(self, resource: str, device: str) -> str:
+        return self.unknown.get(device, "")
 
     def observed(self, resource: str, done: Observed) -> None:
         self.seen.append((resource, done))
@@ -86,7 +91,7 @@ class World:
 async def world(path: str, *served: Served, connect: Any = None) -> AsyncIterator[World]:
     ledger = AsyncLedger(Ledger(path, connect=connect) if connect else Ledger(path))
     here = World(ledger, {one.inventory.snapshot.resource: one for one in served})
-    for resource, one in here.served.items():
+    for resource, one in here.services.items():
         await ledger.do(adopt(resource, one.inventory.snapshot.devices, Side.PLUGIN, T0))
     try:
         yield here
@@ -174,7 +179,7 @@ async def test_no_claim_gets_what_a_pod_has_under_any_name(path: str) -> None:
     """Allocate and Prepare ask the same question; the pod's name for it need not be listed any more."""
     async with world(path, Served(R, a="n1", b="n2"), Served(S, c="n2")) as here:
         await here.register.grant(S, {"c": "c"})
-        here.served[S].list()
+        here.services[S].list()
         await here.state("b", State.DRA)
         await here.state("a", State.DRA)
         answers = []
@@ -190,7 +195,7 @@ async def test_parts_are_counted_in_any_unit(path: str) -> None:
     async with world(path, Served(R)) as here:
         counters = {"card": {"memory": "10Gi"}}
         halves = [Device(name, consumes={"card": {"memory": "5120Mi"}}, counters=counters) for name in "ab"]
-        here.served[R].inventory.publish([*halves, Device("c", consumes={"card": {"memory": "100m"}})])
+        here.services[R].inventory.publish([*halves, Device("c", consumes={"card": {"memory": "100m"}})])
         for name in "ab":
             await here.register.grant(R, {name: name})
         with pytest.raises(DeviceConflictError, match="counter memory of card"):
@@ -237,7 +242,7 @@ async def test_what_is_adopted_is_on_disk(path: str) -> None:
     async with world(path, Served(R, a="", b="n2")) as here:
         await here.register.adopt()
         assert here.allocations["a"].identity == ""
-        here.served[R].list(a="n1", b="n2")
+        here.services[R].list(a="n1", b="n2")
         await here.register.adopt()
     async with world(path, Served(R, a="n2", b="n1")) as here:
         await here.register.adopt()
@@ -268,7 +273,7 @@ async def test_a_resource_may_be_dropped_during_a_scan(path: str) -> None:
         now = scanned(Allocation("u1", "main", R, "d"), Allocation("u1", "main", S, "e"))
         scan = asyncio.create_task(here.scanner.observe(now, here.register.snapshot.sequence))
         await asyncio.sleep(0)  # the ledger is asked about the first
-        del here.served[R], here.served[S]
+        del here.services[R], here.services[S]
         await scan
         assert here.allocations.keys() == {"d", "e"}
         ended = await here.scanner.observe(scanned(at=100.0), here.register.snapshot.sequence)

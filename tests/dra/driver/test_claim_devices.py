@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -33,7 +34,11 @@ class Shared(DeviceSource):
 
 def granted(device: Device, *, admin: bool = False, parameters: str = "", **result: Any) -> ClaimDevice:
     made = msgspec.convert({"request": "r", "driver": D, "pool": "n", "device": "published", **result}, Result)
-    return granted_device(Shared(), device, frozenset({"uuid:1", "char:240:0"}), "b", made, admin, parameters)
+    inventory = Inventory(R)
+    inventory.publish([device], {device.id: frozenset({"uuid:1", "char:240:0"})})
+    served = ServedResource(Shared(), inventory)
+    asked = SimpleNamespace(served=served, admin=admin, parameters=parameters)
+    return granted_device(cast("RequestDevices", asked), device, made, "b")
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ from dra_bridge.driver import (
     ClusterClaims,
     Driver,
     DriverHost,
+    DriverNode,
     Prepared,
     RunningPods,
     ServedResource,
@@ -216,6 +217,8 @@ async def world(
     claims: FakeClaims | None = None,
     side: Side = Side.DRA,
     devices: Sequence[Device] = (),
+    boot: str = "1",
+    report: bool = False,
     **options: Any,
 ) -> World:
     source = source or Plain()
@@ -229,12 +232,9 @@ async def world(
     api = claims or FakeClaims()
     made = Driver(
         D,
-        NODE,
+        DriverNode(NODE, Register(store=async_ledger), api, str(directory / "cdi"), boot=boot, report=report),
         [ServedResource(source, inventory)],
-        Register(store=async_ledger),
-        api,
-        cdi_directory=str(directory / "cdi"),
-        **{"boot": "1", **options},
+        **options,
     )
     return World(made, async_ledger, api, inventory, directory / "cdi", path)
 
@@ -1401,12 +1401,8 @@ async def test_two_resources_of_one_driver_and_two_drivers_share_a_ledger(tmp_pa
     await here.async_ledger.do(adopt("example.com/nic", ["d0"], Side.DRA, T0))
     both = Driver(
         D,
-        NODE,
+        DriverNode(NODE, Register(store=here.async_ledger), here.claims, str(here.cdi), boot="1"),
         [*here.driver.devices.resources, ServedResource(Other(), inventory)],
-        Register(store=here.async_ledger),
-        here.claims,
-        cdi_directory=str(here.cdi),
-        boot="1",
     )
     names = {f"{served.source.resource} {device.id}": name for name, (served, device) in both.devices.by_name.items()}
     here.claims.add(claim("1", result(names[f"{R} d0"]), result(names["example.com/nic d0"])))
@@ -1550,11 +1546,8 @@ async def test_an_api_server_that_is_away_is_the_claims_error(tmp_path: Path, se
     async with Cluster.from_server(server.url, deadline=1.0) as api:
         driver = Driver(
             D,
-            NODE,
+            DriverNode(NODE, Register(store=here.async_ledger), ClusterClaims(api, NODE), str(here.cdi)),
             here.driver.devices.resources,
-            Register(store=here.async_ledger),
-            ClusterClaims(api, NODE),
-            cdi_directory=str(here.cdi),
         )
         with server.outage():
             answer = (await driver.prepare([one]))[one.uid]

@@ -24,7 +24,7 @@ from deviceplugin.inventory import Inventory
 from deviceplugin.register.records import Side
 from deviceplugin.register.register import Register
 from deviceplugin.source import DeviceSource
-from dra_bridge.driver import ClaimRef, ClusterClaims, Driver, ServedResource
+from dra_bridge.driver import ClaimRef, ClusterClaims, Driver, DriverNode, ServedResource
 from dra_bridge.driver import registrar as registrar_module
 from dra_bridge.driver.registrar import Registrar, RegistrarTiming, health_list
 from dra_bridge.ledger.worker import AsyncLedger
@@ -104,11 +104,8 @@ async def driver(root: Path, server: Server) -> AsyncIterator[Driver]:
     await async_ledger.do(adopt(R, inventory.snapshot.devices, Side.DRA, 1.0))
     made = Driver(
         D,
-        NODE,
+        DriverNode(NODE, Register(store=async_ledger), server, str(root / "cdi")),
         [ServedResource(Source(), inventory)],
-        Register(store=async_ledger),
-        server,
-        cdi_directory=str(root / "cdi"),
     )
     yield made
     await made.close()
@@ -262,11 +259,8 @@ async def test_drivers_of_an_agent_share_a_directory(
     records, inventory = driver.records, driver.devices.resources[0].inventory
     other = Driver(
         "other.example.com",
-        NODE,
+        DriverNode(NODE, Register(store=records.ledger), server, str(root / "cdi")),
         [ServedResource(Source(), inventory)],
-        Register(store=records.ledger),
-        server,
-        cdi_directory=str(root / "cdi"),
     )
     async with Running(driver, root):
         async with Running(other, root):

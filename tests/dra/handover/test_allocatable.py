@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from dra_bridge.handover.share import Share
 from dra_bridge.kube import Cluster
 from dra_bridge.node.bridge import Bridge
 from dra_bridge.node.node_object import numbers
+from dra_bridge.node.options import BridgeOptions
 from dra_bridge.node.share import HandoverPolicy
 from dra_bridge.rollout.fleet import share_patch
 from dra_bridge.testing.apiserver import FakeApiServer, Fault, LoggedRequest
@@ -175,10 +177,7 @@ async def running(node: FakeNode, tmp_path: Path, count: int) -> AsyncIterator[B
     bridge = Bridge(
         [Source(count)],
         {R: HandoverPolicy(Share(0))},
-        Cluster.from_server(node.server.url),
-        NODE,
-        node.paths,
-        cdi_directory=str(tmp_path / "cdi"),
+        BridgeOptions(replace(node.paths, cdi_dir=tmp_path / "cdi"), None, Cluster.from_server(node.server.url), NODE),
         period=0.05,
         grace=0.2,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from dra_bridge.driver import ClaimError, ClaimRef
 from dra_bridge.handover.share import parse_share
 from dra_bridge.kube import Cluster
 from dra_bridge.node.bridge import Bridge
+from dra_bridge.node.options import BridgeOptions
 from dra_bridge.node.share import HandoverPolicy
 from dra_bridge.rollout.fleet import share_patch
 from dra_bridge.testing.node import FakeNode
@@ -97,10 +99,7 @@ async def world(node: FakeNode, tmp_path: Path, *sources: Listed) -> AsyncIterat
     bridge = Bridge(
         sources,
         {source.resource: HandoverPolicy(parse_share("none")) for source in sources},
-        Cluster.from_server(node.server.url),
-        NODE,
-        node.paths,
-        cdi_directory=str(tmp_path / "cdi"),
+        BridgeOptions(replace(node.paths, cdi_dir=tmp_path / "cdi"), None, Cluster.from_server(node.server.url), NODE),
         period=0.05,
     )
     task = asyncio.create_task(bridge.run())

@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from dra_bridge.handover.share import parse_share
 from dra_bridge.kube import Cluster, ClusterError
 from dra_bridge.node import slice_feed
 from dra_bridge.node.bridge import Bridge
+from dra_bridge.node.options import BridgeOptions
 from dra_bridge.node.share import HandoverPolicy
 from dra_bridge.rollout.fleet import share_patch
 from dra_bridge.rollout.progress import DeviceProgress, read
@@ -112,10 +114,7 @@ async def world(node: FakeNode, tmp_path: Path, source: Source, *, offered: bool
     bridge = Bridge(
         [source],
         {R: HandoverPolicy(parse_share("none"))},
-        Cluster.from_server(node.server.url),
-        NODE,
-        node.paths,
-        cdi_directory=str(tmp_path / "cdi"),
+        BridgeOptions(replace(node.paths, cdi_dir=tmp_path / "cdi"), None, Cluster.from_server(node.server.url), NODE),
         period=0.05,
     )
     task = asyncio.create_task(bridge.run())

@@ -14,6 +14,7 @@ from deviceplugin.source import DeviceSource
 from dra_bridge.handover.share import Share
 from dra_bridge.kube import Cluster
 from dra_bridge.node.bridge import Bridge
+from dra_bridge.node.options import BridgeOptions
 from dra_bridge.node.share import HandoverPolicy
 from dra_bridge.testing.node import FakeNode
 
@@ -47,10 +48,7 @@ async def running(
     bridge = Bridge(
         [Source(name, ids) for name in resources],
         dict.fromkeys(resources, policy),
-        Cluster.from_server(node.server.url),
-        NODE,
-        node.paths,
-        cdi_directory=str(node.root / "cdi"),
+        BridgeOptions(node.paths, None, Cluster.from_server(node.server.url), NODE),
         period=0.05,
     )
     task = asyncio.create_task(bridge.run())

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import re
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from dra_bridge.kube import Cluster
 from dra_bridge.node import claim_reconciliation, slice_feed
 from dra_bridge.node.bridge import Bridge
 from dra_bridge.node.device_reconciliation import EvidenceReader
+from dra_bridge.node.options import BridgeOptions
 from dra_bridge.node.share import NONE, HandoverPolicy
 from dra_bridge.testing.apiserver import FakeApiServer
 from dra_bridge.testing.node import FakeNode
@@ -57,10 +59,7 @@ def bridge(node: FakeNode, tmp_path: Path, *sources: DeviceSource, share: Share 
     return Bridge(
         sources,
         {source.resource: HandoverPolicy(share) for source in sources},
-        Cluster.from_server(node.server.url),
-        NODE,
-        node.paths,
-        cdi_directory=str(tmp_path / "cdi"),
+        BridgeOptions(replace(node.paths, cdi_dir=tmp_path / "cdi"), None, Cluster.from_server(node.server.url), NODE),
         period=0.05,
     )
 
@@ -227,7 +226,7 @@ async def test_health_of_a_resource_that_a_reload_adds_is_told_at_once(
     node: FakeNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kubelet need not wait for the next timer."""
-    monkeypatch.setattr("dra_bridge.driver.registrar.Timing", lambda: RegistrarTiming(keep_alive=3600))
+    monkeypatch.setattr("dra_bridge.driver.registrar.RegistrarTiming", lambda: RegistrarTiming(keep_alive=3600))
     agent = bridge(node, tmp_path, Source(A, D))
 
     def health() -> list[str]:

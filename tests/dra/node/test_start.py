@@ -9,6 +9,7 @@ import os
 import shutil
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -24,7 +25,7 @@ from deviceplugin.kubelet.servicer import Endpoint, Refusal
 from deviceplugin.node.agent import AgentError
 from deviceplugin.register.operations import reconcile_evidence
 from deviceplugin.register.records import Side, State
-from deviceplugin.register.register import Register
+from deviceplugin.register.register import Register, RegisterHost
 from deviceplugin.register.rules import ClaimEvidence, Evidence
 from deviceplugin.source import DeviceSource
 from dra_bridge.driver.driver import Driver
@@ -36,6 +37,7 @@ from dra_bridge.node import device_reconciliation, node_object, slice_feed
 from dra_bridge.node.bridge import Bridge
 from dra_bridge.node.device_reconciliation import DeviceReconciler
 from dra_bridge.node.node_object import NodeWatch
+from dra_bridge.node.options import BridgeOptions
 from dra_bridge.node.resource import DriverContext, ResourceRuntime
 from dra_bridge.node.share import HandoverPolicy
 from dra_bridge.testing.node import FakeNode
@@ -63,11 +65,7 @@ async def running(node: FakeNode, cdi: Path, share: Share, *, claim_status: bool
     bridge = Bridge(
         [Source()],
         {R: HandoverPolicy(share)},
-        Cluster.from_server(node.server.url),
-        NODE,
-        node.paths,
-        cdi_directory=str(cdi),
-        claim_status=claim_status,
+        BridgeOptions(replace(node.paths, cdi_dir=cdi), None, Cluster.from_server(node.server.url), NODE, claim_status),
         period=0.05,
     )
     task = asyncio.create_task(bridge.run())
@@ -399,10 +397,7 @@ async def test_an_agent_whose_ledger_is_removed_ends_and_the_next_one_knows_the_
     bridge = Bridge(
         [Source()],
         {R: HandoverPolicy(Share(0))},
-        Cluster.from_server(node.server.url),
-        NODE,
-        node.paths,
-        cdi_directory=str(tmp_path / "cdi"),
+        BridgeOptions(replace(node.paths, cdi_dir=tmp_path / "cdi"), None, Cluster.from_server(node.server.url), NODE),
         period=0.05,
     )
     task = asyncio.create_task(bridge.run())
@@ -433,7 +428,9 @@ async def test_nothing_is_offered_or_given_before_its_evidence_was_reconciled(tm
     context.resources[R] = ResourceRuntime(
         cast("Any", SimpleNamespace(inventory=inventory)), HandoverPolicy(), cast("Any", None)
     )
-    register = Register(store=async_ledger, unknown=context.unknown)
+    host = RegisterHost()
+    host.evidence_missing = context.unknown  # type: ignore[method-assign]
+    register = Register(host, async_ledger)
     endpoint = Endpoint(Source(), inventory, AllocationsInFlight(), register=register)
     assert not register.offers(R, "d0")
     with pytest.raises(Refusal) as refused:

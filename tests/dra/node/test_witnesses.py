@@ -143,7 +143,7 @@ async def test_ledger_and_claim_state_are_lost_while_a_claims_pod_hangs(
         here.ask("all")
         await here.settle(State.DRA)
         pod = await claimant(node)
-        path, cdi = here.bridge.ledger_path, Path(here.bridge.node.cdi_directory)
+        path, cdi = here.bridge.ledger_path, Path(here.bridge.node.drivers.cdi_directory)
     await asyncio.to_thread(node.stop)
     pod.force_delete(hang=True)
     assert node.server.objects("resourceclaims") == []
@@ -174,7 +174,7 @@ async def test_a_claims_pod_hangs_after_ledger_and_claim_state_were_lost(
         here.ask("all")
         await here.settle(State.DRA)
         pod = await claimant(node)
-        path, cdi = here.bridge.ledger_path, Path(here.bridge.node.cdi_directory)
+        path, cdi = here.bridge.ledger_path, Path(here.bridge.node.drivers.cdi_directory)
     await asyncio.to_thread(node.stop)
     node.damage_claim_state("deleted")
     for file in (*path.parent.glob(f"{path.name}*"), *(() if own else cdi.glob("*.claim"))):
@@ -206,7 +206,7 @@ async def test_a_pod_that_joins_a_claim_is_in_the_claims_file(node: FakeNode, tm
         for pod in pods:
             await asyncio.to_thread(pod.wait_running, 60)
         await here.bridge.drivers[D].claims.pods.running()
-        (file,) = claim_files.read_all(here.bridge.node.cdi_directory)
+        (file,) = claim_files.read_all(here.bridge.node.drivers.cdi_directory)
         assert file.pods == {pod.uid for pod in pods}
 
 
