@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from deviceplugin.testing import FakePod
 from dra_bridge.testing.apiserver import FakeApiServer
 from dra_bridge.testing.node import FakeNode
 from dra_bridge.testing.serving import device_class
+from tests.adoption.behind import Adopted
+from tests.kubeconfigs import written
 from tests.scenarios.fake import AgentProcess
 from tests.scenarios.node import wait_for
 from tests.testing.vendor import RESOURCE, Vendor, resource
@@ -26,49 +27,24 @@ D = "gadget.vendor.example"
 NODE = "node"
 
 
-class Scene:
+class Scene(Adopted):
     """The fake node, an agent with both sides, and a vendor's plugin in its directory."""
 
     def __init__(self, node: FakeNode, where: Path) -> None:
+        super().__init__(where)
         self.node = node
-        self.where = where
-        self.directory = where / "adopted"
-        self.vendors: list[Vendor] = []
-        self.agents: list[AgentProcess] = []
-        self.config = where / "config.yaml"
-        self.kubeconfig = where / "kubeconfig"
-        cluster = {"clusters": [{"name": "c", "cluster": {"server": node.server.url}}], "current-context": "x"}
-        user = {"users": [{"name": "u", "user": {}}]}
-        context = {"contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}]}
-        self.kubeconfig.write_text(yaml.safe_dump(cluster | user | context))
+        self.kubeconfig = written(where / "kubeconfig", node.server.url)
         self.write()
 
     def write(self, plugin: Mapping[str, Any] | None = None, **more: Any) -> None:
         """Write the config. plugin: beside `claims`."""
         one = {"name": RESOURCE, "driver": D, "devices": [{"plugin": {"claims": True, **(plugin or {})}}]}
-        new = self.config.with_suffix(".new")
-        new.write_text(json.dumps({"resources": [{**one, "dra": {"share": "all"}, **more}]}))
-        new.replace(self.config)
+        self.write_config({**one, "dra": {"share": "all"}, **more})
 
     def agent(self, *more: str) -> AgentProcess:
         """Start the agent, and wait until plugins can register. more: options."""
-        options = ["--config", str(self.config), "--adopt", str(self.directory), *self.node.arguments]
-        options += ["--cdi-dir", str(self.node.cdi)]
-        options += ["--kubeconfig", str(self.kubeconfig), "--node-name", self.node.name, *more]
-        log = self.where / f"agent-{len(self.agents)}.log"
-        self.agents.append(AgentProcess(["-m", "dra_bridge", "run", *options], self.config, log))
-        self.wait_log("plugins can register")
-        return self.agents[-1]
-
-    def vendor(self, *resources: Mapping[str, Any], **quirks: Any) -> Vendor:
-        """Start a plugin."""
-        (where := self.where / f"vendor-{len(self.vendors)}").mkdir()
-        self.vendors.append(Vendor(where, self.directory, *resources, **quirks).start())
-        return self.vendors[-1]
-
-    def wait_log(self, text: str, count: int = 1) -> None:
-        """Wait until the last agent has said so."""
-        wait_for(f"{text!r} in the log", lambda: self.agents[-1].log().count(text) >= count, 20)
+        options = [*self.node.arguments, "--cdi-dir", str(self.node.cdi), "--kubeconfig", str(self.kubeconfig)]
+        return self.run_agent("tests.kubeconfigs", *options, "--node-name", self.node.name, *more)
 
     def wait_offered(self, count: int) -> list[dict[str, Any]]:
         """Wait until slices offer so many devices; return them."""
@@ -83,16 +59,6 @@ class Scene:
     def pod(self, name: str = "p", count: int = 1) -> FakePod:
         """Start a pod with a claim of its own."""
         return self.node.start_pod(name, template={D: count})
-
-    def end(self) -> None:
-        for vendor in self.vendors:
-            vendor.stop(kill=True)
-        for agent in self.agents:
-            if agent.process.poll() is None:
-                agent.kill()
-            print(agent.log())
-        for vendor in self.vendors:
-            print(vendor.log.read_text())
 
 
 @pytest.fixture

@@ -13,57 +13,22 @@ import pytest
 
 from deviceplugin.testing import FakeKubelet, PodFailedError
 from deviceplugin.wire import deviceplugin_pb2 as pb
+from tests.adoption.behind import Adopted
 from tests.scenarios.fake import AgentProcess
-from tests.scenarios.node import wait_for
-from tests.testing.vendor import RESOURCE, Vendor, resource
+from tests.testing.vendor import RESOURCE, resource
 
 
-class Node:
+class Node(Adopted):
     """The fake kubelet, the agent, and a vendor's plugin in the agent's directory."""
 
     def __init__(self, kubelet: FakeKubelet, where: Path) -> None:
+        super().__init__(where)
         self.kubelet = kubelet
-        self.where = where
-        self.directory = where / "adopted"
-        self.vendors: list[Vendor] = []
-        self.agents: list[AgentProcess] = []
-        self.config = where / "config.yaml"
-        self.write({"name": RESOURCE, "devices": [{"plugin": {}}]})
-
-    def write(self, *resources: Mapping[str, Any]) -> None:
-        new = self.config.with_suffix(".new")
-        new.write_text(json.dumps({"resources": resources}))
-        new.replace(self.config)
+        self.write_config({"name": RESOURCE, "devices": [{"plugin": {}}]})
 
     def agent(self) -> AgentProcess:
         """Start the agent, and wait until plugins can register."""
-        arguments = ["--config", str(self.config), "--adopt", str(self.directory), *self.kubelet.arguments]
-        number = len(self.agents)
-        self.agents.append(
-            AgentProcess(["-m", "deviceplugin", "run", *arguments], self.config, self.where / f"agent-{number}.log")
-        )
-        self.wait_log("plugins can register")
-        return self.agents[-1]
-
-    def vendor(self, *resources: Mapping[str, Any], name: str = "one", **quirks: Any) -> Vendor:
-        """Start a plugin."""
-        (where := self.where / name).mkdir(exist_ok=True)
-        self.vendors.append(Vendor(where, self.directory, *resources, **quirks).start())
-        return self.vendors[-1]
-
-    def wait_log(self, text: str, count: int = 1) -> None:
-        """Wait until the last agent has said so."""
-        wait_for(f"{text!r} in the log", lambda: self.agents[-1].log().count(text) >= count, 10)
-
-    def end(self) -> None:
-        for vendor in self.vendors:
-            vendor.stop(kill=True)
-        for agent in self.agents:
-            if agent.process.poll() is None:
-                agent.kill()
-            print(agent.log())
-        for vendor in self.vendors:
-            print(vendor.log.read_text())
+        return self.run_agent("deviceplugin", *self.kubelet.arguments)
 
 
 @pytest.fixture

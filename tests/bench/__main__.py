@@ -30,6 +30,7 @@ from dra_bridge.testing.serving import device_class
 from tests.bench import bench_client, bench_metrics
 from tests.bench.kubelet import OPTIONS, Kubelet
 from tests.config.files import bombs
+from tests.kubeconfigs import written
 from tests.programs import ANY_CONFIG, image_environment
 from tests.scenarios.node import wait_for
 
@@ -398,11 +399,7 @@ def bridge() -> None:
     """The agent with both sides, which reaches the API server by a kubeconfig and serves a pod of each side."""
     with FakeApiServer() as server, FakeNode(server, "n1") as node:
         made = server.create(device_class("example.com/bench", "bench.example.com"))
-        context = {"name": "c", "context": {"cluster": "c", "user": "u"}}
-        clusters = [{"name": "c", "cluster": {"server": server.url}}]
-        named = {"current-context": "c", "contexts": [context], "clusters": clusters}
-        file = node.root / "kubeconfig"
-        file.write_text(json.dumps(named | {"users": [{"name": "u", "user": {"token": "t"}}]}))
+        file = written(node.root / "kubeconfig", server.url, {"token": "t"})
         more = ("--kubeconfig", str(file), "--node-name", "n1", "--cdi-dir", str(node.cdi))
         with process(*config(node.root, 8, "bench.example.com"), *more) as agent:
             wait_for("slices", lambda: len(server.objects("resourceslices")) > 0, 60)

@@ -36,6 +36,7 @@ from dra_bridge.rollout.fleet import RESTARTING
 from dra_bridge.rollout.progress import DeviceProgress, Progress, ResourceProgress
 from dra_bridge.testing.apiserver import FakeApiServer, Fault, LoggedRequest
 from tests.dra.rollout.test_agents import binding
+from tests.kubeconfigs import written
 from tests.programs import running
 
 D = "gpu.example.com"
@@ -77,6 +78,11 @@ class Agent:
         told = progress.read(D, [self.server.get("resourceslices", f"{self.node}-s")])
         return "" if told is None else told.asked
 
+    @property
+    def moving(self) -> bool:
+        """Whether it has told of moves, or is to hear of another share yet."""
+        return bool(set(self.states.values()) - {State.PLUGIN, State.DRA}) or self.said != self.annotations.get(SHARE)
+
     def ask(self, **annotations: str) -> None:
         """Put annotations on the Node, dra_share for the driver's."""
         node = self.server.get("nodes", self.node)
@@ -113,6 +119,7 @@ class Agent:
             )
             for name, state in self.states.items()
         }
+        self.said = asked
         told = Progress({R: ResourceProgress(asked or "none", counts, devices)}, asked or "", {R: ""})
         body: dict[str, Any] = {
             "apiVersion": "resource.k8s.io/v1",
@@ -159,38 +166,19 @@ class World:
             for agent in list(self.agents.values()):
                 if not agent.deaf:
                     with self.lock:
-                        self.count()
+                        self.most = max(self.most, sum(one.moving for one in list(self.agents.values())))
                         agent.work()
-
-    def count(self) -> None:
-        moving = 0
-        for agent in list(self.agents.values()):
-            told = progress.read(D, [self.server.get("resourceslices", f"{agent.node}-s")])
-            assert told is not None
-            under_way = told.resources[R].counts.keys() - {"plugin", "dra"}
-            moving += bool(under_way) or told.asked != agent.annotations.get(SHARE, "")
-        self.most = max(self.most, moving)
 
     def wait_for(self, met: Callable[[], bool]) -> None:
         self.server.wait_for(lambda _: met(), WAIT)
 
 
 @pytest.fixture
-def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read_here: None) -> Iterator[World]:
     monkeypatch.setattr(rollout, "POLL", 0.1)
     with FakeApiServer() as server:
-        file = tmp_path / "kubeconfig"
-        named: Mapping[str, Any] = {
-            "apiVersion": "v1",
-            "kind": "Config",
-            "current-context": "c",
-            "clusters": [{"name": "c", "cluster": {"server": server.url}}],
-            "users": [{"name": "u", "user": {}}],
-            "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
-        }
-        file.write_text(yaml.safe_dump(named))
         server.create(binding())
-        here = World(server, file)
+        here = World(server, written(tmp_path / "kubeconfig", server.url))
         thread = threading.Thread(target=here.loop, daemon=True)
         thread.start()
         yield here
@@ -1115,13 +1103,12 @@ def test_status_on_a_terminal(world: World, columns: int) -> None:
     assert f"gpu-0 (to-dra) waits for its holder, held by {pod}" in " ".join(line.strip() for line in lines)
 
 
-@pytest.mark.parametrize(("columns", "rows"), [(80, 24), (120, 24)])
-def test_rollout_of_many_nodes_on_a_terminal(world: World, columns: int, rows: int) -> None:
+def test_rollout_of_many_nodes_on_a_terminal(world: World) -> None:
     """What moves and how far all nodes are stays on the screen, and why it stopped is the last that is printed."""
     for number in range(30):
         world.agent(f"node-{number:02}", held={"gpu-0": "pod default/p"} if number == 7 else {})
     argv = ("rollout", "--driver", D, "--share", "all", "-l", "pool=gpu", "--max-unavailable", "25")
-    status, text = on_a_terminal(world, *argv, "--timeout-per-node", "6", columns=columns, rows=rows)
+    status, text = on_a_terminal(world, *argv, "--timeout-per-node", "6", columns=80, rows=(rows := 24))
     assert status == 1
     frames = text.split("of 30 nodes")
     assert "1 in the move, 0 to come" in frames[-2]

@@ -7,7 +7,6 @@ has imported everything, so that it serves some milliseconds later.
 from __future__ import annotations
 
 import asyncio
-import importlib
 import logging
 import multiprocessing
 import os
@@ -23,11 +22,14 @@ from deviceplugin.device import ContainerEdits, Device, DeviceNode, Mount
 from deviceplugin.kubelet.paths import Paths
 from deviceplugin.node.agent import Agent, AgentError
 from deviceplugin.source import DeviceSource
+from dra_bridge.driver import preparation
 from dra_bridge.handover.share import parse_share
 from dra_bridge.kube import Cluster
+from dra_bridge.node import claim_reconciliation, device_reconciliation, slice_feed
 from dra_bridge.node.bridge import Bridge
 from dra_bridge.node.options import BridgeOptions
 from dra_bridge.node.share import HandoverPolicy
+from tests.scenarios.quick import hurry
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -37,15 +39,14 @@ Kind = Literal["node", "file", "serial", "name"]
 DEADLINE: Final = 30.0
 """Seconds for anything that an agent is asked; more than that is a failure."""
 
-SHORTER: Final = {
-    "deviceplugin.kubelet.holders": {"WELL_APART": 0.5},
-    "dra_bridge.ledger.rules": {"WELL_APART": 0.5},
-    "dra_bridge.driver.preparation": {"PATIENCE": 0.3},
-    "dra_bridge.node.claim_reconciliation": {"RECONCILE": 1.0, "NOTICE": 0.1},
-    "dra_bridge.node.device_reconciliation": {"RESOLVE": 0.5},
-    "dra_bridge.node.slice_feed": {"FIRST": 0.2},
-}
-"""Seconds that an agent lets pass before it asks again, by module and name. Names that are gone are left out."""
+SHORTER: Final = (
+    (preparation, "PATIENCE", 0.3),
+    (claim_reconciliation, "RECONCILE", 1.0),
+    (claim_reconciliation, "NOTICE", 0.1),
+    (device_reconciliation, "RESOLVE", 0.5),
+    (slice_feed, "FIRST", 0.2),
+)
+"""Seconds that an agent lets pass before it asks again, by module and name."""
 
 
 @dataclass(frozen=True)
@@ -202,14 +203,10 @@ class Process:
 
 def main(connection: Connection, place: Place, config: Config, lists: Lists, log: str) -> None:
     """Run an agent until it is told to end, or nobody is there any more who could."""
-    for module, numbers in SHORTER.items():
-        try:
-            there = importlib.import_module(module)
-        except ImportError:
-            continue
-        for name, value in numbers.items():
-            if hasattr(there, name):
-                setattr(there, name, value)
+    hurry()
+    for module, name, seconds in SHORTER:
+        assert hasattr(module, name)
+        setattr(module, name, seconds)
     logging.basicConfig(filename=log, level=logging.INFO, format="%(relativeCreated)7d %(message)s", force=True)
     try:
         asyncio.run(_Child(connection, place, config, lists).run())

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Sequence
 
 import pytest
 
 from deviceplugin.device import ContainerEdits, Device
+from deviceplugin.kubelet import registration
 from dra_bridge.testing.node import FakeNode
 from tests.register.node import A, B, D, Listed, got, serving
 
@@ -101,11 +103,16 @@ async def test_a_list_changes_while_a_claim_is_prepared(node: FakeNode, hook: st
 
 @BOTH
 @pytest.mark.parametrize(("to", "outlasts"), [(A, False), (B, False), (B, True)], ids=["same", "other", "outlasts"])
-async def test_a_reload_moves_hardware_while_edits_works(node: FakeNode, both: bool, to: str, outlasts: bool) -> None:
+async def test_a_reload_moves_hardware_while_edits_works(
+    node: FakeNode, monkeypatch: pytest.MonkeyPatch, both: bool, to: str, outlasts: bool
+) -> None:
     """The resource is removed, and its hardware offered as another one's, while its Allocate is under way.
 
     outlasts: `edits` works for longer than the agent waits for a resource that is removed.
     """
+    if outlasts:
+        short = functools.partial(registration.RegistrationTiming, calls=0.5)
+        monkeypatch.setattr(registration, "RegistrationTiming", short)
     source = Slow()
     source.hook_timeout = 60.0
     cards(source, d0="h0")

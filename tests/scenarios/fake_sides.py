@@ -12,16 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from deviceplugin import naming, sources
 from deviceplugin.device import Device
 from deviceplugin.sources.path import device_id
 from deviceplugin.testing import FakePod
-from dra_bridge import cli
 from dra_bridge.driver import preparation
 from dra_bridge.node import claim_reconciliation
 from dra_bridge.testing.node import FakeNode, Holding, overlaps
+from tests import kubeconfigs
 from tests.dra.classes import device_class
 from tests.programs import ANY_CONFIG
 from tests.register.files import lose_register
@@ -56,17 +54,7 @@ class FakeScene(Scene):
         self.stack = contextlib.ExitStack()
         self._directory = directory
         self._config, self._notes = directory / "config.yaml", directory / "released"
-        self._kubeconfig = directory / "kubeconfig"
-        self._kubeconfig.write_text(
-            yaml.safe_dump(
-                {
-                    "current-context": "c",
-                    "clusters": [{"name": "c", "cluster": {"server": node.server.url}}],
-                    "users": [{"name": "u", "user": {}}],
-                    "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
-                }
-            )
-        )
+        self._kubeconfig = kubeconfigs.written(directory / "kubeconfig", node.server.url)
         self._shares: dict[str, str | int] = {}
         self._ids: dict[str, str] = {}
         """The devices' ids by their names in slices."""
@@ -319,10 +307,10 @@ def main(notes: str, *arguments: str) -> int:
             return super().hooks | {"released"}
 
     sources.ConfiguredSource = Recorded  # type: ignore[misc]
-    quick.hurry()
+    quick.scan_often()
     preparation.PATIENCE = 0.5  # type: ignore[misc]
     claim_reconciliation.RECONCILE = 0.5  # type: ignore[misc]
-    return cli.main(arguments)
+    return kubeconfigs.main(arguments)
 
 
 if __name__ == "__main__":

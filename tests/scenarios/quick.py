@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import runpy
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from deviceplugin.kubelet import tracker
@@ -17,8 +18,6 @@ from deviceplugin.register import rules
 
 PERIOD = 0.2
 """Seconds between two scans, between two that end a grant without a pod, and at most between two requests."""
-
-
 _INIT = scanning.HolderScanner.__init__
 
 
@@ -28,16 +27,22 @@ def quick_scanner(scanner: scanning.HolderScanner, *arguments: Any, **more: Any)
     scanner.period = PERIOD
 
 
-def hurry() -> None:
-    """Have the agents of this process scan often."""
+def hurry(replace: Callable[[Any, str, Any], None] = setattr) -> None:
+    """Have the agents of this process ask for checkpoints often; replace: as `setattr`, or `monkeypatch.setattr`."""
+    replace(rules, "WELL_APART", PERIOD)
+    replace(tracker, "MOST_REQUEST", PERIOD)
+    replace(tracker, "FIRST_REQUEST", PERIOD / 4)
+
+
+def scan_often() -> None:
+    """Have the agents of this process scan often, and ask for checkpoints as often."""
     scanning.HolderScanner.__init__ = quick_scanner  # type: ignore[assignment]
-    rules.WELL_APART = PERIOD  # type: ignore[misc]
-    tracker.MOST_REQUEST = PERIOD  # type: ignore[misc]
+    hurry()
 
 
 def main(arguments: list[str]) -> None:
     """Run `FILE [ARGUMENT ...]` or `-m MODULE [ARGUMENT ...]` as python would."""
-    hurry()
+    scan_often()
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)

@@ -15,7 +15,9 @@ from deviceplugin.source import DeviceSource
 from deviceplugin.sources.path import PathSource
 from deviceplugin.testing import FakeKubelet
 from deviceplugin.testing.plugin import Served, serve
+from tests.scenarios.quick import hurry
 
+pytestmark = pytest.mark.usefixtures("hurried")
 Serve = Callable[..., Served]
 A, B = "example.com/a", "example.com/b"
 
@@ -40,6 +42,11 @@ class Listed(DeviceSource):
         self._devices = devices
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._changed.set)
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    hurry(monkeypatch.setattr)
 
 
 def healthy(kubelet: FakeKubelet, resource: str) -> set[str]:

@@ -26,6 +26,10 @@ from dra_bridge.kube import auth as access
 from dra_bridge.kube.auth import from_environment
 from dra_bridge.kube.kubeconfig import KubeConfigError
 from dra_bridge.testing.apiserver import FakeApiServer
+from tests.kubeconfigs import written
+
+HERE = pytest.mark.usefixtures("read_here")
+"""Marks tests of what is in a kubeconfig; the others have it read by a process, as agents do."""
 
 
 @pytest.fixture
@@ -60,21 +64,16 @@ async def test_in_a_pod(account: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def kubeconfig(path: Path, user: dict[str, Any], **cluster: Any) -> Path:
-    body = {
-        "current-context": "c",
-        "contexts": [{"name": "c", "context": {"cluster": "k", "user": "u"}}],
-        "clusters": [{"name": "k", "cluster": {"server": "http://server.example", **cluster}}],
-        "users": [{"name": "u", "user": user}],
-    }
-    path.write_text(json.dumps(body))
-    return path
+    return written(path, "http://server.example", user, **cluster)
 
 
+@HERE
 async def test_a_named_file_comes_first(account: Path, tmp_path: Path) -> None:
     """A kubeconfig that is named is used in a pod, too."""
     assert (await from_environment(kubeconfig(tmp_path / "config", {}))).url == "http://server.example"
 
 
+@HERE
 @pytest.mark.parametrize(
     ("user", "header"),
     [
@@ -91,6 +90,7 @@ async def test_users(tmp_path: Path, user: dict[str, Any], header: str) -> None:
     assert await found.authorize(True) == header
 
 
+@HERE
 async def test_a_token_file_beside_the_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A token file is named relative to the kubeconfig, and read again when it is old or refused."""
     (tmp_path / "token").write_text("first")
@@ -103,6 +103,7 @@ async def test_a_token_file_beside_the_config(tmp_path: Path, monkeypatch: pytes
     assert await found.authorize(False) == "Bearer third"
 
 
+@HERE
 async def test_what_a_cluster_says(tmp_path: Path) -> None:
     """A kubeconfig's proxy, and the name in the server's certificate, are used."""
     more = {"proxy-url": "http://proxy.example:3128", "tls-server-name": "other.example"}
@@ -110,6 +111,7 @@ async def test_what_a_cluster_says(tmp_path: Path) -> None:
     assert (found.proxy, found.server_name) == ("http://proxy.example:3128", "other.example")
 
 
+@HERE
 async def test_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The files of KUBECONFIG are one configuration; those that are not there are left out."""
     kubeconfig(tmp_path / "a", {"token": "t"})
@@ -154,6 +156,7 @@ async def test_an_exec_plugin_knows_what_it_is_asked_for(tmp_path: Path) -> None
     assert token.startswith("Bearer get-token-north-apiVersionclient.authentication.k8s.io/v1kindExecCredential")
 
 
+@HERE
 @pytest.mark.parametrize(("ends", "again"), [("2020-01-01T00:00:00Z", "t2"), ("2999-01-01T00:00:00Z", "t1")])
 async def test_a_token_that_has_ended_is_asked_for_again(tmp_path: Path, ends: str, again: str) -> None:
     """The plugin says until when its token is good."""
@@ -172,6 +175,7 @@ class Clock:
         return self.now
 
 
+@HERE
 @pytest.mark.parametrize("why", ["refused", "expired", "fails"])
 async def test_a_plugin_that_does_not_help_is_not_asked_at_each_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
@@ -202,6 +206,7 @@ async def test_a_plugin_that_does_not_help_is_not_asked_at_each_request(
         clock.now += access.RENEW
 
 
+@HERE
 @pytest.mark.parametrize(
     ("script", "said"),
     [
@@ -284,6 +289,7 @@ async def test_tokens_of_an_oidc_provider(tmp_path: Path) -> None:
     assert "refresh-token: second" in file.read_text()
 
 
+@HERE
 async def test_an_exec_plugin_that_is_not_there(tmp_path: Path) -> None:
     """What the file says of how to get it is passed on."""
     user = {
@@ -297,6 +303,7 @@ async def test_an_exec_plugin_that_is_not_there(tmp_path: Path) -> None:
         await from_environment(kubeconfig(tmp_path / "config", user))
 
 
+@HERE
 @pytest.mark.parametrize("text", ["", "[]", "{}", "current-context: none\nclusters: []\ncontexts: []\n", "a: ["])
 async def test_files_that_make_no_sense(tmp_path: Path, text: str) -> None:
     """A file that is no kubeconfig is an error that names it."""
@@ -427,6 +434,7 @@ async def test_a_cluster_whose_ca_has_no_key_identifiers(tmp_path: Path, authori
     assert names == ["server.example"]
 
 
+@HERE
 async def test_a_server_that_another_ca_signed(tmp_path: Path, authority: Authority) -> None:
     """A server that the pinned CA has not signed is not spoken to, unless the file says that nothing is verified."""
     (tmp_path / "other").mkdir()

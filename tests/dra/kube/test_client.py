@@ -36,6 +36,7 @@ from dra_bridge.kube import (
 )
 from dra_bridge.kube.api import GoneError, error_of
 from dra_bridge.testing.apiserver import FakeApiServer, Fault
+from tests.kubeconfigs import written
 
 
 @pytest.fixture
@@ -625,23 +626,10 @@ async def test_a_long_outage_is_not_hammered() -> None:
 # --- access ---------------------------------------------------------------------------------------
 
 
-def kubeconfig(path: Path, url: str, user: dict[str, Any]) -> Path:
-    path.write_text(
-        json.dumps(
-            {
-                "current-context": "c",
-                "contexts": [{"name": "c", "context": {"cluster": "k", "user": "u"}}],
-                "clusters": [{"name": "k", "cluster": {"server": url}}],
-                "users": [{"name": "u", "user": user}],
-            }
-        )
-    )
-    return path
-
-
+@pytest.mark.usefixtures("read_here")
 async def test_kubeconfig(server: FakeApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kubeconfig file is used when it is named, or found by KUBECONFIG."""
-    file = kubeconfig(tmp_path / "config", server.url, {"token": "t"})
+    file = written(tmp_path / "config", server.url, {"token": "t"})
     server.create(node("a"))
     async with Cluster.from_environment(file) as cluster:
         await cluster.get(NODES, "a")
@@ -662,7 +650,7 @@ async def test_a_token_is_read_again(server: FakeApiServer, tmp_path: Path) -> N
     """When a token is not accepted any more its file is read again."""
     token = tmp_path / "token"
     token.write_text("old")
-    file = kubeconfig(tmp_path / "config", server.url, {"tokenFile": str(token)})
+    file = written(tmp_path / "config", server.url, {"tokenFile": str(token)})
     server.create(node("a"))
     async with Cluster.from_environment(file) as cluster:
         await cluster.get(NODES, "a")
@@ -671,17 +659,18 @@ async def test_a_token_is_read_again(server: FakeApiServer, tmp_path: Path) -> N
         await cluster.get(NODES, "a")
 
 
+@pytest.mark.usefixtures("read_here")
 async def test_another_kubeconfig_is_read_after_an_outage(
     server: FakeApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server that cannot be reached is looked up again: its address, CA or credentials may have changed."""
     monkeypatch.setattr(auth, "RENEW", 0.0)
-    file = kubeconfig(tmp_path / "config", "http://127.0.0.1:1", {"token": "t"})
+    file = written(tmp_path / "config", "http://127.0.0.1:1", {"token": "t"})
     server.create(node("a"))
     async with Cluster.from_environment(file) as cluster:
         with pytest.raises(UnavailableError):
             await cluster.get(NODES, "a")
-        kubeconfig(file, server.url, {"token": "t"})
+        written(file, server.url, {"token": "t"})
         await cluster.get(NODES, "a")
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from dra_bridge import cli
 from dra_bridge.rollout import adoption
@@ -18,6 +17,7 @@ from dra_bridge.rollout.adoption import AgentPod, adopt, agent_of, in_use, undo
 from dra_bridge.rollout.agents import Answers, DeviceNow
 from dra_bridge.testing.apiserver import FakeApiServer
 from tests.dra.rollout.test_agents import binding
+from tests.kubeconfigs import written
 
 PLUGINS, REGISTRY = "/var/lib/kubelet/device-plugins", "/var/lib/kubelet/plugins_registry"
 OURS = "/run/deviceplugin/plugins"
@@ -273,18 +273,9 @@ def server() -> Iterator[FakeApiServer]:
 
 @pytest.fixture
 def command(
-    server: FakeApiServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], logs_restored: None
+    server: FakeApiServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], logs_restored: None, read_here: None
 ) -> Callable[..., tuple[int, str, str]]:
-    file = tmp_path / "kubeconfig"
-    named = {
-        "apiVersion": "v1",
-        "kind": "Config",
-        "current-context": "c",
-        "clusters": [{"name": "c", "cluster": {"server": server.url}}],
-        "users": [{"name": "u", "user": {}}],
-        "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
-    }
-    file.write_text(yaml.safe_dump(named))
+    file = written(tmp_path / "kubeconfig", server.url)
 
     def run(*argv: str) -> tuple[int, str, str]:
         status = cli.main(["adopt", "gadgets", "-n", "vendor", *argv, "--kubeconfig", str(file)])
