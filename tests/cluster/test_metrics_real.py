@@ -6,35 +6,32 @@ prometheus and chromium.
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import subprocess
 import sys
 import time
-import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pytest
-import yaml
 
 from tests.cluster import isolate
 from tests.cluster.bridge import Bridge, env_of
-from tests.cluster.node import DEVICE_PLUGINS, Cluster, Pod
-from tests.cluster.test_witnesses_real import start_api_server
-from tests.metrics.test_monitoring import EXAMPLES, queries, rules
+from tests.cluster.node import Cluster, Pod
+from tests.cluster.prometheus import AGENT, Prometheus
+from tests.metrics.test_monitoring import queries
 from tests.metrics.test_page import Table
-from tests.testing.bare import BarePlugin
 
-AGENT = "127.0.0.1:9410"
 SCRIPT = """
 import asyncio, sys, time
 from pathlib import Path
 from deviceplugin import ContainerEdits, Device, DeviceSource, Health
+from deviceplugin.metrics import views
 from dra_bridge import run
+from dra_bridge.node.status import BridgeStatus
 
 ILL = Path(__file__).with_name("ill")
 FAULTS = Path(__file__).with_name("faults")
@@ -47,6 +44,15 @@ def has(fault):
 def fail_of(fault):
     if has(fault):
         raise RuntimeError("by the test")
+
+
+def reported(status, report=BridgeStatus.report):
+    fail_of("status")
+    return report(status)
+
+
+BridgeStatus.report = reported
+views.HOLDERS_STALE = 10.0
 
 
 class Simulated(DeviceSource):
@@ -68,7 +74,8 @@ class Simulated(DeviceSource):
             await asyncio.sleep(0.2)
 
     def edits(self, devices):
-        fail_of("edits")
+        fail_of(f"{self.kind}-edits")
+        time.sleep(6 * has(f"{self.kind}-slow"))
         return ContainerEdits(env={self.kind.upper(): ",".join(device.id for device in devices)})
 
     def measure(self, devices):
@@ -111,100 +118,6 @@ RESOURCES: list[dict[str, Any]] = [
     {"name": "example.com/card", "driver": "card.example.com", "devices": [{"simulated": {"count": 4}}]},
     {"name": "example.com/shared", "devices": [{"simulated": {"count": 1}}], "sharing": {"replicas": 4}},
 ]
-
-Series = dict[frozenset[tuple[str, str]], float]
-
-
-class Prometheus:
-    """A Prometheus that scrapes the agent every second."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.process: subprocess.Popen[bytes] | None = None
-
-    def __enter__(self) -> Self:
-        # The example's rules, with patience for a test instead of for an operator.
-        text = (EXAMPLES / "alerts.yaml").read_text()
-        text = (
-            re.sub(r"for: \d+m", "for: 1s", text)
-            .replace("> 900", "> 3")
-            .replace("[15m]", "[30s]")
-            .replace("[10m]", "[30s]")
-            .replace("[2m]", "[5s]")
-            .replace("[1h]", "[30s]")
-        )
-        (self.directory / "alerts.yaml").write_text(text.replace("offset 15m", "offset 30s"))
-        job = yaml.safe_load((EXAMPLES / "prometheus.yaml").read_text())["scrape_configs"][0]
-        config = {
-            "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
-            "rule_files": ["alerts.yaml"],
-            "scrape_configs": [
-                {
-                    "job_name": job["job_name"],
-                    "static_configs": [{"targets": [AGENT], "labels": {"node": isolate.NODE_NAME}}],
-                }
-            ],
-        }
-        (self.directory / "prometheus.yaml").write_text(yaml.safe_dump(config))
-        with (self.directory / "log").open("wb") as log:
-            self.process = subprocess.Popen(
-                [
-                    "prometheus",
-                    "--config.file=prometheus.yaml",
-                    "--storage.tsdb.path=data",
-                    "--web.listen-address=127.0.0.1:9090",
-                ],
-                cwd=self.directory,
-                stdout=log,
-                stderr=log,
-            )
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        assert self.process is not None
-        self.process.kill()
-        self.process.wait()
-
-    def get(self, path: str, **query: str) -> Any:
-        url = f"http://127.0.0.1:9090/api/v1/{path}?{urllib.parse.urlencode(query)}"
-        with urllib.request.urlopen(url, timeout=10) as answer:
-            body = json.load(answer)
-        assert body["status"] == "success", body
-        return body["data"]
-
-    def query(self, text: str) -> Series:
-        """Return the series of an instant query by their labels, without those of the scrape."""
-        data = self.get("query", query=text)
-        assert data["resultType"] == "vector", data
-        drop = ("__name__", "job", "instance", "node")
-        return {
-            frozenset((name, value) for name, value in one["metric"].items() if name not in drop): float(
-                one["value"][1]
-            )
-            for one in data["result"]
-        }
-
-    def value(self, text: str) -> float | None:
-        """Return the one value of an instant query, None without a series."""
-        found = list(self.query(text).values())
-        assert len(found) <= 1, found
-        return found[0] if found else None
-
-    def holders(self) -> set[tuple[str, ...]]:
-        """Return (resource, device, side, pod, container) of all holders."""
-        return {
-            tuple(dict(labels)[name] for name in ("resource", "device", "side", "pod", "container"))
-            for labels, value in self.query("deviceplugin_allocation_info").items()
-            if value == 1
-        }
-
-    def firing(self) -> set[tuple[str, str]]:
-        """Return alerts that fire, with the device or resource that they are about."""
-        return {
-            (labels["alertname"], labels.get("device") or labels.get("resource") or "")
-            for alert in self.get("alerts")["alerts"]
-            if alert["state"] == "firing" and (labels := alert["labels"])
-        }
 
 
 @pytest.fixture
@@ -396,127 +309,6 @@ def test_every_query_of_the_dashboard_is_answered(bridge: Bridge, prometheus: Pr
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
     assert set(pods) == {"plugin", "extended", "share-a", "share-b", "claim"}
-
-
-def share(cluster: Cluster, wanted: str) -> None:
-    """Ask for a share of the GPUs for claims."""
-    annotation = {"metadata": {"annotations": {"gpu.example.com/dra-share": wanted}}}
-    cluster.api.patch("Node", cluster.node_name, annotation)
-
-
-def test_alerts_fire_for_what_happened(bridge: Bridge, prometheus: Prometheus) -> None:
-    """Each alert is evaluated; those whose cause is made here fire for it, and end with it."""
-    cluster = bridge.cluster
-    (group,) = prometheus.get("rules")["groups"]
-    cluster.wait_for(
-        lambda: all(rule["health"] == "ok" for rule in prometheus.get("rules")["groups"][0]["rules"]),
-        30,
-        "all rules were evaluated",
-    )
-    assert {rule["name"] for rule in group["rules"]} == {rule["alert"] for rule in rules()}
-    quiet = {("DeviceDriverError", "gpu-3"), ("DeviceDriverError", "card-3")}  # the script's XID, until it is old
-    cluster.wait_for(lambda: prometheus.firing() <= quiet, 60, "all is well")
-
-    assert bridge.script is not None
-    ill = bridge.script.with_name("ill")
-    ill.write_text("gpu-1")
-    cluster.wait_for(lambda: ("DeviceUnhealthy", "gpu-1") in prometheus.firing(), 30, "the ill device is told")
-    ill.write_text("")
-
-    def stuck() -> set[str]:
-        return {device for name, device in prometheus.firing() if name == "HandoverStuck"}
-
-    # A device that is held cannot move: that the handover waits for its pod is no reason for an alert.
-    before = cluster.allocatable("example.com/gpu")
-    holder = cluster.start_pod("holder", {"example.com/gpu": 1}).wait_running()
-    device = env_of(holder)["GPU"]
-    share(cluster, "all")
-    moving = f'deviceplugin_handover_waits{{for="holder",device="{device}"}}'
-    since = f'deviceplugin_device_state_since_timestamp_seconds{{device="{device}"}}'
-    old = f"({moving} == 1) and on (device) (time() - {since} > 8)"
-    cluster.wait_for(lambda: prometheus.query(old), 60, "the device waits for its pod")
-    assert prometheus.query('deviceplugin_devices{state="to-dra"}') != {}
-    assert not stuck()
-    holder.delete()
-    holder.wait_gone()
-    share(cluster, "3")
-    cluster.wait_allocatable("example.com/gpu", before)
-
-    # Without a kubelet nothing says that its devices are free.
-    cluster.stop_kubelet()
-    cluster.wait_for(
-        lambda: {("DevicePluginNotRegistered", name["name"]) for name in RESOURCES} <= prometheus.firing(),
-        60,
-        "the lost kubelet is told",
-    )
-    share(cluster, "all")
-    cluster.wait_for(stuck, 60, "the stuck handover is told")
-    cluster.start_kubelet()
-    cluster.wait_for(lambda: prometheus.firing() <= quiet, 90, "all is well again")
-
-    bridge.kill()
-    cluster.wait_for(lambda: ("DevicePluginAgentDown", "") in prometheus.firing(), 30, "the dead agent is told")
-    bridge.start()
-    cluster.wait_for(lambda: prometheus.firing() <= quiet, 60, "all is well with the new agent")
-    assert "DeviceHeldTwice" not in {name for name, _ in prometheus.firing()}
-
-
-CAUSES = {
-    "unknown": {("DeviceHealthUnknown", "gpu-0"), ("DeviceHealthUnknown", "card-0")},
-    "source": {("DeviceSourceFailing", one["name"]) for one in RESOURCES},
-    "measure": {("DeviceLoadUnknown", one["name"]) for one in RESOURCES},
-    "memory xid": {("DeviceMemoryErrors", "gpu-0"), ("DeviceDriverError", "gpu-0")},
-}
-"""Faults of the script, and alerts that they raise."""
-
-
-def test_alerts_about_sources_and_others(bridge: Bridge, prometheus: Prometheus) -> None:
-    """Faults of a source, another plugin and the absence of the API server raise alerts, which end with their cause."""
-    cluster = bridge.cluster
-    assert bridge.script is not None
-    faults = bridge.script.with_name("faults")
-
-    def fires(*alerts: tuple[str, str]) -> bool:
-        return prometheus.firing() >= set(alerts)
-
-    def end(*alerts: tuple[str, str]) -> None:
-        faults.write_text("")
-        cluster.wait_for(lambda: not prometheus.firing() & set(alerts), 90, f"{alerts} have ended")
-
-    for words, alerts in CAUSES.items():
-        faults.write_text(words)
-        cluster.wait_for(lambda alerts=alerts: fires(*alerts), 60, f"{alerts} fire")  # type: ignore[misc]
-        end(*alerts)
-
-    # A hook that fails: pods by limits are refused, claims are tried again.
-    faults.write_text("edits")
-    bridge.claim("mine", bridge.one(resource="example.com/gpu"))
-    user = bridge.pod("claim", {"gpu": "mine"})
-    numbers, seen = itertools.count(), 0
-    refused = ("DeviceAllocationsRefused", "example.com/gpu"), ("DeviceHooksFail", "example.com/gpu")
-
-    def told() -> bool:
-        nonlocal seen
-        seen = user.retry(seen)
-        cluster.start_pod(f"refused-{next(numbers)}", {"example.com/gpu": 1}).wait_phase("Failed")
-        return fires(*refused, ("ClaimPreparesFail", ""))
-
-    cluster.wait_for(told, 120, "refusals and failures are told")
-    end(*refused, ("ClaimPreparesFail", ""))
-    user.wait_running()
-
-    plugin = BarePlugin(DEVICE_PLUGINS, "theirs", resource="example.com/shared", endpoint="vendor.sock")
-    try:
-        plugin.register()
-        cluster.wait_for(lambda: fires(("ForeignDevicePlugin", "example.com/shared")), 60, "the other plugin is told")
-    finally:
-        plugin.stop()
-    end(("ForeignDevicePlugin", "example.com/shared"))
-
-    cluster.stop_apiserver()
-    cluster.wait_for(lambda: fires(("APIServerUnreachable", "")), 90, "the API server's absence is told")
-    start_api_server(cluster)
-    end(("APIServerUnreachable", ""))
 
 
 def chromium(url: str, directory: Path, *arguments: str) -> bytes:

@@ -157,6 +157,12 @@ def test_every_alert_fires_and_resolves() -> None:
     assert resolved == names
 
 
+def test_every_alert_has_a_cause_on_the_real_node() -> None:
+    """The scenarios of the real node name each alert."""
+    text = (Path(__file__).parents[1] / "cluster" / "test_alerts_real.py").read_text()
+    assert {rule["alert"] for rule in rules()} <= set(re.findall(r'"(\w+)"', text))
+
+
 @promtool
 def test_queries_of_the_dashboard_are_valid(tmp_path: Path) -> None:
     """Prometheus can parse each of them."""

@@ -1,0 +1,590 @@
+"""Each alert of the example fires in a real Prometheus for what happens on the real node, and ends with its cause.
+
+The rules' times are shorter (`tests.cluster.prometheus`), so is that after which holders are unknown. The causes are
+real but for these. Hooks, sources and the agent's own status fail by the words of a script. The second node of
+`test_an_agent_that_has_gone` is a Node without a kubelet, and its agent answers nothing but that it is there. There is
+no kube-state-metrics: `KubeState` says the same of the API server's objects.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from deviceplugin.sources.path import device_id
+from deviceplugin.wire import deviceplugin_pb2 as pb
+from deviceplugin.wire import podresources_pb2, podresources_pb2_grpc
+from tests.cluster import isolate, locks
+from tests.cluster import test_daemonset_real as daemonset
+from tests.cluster import test_metrics_real as metrics
+from tests.cluster.bridge import Bridge, env_of
+from tests.cluster.node import DEVICE_PLUGINS, LEDGER, POD_RESOURCES_SOCKET, Cluster, Pod
+from tests.cluster.prometheus import AGENT, KubeState, Prometheus
+from tests.cluster.test_daemonset_real import Deployed, deployment
+from tests.cluster.test_metrics_real import RESOURCES
+from tests.cluster.test_restarts_real import older
+from tests.cluster.test_witnesses_real import CHECKPOINT, start_api_server
+from tests.metrics.test_monitoring import rules
+from tests.testing.bare import BarePlugin, Hold
+
+bridge, prometheus = metrics.bridge, metrics.prometheus  # fixtures
+
+
+# --- an agent whose sources have faults ------------------------------------------------------------------------------
+
+
+def share(cluster: Cluster, wanted: str, driver: str = "gpu.example.com") -> None:
+    """Ask for a share of a driver's devices for claims."""
+    annotation = {"metadata": {"annotations": {f"{driver}/dra-share": wanted}}}
+    cluster.api.patch("Node", cluster.node_name, annotation)
+
+
+def fires(prometheus: Prometheus, *alerts: str | tuple[str, str]) -> bool:
+    """Whether all these fire, each by its name, or by that and the device or resource that it is about."""
+    found = prometheus.firing()
+    return {one for one in alerts if isinstance(one, tuple)} <= found and {
+        one for one in alerts if isinstance(one, str)
+    } <= {name for name, _ in found}
+
+
+def wait_fires(prometheus: Prometheus, cluster: Cluster, *alerts: str | tuple[str, str]) -> None:
+    cluster.wait_for(lambda: fires(prometheus, *alerts), 90, f"{alerts} fire")
+
+
+def wait_ended(prometheus: Prometheus, cluster: Cluster, *alerts: str) -> None:
+    """Wait until none of these alerts fires; without names until none at all does."""
+
+    def over() -> bool:
+        return not any(name in alerts or not alerts for name, _ in prometheus.firing())
+
+    cluster.wait_for(over, 120, f"{alerts or 'all alerts'} have ended")
+
+
+def test_alerts_fire_for_what_happened(bridge: Bridge, prometheus: Prometheus) -> None:
+    """Each alert is evaluated; those whose cause is made here fire for it, and end with it."""
+    cluster = bridge.cluster
+    (group,) = prometheus.get("rules")["groups"]
+    cluster.wait_for(
+        lambda: all(rule["health"] == "ok" for rule in prometheus.get("rules")["groups"][0]["rules"]),
+        30,
+        "all rules were evaluated",
+    )
+    assert {rule["name"] for rule in group["rules"]} == {rule["alert"] for rule in rules()}
+    quiet = {("DeviceDriverError", "gpu-3"), ("DeviceDriverError", "card-3")}  # the script's XID, until it is old
+    cluster.wait_for(lambda: prometheus.firing() <= quiet, 60, "all is well")
+
+    assert bridge.script is not None
+    ill = bridge.script.with_name("ill")
+    ill.write_text("gpu-1")
+    cluster.wait_for(lambda: ("DeviceUnhealthy", "gpu-1") in prometheus.firing(), 30, "the ill device is told")
+    ill.write_text("")
+
+    def stuck() -> set[str]:
+        return {device for name, device in prometheus.firing() if name == "HandoverStuck"}
+
+    # A device that is held cannot move: that the handover waits for its pod is no reason for an alert.
+    before = cluster.allocatable("example.com/gpu")
+    holder = cluster.start_pod("holder", {"example.com/gpu": 1}).wait_running()
+    device = env_of(holder)["GPU"]
+    share(cluster, "all")
+    moving = f'deviceplugin_handover_waits{{for="holder",device="{device}"}}'
+    since = f'deviceplugin_device_state_since_timestamp_seconds{{device="{device}"}}'
+    old = f"({moving} == 1) and on (device) (time() - {since} > 8)"
+    cluster.wait_for(lambda: prometheus.query(old), 60, "the device waits for its pod")
+    assert prometheus.query('deviceplugin_devices{state="to-dra"}') != {}
+    assert not stuck()
+    holder.delete()
+    holder.wait_gone()
+    share(cluster, "3")
+    cluster.wait_allocatable("example.com/gpu", before)
+
+    # Without a kubelet nothing says that its devices are free.
+    cluster.stop_kubelet()
+    cluster.wait_for(
+        lambda: (
+            {("DevicePluginNotRegistered", name["name"]) for name in RESOURCES} <= prometheus.firing()
+            and prometheus.told("DRADriverNotRegistered", "driver") == {"gpu.example.com", "card.example.com"}
+        ),
+        60,
+        "the lost kubelet is told",
+    )
+    share(cluster, "all")
+    cluster.wait_for(stuck, 60, "the stuck handover is told")
+    cluster.start_kubelet()
+    cluster.wait_for(lambda: prometheus.firing() <= quiet, 90, "all is well again")
+
+    bridge.kill()
+    cluster.wait_for(lambda: ("DevicePluginAgentDown", "") in prometheus.firing(), 30, "the dead agent is told")
+    bridge.start()
+    cluster.wait_for(lambda: prometheus.firing() <= quiet, 60, "all is well with the new agent")
+    assert "DeviceHeldTwice" not in {name for name, _ in prometheus.firing()}
+
+
+CAUSES: list[tuple[str, set[tuple[str, str]]]] = [
+    (
+        "unknown measure status",
+        {
+            ("DeviceHealthUnknown", "gpu-0"),
+            ("DeviceHealthUnknown", "card-0"),
+            *(("DeviceLoadUnknown", one["name"]) for one in RESOURCES),
+            ("AgentStatusIncomplete", ""),
+        },
+    ),
+    (
+        "source memory xid",
+        {
+            *(("DeviceSourceFailing", one["name"]) for one in RESOURCES),
+            ("DeviceMemoryErrors", "gpu-0"),
+            ("DeviceDriverError", "gpu-0"),
+        },
+    ),
+]
+"""Faults of the script, and alerts that they raise."""
+
+
+@pytest.fixture
+def small_disk(cluster: Cluster) -> Iterator[Path]:
+    """A file system for the ledger alone; a file that fills it is removed at the end."""
+    directory = LEDGER.parent
+    directory.mkdir(parents=True, exist_ok=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "ledger", str(directory)], check=True)
+    filler = directory / "filler"
+    yield filler
+    subprocess.run(["umount", "--lazy", str(directory)], check=True)
+
+
+def fill(path: Path) -> None:
+    """Write until the disk is full."""
+    with contextlib.suppress(OSError), path.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+
+
+@contextlib.contextmanager
+def covered_checkpoint(directory: Path) -> Iterator[None]:
+    """Have something else in the place of the kubelet's checkpoint, as by a wrong mount."""
+    other = directory / "no-checkpoint"
+    other.write_text("{")
+    subprocess.run(["mount", "--bind", str(other), str(CHECKPOINT)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(CHECKPOINT)], check=True)
+
+
+@contextlib.contextmanager
+def without_slices(bridge: Bridge) -> Iterator[None]:
+    """Take the right to write slices from the agent's role."""
+    role = bridge.cluster.get("ClusterRole", "dra-bridge", api_version="rbac.authorization.k8s.io/v1")
+    patch = {"rules": [rule for rule in role["rules"] if "resourceslices" not in rule["resources"]]}
+    assert patch["rules"] != role["rules"]
+    change = ("ClusterRole", "dra-bridge")
+    bridge.cluster.api.patch(*change, patch, api_version="rbac.authorization.k8s.io/v1")
+    try:
+        yield
+    finally:
+        bridge.cluster.api.patch(*change, {"rules": role["rules"]}, api_version="rbac.authorization.k8s.io/v1")
+
+
+def test_alerts_about_sources_and_others(small_disk: Path, bridge: Bridge, prometheus: Prometheus) -> None:
+    """Faults of sources and hooks, another plugin, a full disk, a checkpoint that cannot be read, lost rights."""
+    cluster = bridge.cluster
+    assert bridge.script is not None
+    faults, ill = bridge.script.with_name("faults"), bridge.script.with_name("ill")
+    for words, alerts in CAUSES:
+        faults.write_text(words)
+        wait_fires(prometheus, cluster, *alerts)
+    assert prometheus.told("AgentStatusIncomplete", "name") <= {"dra-bridge"}
+
+    # A hook that fails: pods by limits are refused, claims are tried again. And a slow one, of another driver.
+    faults.write_text("gpu-edits card-slow")
+    bridge.claim("mine", bridge.one(resource="example.com/gpu"))
+    bridge.claim("slow", bridge.one(resource="example.com/card"))
+    user, slow = bridge.pod("claim", {"gpu": "mine"}), bridge.pod("slow", {"card": "slow"})
+    numbers, seen = itertools.count(), 0
+    refused = ("DeviceAllocationsRefused", "example.com/gpu"), ("DeviceHooksFail", "example.com/gpu")
+
+    def told() -> bool:
+        nonlocal seen
+        seen = user.retry(seen)
+        cluster.start_pod(f"refused-{next(numbers)}", {"example.com/gpu": 1}).wait_phase("Failed")
+        return fires(prometheus, *refused, "ClaimPreparesFail")
+
+    cluster.wait_for(told, 120, "refusals and failures are told")
+    cluster.wait_for(
+        lambda: prometheus.told("ClaimPreparesSlow", "driver") == {"card.example.com"}, 60, "the slow hook is told"
+    )
+    faults.write_text("")
+    slow.wait_running()
+    user.wait_running()
+
+    plugin = BarePlugin(DEVICE_PLUGINS, "theirs", resource="example.com/shared", endpoint="vendor.sock")
+    try:
+        plugin.register()
+        wait_fires(prometheus, cluster, ("ForeignDevicePlugin", "example.com/shared"))
+    finally:
+        plugin.stop()
+
+    fill(small_disk)
+    bridge.claim("late", bridge.one(resource="example.com/gpu"))
+    late = bridge.pod("late", {"gpu": "late"})
+    with without_slices(bridge):
+        ill.write_text("gpu-0 gpu-1 gpu-2 gpu-3 gpu-4 gpu-5")
+        wait_fires(prometheus, cluster, "LedgerWritesFail")
+        cluster.wait_for(
+            lambda: prometheus.told("ResourceSlicesNotPublished", "driver") == {"gpu.example.com"}, 60, "it is told"
+        )
+    ill.write_text("")
+    small_disk.unlink()
+    late.wait_running()
+
+    with covered_checkpoint(bridge.directory):
+        cluster.stop_apiserver()
+        wait_fires(prometheus, cluster, "DeviceHoldersUnknown", "APIServerUnreachable")
+        start_api_server(cluster)
+    wait_ended(prometheus, cluster)
+
+
+# --- agents with device nodes ----------------------------------------------------------------------------------------
+
+BOARDS = isolate.DEVICES / "boards"
+ADOPTED = isolate.DEVICES / "adopted-boards"
+"""Where a vendor's plugin registers with the agent."""
+
+
+def board(letter: str, share: str | int, **more: Any) -> dict[str, Any]:
+    return {
+        "name": f"example.net/{letter}",
+        "driver": f"{letter}.example.net",
+        "devices": [{"path": f"{BOARDS}/{letter}/*"}],
+        "dra": {"share": share},
+        **more,
+    }
+
+
+class Watched(Bridge):
+    """The agent of a config file, which serves its metrics and adopts plugins."""
+
+    def command(self) -> list[str]:
+        return [*super().command(), "--metrics-address", AGENT, "--adopt", str(ADOPTED)]
+
+    def wait_registered(self, *, resources: bool = False) -> None:
+        """Wait for the drivers; an adopted resource is registered when its plugin is there."""
+        super().wait_registered(resources=resources)
+
+
+@contextlib.contextmanager
+def watched(cluster: Cluster, counts: Mapping[str, int], *resources: Mapping[str, Any]) -> Iterator[Watched]:
+    """Run the agent with so many device nodes of each resource."""
+    for directory in (BOARDS, ADOPTED):
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(parents=True)
+    minors = itertools.count(1)
+    for letter, count in counts.items():
+        for number in range(count):
+            locks.make_node(BOARDS / letter / f"{letter}{number}", next(minors))
+    with Watched.running(cluster, *resources) as running:
+        try:
+            yield running
+        finally:
+            for driver in running.drivers:
+                cluster.api.patch(
+                    "Node", cluster.node_name, {"metadata": {"annotations": {f"{driver}/dra-share": None}}}
+                )
+
+
+def node_of(pod: Pod) -> Path:
+    """Return the device node that a container has."""
+    (path,) = pod.exec(["find", str(BOARDS), "-type", "c"]).split()
+    return Path(path)
+
+
+def list_pod_resources() -> None:
+    """Call the kubelet's `List`, as any monitoring agent does."""
+    with grpc.insecure_channel(f"unix:{POD_RESOURCES_SOCKET}", (("grpc.default_authority", "localhost"),)) as channel:
+        podresources_pb2_grpc.PodResourcesListerStub(channel).List(
+            podresources_pb2.ListPodResourcesRequest(), timeout=5
+        )
+
+
+@contextlib.contextmanager
+def their_plugin(letter: str, *ids: str, node: Path) -> Iterator[BarePlugin]:
+    """Register another plugin of a resource, which gives each container the same device node."""
+    plugin = BarePlugin(
+        DEVICE_PLUGINS, *ids, resource=f"example.net/{letter}", endpoint=f"theirs-{letter}.sock", prefer=True
+    )
+    one = pb.ContainerAllocateResponse(
+        devices=[pb.DeviceSpec(container_path=str(node), host_path=str(node), permissions="rw")]
+    )
+    plugin.response = lambda names: pb.AllocateResponse(container_responses=[one])
+    plugin.on_prefer = lambda request: sorted(request.available_deviceIDs)[: request.allocation_size]
+    try:
+        plugin.register(options=plugin.options)
+        yield plugin
+    finally:
+        plugin.stop()
+
+
+def test_alerts_about_holders(cluster: Cluster, tmp_path: Path) -> None:
+    """Before the agent another plugin served, and the kubelet gave one id twice: what is held twice is told.
+
+    The kubelet does so if somebody calls `List` during an Allocate, after another pod's end (kubernetes#137534). The
+    agent would refuse the second pod.
+    """
+    with (
+        watched(cluster, {"a": 2, "b": 1}, board("a", "none"), board("b", "all")) as agent,
+        Prometheus(tmp_path) as prometheus,
+    ):
+        cluster.wait_allocatable("example.net/a", 2)
+        agent.wait_offered(1, "b.example.net")
+        cluster.wait_for(lambda: prometheus.value('up{job="device-plugin"}') == 1, 30, "the agent is scraped")
+        ours = cluster.start_pod("ours", {"example.net/a": 1})
+        # It ends 3 s after its deletion: during the other pod's Allocate.
+        slow = ["/bin/sh", "-c", "trap 'sleep 3; exit 0' TERM; sleep 3600 & wait"]
+        ending = cluster.start_pod("ending", {"example.net/a": 1}, command=slow, terminationGracePeriodSeconds=10)
+        agent.claim("mine", agent.one(resource="example.net/b"))
+        user = agent.pod("user", {"board": "mine"})
+        for pod in (ours, ending, user):
+            pod.wait_running()
+        agent.kill()
+        with (
+            their_plugin("a", *(f"theirs-{n}" for n in range(4)), node=node_of(ours)) as theirs,
+            their_plugin("b", device_id(str(node_of(user))), node=node_of(user)),
+        ):
+            cluster.wait_allocatable("example.net/a", 4)
+            cluster.wait_allocatable("example.net/b", 1)
+            taker = cluster.start_pod("taker", {"example.net/b": 1}).wait_running()
+            hold = Hold(theirs, "Allocate")
+            ending.delete(10)
+            first = cluster.start_pod("first", {"example.net/a": 1})
+            assert hold.arrived.wait(10)
+
+            def ended() -> bool:
+                list_pod_resources()
+                return ending.gone()
+
+            cluster.wait_for(ended, 8, "the other pod has ended")
+            list_pod_resources()
+            hold.let_go.set()
+            first.wait_running()
+            twin = cluster.start_pod("twin", {"example.net/a": 1}).wait_running()
+            assert theirs.allocations == [["theirs-0"]] * 2
+        agent.start()
+        agent.wait_registered()
+        names = ("DeviceAllocatedTwice", "DeviceHeldTwice", "DeviceQuarantined")
+        wait_fires(prometheus, cluster, *names)
+        held_twice = {device_id(str(node_of(ours))), device_id(str(node_of(user)))}
+        cluster.wait_for(lambda: prometheus.told("DeviceHeldTwice", "device") == held_twice, 30, "both are told")
+        assert prometheus.told("DeviceQuarantined", "device") == {device_id(str(node_of(user)))}
+        for pod in (ours, twin, taker):
+            pod.delete()
+        wait_fires(prometheus, cluster, ("DevicesWithheld", "example.net/a"))
+        wait_ended(prometheus, cluster, *names)
+        assert prometheus.told("DevicesWithheld", "reason") == {"foreign"}
+        first.delete()
+        wait_ended(prometheus, cluster)
+
+
+def test_alerts_about_what_an_operator_did(cluster: Cluster, tmp_path: Path) -> None:
+    """Shares that a kubelet restart would end pods for, a config file with a mistake, an adopted plugin that left."""
+    adopted = {"name": "example.net/v", "devices": [{"plugin": {}}]}
+    with (
+        watched(cluster, {"d": 3, "e": 4}, board("d", "none"), board("e", "all"), adopted) as agent,
+        their_vendor("v") as vendor,
+        KubeState(cluster),
+        Prometheus(tmp_path) as prometheus,
+    ):
+        # Of d: a pod that waited is older than one of the plugin side; the agent does not know that.
+        cluster.wait_allocatable("example.net/d", 3)
+        first = cluster.start_pod("first", {"example.net/d": 2}).wait_running()
+        waits = older(cluster.start_pod("waits", {"example.net/d": 2}))
+        waits.wait_unschedulable()
+        younger = cluster.start_pod("younger", {"example.net/d": 1}).wait_running()
+        share(cluster, "all", "d.example.net")
+        # Of e: the share is forced, there and back.
+        agent.wait_offered(4, "e.example.net")
+        cluster.wait_allocatable("example.net/e", 0)
+        older(cluster.start_pod("unchanged", {"example.net/e": 1})).wait_running()
+        share(cluster, "2 force", "e.example.net")
+        cluster.wait_allocatable("example.net/e", 2)
+        forced = cluster.start_pod("forced", {"example.net/e": 1}).wait_running()
+        share(cluster, "all force", "e.example.net")
+        cluster.wait_for(lambda: "waits for pod default/younger" in agent.log(), 60, "the devices of d are withdrawn")
+        cluster.wait_reported()
+        cluster.wait_allocatable("example.net/d", 0)
+        first.delete()
+        waits.wait_running()
+        vendor.stop()
+        agent.config.write_text("resources: [}")
+        wait_fires(prometheus, cluster, "AgentConfigRefused", ("AdoptedPluginGone", "example.net/v"))
+        cluster.wait_for(
+            lambda: prometheus.told("KubeletRestartEndsPods", "pod") == {"younger", "forced"}, 60, "both are told"
+        )
+        agent.write()
+        for pod in (younger, forced):
+            pod.delete()
+        with their_vendor("v"):
+            wait_ended(prometheus, cluster)
+
+
+@contextlib.contextmanager
+def their_vendor(letter: str) -> Iterator[BarePlugin]:
+    """Register a vendor's plugin with the agent."""
+    plugin = BarePlugin(ADOPTED, "theirs", resource=f"example.net/{letter}", endpoint="vendor.sock")
+    try:
+        plugin.register()
+        yield plugin
+    finally:
+        plugin.stop()
+
+
+# --- agents of two nodes ---------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def answering(address: str, port: int) -> Iterator[None]:
+    """Answer scrapes, with nothing."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "text/plain; version=0.0.4")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer((address, port), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+OTHER = "node2"
+OTHER_ADDRESS = "127.0.0.2"
+_AGENTS = "example.net/agents"
+
+
+@contextlib.contextmanager
+def other_node(cluster: Cluster) -> Iterator[None]:
+    """Have a second Node, with the capacity for an agent and no kubelet."""
+    there = {"cpu": "4", "memory": "4Gi", "pods": "10"}
+    info = cluster.node()["status"]["nodeInfo"]
+    labels = {_AGENTS: "yes", "kubernetes.io/os": "linux"}
+    cluster.api.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": OTHER, "labels": labels}})
+    status = {"status": {"capacity": there, "allocatable": there, "nodeInfo": info}}
+    cluster.api.patch("Node", OTHER, status, subresource="status")
+    try:
+        yield
+    finally:
+        cluster.delete("Node", OTHER)
+        for pod in cluster.pods():
+            if pod.object["spec"].get("nodeName") == OTHER:
+                pod.delete(0)
+
+
+class Discovery:
+    """Tells Prometheus of the agents' pods that have an address, as its discovery of Kubernetes does."""
+
+    def __init__(self, deployed: Deployed, prometheus: Prometheus) -> None:
+        self.deployed = deployed
+        self.prometheus = prometheus
+
+    def pod_of(self, node: str) -> Pod | None:
+        """Return the agent's pod that is bound to a node, None if there is none."""
+        found = [pod for pod in self.deployed.pods() if pod.object["spec"].get("nodeName") == node]
+        return found[0] if found else None
+
+    def nodes(self) -> set[str]:
+        """Look at the pods, and tell; return the nodes of those that are told of."""
+        found = [pod.object for pod in self.deployed.pods()]
+        found = [pod for pod in found if pod["status"].get("podIP")]
+        agents = [(f"{pod['status']['podIP']}:9410", pod["spec"]["nodeName"]) for pod in found]
+        self.prometheus.discover(*agents)
+        return {node for _, node in agents}
+
+    def wait(self, *nodes: str) -> None:
+        """Wait until agents run on these nodes, and on no other."""
+        self.deployed.cluster.wait_for(lambda: self.nodes() == {*nodes}, daemonset.PATIENCE, f"agents are on {nodes}")
+
+
+class Labelled(Deployed):
+    """A DaemonSet for the nodes of a label."""
+
+    def apply(self, *options: str) -> None:
+        super().apply(f"--node-selector={_AGENTS}=yes", *options)
+
+
+def label(cluster: Cluster, value: str | None) -> None:
+    """Set the label of the node for agents, or remove it."""
+    cluster.api.patch("Node", cluster.node_name, {"metadata": {"labels": {_AGENTS: value}}})
+
+
+@pytest.fixture
+def labelled(node: Cluster) -> Iterator[Labelled]:
+    label(node, "yes")
+    with deployment(Labelled, node, [os.makedev(1, 5)]) as made:
+        yield made
+    label(node, None)
+
+
+def test_an_agent_that_has_gone(labelled: Labelled, tmp_path: Path) -> None:
+    """An agent that its DaemonSet has removed is told until it is back; not one whose Node is gone, nor the last."""
+    cluster = labelled.cluster
+    with (
+        answering(OTHER_ADDRESS, 9410),
+        other_node(cluster),
+        Prometheus(tmp_path) as prometheus,
+        contextlib.ExitStack() as kube_state,
+    ):
+        kube_state.enter_context(KubeState(cluster))
+        discovery = Discovery(labelled, prometheus)
+
+        def gone() -> set[str]:
+            return prometheus.told("DevicePluginAgentGone", "node")
+
+        other = cluster.wait_for(lambda: discovery.pod_of(OTHER), 60, "the other node has an agent's pod")
+        assert other is not None
+        running = {"status": {"phase": "Running", "podIP": OTHER_ADDRESS, "podIPs": [{"ip": OTHER_ADDRESS}]}}
+        cluster.api.patch("Pod", other.name, running, other.namespace, "status")
+        discovery.wait(cluster.node_name, OTHER)
+        cluster.wait_for(lambda: prometheus.value('sum(up{job="device-plugin"})') == 2, 30, "both are scraped")
+        label(cluster, None)
+        discovery.wait(OTHER)
+        cluster.wait_for(lambda: gone() == {cluster.node_name}, 30, "the agent that has gone is told")
+        label(cluster, "yes")
+        discovery.wait(cluster.node_name, OTHER)
+        cluster.wait_for(lambda: not prometheus.firing(), 60, "it is back")
+
+        # A node that leaves the cluster, and its pod with it.
+        cluster.delete("Node", OTHER)
+        other.delete(0)
+        discovery.wait(cluster.node_name)
+        left = f'max_over_time(up{{node="{OTHER}"}}[6h]) unless on (node) kube_node_info unless on (node) up'
+        cluster.wait_for(lambda: prometheus.query(left), 30, "Prometheus knows that it is gone")
+        since = prometheus.evaluated()
+        cluster.wait_for(lambda: prometheus.evaluated() > since + timedelta(seconds=3), 30, "the rules were evaluated")
+        assert gone() == set()
+        kube_state.close()  # without it nothing tells a node that has left
+        cluster.wait_for(lambda: gone() == {OTHER}, 60, "the other node's agent is told")
+        labelled.uninstall()
+        discovery.wait()
+        wait_ended(prometheus, cluster)
