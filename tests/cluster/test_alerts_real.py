@@ -2,8 +2,8 @@
 
 The rules' times are shorter (`tests.cluster.prometheus`), so is that after which holders are unknown. The causes are
 real but for these. Hooks, sources and the agent's own status fail by the words of a script. The second node of
-`test_an_agent_that_has_gone` is a Node without a kubelet, and its agent answers nothing but that it is there. There is
-no kube-state-metrics: `KubeState` says the same of the API server's objects.
+`test_an_agent_that_has_gone` is a Node without a kubelet, and its agent an answer to scrapes. There is no
+kube-state-metrics: `KubeState` says the same of the API server's objects.
 """
 
 from __future__ import annotations
@@ -453,16 +453,21 @@ def their_vendor(letter: str) -> Iterator[BarePlugin]:
 # --- agents of two nodes ---------------------------------------------------------------------------------------------
 
 
+FORGED = 'deviceplugin_devices{resource="example.com/a\x1b[2J"} 1\ndeviceplugin_devices{resource="example.com/b"} 1\n'
+"""What the other node's agent says: of one resource with a character that a terminal takes for a command."""
+
+
 @contextlib.contextmanager
 def answering(address: str, port: int) -> Iterator[None]:
-    """Answer scrapes, with nothing."""
+    """Answer scrapes with `FORGED`."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)
             self.send_header("Content-Type", "text/plain; version=0.0.4")
-            self.send_header("Content-Length", "0")
+            self.send_header("Content-Length", str(len(FORGED)))
             self.end_headers()
+            self.wfile.write(FORGED.encode())
 
         def log_message(self, *_: object) -> None:
             pass
@@ -567,6 +572,8 @@ def test_an_agent_that_has_gone(labelled: Labelled, tmp_path: Path) -> None:
         cluster.api.patch("Pod", other.name, running, other.namespace, "status")
         discovery.wait(cluster.node_name, OTHER)
         cluster.wait_for(lambda: prometheus.value('sum(up{job="device-plugin"})') == 2, 30, "both are scraped")
+        kept = prometheus.query(f'deviceplugin_devices{{node="{OTHER}"}}')
+        assert kept.keys() == {frozenset({("resource", "example.com/b")})}, "control characters are dropped"
         label(cluster, None)
         discovery.wait(OTHER)
         cluster.wait_for(lambda: gone() == {cluster.node_name}, 30, "the agent that has gone is told")

@@ -319,9 +319,24 @@ def test_a_migration_outlasts_the_node_object(bridge: Bridge, ran: Callable[...,
         return "its Node was recreated without the annotation" in "".join(found["waitsFor"])
 
     cluster.wait_for(waits, 30, "status says what stays")
-    status, out = ran(*move, "none")
+    status, out = ran(*move, "2")
     assert status == 0, out
+    cluster.wait_allocatable(RESOURCE, 2)
+    annotate(cluster, {SHARE: None})  # of the same Node: the file's share is meant
     cluster.wait_allocatable(RESOURCE, COUNT)
+
+
+def test_a_terminal_gets_no_control_characters(bridge: Bridge, ran: Callable[..., tuple[int, str]]) -> None:
+    """The API server takes control characters in annotations, which others may write; they are shown escaped."""
+    clear = "\x1b[2J"
+    record = {"share": f"1{clear}", "owner": f"eve{clear}"}
+    annotate(bridge.cluster, {SHARE: f"all{clear}", BEFORE: json.dumps(record)}, {"pool": "boards"})
+    rollout = ("rollout", "--driver", DRIVER, "--share", "1", "--selector", "pool=boards")
+    for command, result in ((("status",), 0), (rollout, 1)):
+        status, out = ran(*command)
+        assert status == result, out
+        assert repr(clear)[1:-1] in out
+        assert not {one for one in out if ord(one) < 32} - {"\n"}, out
 
 
 def test_another_class_takes_the_extended_resource(bridge: Bridge, ran: Callable[..., tuple[int, str]]) -> None:

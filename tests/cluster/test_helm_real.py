@@ -131,6 +131,9 @@ def test_life_of_a_release(released: Released) -> None:
     cluster.wait_for(lambda: released.agent(other_than=agent.uid), PATIENCE, "another pod is ready")
     cluster.wait_for(as_before, 60, f"the holders are {held}")
 
+    # Its pods could not end without the agent: who looks first is told so.
+    said = released.cli("uninstall", "--driver", DRIVER, "--check")
+    assert (said[0], "claims have devices of these drivers: default/mine: " in said[1]) == (1, True), said
     released.uninstall()
     assert not [one for one in cluster.list("DeviceClass") if one["metadata"]["name"] == DRIVER]
     for kind in ("ValidatingAdmissionPolicy", "ClusterRole", "ClusterRoleBinding"):
@@ -149,6 +152,8 @@ def test_life_of_a_release(released: Released) -> None:
         pod.delete()
         pod.wait_gone()
     cluster.wait_for(lambda: not released.holders(), 60, "all devices are free")
+    cluster.delete("ResourceClaim", "mine")
+    cluster.wait_for(lambda: released.cli("uninstall", "--driver", DRIVER, "--check")[0] == 0, 60, "no claim has any")
 
 
 def test_groups_by_label(released: Released) -> None:
