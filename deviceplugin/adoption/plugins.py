@@ -95,7 +95,7 @@ class VendorPlugin:
     claimed: dict[tuple[str, tuple[str, ...]], asyncio.Task[bytes]] = field(default_factory=dict)
     """Calls of `VendorPlugins.allocate_claim` by the claim's UID and ids, until their answers are taken, or dropped."""
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held until an Allocate is answered, however long that takes."""
+    """Held until a call is answered, however long that takes."""
     _calls: dict[str, Any] = field(default_factory=dict)
 
     async def call(self, method: str, request: bytes, timeout: float | None = None) -> bytes:
@@ -103,6 +103,17 @@ class VendorPlugin:
         if method not in self._calls:
             self._calls[method] = self.channel.unary_unary(_SERVICE + method)  # type: ignore[call-arg]  # bytes stay bytes
         return await self._calls[method](request, timeout=timeout)  # type: ignore[no-any-return]
+
+    async def call_in_turn(self, method: str, request: bytes) -> bytes:
+        """Do as `call`, once calls before it are answered; after `TURN` seconds it is asked all the same.
+
+        It may hang in an Allocate to a claim, while the kubelet admits no other pod until this call is answered.
+        """
+        async with contextlib.AsyncExitStack() as stack:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(TURN):
+                    await stack.enter_async_context(self.turn)
+            return await self.call(method, request)
 
     async def allocate(self, ids: Sequence[str]) -> bytes:
         """Allocate devices to one container; return the AllocateResponse as it came. Raises grpc.aio.AioRpcError."""

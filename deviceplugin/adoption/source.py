@@ -255,7 +255,7 @@ class AdoptedEndpoint(Endpoint):
     async def _pass(self, method: str, request: bytes, context: Any) -> bytes:
         """Pass a call on; what the plugin answers, or that it fails, is the answer."""
         try:
-            return await self._plugin().call(method, request)
+            return await self._plugin().call_in_turn(method, request)
         except Refusal as refusal:
             await context.abort(refusal.code, refusal.details)
         except grpc.aio.AioRpcError as error:

@@ -280,6 +280,29 @@ async def test_a_plugin_that_hangs_holds_up_itself_alone(monkeypatch: pytest.Mon
         assert sorted(here.vendor.asked) == [("g0",), ("g1",), ("g2",)]
 
 
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_a_container_starts_while_a_claim_is_allocated(monkeypatch: pytest.MonkeyPatch, hangs: bool) -> None:
+    """PreStartContainer comes after Allocate is answered, or after `TURN` seconds."""
+    if hangs:
+        monkeypatch.setattr(adopted_plugins, "TURN", 0.05)
+    async with running() as here:
+        await here.begin()
+        here.vendor.answers.clear()
+        here.driver.claims.add(claim("1", *ids("g0")))
+        preparing = asyncio.create_task(here.driver.prepared("1"))
+        await until(lambda: here.vendor.asked)
+        mine = here.vendors.plugin(RESOURCE)
+        assert mine is not None
+        request = pb.PreStartContainerRequest(devices_ids=["g1"]).SerializeToString()
+        start = asyncio.create_task(mine.call_in_turn("PreStartContainer", request))
+        await asyncio.wait({start}, timeout=10 if hangs else 0.1)
+        assert start.done() is hangs
+        assert ("PreStartContainer" in here.vendor.calls) is hangs
+        here.vendor.answers.set()
+        await asyncio.gather(preparing, start)
+        assert here.vendor.started == [("g1",)]
+
+
 async def test_an_allocate_that_nobody_waits_for_is_cancelled() -> None:
     """The kubelet has gone, and asks again: the call that it has given up keeps no turn."""
     async with running() as here:
