@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -103,6 +105,29 @@ def test_it_stays_for_five_seconds(scene: Scene, same: bool) -> None:
     assert metric(scene, "device_held_twice") == 0
     scene.before = scene.after = 3
     assert running.phase == during.phase == "Running"
+
+
+def test_the_kubelet_hangs_when_it_is_noticed(scene: Scene) -> None:
+    """Until the kubelet has taken the agent's registration again the agent is not ready, and says why."""
+    cluster = scene.cluster
+    serve(scene, 2)
+    kubelet = cluster.components["kubelet"].pid
+    with other_plugin("theirs"):
+        cluster.wait_for(lambda: healthy() == ["theirs"], 5, "the kubelet has their list")
+        os.kill(kubelet, signal.SIGSTOP)  # the agent looks a second after it has seen their socket
+        try:
+            why = "not registered with the kubelet: another plugin has registered it"
+            cluster.wait_for(lambda: why in scene.agents.lacks(), 30, "the agent is not ready")
+            assert metric(scene, "registered") == 0
+            assert metric(scene, "foreign_registrations_total") == 1
+        finally:
+            os.kill(kubelet, signal.SIGCONT)
+    cluster.wait_for(lambda: not scene.agents.lacks(), 60, "the agent is ready")
+    assert metric(scene, "registered") == 1
+    cluster.wait_reported()
+    cluster.wait_allocatable(named("a"), 2)
+    scene.running(scene.pod("after", "a"))
+    scene.before = scene.after = 1
 
 
 @pytest.mark.parametrize("side", ["pods", "claims"])
