@@ -234,3 +234,25 @@ def test_with_wait_dra_serves_pods_by_limits_when_the_plugin_side_is_empty(bridg
     waits.wait_running()
     assert through_dra(waits)
     no_pod_ends(bridge, waits)
+
+
+def test_with_wait_devices_go_on_being_offered_beside_pods_that_dra_serves_by_limits(bridge: Bridge) -> None:
+    """While such a pod runs none returns, and new claims get them; `cordon` takes all of them out of the slice."""
+    cluster = bridge.cluster
+    bridge.resources[0]["dra"] = {"share": "all", "drain": "wait"}
+    bridge.write()
+    cluster.wait_for(lambda: at_rest(bridge, 8), 60, "all devices are on the DRA side")
+    cluster.wait_allocatable(RESOURCE, 0)
+    unchanged = by_limits(bridge, "unchanged")
+    assert through_dra(unchanged)
+    annotate(cluster, "none")
+    cluster.wait_for(lambda: "claims are to have none of the devices" in bridge.log(), 30, "it is heard")
+    claim = by_claim(bridge, "claim")
+    assert (len(bridge.offered()), dict(states(bridge))) == (8, {"dra": 8})
+    no_pod_ends(bridge, unchanged, claim)
+    unchanged.delete()
+    wait_states(bridge, plugin=7, dra=1)
+    cluster.wait_allocatable(RESOURCE, 7)
+    claim.delete()
+    wait_states(bridge, plugin=8)
+    cluster.wait_allocatable(RESOURCE, 8)
