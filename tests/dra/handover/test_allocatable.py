@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,15 +16,14 @@ from deviceplugin.testing.pods import FakePod
 from dra_bridge.handover import allocatable
 from dra_bridge.handover.allocatable import AllocatableStatus
 from dra_bridge.handover.share import Share
-from dra_bridge.kube import Cluster
 from dra_bridge.node.bridge import Bridge
 from dra_bridge.node.node_object import numbers
-from dra_bridge.node.options import BridgeOptions
-from dra_bridge.node.share import HandoverPolicy
 from dra_bridge.rollout.fleet import share_patch
 from dra_bridge.testing.apiserver import FakeApiServer, Fault, LoggedRequest
 from dra_bridge.testing.node import FakeNode
 from dra_bridge.testing.serving import device_class
+from tests.dra import agents
+from tests.dra.agents import until
 from tests.dra.handover.test_moves import NODE, D, R, Source
 
 
@@ -174,28 +172,11 @@ def node() -> Iterator[FakeNode]:
 
 @contextlib.asynccontextmanager
 async def running(node: FakeNode, tmp_path: Path, count: int) -> AsyncIterator[Bridge]:
-    bridge = Bridge(
-        [Source(count)],
-        {R: HandoverPolicy(Share(0))},
-        BridgeOptions(replace(node.paths, cdi_dir=tmp_path / "cdi"), None, Cluster.from_server(node.server.url), NODE),
-        period=0.05,
-        grace=0.2,
-    )
-    task = asyncio.create_task(bridge.run())
-    try:
+    bridge = agents.bridge(node, [Source(count)], Share(0), tmp_path / "cdi", grace=0.2)
+    async with agents.running(bridge):
         await until(lambda: node.allocatable(R) == count)
         node.report()
         yield bridge
-    finally:
-        bridge.agent.stop()
-        async with asyncio.timeout(60):
-            await task
-
-
-async def until(what: object) -> None:
-    async with asyncio.timeout(30):
-        while not what():  # type: ignore[operator]  # noqa: ASYNC110  # the node's threads tell nobody
-            await asyncio.sleep(0.01)
 
 
 def ask(node: FakeNode, share: str) -> None:

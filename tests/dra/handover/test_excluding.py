@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,11 @@ from deviceplugin.register import operations
 from deviceplugin.register.records import RecordKey, State
 from deviceplugin.source import DeviceSource
 from dra_bridge.driver import ClaimError, ClaimRef
-from dra_bridge.handover.share import parse_share
-from dra_bridge.kube import Cluster
 from dra_bridge.node.bridge import Bridge
-from dra_bridge.node.options import BridgeOptions
-from dra_bridge.node.share import HandoverPolicy
 from dra_bridge.rollout.fleet import share_patch
 from dra_bridge.testing.node import FakeNode
+from tests.dra import agents
+from tests.dra.agents import running, until
 
 A, B = "example.com/whole", "example.com/half"
 D, E = "gpu.example.com", "other.example.com"
@@ -86,29 +83,13 @@ class World:
         return {device.id: name for bridge in drivers for name, (_, device) in bridge.driver.devices.by_name.items()}
 
     async def until(self, what: Callable[[], bool]) -> None:
-        try:
-            async with asyncio.timeout(30):
-                while not what():  # noqa: ASYNC110  # what is waited for tells nobody
-                    await asyncio.sleep(0.01)
-        except TimeoutError:
-            pytest.fail(f"it does not come: {self.states}, healthy {self.healthy}, published {self.published}")
+        await until(what, lambda: f"{self.states}, healthy {self.healthy}, published {self.published}")
 
 
 @contextlib.asynccontextmanager
 async def world(node: FakeNode, tmp_path: Path, *sources: Listed) -> AsyncIterator[World]:
-    bridge = Bridge(
-        sources,
-        {source.resource: HandoverPolicy(parse_share("none")) for source in sources},
-        BridgeOptions(replace(node.paths, cdi_dir=tmp_path / "cdi"), None, Cluster.from_server(node.server.url), NODE),
-        period=0.05,
-    )
-    task = asyncio.create_task(bridge.run())
-    try:
+    async with running(agents.bridge(node, sources, cdi=tmp_path / "cdi")) as bridge:
         yield World(node, bridge)
-    finally:
-        bridge.agent.stop()
-        async with asyncio.timeout(60):
-            await task
 
 
 def part(name: str, slices: int) -> Device:

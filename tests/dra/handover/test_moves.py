@@ -7,7 +7,6 @@ import contextlib
 import json
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,14 @@ from deviceplugin.node import logs
 from deviceplugin.register import rules
 from deviceplugin.register.records import State
 from deviceplugin.source import DeviceSource
-from dra_bridge.handover.share import parse_share
-from dra_bridge.kube import Cluster, ClusterError
+from dra_bridge.kube import ClusterError
 from dra_bridge.node import slice_feed
 from dra_bridge.node.bridge import Bridge
-from dra_bridge.node.options import BridgeOptions
-from dra_bridge.node.share import HandoverPolicy
 from dra_bridge.rollout.fleet import share_patch
 from dra_bridge.rollout.progress import DeviceProgress, read
 from dra_bridge.testing.node import FakeNode
+from tests.dra import agents
+from tests.dra.agents import running, until
 
 R = "example.com/fpga"
 D = "fpga.example.com"
@@ -97,12 +95,7 @@ class World:
 
     async def until(self, what: Callable[[], bool]) -> None:
         """Wait until something is so."""
-        try:
-            async with asyncio.timeout(60):
-                while not what():  # noqa: ASYNC110  # what is waited for tells nobody
-                    await asyncio.sleep(0.01)
-        except TimeoutError:
-            pytest.fail(f"it does not come: {self.states}, waiting {self.waiting}, healthy {self.healthy}")
+        await until(what, lambda: f"{self.states}, waiting {self.waiting}, healthy {self.healthy}")
 
     async def settle(self, *states: State) -> None:
         await self.until(lambda: tuple(self.states.values()) == states)
@@ -111,21 +104,10 @@ class World:
 @contextlib.asynccontextmanager
 async def world(node: FakeNode, tmp_path: Path, source: Source, *, offered: bool = True) -> AsyncIterator[World]:
     """Run an agent; `offered`: wait until pods can have a device."""
-    bridge = Bridge(
-        [source],
-        {R: HandoverPolicy(parse_share("none"))},
-        BridgeOptions(replace(node.paths, cdi_dir=tmp_path / "cdi"), None, Cluster.from_server(node.server.url), NODE),
-        period=0.05,
-    )
-    task = asyncio.create_task(bridge.run())
-    try:
+    async with running(agents.bridge(node, [source], cdi=tmp_path / "cdi")) as bridge:
         here = World(node, bridge)
         await here.until(lambda: len(here.healthy) > 0 if offered else D in bridge.drivers)
         yield here
-    finally:
-        bridge.agent.stop()
-        async with asyncio.timeout(60):
-            await task
 
 
 async def test_what_a_move_waits_for_is_reported_after_a_restart(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 
 import pytest
 
@@ -12,16 +12,15 @@ from deviceplugin.device import Device
 from deviceplugin.naming import device_name
 from deviceplugin.source import DeviceSource
 from dra_bridge.handover.share import Share
-from dra_bridge.kube import Cluster
 from dra_bridge.node.bridge import Bridge
-from dra_bridge.node.options import BridgeOptions
-from dra_bridge.node.share import HandoverPolicy
+from dra_bridge.node.share import NONE, HandoverPolicy
 from dra_bridge.testing.node import FakeNode
+from tests.dra import agents
+from tests.dra.agents import until
 
 A, B = "example.com/a", "example.com/b"
 D = "d.example.com"
-NODE = "node"
-ALL = HandoverPolicy(Share(part=1.0))
+ALL = Share(part=1.0)
 
 
 class Source(DeviceSource):
@@ -41,29 +40,10 @@ ALONE = {"0": (A, "0"), "1": (A, "1")}
 BOTH = ALONE | {device_name(one, "b--"): (B, one) for one in ("0", "1")}
 
 
-@contextlib.asynccontextmanager
-async def running(
-    node: FakeNode, *resources: str, policy: HandoverPolicy = ALL, ids: Sequence[str] = ("0", "1")
-) -> AsyncIterator[Bridge]:
-    bridge = Bridge(
-        [Source(name, ids) for name in resources],
-        dict.fromkeys(resources, policy),
-        BridgeOptions(node.paths, None, Cluster.from_server(node.server.url), NODE),
-        period=0.05,
-    )
-    task = asyncio.create_task(bridge.run())
-    try:
-        yield bridge
-    finally:
-        bridge.agent.stop()
-        async with asyncio.timeout(60):
-            await task
-
-
-async def until(what: Callable[[], object]) -> None:
-    async with asyncio.timeout(60):
-        while not what():  # noqa: ASYNC110  # nothing notifies of what is waited for
-            await asyncio.sleep(0.01)
+def running(
+    node: FakeNode, *resources: str, share: Share = ALL, ids: Sequence[str] = ("0", "1")
+) -> AbstractAsyncContextManager[Bridge]:
+    return agents.running(agents.bridge(node, [Source(name, ids) for name in resources], share))
 
 
 async def test_a_running_claim_is_recognised_after_names_were_made_anew(node: FakeNode) -> None:
@@ -77,7 +57,7 @@ async def test_a_running_claim_is_recognised_after_names_were_made_anew(node: Fa
     for file in path.parent.glob(f"{path.name}*"):
         file.unlink()
     await asyncio.to_thread(node.start)
-    async with running(node, A, B, policy=HandoverPolicy(Share(0))) as bridge:
+    async with running(node, A, B, share=NONE) as bridge:
         await until(lambda: {one.health for one in node.devices(B).values()} == {"Healthy"})
         await until(lambda: any(one.health == "Healthy" for one in node.devices(A).values()))
         assert node.devices(A)[device].health == "Unhealthy"
@@ -104,7 +84,7 @@ async def test_a_claim_is_known_by_its_file_when_no_device_has_its_name(
         await asyncio.to_thread(node.restart)
         for file in (node.root / "cdi").glob("*.json"):
             file.unlink()
-    async with running(node, A, policy=HandoverPolicy(Share(0)), ids=("x", "y")) as bridge:
+    async with running(node, A, share=NONE, ids=("x", "y")) as bridge:
         if damaged:
             why = "devices are withheld: x: not known: it is not known what claim"
             await until(lambda: any(said.startswith(why) for said in caplog.messages))
@@ -139,7 +119,7 @@ async def test_published_names_stay_when_resources_come_and_go(node: FakeNode) -
         await until(lambda: published(node) == resources(ALONE))
         pod = node.start_pod("p", template={D: 1})
         await asyncio.to_thread(pod.wait_running, 60)
-        await bridge.reconfigure({B: Source(B)}, dict.fromkeys((A, B), ALL), [A])
+        await bridge.reconfigure({B: Source(B)}, dict.fromkeys((A, B), HandoverPolicy(ALL)), [A])
         await until(lambda: published(node) == resources(BOTH))
         assert known(bridge) == BOTH
     with node.server.outage():
@@ -149,7 +129,7 @@ async def test_published_names_stay_when_resources_come_and_go(node: FakeNode) -
         await until(lambda: published(node) == resources(BOTH))
         await asyncio.to_thread(pod.delete, 60)
         assert not bridge.drivers[D].async_ledger.snapshot.claims
-        await bridge.reconfigure({}, {B: ALL}, [B])
+        await bridge.reconfigure({}, {B: HandoverPolicy(ALL)}, [B])
         await until(lambda: published(node).keys() == BOTH.keys() - ALONE.keys())
     async with running(node, A, B):
         await until(lambda: published(node) == resources(BOTH))
@@ -159,7 +139,7 @@ async def test_published_names_survive_the_loss_of_the_ledger(node: FakeNode) ->
     """A new ledger takes the names from the slices that the API server has, and waits for them."""
     async with running(node, A) as bridge:
         await until(lambda: published(node) == resources(ALONE))
-        await bridge.reconfigure({B: Source(B)}, dict.fromkeys((A, B), ALL), [A])
+        await bridge.reconfigure({B: Source(B)}, dict.fromkeys((A, B), HandoverPolicy(ALL)), [A])
         await until(lambda: published(node) == resources(BOTH))
         path = bridge.ledger_path
     for file in path.parent.glob(f"{path.name}*"):

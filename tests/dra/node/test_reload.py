@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -22,14 +20,14 @@ from deviceplugin.source import DeviceSource
 from deviceplugin.testing import FakePod
 from dra_bridge.driver.registrar import RegistrarTiming
 from dra_bridge.handover.share import Share
-from dra_bridge.kube import Cluster
 from dra_bridge.node import claim_reconciliation, slice_feed
 from dra_bridge.node.bridge import Bridge
 from dra_bridge.node.device_reconciliation import EvidenceReader
-from dra_bridge.node.options import BridgeOptions
 from dra_bridge.node.share import NONE, HandoverPolicy
 from dra_bridge.testing.apiserver import FakeApiServer
 from dra_bridge.testing.node import FakeNode
+from tests.dra import agents
+from tests.dra.agents import running, until
 from tests.dra.classes import device_class, unserved
 from tests.dra.ledger.samples import DirectLedger
 
@@ -56,31 +54,7 @@ def node() -> Iterator[FakeNode]:
 
 
 def bridge(node: FakeNode, tmp_path: Path, *sources: DeviceSource, share: Share = NONE) -> Bridge:
-    return Bridge(
-        sources,
-        {source.resource: HandoverPolicy(share) for source in sources},
-        BridgeOptions(replace(node.paths, cdi_dir=tmp_path / "cdi"), None, Cluster.from_server(node.server.url), NODE),
-        period=0.05,
-    )
-
-
-@contextlib.asynccontextmanager
-async def running(bridge: Bridge) -> AsyncIterator[None]:
-    """Run an agent; it has to end by itself when it is stopped."""
-    task = asyncio.create_task(bridge.run())
-    try:
-        yield
-    finally:
-        bridge.agent.stop()
-        async with asyncio.timeout(60):
-            await task
-
-
-async def until(what: Callable[[], bool]) -> None:
-    """Wait until something is so."""
-    async with asyncio.timeout(60):
-        while not what():  # noqa: ASYNC110  # nothing notifies of what is waited for
-            await asyncio.sleep(0.01)
+    return agents.bridge(node, sources, share, tmp_path / "cdi")
 
 
 def healthy(node: FakeNode, resource: str) -> set[str]:

@@ -8,8 +8,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -30,17 +29,17 @@ from deviceplugin.register.rules import ClaimEvidence, Evidence
 from deviceplugin.source import DeviceSource
 from dra_bridge.driver.driver import Driver
 from dra_bridge.handover.share import Share
-from dra_bridge.kube import Cluster
 from dra_bridge.ledger.store import Ledger
 from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.node import device_reconciliation, node_object, slice_feed
 from dra_bridge.node.bridge import Bridge
 from dra_bridge.node.device_reconciliation import DeviceReconciler
 from dra_bridge.node.node_object import NodeWatch
-from dra_bridge.node.options import BridgeOptions
 from dra_bridge.node.resource import DriverContext, ResourceRuntime
 from dra_bridge.node.share import HandoverPolicy
 from dra_bridge.testing.node import FakeNode
+from tests.dra import agents
+from tests.dra.agents import until
 from tests.dra.ledger.samples import DirectLedger
 
 R = "example.com/fpga"
@@ -59,29 +58,10 @@ class Source(DeviceSource):
         yield [Device(name, nodes=["/dev/null"], edits=ContainerEdits({"FPGA": name})) for name in ("d0", "d1")]
 
 
-@contextlib.asynccontextmanager
-async def running(node: FakeNode, cdi: Path, share: Share, *, claim_status: bool = False) -> AsyncIterator[Bridge]:
-    """Run an agent until the end of the block."""
-    bridge = Bridge(
-        [Source()],
-        {R: HandoverPolicy(share)},
-        BridgeOptions(replace(node.paths, cdi_dir=cdi), None, Cluster.from_server(node.server.url), NODE, claim_status),
-        period=0.05,
-    )
-    task = asyncio.create_task(bridge.run())
-    try:
-        yield bridge
-    finally:
-        bridge.agent.stop()
-        await task
-
-
-async def until(what: Callable[[], bool], why: str) -> None:
-    """Wait until something is so."""
-    async with asyncio.timeout(20):
-        while not what():  # noqa: ASYNC110  # nothing notifies of what is waited for
-            await asyncio.sleep(0.01)
-    assert what(), why
+def running(
+    node: FakeNode, cdi: Path, share: Share, *, claim_status: bool = False
+) -> contextlib.AbstractAsyncContextManager[Bridge]:
+    return agents.running(agents.bridge(node, [Source()], share, cdi, claim_status=claim_status))
 
 
 def states(bridge: Bridge) -> dict[str, State]:
@@ -394,12 +374,7 @@ async def test_an_agent_whose_ledger_is_removed_ends_and_the_next_one_knows_the_
     node: FakeNode, tmp_path: Path
 ) -> None:
     """It grants nothing more; the next one learns from evidence what pods hold."""
-    bridge = Bridge(
-        [Source()],
-        {R: HandoverPolicy(Share(0))},
-        BridgeOptions(replace(node.paths, cdi_dir=tmp_path / "cdi"), None, Cluster.from_server(node.server.url), NODE),
-        period=0.05,
-    )
+    bridge = agents.bridge(node, [Source()], Share(0), tmp_path / "cdi")
     task = asyncio.create_task(bridge.run())
     await moved(bridge, State.PLUGIN)
     pod = await asyncio.to_thread(lambda: node.start_pod("train", {R: 1}).wait_running(20))
