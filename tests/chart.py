@@ -2,8 +2,8 @@
 
 `python -m tests.chart` ends with 1 when what is checked in differs, `--write` makes it equal. So the rights, policies
 and mounts of the chart and of `dra-bridge manifests` have one source. What manifests.py computes from a configuration,
-charts/dra-bridge/templates/_helpers.tpl computes for Helm; tests/test_chart.py compares the objects of both. In files/
-are copies of examples/monitoring: Helm reads no file outside of the chart.
+charts/dra-bridge/templates/_helpers.tpl computes for Helm; tests/test_installers.py compares the objects of both. In
+files/ are copies of examples/monitoring: Helm reads no file outside of the chart.
 """
 
 from __future__ import annotations

@@ -78,76 +78,6 @@ def test_examples(path: Path) -> None:
 
 
 @helm_is_there
-@pytest.mark.parametrize(
-    ("values", "how"),
-    [
-        ({}, Deployment()),
-        ({"image": {"repository": "r.example.com/x", "tag": "2"}}, Deployment(image="r.example.com/x:2")),
-        ({"image": {"pullPolicy": "Always"}}, Deployment(pull_policy="Always")),
-        ({"resourceApi": "v1beta1", "extendedResource": False}, Deployment(version="v1beta1", extended_resource=False)),
-        ({"kubeletRoot": "/var/lib/k0s/kubelet"}, Deployment(kubelet_root="/var/lib/k0s/kubelet")),
-        (
-            {"kubeletRoot": "/k", "devicePluginDir": "/k/device-plugins"},
-            Deployment(kubelet_root="/k", device_plugin_directory="/k/device-plugins"),
-        ),
-        ({"devicePluginDir": "/plugins"}, Deployment(device_plugin_directory="/plugins")),
-        ({"podResourcesSocket": "/run/k/p.sock"}, Deployment(pod_resources_socket="/run/k/p.sock")),
-        ({"cgroupRoot": "/cgroup", "podLogDir": "/logs"}, Deployment(cgroup_root="/cgroup", pod_log_directory="/logs")),
-        ({"cdiDir": "/etc/cdi"}, Deployment(cdi_directory="/etc/cdi")),
-        ({"claimStatus": True}, Deployment(claim_status=True)),
-        ({"metricsPort": 0}, Deployment(metrics_port=0)),
-        ({"metricsPort": 443}, Deployment(metrics_port=443)),
-        ({"memory": "1Gi"}, Deployment(memory="1Gi")),
-        ({"bridge": False}, Deployment(plugin_only=True)),
-        ({"bridge": False, "claimStatus": True}, Deployment(plugin_only=True, claim_status=True)),
-        ({"privileged": "always"}, Deployment(privileged="always")),
-        ({"privileged": "never"}, Deployment(privileged="never")),
-        ({"runtimeClass": "nvidia"}, Deployment(runtime_class="nvidia")),
-        ({"nodeSelector": {"pool": "a", "gpu": "true"}}, Deployment(node_selector={"pool": "a", "gpu": "true"})),
-    ],
-    ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
-)
-def test_options(values: Mapping[str, Any], how: Deployment) -> None:
-    """Each value does what the option of `manifests` with its name does."""
-    assert_same(parse(TEXT), TEXT, values, how)
-
-
-@helm_is_there
-@pytest.mark.parametrize(
-    "fields",
-    [
-        "devices: [{path: /dev/x}], health: {probe: {command: [/bin/look]}}",
-        "devices: [{path: /dev/x}, {simulated: {count: 1}}], health: {probe: open}",
-        "devices: [{simulated: {count: 1, unhealthy_file: /run/down/all}}], health: {probe: open}",
-        "devices: [{simulated: {count: 1, unhealthy_file: /a/x}}, {path: /a/y*}]",
-        "devices: [{simulated: {count: 1, unhealthy_file: /a/b/x}}, {path: /a/y*}]",
-        "devices: [{path: /dev/x}], mounts: [{host: /opt/x, container: /x}, {host: /dev/shm, container: /y}]",
-        "devices: [{path: /a/b-c/x}, {path: /a/b/x}, {path: /a/b/c/x*}, {path: /a/b*/c}], nodes: [/dev.d/x]",
-        "devices: [{nvidia: {mig: single, injection: cdi}}]",
-        "devices: [{nvidia: {profile: 1g.10gb, library: /opt/libnvidia-ml.so.1}}]",
-        f"devices: [{{path: /dev/x}}], driver: {'d' * 59}.com",
-        "devices: [{path: /dev/x}], driver: dra-bridge",
-        "devices: [{plugin: {}}]",
-        "devices: [{plugin: {claims: true}}], driver: b.example.com",
-    ],
-)
-def test_what_a_config_needs(fields: str) -> None:
-    """Privileges, locks and directories of the host follow from the config as those of `manifests` do."""
-    text = f"resources: [{{name: a.example.com/b, {fields}}}]\nmetrics: {{certificate: /tls/both.pem}}\n"
-    assert_same(parse(text), text, {"kubeletRoot": "/var/lib/k/"}, Deployment(kubelet_root="/var/lib/k/"))
-
-
-@helm_is_there
-@pytest.mark.parametrize("resources", ["Example.B", "a" * 63, "x--y", "very-long-name-of-a-thing"])
-def test_names_of_classes(resources: str) -> None:
-    """DeviceClasses of resources whose names are no labels, or long, are called as `manifests` calls them."""
-    named = (f"{domain}/{resources}" for domain in ("example.com", "other.example.org", f"{'d' * 60}.example.com"))
-    listed = ", ".join(f"{{name: {name}, driver: x.example.com, devices: [{{path: /dev/x}}]}}" for name in named)
-    text = f"resources: [{listed}]"
-    assert_same(parse(text), text, {}, Deployment())
-
-
-@helm_is_there
 def test_an_own_agent() -> None:
     """With a command there is no ConfigMap, and the config names resources and drivers only."""
     own = {"resources": [{"name": "example.com/x", "driver": "x.example.com"}]}
@@ -168,13 +98,6 @@ def test_the_example_of_an_own_plugin(capsys: pytest.CaptureFixture[str]) -> Non
     assert by_name(rendered(values)) == by_name(yaml.safe_load_all(capsys.readouterr().out))
     (entrypoint,) = re.findall(r"^ENTRYPOINT (.+)$", (directory / "Dockerfile").read_text(), re.MULTILINE)
     assert json.loads(entrypoint) == values["command"]
-
-
-@helm_is_there
-def test_another_release_is_another_name() -> None:
-    """All objects are called after the release, as `--name` has them."""
-    found = by_name(rendered({"config": TEXT}, name="lab"))
-    assert found == by_name(manifests(parse(TEXT), TEXT, Deployment(name="lab")))
 
 
 @helm_is_there

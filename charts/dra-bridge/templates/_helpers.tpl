@@ -1,6 +1,6 @@
 {{- /*
 What the generated templates are filled with: what dra_bridge/manifests.py computes from a configuration, under the same
-names. tests/test_chart.py compares the objects of both.
+names. tests/test_installers.py compares the objects of both.
 */ -}}
 
 {{- /* The values of the whole release, as JSON; groups: the values of each DaemonSet; classes: of each DeviceClass. */ -}}

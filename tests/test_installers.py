@@ -1,0 +1,388 @@
+"""What `dra-bridge manifests` prints and the Helm chart makes: one table of options, values, and what comes of them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from deviceplugin import cli as plugin_cli
+from deviceplugin.node.options import add_run_options
+from dra_bridge import cli
+from tests.test_chart import TEXT, Object, by_name, helm_is_there, rendered
+
+CONFIG_ARGUMENT = "--config=/etc/dra-bridge/config.yaml"
+PLAIN = "devices: [{path: /dev/x}]"
+CLAIMED = f"{PLAIN}, driver: x.example.com"
+FPGA = "example.com/fpga"
+UNPRIVILEGED = {
+    "runAsUser": 0,
+    "readOnlyRootFilesystem": True,
+    "allowPrivilegeEscalation": False,
+    "capabilities": {"drop": ["ALL"]},
+    "seccompProfile": {"type": "RuntimeDefault"},
+}
+PRIVILEGED = {"runAsUser": 0, "readOnlyRootFilesystem": True, "privileged": True}
+BECAUSE = "dra-bridge/privileged-because"
+
+
+class Installed:
+    """The objects that are applied."""
+
+    def __init__(self, objects: list[Object]) -> None:
+        self.objects = objects
+        self.kinds = [one["kind"] for one in objects]
+        self.daemon_set = self.of("DaemonSet")[0]
+        self.template: Object = self.daemon_set["spec"]["template"]
+        self.pod: Object = self.template["spec"]
+        (self.container,) = self.pod["containers"]
+        self.arguments: list[str] = self.container["args"]
+        self.writable = {one["mountPath"]: not one.get("readOnly") for one in self.container["volumeMounts"]}
+        """Whether a path in the container can be written to."""
+        self.hosts = {
+            one["hostPath"]["path"]: one["hostPath"]["type"] for one in self.pod["volumes"] if "hostPath" in one
+        }
+        """The types of the host's paths that the pod sees."""
+
+    def of(self, kind: str) -> list[Object]:
+        return [one for one in self.objects if one["kind"] == kind]
+
+    @property
+    def locks(self) -> list[str]:
+        return [one for one in self.arguments if one.startswith("--allow")]
+
+
+Facts = Callable[[Installed], None]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A config, the options of `manifests`, the values of the chart that mean the same, and what is so then."""
+
+    name: str
+    text: str
+    options: tuple[str, ...]
+    values: Mapping[str, Any]
+    facts: Facts
+
+
+CASES: list[Case] = []
+
+
+def case(*options: str, text: str = TEXT, fields: str = "", **values: Any) -> Callable[[Facts], Facts]:
+    """Add a case. fields: those of the one resource a.example.com/b, in place of a text."""
+
+    def add(facts: Facts) -> Facts:
+        whole = f"resources: [{{name: a.example.com/b, {fields}}}]\n" if fields else text
+        more = "-".join(filter(None, (fields, *options)))
+        CASES.append(Case(f"{facts.__name__}[{more}]", whole, options, values, facts))
+        return facts
+
+    return add
+
+
+def printed(one: Case, directory: Path, capsys: pytest.CaptureFixture[str]) -> list[Object]:
+    """Return what `dra-bridge manifests` prints."""
+    file = directory / "config.yaml"
+    file.write_text(one.text)
+    assert cli.main(["manifests", f"--config={file}", *one.options]) == 0
+    return list(yaml.load_all(capsys.readouterr().out, yaml.CSafeLoader))
+
+
+@case()
+def nothing_said(made: Installed) -> None:
+    """What others refer to comes before them; the agent writes where both sides do, and sees what the config names."""
+    assert made.kinds == [
+        *("Namespace", "ServiceAccount", "ClusterRole", "ClusterRoleBinding", "ClusterRole", "Role"),
+        *("ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding") * 3,
+        *("DeviceClass", "DeviceClass", "DeviceClass", "ConfigMap", "DaemonSet"),
+    ]
+    kubelet = "/var/lib/kubelet"
+    own = {f"{kubelet}/device-plugins", f"{kubelet}/plugins/dra-bridge", f"{kubelet}/plugins_registry", "/var/run/cdi"}
+    read = {kubelet, "/sys/fs/cgroup", f"{kubelet}/pod-resources", "/dev", "/var/log/pods", "/var/log/containers"}
+    assert made.hosts.keys() == own | read | {"/run/fpga", "/srv/x"}
+    assert {path for path, writable in made.writable.items() if writable} == own
+    assert [one["name"] for one in made.container["volumeMounts"]] == [one["name"] for one in made.pod["volumes"]]
+    mounts = {one["name"]: one for one in made.container["volumeMounts"]}
+    # A pod's volume that the agent's mount kept busy could not be detached.
+    assert mounts["kubelet"]["mountPropagation"] == "HostToContainer"
+    assert f"--cgroup-root={mounts['cgroup']['mountPath']}" in made.arguments
+    assert made.pod["priorityClassName"] == "system-node-critical"
+    probes = [made.container[f"{kind}Probe"]["httpGet"] for kind in ("startup", "liveness", "readiness")]
+    assert not any("scheme" in probe for probe in probes)
+    assert not [path for path in made.writable if path.startswith("/sys")]
+    said = yaml.safe_dump_all(made.objects)
+    assert "resourceclaims/" not in said
+    assert "claim-status" not in said
+    assert "nvidia" not in said.casefold()
+
+
+@case("--image=r.example.com/x:2", image={"repository": "r.example.com/x", "tag": "2"})
+def image(made: Installed) -> None:
+    assert made.container["image"] == "r.example.com/x:2"
+
+
+@case("--pull-policy=Always", image={"pullPolicy": "Always"})
+def pull_policy(made: Installed) -> None:
+    assert made.container["imagePullPolicy"] == "Always"
+
+
+@case("--memory=1Gi", memory="1Gi")
+def memory(made: Installed) -> None:
+    assert made.container["resources"]["limits"]["memory"] == "1Gi"
+
+
+@case("--node-selector=pool=a", "--node-selector=gpu=true", nodeSelector={"pool": "a", "gpu": "true"})
+def node_selector(made: Installed) -> None:
+    assert made.pod["nodeSelector"] == {"kubernetes.io/os": "linux", "pool": "a", "gpu": "true"}
+
+
+@case("--resource-api=v1beta1", "--no-extended-resource", resourceApi="v1beta1", extendedResource=False)
+def older_servers(made: Installed) -> None:
+    """Servers before 1.34 refuse a field."""
+    for one in made.of("DeviceClass"):
+        assert one["apiVersion"] == "resource.k8s.io/v1beta1"
+        assert "extendedResourceName" not in one["spec"]
+
+
+@case("--claim-status", claimStatus=True)
+def claim_status(made: Installed) -> None:
+    """The right to patch claims is given with it alone."""
+    rights = {resource: rule["verbs"] for rule in made.of("ClusterRole")[0]["rules"] for resource in rule["resources"]}
+    assert rights["resourceclaims/status"] == ["patch"]
+    assert rights["resourceclaims/driver"] == ["associated-node:patch"]
+    assert len(made.of("ValidatingAdmissionPolicy")) == 4
+    assert "--claim-status" in made.arguments
+
+
+@case("--metrics-port=0", metricsPort=0)
+def no_metrics(made: Installed) -> None:
+    """There is nothing to probe, and nothing for operators to ask agents."""
+    assert not {"ports", "livenessProbe", "startupProbe", "readinessProbe"} & made.container.keys()
+    assert not made.of("Role")
+
+
+@case("--metrics-port=443", metricsPort=443)
+def a_low_port(made: Installed) -> None:
+    """Without the capability an unprivileged container may not bind it where the runtime does not allow all."""
+    assert made.container["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["NET_BIND_SERVICE"]}
+
+
+@case(text=f"{TEXT}metrics: {{certificate: /tls/both.pem}}\n")
+def probes_by_tls(made: Installed) -> None:
+    """With a certificate the agent answers by TLS alone; a probe without it would have the pod killed."""
+    probes = [made.container[f"{kind}Probe"]["httpGet"] for kind in ("startup", "liveness", "readiness")]
+    assert [probe.get("scheme") for probe in probes] == ["HTTPS"] * 3
+
+
+@case(fields=PLAIN)
+@case("--plugin-only", bridge=False)
+@case("--plugin-only", "--claim-status", bridge=False, claimStatus=True)
+def limits_alone(made: Installed) -> None:
+    """Without drivers, or if it is said, nothing of the API server or DRA: the agent writes to one directory."""
+    assert made.kinds == ["Namespace", "ConfigMap", "DaemonSet"]
+    assert [path for path, writable in made.writable.items() if writable] == ["/var/lib/kubelet/device-plugins"]
+    assert made.container["command"] == ["deviceplugin"]
+    assert (made.pod["automountServiceAccountToken"], made.pod["serviceAccountName"]) == (False, "default")
+    assert not [one for one in made.arguments if one.startswith(("--cdi-dir", "--claim-status"))]
+
+
+def taken(made: Installed) -> argparse.Namespace:
+    """Return the options of `deviceplugin run` that the agent is given; the program takes them."""
+    options = argparse.ArgumentParser()
+    add_run_options(options)
+    assert made.arguments[0] == "run"
+    return options.parse_args([one for one in made.arguments[1:] if one != CONFIG_ARGUMENT])
+
+
+@case(
+    *("--kubelet-root=/k", "--device-plugin-dir=/plugins", "--pod-resources-socket=/run/k/p.sock"),
+    *("--cgroup-root=/cgroup", "--pod-log-dir=/logs"),
+    fields=PLAIN,
+    kubeletRoot="/k",
+    devicePluginDir="/plugins",
+    podResourcesSocket="/run/k/p.sock",
+    cgroupRoot="/cgroup",
+    podLogDir="/logs",
+)
+def places_of_the_nodes(made: Installed) -> None:
+    """Where nodes have things elsewhere, the agent is told, and sees each at the path that it is told."""
+    hosts = {one["name"]: one["hostPath"]["path"] for one in made.pod["volumes"] if "hostPath" in one}
+    same = {path: path for path in ("/k", "/plugins", "/run/k", "/var/log/containers", "/logs", "/var/run/cdi", "/dev")}
+    mounts = {hosts[one["name"]]: one["mountPath"] for one in made.container["volumeMounts"] if one["name"] in hosts}
+    assert mounts == {**same, "/cgroup": "/host/sys/fs/cgroup"}
+    found = taken(made)
+    assert (found.kubelet_root, found.device_plugin_dir) == (Path("/k"), Path("/plugins"))
+    assert (found.pod_resources_socket, found.pod_log_dir) == (Path("/run/k/p.sock"), Path("/logs"))
+    assert found.cgroup_root == Path("/host/sys/fs/cgroup")
+
+
+@case("--kubelet-root=/var/lib/k0s/kubelet", kubeletRoot="/var/lib/k0s/kubelet")
+def another_root(made: Installed) -> None:
+    assert "--kubelet-root=/var/lib/k0s/kubelet" in made.arguments
+    assert "/var/lib/k0s/kubelet/plugins_registry" in made.hosts
+
+
+@case("--device-plugin-dir=/plugins", devicePluginDir="/plugins")
+@case("--pod-resources-socket=/run/k/p.sock", podResourcesSocket="/run/k/p.sock")
+@case("--cgroup-root=/cgroup", "--pod-log-dir=/logs", cgroupRoot="/cgroup", podLogDir="/logs")
+@case("--cdi-dir=/etc/cdi", cdiDir="/etc/cdi")
+def one_place(made: Installed) -> None:
+    """A directory that is elsewhere is mounted in place of the usual one."""
+    assert {"/plugins", "/run/k", "/cgroup", "/etc/cdi"} & made.hosts.keys()
+
+
+@case(fields=PLAIN)
+@case(
+    "--kubelet-root=/k",
+    "--device-plugin-dir=/k/device-plugins",
+    fields=PLAIN,
+    kubeletRoot="/k",
+    devicePluginDir="/k/device-plugins",
+)
+def usual_places_are_not_said(made: Installed) -> None:
+    """So that an upgrade of most installations changes no argument."""
+    root = ["--kubelet-root=/k"] if "/k" in made.hosts else []
+    usual = ["run", CONFIG_ARGUMENT, "--cgroup-root=/host/sys/fs/cgroup", "--metrics-address=:9410"]
+    assert sorted(made.arguments) == sorted([*usual, *root])
+
+
+@case("--privileged=never", fields=f"{PLAIN}, health: {{probe: open}}", privileged="never")
+@case(fields=PLAIN)
+@case(fields=f"{CLAIMED}, dra: {{share: all}}")
+@case(fields="devices: [{pci: {driver: vfio-pci}}]")
+@case(fields="devices: [{usb: {vendor: '0403'}}]")
+@case(fields="devices: [{nvidia: {}}]")
+@case(fields="devices: [{simulated: {count: 1}}], health: {probe: open}")
+def unprivileged(made: Installed) -> None:
+    """The agent opens no device, or the deployment says so, which wins."""
+    assert made.container["securityContext"] == UNPRIVILEGED
+    assert BECAUSE not in made.template["metadata"].get("annotations", {})
+
+
+def privileged(why: str, *options: str, fields: str = PLAIN, **values: Any) -> None:
+    """Add a case of an agent whose container is privileged, and an annotation of its pod says why."""
+
+    def privileged_because(made: Installed) -> None:
+        assert made.container["securityContext"] == PRIVILEGED
+        assert why in made.template["metadata"]["annotations"][BECAUSE]
+
+    case(*options, fields=fields, **values)(privileged_because)
+
+
+privileged("the deployment asks for it", "--privileged=always", privileged="always")
+for fields, why in (
+    ("devices: [{path: /dev/x}, {simulated: {count: 1}}], health: {probe: open}", "`health.probe: open` opens device"),
+    (f"{PLAIN}, health: {{probe: {{command: [/bin/look]}}}}", "the command of `health.probe` may open device nodes"),
+    ("devices: [{nvidia: {mig: single, injection: cdi}}]", "may not see partitions that are made later"),
+    ("devices: [{nvidia: {profile: 1g.10gb}}]", "may not see partitions that are made later"),
+    ("devices: [{nvidia: {library: /opt/libnvidia-ml.so.1}}]", "`library` opens the GPUs' nodes"),
+):
+    privileged(why, fields=fields)
+
+
+@case(
+    fields="devices: [{path: /run/x/*/y}], health: {probe: {command: [x]}}, "
+    "mounts: [{host: /opt/x, container: /x}, {host: /dev/shm, container: /y}]"
+)
+def locks(made: Installed) -> None:
+    """The agent's arguments allow what the configuration names, and nothing else that it may name later."""
+    assert made.locks == ["--allow-commands", "--allow-host-path=/opt/x", "--allow-host-path=/run/x/*/y"]
+    assert made.writable["/tmp"]
+
+
+@case(fields=f"{PLAIN}, nodes: [/dev/control, /run/ctl/node]")
+def shared_nodes(made: Installed) -> None:
+    """The agent looks at them when it writes a claim's CDI file, and opens them as a probe."""
+    assert "/run/ctl" in made.hosts
+    assert made.locks == ["--allow-host-path=/run/ctl/node"]
+    assert "/tmp" not in made.writable
+
+
+@case(fields="devices: [{simulated: {count: 1, unhealthy_file: /run/down/all}}], health: {probe: open}")
+def the_directory_of_a_file_is_made(made: Installed) -> None:
+    """A node on which nobody has written the file of unhealthy devices yet starts the agent all the same."""
+    assert made.hosts["/run/down"] == "DirectoryOrCreate"
+
+
+@case(fields="devices: [{simulated: {count: 1, unhealthy_file: /a/x}}, {path: /a/y*}]")
+@case(fields="devices: [{simulated: {count: 1, unhealthy_file: /a/b/x}}, {path: /a/y*}]")
+@case(fields="devices: [{path: /a/b-c/x}, {path: /a/b/x}, {path: /a/b/c/x*}, {path: /a/b*/c}], nodes: [/dev.d/x]")
+def directories_within_another(made: Installed) -> None:
+    """They are there by the other one."""
+    assert [path for path in made.hosts if path.startswith("/a")] == ["/a"]
+
+
+@case("--runtime-class=nvidia", fields="devices: [{nvidia: {injection: env}}]", runtimeClass="nvidia")
+@case("--runtime-class=nvidia", fields="devices: [{nvidia: {injection: cdi}}]", runtimeClass="nvidia")
+def nvidia(made: Installed) -> None:
+    """The pod gets the driver's library from the runtime, and the GPUs' CDI spec where it needs the names."""
+    environment = {one["name"]: one.get("value") for one in made.container["env"]}
+    assert made.pod["runtimeClassName"] == "nvidia"
+    assert environment["NVIDIA_VISIBLE_DEVICES"] == "all"
+    assert environment["NVIDIA_DRIVER_CAPABILITIES"] == "utility"
+    assert ("/etc/cdi" in made.writable) is ("cdi}" in made.of("ConfigMap")[0]["data"]["config.yaml"])
+
+
+@case(fields="devices: [{plugin: {}}]")
+@case(fields="devices: [{plugin: {claims: true}}], driver: b.example.com")
+def adopted_plugins(made: Installed) -> None:
+    """An agent that adopts plugins has the option and a directory for them, also one with claims."""
+    where = "/run/deviceplugin/plugins"
+    assert f"--adopt={where}" in made.arguments
+    assert made.writable[where]
+    assert made.hosts[where] == "DirectoryOrCreate"
+
+
+@case(fields=f"{PLAIN}, driver: {'d' * 59}.com")
+@case(fields=f"{PLAIN}, driver: dra-bridge")
+@case(
+    text="\n".join(
+        [
+            "resources:",
+            *(
+                f"- {{name: {domain}/{name}, {CLAIMED}}}"
+                for name in ("Example.B", "a" * 63, "x--y", "very-long-name-of-a-thing")
+                for domain in ("example.com", "other.example.org", f"{'d' * 60}.example.com")
+            ),
+        ]
+    )
+)
+def names_of_classes(made: Installed) -> None:
+    """Classes of resources whose names are no labels, or long, have names, each its own."""
+    names = [one["metadata"]["name"] for one in made.of("DeviceClass")]
+    assert len(set(names)) == len(names) > 0
+    assert max(map(len, names)) <= 253
+
+
+@case("--name=lab", fullnameOverride="lab")
+def another_name(made: Installed) -> None:
+    assert made.daemon_set["metadata"]["name"] == "lab"
+
+
+@pytest.mark.parametrize("one", CASES, ids=lambda one: one.name)
+def test_manifests(
+    one: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `manifests` prints is as the case says, and the program takes the agent's arguments."""
+    made = Installed(printed(one, tmp_path, capsys))
+    one.facts(made)
+    (command,) = made.container["command"]
+    program = {"deviceplugin": plugin_cli, "dra-bridge": cli}[command]
+    monkeypatch.setattr(program, "_run", lambda _: 7)
+    assert program.main(made.arguments) == 7
+
+
+@helm_is_there
+@pytest.mark.parametrize("one", CASES, ids=lambda one: one.name)
+def test_chart(one: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The chart makes the same objects, but for the namespace, which is Helm's."""
+    found, wanted = by_name(rendered({"config": one.text, **one.values})), by_name(printed(one, tmp_path, capsys))
+    assert found.keys() == wanted.keys()
+    for name, body in wanted.items():
+        assert found[name] == body, name
