@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from dra_bridge import demo
 from dra_bridge.testing.apiserver import FakeApiServer
 from dra_bridge.testing.node import FakeNode, Holding, overlaps
 from dra_bridge.testing.scheduler import UnknownSelectorError, allocate, class_of, offered, selected, through
+from tests.testing.bare import BarePlugin
 
 D = "gpu.example.com"
 R = "example.com/gpu"
@@ -232,12 +234,23 @@ def test_a_claim_that_is_not_there(node: FakeNode) -> None:
     pod.wait_running()
 
 
+@contextlib.contextmanager
+def naive(node: FakeNode, *devices: str) -> Iterator[None]:
+    """Have a plugin offer devices that claims may have: an agent would withhold them."""
+    plugin = BarePlugin(node.device_plugin_dir, *devices, resource=R)
+    try:
+        plugin.register()
+        yield
+    finally:
+        plugin.stop()
+
+
 def test_an_unchanged_pod_runs_through_dra(node: FakeNode) -> None:
     """Where no plugin offers the resource its pod gets a claim of its own; it counts as requested on the node."""
     pod = node.start_pod("pod", {R: 1}).wait_running()
     assert node.devices_of(pod) == {"gpu-0": "claim"}
     assert pod.container().cdi_devices
-    with serve(demo.DemoGpus(1), node):
+    with naive(node, "gpu-0"):
         node.wait_allocatable(R, 1)
         other = node.start_pod("other", {R: 1})
         assert other.phase == "Pending"
@@ -339,7 +352,7 @@ def test_the_node_is_made_once() -> None:
 def test_a_restarted_kubelet_counts_what_dra_serves(node: FakeNode) -> None:
     """It leaves that out for the pod that it admits, but not for those beside it (kubernetes#124586)."""
     older = node.start_pod("older", {R: 1}).wait_running()
-    with serve(demo.DemoGpus(2), node):
+    with naive(node, "gpu-0", "gpu-1"):
         node.wait_allocatable(R, 2)
         younger = node.start_pod("younger", {R: 1}).wait_running()
         assert set(node.devices_of(younger).values()) == {"plugin"}
