@@ -31,6 +31,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from deviceplugin.naming import class_name
 from deviceplugin.sources.path import device_id
 from tests.cluster import image, isolate
+from tests.cluster.api import ApiError
 from tests.cluster.bridge import Bridge
 from tests.cluster.node import Cluster, ClusterError, Pod, remove_ledger
 
@@ -317,6 +318,89 @@ def test_unprivileged_agent_has_what_it_needs_and_no_more(deployed: Deployed) ->
     assert (
         "annotations" not in deployed.cluster.get("DaemonSet", "dra-bridge", NAMESPACE)["spec"]["template"]["metadata"]
     )
+
+
+def test_a_stolen_token(deployed: Deployed) -> None:
+    """Who has taken the token of an agent's pod may do nothing to other nodes, pods and rights, and only while it runs.
+
+    What it is for is refused elsewhere and to others: `tests.cluster.test_slices_real` has more of that.
+    """
+    cluster, agent = deployed.cluster, deployed.agent()
+    plain, _, held = deployed.both_doors()
+    token = Path(f"/proc/{process_of(agent)}/root/run/secrets/kubernetes.io/serviceaccount/token").read_text()
+    thief = cluster.api_with_token(token)
+    (slice_,) = deployed.slices(DRIVER)
+    core, group = "/api/v1", f"/apis/{deployed.api_version}"
+    metadata = {"name": "stolen"}
+    spec = slice_["spec"]
+    elsewhere = {**spec, "nodeName": "node2", "pool": {**spec["pool"], "name": "node2"}}
+    role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "cluster-admin"}
+    me = {"kind": "ServiceAccount", "name": "dra-bridge", "namespace": NAMESPACE}
+    claim = f"{group}/namespaces/default/resourceclaims/mine"
+    count = {"status": {"allocatable": {RESOURCE: "0"}}}
+    misuses: dict[str, tuple[str, str, object]] = {
+        "devices of another node": (
+            "POST",
+            f"{group}/resourceslices",
+            {**slice_, "metadata": metadata, "spec": elsewhere},
+        ),
+        "devices of another driver": (
+            "POST",
+            f"{group}/resourceslices",
+            {**slice_, "metadata": metadata, "spec": {**spec, "driver": "other.example.net"}},
+        ),
+        "what another node has": ("PATCH", f"{core}/nodes/node2/status", count),
+        "the share of its node": (
+            "PATCH",
+            f"{core}/nodes/{cluster.node_name}",
+            {"metadata": {"annotations": {SHARE: "all"}}},
+        ),
+        "a claim's holder": ("PATCH", f"{claim}/status", {"status": {"allocation": None, "reservedFor": None}}),
+        "a claim": ("DELETE", claim, None),
+        "a pod": ("DELETE", f"{core}/namespaces/default/pods/plain", None),
+        "the agents": ("DELETE", f"/apis/apps/v1/namespaces/{NAMESPACE}/daemonsets/dra-bridge", None),
+        "their configuration": ("PATCH", f"{core}/namespaces/{NAMESPACE}/configmaps/dra-bridge", {"data": {}}),
+        "secrets": ("GET", f"{core}/secrets", None),
+        "another token": (
+            "POST",
+            f"{core}/namespaces/{NAMESPACE}/serviceaccounts/dra-bridge/token",
+            {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {}},
+        ),
+        "more rights": (
+            "POST",
+            "/apis/rbac.authorization.k8s.io/v1/clusterrolebindings",
+            {
+                "apiVersion": "rbac.authorization.k8s.io/v1",
+                "kind": "ClusterRoleBinding",
+                "metadata": metadata,
+                "roleRef": role,
+                "subjects": [me],
+            },
+        ),
+    }
+
+    def refused(method: str, path: str, body: object) -> str:
+        kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
+        try:
+            thief.request(method, path, body, kind, dryRun="All")
+        except ApiError as error:
+            return str(error) if error.code in (403, 422) else ""
+        return ""
+
+    cluster.api.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "node2"}})
+    try:
+        for what, misuse in misuses.items():
+            # The policies take some time to be in force.
+            said = cluster.wait_for(lambda misuse=misuse: refused(*misuse), 30, f"{what}: refused")  # type: ignore[misc]
+            print(f"{what}: {said}")
+    finally:
+        cluster.delete("Node", "node2")
+    assert deployed.holders() == held
+    assert thief.raw("GET", f"{group}/resourceslices")[0] == 200
+    agent.delete()
+    deployed.agent(other_than=agent.uid)
+    cluster.wait_for(lambda: thief.raw("GET", f"{group}/resourceslices")[0] == 401, 30, "the token is refused")
+    assert plain.phase == "Running"
 
 
 def test_hooks_write_to_sysfs_only_where_asked_for(deployed: Deployed) -> None:
