@@ -14,7 +14,7 @@ import pytest
 
 from deviceplugin.adoption import plugins as adopted_plugins
 from deviceplugin.adoption import source as adoption
-from deviceplugin.adoption.plugins import VendorPlugins
+from deviceplugin.adoption.plugins import VendorPlugin, VendorPlugins
 from deviceplugin.adoption.source import Adopted, AdoptedSource
 from deviceplugin.device import Device
 from deviceplugin.testing.foreign import AllocateAnswer
@@ -90,6 +90,14 @@ class Scene:
         answer = await self.driver.prepared(uid)
         return [one for device in answer.devices for one in self.driver.edits(*device.cdi_ids)]
 
+    async def answered_late(self) -> VendorPlugin:
+        """Have the plugin answer what nobody waits for any more."""
+        self.vendor.answers.set()
+        plugin = self.vendors.plugin(RESOURCE)
+        assert plugin is not None
+        await until(lambda: all(task.done() for task in plugin.claimed.values()))
+        return plugin
+
     async def refused(self, uid: str) -> ClaimError:
         """Prepare a claim, which is refused; nothing of it is left."""
         answer = (await self.driver.prepare(uid))[uid]
@@ -159,10 +167,7 @@ async def test_a_retry_joins_the_call_in_flight(monkeypatch: pytest.MonkeyPatch)
         assert (error.reason, "has not answered Allocate of 1 device for 0.05 s" in str(error)) == ("plugin", True)
         await here.refused("1")
         monkeypatch.undo()
-        here.vendor.answers.set()
-        plugin = here.vendors.plugin(RESOURCE)
-        assert plugin is not None
-        await until(lambda: all(task.done() for task in plugin.claimed.values()))
+        plugin = await here.answered_late()
         (edits,) = await here.prepared("1")
         assert edits["env"] == ["GADGETS=g0"]
         assert here.vendor.asked == [("g0",)]
@@ -180,10 +185,7 @@ async def test_a_late_answer_is_not_believed_once_its_device_was_given_to_others
         here.driver.claims.add(claim("1", *ids("g0", "g1")))
         await here.refused("1")
         monkeypatch.undo()
-        here.vendor.answers.set()
-        plugin = here.vendors.plugin(RESOURCE)
-        assert plugin is not None
-        await until(lambda: all(task.done() for task in plugin.claimed.values()))
+        plugin = await here.answered_late()
         await here.vendors.allocate(plugin, [["g1"]])
         await here.prepared("1")
         assert here.vendor.asked == [("g0", "g1"), ("g1",), ("g0", "g1")]
@@ -201,10 +203,7 @@ async def test_a_late_answer_that_nobody_takes_is_dropped(monkeypatch: pytest.Mo
         monkeypatch.undo()
         if end == "age":
             monkeypatch.setattr(adopted_plugins, "KEPT", 0.05)
-        here.vendor.answers.set()
-        plugin = here.vendors.plugin(RESOURCE)
-        assert plugin is not None
-        await until(lambda: all(task.done() for task in plugin.claimed.values()))
+        plugin = await here.answered_late()
         if end == "unprepare":
             assert await here.driver.unprepare("1") is None
         elif end == "list":

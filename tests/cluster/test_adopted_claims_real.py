@@ -25,7 +25,7 @@ from tests.cluster import isolate, locks, test_handover
 from tests.cluster import test_witnesses_real as witnesses
 from tests.cluster.bridge import Bridge
 from tests.cluster.node import Cluster, Pod
-from tests.cluster.test_adopted_real import DIRECTORY, SEEN
+from tests.cluster.test_adopted_real import DIRECTORY
 from tests.cluster.test_existing_plugin_real import Vendor
 from tests.cluster.test_witnesses_real import CHECKPOINT, LIMIT, Agents, Scene, claimer, plain, scene
 from tests.programs import ANY_CONFIG
@@ -34,6 +34,13 @@ from tests.scenarios.sides import end_one_of_each, named
 __all__ = ["scene"]
 
 BYPASSED = "has registered with the kubelet, past this agent"
+SEEN = r"""
+env | grep -v HOSTNAME | sort
+for path in /dev/gadgetctl $(find /run/deviceplugin-cluster -type c); do stat -c '%n %F %a %u %g %t.%T' $path; done
+grep vendor-lib /proc/self/mountinfo | cut -d ' ' -f 4-6
+cat /sys/fs/cgroup/devices/devices.list 2>/dev/null | sort
+cat /opt/vendor-lib/hello
+"""
 
 
 def command(bridge: Bridge) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from tests.cluster import build, isolate, locks
+from tests.cluster import build, isolate
 from tests.cluster.node import DEVICE_PLUGINS, PLUGINS_REGISTRY, Cluster
 from tests.cluster.scenario_node import RealNode
-from tests.cluster.test_existing_plugin_real import Vendor, restart_container
+from tests.cluster.test_existing_plugin_real import Vendor, restart_container, two_hold
 from tests.cluster.test_witnesses_real import LIMIT, Scene, plain, scene
 from tests.scenarios.adopted import AdoptedScenarios, adopting
 from tests.scenarios.sides import named
@@ -79,50 +78,6 @@ class Adopter:
 
 
 READY = "plugins can register"
-SEEN = r"""
-env | grep -v HOSTNAME | sort
-for path in /dev/gadgetctl $(find /run/deviceplugin-cluster -type c); do stat -c '%n %F %a %u %g %t.%T' $path; done
-grep vendor-lib /proc/self/mountinfo | cut -d ' ' -f 4-6
-cat /sys/fs/cgroup/devices/devices.list 2>/dev/null | sort
-cat /opt/vendor-lib/hello
-"""
-
-
-def test_a_pod_sees_the_same(scene: Scene) -> None:
-    """Variables, device nodes with owner and mode, mounts, cgroup rules: all as from the plugin alone."""
-    cluster = scene.cluster
-    scene.nodes("a", 1)
-    library = isolate.DEVICES / "vendor-lib"
-    shutil.rmtree(library, ignore_errors=True)
-    library.mkdir()
-    (library / "hello").write_text("of the vendor")
-    vendor = Vendor(scene, "a")
-    (node,) = (locks.NODES / "a").iterdir()
-    os.chown(node, 1234, 4321)
-    vendor.answer["mounts"] = [[str(library), "/opt/vendor-lib"]]
-    vendor.answer["annotations"] = {"vendor.example/x": "y"}
-
-    def seen(name: str) -> str:
-        cluster.wait_reported()  # what the Node says is of the plugin before
-        cluster.wait_allocatable(named("a"), 1)
-        pod = scene.pod(name, "a")
-        scene.running(pod)
-        text = pod.exec(["/bin/sh", "-c", SEEN])
-        pod.delete()
-        pod.wait_gone()
-        return "\n".join(line for line in text.splitlines() if not line.startswith(("POD=", "POD_UID=")))
-
-    vendor.start()
-    alone = seen("alone")
-    assert "GADGETS=" in alone
-    assert "1234 4321" in alone
-    assert "of the vendor" in alone
-    vendor.stop()
-    agent = Adopter(scene, "a")
-    agent.start()
-    vendor.directory = DIRECTORY
-    vendor.start()
-    assert seen("adopted") == alone
 
 
 def test_adoption_and_the_way_back(scene: Scene) -> None:
@@ -131,11 +86,7 @@ def test_adoption_and_the_way_back(scene: Scene) -> None:
     scene.nodes("a", 4)
     vendor, agent = Vendor(scene, "a"), Adopter(scene, "a")
     vendor.start()
-    cluster.wait_allocatable(named("a"), 4)
-    held = [scene.pod(f"before-{number}", "a") for number in range(2)]
-    scene.running(*held)
-    keys = {pod.name: scene.key(pod) for pod in held}
-    scene.before = len(locks.holders())
+    held, keys = two_hold(scene)
 
     # In this order: the agent, then the plugin in its directory.
     agent.start()

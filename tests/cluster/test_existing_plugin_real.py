@@ -83,6 +83,15 @@ class Vendor:
             process.wait(20)
 
 
+def two_hold(scene: Scene) -> tuple[list[Pod], dict[str, str]]:
+    """Have two of four devices be held, as before all that follows; return the pods, and the locks' keys by name."""
+    scene.cluster.wait_allocatable(named("a"), 4)
+    held = [scene.pod(f"before-{number}", "a") for number in range(2)]
+    scene.running(*held)
+    scene.before = len(locks.holders())
+    return held, {pod.name: scene.key(pod) for pod in held}
+
+
 def restart_container(scene: Scene, pod: Pod) -> None:
     """Let a pod's container die; wait until it runs again, with its lock."""
     before = pod.restarts()
@@ -103,11 +112,7 @@ def test_another_plugin_is_replaced(scene: Scene, answer: str) -> None:
     scene.nodes("a", 4)
     vendor = Vendor(scene, "a", answer)
     vendor.start()
-    cluster.wait_allocatable(named("a"), 4)
-    held = [scene.pod(f"before-{number}", "a") for number in range(2)]
-    scene.running(*held)
-    keys = {pod.name: scene.key(pod) for pod in held}
-    scene.before = len(locks.holders())
+    held, keys = two_hold(scene)
     vendor.stop()
     cluster.wait_allocatable(named("a"), 0)
     if answer == "variables":
