@@ -210,7 +210,7 @@ def bridge(world: World, capsys: pytest.CaptureFixture[str], logs_restored: None
 
 def started(world: World, *argv: str) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
     """Start a command line in a process of its own."""
-    command = [sys.executable, "-u", "-m", "dra_bridge", *argv, "--kubeconfig", str(world.kubeconfig)]
+    command = [sys.executable, "-u", "-m", "tests.kubeconfigs", *argv, "--kubeconfig", str(world.kubeconfig)]
     return running(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
@@ -994,7 +994,7 @@ def on_a_terminal(
     leader, follower = os.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
     env = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES")} | {"TERM": "xterm"}
-    command = [sys.executable, "-m", "dra_bridge", *argv, "--kubeconfig", str(world.kubeconfig)]
+    command = [sys.executable, "-m", "tests.kubeconfigs", *argv, "--kubeconfig", str(world.kubeconfig)]
     with running(command, stdout=follower, stderr=follower, env=env) as process:
         os.close(follower)
         text, pressed = b"", False
