@@ -12,7 +12,7 @@ import os
 import re
 import stat
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Final, Literal
 
 from deviceplugin.device import Device
@@ -141,8 +141,7 @@ def replaces(found: str, known: str) -> bool:
     return before.partition(":")[2] != of.partition(":")[2] or of.startswith(_SURE)
 
 
-async def publish(inventory: Inventory, devices: Sequence[Device]) -> bool:
+async def publish(inventory: Inventory, devices: Sequence[Device], replicas: Mapping[str, int]) -> bool:
     """Publish a list in an inventory, with the devices' tokens; return whether anything changed."""
-    if any(device.identity or device.nodes for device in devices):
-        return inventory.publish(devices, await asyncio.to_thread(identities, devices))
-    return inventory.publish(devices)
+    known = any(device.identity or device.nodes for device in devices)
+    return inventory.publish(devices, await asyncio.to_thread(identities, devices) if known else {}, replicas)

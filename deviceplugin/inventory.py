@@ -7,14 +7,15 @@ who knows the holders calls `forget`.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from deviceplugin.device import Device, Health
 
-_NO_IDENTITIES: Final[Mapping[str, frozenset[str]]] = MappingProxyType({})
+_NONE: Final[Mapping[str, Any]] = MappingProxyType({})
 GONE: Final = "the device is gone"
 
 
@@ -28,6 +29,7 @@ class InventorySnapshot:
 
     version: 0 before the source's first list, then one more with each change. devices: by id, in the source's order,
     the gone ones last. gone: ids that the source lists no more. identities: the devices' tokens, as far as known.
+    replicas: how many containers may share each device, by id; empty if the source shares none.
     """
 
     resource: str
@@ -35,6 +37,7 @@ class InventorySnapshot:
     devices: Mapping[str, Device] = field(default_factory=dict)
     gone: frozenset[str] = frozenset()
     identities: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    replicas: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def listed(self) -> bool:
@@ -53,7 +56,10 @@ def by_id(listed: Iterable[Device], what: str) -> dict[str, Device]:
 
 
 def merged(
-    before: InventorySnapshot, listed: Iterable[Device], identities: Mapping[str, frozenset[str]] = _NO_IDENTITIES
+    before: InventorySnapshot,
+    listed: Iterable[Device],
+    identities: Mapping[str, frozenset[str]] = _NONE,
+    replicas: Mapping[str, int] = _NONE,
 ) -> InventorySnapshot:
     """Return the snapshot after a source has listed these; `before` if it is the same. Raises DuplicateDeviceError."""
     devices = by_id(listed, before.resource)
@@ -64,10 +70,11 @@ def merged(
     known = {name: before.identities[name] for name in gone & before.identities.keys()} | {
         name: tokens for name, tokens in identities.items() if tokens
     }
-    same = gone == before.gone and known == before.identities
+    times = {name: before.replicas[name] for name in gone & before.replicas.keys()} | dict(replicas)
+    same = gone == before.gone and known == before.identities and times == before.replicas
     if before.listed and same and list(devices.items()) == list(before.devices.items()):
         return before
-    return InventorySnapshot(before.resource, before.version + 1, devices, gone, known)
+    return InventorySnapshot(before.resource, before.version + 1, devices, gone, known, times)
 
 
 def without(before: InventorySnapshot, forgotten: Iterable[str]) -> InventorySnapshot:
@@ -77,7 +84,8 @@ def without(before: InventorySnapshot, forgotten: Iterable[str]) -> InventorySna
         return before
     devices = {name: device for name, device in before.devices.items() if name not in drop}
     identities = {name: tokens for name, tokens in before.identities.items() if name not in drop}
-    return InventorySnapshot(before.resource, before.version + 1, devices, before.gone - drop, identities)
+    replicas = {name: times for name, times in before.replicas.items() if name not in drop}
+    return InventorySnapshot(before.resource, before.version + 1, devices, before.gone - drop, identities, replicas)
 
 
 class DeviceChange(NamedTuple):
@@ -121,9 +129,19 @@ class Inventory:
         now = self.snapshot
         return f"<Inventory {now.resource} version {now.version}: {len(now.devices)} devices, {len(now.gone)} gone>"
 
-    def publish(self, listed: Iterable[Device], identities: Mapping[str, frozenset[str]] = _NO_IDENTITIES) -> bool:
+    def publish(
+        self,
+        listed: Iterable[Device],
+        identities: Mapping[str, frozenset[str]] = _NONE,
+        replicas: Mapping[str, int] = _NONE,
+    ) -> bool:
         """Take a full list; return whether anything changed. Raises DuplicateDeviceError, with nothing changed."""
-        return self._replace(merged(self.snapshot, listed, identities))
+        return self._replace(merged(self.snapshot, listed, identities, replicas))
+
+    def share(self, replicas: Mapping[str, int]) -> None:
+        """Have other numbers of containers share the devices, by id."""
+        if replicas != (now := self.snapshot).replicas:
+            self._replace(dataclasses.replace(now, version=now.version + 1, replicas=replicas))
 
     def forget(self, ids: Iterable[str]) -> bool:
         """Drop those of the devices that are gone; return whether anything changed."""

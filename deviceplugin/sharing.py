@@ -6,6 +6,7 @@ whether its holder has the device alone.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final
 
 from deviceplugin.device import Device
@@ -14,10 +15,12 @@ from deviceplugin.source import DeviceSource
 _SEPARATOR: Final = "::"
 
 
-def times_offered(source: DeviceSource, device: Device) -> int:
-    """Return how many containers may share a device: 1 to `replicas`, also if `replicas_of` has begun to fail."""
-    if source.replicas == 1:
-        return 1
+def shares(source: DeviceSource, devices: Iterable[Device]) -> dict[str, int]:
+    """Return how many containers may share each device, by id: 1 to `replicas`; nothing if the source shares none."""
+    return {device.id: _shares(source, device) for device in devices} if source.replicas != 1 else {}
+
+
+def _shares(source: DeviceSource, device: Device) -> int:
     try:
         return max(1, min(source.replicas, int(source.replicas_of(device))))
     except Exception:  # the author's code; when a device is listed `source_check` raises what is wrong with it

@@ -159,9 +159,9 @@ class DeviceSource:
         raise NotImplementedError
 
     def replicas_of(self, device: Device) -> int:
-        """Return how many containers may share this one device, 1 to `replicas`; a plain function, called often.
+        """Return how many containers may share this one device, 1 to `replicas`; a plain function.
 
-        For one device it answers the same until the next list. Any other answer, or an error, fails the list.
+        It is called for each device of a list. Any other answer, or an error, fails the list.
 
         `return 1 if device.attributes["model"] == "small" else self.replicas`
         """

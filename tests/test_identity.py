@@ -128,8 +128,8 @@ async def test_a_changed_identity_is_a_change_of_the_list(tmp_path: Path) -> Non
     path = tmp_path / "f"
     path.touch()
     devices = [Device("a", identity="x")]
-    assert await identity.publish(inventory, devices)
-    assert not await identity.publish(inventory, devices)
+    assert await identity.publish(inventory, devices, {})
+    assert not await identity.publish(inventory, devices, {})
     assert inventory.snapshot.identities == {"a": {"x"}}
     assert inventory.publish(devices, {"a": frozenset({"y"})})
     assert inventory.publish([])

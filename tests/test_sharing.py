@@ -5,9 +5,30 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deviceplugin.sharing import device_of, replicas_of
+from deviceplugin.device import Device
+from deviceplugin.sharing import device_of, replicas_of, shares
+from deviceplugin.source import DeviceSource
 
 _ids = st.text(st.characters(categories=["L", "N", "P"]), min_size=1, max_size=20)
+
+
+class Some(DeviceSource):
+    """A source that fails for device c."""
+
+    resource = "example.com/card"
+    replicas = 4
+
+    def replicas_of(self, device: Device) -> int:
+        return {"a": 9, "b": 1}[device.id]
+
+
+def test_devices_are_shared_as_their_source_says() -> None:
+    """At most `replicas` times; that also counts for a device for which the source has begun to fail."""
+    devices = [Device(name) for name in "abc"]
+    assert shares(Some(), devices) == {"a": 4, "b": 1, "c": 4}
+    whole = Some()
+    whole.replicas = 1
+    assert shares(whole, devices) == {}
 
 
 def test_unshared_device_keeps_its_id() -> None:

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 from deviceplugin.device import Device
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.foreign_plugin import LATE, SentList
-from deviceplugin.sharing import device_of, replicas_of, times_offered
+from deviceplugin.sharing import device_of, replicas_of, shares
 from deviceplugin.source import DeviceSource
 from deviceplugin.wire import deviceplugin_pb2 as pb
 
@@ -49,7 +49,7 @@ def rendered(lines: Iterable[Entry]) -> pb.ListAndWatchResponse:
 class DeviceIds:
     """The ids under which the kubelet knows the devices of one resource.
 
-    How often its source has a device offered changes only while nobody holds the device. A legacy id is one from
+    How often a device is offered changes only while nobody holds the device. A legacy id is one from
     before the configured number of replicas changed: a pod may have it, and it is shown. held: whether anybody holds a
     device.
     """
@@ -89,6 +89,7 @@ class DeviceIds:
         """Use the ids of another source from now on; those that it would not offer become legacy ids."""
         before = {**{name: self.device_id_of(name) for name in self.offered()}, **self.legacy}
         self._source = source
+        self._inventory.share(shares(source, self._inventory.snapshot.devices.values()))
         self._times, self._refused = {}, {}
         now = frozenset(self.offered())
         self.legacy = {name: device for name, device in before.items() if name not in now}
@@ -120,7 +121,7 @@ class DeviceIds:
 
     def names_of(self, device: Device) -> tuple[str, ...]:
         """Return the ids under which the kubelet knows a device now."""
-        if self._source.replicas == 1:
+        if not self._inventory.snapshot.replicas:
             return (device.id,)
         names = replicas_of(device.id, self._times_of(device))
         if len(names) == 1 and device_of(device.id, ANY_REPLICAS) != device.id:
@@ -129,7 +130,7 @@ class DeviceIds:
 
     def _times_of(self, device: Device) -> int:
         """Return how often a device is offered: as before as long as anybody holds it."""
-        times = times_offered(self._source, device)
+        times = self._inventory.snapshot.replicas.get(device.id, 1)
         before = self._times.get(device.id, times)
         if times != before and self._held(device.id):
             if self._refused.get(device.id) != times:
@@ -153,7 +154,7 @@ class DeviceIds:
         known = self._inventory.snapshot.devices.get(name)
         if known is not None and self.names_of(known) == (name,):
             return name
-        return device_of(name, self._source.replicas)
+        return device_of(name, ANY_REPLICAS) if self._inventory.snapshot.replicas else name
 
 
 @dataclass(eq=False, slots=True)

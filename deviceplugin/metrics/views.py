@@ -31,7 +31,7 @@ from deviceplugin.metrics.report import (
     ProviderReport,
     ShareProgress,
 )
-from deviceplugin.sharing import device_of, times_offered
+from deviceplugin.sharing import device_of
 from deviceplugin.source import DeviceSource
 
 _LOG: Final = logging.getLogger(__name__)
@@ -363,7 +363,7 @@ class Observer:
                 locations.get((one.resource, name), DEFAULT_LOCATION),
                 holders.get((one.resource, name), ()),
                 reading.get(name, {}),
-                self._replicas(one, device),
+                one.snapshot.replicas.get(name, 1),
                 one.withheld.get(name),
                 self._ill.get((one.resource, name, device.health)),
                 admins.get((one.resource, name), ()),
@@ -381,11 +381,6 @@ class Observer:
             for name in names
         ]
         return ResourceView(one.resource, one, tuple(devices), gauge, share, tuple(unlisted))
-
-    def _replicas(self, status: ResourceStatus, device: Device) -> int:
-        if status.replicas == 1 or (service := self._agent.services.get(status.resource)) is None:
-            return status.replicas
-        return times_offered(service.source, device)
 
     def _holders(
         self, status: AgentStatus, reports: Mapping[str, ProviderReport], *, known: bool

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
-from deviceplugin import identity
+from deviceplugin import identity, sharing
 from deviceplugin.backoff import Backoff
 from deviceplugin.device import Device
 from deviceplugin.inventory import Inventory
@@ -98,7 +98,7 @@ class SourceFollower:
             try:
                 async for devices in _listings(source):
                     self._take_over(source)
-                    await identity.publish(self.inventory, devices)
+                    await identity.publish(self.inventory, devices, sharing.shares(source, devices))
                     self.receiver.listed()
                     self.failure = None
                     backoff.reset()

@@ -507,7 +507,7 @@ class Register:
         other = [name for name, tokens in now.items() if tokens.isdisjoint(listed[name])]
         if any(now[name] or listed[name] for name in other) and inventory.snapshot is snapshot:
             there = [device for device in snapshot.devices.values() if device.id not in snapshot.gone]
-            await identity.publish(inventory, there)
+            await identity.publish(inventory, there, snapshot.replicas)
         for name in other:
             if listed[name]:
                 was = f"device {name} of {snapshot.resource} is not what it was listed as"

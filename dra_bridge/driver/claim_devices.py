@@ -11,7 +11,6 @@ from deviceplugin.device import Device
 from deviceplugin.identity import recorded
 from deviceplugin.register.question import takes_of
 from deviceplugin.register.records import Amount, Claim, ClaimDevice
-from deviceplugin.sharing import times_offered
 from dra_bridge.driver.claims import Result
 from dra_bridge.driver.served import RequestDevices
 
@@ -22,13 +21,13 @@ def granted_device(
     """Return what a claim is granted of a device now.
 
     asked: what the device is asked for with. boot: the node's. times: how often the device is offered; None: as its
-    source says. limits: whether the claim stands for a pod's `limits`.
+    inventory says. limits: whether the claim stands for a pod's `limits`.
     """
-    source, admin = asked.served.source, asked.admin
-    tokens = asked.served.inventory.snapshot.identities.get(device.id, frozenset())
-    part = "0" if admin else _part(times or times_offered(source, device), result)
+    now, admin = asked.served.inventory.snapshot, asked.admin
+    tokens = now.identities.get(device.id, frozenset())
+    part = "0" if admin else _part(times or now.replicas.get(device.id, 1), result)
     return ClaimDevice(
-        source.resource,
+        now.resource,
         device.id,
         result.share_id or "",
         admin,

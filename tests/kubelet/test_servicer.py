@@ -29,7 +29,7 @@ from deviceplugin.kubelet.preference import as_names
 from deviceplugin.kubelet.servicer import Endpoint, EndpointHost, Refusal
 from deviceplugin.register.records import AllocationRecord, Amount, Change, DeviceRecord, LedgerError, Operation, State
 from deviceplugin.register.register import MemoryStore, Register, RegisterHost, ResourceDevices
-from deviceplugin.sharing import device_of, replicas_of
+from deviceplugin.sharing import device_of, replicas_of, shares
 from deviceplugin.source import DeviceSource
 from deviceplugin.wire import deviceplugin_pb2 as pb
 from deviceplugin.wire import deviceplugin_pb2_grpc as pb_grpc
@@ -119,7 +119,8 @@ class Served(RegisterHost, EndpointHost):
         return [one.device_id for one in self.register.snapshot.allocations.values()]
 
     def publish(self, *devices: Device | str) -> None:
-        self.inventory.publish([Device(one) if isinstance(one, str) else one for one in devices])
+        listed = [Device(one) if isinstance(one, str) else one for one in devices]
+        self.inventory.publish(listed, replicas=shares(self.source, listed))
 
     async def allocate(self, *containers: str) -> list[pb.ContainerAllocateResponse]:
         requests = [pb.ContainerAllocateRequest(devices_ids=names.split()) for names in containers]
@@ -1029,7 +1030,7 @@ async def test_replicas_that_nobody_has_change_at_once(serve: Serve) -> None:
 async def test_a_device_that_is_held_keeps_its_number_of_replicas(
     serve: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its source may answer another one at any time; that counts once nobody holds the device, and the log says so."""
+    """Its source may say another one with each list; that counts once nobody holds the device, and the log says so."""
 
     class Changing(Shared):
         now = 2
@@ -1044,7 +1045,6 @@ async def test_a_device_that_is_held_keeps_its_number_of_replicas(
         assert await lists.next() == {"a::0": "Healthy", "a::1": "Healthy"}
         for number in (1, 3):
             source.now = number
-            served.endpoint.refresh()
             served.publish("a", f"b{number}")
             assert {name for name in await lists.next() if name.startswith("a")} == {"a::0", "a::1"}
         said = [record.getMessage() for record in caplog.records if "as before" in record.getMessage()]
@@ -1118,6 +1118,7 @@ async def test_the_list_keeps_the_ids_of_an_allocate_in_flight(serve: Serve) -> 
     call = asyncio.ensure_future(served.allocate("a"))
     await begun.wait()
     source.now = 3
+    served.publish("a")
     assert served.endpoint.ids.offered() == ("a",)
     going_on.set()
     await call
@@ -1172,8 +1173,8 @@ async def test_a_device_that_is_not_shared_among_others_keeps_its_id(serve: Serv
 def test_list_never_shows_a_broken_device_healthy(one: list[Device], two: list[Device], replicas: int) -> None:
     """Every device ever listed is shown, healthy exactly if the newest list has it and it is not known to be broken."""
     inventory = Inventory(R)
-    inventory.publish(one)
-    inventory.publish(two)
+    for listed in (one, two):
+        inventory.publish(listed, replicas=shares(Shared(replicas), listed))
     lines = DeviceIds(Shared(replicas), inventory).entries(lambda device: True, ())
     shown = {entry.name: entry.healthy for entry in lines}
     newest = {device.id: device.health.usable for device in two}

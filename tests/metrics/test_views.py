@@ -57,16 +57,9 @@ class TestHolders:
         assert [hold.pod for hold in holders(view)] == ["serve", "train"]
 
     def test_devices_of_a_source_may_be_shared_differently(self) -> None:
-        """How many containers may have a device is asked of its source, which may fail."""
-
-        class Some(Source):
-            replicas = 4
-
-            def replicas_of(self, device: Device) -> int:
-                return {"a": 4, "b": 1}[device.id]
-
-        still = Still(resource("a", "b", "c", replicas=4))
-        still.sources = {RESOURCE: Some()}
+        """How many containers may have a device is what the inventory says."""
+        one = resource("a", "b", "c", replicas=4)
+        still = Still(replace(one, snapshot=replace(one.snapshot, replicas={"a": 4, "b": 1, "c": 4})))
         assert [seen.replicas for seen in still.observer().view().resources[0].devices] == [4, 1, 4]
 
     def test_holders_are_unknown_when_the_checkpoint_is_old(self) -> None:

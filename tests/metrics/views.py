@@ -48,7 +48,9 @@ def resource(
     """One resource with these devices and holders (by the kubelet's ids)."""
     snapshot = InventorySnapshot(name)
     if listed:
-        snapshot = merged(snapshot, [Device(one) if isinstance(one, str) else one for one in devices])
+        made = [Device(one) if isinstance(one, str) else one for one in devices]
+        times = {device.id: replicas for device in made} if replicas > 1 else {}
+        snapshot = merged(snapshot, made, replicas=times)
     holders = {unit: frozenset(those) for unit, those in (held or {}).items()}
     return ResourceStatus(
         name,

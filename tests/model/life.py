@@ -24,6 +24,7 @@ from deviceplugin.kubelet.paths import Paths
 from deviceplugin.kubelet.podresources import AllocationsInFlight
 from deviceplugin.node.service import Service
 from deviceplugin.register.records import LedgerError, Operation, RegisterSnapshot
+from deviceplugin.sharing import shares
 from deviceplugin.source import DeviceSource
 from deviceplugin.wire import deviceplugin_pb2 as pb
 from dra_bridge.driver import ClaimError, ClaimRef, Prepared, claim_files, preparation
@@ -202,7 +203,7 @@ class Life(Bridge):
         service = self.agent.services[resource]
         devices = self.outside.devices(resource)
         tokens = {one.id: TOKENS[one.edits.env["HARDWARE"]] for one in devices}
-        service.inventory.publish(devices, tokens)
+        service.inventory.publish(devices, tokens, shares(service.source, devices))
         service.listed()
 
     async def reload(self, config: Config) -> None:

@@ -20,7 +20,6 @@ from deviceplugin.register import operations, question, register, rules
 from deviceplugin.register.question import Use, View
 from deviceplugin.register.records import DeviceRecord, RegisterSnapshot
 from deviceplugin.register.rules import ClusterEvidence, KubeletEvidence, KubeletSnapshot, Refused
-from deviceplugin.sharing import times_offered
 from deviceplugin.source import DeviceSource
 from dra_bridge.driver import Prepared
 from dra_bridge.driver.preparation import ClaimPreparation
@@ -157,7 +156,7 @@ def _refusal_by_driver(wanted: Collection[Use], state: RegisterSnapshot, view: V
 
 
 def _times_now(ids: DeviceIds, device: Device) -> int:
-    return times_offered(ids._source, device)
+    return ids._inventory.snapshot.replicas.get(device.id, 1)
 
 
 def _held_by_record(endpoint: Endpoint, device: str) -> bool:

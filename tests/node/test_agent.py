@@ -40,6 +40,7 @@ from deviceplugin.node.service import Service
 from deviceplugin.register import rules as grants
 from deviceplugin.register.question import Wanted
 from deviceplugin.register.records import WHOLE
+from deviceplugin.sharing import shares
 from deviceplugin.source import DeviceSource
 from deviceplugin.sources.simulated import SimulatedSource
 from deviceplugin.testing import FakeKubelet, FakePod, Served, serve
@@ -831,7 +832,8 @@ async def alone(tmp_path: Path) -> Agent:
     """An agent of a shared device to which a kubelet listens; the scans' results are what a test says."""
     agent = Agent([Shared(2)], Paths(tmp_path))
     made = agent.services[R]
-    made.inventory.publish(made.source.devices)  # type: ignore[attr-defined]
+    devices = made.source.devices  # type: ignore[attr-defined]
+    made.inventory.publish(devices, replicas=shares(made.source, devices))
     made.endpoint.streams._open.add(Stream())
     return agent
 

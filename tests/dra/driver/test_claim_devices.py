@@ -12,6 +12,7 @@ import pytest
 from deviceplugin.device import Device
 from deviceplugin.inventory import Inventory
 from deviceplugin.register.records import Amount, Claim, ClaimDevice
+from deviceplugin.sharing import shares
 from deviceplugin.source import DeviceSource
 from dra_bridge.driver.claim_devices import devices_of, filed, granted_device
 from dra_bridge.driver.claims import Result
@@ -35,7 +36,7 @@ class Shared(DeviceSource):
 def granted(device: Device, *, admin: bool = False, parameters: str = "", **result: Any) -> ClaimDevice:
     made = msgspec.convert({"request": "r", "driver": D, "pool": "n", "device": "published", **result}, Result)
     inventory = Inventory(R)
-    inventory.publish([device], {device.id: frozenset({"uuid:1", "char:240:0"})})
+    inventory.publish([device], {device.id: frozenset({"uuid:1", "char:240:0"})}, shares(Shared(), [device]))
     served = ServedResource(Shared(), inventory)
     asked = SimpleNamespace(served=served, admin=admin, parameters=parameters)
     return granted_device(cast("RequestDevices", asked), device, made, "b")

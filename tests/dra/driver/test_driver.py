@@ -34,6 +34,7 @@ from deviceplugin.register.question import View
 from deviceplugin.register.records import UNKNOWN, WHOLE, Claim, ClaimDevice, LedgerError, Side, State
 from deviceplugin.register.register import Register
 from deviceplugin.register.rules import ClaimEvidence, Evidence
+from deviceplugin.sharing import shares
 from deviceplugin.source import DeviceSource
 from dra_bridge.driver import (
     ClaimError,
@@ -223,9 +224,10 @@ async def world(
 ) -> World:
     source = source or Plain()
     inventory = Inventory(source.resource)
-    inventory.publish(
-        devices or [Device(f"d{n}", nodes=["/dev/null"], edits=ContainerEdits({f"FPGA_{n}": "1"})) for n in range(4)]
-    )
+    listed = devices or [
+        Device(f"d{n}", nodes=["/dev/null"], edits=ContainerEdits({f"FPGA_{n}": "1"})) for n in range(4)
+    ]
+    inventory.publish(listed, replicas=shares(source, listed))
     path = str(directory / "ledger.db")
     async_ledger = await AsyncLedger.open(path)
     await async_ledger.do(adopt(source.resource, inventory.snapshot.devices, side, T0))
