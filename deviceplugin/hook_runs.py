@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from deviceplugin.device import Device
 from deviceplugin.exclusion import DeviceKey, titled
@@ -44,24 +44,29 @@ class _Run:
         return f"`{self.hook}` still works on it" + (", after its timeout" if self.overdue else "")
 
 
+class HookDevices(Protocol):
+    """What hooks are told of the devices that they work on (`deviceplugin.register.register.Register`)."""
+
+    def with_peers(self, keys: Iterable[DeviceKey]) -> set[DeviceKey]:
+        """Return devices and those that are the same thing, or parts of it."""
+
+    def tokens(self, key: DeviceKey) -> Tokens:
+        """Return what a device is now."""
+
+    def notify(self) -> None:
+        """Take that a hook begins to hold its devices, or has ended."""
+
+
 class HookRuns:
     """The hooks that change devices and work now, for pods and claims alike: reset, prepare, unprepare, released.
 
     Of devices that are one thing, hooks run one by one, in the order of their calls. A hook that works on after its
     timeout, or after its caller went away, holds its devices until it ends. Only this process knows of that: its end
-    ends them. same_thing: returns devices and those that are the same thing, or parts of it. changed: called when
-    a hook begins to hold its devices, and when it ends. tokens: returns what a device is now.
+    ends them.
     """
 
-    def __init__(
-        self,
-        same_thing: Callable[[Iterable[DeviceKey]], set[DeviceKey]],
-        changed: Callable[[], None],
-        tokens: Callable[[DeviceKey], Tokens] = lambda key: frozenset(),
-    ) -> None:
-        self._same_thing = same_thing
-        self._changed = changed
-        self._tokens = tokens
+    def __init__(self, devices: HookDevices) -> None:
+        self._devices = devices
         self._runs: list[_Run] = []
 
     @property
@@ -109,13 +114,13 @@ class HookRuns:
 
         resets: also for `reset`, which is only waited for by who does not call it himself.
         """
-        devices = {key: self._tokens(key) for key in keys}
+        devices = {key: self._devices.tokens(key) for key in keys}
         while await self._wait(devices, [one for one in self._runs if resets or one.overdue or one.hook != "reset"]):
             pass  # another one may have begun meanwhile
 
     def _begin(self, hook: str, source: DeviceSource, devices: Iterable[Device]) -> _Run:
         keys = ((source.resource, device.id) for device in devices)
-        run = _Run(hook, {key: self._tokens(key) for key in keys}, asyncio.get_running_loop().create_future())
+        run = _Run(hook, {key: self._devices.tokens(key) for key in keys}, asyncio.get_running_loop().create_future())
         self._runs.append(run)
         return run
 
@@ -140,7 +145,7 @@ class HookRuns:
         self, devices: Mapping[DeviceKey, Tokens], runs: Sequence[_Run], patience: float | None = None
     ) -> bool:
         """Wait for those of some runs that work on these devices; return whether there were any."""
-        wanted = self._same_thing(devices) if runs else set()
+        wanted = self._devices.with_peers(devices) if runs else set()
         tokens = frozenset[str]().union(*devices.values())
 
         def works_on_them(run: _Run) -> bool:
@@ -166,7 +171,7 @@ class HookRuns:
         if not run.settled.done():
             run.overdue = True
             run.settled.set_result(None)
-            self._changed()
+            self._devices.notify()
 
     def _end(self, run: _Run) -> None:
         self._runs.remove(run)
@@ -175,4 +180,4 @@ class HookRuns:
             return
         run.overdue = False
         _LOG.info("`%s` has ended, after its timeout: %s", run.hook, ", ".join(map(titled, sorted(run.tokens))))
-        self._changed()
+        self._devices.notify()

@@ -13,6 +13,7 @@ from deviceplugin.device import Device
 from deviceplugin.exclusion import DeviceKey
 from deviceplugin.hook_runs import DeviceBusyError, HookRuns
 from deviceplugin.hooks import HookError, HookStatistics, HookTimeoutError
+from deviceplugin.identity import Tokens
 from deviceplugin.source import DeviceSource
 
 R = "example.com/r"
@@ -27,12 +28,18 @@ class World(DeviceSource):
 
     def __init__(self) -> None:
         self.changes: asyncio.Queue[None] = asyncio.Queue()
-        self.runs = HookRuns(self._same, lambda: self.changes.put_nowait(None))
+        self.known: dict[DeviceKey, Tokens] = {}
+        self.runs = HookRuns(self)
         self.statistics = HookStatistics()
         self.work: Callable[[str], Awaitable[None] | None] = lambda device: None
 
-    @staticmethod
-    def _same(keys: Iterable[DeviceKey]) -> set[DeviceKey]:
+    def notify(self) -> None:
+        self.changes.put_nowait(None)
+
+    def tokens(self, key: DeviceKey) -> Tokens:
+        return self.known.get(key, frozenset())
+
+    def with_peers(self, keys: Iterable[DeviceKey]) -> set[DeviceKey]:
         return {other for key in keys for other in (((R, "a"), (R, "b")) if key[1] in "ab" else (key,))}
 
     def reset(self, devices: Sequence[Device]) -> Awaitable[None] | None:
@@ -151,8 +158,7 @@ async def test_a_hook_holds_what_its_device_was_when_it_began(over: threading.Ev
     """Whatever its name stands for since, and whatever the hardware is called: under the other name it waits, too."""
     world = World()
     world.hook_timeout = 0.01
-    tokens = {(R, "c"): frozenset({"uuid:1"}), (R, "d"): frozenset({"uuid:2"})}
-    world.runs = HookRuns(world._same, lambda: world.changes.put_nowait(None), lambda key: tokens[key])
+    tokens = world.known = {(R, "c"): frozenset({"uuid:1"}), (R, "d"): frozenset({"uuid:2"})}
 
     def work(device: str) -> None:
         over.wait()

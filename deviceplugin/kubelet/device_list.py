@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 from deviceplugin.device import Device
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.foreign_plugin import LATE, SentList
+from deviceplugin.kubelet.podresources import AllocationsInFlight
 from deviceplugin.sharing import device_of, replicas_of, shares
 from deviceplugin.source import DeviceSource
 from deviceplugin.wire import deviceplugin_pb2 as pb
@@ -168,21 +169,21 @@ class Stream:
 class ListStreams:
     """ListAndWatch calls of a resource. begun: streams so far.
 
-    lines: returns the list now, None before the first. pause: waits until no Allocate is in flight, or a moment.
+    lines: returns the list now, None before the first. in_flight: Allocates, which a longer list waits for.
     """
 
     def __init__(
         self,
         resource: str,
         lines: Callable[[], tuple[Entry, ...] | None],
-        pause: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0),
+        in_flight: AllocationsInFlight,
     ) -> None:
         self.begun = 0
         self.sent: tuple[SentList, ...] = ()
         """The last list, and those that it or another one has replaced lately; the oldest first."""
         self._resource = resource
         self._lines = lines
-        self._pause = pause
+        self._in_flight = in_flight
         self._serving = True
         self._on_end: Callable[[], None] = lambda: None
         self._open: set[Stream] = set()
@@ -271,7 +272,7 @@ class ListStreams:
                 healthy = frozenset(line.name for line in lines if line.healthy)
                 # A withdrawal does not wait: the next pod in a burst would get what is withdrawn.
                 if not paused and sent is not None and stream.shown is not None and stream.shown[1] <= healthy:
-                    await self._pause()
+                    await self._in_flight.pause()
                     paused = True
                     continue
                 message = rendered(lines)  # whatever changes until it is sent is sent as one list after it

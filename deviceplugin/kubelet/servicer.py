@@ -119,7 +119,7 @@ class Endpoint(DevicePluginServicer):
         self.inventory = inventory
         self.statistics = ServicerStatistics()
         self.ids = self.IDS(source, inventory, self._is_held)
-        self.streams = ListStreams(source.resource, self._lines_if_listed, in_flight.pause)
+        self.streams = ListStreams(source.resource, self._lines_if_listed, in_flight)
         self._allocations = in_flight
         self._calls = AllocationsInFlight()
         """Calls of the kubelet that it should not be cut off from."""

@@ -198,7 +198,7 @@ class Register:
         self.evidence_missing: Final = host.evidence_missing
         self.store: Store = store or MemoryStore()
         self.listed: Final = ListedThings(host)
-        self.hooks: Final = HookRuns(self._with_peers, self.notify, lambda key: self.listed.now().tokens(key))
+        self.hooks: Final = HookRuns(self)
         self._subscribers: list[Callable[[], None]] = []
         self._noticed: object = None
         self._withheld: dict[tuple[str, Side], Mapping[str, str]] = {}
@@ -479,7 +479,12 @@ class Register:
         whole = Use(("released", *key), "", key, self.listed.now().tokens(key), Fraction(1))
         return not refusal([whole], self.snapshot, self.view(), own=lambda use: use.unit in units)
 
-    def _with_peers(self, keys: Iterable[DeviceKey]) -> set[DeviceKey]:
+    def tokens(self, key: DeviceKey) -> Tokens:
+        """Return what a device is now."""
+        return self.listed.now().tokens(key)
+
+    def with_peers(self, keys: Iterable[DeviceKey]) -> set[DeviceKey]:
+        """Return devices and those that are the same thing, or parts of it."""
         return {one for key in keys for one in (key, *self.listed.now().peers(key))}
 
     async def verify(self, keys: Iterable[DeviceKey], *, resets: bool = True) -> None:

@@ -14,10 +14,11 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping
-from typing import Final
+from collections.abc import Callable, Collection, Mapping
+from typing import Final, Protocol
 
 from deviceplugin.backoff import Backoff
+from deviceplugin.kubelet.podresources import PodResources
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -36,10 +37,12 @@ The kubelet may have made it up just before devices were withdrawn; its next rep
 TAKEN: Final = 5.0
 """Seconds in which the kubelet counts devices that are offered again; after that the number is left to it."""
 
-WriteAllocatable = Callable[[str, int], Awaitable[bool]]
-"""Writes a resource's number into the Node's status; returns False if that is not possible now, or not allowed."""
-ReadHealthy = Callable[[str], Awaitable[Collection[str]]]
-"""Returns the ids of a resource that the kubelet counts as healthy (GetAllocatableResources); none if it is unknown."""
+
+class StatusWriter(Protocol):
+    """Writes the Node's status (`dra_bridge.node.node_object.NodeStatusWriter`)."""
+
+    async def write(self, resource: str, number: int) -> bool:
+        """Write a resource's number; return False if that is not possible now, or not allowed."""
 
 
 class AllocatableStatus:
@@ -51,14 +54,14 @@ class AllocatableStatus:
 
     def __init__(
         self,
-        write: WriteAllocatable,
-        healthy: ReadHealthy,
+        status: StatusWriter,
+        pod_resources: PodResources,
         *,
         grace: float = GRACE,
         pauses: Callable[[], Backoff] = lambda: Backoff(first=0.5, most=10.0),
     ) -> None:
-        self._write = write
-        self._healthy = healthy
+        self._status = status
+        self._pod_resources = pod_resources
         self._grace = grace
         self._pauses = pauses
         self._numbers: Mapping[str, int] = {}
@@ -120,7 +123,7 @@ class AllocatableStatus:
         """Write a number, no larger one than the last that was lowered allows; return whether the Node has it."""
         async with self._writing:
             number = min(number, self._most.get(resource, number))
-            if not await self._write(resource, number):
+            if not await self._status.write(resource, number):
                 return False
             self.observe({**self._numbers, resource: number})
             return True
@@ -164,7 +167,7 @@ class AllocatableStatus:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(TAKEN):
                 while True:
-                    if (healthy := frozenset(await self._healthy(resource))).issuperset(device_ids):
+                    if (healthy := await self._pod_resources.allocatable(resource)).issuperset(device_ids):
                         return len(healthy)
                     await asyncio.sleep(backoff.next())
         return 0

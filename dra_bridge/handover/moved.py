@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
@@ -12,7 +12,7 @@ from deviceplugin.kubelet.holders import HolderSnapshot
 from deviceplugin.kubelet.servicer import Endpoint
 from deviceplugin.register.records import RegisterSnapshot, State
 from deviceplugin.register.register import Register, Store
-from dra_bridge.handover.planner import ALL, Moving
+from dra_bridge.handover.planner import ALL, Moving, Together
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +91,10 @@ class MovedResource:
         """Return the devices that are moved and are in a state."""
         return self.moving.in_state(now, self.name, state)
 
+    def together(self, devices: Iterable[str]) -> Together:
+        """Return what each of these devices must move together with."""
+        return {device: self.group(device) for device in devices}
+
     def group(self, device: str) -> tuple[DeviceKey, ...]:
-        """Return the devices that a device moves together with, the first of them leading."""
+        """Return the devices that a device must move together with, the first of them leading."""
         return self.register.listed.group(self.name, device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -134,19 +134,19 @@ def _choose(
     return tuple(chosen)
 
 
-Group = Callable[[str], tuple[DeviceKey, ...]]
-"""Returns a device and those of its driver that move together with it, the one that leads first."""
+Together = Mapping[str, tuple[DeviceKey, ...]]
+"""By device: it and those of its driver that must move together with it, the one that leads first."""
 
 
 def leading(
-    now: RegisterSnapshot, resource: str, states: Mapping[str, State], group: Group
+    now: RegisterSnapshot, resource: str, states: Mapping[str, State], together: Together
 ) -> tuple[dict[str, State], frozenset[str], frozenset[str]]:
     """Return what `plan` decides about: the states of devices that lead or are by themselves, held and expected ones.
 
     The others follow (`followers`). A leader is held, or expected, if any device of its group is.
     """
     held, expected = held_and_expected(now)
-    groups = {name: members for name in states if (members := group(name))[0] == (resource, name)}
+    groups = {name: members for name in states if (members := together[name])[0] == (resource, name)}
     awaited = frozenset(name for name, members in groups.items() if not expected.isdisjoint(members))
     leaders = {
         # A leader that has arrived before others that the claim waits for counts as moving.
@@ -157,7 +157,7 @@ def leading(
 
 
 def followers(
-    now: RegisterSnapshot, resource: str, devices: Iterable[str], group: Group
+    now: RegisterSnapshot, resource: str, devices: Iterable[str], together: Together
 ) -> list[tuple[str, Side, str]]:
     """Return the devices that are to move with others of their group: where to, and why.
 
@@ -166,7 +166,7 @@ def followers(
     _, expected = held_and_expected(now)
     moves: list[tuple[str, Side, str]] = []
     for name in devices:
-        members = group(name)
+        members = together[name]
         awaited = next((now.device(*key) for key in members if key in expected), None)
         leader = now.device(*members[0])
         goal, reason = leader.state.goal, f"it moves with {leader.device}"

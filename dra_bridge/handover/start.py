@@ -69,12 +69,16 @@ class MoveStarter:
         for devices, side in ((wanted.to_dra, Side.DRA), (wanted.to_plugin, Side.PLUGIN)):
             if devices:
                 await self._begin_move(devices, side, f"the share is {self.share}")
-        following = followers(self.moved.ledger.snapshot, self.resource, self._listed(), self.moved.group)
+        following = self._following()
         while await self._announced([name for name, side, _ in following if side is Side.DRA]):
-            following = followers(self.moved.ledger.snapshot, self.resource, self._listed(), self.moved.group)
+            following = self._following()
         for name, side, reason in following:
             await self._begin_move((name,), side, reason)
         return bool(wanted or following)
+
+    def _following(self) -> list[tuple[str, Side, str]]:
+        listed = self._listed()
+        return followers(self.moved.ledger.snapshot, self.resource, listed, self.moved.together(listed))
 
     def _listed(self) -> dict[str, State]:
         """Return the states of the devices that count."""
@@ -88,12 +92,12 @@ class MoveStarter:
     def _planned(self) -> Plan:
         """Return what the share asks for, as far as it makes no kubelet restart end a pod."""
         now = self.moved.ledger.snapshot
-        leaders, held, expected = leading(now, self.resource, self._listed(), self.moved.group)
-
-        together = groups(self.moved.inventory.snapshot.devices, self.moved.endpoint.source.links)
+        listed = self._listed()
+        leaders, held, expected = leading(now, self.resource, listed, self.moved.together(listed))
+        linked = groups(self.moved.inventory.snapshot.devices, self.moved.endpoint.source.links)
 
         def planned(states: Mapping[str, State], drain: Drain) -> Plan:
-            return plan(states, held, self.share, drain, together, expected)
+            return plan(states, held, self.share, drain, linked, expected)
 
         wanted = planned(leaders, self.drain)
         self.blocked = {}

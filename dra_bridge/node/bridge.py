@@ -71,9 +71,9 @@ class Bridge(ClaimSide):
         )
         self.publisher = Publisher(cluster, node := options.node)
         self._allocatable = AllocatableStatus(
-            NodeStatusWriter(cluster, node).write, self.agent.tracker.pod_resources.allocatable, grace=grace
+            NodeStatusWriter(cluster, node), self.agent.tracker.pod_resources, grace=grace
         )
-        self._watch = NodeWatch(cluster, node, self._read_shares, self._allocatable.observe)
+        self._watch = NodeWatch(cluster, node, self._read_shares, self._allocatable)
         shared = DriverNode(
             node,
             self.agent.register,

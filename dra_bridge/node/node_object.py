@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from deviceplugin.naming import NamingError, parse_quantity
+from dra_bridge.handover.allocatable import AllocatableStatus
 from dra_bridge.kube import NODES, Cluster, ClusterError, ForbiddenError, Listed
 
 _LOG: Final = logging.getLogger(__name__)
@@ -22,15 +23,15 @@ NODE_READ: Final = 5.0
 class NodeWatch:
     """Follows this node's Node.
 
-    annotated: called when its annotations are other ones, or it is another Node of this name. allocatable: called with
-    the numbers of each version's `status.allocatable`. annotations, uid: those of the last Node that was seen, also
+    annotated: called when its annotations are other ones, or it is another Node of this name. allocatable: takes the
+    numbers of each version's `status.allocatable`. annotations, uid: those of the last Node that was seen, also
     while there is none; None and "" before.
     """
 
     cluster: Cluster
     node: str
     annotated: Callable[[], None]
-    allocatable: Callable[[Mapping[str, int]], None]
+    allocatable: AllocatableStatus
     annotations: Mapping[str, str] | None = None
     uid: str = ""
     _known: asyncio.Event = field(default_factory=asyncio.Event)
@@ -43,7 +44,7 @@ class NodeWatch:
                     found = event.items[0] if event.items else {}
                 else:
                     found = event.object if event.type != "DELETED" else {}
-                self.allocatable(numbers((found.get("status") or {}).get("allocatable") or {}))
+                self.allocatable.observe(numbers((found.get("status") or {}).get("allocatable") or {}))
                 if not found:
                     if self.uid:
                         _LOG.warning("the Node object %s is gone; the requested share stays", self.node)

@@ -7,10 +7,12 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from deviceplugin.backoff import Backoff
+from deviceplugin.kubelet.podresources import PodResources
 from deviceplugin.register.records import State
 from deviceplugin.testing.pods import FakePod
 from dra_bridge.handover import allocatable
@@ -36,11 +38,11 @@ class FakeStatus:
         self.wrote = asyncio.Event()
         self._takes, self._writes_back = takes, writes_back
         self.status = AllocatableStatus(
-            self._write, self._healthy, grace=0.05, pauses=lambda: Backoff(first=0.0, most=0.0)
+            self, cast("PodResources", self), grace=0.05, pauses=lambda: Backoff(first=0.0, most=0.0)
         )
         self.status.observe({} if number is None else {R: number})
 
-    async def _write(self, resource: str, number: int) -> bool:
+    async def write(self, resource: str, number: int) -> bool:
         assert resource == R
         self.writes.append(number)
         self.wrote.set()
@@ -48,7 +50,7 @@ class FakeStatus:
             asyncio.get_running_loop().call_later(0.01, self.status.observe, {R: 8})
         return self._takes
 
-    async def _healthy(self, resource: str) -> frozenset[str]:
+    async def allocatable(self, resource: str) -> frozenset[str]:
         return self.healthy
 
 

@@ -207,8 +207,7 @@ S = "example.com/other"
 GROUP = ((R, "a"), (R, "b"), (S, "c"))
 
 
-def grouped(name: str) -> tuple[tuple[str, str], ...]:
-    return GROUP if name in "abc" else ((R, name),)
+TOGETHER = {"a": GROUP, "b": GROUP, "c": GROUP, "d": ((R, "d"),)}
 
 
 def states(now: RegisterSnapshot, resource: str) -> dict[str, State]:
@@ -220,11 +219,11 @@ def test_parts_of_one_device_count_as_one(tmp_path: Path) -> None:
     with DirectLedger(str(tmp_path / "ledger.db")) as store:
         store.do(adopt(R, ["a", "b", "d"], Side.PLUGIN, 0.0))
         store.do(adopt(S, ["c"], Side.PLUGIN, 0.0))
-        assert leading(store.snapshot, S, states(store.snapshot, S), grouped) == ({}, frozenset(), frozenset())
+        assert leading(store.snapshot, S, states(store.snapshot, S), TOGETHER) == ({}, frozenset(), frozenset())
         at = {"a": State.PLUGIN, "d": State.PLUGIN}
-        assert leading(store.snapshot, R, states(store.snapshot, R), grouped) == (at, frozenset(), frozenset())
+        assert leading(store.snapshot, R, states(store.snapshot, R), TOGETHER) == (at, frozenset(), frozenset())
         store.do(grant(S, {"c": "c"}, 0.0))
-        assert leading(store.snapshot, R, states(store.snapshot, R), grouped) == (at, frozenset("a"), frozenset())
+        assert leading(store.snapshot, R, states(store.snapshot, R), TOGETHER) == (at, frozenset("a"), frozenset())
 
 
 def test_parts_follow_the_first(tmp_path: Path) -> None:
@@ -232,13 +231,13 @@ def test_parts_follow_the_first(tmp_path: Path) -> None:
     with DirectLedger(str(tmp_path / "ledger.db")) as store:
         store.do(adopt(R, ["a", "b", "d"], Side.PLUGIN, 0.0))
         store.do(adopt(S, ["c"], Side.PLUGIN, 0.0))
-        assert followers(store.snapshot, R, "abd", grouped) == []
+        assert followers(store.snapshot, R, "abd", TOGETHER) == []
         store.do(operations.begin_move(R, ["a", "d"], Side.DRA, 0.0))
-        assert followers(store.snapshot, R, "abd", grouped) == [("b", Side.DRA, "it moves with a")]
-        assert followers(store.snapshot, S, "c", grouped) == [("c", Side.DRA, "it moves with a")]
+        assert followers(store.snapshot, R, "abd", TOGETHER) == [("b", Side.DRA, "it moves with a")]
+        assert followers(store.snapshot, S, "c", TOGETHER) == [("c", Side.DRA, "it moves with a")]
         store.do(operations.begin_move(R, ["b"], Side.DRA, 0.0))
         store.do(operations.begin_move(R, ["a"], Side.PLUGIN, 0.0))
-        assert followers(store.snapshot, R, "abd", grouped) == [("b", Side.PLUGIN, "it moves with a")]
+        assert followers(store.snapshot, R, "abd", TOGETHER) == [("b", Side.PLUGIN, "it moves with a")]
 
 
 def test_a_claim_for_a_part_takes_all_along(tmp_path: Path) -> None:
@@ -248,15 +247,15 @@ def test_a_claim_for_a_part_takes_all_along(tmp_path: Path) -> None:
         store.do(adopt(S, ["c"], Side.PLUGIN, 0.0))
         store.do(operations.begin_move(R, ["b"], Side.DRA, 0.0, "for claim default/x"))
         for resource, names in ((R, "ab"), (S, "c")):
-            for name, side, reason in followers(store.snapshot, resource, names, grouped):
+            for name, side, reason in followers(store.snapshot, resource, names, TOGETHER):
                 store.do(operations.begin_move(resource, [name], side, 0.0, reason))
         assert {record.state for record in store.snapshot.devices.values()} == {State.TO_DRA}
-        leaders, held, expected = leading(store.snapshot, R, states(store.snapshot, R), grouped)
+        leaders, held, expected = leading(store.snapshot, R, states(store.snapshot, R), TOGETHER)
         assert (leaders, expected) == ({"a": State.TO_DRA}, frozenset("a"))
         assert not plan(leaders, held, Share(0), expected=expected)
         evidence = KubeletSnapshot(store.snapshot.sequence, 2.0, True)
         shown = KubeletEvidence(store.snapshot.sequence, {"a": 1.0}, evidence)
         assert store.do(operations.commit_to_dra(R, ["a"], shown, 0.0)).devices == ("a",)
-        leaders, held, expected = leading(store.snapshot, R, states(store.snapshot, R), grouped)
+        leaders, held, expected = leading(store.snapshot, R, states(store.snapshot, R), TOGETHER)
         assert not plan(leaders, held, Share(0), expected=expected)
-        assert followers(store.snapshot, R, "ab", grouped) == []
+        assert followers(store.snapshot, R, "ab", TOGETHER) == []
