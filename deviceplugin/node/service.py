@@ -61,6 +61,7 @@ class Service(EndpointHost):
     def __init__(self, source: DeviceSource, context: ServiceContext) -> None:
         self.source = source
         self.resource = source.resource
+        self._register = context.register
         if problem := overlong(source):
             what = "such a hook works on, and its devices are given to nobody until it ends"
             _LOG.warning("%s; %s", problem, what, extra={"resource": source.resource})
@@ -108,7 +109,7 @@ class Service(EndpointHost):
 
     async def recorded(self) -> KubeletRecord | None:
         """Return what the kubelet's checkpoint says of the resource; None if it cannot be read."""
-        return await self._context.tracker.recorded(self.resource, self._context.register.listed.served)
+        return await self._context.tracker.recorded(self.resource, self._register.listed.served)
 
     def contested(self, reason: str) -> None:
         """Take that another plugin has registered the resource."""
@@ -143,7 +144,7 @@ class Service(EndpointHost):
     @property
     def _ids(self) -> frozenset[str]:
         """The ids that the register has as given to pods."""
-        allocations = self._context.register.snapshot.allocations.values()
+        allocations = self._register.snapshot.allocations.values()
         return frozenset(one.device_id for one in allocations if one.resource == self.resource)
 
     @property
@@ -157,10 +158,10 @@ class Service(EndpointHost):
         held = [one for one in tracker.snapshot.held if one.resource == self.resource]
         if pods := {tracker.title(one.pod_uid) for one in held if self.device_of(one.device_id) == device}:
             return f"pod {', '.join(sorted(pods))}"
-        now, key = self._context.register.snapshot, (self.resource, device)
+        now, key = self._register.snapshot, (self.resource, device)
         named = {f"claim {one.title}" for one in now.claims_on(self.resource, {device})}
         named |= {f"pod {one.pod or 'of a name not known yet'}" for one in now.allocations_on(self.resource, {device})}
-        return ", ".join(sorted(named)) or ("a pod or claim" if self._context.register.is_held(key) else "")
+        return ", ".join(sorted(named)) or ("a pod or claim" if self._register.is_held(key) else "")
 
     def ids_now(self, device: Device) -> tuple[str, ...]:
         """Return the ids under which the kubelet knows a device now."""
@@ -183,12 +184,12 @@ class Service(EndpointHost):
 
     @property
     def _pending(self) -> list[AllocationRecord]:
-        allocations = self._context.register.snapshot.allocations.values()
+        allocations = self._register.snapshot.allocations.values()
         return [one for one in allocations if one.resource == self.resource and one.pending]
 
     def observe(self, now: HolderSnapshot, released: Collection[str]) -> None:
         """Draw the conclusions of a scan: what came free, and what may be forgotten. released: ids that came free."""
-        ids, register = self.endpoint.ids, self._context.register
+        ids, register = self.endpoint.ids, self._register
         in_use = self._ids | now.of(self.resource).keys()
         self._released &= now.held.keys()
         self._existing &= in_use
@@ -227,11 +228,11 @@ class Service(EndpointHost):
     def _is_free(self, device: str, ids: Collection[str] = ()) -> bool:
         """Return whether nobody holds a device, as far as that is known. ids: of holders that have ended."""
         units = {allocation_unit(self.resource, one) for one in ids}
-        register = self._context.register
+        register = self._register
         return not register.evidence_missing(self.resource, device) and register.is_free((self.resource, device), units)
 
     def _release(self, devices: Sequence[Device]) -> asyncio.Task[str]:
-        hooks = self._context.register.hooks
+        hooks = self._register.hooks
         return hooks.start(self.endpoint.statistics.hooks, "released", self.source, devices)
 
     async def release_former(self, names: Sequence[str]) -> None:

@@ -54,6 +54,11 @@ class EvidenceReader:
         """Return a pod's name, for people."""
         return self.agent.tracker.title(pod_uid)
 
+    @property
+    def scan_problem(self) -> str:
+        """Why the last scan could not read who holds devices; "" if it could."""
+        return self.agent.tracker.snapshot.problem
+
     async def read(self, service: Service, devices: Sequence[str]) -> Evidence:
         """Read who holds these devices of a resource.
 
@@ -73,7 +78,7 @@ class EvidenceReader:
         found = await asyncio.to_thread(self.driver.claim_evidence, prepared, resource)
         # A claim counts also if it has none of these devices by their names now: its file says what they are.
         claims = [replace(claim, devices=claim.devices & wanted) for claim in found if not self._recorded(claim)]
-        known = self.driver.records.ledger.snapshot.of(resource)
+        known = self.agent.register.snapshot.of(resource)
         if any(name not in known or known[name].state is State.QUARANTINED for name in devices):
             # What is allocated: a claim that the kubelet has not prepared yet keeps its device on the DRA side.
             async with asyncio.timeout(5.0):
@@ -164,7 +169,7 @@ class DeviceReconciler:
 
     def forget_unlisted(self, one: ResourceRuntime) -> None:
         """Reconcile unplugged devices again when they come back: they may have holders then."""
-        resource, listed = one.service.resource, one.service.inventory.snapshot.devices
+        resource, listed = one.service.resource, one.listed.devices
         gone = {key for key in self.context.reconciled if key[0] == resource and key[1] not in listed}
         self.context.reconciled.difference_update(gone)
 
@@ -173,7 +178,7 @@ class DeviceReconciler:
         backoff, logged, tries = Backoff(first=0.1, most=5.0), set[str](), 0
         while True:
             tries += 1
-            snapshot, known = one.service.inventory.snapshot, self.context.ledger.snapshot
+            snapshot, known = one.listed, self.context.ledger.snapshot
             certain = self.context.reconciled & known.devices.keys()
             unreconciled = [name for name in snapshot.devices if (resource, name) not in certain]
             if not unreconciled and (not snapshot.listed or resource in qualifiers_of(known, self.context.name)):
@@ -189,7 +194,7 @@ class DeviceReconciler:
             except EVIDENCE_ERRORS as error:
                 reasons = dict.fromkeys(unreconciled, f"not known: {error or type(error).__name__}")
             else:
-                problem = self.context.node.agent.tracker.snapshot.problem
+                problem = self.evidence.scan_problem
                 reasons = dict.fromkeys(uncertain, f"not known: {problem}" if problem else "not known")
                 if not reasons:
                     backoff.reset()
@@ -214,12 +219,12 @@ class DeviceReconciler:
         evidence = await self.evidence.read(one.service, devices)
         if self.context.resources.get(resource) is not one:
             return ()  # it was dropped meanwhile
-        count = len(one.service.inventory.snapshot.devices)
+        count = len(one.listed.devices)
         side = Side.DRA if self.context.share.of(one.policy).of(count) == count else Side.PLUGIN
         done = await self.context.ledger.do(
             operations.reconcile_evidence(resource, evidence, devices, side, time.time(), self.context.name)
         )
-        await self.context.node.agent.register.adopt()
+        await self.evidence.agent.register.adopt()
         self.context.reconciled.update((resource, name) for name in devices if name not in done.uncertain)
         for device, state in done.changed.items():
             if state is State.QUARANTINED:
@@ -242,9 +247,10 @@ class DeviceReconciler:
     async def resolve(self) -> None:
         """Reconcile quarantined devices: the evidence about them may agree by now."""
         for resource, one in tuple(self.context.resources.items()):
-            listed = one.service.inventory.snapshot.devices
             records = self.context.ledger.snapshot.of(resource)
-            names = [name for name in listed if name in records and records[name].state is State.QUARANTINED]
+            names = [
+                name for name in one.listed.devices if name in records and records[name].state is State.QUARANTINED
+            ]
             try:
                 await self.reconcile(one, names)
             except EVIDENCE_ERRORS as error:

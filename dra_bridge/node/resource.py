@@ -13,6 +13,7 @@ from typing import Final
 
 from deviceplugin import topology
 from deviceplugin.exclusion import DeviceKey
+from deviceplugin.inventory import InventorySnapshot
 from deviceplugin.node.agent import Agent
 from deviceplugin.node.service import Service
 from dra_bridge.driver import DriverNode
@@ -68,6 +69,11 @@ class ResourceRuntime:
     reconciled: asyncio.Event = field(default_factory=asyncio.Event)
     bypassed_at: float = -math.inf
     task: asyncio.Task[None] | None = None
+
+    @property
+    def listed(self) -> InventorySnapshot:
+        """The resource's devices as of now."""
+        return self.service.inventory.snapshot
 
 
 @dataclass(frozen=True, slots=True)

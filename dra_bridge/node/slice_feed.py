@@ -69,7 +69,7 @@ class SliceFeed:
 
     def __init__(self, context: DriverContext, registrar: Registrar) -> None:
         self._context = context
-        self._publisher = context.node.publisher
+        self._publisher, self._register = context.node.publisher, context.node.agent.register
         self._registrar = registrar
         self._changed = asyncio.Event()
         self._passed = asyncio.Event()
@@ -130,7 +130,7 @@ class SliceFeed:
         # A driver that has nothing any more leaves its slices, also if the ledger that had its names was lost.
         if self._context.resources and not qualifiers_of(self._context.ledger.snapshot, self._context.name):
             return False
-        snapshots = [one.service.inventory.snapshot for one in self._context.resources.values()]
+        snapshots = [one.listed for one in self._context.resources.values()]
         keys = {(snapshot.resource, name) for snapshot in snapshots for name in snapshot.devices}
         return any(self._context.ready(*key) for key in keys) or (not keys and all(one.listed for one in snapshots))
 
@@ -139,7 +139,7 @@ class SliceFeed:
         offers, without, qualifiers = [], [], qualifiers_of(self._context.ledger.snapshot, self._context.name)
         records = self._context.ledger.snapshot
         for resource, one in self._context.resources.items():
-            source, snapshot = one.service.source, one.service.inventory.snapshot
+            source, snapshot = one.service.source, one.listed
             known = records.of(resource)
             if one.leaving:
                 without += [(resource, name) for name in snapshot.devices.keys() | known.keys()]
@@ -149,7 +149,7 @@ class SliceFeed:
             offered = frozenset(name for name in names if self._context.ready(resource, name))
             if self._context.bypassed(resource):
                 offered = frozenset(name for name in offered if records.claims_on(resource, (name,)))
-            offered -= self._context.node.agent.register.withheld(resource, "dra").keys() if offered else set()
+            offered -= self._register.withheld(resource, "dra").keys() if offered else set()
             without += [(resource, name) for name in (snapshot.devices.keys() | known.keys()) - offered]
             replicas = {name: len(one.service.ids_now(device)) for name, device in snapshot.devices.items()}
             order = one.order.of(snapshot.devices.keys(), source.links)
@@ -176,7 +176,7 @@ class SliceFeed:
         for resource, one in self._context.resources.items():
             if one.leaving:
                 continue
-            listed = one.service.inventory.snapshot
+            listed = one.listed
             shares[resource] = str(one.handover.share)
             waits |= {(resource, device): str(what) for device, what in one.handover.waiting.items()}
             gone |= {(resource, name) for name in records.of(resource).keys() - (listed.devices.keys() - listed.gone)}

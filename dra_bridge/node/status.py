@@ -40,7 +40,7 @@ class BridgeStatus:
     name = "dra-bridge"
 
     def __init__(self, node: BridgeNode, drivers: Mapping[str, DriverRuntime]) -> None:
-        self._node = node
+        self._node, self._agent = node, node.agent
         self._drivers = drivers
         self._seen: RegisterSnapshot | None = None
         """The register as of the last call of `events`."""
@@ -49,7 +49,7 @@ class BridgeStatus:
     def events(self) -> list[Event]:
         """Return the moves and claims that began or ended since the last call."""
         found: list[Event] = []
-        now = self._node.agent.register.snapshot
+        now = self._agent.register.snapshot
         before = self._seen if self._seen is not None and self._seen.sequence else now
         found += events(before, now, time.time())  # what a ledger has that is opened late is no event
         self._seen = now
@@ -66,11 +66,11 @@ class BridgeStatus:
 
         drivers, cluster, listens = list(self._drivers.values()), self._node.cluster, self._kubelet_listens()
         since = cluster.statistics.unreachable_since()
-        now = self._node.agent.register.snapshot
+        now = self._agent.register.snapshot
         claims = list(now.claims.values())
         uids: frozenset[str] = frozenset().union(*(claim.pods for claim in claims))
         denied = {name: found for one in drivers for name, found in _denied(one)}
-        pods = {pod.uid: pod for pod in self._node.agent.tracker.pods_named(uids.union(*denied.values()))}
+        pods = {pod.uid: pod for pod in self._agent.tracker.pods_named(uids.union(*denied.values()))}
         ends = {name: tuple(pods.get(uid, PodContainer(uid=uid)) for uid in found) for name, found in denied.items()}
         return ProviderReport(
             families=list(metrics.families(drivers, self._node.publisher, cluster, ends, kubelet_listens=listens)),
@@ -97,7 +97,7 @@ class BridgeStatus:
 
     def _kubelet_listens(self) -> bool:
         """Return whether a kubelet follows any list of devices, or none ever did: a driver does not see one end."""
-        services = list(self._node.agent.services.values())
+        services = list(self._agent.services.values())
         begun = any(one.registration.statistics.registrations for one in services)
         return not begun or any(one.endpoint.streams.live for one in services)
 
@@ -112,13 +112,13 @@ class BridgeStatus:
             if one.resources and not state.accepted and not self._waits_for_plugins(one):
                 problem = f": {state.problems[0]}" if state.problems else ""
                 yield f"slices of driver {one.name} are not published{problem}"
-        named = {service.source.driver or "" for service in list(self._node.agent.services.values())}
+        named = {service.source.driver or "" for service in list(self._agent.services.values())}
         for name in sorted(named - {"", *(one.name for one in drivers)}):
             yield f"driver {name} has not started: another agent may have the ledger; {MAX_SURGE}"
 
     def _waits_for_plugins(self, driver: DriverRuntime) -> bool:
         """Return whether all of a driver's devices are of vendors' plugins that are not there yet: no slice is due."""
-        services = self._node.agent.services
+        services = self._agent.services
         vendors = [services[name].vendor if name in services else None for name in list(driver.resources)]
         return all(one is not None and not one.connected for one in vendors)
 

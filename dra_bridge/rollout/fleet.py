@@ -15,7 +15,7 @@ import msgspec
 
 from deviceplugin.exclusion import DeviceKey
 from deviceplugin.naming import NamingError, parse_quantity, published_names
-from deviceplugin.register.records import State
+from deviceplugin.register.records import NONE, State
 from deviceplugin.topology import natural
 from dra_bridge.handover.share import Share, ShareError, parse_asked
 from dra_bridge.rollout.agents import Answers
@@ -465,17 +465,16 @@ def decide(
     nodes: Sequence[NodeView],
     limits: RolloutLimits,
     *,
-    now: float = 0.0,
-    since: Mapping[str, float] | None = None,
-    failing: Mapping[str, Mapping[str, str]] | None = None,
+    ages: Mapping[str, float] = NONE,
+    failing: Mapping[str, Mapping[str, str]] = NONE,
     own: Collection[str] = frozenset(),
     gone: Collection[str] = (),
 ) -> RolloutStep:
     """Decide what a rollout does next.
 
-    since: when this run first saw each node move. failing: `failing_pods` by node; those that were failing before the
-    node was begun do not count. own: nodes that this run has begun. gone: those of them that were not done and have no
-    Node now, or one with other labels; it may come back, without what it was asked for.
+    ages: seconds since this run first saw each node move. failing: `failing_pods` by node; those that were failing
+    before the node was begun do not count. own: nodes that this run has begun. gone: those of them that were not done
+    and have no Node now, or one with other labels; it may come back, without its requested share.
     """
     by_phase: dict[Phase, list[NodeView]] = {one: [] for one in Phase}
     for view in nodes:
@@ -489,14 +488,14 @@ def decide(
     stop = [f"{shortened(names)}: {other}" for other, names in others.items()]
     for view in nodes:
         known = view.before.failed if view.before is not None else ()
-        pods = (failing or {}).get(view.node, {})
+        pods = failing.get(view.node, {})
         stop += [f"{view.node}: {reason}" for uid, reason in pods.items() if uid not in known]
     for view in moving:
-        if now - (since or {}).get(view.node, now) > limits.patience:
+        if ages.get(view.node, 0.0) > limits.patience:
             waits = "; ".join(obstacles(view)) or "its agent has yet to report why"
             stop.append(f"{view.node}: not done after {limits.patience:g} s: {waits}")
     for name in gone:
-        if now - (since or {}).get(name, now) > limits.patience:
+        if ages.get(name, 0.0) > limits.patience:
             stop.append(f"{name}: not done after {limits.patience:g} s: {GONE}")
     if stop:
         return RolloutStep(forget=forget, stop=tuple(stop))

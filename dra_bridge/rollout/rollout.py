@@ -297,9 +297,8 @@ class _Rollout:
             if name not in self._gone:
                 self._reporter.say(f"{name}: {fleet.GONE}; waiting for it")
         self._gone = gone
-        decision = fleet.decide(
-            self._goal, nodes, self._limits, now=now, since=self._since, failing=failing, own=self._own, gone=gone
-        )
+        ages = {name: now - at for name, at in self._since.items()}
+        decision = fleet.decide(self._goal, nodes, self._limits, ages=ages, failing=failing, own=self._own, gone=gone)
         for name in decision.forget:
             node = await self._fleet.cluster.get(NODES, name)
             if patch := fleet.forget_patch(self._goal, self._fleet.driver, node):

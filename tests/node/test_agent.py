@@ -920,7 +920,8 @@ async def test_what_ended_before_its_device_came_is_not_inherited(alone: Agent) 
     service = alone.services[R]
     service._existing = frozenset({"late", "later"})
     await taken(alone, scan(1.0, "later"))
-    service.inventory.publish([Device(name) for name in ("sim-0", "late", "later")])
+    devices = [Device(name) for name in ("sim-0", "late", "later")]
+    service.inventory.publish(devices, replicas=shares(service.source, devices))
     service.listed()
     assert set(service.endpoint.ids.legacy) == {"later"}
 

@@ -259,9 +259,9 @@ def test_a_node_under_way_elsewhere_counts() -> None:
 def test_a_stalled_node_stops_it() -> None:
     """A node that takes longer than it may stops the rollout, with what it waits for; nothing more is begun."""
     nodes = [view("n1", asked="all", counts={"to-dra": 4}), view("n2")]
-    patient = fleet.decide(Goal("all"), nodes, RolloutLimits(2, 10.0), now=100.0, since={"n1": 91.0})
+    patient = fleet.decide(Goal("all"), nodes, RolloutLimits(2, 10.0), ages={"n1": 9.0})
     assert patient.begin == ("n2",)
-    stalled = fleet.decide(Goal("all"), nodes, RolloutLimits(2, 10.0), now=100.0, since={"n1": 80.0})
+    stalled = fleet.decide(Goal("all"), nodes, RolloutLimits(2, 10.0), ages={"n1": 20.0})
     assert stalled.begin == ()
     assert stalled.stop[0].startswith("n1: not done after 10 s")
 
@@ -437,13 +437,13 @@ def test_who_takes_over_keeps_what_was_before() -> None:
 def test_a_node_that_is_gone_is_waited_for() -> None:
     """A node that was begun and has no Node counts as moving, stops the rollout in the end, and never ends it well."""
     rest = [view("n2")]
-    asked: dict[str, Any] = {"now": 100.0, "own": {"n1"}, "gone": ["n1"]}
+    asked: dict[str, Any] = {"own": {"n1"}, "gone": ["n1"]}
     assert fleet.decide(Goal("all"), (), RolloutLimits(), **asked) == fleet.RolloutStep()
     assert fleet.decide(Goal("all"), rest, RolloutLimits(1), **asked) == fleet.RolloutStep()
     assert fleet.decide(Goal("all"), rest, RolloutLimits(2), **asked).begin == ("n2",)
     assert fleet.decide(Goal("all"), rest, RolloutLimits(2, pause=True), **asked) == fleet.RolloutStep()
     assert fleet.decide(Goal("all"), [view("n2", ready=False)], RolloutLimits(2), **asked) == fleet.RolloutStep()
-    stopped = fleet.decide(Goal("all"), rest, RolloutLimits(2, 10.0), since={"n1": 80.0}, **asked)
+    stopped = fleet.decide(Goal("all"), rest, RolloutLimits(2, 10.0), ages={"n1": 20.0}, **asked)
     said = "n1: not done after 10 s: there is no such node with these labels any more"
     assert stopped == fleet.RolloutStep(stop=(said,))
 
