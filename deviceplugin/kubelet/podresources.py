@@ -146,12 +146,13 @@ class AllocationsInFlight:
 
 
 class PodResources:
-    """The kubelet's PodResources service. Each call has a channel of its own: one that failed is slow to recover."""
+    """The kubelet's PodResources service. A channel is kept until a call fails: then it is slow to recover."""
 
     def __init__(self, socket: Path, timeout: float = 10.0) -> None:
         self.socket = socket
         self._timeout = timeout
         self._last_logged = ""
+        self._idle: list[grpc.aio.Channel] = []
 
     async def list(self) -> PodResourcesReport | None:
         """Call `List`, which has the kubelet drop ended pods; None if it fails: nothing safe depends on its answer."""
@@ -187,5 +188,18 @@ class PodResources:
 
     @asynccontextmanager
     async def _stub(self) -> AsyncIterator[PodResourcesListerAsyncStub]:
-        async with grpc.aio.insecure_channel(unix_address(self.socket), options=CHANNEL_OPTIONS) as channel:
+        if self._idle and self._idle[0].get_state() is not grpc.ChannelConnectivity.READY:  # the kubelet has ended
+            await self._idle.pop().close(None)
+        if self._idle:
+            channel = self._idle.pop()
+        else:
+            channel = grpc.aio.insecure_channel(unix_address(self.socket), options=CHANNEL_OPTIONS)
+        try:
             yield PodResourcesListerStub(channel)  # type: ignore[misc]
+        except BaseException:
+            await channel.close(None)
+            raise
+        if self._idle:  # of a call beside this one
+            await channel.close(None)
+        else:
+            self._idle.append(channel)

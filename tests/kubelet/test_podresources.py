@@ -6,7 +6,9 @@ import asyncio
 import re
 import time
 from pathlib import Path
+from typing import Any
 
+import grpc.aio
 import pytest
 
 from deviceplugin.kubelet import podresources
@@ -84,6 +86,32 @@ async def test_asking_a_kubelet(fake_kubelet: FakeKubelet) -> None:
     """`List` of a kubelet without pods answers with nothing."""
     service = PodResources(fake_kubelet.pod_resources_socket)
     assert await service.list() == PodResourcesReport()
+
+
+async def test_calls_share_a_connection_until_the_kubelet_ends(
+    fake_kubelet: FakeKubelet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kubelet that comes next is asked by a new one, and answers the first call."""
+    made: list[Any] = []
+    channel = grpc.aio.insecure_channel
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        made.append(channel(*arguments, **options))
+        return made[-1]
+
+    monkeypatch.setattr(grpc.aio, "insecure_channel", counted)
+    service = PodResources(fake_kubelet.pod_resources_socket)
+    for _ in range(3):
+        assert await service.list() == PodResourcesReport()
+    assert len(made) == 1
+    assert set(await asyncio.gather(service.list(), service.list())) == {PodResourcesReport()}
+    assert len(made) == 2, "calls beside each other have channels of their own"
+    (kept,) = service._idle
+    await asyncio.to_thread(fake_kubelet.restart)
+    while (state := kept.get_state()) is grpc.ChannelConnectivity.READY:
+        await kept.wait_for_state_change(state)
+    assert await service.list() == PodResourcesReport()
+    assert len(made) == 3
 
 
 async def test_a_kubelet_that_others_ask_too_often(
