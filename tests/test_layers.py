@@ -17,136 +17,22 @@ ROOT = Path(__file__).parent.parent
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 
-BASE = {
-    "addresses",
-    "backoff",
-    "cdi",
-    "claim_files",
-    "device",
-    "durations",
-    "exclusion",
-    "files",
-    "filewatch",
-    "health",
-    "hook_runs",
-    "hooks",
-    "identity",
-    "inventory",
-    "naming",
-    "sharing",
-    "source",
-    "source_check",
-    "tables",
-    "topology",
-    "version",
-}
+BASE = set(re.findall(r"`(\w+)`", ARCHITECTURE.read_text().split("top level of `deviceplugin`: ")[1].split(".")[0]))
 """Modules at the top level of deviceplugin that count as one layer, `base`."""
 TOP = {"", "__main__", "cli", "demo"}
 """Modules of each distribution that count as its layer `top`: the package itself ("") and its programs."""
 
+
+def full(layer: str) -> str:
+    """Return the name of a layer that documents call without its distribution, if that is deviceplugin."""
+    return layer if layer.startswith("dra_bridge.") else f"deviceplugin.{layer}"
+
+
 MAY_IMPORT = {
-    "deviceplugin.base": set[str](),
-    "deviceplugin.wire": set[str](),
-    "deviceplugin.register": {"deviceplugin.base"},
-    "deviceplugin.config": {"deviceplugin.base"},
-    "deviceplugin.sources": {"deviceplugin.base", "deviceplugin.config"},
-    "deviceplugin.kubelet": {"deviceplugin.base", "deviceplugin.register", "deviceplugin.wire"},
-    "deviceplugin.adoption": {
-        "deviceplugin.base",
-        "deviceplugin.kubelet",
-        "deviceplugin.register",
-        "deviceplugin.wire",
-    },
-    "deviceplugin.metrics": {"deviceplugin.base", "deviceplugin.config", "deviceplugin.kubelet"},
-    "deviceplugin.node": {
-        "deviceplugin.adoption",
-        "deviceplugin.base",
-        "deviceplugin.register",
-        "deviceplugin.config",
-        "deviceplugin.kubelet",
-        "deviceplugin.metrics",
-        "deviceplugin.sources",
-    },
-    "deviceplugin.testing": {
-        "deviceplugin.base",
-        "deviceplugin.kubelet",
-        "deviceplugin.node",
-        "deviceplugin.wire",
-    },
-    "deviceplugin.top": {
-        "deviceplugin.base",
-        "deviceplugin.config",
-        "deviceplugin.node",
-        "deviceplugin.sources",
-        "deviceplugin.testing",
-    },
-    "dra_bridge.kube": {"deviceplugin.base"},
-    "dra_bridge.ledger": {"deviceplugin.base", "deviceplugin.register"},
-    "dra_bridge.wire": set[str](),
-    "dra_bridge.slices": {"deviceplugin.base", "dra_bridge.kube"},
-    "dra_bridge.driver": {
-        "deviceplugin.adoption",
-        "deviceplugin.base",
-        "deviceplugin.register",
-        "deviceplugin.kubelet",
-        "deviceplugin.wire",
-        "dra_bridge.kube",
-        "dra_bridge.wire",
-    },
-    "dra_bridge.handover": {"deviceplugin.base", "deviceplugin.register", "deviceplugin.kubelet"},
-    "dra_bridge.rollout": {
-        "deviceplugin.base",
-        "deviceplugin.register",
-        "dra_bridge.handover",
-        "dra_bridge.kube",
-    },
-    "dra_bridge.node": {
-        "deviceplugin.adoption",
-        "deviceplugin.base",
-        "deviceplugin.register",
-        "deviceplugin.config",
-        "deviceplugin.kubelet",
-        "deviceplugin.metrics",
-        "deviceplugin.node",
-        "dra_bridge.driver",
-        "dra_bridge.handover",
-        "dra_bridge.kube",
-        "dra_bridge.ledger",
-        "dra_bridge.rollout",
-        "dra_bridge.slices",
-    },
-    "dra_bridge.manifests": {"deviceplugin.base", "deviceplugin.config"},
-    "dra_bridge.testing": {
-        "deviceplugin.base",
-        "deviceplugin.kubelet",
-        "deviceplugin.node",
-        "deviceplugin.testing",
-        "deviceplugin.wire",
-        "dra_bridge.handover",
-        "dra_bridge.kube",
-        "dra_bridge.node",
-        "dra_bridge.rollout",
-        "dra_bridge.wire",
-    },
-    "dra_bridge.top": {
-        "deviceplugin.base",
-        "deviceplugin.register",
-        "deviceplugin.config",
-        "deviceplugin.node",
-        "deviceplugin.testing",
-        "deviceplugin.top",
-        "dra_bridge.driver",
-        "dra_bridge.handover",
-        "dra_bridge.kube",
-        "dra_bridge.ledger",
-        "dra_bridge.manifests",
-        "dra_bridge.node",
-        "dra_bridge.rollout",
-        "dra_bridge.slices",
-        "dra_bridge.testing",
-    },
+    full(layer): {full(other) for other in re.findall(r"`([\w.]+)`", may)}
+    for layer, may in re.findall(r"^\| `([\w.]+)` \| ([^|]*) \|$", CONTRIBUTING.read_text(), re.MULTILINE)
 }
-"""The layers, and the layers that the modules of each may import from, TYPE_CHECKING included."""
+"""The layers, and those that the modules of each may import from, TYPE_CHECKING included: as CONTRIBUTING.md says."""
 
 LONGEST = 600
 """Lines of a product module at the most."""
@@ -212,13 +98,10 @@ def crossings(name: str) -> Iterator[str]:
             yield layer_of(module)
 
 
-def short(layer: str) -> str:
-    """How documents call a layer: those of dra_bridge by their full name."""
-    return layer.removeprefix("deviceplugin.")
-
-
 def test_each_module_belongs_to_a_layer() -> None:
-    """The table of layers leaves out no module."""
+    """The table of layers leaves out no module, and has no other layers; the list of `base` names modules."""
+    assert {layer_of(name) for name in PRODUCT} | {full("wire"), "dra_bridge.wire"} == MAY_IMPORT.keys()
+    assert all(is_module(f"deviceplugin.{name}") for name in BASE)
     assert not [name for name in PRODUCT if layer_of(name) not in MAY_IMPORT]
 
 
@@ -250,17 +133,10 @@ def test_packages_are_ordered_as_they_import() -> None:
         r"^\| `([\w.]+)` \| [^|]* \|$", ARCHITECTURE.read_text().split("Three layers are not in it")[0], re.MULTILINE
     )
     aside = {"deviceplugin.base", "deviceplugin.top", "dra_bridge.top", "deviceplugin.testing", "dra_bridge.testing"}
-    assert sorted(rows) == sorted(short(layer) for layer in MAY_IMPORT if layer not in aside)
-    for layer, may in MAY_IMPORT.items():
-        if layer not in aside:
-            assert all(rows.index(short(one)) < rows.index(short(layer)) for one in may - aside), layer
-
-
-def test_layers_are_listed_as_they_are() -> None:
-    """The table in CONTRIBUTING.md says of each layer what it may import."""
-    rows = re.findall(r"^\| `([\w.]+)` \| ([^|]*) \|$", CONTRIBUTING.read_text(), re.MULTILINE)
-    listed = {layer: set(re.findall(r"`([\w.]+)`", may)) for layer, may in rows}
-    assert listed == {short(layer): {short(other) for other in may} for layer, may in MAY_IMPORT.items()}
+    order = [full(layer) for layer in rows]
+    assert sorted(order) == sorted(MAY_IMPORT.keys() - aside)
+    for layer in order:
+        assert all(order.index(one) < order.index(layer) for one in MAY_IMPORT[layer] - aside), layer
 
 
 def test_modules_are_short() -> None:

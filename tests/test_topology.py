@@ -141,13 +141,13 @@ class TestPreferred:
     """The set with the highest total, which leaves the best remainder, with the smallest ids."""
 
     @given(requests(8))
-    @settings(max_examples=300)
+    @settings(max_examples=6 * settings().max_examples)
     def test_it_is_what_the_docstring_says(self, request: tuple[list[str], list[str], int, Scores]) -> None:
         """Up to 8 devices, any scores, any request: the same as by brute force."""
         assert preferred(*request) == reference(*request)
 
     @given(requests(10))
-    @settings(max_examples=60)
+    @settings(max_examples=settings().max_examples)
     def test_it_is_what_the_docstring_says_of_ten(self, request: tuple[list[str], list[str], int, Scores]) -> None:
         """The same for up to 10 devices."""
         assert preferred(*request) == reference(*request)
@@ -248,7 +248,6 @@ class TestPreferred:
         assert chosen == sorted(set(chosen), key=natural)
 
     @given(requests(9), st.randoms(use_true_random=False))
-    @settings(max_examples=50)
     def test_the_order_of_the_input_does_not_matter(
         self, request: tuple[list[str], list[str], int, Scores], random_: random.Random
     ) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, Final, cast
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -812,4 +813,4 @@ Node.TestCase.settings = settings(
     stateful_step_count=150 if AT_LENGTH else 80,
     suppress_health_check=list(HealthCheck),
 )
-TestNode = Node.TestCase
+TestNode = pytest.mark.explore(Node.TestCase)

@@ -22,7 +22,7 @@ Walk.TestCase.settings = settings(
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )
-TestWalk = Walk.TestCase
+TestWalk = pytest.mark.explore(Walk.TestCase)
 
 
 @contextlib.contextmanager

@@ -50,30 +50,44 @@ async def test_failed_writes_are_counted(path: str) -> None:
     await async_ledger.close()
 
 
+class SlowDisk:
+    """Commits, which wait while they are held."""
+
+    def __init__(self) -> None:
+        self.commits = 0
+        self.begun, self.go_on = threading.Event(), threading.Event()
+        self.go_on.set()
+
+    def step(self, statement: str) -> None:
+        if statement == "COMMIT":
+            self.commits += 1
+            self.begun.set()
+            self.go_on.wait(10)
+
+    def hold(self) -> None:
+        """Have the next commit wait."""
+        self.commits = 0
+        self.go_on.clear()
+        self.begun.clear()
+
+
+def slow(path: str) -> tuple[AsyncLedger, SlowDisk]:
+    disk = SlowDisk()
+    return AsyncLedger(Ledger(path, connect=Watched.by(disk.step))), disk
+
+
 async def test_what_is_asked_together_is_committed_together(path: str) -> None:
     """Eight Allocates at once do not wait for eight disks."""
-    commits: list[str] = []
-    begun, held = threading.Event(), threading.Event()
-
-    def step(statement: str) -> None:
-        if statement == "COMMIT":
-            commits.append(statement)
-            begun.set()
-            held.wait(10)
-
-    held.set()
-    async_ledger = AsyncLedger(Ledger(path, connect=Watched.by(step)))
+    async_ledger, disk = slow(path)
     await async_ledger.do(adopt(R, [str(n) for n in range(9)], Side.PLUGIN, T0))
-    held.clear()
-    begun.clear()
-    commits.clear()
+    disk.hold()
     first = asyncio.create_task(async_ledger.do(grant(R, {"8": "8"}, T0)))
-    await asyncio.to_thread(begun.wait, 10)
+    await asyncio.to_thread(disk.begun.wait, 10)
     others = [asyncio.create_task(async_ledger.do(grant(R, {str(n): str(n)}, T0))) for n in range(8)]
     await asyncio.sleep(0)
-    held.set()
+    disk.go_on.set()
     assert await asyncio.gather(first, *others) == [None] * 9
-    assert len(commits) == 2
+    assert disk.commits == 2
     with pytest.raises(ZeroDivisionError):
         await async_ledger.do(lambda now: 1 // 0)  # type: ignore[arg-type, return-value]
     await async_ledger.close()
@@ -83,32 +97,21 @@ async def test_what_is_asked_together_is_committed_together(path: str) -> None:
 
 async def test_what_only_this_process_is_to_know_needs_no_commit(path: str) -> None:
     """A reservation is answered at once; one that comes during a commit, after the commit."""
-    commits: list[str] = []
-    begun, held = threading.Event(), threading.Event()
-
-    def step(statement: str) -> None:
-        if statement == "COMMIT":
-            commits.append(statement)
-            begun.set()
-            held.wait(10)
-
-    held.set()
-    async_ledger = AsyncLedger(Ledger(path, connect=Watched.by(step)))
+    async_ledger, disk = slow(path)
     await async_ledger.do(adopt(R, ["a", "b", "c"], Side.DRA, T0))
-    commits.clear()
+    disk.commits = 0
     reserved = async_ledger.do(reserve(claim("1", "a", result=None), durable=False))
     with pytest.raises(StopIteration):
         reserved.send(None)
     assert [one.uid for one in async_ledger.snapshot.claims_on(R, ["a"])] == ["1"]
-    assert not commits
-    held.clear()
-    begun.clear()
+    assert not disk.commits
+    disk.hold()
     prepared = asyncio.create_task(async_ledger.do(prepare(claim("2", "b"))))
-    await asyncio.to_thread(begun.wait, 10)
+    await asyncio.to_thread(disk.begun.wait, 10)
     other = asyncio.create_task(async_ledger.do(reserve(claim("3", "c", result=None), durable=False)))
     await asyncio.sleep(0)
     assert not other.done()
-    held.set()
+    disk.go_on.set()
     await asyncio.gather(prepared, other)
     assert {one.uid for one in async_ledger.snapshot.claims.values()} == {"1", "2", "3"}
     shutil.rmtree(Path(path).parent)
