@@ -8,6 +8,7 @@ import hashlib
 import string
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from html import escape
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,7 +17,7 @@ import msgspec
 from deviceplugin.device import counted
 from deviceplugin.metrics.load import Value
 from deviceplugin.metrics.report import Event, ShareProgress
-from deviceplugin.metrics.views import AgentView, DeviceView, ResourceView, no_plugin
+from deviceplugin.metrics.views import AgentView, DeviceHolder, DeviceView, ResourceView, UnlistedDevice, no_plugin
 
 CALM: Final = 4  # how soon a device needs to be looked at about which there is nothing to say
 SHOWN_ATTENTION: Final = 10  # devices that are named above the tables
@@ -97,13 +98,6 @@ def _device(seen: DeviceView) -> dict[str, Any]:
 
 def _iso(at: float) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(at))
-
-
-def escape(text: str) -> str:
-    """Return text as HTML; `html.escape` without the 2,231 names of characters that come with it."""
-    for character, name in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ('"', "&quot;"), ("'", "&#x27;")):
-        text = text.replace(character, name)
-    return text
 
 
 @functools.cache
@@ -240,7 +234,20 @@ def _section(one: ResourceView, view: AgentView) -> str:
     if fold:
         summary = f"<summary>{len(calm)} healthy, free devices</summary>"
         shown += f'<details id="{escape(f"free-{one.name}")}">{summary}{_table(head, calm, loads=loads)}</details>'
+    shown += _unlisted(one)
     return f"<section><div><h2>{escape(one.name)}</h2>{title}</div>\n{shown}</section>"
+
+
+def _unlisted(one: ResourceView) -> str:
+    """Return what is known of devices that are not listed now: of an adopted plugin that is away it is all."""
+
+    def line(device: UnlistedDevice) -> str:
+        side = _span("warn", STATES.get(device.location.state, device.location.state))
+        return f"<li>{escape(device.id)} {_span('dim', 'not listed now')} {side}{_small(device.location.reason)} " + (
+            f"{_holder_list(one.name, device.id, device.holders)}</li>"
+        )
+
+    return f"<ul>{''.join(map(line, one.unlisted))}</ul>" if one.unlisted else ""
 
 
 def _table(head: str, rows: Sequence[str], *, loads: bool) -> str:
@@ -286,13 +293,17 @@ def _cell(label: str, content: str, kind: str = "") -> str:
 
 
 def _holders(resource: str, seen: DeviceView, view: AgentView) -> str:
-    names = [f"<li>{escape(holder.text or holder.side)}</li>" for holder in seen.holders]
-    if not names:
+    if not seen.holders:
         return _span("dim", "free" if view.holders_known else "not known")
+    return _holder_list(resource, seen.device.id, seen.holders)
+
+
+def _holder_list(resource: str, device: str, holders: Sequence[DeviceHolder]) -> str:
+    names = [f"<li>{escape(holder.text or holder.side)}</li>" for holder in holders]
     first = f'<ul class="plain">{"".join(names[:SHOWN_HOLDERS])}</ul>'
     if len(names) <= SHOWN_HOLDERS:
         return first
-    mark = escape(f"more-{resource}/{seen.device.id}")
+    mark = escape(f"more-{resource}/{device}")
     rest = "".join(names[SHOWN_HOLDERS:])
     summary = f"<summary>{len(names) - SHOWN_HOLDERS} more</summary>"
     return f'{first}<details id="{mark}">{summary}<ul class="plain">{rest}</ul></details>'

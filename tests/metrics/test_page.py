@@ -180,6 +180,20 @@ class TestPage:
         assert one["vendor"]["connected"] is connected
         assert one["vendor"]["since"].startswith("1970-01-01T00:01:00")
 
+    def test_devices_that_are_not_listed(self) -> None:
+        """What is for claims, and what a pod holds, is shown though its plugin is away and lists nothing."""
+
+        class Claims(Bridge):
+            def report(self) -> ProviderReport:
+                places = {(RESOURCE, "<d0>"): DeviceLocation("dra", "dra", 60.0, "")}
+                return ProviderReport(locations=places)
+
+        still = Still(resource(listed=False, held={"d1": [PodContainer("team", "train", "main")]}))
+        still.providers.append(Claims())
+        text = Table(page.html(still.observer().view())).text
+        assert "<d0> not listed now DRA" in text
+        assert "d1 not listed now device plugin team/train (main)" in text
+
     def test_problems_come_first(self) -> None:
         """An API server that is out of reach stands above all else on the page and in /status; the agent is ready."""
 
