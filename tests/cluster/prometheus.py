@@ -29,10 +29,9 @@ KUBE_STATE = "127.0.0.1:8081"
 SHORTER = {
     r"for: \d+m": "for: 1s",
     r"> 900": "> 3",
-    r"\[1[05]m\]": "[20s]",
+    r"15m\b": "30s",
+    r"\[(10m|1h)\]": "[20s]",
     r"\[2m\]": "[5s]",
-    r"\[1h\]": "[20s]",
-    r"offset 15m": "offset 20s",
 }
 """The times of the rules, with patience for a test instead of for an operator."""
 Series = dict[frozenset[tuple[str, str]], float]

@@ -156,14 +156,14 @@ class BarePlugin(pb_grpc.DevicePluginServicer):
 class Hold:
     """A gate in a plugin's way: the next call of a method waits there until it is let go."""
 
-    def __init__(self, plugin: BarePlugin, method: str) -> None:
+    def __init__(self, plugin: BarePlugin, method: str, timeout: float = 10) -> None:
         self.arrived = threading.Event()
         self.let_go = threading.Event()
 
         def wait(called: str) -> None:
             if called == method and not self.let_go.is_set():
                 self.arrived.set()
-                assert self.let_go.wait(10)
+                assert self.let_go.wait(timeout)
 
         plugin.before_answer = wait
 
