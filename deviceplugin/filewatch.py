@@ -43,6 +43,11 @@ _CANNOT_WATCH: Final = (
 _Wants = Mapping["Watch", _Events]  # what is a hint
 
 
+def _says_more_than_stopped(record: logging.LogRecord) -> bool:
+    """Return whether to log: watchdog 7 calls it an error that an emitter is stopped while it has an event."""
+    return "called when the thread is inactive" not in record.getMessage()
+
+
 class Watcher:
     """The process's watcher; `shared()` gives it. Thread-safe."""
 
@@ -57,6 +62,7 @@ class Watcher:
 
     @functools.cached_property
     def _observer(self) -> BaseObserver:
+        logging.getLogger("watchdog.observers.inotify").addFilter(_says_more_than_stopped)
         observer = Observer()
         observer.daemon = True
         observer.start()

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from watchdog.observers.inotify import InotifyObserver
+from watchdog.observers.api import EventQueue, ObservedWatch
+from watchdog.observers.inotify import InotifyEmitter, InotifyObserver
 
 from deviceplugin import filewatch
 from deviceplugin.filewatch import Watch, Watcher
@@ -315,3 +316,14 @@ async def test_machine_without_watches_left_falls_back_and_says_so_once(
 def test_shared_watcher_is_one() -> None:
     """The process has one watcher."""
     assert filewatch.shared() is filewatch.shared()
+
+
+async def test_an_emitter_that_was_stopped_is_no_error(
+    watching: Watching, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An event that comes when a directory is not watched any more is nothing that an operator is told."""
+    watching(tmp_path)
+    emitter = InotifyEmitter(EventQueue(), ObservedWatch(str(tmp_path), recursive=False))
+    emitter.queue_events(0)
+    logging.getLogger("watchdog.observers.inotify").error("something else")
+    assert caplog.messages == ["something else"]
