@@ -436,6 +436,33 @@ def test_a_device_that_is_held_by_a_former_name_is_neither_offered_nor_released(
     fake_kubelet.wait_allocatable(resource, 1)
 
 
+class Renamed(DeviceSource):
+    """Lists one device under an id, and has no hooks."""
+
+    def __init__(self, resource: str) -> None:
+        self.resource = resource
+
+    async def watch(self) -> AsyncIterator[Sequence[Device]]:
+        yield [Device("d", identity="uuid:1")]
+
+
+def test_what_another_agent_gave_is_offered_again_after_its_end(
+    fake_kubelet: FakeKubelet, served: Serve, soon: Mapping[str, float]
+) -> None:
+    """An agent that has nothing to look for learns of a holder by its own Allocate, and then looks for his end."""
+    other = "example.com/other"
+    agent, _ = (served(Renamed(resource), **soon) for resource in (R, other))
+    for resource in (R, other):
+        fake_kubelet.wait_allocatable(resource, 1)
+    wait(lambda: agent.agent.tracker.snapshot.at and not agent.agent.scanner.wanted.is_set())
+    pod = fake_kubelet.run_pod("p", {other: 1})
+    refused = fake_kubelet.run_pod("q", {R: 1}, check=False)
+    assert "counts as held" in refused.message
+    fake_kubelet.wait_allocatable(R, 0)
+    pod.delete()
+    fake_kubelet.wait_allocatable(R, 1)
+
+
 async def test_what_a_pod_has_counts_before_its_resource_is_compared(tmp_path: Path) -> None:
     """A reload that takes over another plugin's resource forgets its holders at no moment, until they have ended."""
     other, paths = "example.com/b", Paths(tmp_path)
