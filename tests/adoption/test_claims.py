@@ -284,9 +284,12 @@ def test_an_agent_that_starts_without_its_plugin_waits_for_it(scene: Scene) -> N
     vendor.stop(kill=True)
     scene.agent()
     scene.wait_log("waiting for its plugin")
+    early = scene.pod("early")
+    scene.wait_log(f"here; {RESOURCE}: its plugin has gone, or has not registered yet")
     vendor.start()
     scene.wait_log("registered as")
     scene.wait_offered(2)
+    early.wait_running()
     assert "another plugin" not in scene.agents[-1].log()
 
 
