@@ -135,65 +135,45 @@ async def test_devices_that_came_free_while_no_agent_ran_are_released_at_the_sta
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["CDI file alone", "own file"])
-async def test_ledger_and_claim_state_are_lost_while_a_claims_pod_hangs(
-    node: FakeNode, tmp_path: Path, *, own: bool
+@pytest.mark.parametrize("when", ["before", "after"])
+async def test_ledger_and_claim_state_are_lost_and_a_claims_pod_hangs(
+    node: FakeNode, tmp_path: Path, when: str, *, own: bool
 ) -> None:
-    """It was deleted by force: the claim's files hold its device, until its processes end or, if unknown, the boot."""
+    """The claim's files hold its device until the pod's processes end or, if the pod is unknown, the boot.
+
+    after: the kubelet had listed the pod before, so no process runs whose claims are unknown: the files name the pod.
+    """
     async with world(node, tmp_path) as here:
         here.ask("all")
         await here.settle(State.DRA)
         pod = await claimant(node)
         path, cdi = here.bridge.ledger_path, Path(here.bridge.node.drivers.cdi_directory)
     await asyncio.to_thread(node.stop)
-    pod.force_delete(hang=True)
-    assert node.server.objects("resourceclaims") == []
-    node.damage_claim_state("deleted")
-    for file in (*path.parent.glob(f"{path.name}*"), *(() if own else cdi.glob("*.claim"))):
-        file.unlink()
-    await asyncio.to_thread(node.start)
-    async with world(node, tmp_path, offered=False) as again:
-        again.ask("none")
-        await again.until(lambda: again.states == {"d0": State.TO_PLUGIN} or bool(again.healthy))
-        for _ in range(3):
-            await again.reconcile()
-        assert again.states == {"d0": State.TO_PLUGIN}
-        assert len(again.claims) == 1
-        await asyncio.to_thread(pod.end_containers, 60)
-        await again.reconcile()
-        assert len(again.claims) == (not own)
-        if own:
-            await again.settle(State.PLUGIN)
-
-
-@pytest.mark.parametrize("own", [False, True], ids=["CDI file alone", "own file"])
-async def test_a_claims_pod_hangs_after_ledger_and_claim_state_were_lost(
-    node: FakeNode, tmp_path: Path, *, own: bool
-) -> None:
-    """The kubelet listed the pod before that, so no process runs whose claims are unknown: the files name the pod."""
-    async with world(node, tmp_path) as here:
-        here.ask("all")
-        await here.settle(State.DRA)
-        pod = await claimant(node)
-        path, cdi = here.bridge.ledger_path, Path(here.bridge.node.drivers.cdi_directory)
-    await asyncio.to_thread(node.stop)
-    node.damage_claim_state("deleted")
-    for file in (*path.parent.glob(f"{path.name}*"), *(() if own else cdi.glob("*.claim"))):
-        file.unlink()
-    await asyncio.to_thread(node.start)
-    async with world(node, tmp_path, offered=False) as again:
-        again.ask("none")
-        await again.until(lambda: again.states == {"d0": State.TO_PLUGIN} or bool(again.healthy))
-        await again.reconcile()
-        pods = again.bridge.drivers[D].claims.pods
-        await again.until(lambda: pod.uid in pods.recorded)
+    if when == "before":
         pod.force_delete(hang=True)
+        assert node.server.objects("resourceclaims") == []
+    node.damage_claim_state("deleted")
+    for file in (*path.parent.glob(f"{path.name}*"), *(() if own else cdi.glob("*.claim"))):
+        file.unlink()
+    await asyncio.to_thread(node.start)
+    async with world(node, tmp_path, offered=False) as again:
+        again.ask("none")
+        await again.until(lambda: again.states == {"d0": State.TO_PLUGIN} or bool(again.healthy))
+        if when == "after":
+            await again.reconcile()
+            pods = again.bridge.drivers[D].claims.pods
+            await again.until(lambda: pod.uid in pods.recorded)
+            pod.force_delete(hang=True)
         for _ in range(3):
             await again.reconcile()
-        assert len(again.claims) == 1
         assert again.states == {"d0": State.TO_PLUGIN}
+        assert len(again.claims) == 1
         await asyncio.to_thread(pod.end_containers, 60)
         await again.reconcile()
-        await again.settle(State.PLUGIN)
+        if own or when == "after":
+            await again.settle(State.PLUGIN)
+        else:
+            assert len(again.claims) == 1
 
 
 async def test_a_pod_that_joins_a_claim_is_in_the_claims_file(node: FakeNode, tmp_path: Path) -> None:
