@@ -376,10 +376,13 @@ class VendorPlugins(RegistrationServicer):
                 if self._plugins.get(plugin.resource) is plugin:
                     self._notify()
         except grpc.aio.AioRpcError as error:
-            why = f"{error.details()}"
+            why = f"{error.details() or error.code()}"
+        except asyncio.CancelledError:
+            why = ""  # it is the agent that ends
+            raise
         finally:
             plugin.alive, plugin.since = False, time.time()
-            if self._plugins.get(plugin.resource) is plugin:
+            if why and self._plugins.get(plugin.resource) is plugin:
                 _LOG.warning("its plugin has gone: %s", why, extra={"resource": plugin.resource})
                 self._notify()
             await plugin.channel.close(None)

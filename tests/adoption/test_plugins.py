@@ -130,6 +130,16 @@ async def test_one_stream_for_an_endpoint(directory: Path) -> None:
         assert found.options.pre_start_required
 
 
+async def test_an_agent_that_ends_says_nothing_of_plugins(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """That the agent has ended a plugin's stream is no sign that the plugin has gone."""
+    async with contextlib.AsyncExitStack() as stack:
+        async with serving(directory):
+            vendor = await stack.enter_async_context(plugin(directory))
+            await vendor.register()
+            await until(lambda: vendor.streams)
+        assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
 async def test_the_newest_endpoint_counts(directory: Path) -> None:
     """What the endpoint before lists is read and ignored; its stream is left alone."""
     seen: list[Listed] = []
