@@ -79,17 +79,18 @@ def sockets(directory: Path) -> frozenset[Socket]:
     return frozenset(found)
 
 
-def contradiction(record: KubeletRecord, sent: Sequence[SentList], now: float) -> str | None:
+def contradiction(record: KubeletRecord, sent: Sequence[SentList], now: float, taken: bool = False) -> str | None:
     """Return in words how the kubelet's list differs from ours; "" if it does not, None if that is not known yet.
 
-    sent: the lists since Register, the oldest first, and before them what the checkpoint had. now: Unix seconds.
+    sent: the lists since Register, the oldest first, and before them what the checkpoint had. now: Unix seconds. taken:
+    the kubelet had the last one before, and nothing of ours that is older can come.
     """
     if not sent or record.written < sent[-1].at - _TICK:
         return None
     if record.registered == sent[-1].ids:
         return ""
     recent = [one.ids for one, after in itertools.pairwise(sent) if after.at > now - LATE]
-    if now < sent[-1].at + LATE and record.registered in recent:
+    if now < sent[-1].at + LATE and record.registered in recent and not taken:
         return None
     return f"its checkpoint has {_counted(record.registered)} where {_counted(sent[-1].ids)} were sent"
 
@@ -106,6 +107,8 @@ class ForeignPluginWatch:
         self._known: frozenset[Socket] = frozenset()
         self._foreign: frozenset[Allocation] = frozenset()
         self._before: tuple[SentList, ...] = ()
+        self._taken: SentList | None = None
+        """The list that the kubelet is known to have taken."""
         self._others: Mapping[str, frozenset[str]] = {}
         self._new: dict[Socket, tuple[float, Mapping[str, frozenset[str]]]] = {}
         """Sockets that came since Register: when they were made (Unix seconds), and what others had before."""
@@ -113,7 +116,7 @@ class ForeignPluginWatch:
     def begin(self, record: KubeletRecord | None, there: frozenset[Socket]) -> None:
         """Take what is there before Register is called: it is no sign of a plugin that registers after it."""
         now = time.time()
-        self._known, self._new = there, {}
+        self._known, self._new, self._taken = there, {}, None
         # A kubelet that has just started has no devices until it has a list.
         self._before = (SentList(now, frozenset()),)
         if record is not None:
@@ -134,8 +137,13 @@ class ForeignPluginWatch:
             return Finding(f"it gave {foreign.device_id} to a pod of UID {foreign.pod_uid}")
         if not sent:
             return Finding()
-        if differs := contradiction(record, (*self._before, *sent), now):
+        last = sent[-1]
+        differs = contradiction(record, (*self._before, *sent), now, self._taken == last)
+        if differs:
             return Finding(differs)
+        # An equal one of ours may be the one that the kubelet is at; then those between them are still to come.
+        if differs == "" and all(one.ids != last.ids for one in sent[:-1]):
+            self._taken = last
         again = LATE if differs == "" else max(SETTLED, sent[-1].at + LATE - now)
         for one, (since, others) in sorted(self._new.items()):
             if record.written < since - _TICK:

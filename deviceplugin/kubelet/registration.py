@@ -389,8 +389,12 @@ class PluginRegistration:
             why = "does not listen any more" if seen.listened else "took the registration but does not listen"
             level = logging.INFO if seen.listened else logging.WARNING
             _LOG.log(level, "the kubelet %s; registering again", why, extra={"resource": self.endpoint.resource})
-        if not await self._register(watch) or self._backoff.tries:
-            await self._pause(watch, self._backoff.next(), seen.kubelet)
+        registered = await self._register(watch)
+        if not registered or self._backoff.tries:
+            delay = self._backoff.next()
+            # Until the next registration the other plugin may give pods what claims have.
+            urgent = registered and seen.foreign.reason and self.endpoint.kept_back
+            await self._pause(watch, min(delay, LOOK) if urgent else delay, seen.kubelet)
         elif again:
             self._backoff.tries = 1  # one more without a pause, then ever slower until it holds
 

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deviceplugin.backoff import Backoff
 from deviceplugin.device import Device
 from deviceplugin.files import FileIdentity
 from deviceplugin.kubelet.checkpoint import Allocation
@@ -27,6 +28,7 @@ from deviceplugin.kubelet.foreign_plugin import (
     Socket,
     contradiction,
 )
+from deviceplugin.kubelet.servicer import Endpoint
 from deviceplugin.metrics.views import unready
 from deviceplugin.source import DeviceSource
 from deviceplugin.sources.simulated import SimulatedSource
@@ -92,6 +94,40 @@ def test_a_kubelet_that_takes_our_lists_never_contradicts(
     for ids in got_to:
         if ids == lists[-1] or after < LATE:
             assert not contradiction(record(ids, written=now), sent, now)
+
+
+def test_a_former_list_comes_again_only_from_another_plugin() -> None:
+    """Once the kubelet has our newest list, one that it had before it is another plugin's, however soon it comes.
+
+    AMD's plugin ends when the agent has registered again, starts anew and registers, with the same list each time.
+    """
+    watch, sent = ForeignPluginWatch(), [SentList(NOW, frozenset())]
+    watch.begin(record(THEIRS), frozenset())
+    late = record(THEIRS, written=NOW + 0.1)
+    assert not watch.found(late, frozenset(), sent, NOW + 0.1).reason
+    assert not watch.found(record(frozenset(), written=NOW + 0.2), frozenset(), sent, NOW + 0.2).reason
+    again = record(THEIRS, written=NOW + 0.4)
+    found = watch.found(again, frozenset(), sent, NOW + 0.4)
+    assert found.reason.startswith("its checkpoint has 1 healthy devices (theirs)")
+    assert found.sure
+    watch.begin(again, frozenset())
+    assert not watch.found(record(THEIRS, written=NOW + 0.6), frozenset(), sent, NOW + 0.6).reason
+
+
+@given(st.lists(_ids, min_size=1, max_size=5), st.data())
+def test_a_kubelet_that_lags_behind_is_no_other_plugin(lists: list[frozenset[str]], data: st.DataObject) -> None:
+    """It takes our lists in their order, each within its time, and is looked at whenever."""
+    watch, sent = ForeignPluginWatch(), []
+    watch.begin(record(frozenset("z")), frozenset())
+    got, now = -1, NOW
+    for ids in lists:
+        sent.append(SentList(now, ids))
+        for pause in data.draw(st.lists(st.floats(0.1, 1.0), max_size=4)):
+            now += pause
+            overdue = max((number for number, one in enumerate(sent) if one.at <= now - LATE / 2), default=-1)
+            got = data.draw(st.integers(max(got, overdue), len(sent) - 1))
+            taken = record(frozenset("z") if got < 0 else sent[got].ids, written=now)
+            assert not watch.found(taken, frozenset(), sent, now).reason
 
 
 def test_a_socket_counts_when_no_other_resource_explains_it() -> None:
@@ -202,6 +238,25 @@ def test_a_plugin_that_insists_is_answered_ever_more_slowly(kubelet: FakeKubelet
             kubelet.wait_until(lambda: agent.agent.status().resources[0].registration.registrations == number + 2)  # noqa: B023
         times = [one.at for one in kubelet.registrations if one.endpoint.startswith("example.com_r")]
         assert times[-1] - times[-2] > 0.05
+
+
+def test_one_that_insists_while_claims_have_devices_is_answered_at_once(
+    kubelet: FakeKubelet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until the agent has registered again, a pod could be given what a claim has: it does not wait ever longer."""
+
+    def next_pause(backoff: Backoff) -> float:
+        backoff.tries += 1
+        return 3600.0
+
+    monkeypatch.setattr(Backoff, "next", next_pause)
+    monkeypatch.setattr(Endpoint, "kept_back", frozenset({"sim-0"}))
+    with serve(SimulatedSource(2, resource=R), kubelet) as agent, contextlib.ExitStack() as stack:
+        for number in range(4):
+            plugin = BarePlugin(kubelet.device_plugin_dir, "theirs", resource=R, endpoint=f"theirs-{number}.sock")
+            stack.callback(plugin.stop)
+            plugin.register()
+            kubelet.wait_until(lambda: agent.agent.status().resources[0].registration.registrations == number + 2)  # noqa: B023
 
 
 def test_while_it_is_not_registered_again_the_agent_is_not_ready(kubelet: FakeKubelet) -> None:
