@@ -10,8 +10,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -35,8 +35,6 @@ REFUSED: Final = 1.0
 """Seconds that tasks have to end after they were cancelled when the agent ends."""
 SETTLE: Final = 0.05
 """Seconds without another change after which a file counts as written."""
-Take = Callable[["Config", Mapping[str, DeviceSource], Sequence[str]], Awaitable[None]]
-"""Serve what a config says now: the new and changed sources by resource, and the names of unchanged ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +75,7 @@ class ConfigFile:
                 former = None
             if former is None:
                 raise
-            why = f"the config file was not taken, the one that was served last is: {_on_one_line(error)}"
+            why = f"the config file is refused, the last good one is served: {_on_one_line(error)}"
             _LOG.error("%s", why)
             return cls(path, lock, content, former, refused=why, kept=kept, former=True, vendors=vendors)
 
@@ -89,7 +87,7 @@ class ConfigFile:
             self.kept.parent.mkdir(parents=True, exist_ok=True)
             files.put(str(self.kept), self.content, f"{self.kept}.new", 0o600)
         except OSError as error:
-            _LOG.warning("%s: the config file cannot be kept for a start with a broken one: %s", self.kept, error)
+            _LOG.warning("%s: cannot save the config file for a start with a broken one: %s", self.kept, error)
 
     def sources(self) -> list[DeviceSource]:
         """Return new sources of the file's resources."""
@@ -116,19 +114,20 @@ class ConfigFile:
         return sources.ConfiguredSource(resource, self.lock)
 
 
-@dataclass(frozen=True, slots=True)
 class Program:
-    """What a process runs: an agent, how it is run, and what takes a changed config. node: its name for the log."""
+    """What a process runs: an agent, with the plugin side alone. node: its name for the log."""
 
-    agent: Agent
-    run: Callable[[], Awaitable[None]]
-    take: Take
-    node: str = field(default_factory=node_name)
+    def __init__(self, agent: Agent, node: str = "") -> None:
+        self.agent = agent
+        self.node = node or node_name()
 
-    @classmethod
-    def of(cls, agent: Agent) -> Program:
-        """Return the program of an agent with the plugin side alone."""
-        return cls(agent, agent.run, lambda _, changed, unchanged: agent.reconfigure(changed, unchanged))
+    async def run(self) -> None:
+        """Serve until the agent is stopped. Raises AgentError: a resource cannot be served at all."""
+        await self.agent.run()
+
+    async def take(self, config: Config, changed: Mapping[str, DeviceSource], unchanged: Sequence[str]) -> None:
+        """Serve what a config says now. changed: the new and changed sources by resource."""
+        await self.agent.reconfigure(changed, unchanged)
 
 
 def run(
@@ -153,8 +152,11 @@ def run(
     metrics = metrics_config(certificate=certificate, key=key, client_ca=client_ca, token=token)
     options = parse_run(argv, metrics_address)
     address = options.metrics_address
-    status = serve(lambda: _plugin(sources, options.paths, address), metrics_address=address, metrics=metrics)
-    if status:
+
+    def make() -> Program:
+        return Program(Agent(sources, options.paths, report_holders=address is not None))
+
+    if status := serve(make, metrics_address=address, metrics=metrics):
         sys.exit(status)
 
 
@@ -168,15 +170,9 @@ def run_config(path: Path, paths: Paths, metrics_address: str | None, lock: Lock
     file = ConfigFile.read(path, lock, vendors=vendors)
 
     def make() -> Program:
-        return _plugin(file.sources(), paths, metrics_address, vendors)
+        return Program(Agent(file.sources(), paths, report_holders=metrics_address is not None, vendors=vendors))
 
     return serve(make, metrics_address=metrics_address, config=file)
-
-
-def _plugin(
-    sources: Sequence[DeviceSource], paths: Paths, metrics_address: str | None, vendors: VendorPlugins | None = None
-) -> Program:
-    return Program.of(Agent(sources, paths, report_holders=metrics_address is not None, vendors=vendors))
 
 
 def serve(
@@ -273,7 +269,7 @@ async def _follow_config(program: Program, file: ConfigFile, reload: asyncio.Eve
             if now != content or reload.is_set():
                 reload.clear()
                 content = now
-                file = replace(await _reload(program.take, file), content=now)
+                file = replace(await _reload(program, file), content=now)
                 file.keep()
                 _tell(program.agent, file)
             if await watch.wait(30.0) and not reload.is_set():
@@ -307,7 +303,7 @@ def _content(path: Path) -> bytes | None:
         return None
 
 
-async def _reload(take: Take, file: ConfigFile) -> ConfigFile:
+async def _reload(program: Program, file: ConfigFile) -> ConfigFile:
     """Serve what the file says now; return it as it was taken. A file that cannot be used changes nothing."""
     from deviceplugin import config
 
@@ -318,20 +314,20 @@ async def _reload(take: Take, file: ConfigFile) -> ConfigFile:
         after = {resource.name: resource for resource in wanted.resources}
         changed = {name: file.source(one) for name, one in after.items() if before.get(name) != one}
     except Exception as error:  # whatever is wrong with it, what runs goes on
-        why = f"the config file was not taken, everything goes on as it was: {_on_one_line(error)}"
+        why = f"the config file is refused, nothing is changed: {_on_one_line(error)}"
         _LOG.error("%s", why)
         return replace(file, refused=why)
     gone = before.keys() - after.keys()
     differences = {"new": after.keys() - before.keys(), "changed": changed.keys() & before.keys(), "gone": gone}
     if wanted.metrics != current.metrics:
-        _LOG.warning("%s: `metrics` is read at the start; the change is taken when the agent is started again", path)
+        _LOG.warning("%s: `metrics` is read at the start only; restart the agent to apply the change", path)
     if not any(differences.values()):
-        what = "it is right now, and says what is served" if file.refused else "nothing changed"
+        what = "it is valid again, and nothing changed" if file.refused else "nothing changed"
         _LOG.info("%s was read again: %s", path, what)
         return replace(file, config=wanted, refused="", former=False)
     why = ""
     try:
-        await take(wanted, changed, [name for name in after if name not in changed])
+        await program.take(wanted, changed, [name for name in after if name not in changed])
     except Exception as error:  # the file is followed all the same
         why = f"{path} was read again, but not all of it is served: {error}"
         _LOG.error("%s", why, exc_info=not isinstance(error, AgentError))  # no traceback of what a user must mend

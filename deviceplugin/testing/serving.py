@@ -129,7 +129,7 @@ class Served:
         from deviceplugin.node.agent import Agent
         from deviceplugin.node.process import Program
 
-        return Program.of(Agent(self._sources, self._kubelet.paths, **self._options))
+        return Program(Agent(self._sources, self._kubelet.paths, **self._options))
 
 
 @contextlib.contextmanager

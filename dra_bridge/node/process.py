@@ -25,6 +25,22 @@ if TYPE_CHECKING:
     from dra_bridge.node.options import BridgeOptions
 
 
+class BridgeProgram(process.Program):
+    """What a process runs: an agent with both sides."""
+
+    def __init__(self, bridge: Bridge) -> None:
+        super().__init__(bridge.agent, bridge.node.name)
+        self._bridge = bridge
+
+    async def run(self) -> None:
+        """Serve until the agent is stopped. Raises AgentError: a resource cannot be served at all."""
+        await self._bridge.run()
+
+    async def take(self, config: Config, changed: Mapping[str, DeviceSource], unchanged: Sequence[str]) -> None:
+        """Serve what a config says now. changed: the new and changed sources by resource."""
+        await self._bridge.reconfigure(changed, policies_of(config), unchanged)
+
+
 def run(
     *sources: DeviceSource,
     share: str | int = "none",
@@ -53,12 +69,10 @@ def run(
     metrics = metrics_config(certificate=certificate, key=key, client_ca=client_ca, token=token)
     options = parse_run(argv, metrics_address)
 
-    def make() -> process.Program:
-        bridge = Bridge(sources, policies, options)
-        return process.Program(bridge.agent, bridge.run, process.Program.of(bridge.agent).take, options.node)
+    def make() -> BridgeProgram:
+        return BridgeProgram(Bridge(sources, policies, options))
 
-    status = process.serve(make, metrics_address=options.metrics_address, metrics=metrics)
-    if status:
+    if status := process.serve(make, metrics_address=options.metrics_address, metrics=metrics):
         sys.exit(status)
 
 
@@ -74,12 +88,7 @@ def run_config(path: Path, options: BridgeOptions, lock: Lock, adopt: Path | Non
     vendors = VendorPlugins(adopt) if adopt is not None else None
     file = process.ConfigFile.read(path, lock, kept, vendors)
 
-    def make() -> process.Program:
-        bridge = Bridge(file.sources(), policies_of(file.config), options, vendors)
-
-        async def take(now: Config, changed: Mapping[str, DeviceSource], unchanged: Sequence[str]) -> None:
-            await bridge.reconfigure(changed, policies_of(now), unchanged)
-
-        return process.Program(bridge.agent, bridge.run, take, options.node)
+    def make() -> BridgeProgram:
+        return BridgeProgram(Bridge(file.sources(), policies_of(file.config), options, vendors))
 
     return process.serve(make, metrics_address=options.metrics_address, config=file)

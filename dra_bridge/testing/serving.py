@@ -56,14 +56,14 @@ class ServedBoth(Served):
         server = self._node.server
         (view,) = fleet.views(driver, [server.get("nodes", self._node.name)], server.objects())
         registered = any(plugin.connected and plugin.told for plugin in self._node.dra.plugins(driver))
-        return registered and view.reported is not None and fleet.settled(view)
+        return registered and view.reported is not None and fleet.finished(view)
 
     def _program(self) -> Program:
-        from deviceplugin.node.process import Program
         from dra_bridge.handover.share import parse_share
         from dra_bridge.kube import Cluster
         from dra_bridge.node.bridge import Bridge
         from dra_bridge.node.options import BridgeOptions
+        from dra_bridge.node.process import BridgeProgram
         from dra_bridge.node.share import HandoverPolicy
 
         policy = HandoverPolicy(parse_share(self._share), self._drain)
@@ -73,7 +73,7 @@ class ServedBoth(Served):
             BridgeOptions(self._node.paths, None, Cluster.from_server(self._node.server.url), self._node.name),
             **self._options,
         )
-        return Program(bridge.agent, bridge.run, Program.of(bridge.agent).take)
+        return BridgeProgram(bridge)
 
 
 @contextlib.contextmanager

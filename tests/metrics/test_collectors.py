@@ -562,15 +562,13 @@ class TestStart:
         monkeypatch.setattr(gc, "freeze", lambda: frozen.append(True))
         monkeypatch.setattr("deviceplugin.metrics.collectors.serving", lambda *_: contextlib.nullcontext())
 
-        async def ended() -> None:
-            pass
+        class Ended(Program):
+            async def run(self) -> None:
+                """Serve nothing."""
 
-        def make() -> Program:
-            return Program(Mock(), ended, Mock())
-
-        assert serve(make) == 0
+        assert serve(lambda: Ended(Mock())) == 0
         assert (intervals, frozen) == ([], [True])
-        assert serve(make, metrics_address=":0") == 0
+        assert serve(lambda: Ended(Mock()), metrics_address=":0") == 0
         assert (intervals, frozen) == ([0.0005], [True, True])
 
     def test_an_address_in_use_ends_the_start_with_a_word(
@@ -579,7 +577,7 @@ class TestStart:
         """The agent does not run without the metrics that were asked for."""
         with contextlib.closing(web.listen("127.0.0.1:0")) as taken:
             address = f"127.0.0.1:{taken.getsockname()[1]}"
-            code = serve(lambda: Program.of(Agent([Gpus()], Paths(tmp_path))), metrics_address=address)
+            code = serve(lambda: Program(Agent([Gpus()], Paths(tmp_path))), metrics_address=address)
         assert code == 1
         assert f"cannot serve metrics at {address}: Address already in use" in caplog.text
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -390,7 +390,7 @@ def test_a_device_is_withheld_while_released_works_on(fake_kubelet: FakeKubelet,
             over.wait()
 
     devices = Slow(1, fake_kubelet.notify)
-    reason = {"sim-0": Withheld("excluded", "`released` still works on it, after its timeout")}
+    reason = {"sim-0": Withheld("excluded", "`released` is still running on it, after its timeout")}
     try:
         agent = served(devices, **SELDOM)
         pod = fake_kubelet.run_pod("p", {R: 1})
@@ -476,14 +476,15 @@ async def test_what_a_pod_has_counts_before_its_resource_is_compared(tmp_path: P
     (paths.plugins / written.FILE_NAME).write_bytes(written.Checkpoint([entry]).to_json())
     await agent.tracker.start()
     await agent.scanner.observe(agent.tracker.snapshot, 0)
-    with pytest.raises(DeviceConflictError, match=f"b of {other} and a of {R}, which counts as held, are one thing"):
+    refused = f"b of {other} and a of {R}, which counts as held, are the same hardware"
+    with pytest.raises(DeviceConflictError, match=refused):
         await agent.register.grant(other, {"b": "b"})
     service = Service(Named("a", lambda: None), agent.services[other]._context)
     agent._supervisor.services[R] = service
     service.inventory.publish([Device("a", identity="uuid:1")], {"a": thing})
     for compared in (False, True):
         assert ((R, "a") in agent.register.snapshot.allocations) is compared
-        with pytest.raises(DeviceConflictError, match="one thing"):
+        with pytest.raises(DeviceConflictError, match="the same hardware"):
             await agent.register.grant(other, {"b": "b"})
         assert agent.register.withheld(R, "plugin") == {}, "to its own id the kubelet keeps"
         await agent.scanner.observe(agent.tracker.snapshot, agent.register.snapshot.sequence)
@@ -581,6 +582,17 @@ def scanned(agent: Served, count: int = 1) -> None:
 # Reloads.
 
 
+class Taking(process_module.Program):
+    """A program that passes each changed config to a function."""
+
+    def __init__(self, taken: Callable[[Config], object], agent: Agent | None = None) -> None:
+        super().__init__(cast("Agent", agent))
+        self.taken = taken
+
+    async def take(self, config: Config, *_: object) -> None:
+        self.taken(config)
+
+
 async def test_metrics_are_read_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A change of how metrics are served is not taken by a reload, and that is said."""
     config = tmp_path / "config.yaml"
@@ -588,10 +600,7 @@ async def test_metrics_are_read_at_the_start(tmp_path: Path, caplog: pytest.LogC
     first = process_module.ConfigFile.read(config, OPEN)
     config.write_text(text(a=1) + "metrics: {period: 5}\n")
 
-    async def take(*_: object) -> None:
-        pytest.fail("no resource changed")
-
-    await process_module._reload(take, first)
+    await process_module._reload(Taking(lambda _: pytest.fail("no resource changed")), first)
     assert "`metrics` is read at the start" in caplog.text
 
 
@@ -603,12 +612,9 @@ async def test_a_file_that_changes_while_the_agent_starts_is_taken(tmp_path: Pat
     config.write_text(text(a=2))
     taken = asyncio.get_running_loop().create_future()
 
-    async def take(now: Config, *_: object) -> None:
-        taken.set_result(now)
-
     agent = Agent([source(1, "example.com/a")], Paths(tmp_path))
     agent.config_error = "from before"
-    program = process_module.Program(agent, agent.run, take)
+    program = Taking(taken.set_result, agent)
     following = asyncio.create_task(process_module._follow_config(program, file, asyncio.Event()))
     async with asyncio.timeout(20):
         assert await taken == load(config)
@@ -638,10 +644,7 @@ async def test_a_start_with_a_broken_file_serves_the_last_good_one(
     agent = Agent(file.sources(), Paths(tmp_path))
     taken: list[Config] = []
 
-    async def take(now: Config, *_: object) -> None:
-        taken.append(now)
-
-    program = process_module.Program(agent, agent.run, take)
+    program = Taking(taken.append, agent)
     following = asyncio.create_task(process_module._follow_config(program, file, asyncio.Event()))
     async with asyncio.timeout(20):
         while not agent.config_error:  # noqa: ASYNC110  # nobody else tells
@@ -672,7 +675,7 @@ def test_a_file_that_cannot_be_kept_is_warned_of(tmp_path: Path, caplog: pytest.
     config.write_text(text(a=1))
     kept.mkdir()
     process_module.ConfigFile.read(config, OPEN, kept).keep()
-    assert "cannot be kept for a start with a broken one" in caplog.text
+    assert "cannot save the config file for a start with a broken one" in caplog.text
 
 
 async def test_a_file_that_is_refused_is_known_until_it_is_mended(
@@ -684,20 +687,18 @@ async def test_a_file_that_is_refused_is_known_until_it_is_mended(
     first = process_module.ConfigFile.read(config, OPEN)
     taken: list[Config] = []
 
-    async def take(now: Config, *_: object) -> None:
-        taken.append(now)
-
+    taking = Taking(taken.append)
     config.write_text("resources: [}")
-    refused = await process_module._reload(take, first)
+    refused = await process_module._reload(taking, first)
     assert refused.config is first.config
     (record,) = caplog.records
     assert record.getMessage() == refused.refused
     assert f"{config}:1" in refused.refused
     assert "\n" not in refused.refused
     config.write_text(text(a=1))
-    assert (await process_module._reload(take, refused)).refused == ""
+    assert (await process_module._reload(taking, refused)).refused == ""
     config.write_text(text(a=2))
-    assert (await process_module._reload(take, refused)).refused == ""
+    assert (await process_module._reload(taking, refused)).refused == ""
     assert taken == [load(config)]
 
 
@@ -708,13 +709,14 @@ async def test_reload_that_fails_half_way_is_said(tmp_path: Path, caplog: pytest
     first = process_module.ConfigFile.read(config, OPEN)
     config.write_text(text(a=2))
 
-    async def take(*_: object) -> None:
+    def take(_: Config) -> None:
         raise OSError("no room for another socket")
 
-    now = await process_module._reload(take, first)
+    now = await process_module._reload(Taking(take), first)
     assert now.config == load(config)
     assert now.unserved == f"{config} was read again, but not all of it is served: no room for another socket"
-    assert (await process_module._reload(take, now)).unserved == now.unserved  # the same file again mends nothing
+    again = await process_module._reload(Taking(take), now)
+    assert again.unserved == now.unserved  # the same file again mends nothing
     assert "not all of it is served" in caplog.text
     assert "no room for another socket" in caplog.text
 
@@ -1075,7 +1077,7 @@ def test_file_that_changes_is_taken(
     fake_kubelet.wait_allocatable("example.com/c", 3)
     wait(lambda: agent.said("was read again: new example.com/c; changed example.com/b\n"))
     config.write_text("resources:\n  - {name: nonsense}\n")
-    wait(lambda: agent.said("everything goes on as it was"))
+    wait(lambda: agent.said("nothing is changed"))
     assert agent.said(f"{config}:2")
     config.write_text(text(a=1))
     fake_kubelet.wait_until(lambda: fake_kubelet.streams("example.com/c") == 0)
@@ -1097,7 +1099,7 @@ def test_file_that_names_what_is_not_allowed_changes_nothing(
     mount = "    mounts: [{host: /etc, container: /x}]"
     for number, (line, flag) in enumerate([(code, "--allow-commands"), (mount, "--allow-host-path=/etc")], 1):
         config.write_text(f"resources:\n  - name: example.com/a\n    devices: [{{simulated: {{count: 2}}}}]\n{line}\n")
-        wait(lambda number=number: agent.log.read_text().count("everything goes on as it was") == number)  # type: ignore[misc]
+        wait(lambda number=number: agent.log.read_text().count("nothing is changed") == number)  # type: ignore[misc]
         assert agent.said(f"{config}:4: $.resources[0].")
         assert agent.said(f"`run {flag}` allows it")
     assert fake_kubelet.run_pod("p", {"example.com/a": 1}).device_ids == ("sim-0",)
@@ -1123,7 +1125,7 @@ def test_hostile_files_do_not_harm_a_running_agent(
     bombs = [bomb for bomb, _ in config_bombs().values()] + ["x" * (64 << 20)]
     for number, bomb in enumerate(bombs, 1):
         config.write_text(bomb)
-        wait(lambda number=number: agent.log.read_text().count("everything goes on as it was") >= number)  # type: ignore[misc]
+        wait(lambda number=number: agent.log.read_text().count("nothing is changed") >= number)  # type: ignore[misc]
     assert fake_kubelet.allocatable("example.com/a") == 1
     assert most() - before <= 64e6
     config.write_text(text(a=2))
@@ -1164,9 +1166,9 @@ def test_sighup_reads_the_file_again(
     wait(lambda: agent.said("nothing changed"))
     config.unlink()
     agent.child.send_signal(signal.SIGHUP)
-    wait(lambda: agent.said("everything goes on as it was"))
+    wait(lambda: agent.said("nothing is changed"))
     config.write_text(text(a=1))
-    wait(lambda: agent.said("it is right now, and says what is served"))
+    wait(lambda: agent.said("it is valid again, and nothing changed"))
     assert fake_kubelet.allocatable("example.com/a") == 1
     assert agent.end() == 0
 
