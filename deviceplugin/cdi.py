@@ -64,7 +64,7 @@ def build(driver: str, devices: Mapping[str, ContainerEdits]) -> dict[str, Any]:
     CdiError if a name, path or variable is not allowed, or a node is missing on the host.
 
     Host paths of device nodes are resolved here, since runtimes refuse a symbolic link (containerd#12060). A container
-    sees the path that was asked for. A directory stands for the device nodes in it. With device numbers a runtime does
+    sees the requested path. A directory stands for the device nodes in it. With device numbers a runtime does
     not look at the host path (container-device-interface 1.0, container-edits_unix.go: fillMissingInfo), so a container
     that starts again gets the same device, whatever has that path then.
     """

@@ -220,10 +220,10 @@ class ContainerEdits:
 
 def _united(what: str, parts: Sequence[Iterable[tuple[str, _T]]]) -> dict[str, _T]:
     """Return the entries of all parts; those of the first replace the others'."""
-    settled = dict(parts[0])
-    found = settled.copy()
+    first = dict(parts[0])
+    found = first.copy()
     for key, value in chain.from_iterable(parts[1:]):
-        if key not in settled and found.setdefault(key, value) != value:
+        if key not in first and found.setdefault(key, value) != value:
             raise EditConflictError(f"{what} {key!r} is given twice: {found[key]!r} and {value!r}")
     return found
 

@@ -21,7 +21,6 @@ from typing import Final, Self
 from watchdog import events
 from watchdog.observers import Observer
 from watchdog.observers.api import BaseObserver, ObservedWatch
-from watchdog.observers.inotify_move_event_grouper import InotifyMoveEventGrouper
 
 from deviceplugin.files import inode_of
 
@@ -36,15 +35,6 @@ NAMES: Final[_Events] = REMOVALS | {
 """Names that come and go."""
 NAMES_AND_WRITES: Final[_Events] = NAMES | {events.FileClosedEvent}
 """Also files that were written. Not for device directories: every close of /dev/null would be one."""
-
-PAIRING: Final = 0.01
-"""Seconds for which the event of a name that was renamed waits for that of its new name, and all that follow with it.
-
-The kernel makes both at once. Watchdog's half a second (7.1, observers/inotify_move_event_grouper.py) passes whenever
-its thread takes the first before the second is there, as after a file that was made and renamed: a checkpoint that the
-kubelet replaced next was noticed that late.
-"""
-InotifyMoveEventGrouper.delay = PAIRING
 
 _CANNOT_WATCH: Final = (
     "cannot watch %s (%s); it is read from time to time instead. "

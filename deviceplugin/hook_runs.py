@@ -27,7 +27,7 @@ class DeviceBusyError(HookError):
 
 @dataclass(eq=False, slots=True)
 class _Run:
-    """One call of a hook. settled: done when the hook has ended, or is overdue.
+    """One call of a hook. over: done when the hook has ended, or is overdue.
 
     tokens: what its devices were when it began; their names may stand for others since, or for nothing.
     left: nobody waits for the hook any more, and it works on. overdue: it holds its devices.
@@ -35,17 +35,17 @@ class _Run:
 
     hook: str
     tokens: Mapping[DeviceKey, Tokens]
-    settled: asyncio.Future[None]
+    over: asyncio.Future[None]
     left: bool = False
     overdue: bool = False
 
     @property
     def reason(self) -> str:
-        return f"`{self.hook}` still works on it" + (", after its timeout" if self.overdue else "")
+        return f"`{self.hook}` is still running on it" + (", after its timeout" if self.overdue else "")
 
 
 class HookDevices(Protocol):
-    """What hooks are told of the devices that they work on (`deviceplugin.register.register.Register`)."""
+    """The devices that hooks work on (`deviceplugin.register.register.Register`)."""
 
     def with_peers(self, keys: Iterable[DeviceKey]) -> set[DeviceKey]:
         """Return devices and those that are the same thing, or parts of it."""
@@ -152,9 +152,9 @@ class HookRuns:
             return not (wanted.isdisjoint(run.tokens) and all(map(tokens.isdisjoint, run.tokens.values())))
 
         if runs := [one for one in runs if works_on_them(one)]:
-            await asyncio.wait({one.settled for one in runs}, timeout=patience)
+            await asyncio.wait({one.over for one in runs}, timeout=patience)
             for one in runs:
-                if one.overdue or not one.settled.done():
+                if one.overdue or not one.over.done():
                     raise DeviceBusyError(f"{titled(min(one.tokens.keys() & wanted or one.tokens))}: {one.reason}")
         return bool(runs)
 
@@ -168,15 +168,15 @@ class HookRuns:
             self._hold(run)
 
     def _hold(self, run: _Run) -> None:
-        if not run.settled.done():
+        if not run.over.done():
             run.overdue = True
-            run.settled.set_result(None)
+            run.over.set_result(None)
             self._devices.notify()
 
     def _end(self, run: _Run) -> None:
         self._runs.remove(run)
         if not run.overdue:
-            run.settled.set_result(None)
+            run.over.set_result(None)
             return
         run.overdue = False
         _LOG.info("`%s` has ended, after its timeout: %s", run.hook, ", ".join(map(titled, sorted(run.tokens))))

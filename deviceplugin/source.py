@@ -199,10 +199,7 @@ _ALIKE: Final = 0.82
 
 def check_names(kind: str, resource: object, driver: object) -> None:
     """Raise NamingError, with the class's name, unless a source's resource and driver are valid names, or not set."""
-    for field, name, check in (
-        ("resource", resource, naming.check_resource),
-        ("driver", driver, naming.check_driver),
-    ):
+    for field, name, check in (("resource", resource, naming.check_resource), ("driver", driver, naming.check_driver)):
         if isinstance(name, str) and name:
             try:
                 check(name)
@@ -253,6 +250,6 @@ _OTHER_NAMES: Final = {
 """What is meant by names of the kubelet's API."""
 
 
-@functools.cache  # asked for with every Allocate; a class does not change
+@functools.cache  # needed by every Allocate; a class does not change
 def _hooks_of(kind: type[DeviceSource]) -> frozenset[str]:
     return frozenset(name for name in kind.HOOKS if getattr(kind, name) is not getattr(DeviceSource, name))

@@ -67,7 +67,7 @@ on each node the ledger stays: plugins/dra-bridge in the kubelet's directory"""
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     if (given := sys.argv[1:] if argv is None else argv) and given[0] in ("validate", "devices", "schema"):
-        print(f"dra-bridge has no such command; deviceplugin {given[0]} is for its config files, too", file=sys.stderr)
+        print(f"dra-bridge has no such command; deviceplugin {given[0]} reads the same config files", file=sys.stderr)
         return 2
     program = "kubectl dra-bridge" if Path(sys.argv[0]).name == "kubectl-dra_bridge" else "dra-bridge"
     line = CommandLine(program, "Serve devices to pods and to claims, and move them between both on a live node.")
@@ -88,33 +88,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     status.add_argument("-o", "--output", choices=("table", "json"), default="table", help="the form (%(default)s)")
     status.add_argument("--problems", action="store_true", help="only nodes and devices with problems")
     status.add_argument("--watch", "-w", action="store_true", help="show it again and again, until interrupted")
-    migrate = line.add("migrate", _migrate, "Ask nodes for a share: how many of a driver's devices claims are to have.")
+    migrate = line.add("migrate", _migrate, "Set nodes' share: how many of a driver's devices claims are to have.")
     migrate.add_argument("nodes", nargs="+", metavar="NODE", help="a node's name")
     same = "the same as --share default"
     _add_share(migrate).add_argument("--unset", dest="share", action="store_const", const="default", help=same)
-    migrate.add_argument("--wait", action="store_true", help="follow the move until it is done")
-    migrate.add_argument("--timeout", type=_seconds, default=0.0, metavar="SECONDS", help="wait no longer (for ever)")
-    rollout = line.add("rollout", _rollout, "Ask nodes for a share, some at a time; stop when one stalls or pods fail.")
+    migrate.add_argument("--wait", action="store_true", help="wait until it is done, and show the progress")
+    migrate.add_argument("--timeout", type=_seconds, default=0.0, metavar="SECONDS", help="wait at most so long")
+    rollout = line.add("rollout", _rollout, "Set nodes' share, some at a time; stop when one stalls or pods fail.")
     rollout.description = _ROLLOUT
     _add_share(rollout).add_argument("--undo", action="store_true", help="restore each node's previous share")
     rollout.add_argument("--selector", "-l", required=True, metavar="LABELS", help="which nodes, such as pool=gpu")
-    over = "also nodes that another user, or a rollout of another share, has begun"
+    over = "take over nodes from the rollout of another user or of another share"
     rollout.add_argument("--take-over", action="store_true", help=over)
     nodes = _matching("0*[1-9][0-9]*", "is not a number of nodes, at least 1", int)
-    most = "nodes in the move at once (%(default)s)"
+    most = "nodes that move at once (%(default)s)"
     rollout.add_argument("--max-unavailable", type=nodes, default=1, metavar="N", help=most)
     rollout.add_argument(
         "--pause", action="store_true", help="stop after the first N nodes; run the same command to continue"
     )
-    longest = "a node that takes longer has stalled (%(default)g)"
+    longest = "after so long a node counts as stalled (%(default)g)"
     rollout.add_argument("--timeout-per-node", type=_seconds, default=600.0, metavar="SECONDS", help=longest)
     adopt = line.add("adopt", _adopt, "Check a vendor's DaemonSet; print the commands that have the agents adopt it.")
     adopt.description = _ADOPT
     adopt.add_argument("daemonset", metavar="DAEMONSET", help="the name of the device plugin's DaemonSet")
-    adopt.add_argument("--namespace", "-n", required=True, metavar="NAME", help="where that DaemonSet is")
-    adopt.add_argument("--undo", action="store_true", help="print the commands of the way back")
+    adopt.add_argument("--namespace", "-n", required=True, metavar="NAME", help="its namespace")
+    adopt.add_argument("--undo", action="store_true", help="print the commands that undo it")
     adopt.add_argument("-o", "--output", choices=("text", "json"), default="text", help="the form (%(default)s)")
-    where = "where the agents run (what the bindings of the manifests name)"
+    where = "the namespace of the agents (found by the ClusterRoleBinding of `manifests`)"
     adopt.add_argument("--agents", default="", metavar="NAMESPACE", help=where)
     for command in (uninstall, status):
         command.add_argument("--namespace", "-n", default="", metavar="NAME", help=where)
@@ -200,14 +200,14 @@ def _add_deployment(parser: argparse.ArgumentParser) -> None:
     apis, policies = ("v1", "v1beta2", "v1beta1"), ("Always", "IfNotPresent", "Never")
     no_names = "leave extendedResourceName out, as v1beta1 and v1beta2 do: servers before 1.34 refuse it"
     status = "run the agent with --claim-status, and give it the right to patch the status of claims"
-    runtime = "of the agent's pod; `nvidia` where that is not the nodes' default and there are GPUs (none)"
-    selector = "a label that nodes must have; may be given several times"
+    runtime = "RuntimeClass of the agent's pod; `nvidia` where that is not the nodes' default and there are GPUs (none)"
+    selector = "a label that nodes must have; may be repeated"
     add("--image", "image", f"the agent's image (deviceplugin:{VERSION})", type=image, metavar="IMAGE")
     command = "what runs an own agent in the image, such as 'python /app/agent.py'; with --source"
     add("--command", "own_command", command, type=lambda text: tuple(shlex.split(text)))
-    add("--pull-policy", "pull_policy", "of the image (IfNotPresent)", choices=policies)
-    add("--namespace", "namespace", "where the agent runs (dra-bridge)", type=name, metavar="NAME")
-    add("--name", "name", "of the DaemonSet and all that belongs to it (dra-bridge)", type=name, metavar="NAME")
+    add("--pull-policy", "pull_policy", "imagePullPolicy (IfNotPresent)", choices=policies)
+    add("--namespace", "namespace", "the namespace of the agent (dra-bridge)", type=name, metavar="NAME")
+    add("--name", "name", "the name of the DaemonSet and of its other objects (dra-bridge)", type=name, metavar="NAME")
     add("--resource-api", "version", "the version of resource.k8s.io for the DeviceClasses (v1)", choices=apis)
     add("--no-extended-resource", "extended_resource", no_names, action="store_false")
     root = "the kubelet's --root-dir (/var/lib/kubelet)"
@@ -220,17 +220,15 @@ def _add_deployment(parser: argparse.ArgumentParser) -> None:
     add("--pod-log-dir", "pod_log_directory", "the kubelet's podLogsDir (/var/log/pods)", type=directory, metavar="DIR")
     add("--cdi-dir", "cdi_directory", "where runtimes find CDI specs (/var/run/cdi)", type=directory, metavar="DIR")
     add("--claim-status", "claim_status", status, action="store_true")
-    add("--metrics-port", "metrics_port", "0 for no metrics, and no probes (9410)", type=_port, metavar="PORT")
+    add("--metrics-port", "metrics_port", "port of metrics and probes, 0 for none (9410)", type=_port, metavar="PORT")
     add("--runtime-class", "runtime_class", runtime, type=class_name, metavar="NAME")
-    judged = "auto: where the configuration opens device nodes; an own agent is not judged (auto)"
+    judged = "auto: if the config opens device nodes; for an own agent auto is never (auto)"
     add("--privileged", "privileged", judged, choices=("auto", "always", "never"))
     below_sys = _matching("/sys/+[^/].*", "is not a directory below /sys; write /sys/devices, for example")
-    written = (
-        "what hooks write to of /sys, which is read-only in a container; may be given several times (/sys/devices)"
-    )
+    written = "a directory below /sys that hooks write to; may be repeated (/sys/devices)"
     more = {"metavar": "DIR", "type": below_sys, "nargs": "?", "const": "/sys/devices", "action": "append"}
     add("--writable-sys", "writable_sys", written, **more)
-    alone = "serve limits alone, by `deviceplugin run`, whatever drivers the file names; so it is where it names none"
+    alone = "serve pods by limits only, with `deviceplugin run`; the default if the file names no driver"
     add("--plugin-only", "plugin_only", alone, action="store_true")
     add("--memory", "memory", "the container's limit (128Mi)", type=_memory, metavar="QUANTITY")
     add("--node-selector", "node_selector", selector, type=label, action="append", metavar="KEY=VALUE")
@@ -297,7 +295,7 @@ def _uninstall(options: argparse.Namespace) -> int:
         if options.check:
             return 0, []
         if found and not options.force:
-            raise CommandError("\n".join(("nothing is removed; --force goes on all the same", *found)), status=1)
+            raise CommandError("\n".join(("nothing was removed; --force removes all the same", *found)), status=1)
         return await remove_slices(cluster, sorted(drivers), options.node), found
 
     drivers = set(options.driver)

@@ -128,9 +128,9 @@ class Scene:
         (view,) = fleet.views(DRIVER, self.server.objects("nodes"), self.server.objects())
         return view
 
-    def settled(self) -> bool:
+    def moved(self) -> bool:
         """Return whether all devices are where they should be."""
-        return fleet.settled(self.view())
+        return fleet.finished(self.view())
 
     def counts(self) -> dict[str, int]:
         """Return how many devices are in each state."""
@@ -281,7 +281,7 @@ def move_devices(scene: Scene, count: int) -> tuple[float, float]:
     event("pod", f"batch, an unchanged pod, starts through DRA with {got}")
     train.delete(TIMEOUT)
     began = time.monotonic()
-    scene.wait(scene.settled, "the last device to move")
+    scene.wait(scene.moved, "the last device to move")
     event("bridge", f"train ends, {held} moves {time.monotonic() - began:.2f} s later")
     batch.delete(TIMEOUT)
     return move_under_churn(scene, count)
@@ -294,7 +294,7 @@ def move_under_churn(scene: Scene, count: int) -> tuple[float, float]:
     with Churn(scene.node, count) as churn:
         for share in SHARES:
             asked = scene.ask(share)
-            scene.wait(scene.settled, f"the move to {share}", lambda: "; ".join(fleet.obstacles(scene.view())))
+            scene.wait(scene.moved, f"the move to {share}", lambda: "; ".join(fleet.obstacles(scene.view())))
             where = ", ".join(f"{number} {state}" for state, number in sorted(scene.counts().items()))
             event("bridge", f"share {share:<5} requested, {time.monotonic() - asked:.2f} s later: {where}")
             enough, until = churn.started.total() + 4, time.monotonic() + DWELL

@@ -480,7 +480,7 @@ def test_validate_warns_of_one_thing_under_two_ids(tmp_path: Path, capsys: pytes
     assert cli.main(["validate", str(file)]) == 0
     said = capsys.readouterr()
     assert said.out == f"{file}: good, 2 resources\n"
-    assert "of a.b/c are one thing (file " in said.err
+    assert "of a.b/c are the same hardware (file " in said.err
     assert "`nodes`" not in said.err
     assert "neither is offered" not in said.err
     file.write_text(f"{text}, driver: a.b, dra: {{share: all}}}}]")
@@ -488,7 +488,7 @@ def test_validate_warns_of_one_thing_under_two_ids(tmp_path: Path, capsys: pytes
     assert "; neither is offered, since" in capsys.readouterr().err
     file.write_text(f"{text}, exclude: ['*link*']}}]")
     assert cli.main(["validate", str(file)]) == 0
-    assert "one thing" not in capsys.readouterr().err
+    assert "the same hardware" not in capsys.readouterr().err
 
 
 def test_validate_says_where_a_shared_node_belongs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -501,9 +501,7 @@ def test_validate_says_where_a_shared_node_belongs(tmp_path: Path, capsys: pytes
     file.write_text(f"resources: [{', '.join(entries)}]")
     assert cli.main(["validate", str(file)]) == 0
     said = capsys.readouterr().err
-    assert (
-        "are one thing (char 5:0): while one is held, the other is given to nobody; a node that they only share" in said
-    )
+    assert "(char 5:0): while one is held, the other is given to nobody; a node that they only share" in said
 
 
 @pytest.mark.parametrize(("share", "noted"), [(9, True), (8, False), ("all", False)])

@@ -44,19 +44,6 @@ async def in_flight(watch: Watch) -> None:
         pass
 
 
-async def test_a_name_that_leaves_holds_up_nothing(watching: Watching, tmp_path: Path) -> None:
-    """As watchdog has it each would wait half a second for its new name, and so would all hints that follow."""
-    (tmp_path / "d").mkdir()
-    watch = watching(tmp_path / "d")
-    async with asyncio.timeout(LONG):
-        for number in range(30):
-            name = tmp_path / "d" / f"{number}"
-            name.touch()
-            await in_flight(watch)
-            name.rename(tmp_path / f"{number}")
-            assert await watch.wait(LONG)
-
-
 async def test_hint_for_each_name_that_comes_or_goes(watching: Watching, tmp_path: Path) -> None:
     """Creating, renaming and removing a name in the directory are hints."""
     watch = watching(tmp_path)

@@ -17,11 +17,11 @@ from deviceplugin.identity import Tokens
 from deviceplugin.source import DeviceSource
 
 R = "example.com/r"
-STILL = "still works on it, after its timeout"
+STILL = "is still running on it, after its timeout"
 
 
 class World(DeviceSource):
-    """A source whose hooks do what a test wants; a and b are one thing."""
+    """A source whose hooks do what a test wants; a and b are the same hardware."""
 
     resource = R
     hook_timeout = 5.0
@@ -204,7 +204,7 @@ async def test_nobody_waits_for_longer_than_a_hook_may_take() -> None:
     first = world.start("a")
     await begun.wait()
     world.hook_timeout = 0.01
-    with pytest.raises(DeviceBusyError, match=f"a of {R}: `released` still works on it$"):
+    with pytest.raises(DeviceBusyError, match=f"a of {R}: `released` is still running on it$"):
         await world.call("a")
     background = world.start("a")
     world.hook_timeout = 5.0

@@ -78,7 +78,7 @@ def test_nodes_of_edits_do_not_identify() -> None:
 
 
 def test_paths_are_known_by_what_they_lead_to(tmp_path: Path) -> None:
-    """Two links to one file are one thing, two files are two; nodes of null are many different devices."""
+    """Two links to one file are the same hardware, two files are two; nodes of null are many different devices."""
     for name in ("one", "two"):
         (tmp_path / name).touch()
     (tmp_path / "one-again").symlink_to(tmp_path / "one")

@@ -166,8 +166,8 @@ def test_messages_do_not_begin_with_what_they_are_about() -> None:
     """Resource and driver are given as `extra`, and a line for people begins with them; a signal or a path may come."""
     assert {text for tree in trees() for text in texts(tree) if re.match("%s: .*[a-z]{3}", text)} == {
         "%s: the agent ends; pods keep their devices",
-        "%s: the config file cannot be kept for a start with a broken one: %s",
-        "%s: `metrics` is read at the start; the change is taken when the agent is started again",
+        "%s: cannot save the config file for a start with a broken one: %s",
+        "%s: `metrics` is read at the start only; restart the agent to apply the change",
     }
 
 

@@ -37,7 +37,7 @@ def edits_of(answer: bytes, dropped: Sequence[str] = ()) -> ContainerEdits:
     try:
         (one,) = pb.AllocateResponse.FromString(answer).container_responses
     except (DecodeError, ValueError):
-        raise AnswerError("its plugin answers Allocate of one container with something else") from None
+        raise AnswerError("its plugin's answer to Allocate is not for one container") from None
     cdi = dict.fromkeys(device.name for device in one.cdi_devices)
     for key, value in sorted(one.annotations.items()):
         if key.startswith(CDI):
@@ -58,7 +58,7 @@ def edits_of(answer: bytes, dropped: Sequence[str] = ()) -> ContainerEdits:
         ]
         return ContainerEdits(dict(one.envs), nodes, mounts, cdi=tuple(cdi))
     except (TypeError, ValueError) as error:
-        raise AnswerError(f"its plugin answers what no container can get: {error}") from error
+        raise AnswerError(f"its plugin's answer is invalid: {error}") from error
 
 
 def _first(items: Iterable[_T], keys: Iterable[str]) -> Iterator[_T]:

@@ -362,7 +362,7 @@ class VendorPlugins(RegistrationServicer):
         try:
             answer = await plugin.call("GetDevicePluginOptions", b"", DIAL)
         except grpc.aio.AioRpcError as error:
-            text = f"the endpoint {plugin.socket} does not say its options: {error.details()}"
+            text = f"the endpoint {plugin.socket} did not answer GetDevicePluginOptions: {error.details()}"
             _LOG.warning("%s", text, extra={"resource": plugin.resource})
             raise RefusedError(f"{plugin.resource}: {text}") from error
         return pb.DevicePluginOptions.FromString(answer)

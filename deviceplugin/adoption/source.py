@@ -60,12 +60,6 @@ class AdoptedSource(DeviceSource):
         self.adopted = adopted or Adopted()
         self.driver = self.adopted.driver
 
-    @property
-    def missing(self) -> str:
-        """Why the plugin cannot be asked; "" if it can."""
-        plugin = self.plugins.plugin(self.resource)
-        return "" if plugin is not None and plugin.alive else "its plugin has gone, or has not registered yet"
-
     async def watch(self) -> AsyncIterator[Sequence[Device]]:
         """Yield what the plugin lists; sets, so that what it repeats or reorders is no change."""
         async for devices in self.plugins.lists(self.resource):
@@ -90,8 +84,8 @@ class AdoptedSource(DeviceSource):
         answer, or a claim cannot carry it.
         """
         plugin, ids = self.plugins.plugin(self.resource), [device.id for device in devices]
-        if plugin is None or self.missing:
-            raise AnswerError(self.missing)
+        if plugin is None or not plugin.alive:
+            raise AnswerError("its plugin has gone, or has not registered yet")
         for name in ids:
             if name not in (plugin.devices or {}):
                 raise AnswerError(f"its plugin does not list device {printable(name[:MAX_ID])}")

@@ -6,8 +6,8 @@ where the file DEPRECATION is in the other one.
 Facts (kubelet 1.36.3, pluginmanager): it takes every socket below the directory whose name does not begin with a dot,
 those that it finds at its start, too, and removes none. It dials the socket (10 s), calls GetInfo (1 s), connects to
 the endpoint, or to the same socket if there is none, and says by NotifyRegistrationStatus what came of it (5 s). What
-fails is tried again, after 0.5 s to 2 min. A plugin that is told that it failed ends its server (RDMA) or starts it
-again (SR-IOV). It is told here, as by the kubelet, each time that its registration is refused.
+fails is tried again, after 0.5 s to 2 min. A plugin that hears of a failure ends its server (RDMA) or starts it
+again (SR-IOV). It hears of it here, as from the kubelet, each time that its registration is refused.
 
 The endpoint is a path within the plugin's container. Here its last part counts: the socket lies where the one lies that
 was asked, or among those of the plugins that call Register.
@@ -54,10 +54,7 @@ class PluginWatcher:
     """
 
     def __init__(
-        self,
-        directory: Path,
-        elsewhere: Path,
-        take: Callable[[str, Sequence[str], Path], Coroutine[Any, Any, None]],
+        self, directory: Path, elsewhere: Path, take: Callable[[str, Sequence[str], Path], Coroutine[Any, Any, None]]
     ) -> None:
         self.directory = directory
         self._elsewhere = elsewhere
@@ -83,7 +80,7 @@ class PluginWatcher:
 
     async def _register(self, socket: Path) -> None:
         """Register a plugin, as often as it takes."""
-        backoff, told = Backoff(first=0.5, most=120.0), ""
+        backoff, logged = Backoff(first=0.5, most=120.0), ""
         while True:
             try:
                 await self._try(socket)
@@ -92,10 +89,10 @@ class PluginWatcher:
                 why = str(error.details()) if isinstance(error, grpc.aio.AioRpcError) else str(error)
                 unexpected = None if isinstance(error, RefusedError | grpc.aio.AioRpcError) else error
             wait = backoff.next()
-            if why != told:
-                text = "the plugin at %s is not registered: %s; it is asked again in %.1f s"
+            if why != logged:
+                text = "the plugin at %s is not registered: %s; trying again in %.1f s"
                 _LOG.warning(text, socket, why, wait, exc_info=unexpected)
-                told = why
+                logged = why
             await asyncio.sleep(wait)
 
     async def _try(self, socket: Path) -> None:
@@ -117,7 +114,7 @@ class PluginWatcher:
             try:
                 await stub.NotifyRegistrationStatus(pb.RegistrationStatus(plugin_registered=True), timeout=TELL)
             except grpc.aio.AioRpcError as error:
-                _LOG.warning("the plugin at %s was not told that it is registered: %s", socket, error.details())
+                _LOG.warning("cannot notify the plugin at %s of its registration: %s", socket, error.details())
 
     def _endpoint(self, socket: Path, endpoint: str) -> Path:
         name = os.path.basename(endpoint)

@@ -118,8 +118,8 @@ class PluginConfig(_Strict, frozen=True, kw_only=True):
     claims: Annotated[
         bool,
         _about(
-            "That claims can have them, where it is not known of the plugin: its answer depends on the ids alone, and "
-            "it looks for no pod, neither in the API server nor in PodResources."
+            "Lets claims have the devices of a plugin that the agent does not know. Its answer must depend on the ids "
+            "alone, and it must look for no pod, neither in the API server nor in PodResources."
         ),
     ] = False
     answer: Annotated[
@@ -218,7 +218,7 @@ class CommandProbeConfig(_Strict, frozen=True, kw_only=True):
 
 
 class HealthConfig(_Strict, frozen=True, kw_only=True):
-    __doc__ = "How the devices' health is looked at, and when looks change it."
+    __doc__ = "How the devices' health is probed, and when probes change it."
 
     probe: Annotated[
         Literal["none", "open"] | CommandProbeConfig,

@@ -173,10 +173,7 @@ class ListStreams:
     """
 
     def __init__(
-        self,
-        resource: str,
-        lines: Callable[[], tuple[Entry, ...] | None],
-        in_flight: AllocationsInFlight,
+        self, resource: str, lines: Callable[[], tuple[Entry, ...] | None], in_flight: AllocationsInFlight
     ) -> None:
         self.begun = 0
         self.sent: tuple[SentList, ...] = ()

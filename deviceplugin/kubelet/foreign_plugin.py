@@ -25,7 +25,7 @@ from deviceplugin.kubelet.checkpoint import Allocation
 
 LATE: Final = 5.0
 """Seconds after which the kubelet has taken a list and has written it down, on a slow disk, too."""
-SETTLED: Final = 1.0
+LISTED: Final = 1.0
 """Seconds from a new socket to the list of its plugin in the checkpoint."""
 _TICK: Final = 0.01
 """Seconds by which a file's time may lag behind the clock."""
@@ -144,15 +144,15 @@ class ForeignPluginWatch:
         # An equal one of ours may be the one that the kubelet is at; then those between them are still to come.
         if differs == "" and all(one.ids != last.ids for one in sent[:-1]):
             self._taken = last
-        again = LATE if differs == "" else max(SETTLED, sent[-1].at + LATE - now)
+        again = LATE if differs == "" else max(LISTED, sent[-1].at + LATE - now)
         for one, (since, others) in sorted(self._new.items()):
             if record.written < since - _TICK:
                 continue  # its plugin has sent no list yet
             if record.others != others:
                 self._known |= {one}  # the list was that of another resource
                 del self._new[one]
-            elif now < since + SETTLED:
-                again = min(again, since + SETTLED - now)
+            elif now < since + LISTED:
+                again = min(again, since + LISTED - now)
             else:
                 return Finding(f"a plugin made the socket {one[0]}, and no resource has another list since", sure=False)
         self._others = record.others

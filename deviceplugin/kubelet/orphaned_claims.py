@@ -171,8 +171,8 @@ class OrphanedClaims:
         directory = file_identity(self.cdi_directory)
         if directory is None or self._directory != directory or self._read_for != served:
             self._read_for = served
-            settled = directory is not None and time.time_ns() - directory.modified_ns > _TICK
-            self._directory = directory if settled else None
+            stable = directory is not None and time.time_ns() - directory.modified_ns > _TICK
+            self._directory = directory if stable else None
             try:
                 self._files = claim_files.read_all(self.cdi_directory, served)
             except OSError as error:

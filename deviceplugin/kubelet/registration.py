@@ -200,7 +200,7 @@ class SocketServer:
         self._socket = directory
         self._identity: FileIdentity | None = None
         self.used = False
-        """Whether the kubelet may have been told of the socket."""
+        """Whether the kubelet may know the socket."""
         self._stopping: set[asyncio.Task[None]] = set()
 
     @property
@@ -439,7 +439,7 @@ class PluginRegistration:
         resource, timing = self.endpoint.resource, self._timing
         kubelet, accepted, self._accepted = file_identity(self._kubelet), self._accepted, None
         if self.endpoint.streams.live and accepted is not None and accepted.kubelet == kubelet:
-            await self.endpoint.settled(timing.calls)  # the kubelet ends them with the stream
+            await self.endpoint.calls_ended(timing.calls)  # the kubelet ends them with the stream
         self.statistics.registered = False
         if not await self.endpoint.streams.end(timing.stream):
             _LOG.warning("an old ListAndWatch did not end in time; starting a new server", extra={"resource": resource})
@@ -503,7 +503,7 @@ class PluginRegistration:
         """End the stream, if there is one: the kubelet offers none of the devices then, and others may register."""
         self.statistics.registered, self._accepted = False, None
         if self.endpoint.streams.live:
-            await self.endpoint.settled(self._timing.calls)
+            await self.endpoint.calls_ended(self._timing.calls)
             await self.endpoint.streams.end(self._timing.stream)
 
     async def _close(self) -> None:
@@ -514,7 +514,7 @@ class PluginRegistration:
         self.statistics.registered = False
         self._server.remove_socket()
         if self.endpoint.streams.live:
-            await self.endpoint.settled(self._timing.calls)
+            await self.endpoint.calls_ended(self._timing.calls)
         self.endpoint.streams.stop()  # a stream that the kubelet is just beginning would be waited for
         await self.endpoint.streams.end(self._timing.stream)
         await self._server.end()

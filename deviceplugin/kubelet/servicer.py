@@ -156,7 +156,7 @@ class Endpoint(DevicePluginServicer):
     def keep_registered(self, registered: Collection[str]) -> None:
         """Take what the kubelet counts as healthy, before Register is called."""
 
-    async def settled(self, timeout: float) -> bool:
+    async def calls_ended(self, timeout: float) -> bool:
         """Wait until no Allocate or PreStartContainer is in flight; return whether that was within `timeout` seconds.
 
         When the stream ends the kubelet closes their connection (kubelet 1.36.3, devicemanager).
@@ -314,7 +314,7 @@ class Endpoint(DevicePluginServicer):
             twice = sorted(name for name, count in Counter(names).items() if count > 1)
             shown = ", ".join(printable(name[:MAX_ID]) for name in twice[:SHOWN_IDS])
             more = ", ..." if len(twice) > SHOWN_IDS else ""
-            raise self._refusal("duplicate", f"device {shown}{more} is asked for twice", _INVALID)
+            raise self._refusal("duplicate", f"device {shown}{more} is requested twice", _INVALID)
         known = self.inventory.snapshot.devices
         devices: dict[str, Device] = {}
         for name in names:

@@ -62,7 +62,7 @@ class AgentStatus:
     """The agent as of now.
 
     scanned_at: when a scan for holders last read the kubelet's checkpoint (monotonic seconds), None before.
-    config_error: why the config file was not taken, or not all of it, when it changed or at the start; "" if it was.
+    config_error: why the config file is refused, or not all of it, when it changed or at the start; "" if it was.
     former_config: it could not be used at the start, so that what an agent before has served is served.
     """
 

@@ -127,9 +127,7 @@ _FAMILIES: Final[Mapping[Callable[..., Metric], Mapping[str, tuple[str, str]]]] 
             "the ledger)",
         ),
     },
-    HistogramMetricFamily: {
-        "allocation_duration_seconds": ("resource", "Time to answer Allocate, refusals included"),
-    },
+    HistogramMetricFamily: {"allocation_duration_seconds": ("resource", "Time to answer Allocate, refusals included")},
 }
 """By name after `deviceplugin_`: labels, help."""
 _ABSENT_IF_EMPTY: Final = ("device_state", "device_state_since_timestamp_seconds", "measured", "provider_up")

@@ -374,9 +374,7 @@ class Observer:
         names = sorted(name for of, name in away if of == one.resource and name not in one.snapshot.devices)
         unlisted = [
             UnlistedDevice(
-                name,
-                locations.get((one.resource, name), DEFAULT_LOCATION),
-                holders.get((one.resource, name), ()),
+                name, locations.get((one.resource, name), DEFAULT_LOCATION), holders.get((one.resource, name), ())
             )
             for name in names
         ]

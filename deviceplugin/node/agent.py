@@ -176,21 +176,21 @@ class Agent(RegisterHost):
         except AdoptionError as error:
             self.fail(str(error))
         except Exception as error:
-            _LOG.exception("plugins can register no more")
-            self.fail(f"--adopt: plugins can register no more: {error}")
+            _LOG.exception("plugins cannot register any more")
+            self.fail(f"--adopt: plugins cannot register any more: {error}")
 
     def _vendor_registered(self, resource: str) -> None:
         """Serve a resource that a vendor's plugin has registered; also one that no config names, as it is."""
         assert self._vendors is not None
         if resource not in self.services:
-            text = "no config names it; its plugin is passed through to pods with limits"
+            text = "the config does not name it; its plugin serves pods by limits only"
             _LOG.warning(text, extra={"resource": resource})
             self._supervisor.serve(AdoptedSource(resource, self._vendors))
             self._claim_side.brought(resource, "")
         elif self.adopted(resource):
             self.services[resource].registration.wake()  # it may want other calls now
         else:
-            text = "a vendor's plugin registered it, but the config has devices of its own for it; those are served"
+            text = "a vendor's plugin registered it, but the config lists its devices; those of the config are served"
             _LOG.error(text, extra={"resource": resource})
 
     def foreign_uses(self) -> tuple[Use, ...]:

@@ -25,7 +25,7 @@ TAKE_OVER: Final = 3.0
 
 
 class ListReceiver(Protocol):
-    """What is told of a followed source (`deviceplugin.node.service.Service`)."""
+    """What a followed source concerns (`deviceplugin.node.service.Service`)."""
 
     def take_source(self, source: DeviceSource) -> None:
         """Have the hooks of another source answer."""

@@ -94,27 +94,27 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         "--metrics-address",
         type=_address,
         metavar="HOST:PORT",
-        help="serve Prometheus metrics there, such as :9410, holders' names among them; `metrics` of the file asks "
-        "for TLS and a token (not served)",
+        help="serve Prometheus metrics at this address, such as :9410, with the names of holders; `metrics` of the "
+        "config file adds TLS and a token (not served)",
     )
-    formats = "lines for people or for machines (%(default)s)"
+    formats = "log lines as text or as JSON (%(default)s)"
     parser.add_argument("--log-format", choices=logs.FORMATS, default="text", help=formats)
-    parser.add_argument("--log-level", choices=logs.LEVELS, default="info", help="the least level (%(default)s)")
+    parser.add_argument("--log-level", choices=logs.LEVELS, default="info", help="the lowest level (%(default)s)")
 
 
 def add_config_options(parser: argparse.ArgumentParser) -> None:
     """Add the config file, and what it may name; for agents that an author's code does not make."""
     parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="the config file (YAML)")
-    commands = "the file may name what the agent executes: commands of health.probe, and NVIDIA's library (it may not)"
+    commands = "let the file name what the agent runs: commands of health.probe, and NVIDIA's library (refused)"
     parser.add_argument("--allow-commands", action="store_true", help=commands)
     paths = (
-        "the file may name host paths at and below this one, besides /dev; one below /dev takes the place of /dev; may "
-        "be given several times (/dev)"
+        "let the file name host paths at and below this one, besides /dev; one below /dev replaces /dev; may be "
+        "repeated (/dev)"
     )
     parser.add_argument("--allow-host-path", type=_host_path, action="append", default=[], metavar="PREFIX", help=paths)
     adopt = (
-        "let vendors' device plugins register in this directory of the agent's own instead of the kubelet's, and serve "
-        "their devices; a plugin chooses what containers get of the host (none register here)"
+        "let vendors' device plugins register in this directory instead of the kubelet's, and serve their devices; a "
+        "plugin decides what containers get of the host (none can register)"
     )
     parser.add_argument("--adopt", type=Path, metavar="DIR", help=adopt)
 

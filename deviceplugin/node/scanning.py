@@ -30,7 +30,7 @@ BURST: Final = 0.9
 
 
 class HolderObserver(Protocol):
-    """Another part of the process that is told what scans led to."""
+    """Another part of the process that scans concern."""
 
     def observed(self, resource: str, done: Observed) -> None:
         """Take what the evidence about a resource has changed in the register."""
@@ -98,12 +98,9 @@ class HolderScanner:
             released[resource] = done.released
             self.observed |= {resource}
             for name in done.found:
-                _LOG.info(
-                    "pod %s holds %s, which the register did not know",
-                    seen.held[name].pod,
-                    name,
-                    extra={"resource": resource, "pod": seen.held[name].pod},
-                )
+                pod = seen.held[name].pod
+                text = "pod %s holds %s, which the register did not know"
+                _LOG.info(text, pod, name, extra={"resource": resource, "pod": pod})
             for observer in self.observers:
                 observer.observed(resource, done)
         try:
@@ -135,7 +132,7 @@ class HolderScanner:
                     while self.wanted.is_set() and time.monotonic() <= until:
                         self.wanted.clear()
                         await asyncio.sleep(SOON)
-                    # Before its processes run, only a checkpoint that was asked for proves which pod a grant was for.
+                    # Before its processes run, only a checkpoint that was requested proves which pod a grant was for.
                     # The register is to have it soon: agent and checkpoint may be lost together.
                     awaited = self._pending
             self.wanted.clear()

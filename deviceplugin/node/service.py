@@ -63,7 +63,7 @@ class Service(EndpointHost):
         self.resource = source.resource
         self._register = context.register
         if problem := overlong(source):
-            what = "such a hook works on, and its devices are given to nobody until it ends"
+            what = "devices of a hook that overruns are unavailable until it ends"
             _LOG.warning("%s; %s", problem, what, extra={"resource": source.resource})
         self.inventory = Inventory(source.resource)
         self.inventory.subscribe(InventoryLog(source.resource, self._holder))
@@ -397,7 +397,7 @@ class Supervisor:
                 return
             except Exception:
                 delay = backoff.next()
-                message = "child_sources failed; those before are served, trying again in %.1f s"
+                message = "child_sources failed; the previous ones stay, trying again in %.1f s"
                 _LOG.exception(message, delay, extra={"resource": parent.resource})
                 await asyncio.sleep(delay)
 

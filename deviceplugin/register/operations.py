@@ -16,15 +16,7 @@ import msgspec
 from deviceplugin.identity import replaces, same_thing, tokens_of
 from deviceplugin.naming import parse_quantity
 from deviceplugin.register import rules
-from deviceplugin.register.question import (
-    View,
-    Wanted,
-    allocation_unit,
-    claim_unit,
-    part_of,
-    refusal,
-    wanted_use,
-)
+from deviceplugin.register.question import View, Wanted, allocation_unit, claim_unit, part_of, refusal, wanted_use
 from deviceplugin.register.records import (
     FOR_CLAIM,
     NONE,

@@ -238,7 +238,7 @@ def refusal(
             if len(taken) > 1 and (min(taken) < 0 or sum(taken) > view.limits.get(counter, Fraction(-1))):
                 beside = of_counter or [each for each in same if each is not one]
                 names = ", ".join(sorted({_titled(each) for each in beside})[:3])
-                counts = ", which counts as held" if of_counter else ", which it is asked for with"
+                counts = ", which counts as held" if of_counter else ", requested with it"
                 return f"{_titled(one)} does not fit beside {names}{counts} (counter {counter[2]} of {counter[1]})"
     return ""
 
@@ -250,7 +250,7 @@ def _titled(use: Use) -> str:
 def _twice(one: Use, other: Use, point: Point) -> str:
     if one.key == other.key:
         return f"more of {_titled(one)} is requested than there is"
-    return f"{_titled(one)} and {_titled(other)}, which it is asked for with, are one thing ({shown({str(point)})})"
+    return f"{_titled(one)} and {_titled(other)}, requested with it, are the same hardware ({shown({str(point)})})"
 
 
 def _excluded(one: Use, other: Use, common: Collection[Point]) -> str:
@@ -258,4 +258,4 @@ def _excluded(one: Use, other: Use, common: Collection[Point]) -> str:
     if other.key == one.key:
         return other.title if other.unit[0] in ("hook", UNCERTAIN) else f"{_titled(one)} is held by {other.title}"
     text = f"{_titled(one)} and {_titled(other)}, which counts as held"
-    return f"{text}, are one thing ({shown(tokens)})"
+    return f"{text}, are the same hardware ({shown(tokens)})"

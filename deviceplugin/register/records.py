@@ -147,7 +147,7 @@ class AllocationRecord:
 
     holders: those that the kubelet's checkpoint has named since. pending: the container of the last grant has not
     been named yet. Only this process knows `absent_since` and `pod`. absent_since: when the first checkpoint without
-    the id was asked for (monotonic seconds). pod: a holder's namespace/name or UID, for people. identity, amount: as of
+    the id was requested (monotonic seconds). pod: a holder's namespace/name or UID, for people. identity, amount: as of
     `ClaimDevice`.
     """
 

@@ -40,15 +40,7 @@ from deviceplugin.register.question import (
     uses,
     wanted_use,
 )
-from deviceplugin.register.records import (
-    NONE,
-    WHOLE,
-    Amount,
-    Decision,
-    Operation,
-    Point,
-    RegisterSnapshot,
-)
+from deviceplugin.register.records import NONE, WHOLE, Amount, Decision, Operation, Point, RegisterSnapshot
 from deviceplugin.register.rules import Excluded, KubeletSnapshot, Refused
 from deviceplugin.source import DeviceSource
 
@@ -138,19 +130,14 @@ async def _tokens_now(devices: Mapping[_K, Device]) -> dict[_K, Tokens]:
 
 
 class ListedThings:
-    """What the devices of this process's resources are."""
+    """What the devices of this process's resources are. served: these resources by name, as they are at any time."""
 
-    def __init__(self, host: RegisterHost) -> None:
-        self._host = host
+    def __init__(self, served: Mapping[str, ResourceDevices]) -> None:
+        self.served: Final = served
         self._things = Things({})
         self._version: object = None
         self.scopes: Mapping[str, str] = {}
         self.limits: Mapping[tuple[str, str, str], Fraction] = {}
-
-    @property
-    def served(self) -> Mapping[str, ResourceDevices]:
-        """The resources of this process by name."""
-        return self._host.services
 
     def now(self) -> Things:
         """Return all devices; the same object until they change."""
@@ -197,7 +184,7 @@ class Register:
         self.boot: Final = identity.boot_id()
         self.evidence_missing: Final = host.evidence_missing
         self.store: Store = store or MemoryStore()
-        self.listed: Final = ListedThings(host)
+        self.listed: Final = ListedThings(host.services)
         self.hooks: Final = HookRuns(self)
         self._subscribers: list[Callable[[], None]] = []
         self._noticed: object = None
@@ -293,7 +280,7 @@ class Register:
     def withheld(self, resource: str, side: Side) -> Mapping[str, str]:
         """Return what must not be offered on a side, and why: ids of the kubelet's, or devices for claims.
 
-        An id is asked for beside all holdings but its own, a device for claims beside all but those of its driver's
+        An id is requested beside all holdings but its own, a device for claims beside all but those of its driver's
         claims: what they hold stays offered, and the scheduler itself fits parts beside others that claims hold. Ids
         are walked in order; an idle one that is offered counts for the rest.
         """
@@ -423,7 +410,7 @@ class Register:
     ) -> Mapping[str, Wanted]:
         """Record that ids (by id, the device) are given to a container; return what was recorded, and nothing before.
 
-        asked: what each id stood for when it was asked for; by default as of now. Raises ConflictError: it stands for
+        asked: what each id stood for when it was requested; by default as of now. Raises ConflictError: it stands for
         something else now; what others hold, or the side, leaves too little of a device; or it is not known yet who
         holds it. Raises what the store raises if it could not be recorded.
         """

@@ -163,7 +163,7 @@ def added(known: tuple[ClaimDevice, ...], found: Iterable[ClaimDevice]) -> tuple
 class Refused:
     """Why a pod or a claim does not get a device.
 
-    moving: a move to the side that was asked for is under way, so another try makes sense. unmoved: the resource that
+    moving: a move to the requested side is under way, so another try makes sense. unmoved: the resource that
     keeps it from beginning, since pods have devices of it by limits on both sides; "" if none does.
     """
 
@@ -184,7 +184,7 @@ class Refused:
         if self.holder:
             text += f", held by {self.holder}"
         if self.moving:
-            text += "; it is moving to the side that was asked for, try again"
+            text += "; it is moving to the requested side, try again"
         if self.unmoved:
             once = f"pods have devices of {self.unmoved} by limits on one side only"
             text += f"; it moves when {once}: a kubelet restart would end some"
@@ -237,7 +237,7 @@ def to_dra_waits_for(now: RegisterSnapshot, record: DeviceRecord, evidence: Kube
             text = f"pod {held.pod} ({held.reason})" if held.reason else f"pod {held.pod}"
             return HolderWait(text) if held.sure else text
     if not seen.current:
-        return f"a checkpoint that the kubelet has written since ({seen.problem or 'not asked for yet'})"
+        return f"a checkpoint that the kubelet has written since ({seen.problem or 'not requested yet'})"
     if seen.at < shown or record.device in seen.registered:
         return "the kubelet to acknowledge that it is Unhealthy"
     if seen.sequence < evidence.sequence:
@@ -267,7 +267,7 @@ def grant_is_over(record: AllocationRecord, snapshot: KubeletSnapshot) -> bool:
     """Return whether a grant is over whose pod no checkpoint has ever named.
 
     The pod may still be on its way from Allocate to the kubelet's checkpoint. So two checkpoints without it are
-    needed, each written at our request, and asked for at least WELL_APART seconds after one another.
+    needed, each written at our request, and requested at least WELL_APART seconds after one another.
     """
     return snapshot.current and record.absent_since is not None and snapshot.at - record.absent_since >= WELL_APART
 

@@ -84,7 +84,7 @@ def overlaps(resources: Iterable[ResourceConfig]) -> list[str]:
             for token in sorted(tokens):
                 other, one = owners.setdefault(token, (resource.name, name)), (resource.name, name)
                 if other != one:
-                    text = f"{name} of {resource.name} and {other[1]} of {other[0]} are one thing"
+                    text = f"{name} of {resource.name} and {other[1]} of {other[0]} are the same hardware"
                     text += f" ({identity.shown({token})}): while one is held, the other is given to nobody"
                     if sides_conflict(resource, configured[other[0]]):
                         text += "; neither is offered, since their drivers' shares put them on different sides"

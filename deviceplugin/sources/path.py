@@ -116,12 +116,7 @@ class PathSource(ScannedSource):
     """
 
     def __init__(
-        self,
-        *globs: str,
-        permissions: str = "rw",
-        resource: str = "",
-        sysfs: str = "/sys",
-        rescan: float = 30.0,
+        self, *globs: str, permissions: str = "rw", resource: str = "", sysfs: str = "/sys", rescan: float = 30.0
     ) -> None:
         super().__init__(permissions, resource, rescan)
         for glob in globs:

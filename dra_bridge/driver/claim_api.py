@@ -115,11 +115,7 @@ class ClaimEvents:
             try:
                 await write(ref, *args)
             except Exception as error:  # best effort
-                _LOG.debug(
-                    "nothing could be written about claim %s: %s",
-                    ref.title,
-                    error,
-                    extra={"driver": self.records.driver, "claim": ref.title},
-                )
+                extra = {"driver": self.records.driver, "claim": ref.title}
+                _LOG.debug("nothing could be written about claim %s: %s", ref.title, error, extra=extra)
 
         self.tasks.start(attempt())

@@ -20,7 +20,7 @@ def granted_device(
 ) -> ClaimDevice:
     """Return what a claim is granted of a device now.
 
-    asked: what the device is asked for with. boot: the node's. times: how often the device is offered; None: as its
+    asked: the request that the device is for. boot: the node's. times: how often the device is offered; None: as its
     inventory says. limits: whether the claim stands for a pod's `limits`.
     """
     now, admin = asked.served.inventory.snapshot, asked.admin
@@ -81,7 +81,7 @@ def filed(claim: Claim, boot: str, agent: str) -> ClaimFile:
 
 
 def claim_of(file: ClaimFile, now: float) -> Claim:
-    """Return the claim that a file tells of, as one without an answer. now: Unix seconds."""
+    """Return the claim of a file, as one without an answer. now: Unix seconds."""
     return Claim(file.driver, file.uid, file.namespace, file.name, tuple(devices_of(file)), None, now, pods=file.pods)
 
 

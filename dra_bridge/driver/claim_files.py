@@ -191,11 +191,8 @@ class ClaimFiles:
                 return ""
             try:
                 if await self.write(known):
-                    _LOG.warning(
-                        "a file of claim %s was removed; it is written again",
-                        uid,
-                        extra={"driver": self._driver, "claim": uid},
-                    )
+                    extra = {"driver": self._driver, "claim": uid}
+                    _LOG.warning("a file of claim %s was removed; it is written again", uid, extra=extra)
             except cdi.CdiError as error:
                 return str(error)
             return ""

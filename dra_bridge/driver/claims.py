@@ -148,10 +148,10 @@ def parse_allocation(claim: Mapping[str, Any] | None, ref: ClaimRef, driver: str
     try:
         parsed = msgspec.convert(claim, _Claim)
     except msgspec.ValidationError as error:
-        raise ClaimError("malformed", f"claim {ref.title} is not understood: {error}") from error
+        raise ClaimError("malformed", f"claim {ref.title} cannot be parsed: {error}") from error
     if parsed.metadata.uid != ref.uid:
         uids = f"its UID is {parsed.metadata.uid}, not {ref.uid}"
-        raise ClaimError("replaced", f"claim {ref.title} is another one by now: {uids}")
+        raise ClaimError("replaced", f"claim {ref.title} was made anew: {uids}")
     allocation = parsed.status.allocation if parsed.status else None
     if allocation is None or parsed.status is None:
         raise ClaimError("unallocated", f"claim {ref.title} is not allocated")

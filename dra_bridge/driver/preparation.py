@@ -345,7 +345,7 @@ class ClaimPreparation:
                     error = _still_running(ref, users, unlisted)
                     if now - self.refused.setdefault(ref.uid, now) < PATIENCE:
                         raise error
-                    text = "%s; the kubelet is answered that the claim is unprepared, for it may end them only then"
+                    text = "%s; telling the kubelet that the claim is unprepared, since it may end them only after that"
                     _LOG.warning(text, error, extra={"driver": driver, "claim": ref.title})
                     await self.records.ledger.do(operations.reopen(driver, ref.uid))
                     await self.files.describe(ref.uid)
@@ -439,7 +439,7 @@ class ClaimPreparation:
         try:
             await self._take_back(record)
         except (hooks.HookError, cdi.CdiError, LedgerError) as error:
-            text = "the failed Prepare of claim %s is not wholly undone: %s"
+            text = "cannot undo all of the failed Prepare of claim %s: %s"
             _LOG.warning(text, ref.title, error, extra={"driver": self.records.driver, "claim": ref.title})
 
     async def _users(self, ref: ClaimRef) -> tuple[frozenset[str], frozenset[str]]:

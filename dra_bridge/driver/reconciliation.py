@@ -75,19 +75,14 @@ class ClaimReconciler:
         known = self.records.get(uid)
         if known is None:
             return ""
-        prepared = prepared_of(known)
+        prepared, extra = prepared_of(known), {"driver": self.records.driver, "claim": known.title}
         try:
             over = is_over(known, self.files.boot, named, pods, self.preparation.possible_users(uid, unlisted))
             if known.name and over and not await self._allocated(known):
                 await self.preparation.end(uid)
                 return "unprepared"
         except Exception as error:  # the API server's, a hook's, the disk's: the next run tries again
-            _LOG.info(
-                "claim %s stays as it is for now: %s",
-                known.title,
-                error,
-                extra={"driver": self.records.driver, "claim": known.title},
-            )
+            _LOG.info("claim %s stays as it is for now: %s", known.title, error, extra=extra)
             return "unknown"
         if prepared is None:
             return ""
@@ -97,9 +92,7 @@ class ClaimReconciler:
                 return "reopened"
             written = await self.files.write(known)
         except (cdi.CdiError, LedgerError) as error:
-            _LOG.warning(
-                "claim %s: %s", known.title, error, extra={"driver": self.records.driver, "claim": known.title}
-            )
+            _LOG.warning("claim %s: %s", known.title, error, extra=extra)
             return "unknown"
         return "rewritten" if written else ""
 

@@ -89,9 +89,7 @@ class ServedDevices:
         for result in allocation.results:
             if result.device not in by_name:
                 what = f"driver {self.driver} has no device {result.device!r} here"
-                raise ClaimError(
-                    "missing", "; ".join([f"request {result.request!r}: {what}", *self._plugins_missing()])
-                )
+                raise ClaimError("missing", f"request {result.request!r}: {what}")
             served, device = by_name[result.device]
             admin = bool(result.admin_access)
             if not admin:
@@ -111,11 +109,6 @@ class ServedDevices:
             )
             for (request, resource, admin), members in found.items()
         ]
-
-    def _plugins_missing(self) -> Iterator[str]:
-        for source in (served.source for served in self.resources):
-            if isinstance(source, AdoptedSource) and source.missing:
-                yield f"{source.resource}: {source.missing}"
 
     def _check_usable(self, served: ServedResource, device: Device, result: Result) -> None:
         what = f"request {result.request!r}: device {result.device!r}"

@@ -100,11 +100,11 @@ class AllocatableStatus:
         async with self._writing:  # a larger number may be on its way
             self._most[resource] = number
             self._lowered.pop(resource, None)
-        waited = settled = False
+        waited = lowered = False
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(PATIENCE):
                 began = time.monotonic()
-                while (rest := self._until_settled(resource, number, began)) > 0:
+                while (rest := self._until_lowered(resource, number, began)) > 0:
                     self._changed.clear()
                     if rest == math.inf and not await self._put(resource, number):
                         return False
@@ -112,12 +112,12 @@ class AllocatableStatus:
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(min(rest, self._grace)):
                             await self._changed.wait()
-                settled = True
+                lowered = True
         self._lowered[resource] = time.monotonic()
-        if not settled:
+        if not lowered:
             text = "the Node shows more than %d allocatable; devices are withdrawn all the same"
             _LOG.info(text, number, extra={"resource": resource})
-        return waited and settled
+        return waited and lowered
 
     async def _put(self, resource: str, number: int) -> bool:
         """Write a number, no larger one than the last that was lowered allows; return whether the Node has it."""
@@ -128,7 +128,7 @@ class AllocatableStatus:
             self.observe({**self._numbers, resource: number})
             return True
 
-    def _until_settled(self, resource: str, number: int, began: float) -> float:
+    def _until_lowered(self, resource: str, number: int, began: float) -> float:
         """Return for how many seconds pods may still come for more devices; infinite while the Node shows more.
 
         A kubelet that reports every second leaves no whole second without its own number: then half of it must do.

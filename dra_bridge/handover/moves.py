@@ -46,11 +46,7 @@ class Handover:
     """
 
     def __init__(
-        self,
-        moved: MovedResource,
-        share: Share,
-        drain: Drain = "cordon",
-        allocatable: AllocatableStatus | None = None,
+        self, moved: MovedResource, share: Share, drain: Drain = "cordon", allocatable: AllocatableStatus | None = None
     ) -> None:
         self.resource = moved.name
         self.waiting: Mapping[str, str] = {}

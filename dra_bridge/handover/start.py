@@ -52,12 +52,8 @@ class MoveStarter:
         """Ask for another share from now on, and for another way to drain if there is one."""
         drain = drain or self.drain
         if (share, drain) != (self.share, self.drain):
-            _LOG.info(
-                "claims are to have %s of the devices (before: %s)",
-                share,
-                self.share,
-                extra={"resource": self.resource},
-            )
+            text = "claims are to have %s of the devices (before: %s)"
+            _LOG.info(text, share, self.share, extra={"resource": self.resource})
             self.share, self.drain = share, drain
 
     async def begin(self) -> bool:

@@ -153,7 +153,7 @@ class _KubeConfig:
         return expires is not None and expires <= time.time()
 
     async def _renew(self, refused: bool) -> None:
-        """Get credentials anew; for RENEW seconds the last failure stands, and what was got is not asked for again."""
+        """Get credentials anew; for RENEW seconds the last failure stands, and what was got is not requested again."""
         if time.monotonic() >= self._next_read:
             self._failure = ""
             try:

@@ -316,7 +316,7 @@ class Ledger:
         known, files = self.snapshot, self._files
         found = self._load()
         if self._files[:2] != files[:2] or found.sequence < known.sequence:
-            self._lose("it has lost what was written to it")
+            self._lose("writes to it were lost")
             raise LedgerLostError(self._lost)
         allocations = dict(found.allocations)
         for key, record in found.allocations.items():

@@ -95,7 +95,7 @@ class Bridge(ClaimSide):
     def unknown(self, driver: str, resource: str, device: str) -> str:
         """Return why it is not known who holds a device; "" if it is."""
         runtime = self.drivers.get(driver)
-        return runtime.unknown(resource, device) if runtime is not None else "the agent has just started"
+        return runtime.context.unknown(resource, device) if runtime is not None else "the agent has just started"
 
     def draining(self, resource: str) -> Collection[str]:
         """Return the devices that new pods had better not get: they are to leave for the other side."""
@@ -180,11 +180,11 @@ class Bridge(ClaimSide):
             files = [file for file in found if file.agent == self.agent_name or file.driver in ours]
             claims = [claim_of(file, time.time()) for file in files if file.devices is not None]
             for claim in await self._ledger.do(operations.adopt_claims(claims)):
-                text = "the ledger lacks claim %s of driver %s; its own file says what it holds"
+                text = "claim %s of driver %s is not in the ledger; it is added from the claim's file"
                 extra = {"claim": claim.title if claim.name else claim.uid, "driver": claim.driver}
                 _LOG.warning(text, *extra.values(), extra=extra)
         except (LedgerError, OSError) as error:
-            raise AgentError(f"it cannot be recorded what claims hold: {error}") from error
+            raise AgentError(f"cannot record what claims hold: {error}") from error
         holding = {file.driver for file in files} | {claim.driver for claim in self._ledger.snapshot.claims.values()}
         for driver in sorted(holding):
             self._driver(driver, self._ledger)

@@ -169,9 +169,6 @@ class ClaimReconciliation:
                 names = metadata["namespace"], metadata["name"], pods
                 await records.ledger.do(operations.describe(records.driver, claim.uid, *names))
             elif is_over(claim, self.driver.files.boot, named, processes, unlisted):
-                _LOG.info(
-                    "claim %s, known from its CDI file, does not exist",
-                    claim.uid,
-                    extra={"driver": records.driver, "claim": claim.uid},
-                )
+                extra = {"driver": records.driver, "claim": claim.uid}
+                _LOG.info("claim %s, known from its CDI file, does not exist", claim.uid, extra=extra)
                 await self.driver.unprepare([ClaimRef("", "", claim.uid)])

@@ -136,7 +136,7 @@ class EvidenceReader:
 
 
 class ReconciledDriver(Protocol):
-    """What is told of a driver's devices (`dra_bridge.node.driver_runtime.DriverRuntime`)."""
+    """What a driver's devices concern (`dra_bridge.node.driver_runtime.DriverRuntime`)."""
 
     def devices_named(self) -> None:
         """Take that devices were given names."""
@@ -259,9 +259,5 @@ class DeviceReconciler:
             for name in names:
                 state = self.context.ledger.snapshot.device(resource, name).state
                 if state is not State.QUARANTINED:
-                    _LOG.warning(
-                        "device %s leaves quarantine; it is %s",
-                        name,
-                        state.text,
-                        extra={"resource": resource, "device": name},
-                    )
+                    extra = {"resource": resource, "device": name}
+                    _LOG.warning("device %s leaves quarantine; it is %s", name, state.text, extra=extra)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -31,7 +30,7 @@ from dra_bridge.node.slice_feed import SliceFeed, qualifiers_of
 _LOG: Final = logging.getLogger(__name__)
 
 SETTLE: Final = 0.2
-"""Seconds from a change of claims until the other parts are told; pods that start at once make few tellings."""
+"""Seconds from a change of claims until the other parts are notified: once for pods that start together."""
 
 
 class DriverRuntime(DriverHost):
@@ -53,12 +52,12 @@ class DriverRuntime(DriverHost):
         self._group: asyncio.TaskGroup | None = None
         self._registering: asyncio.Task[None] | None = None
         self._tasks = Tasks()
-        self._telling: asyncio.TimerHandle | None = None
+        self._notifying: asyncio.TimerHandle | None = None
         self._node = node
         self._register = register = node.agent.register
         tracker, root = node.agent.tracker, node.agent.paths.kubelet_root
         share = DriverShare(name, async_ledger, self._tasks)
-        self._context = context = DriverContext(name, node, async_ledger, share)
+        self.context = context = DriverContext(name, node, async_ledger, share)
         self.resources = context.resources
         self.driver = Driver(name, node.drivers, host=self)
         pods = ClaimPods(name, async_ledger, tracker, root, self.driver.files)
@@ -84,34 +83,30 @@ class DriverRuntime(DriverHost):
                 self.drop(resource)
             handover = self._handover(service, policy, Moving(self.name, leaving))
             one = self.resources[resource] = ResourceRuntime(service, policy, handover, leaving)
-            one.unsubscribe = service.inventory.subscribe(functools.partial(self._relisted, one))
+            one.unsubscribe = service.inventory.subscribe(lambda _, one=one: self._listed(one))  # type: ignore[misc]
             self._start(one)
             self._listed(one)
         self._serve_claims()
         self.publish()
 
     def _share_of(self, one: ResourceRuntime) -> Share:
-        asked = self._context.share.of(one.policy)
+        asked = self.context.share.of(one.policy)
         return replace(NONE, forced=asked.forced) if one.leaving else asked
-
-    def unknown(self, resource: str, device: str) -> str:
-        """See `DriverContext`."""
-        return self._context.unknown(resource, device)
 
     def _handover(self, service: Service, policy: HandoverPolicy, moving: Moving) -> Handover:
         moved = MovedResource(service.endpoint, service.inventory, self._register, self.devices.evidence, self, moving)
-        share = NONE if moving.leaving else self._context.share.of(policy)
+        share = NONE if moving.leaving else self.context.share.of(policy)
         return Handover(moved, share, policy.drain, self._node.allocatable)
 
     # What the driver asks.
 
     def ready(self, resource: str, device: str) -> bool:
         """See `DriverContext`."""
-        return self._context.ready(resource, device)
+        return self.context.ready(resource, device)
 
     def bypassed(self, resource: str) -> bool:
         """See `DriverContext`."""
-        return self._context.bypassed(resource)
+        return self.context.bypassed(resource)
 
     def qualifiers(self, resources: Sequence[str]) -> Mapping[str, str]:
         """Return those that the ledger keeps; a resource has none before its names are decided."""
@@ -123,8 +118,8 @@ class DriverRuntime(DriverHost):
 
     def claims_changed(self) -> None:
         """Tell the other parts soon."""
-        if self._telling is None:
-            self._telling = asyncio.get_running_loop().call_later(SETTLE, self.changed)
+        if self._notifying is None:
+            self._notifying = asyncio.get_running_loop().call_later(SETTLE, self.changed)
 
     # What handovers ask.
 
@@ -150,7 +145,7 @@ class DriverRuntime(DriverHost):
 
     def drop(self, resource: str) -> None:
         """Serve a resource no more; its prepared claims can still be unprepared, nothing of it is given to pods."""
-        reconciled = self._context.reconciled
+        reconciled = self.context.reconciled
         reconciled.difference_update([key for key in reconciled if key[0] == resource])
         if one := self.resources.pop(resource, None):
             one.unsubscribe()
@@ -167,7 +162,7 @@ class DriverRuntime(DriverHost):
 
     def read_share(self, annotations: Mapping[str, str] | None, node: str) -> None:
         """Take the share that the Node asks for: see `DriverShare`."""
-        if self._context.share.read(annotations, node):
+        if self.context.share.read(annotations, node):
             for one in self.resources.values():
                 one.handover.ask(self._share_of(one), one.policy.drain)
             self.publish()
@@ -191,8 +186,8 @@ class DriverRuntime(DriverHost):
         finally:
             await self._tasks.close()
             await self.driver.close()
-            if self._telling is not None:
-                self._telling.cancel()
+            if self._notifying is not None:
+                self._notifying.cancel()
 
     async def end_claims(self) -> None:
         """Take no more claims, and wait for those that are being prepared."""
@@ -224,9 +219,6 @@ class DriverRuntime(DriverHost):
         await self._node.watch.known()  # they may ask for another share than the config
         await one.handover.run()
 
-    def _relisted(self, one: ResourceRuntime, snapshot: object) -> None:
-        self._listed(one)
-
     def _listed(self, one: ResourceRuntime) -> None:
         self.devices.forget_unlisted(one)
         one.changed.set()
@@ -250,7 +242,7 @@ class DriverRuntime(DriverHost):
         one = self.resources.get(resource)
         if one is None or not isinstance(one.service.source, AdoptedSource) or not one.service.endpoint.kept_back:
             return
-        again = self._context.bypassed(resource)
+        again = self.context.bypassed(resource)
         one.bypassed_at = time.monotonic()
         asyncio.get_running_loop().call_later(BYPASSED + 1.0, self.publish)
         self.publish()
@@ -258,7 +250,7 @@ class DriverRuntime(DriverHost):
             what = f"a plugin of {resource} has registered with the kubelet, past this agent, while claims have devices"
             text = f"{what}: {reason}; was the hostPath of its DaemonSet reverted?"
             _LOG.error("%s", text, extra={"resource": resource})
-            self._tasks.start(self._context.node.alarm("AdoptedPluginBypassed", text))
+            self._tasks.start(self.context.node.alarm("AdoptedPluginBypassed", text))
 
     def has_left(self, resource: str) -> bool:
         """Return whether no device of a resource is published under this driver any more."""
@@ -280,9 +272,9 @@ class DriverRuntime(DriverHost):
 
     def changed(self) -> None:
         """Tell the other parts that holders or sides changed in the ledger."""
-        if self._telling is not None:
-            self._telling.cancel()
-            self._telling = None
+        if self._notifying is not None:
+            self._notifying.cancel()
+            self._notifying = None
         for one in self.resources.values():
             one.handover.wake()
             one.service.endpoint.refresh()

@@ -28,7 +28,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     add_kubeconfig(parser)
     about = "write status.devices of prepared claims: a GET and a PATCH for each claim, and the right to patch"
     parser.add_argument("--claim-status", action="store_true", help=about)
-    about = "names the agent's directory, plugins/NAME in the kubelet's; agents with one name wait for each other"
+    about = "names the agent's directory, plugins/NAME in --kubelet-root; a second agent of the same name waits"
     parser.add_argument("--agent-name", default=AGENT, metavar="NAME", type=_name, help=f"{about} (%(default)s)")
     common.add_run_options(parser)
 

@@ -69,7 +69,8 @@ class BridgeStatus:
         now = self._agent.register.snapshot
         claims = list(now.claims.values())
         uids: frozenset[str] = frozenset().union(*(claim.pods for claim in claims))
-        denied = {name: found for one in drivers for name, found in _denied(one)}
+        resources = [item for one in drivers for item in list(one.resources.items()) if not item[1].leaving]
+        denied = {name: runtime.handover.denied for name, runtime in resources}
         pods = {pod.uid: pod for pod in self._agent.tracker.pods_named(uids.union(*denied.values()))}
         ends = {name: tuple(pods.get(uid, PodContainer(uid=uid)) for uid in found) for name, found in denied.items()}
         return ProviderReport(
@@ -145,11 +146,6 @@ class BridgeStatus:
 
 def _clock(at: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at))
-
-
-def _denied(one: DriverRuntime) -> list[tuple[str, tuple[str, ...]]]:
-    """Return the UIDs of the pods that a kubelet restart would end, by resource."""
-    return [(name, runtime.handover.denied) for name, runtime in list(one.resources.items()) if not runtime.leaving]
 
 
 def _ends(pods: Mapping[str, Sequence[PodContainer]]) -> Iterator[str]:

@@ -27,7 +27,7 @@ from dra_bridge.kube import (
 LABEL: Final = "app.kubernetes.io/managed-by=dra-bridge"
 """Which all objects of `manifests` have, the agents' pods included. Anybody may put it on pods of a namespace."""
 BINDING: Final = "dra-bridge"
-"""The binding of the agents' ServiceAccount, as `manifests` calls it where it is not told otherwise."""
+"""The binding of the agents' ServiceAccount, as `manifests` calls it by default."""
 PORT: Final = "metrics"
 """The name of the container port that `manifests` gives to an agent's page."""
 WAITS: Final = "waits for "

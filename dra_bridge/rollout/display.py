@@ -47,8 +47,8 @@ class FleetStatus:
 
 def needs_attention(device: ReportedDevice) -> bool:
     """Return whether there is something to know about a device beside who has it."""
-    settled = device.state in (State.PLUGIN, State.DRA)
-    return not settled or bool(device.withheld) or device.gone or device.health not in ("", "healthy")
+    at_rest = device.state in (State.PLUGIN, State.DRA)
+    return not at_rest or bool(device.withheld) or device.gone or device.health not in ("", "healthy")
 
 
 def lines(status: FleetStatus, width: int | None, now: float, *, problems: bool = False) -> list[Line]:
@@ -62,7 +62,7 @@ def lines(status: FleetStatus, width: int | None, now: float, *, problems: bool 
     brief = problems or (many and width is not None)
     devices = [(view, device) for view in status.nodes for device in view.devices]
     shown = [one for one in devices if needs_attention(one[1])] if brief else devices
-    named = [view for view in status.nodes if _to_say(view)] if brief else status.nodes
+    named = [view for view in status.nodes if fleet.obstacles(view) or fleet.withheld(view)] if brief else status.nodes
     top = [*status.problems, *(_totals(status.nodes) if many else ())]
     rest = [*status.hints, *status.unknown]
     if brief and (left := len(devices) - len(shown)):
@@ -76,10 +76,6 @@ def lines(status: FleetStatus, width: int | None, now: float, *, problems: bool 
     for block in filter(None, blocks):
         together += [*([Line("")] if together else []), *block]
     return together
-
-
-def _to_say(view: NodeView) -> bool:
-    return bool(fleet.obstacles(view) or fleet.withheld(view))
 
 
 def _of_node(view: NodeView, width: int | None) -> Iterator[Line]:
@@ -113,7 +109,7 @@ def _totals(nodes: Sequence[NodeView]) -> Iterator[str]:
     """Yield how many nodes and devices are in which state, for each driver."""
     for driver in dict.fromkeys(view.driver for view in nodes):
         mine = [view for view in nodes if view.driver == driver]
-        done = sum(map(fleet.settled, mine))
+        done = sum(map(fleet.finished, mine))
         yield f"{driver}: {len(mine)} nodes, {done} done, {len(mine) - done} not"
         asked = Counter("no share" if view.asked is None else view.asked for view in mine)
         shares = [f"{share} ({counted(number, 'node')})" for share, number in asked.most_common()]
@@ -234,7 +230,7 @@ def _node_as_json(view: NodeView) -> dict[str, Any]:
         "before": view.before.share if view.before is not None else None,
         "inRollout": view.before is not None,
         "rolloutOf": view.before.owner if view.before is not None else "",
-        "settled": fleet.settled(view),
+        "settled": fleet.finished(view),
         "waitsFor": fleet.obstacles(view),
         "resources": [
             {

@@ -270,7 +270,7 @@ def excess(view: NodeView, text: str | None) -> list[str]:
     ]
 
 
-def settled(view: NodeView) -> bool:
+def finished(view: NodeView) -> bool:
     """Return whether the agent has read the requested share and every device is on its side."""
     return view.taken_in and distance(view) == 0 and not (view.reported is not None and view.reported.kept)
 
@@ -434,7 +434,7 @@ def phase(goal: Goal, view: NodeView) -> Phase:
         return Phase.UNSERVED
     if view.asked != goal.wanted(view.before):
         return Phase.WAITING
-    return Phase.DONE if view.reported is None or settled(view) else Phase.MOVING
+    return Phase.DONE if view.reported is None or finished(view) else Phase.MOVING
 
 
 @dataclass(frozen=True, slots=True)
@@ -503,10 +503,10 @@ def decide(
     if limits.pause and own:
         return RolloutStep(forget=forget, over=not under_way and not forget)
     # A node whose devices move to another share counts as moving whether it is asked or not, so it is asked first.
-    unsettled = [view for view in waiting if view.reported is not None and not settled(view)]
-    ready = [view for view in waiting if view.ready and (view.reported is None or settled(view))]
+    unfinished = [view for view in waiting if view.reported is not None and not finished(view)]
+    ready = [view for view in waiting if view.ready and (view.reported is None or finished(view))]
     count = max(0, limits.max_unavailable - under_way)
-    chosen = [*unsettled[:count], *ready[: max(0, count - len(unsettled))]]
+    chosen = [*unfinished[:count], *ready[: max(0, count - len(unfinished))]]
     if waiting and not chosen and not under_way:
         return RolloutStep(forget=forget, stop=tuple(f"{view.node}: the node is not Ready" for view in waiting))
     return RolloutStep(tuple(view.node for view in chosen), forget, over=not under_way and not waiting and not forget)

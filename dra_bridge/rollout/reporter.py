@@ -43,7 +43,7 @@ class Reporter:
             text = f"{node}: {most - left} of {most} devices moved" if most else f"{node}: nothing to move"
             if self._bars is not None:
                 self._bars.update(self._tasks[node], total=max(most, 1), completed=most - left if most else 1)
-                (self._done.add if fleet.settled(view) else self._done.discard)(node)
+                (self._done.add if fleet.finished(view) else self._done.discard)(node)
             elif self._printed.get(node) != text:
                 self._printed[node] = text
                 self.say(text)
@@ -57,7 +57,7 @@ class Reporter:
         if self._total is None:
             self._total = self._bars.add_task("", unit="nodes")
         of = {phase: sum(one is phase for one in phases.values()) for phase in Phase}
-        words = f"{of[Phase.MOVING]} in the move, {of[Phase.WAITING]} to come"
+        words = f"{of[Phase.MOVING]} moving, {of[Phase.WAITING]} not started"
         done = of[Phase.DONE] + of[Phase.UNTOUCHED]
         self._bars.update(self._total, description=words, total=len(phases), completed=done)
 

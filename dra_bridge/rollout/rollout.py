@@ -204,14 +204,14 @@ async def migrate(
                     reporter.say(line)
                 return False
             elapsed = time.monotonic() - began
-            if all(map(fleet.settled, nodes)):
+            if all(map(fleet.finished, nodes)):
                 reporter.say(f"done after {elapsed:.1f} s")
                 return True
             if timeout and elapsed >= timeout:
-                await watched.explain(lambda view: not fleet.settled(view))
+                await watched.explain(lambda view: not fleet.finished(view))
                 reporter.say(f"not done after {timeout:g} s; the move goes on")
                 return False
-            await watched.wait(min(timeout - elapsed, 1.0) if timeout else 1.0, lambda view: not fleet.settled(view))
+            await watched.wait(min(timeout - elapsed, 1.0) if timeout else 1.0, lambda view: not fleet.finished(view))
 
 
 async def rollout(
@@ -223,7 +223,7 @@ async def rollout(
     """
     nodes = (await cluster.list(NODES, label_selector=selector)).items
     if not nodes:
-        raise RolloutError(f"no node has labels as {selector!r} asks for")
+        raise RolloutError(f"no node matches the selector {selector!r}")
     slices = (await cluster.list(RESOURCE_SLICES, field_selector=f"spec.driver={driver}")).items
     if goal.undo and not any(view.before for view in fleet.views(driver, nodes, slices)):
         reporter.say(f"no rollout of {driver} is known on these nodes: there is nothing to undo")
@@ -237,8 +237,8 @@ async def rollout(
 
 async def _owner(cluster: Cluster, goal: Goal) -> str:
     """Return who rolls out what, by the API server's own word for the user. Raises ClusterError."""
-    told = (await cluster.create(kube.SELF_SUBJECT_REVIEWS, {"metadata": {}})).get("status") or {}
-    user = (told.get("userInfo") or {}).get("username") or "an unknown user"
+    review = (await cluster.create(kube.SELF_SUBJECT_REVIEWS, {"metadata": {}})).get("status") or {}
+    user = (review.get("userInfo") or {}).get("username") or "an unknown user"
     return f"{user} (undo)" if goal.undo else f"{user} (share {goal.share or 'default'})"
 
 

@@ -35,7 +35,7 @@ _FIELDS: Final[Mapping[Feature, str]] = {
 class ServerFeatures:
     """Which features of slices the API server is known to have.
 
-    probe_again: seconds after which a feature that the server lacked may be asked for again: it may be another server.
+    probe_again: seconds after which a feature that the server lacked may be tried again: it may be another server.
     """
 
     cluster: Cluster

@@ -321,7 +321,8 @@ class Publisher:
             missing = features_of(write.body) - features_of(answer)
             self._features.lacks(missing)
             if driver.mirror.compare(write.body, answer) and not missing:
-                self._warn_once(driver, "the API server or a webhook changes the slices that are written; they stay so")
+                text = "the API server or a webhook changes the slices that are written; they are not written again"
+                self._warn_once(driver, text)
             if answer["metadata"].get("uid", "") in driver.mirror.gone:
                 driver.wake.set()  # it has been deleted since, and the watch was faster than the answer
             else:

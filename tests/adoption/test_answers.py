@@ -65,9 +65,9 @@ def test_other_annotations_are_an_error_unless_the_config_drops_them() -> None:
 @pytest.mark.parametrize(
     ("answer", "why"),
     [
-        (b"\xff", "something else"),
-        (b"", "something else"),
-        (AllocateAnswer().message([]) * 2, "something else"),
+        (b"\xff", "not for one container"),
+        (b"", "not for one container"),
+        (AllocateAnswer().message([]) * 2, "not for one container"),
         (
             AllocateAnswer(nodes=[("dev/x", "/dev/x", "rw")]).message(["g0"]),
             "host path must be an absolute path, not 'dev/x'",
@@ -81,7 +81,7 @@ def test_other_annotations_are_an_error_unless_the_config_drops_them() -> None:
 )
 def test_what_no_container_can_get_is_an_error(answer: bytes, why: str) -> None:
     """It says what is wrong with the plugin's answer."""
-    with pytest.raises(AnswerError, match=f"^its plugin answers .*{why}"):
+    with pytest.raises(AnswerError, match=f"^its plugin's answer .*{why}"):
         edits_of(answer)
 
 

@@ -96,7 +96,7 @@ def test_a_resource_that_no_config_names_is_passed_through(node: Node) -> None:
     vendor = node.vendor(resource(), resource("o0", name=other), failed_register="exit")
     node.kubelet.wait_allocatable(RESOURCE, 2)
     node.kubelet.wait_allocatable(other, 1)
-    node.wait_log(f"{other}: no config names it")
+    node.wait_log(f"{other}: the config does not name it")
     node.kubelet.run_pod("p", {RESOURCE: 1, other: 1})
     assert vendor.process is not None
     assert vendor.process.poll() is None

@@ -219,7 +219,7 @@ async def test_an_endpoint_that_is_not_there_is_refused(directory: Path) -> None
     async with serving(directory) as vendors, plugin(directory) as vendor:
         await vendor.register()
         vendor.socket = "nowhere.sock"
-        with pytest.raises(grpc.aio.AioRpcError, match="does not say its options"):
+        with pytest.raises(grpc.aio.AioRpcError, match="did not answer GetDevicePluginOptions"):
             await vendor.register()
         assert (found := vendors.plugin(RESOURCE)) is not None
         assert found.socket.name == "vendor.sock"
@@ -369,7 +369,7 @@ async def test_the_service_may_be_among_the_others(directory: Path) -> None:
         ({"type": "CSIPlugin"}, "no handler registered for plugin type: CSIPlugin"),
         ({"supported_versions": ["v1alpha1"]}, "API version 'v1alpha1' is not v1beta1"),
         ({"name": "gadget"}, "gadget"),
-        ({"endpoint": "/nowhere.sock"}, "does not say its options"),
+        ({"endpoint": "/nowhere.sock"}, "did not answer GetDevicePluginOptions"),
     ],
 )
 async def test_a_refused_plugin_is_told_and_asked_again(directory: Path, first: dict[str, Any], words: str) -> None:

@@ -35,5 +35,5 @@ def test_a_broken_file_at_a_start(scene: Scene, monkeypatch: pytest.MonkeyPatch)
     scene.before = scene.after = 4
     scene.agents.write()
     cluster.wait_for(lambda: not scene.agents.lacks(), LIMIT, "it is ready")
-    assert "was read again: it is right now, and says what is served" in scene.agents.log()
+    assert "was read again: it is valid again, and nothing changed" in scene.agents.log()
     scene.check()

@@ -6,7 +6,6 @@ With CLUSTER_LONG in the environment the scenarios last longer.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -114,31 +113,6 @@ def test_agents_overlap(scene: Scene) -> None:
         scene.agents.wait_registered()
         scene.observe(3)
     end_one_of_each(scene, plains, claimers)
-
-
-def test_another_agent_gave_the_device(scene: Scene) -> None:
-    """Two agents serve one device under two names: the bridge offers it again when the pod of the other has ended."""
-    scene.nodes("a", 1)
-    agents = scene.serve(resource("a", "all"))
-    agents.wait_offered(1)
-    config, agents.config = agents.config, agents.config.with_name("other.yaml")
-    devices = resource("a", "none")["devices"]
-    agents.config.write_text(json.dumps({"resources": [{"name": named("p"), "devices": devices}]}))
-    scene.stack.enter_context(witnesses.ended(agents.start_plugin()))
-    agents.config = config
-    scene.cluster.wait_allocatable(named("p"), 1)
-    pod = scene.pod("p0", "p")
-    scene.running(pod)
-    scene.note_holders()
-    user = scene.claimer("user", "a")
-    agents.wait_event(user, "counts as held", 60)
-    agents.wait_offered(0)
-    scene.check()
-    for one in (user, pod):
-        one.delete(0)
-        one.wait_gone()
-    agents.wait_offered(1)
-    scene.running(scene.claimer("next", "a"))
 
 
 # --- shares and devices that change ----------------------------------------------------------------------------------

@@ -225,7 +225,7 @@ def test_version_is_printed(bridge: Callable[..., Ran], capsys: pytest.CaptureFi
 def test_commands_of_the_other_program_are_named(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Whoever looks for them here is told where they are."""
     assert cli.main([command, "x"]) == 2
-    assert f"; deviceplugin {command} is for its config files" in capsys.readouterr().err
+    assert f"; deviceplugin {command} reads the same config files" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("argv", [["status"], ["run", "--config", "x"], ["migrate", "n1", "--driver", D, "--unset"]])
@@ -562,7 +562,7 @@ def test_status_begins_with_problems_of_agents(world: World, bridge: Callable[..
         "holdersKnown": True,
         "resources": [],
         "unready": [f"{R}: not registered with the kubelet"],
-        "problems": ["the config file was not taken, everything goes on as it was: x"],
+        "problems": ["the config file is refused, nothing is changed: x"],
     }
     world.server.proxied = lambda path: (200, answer)
     for node in ("n1", "n2"):
@@ -570,7 +570,7 @@ def test_status_begins_with_problems_of_agents(world: World, bridge: Callable[..
         world.server.create(agent_pod(node, containers=[{"name": "agent", "ports": ports}]))
     lines = [
         f"the agent of n1, n2: it is not ready: {R}: not registered with the kubelet",
-        "the agent of n1, n2: the config file was not taken, everything goes on as it was: x",
+        "the agent of n1, n2: the config file is refused, nothing is changed: x",
     ]
     ran = bridge("status")
     assert (ran.status, ran.out.splitlines()[:2]) == (1, lines)
@@ -729,7 +729,7 @@ def test_uninstall_beside_agents_is_refused(world: World, bridge: Callable[..., 
     world.server.create({**claim, "status": status})
     agents = "agents run on n1: they publish slices again; delete the DaemonSet first\n"
     ran = bridge("uninstall", "--driver", D, "--node", "n1")
-    assert (ran.status, ran.out, ran.err) == (1, "", f"nothing is removed; --force goes on all the same\n{agents}")
+    assert (ran.status, ran.out, ran.err) == (1, "", f"nothing was removed; --force removes all the same\n{agents}")
     ran = bridge("uninstall", "--driver", D, "--node", "n2")
     claims = "claims have devices of these drivers: ml/c: their pods cannot end without the driver's agent\n"
     assert (ran.status, claims in ran.err) == (1, True)
@@ -1041,7 +1041,7 @@ def test_rollout_of_many_nodes_on_a_terminal(world: World) -> None:
     status, text = on_a_terminal(world, *argv, "--timeout-per-node", "6", columns=80, rows=(rows := 24))
     assert status == 1
     frames = text.split("of 30 nodes")
-    assert "1 in the move, 0 to come" in frames[-2]
+    assert "1 moving, 0 not started" in frames[-2]
     assert "node-07" in frames[-1], "the node that moves is below the bar of all nodes"
     bars = [ESCAPES.sub("", frame).count(" devices ") for frame in frames[1:]]
     assert 2 <= max(bars) <= rows - reporter.OTHER_ROWS
@@ -1330,7 +1330,7 @@ def test_rollout_of_a_wrong_selector_or_driver(world: World, bridge: Callable[..
     """A selector that no node has, and a driver that nobody has, are said with status 2."""
     world.agent("n1")
     ran = bridge("rollout", "--driver", D, "--share", "all", "-l", "pool=cpu")
-    assert (ran.status, ran.err) == (2, "no node has labels as 'pool=cpu' asks for\n")
+    assert (ran.status, ran.err) == (2, "no node matches the selector 'pool=cpu'\n")
     ran = bridge("rollout", "--driver", "x.example.com", "--share", "all", "-l", "pool=gpu")
     found = f"no node has slices of driver x.example.com now (there are: {D}); {RESTARTING}\n"
     assert (ran.status, ran.err) == (1, found)

@@ -21,7 +21,7 @@ from deviceplugin.files import FileIdentity
 from deviceplugin.kubelet.checkpoint import Allocation
 from deviceplugin.kubelet.foreign_plugin import (
     LATE,
-    SETTLED,
+    LISTED,
     ForeignPluginWatch,
     KubeletRecord,
     SentList,
@@ -138,7 +138,7 @@ def test_a_socket_counts_when_no_other_resource_explains_it() -> None:
     after = record(written=NOW + 1.2, others={"q": THEIRS})
     assert watch.found(after, frozenset({SOCKET}), sent, NOW + 1.3).reason == ""
     again = watch.found(after, frozenset({SOCKET}), sent, NOW + 1.3).again
-    assert again == pytest.approx(SETTLED - 0.3)
+    assert again == pytest.approx(LISTED - 0.3)
     found = watch.found(after, frozenset({SOCKET}), sent, NOW + 2.1)
     assert found.reason.startswith("a plugin made the socket theirs.sock")
     assert not found.sure

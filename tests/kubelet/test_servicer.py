@@ -382,7 +382,7 @@ async def test_allocate_gives_everything_a_device_carries(serve: Serve) -> None:
     ("names", "code", "texts"),
     [
         ("a nobody", grpc.StatusCode.INVALID_ARGUMENT, [R, "nobody"]),
-        ("a b a", grpc.StatusCode.INVALID_ARGUMENT, [R, "device a is asked for twice"]),
+        ("a b a", grpc.StatusCode.INVALID_ARGUMENT, [R, "device a is requested twice"]),
         ("a sick", grpc.StatusCode.FAILED_PRECONDITION, [R, "sick is unhealthy: too hot"]),
     ],
     ids=["unknown", "duplicate", "unhealthy"],
@@ -424,7 +424,7 @@ async def test_ids_in_errors_are_printable(serve: Serve) -> None:
     served = await serve(Source(), "a")
     with refused(grpc.StatusCode.INVALID_ARGUMENT, "there is no device x\\x1b[31m"):
         await served.allocate(f"x\x1b[31m{'y' * 9000}")
-    with refused(grpc.StatusCode.INVALID_ARGUMENT, "device x\\x07 is asked for twice"):
+    with refused(grpc.StatusCode.INVALID_ARGUMENT, "device x\\x07 is requested twice"):
         await served.allocate("x\x07 x\x07")
 
 
@@ -911,10 +911,10 @@ async def test_a_reset_that_works_on_after_its_timeout_has_the_device_to_itself(
         calls = [asyncio.ensure_future(served.stub.PreStartContainer(request)) for _ in range(4)]
         errors = await asyncio.gather(*calls, return_exceptions=True)
         details = sorted(str(one.details()) for one in errors if isinstance(one, grpc.aio.AioRpcError))
-        busy = f"a of {R}: `reset` still works on it, after its timeout"
+        busy = f"a of {R}: `reset` is still running on it, after its timeout"
         assert details == [busy, busy, busy, f"reset of {R} did not answer within 0.05 s"]
         assert begun == ["a"]
-        with refused(grpc.StatusCode.FAILED_PRECONDITION, "`reset` still works on it, after its timeout"):
+        with refused(grpc.StatusCode.FAILED_PRECONDITION, "`reset` is still running on it, after its timeout"):
             await served.allocate("a")
         await served.allocate("good")
     finally:
@@ -939,12 +939,12 @@ async def test_settled_when_no_call_is_in_flight(serve: Serve) -> None:
     source = Hanging()
     source.hook_timeout = 10
     served = await serve(source, "hangs")
-    assert await served.endpoint.settled(0)
+    assert await served.endpoint.calls_ended(0)
     hanging = asyncio.create_task(served.allocate("hangs"))
     assert await asyncio.to_thread(source.hangs.wait, 10)
-    assert not await served.endpoint.settled(0.01)
+    assert not await served.endpoint.calls_ended(0.01)
     source.over.set()
-    assert await served.endpoint.settled(10)
+    assert await served.endpoint.calls_ended(10)
     await hanging
 
 
@@ -1182,7 +1182,7 @@ def test_list_never_shows_a_broken_device_healthy(one: list[Device], two: list[D
     assert shown == {name: so for device, so in wanted.items() for name in replicas_of(device, replicas)}
 
 
-# Devices that are one thing.
+# Devices that are the same hardware.
 
 
 async def test_a_device_that_is_held_under_another_id_is_refused(serve: Serve) -> None:
@@ -1196,7 +1196,7 @@ async def test_a_device_that_is_held_under_another_id_is_refused(serve: Serve) -
     second = asyncio.create_task(served.allocate("b"))
     served.store.go_on.set()
     await first
-    with refused(grpc.StatusCode.FAILED_PRECONDITION, "b of example.com/r and a of example.com/r", "one thing"):
+    with refused(grpc.StatusCode.FAILED_PRECONDITION, "b of example.com/r and a of example.com/r", "the same hardware"):
         await second
     assert served.granted_ids == ["a"]
 

@@ -255,14 +255,14 @@ class TestProblems:
         """It is said until it is taken."""
         still = Still(resource("a"))
         observer = still.observer()
-        still.config_error = "the config file was not taken: line 3"
+        still.config_error = "the config file is refused: line 3"
         observer.note(still.status())
         view = observer.view()
-        assert (view.problems, view.unready) == (("the config file was not taken: line 3",), ())
+        assert (view.problems, view.unready) == (("the config file is refused: line 3",), ())
         still.config_error = ""
         observer.note(still.status())
         assert [(event.text, event.bad) for event in observer.view().events] == [
-            ("the config file was not taken: line 3", True),
+            ("the config file is refused: line 3", True),
             ("the config file is taken again", False),
         ]
         assert observer.view().problems == ()

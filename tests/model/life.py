@@ -281,7 +281,7 @@ class Life(Bridge):
 
     async def compare(self, runtime: DriverRuntime, resource: str) -> None:
         """Compare a resource's devices with the evidence once (`DeviceReconciler.keep`)."""
-        one, context = runtime.resources.get(resource), runtime._context
+        one, context = runtime.resources.get(resource), runtime.context
         if one is None or one.leaving:
             return
         one.changed.clear()

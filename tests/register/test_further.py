@@ -60,7 +60,7 @@ async def test_a_claim_that_was_allocated_elsewhere_says_what_it_waits_for(node:
 async def test_without_its_register_a_claim_of_a_former_driver_is_known_and_unprepared(
     node: FakeNode, driver: str, state: str, tokens: bool
 ) -> None:
-    """Though no config names its driver any more, no pod gets its device, and its own pod can end."""
+    """Though the config does not name its driver any more, no pod gets its device, and its own pod can end."""
     async with serving(node, Listed(A, D, tokens=tokens), share="all") as here:
         await here.until(lambda: here.sliced() == {"d0", "d1"})
         pod = await here.claimant("p")

@@ -106,7 +106,7 @@ def test_parts_of_one_thing_add_up_whatever_it_is_called() -> None:
     assert asked(state, use("c", "n1", resource=S, amount=Amount("1/6"))) == ""
     reason = asked(state, use("c", "n1", "n3", resource=S, amount=HALF))
     assert reason.startswith(f"c of {S} and ")
-    assert reason.endswith(", which counts as held, are one thing (n1)")
+    assert reason.endswith(", which counts as held, are the same hardware (n1)")
     assert asked(state, use("c", "n2", resource=S, amount=Amount("2/3"))) == "", "b alone has it"
     assert asked(state, use("c", "n3", resource=S)) == ""
 
@@ -115,13 +115,13 @@ def test_one_holder_does_not_get_one_thing_twice() -> None:
     """What it asks for adds up, too: two names of one thing, more replicas than there are, more of a counter."""
     nobody = RegisterSnapshot()
     assert asked(nobody, use("a", "n1")) == ""
-    twice = f"a of {R} and b of {R}, which it is asked for with, are one thing (n1)"
+    twice = f"a of {R} and b of {R}, requested with it, are the same hardware (n1)"
     assert asked(nobody, use("a", "n1"), use("b", "n1")) == twice
     assert asked(nobody, *(use(f"a::{n}", "n1", device="a", amount=HALF) for n in range(2))) == ""
     more = [use(f"a::{n}", "n1", device="a", amount=HALF) for n in range(3)]
     assert asked(nobody, *more) == f"more of a of {R} is requested than there is"
     assert asked(nobody, use("x", amount=takes("5")), use("y", amount=takes("5"))) == ""
-    reason = f"x of {R} does not fit beside y of {R}, which it is asked for with (counter memory of card)"
+    reason = f"x of {R} does not fit beside y of {R}, requested with it (counter memory of card)"
     assert asked(nobody, use("x", amount=takes("5")), use("y", amount=takes("6"))) == reason
     assert asked(nobody, use("x", amount=takes("11"))) == "", "what the list says of one device is not judged"
 
@@ -200,11 +200,11 @@ def test_own_tells_who_else_does_not_count_and_counted_whose_counters_do() -> No
 
 def test_others_and_what_is_offered_beside_count() -> None:
     """Other drivers' claims are known by tokens alone; a hook that works on has a device for itself."""
-    hook = Use(("hook", R, "h"), "`reset` still works on it", (R, "h"), frozenset(), None)
+    hook = Use(("hook", R, "h"), "`reset` is still running on it", (R, "h"), frozenset(), None)
     foreign = Use(("foreign", "x"), "claim ml/nic of x", None, frozenset({"n1"}), None)
     view = View(BOOT, others=(hook, foreign))
-    assert asked(RegisterSnapshot(), use("h", "n9"), view=view) == "`reset` still works on it"
-    text = f"a of {R} and what claim ml/nic of x has, which counts as held, are one thing (n1)"
+    assert asked(RegisterSnapshot(), use("h", "n9"), view=view) == "`reset` is still running on it"
+    text = f"a of {R} and what claim ml/nic of x has, which counts as held, are the same hardware (n1)"
     assert asked(RegisterSnapshot(), use("a", "n1"), view=view) == text
     assert asked(RegisterSnapshot(), use("0", "n2"), view=view) == ""
     offered = [use("a::0", device="a", amount=HALF)]

@@ -169,13 +169,13 @@ async def test_aliases_exclude_each_other() -> None:
     """Of ids for one thing only one is given away; the reason names both."""
     world = World(a="n1", b="n1 x", c="n2")
     await world.grant("a")
-    await world.refused("b", why=f"b of {R} and a of {R}, which counts as held, are one thing \\(n1\\)")
+    await world.refused("b", why=f"b of {R} and a of {R}, which counts as held, are the same hardware \\(n1\\)")
     await world.grant("a", "c")
 
 
 async def test_one_holder_does_not_get_one_thing_twice() -> None:
     """Neither by two ids of it, nor by parts that together are more than the whole."""
-    await World(a="n1", b="n1 x").refused("a", "b", why="one thing")
+    await World(a="n1", b="n1 x").refused("a", "b", why="the same hardware")
     await World(part("whole", 10), part("half", 5)).refused("whole", "half", why="does not fit")
 
 
@@ -240,7 +240,7 @@ async def test_a_held_device_that_is_not_listed_excludes_what_it_was() -> None:
     world = World(a="n1")
     await world.grant("a")
     world.list(b="n1")
-    await world.refused("b", why="one thing")
+    await world.refused("b", why="the same hardware")
 
 
 async def test_ids_of_one_thing_share_its_parts() -> None:
@@ -249,10 +249,10 @@ async def test_ids_of_one_thing_share_its_parts() -> None:
     await world.grant("a::0")
     await world.grant("b::0")
     for name in ("a::1", "b::1"):
-        await world.refused(name, why="one thing|is held by")
+        await world.refused(name, why="the same hardware|is held by")
     assert world.withheld() == {"a::1", "b::1"}
     alone = world.add("example.com/alone", x="n1")
-    await world.refused("x", why="one thing", resource="example.com/alone")
+    await world.refused("x", why="the same hardware", resource="example.com/alone")
     await world.end("b::0")
     await world.grant("a::1")
     assert alone.ids_now(Device("x")) == ("x",)
@@ -355,7 +355,7 @@ async def test_two_grants_at_once_do_not_both_pass() -> None:
     store.go_on.set()
     answers = await asyncio.gather(first, second, return_exceptions=True)
     assert answers[0] is None
-    assert "one thing" in str(answers[1])
+    assert "the same hardware" in str(answers[1])
 
 
 async def test_nothing_is_released_while_it_is_granted() -> None:
@@ -413,10 +413,10 @@ async def test_a_holding_of_unknown_identity_is_what_its_device_is_listed_as() -
     world = World()
     await world.named(R, "a", identity=recorded(frozenset({"n9"}), "another boot"))
     world.list(a="n1", b="n1", c="n3")
-    await world.refused("b", why="one thing")
+    await world.refused("b", why="the same hardware")
     assert world.store.snapshot.allocations[key("a")].identity == seen("n1")
     world.list(a="n2", b="n1", c="n3")
-    await world.refused("b", why="one thing")
+    await world.refused("b", why="the same hardware")
     assert world.withheld() == {"a", "b"}
 
 
@@ -475,7 +475,7 @@ async def test_what_a_pod_holds_by_another_name_is_withheld(resource: str, name:
     """Also by a name of a resource that is served no more, or of a gone device; others are granted as before."""
     world = World(a="n1", b="n2")
     await world.named(resource, name, identity=seen("n1"))
-    await world.refused("a", why="one thing")
+    await world.refused("a", why="the same hardware")
     assert world.withheld() == world.withheld("dra") == {"a"}
     assert [world.register.is_free(key(one)) for one in "ab"] == [False, True]
     await world.grant("b")
@@ -499,7 +499,7 @@ async def test_what_other_plugins_hold_is_withheld() -> None:
     """How much of it they have is not known, so that nothing is left of it; also what was allocated just now."""
     world = World(a="n1", b="n2")
     world.foreign = (other("n1"),)
-    await world.refused("a", why="what pod default/p has, which counts as held, are one thing")
+    await world.refused("a", why="what pod default/p has, which counts as held, are the same hardware")
     assert world.withheld() == world.withheld("dra") == {"a"}
     assert [world.register.is_free(key(one)) for one in "ab"] == [False, True]
     world.foreign = ()
@@ -511,7 +511,7 @@ async def test_what_another_agent_granted_leaves_the_rest() -> None:
     world = World(a="n1", replicas=2)
     world.foreign = (other("n1", part=Fraction(1, 2)),)
     await world.grant("a::0")
-    await world.refused("a::1", why="one thing|is held by")
+    await world.refused("a::1", why="the same hardware|is held by")
     world.foreign = (other("n1", part=Fraction(1)),)
     assert world.withheld() == {"a::0", "a::1"}
 
@@ -524,7 +524,7 @@ async def test_what_is_granted_is_read_anew() -> None:
         world.foreign = (other("n1"),)
 
     world.reread = reread  # type: ignore[method-assign]
-    await world.refused("a", why="one thing")
+    await world.refused("a", why="the same hardware")
 
 
 async def test_an_id_that_stands_for_another_device_than_its_holder_got_is_withheld() -> None:
@@ -648,10 +648,12 @@ async def test_nothing_that_a_hook_works_on_after_its_timeout_is_granted() -> No
         await reconciled.get()
         await world.register.verify([key("c")])
         for device in ("a", "b"):
-            with pytest.raises(DeviceConflictError, match=r"a of .*: `reset` still works on it, after its timeout"):
+            with pytest.raises(
+                DeviceConflictError, match=r"a of .*: `reset` is still running on it, after its timeout"
+            ):
                 await world.register.verify([key(device)], resets=False)
         assert world.withheld("dra") == world.withheld() == {"a", "b"}
-        assert world.register.withheld(R, "plugin")["a"] == "`reset` still works on it, after its timeout"
+        assert world.register.withheld(R, "plugin")["a"] == "`reset` is still running on it, after its timeout"
         assert [world.register.is_free(key(name)) for name in "abc"] == [False, False, True]
     finally:
         over.set()
@@ -675,7 +677,7 @@ async def test_parts_of_what_a_hook_works_on_are_neither_granted_nor_offered() -
 
     try:
         assert "did not answer" in await world.register.hooks.start(HookStatistics(), "released", Slow(), [halves[0]])
-        with pytest.raises(DeviceConflictError, match=r"x of .*: `released` still works on it"):
+        with pytest.raises(DeviceConflictError, match=r"x of .*: `released` is still running on it"):
             await world.register.verify([key("y")])
         assert world.withheld("dra") == world.withheld() == {"x", "y"}
     finally:

@@ -165,7 +165,7 @@ async def test_nothing_is_granted_that_a_claim_has_under_any_name(path: str) -> 
             [(R, "a")], lambda view: operations.prepare(claim("1", "a", register.identity(R, "a")), view)
         )
         assert isinstance(one, Claim)
-        with pytest.raises(DeviceConflictError, match="are one thing"):
+        with pytest.raises(DeviceConflictError, match="are the same hardware"):
             await register.grant(S, {"b": "b"})
         assert register.withheld(S, "plugin").keys() == {"b"}
         await here.ledger.do(operations.unprepare(D, "1"))
@@ -226,7 +226,7 @@ async def test_the_next_agent_knows_who_has_what_it_calls_otherwise(path: str) -
         await here.register.grant(R, {"a": "a"})
     async with world(path, Served(S, x="n1", a="n2")) as here:
         assert here.register.withheld(S, "plugin").keys() == {"x"}
-        with pytest.raises(DeviceConflictError, match="one thing"):
+        with pytest.raises(DeviceConflictError, match="the same hardware"):
             await here.register.grant(S, {"x": "x"})
         await here.register.grant(S, {"a": "a"})
     async with world(path, Served(R, a="n2", b="n3")) as here:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import stat
 import subprocess
@@ -109,43 +110,16 @@ class FakeNodePod:
         return None
 
 
-class ScenarioAgents:
-    """The directory and the agents of a scenario. where: the agents' options that name the kubelet's places."""
+class FakeNode:
+    patience = 20.0
 
-    PYTHON: tuple[str, ...] = ()
-    """What python runs in place of the agent itself."""
-
-    def __init__(self, directory: Path, where: tuple[str, ...]) -> None:
+    def __init__(self, kubelet: FakeKubelet, directory: Path) -> None:
+        self.kubelet = kubelet
         self.directory = directory
         self.agents: list[AgentProcess] = []
         self.options: tuple[str, ...] = ()
         """Further options of agents."""
-        self._where = where
-
-    def start_agent(self, *, config: str = "", script: str = "") -> AgentProcess:
-        start = self.directory / f"agent-{len(self.agents)}"
-        file = start.with_suffix(".py" if script else ".yaml")
-        file.write_text(script or config)
-        arguments = [str(file)] if script else ["-m", "deviceplugin", "run", "--config", str(file), *ANY_CONFIG]
-        command = [*self.PYTHON, *arguments, *self._where, *self.options]
-        self.agents.append(AgentProcess(command, None if script else file, start.with_suffix(".log")))
-        return self.agents[-1]
-
-    def end_agents(self) -> None:
-        """End them, and print their logs for whoever looks."""
-        for agent in self.agents:
-            if agent.process.poll() is None:
-                agent.kill()
-            print(f"--- agent {agent.process.pid}: {agent.process.returncode}\n{agent.log()}")
-
-
-class FakeNode(ScenarioAgents):
-    PYTHON = ("-m", "tests.scenarios.quick")
-    patience = 20.0
-
-    def __init__(self, kubelet: FakeKubelet, directory: Path) -> None:
-        super().__init__(directory, kubelet.arguments)
-        self.kubelet = kubelet
+        self._numbers = itertools.count()
 
     @classmethod
     @contextmanager
@@ -156,7 +130,23 @@ class FakeNode(ScenarioAgents):
             try:
                 yield node
             finally:
-                node.end_agents()
+                for agent in node.agents:
+                    if agent.process.poll() is None:
+                        agent.kill()
+                    print(f"--- agent {agent.process.pid}: {agent.process.returncode}\n{agent.log()}")
+
+    def start_agent(self, *, config: str = "", script: str = "") -> AgentProcess:
+        number = next(self._numbers)
+        file = self.directory / f"agent-{number}.{'py' if script else 'yaml'}"
+        file.write_text(script or config)
+        arguments = [str(file)] if script else ["-m", "deviceplugin", "run", "--config", str(file), *ANY_CONFIG]
+        agent = AgentProcess(
+            ["-m", "tests.scenarios.quick", *arguments, *self.kubelet.arguments, *self.options],
+            None if script else file,
+            self.directory / f"agent-{number}.log",
+        )
+        self.agents.append(agent)
+        return agent
 
     def start_pod(self, name: str, limits: Mapping[str, int]) -> FakeNodePod:
         return FakeNodePod(self.kubelet.start_pod(name, limits), self.patience)

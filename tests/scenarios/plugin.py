@@ -297,7 +297,7 @@ class PluginScenarios:
         node.wait_allocatable("example.com/spare", 0)
         assert node.allocatable(RESOURCE) == 2
         agent.reload("resources: [}")
-        wait_for("a word on the bad file", lambda: "the config file was not taken" in agent.log(), node.patience)
+        wait_for("a word on the bad file", lambda: "the config file is refused" in agent.log(), node.patience)
         agent.reload(self.config(node, serial(node), spare))
         node.wait_allocatable("example.com/spare", 3)
         node.wait_allocatable("example.com/more", 0)

@@ -1,4 +1,4 @@
-"""Devices that are one thing, or parts of one thing, through the device plugin alone, on the fake kubelet."""
+"""Devices that are the same hardware, or parts of one thing, through the device plugin alone, on the fake kubelet."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_an_agent_that_starts_after_a_link_was_added_knows_the_holder(
         wait_healthy(fake_kubelet, A, held, c)
         pod.delete()
         fake_kubelet.wait_until(lambda: held not in healthy(fake_kubelet, A), 10.0, "the first id to be offered")
-        assert len(healthy(fake_kubelet, A)) == 2, "one thing is counted once"
+        assert len(healthy(fake_kubelet, A)) == 2, "the same hardware is counted once"
 
 
 @contextlib.contextmanager

@@ -575,7 +575,7 @@ async def test_a_hook_that_works_on_after_its_timeout_has_the_device_to_itself(t
     else:
         first = (await here.prepare("1"))["1"]
     assert str(first) == f"{hook} of {R} did not answer within 0.05 s"
-    still = f"d0 of {R}: `{hook}` still works on it, after its timeout"
+    still = f"d0 of {R}: `{hook}` is still running on it, after its timeout"
     calls = len(source.calls)
     try:
         asked = [await here.unprepare("1")]
@@ -625,11 +625,11 @@ async def test_a_hook_that_fails_costs_its_claim_only_and_is_undone(tmp_path: Pa
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"metadata": {"uid": "2", "name": "claim-1"}}, "another one by now"),
+        ({"metadata": {"uid": "2", "name": "claim-1"}}, "was made anew"),
         ({"status": {}}, "not allocated"),
         ({"status": None}, "not allocated"),
         ({"status": {"allocation": {}}}, "names no device of driver"),
-        ({"metadata": 7}, "not understood"),
+        ({"metadata": 7}, "cannot be parsed"),
     ],
 )
 async def test_a_claim_that_is_not_the_one_meant_is_refused(here: World, change: Any, message: str) -> None:

@@ -1,4 +1,4 @@
-"""Devices that are one thing, or parts of one thing, through both sides of the embedded node."""
+"""Devices that are the same hardware, or parts of one thing, through both sides of the embedded node."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ async def test_a_device_of_two_drivers_has_one_holder(node: FakeNode, tmp_path: 
         await here.until(lambda: here.healthy == {"one"})
         here.ask(E, "all")
         await here.until(lambda: here.states["two"] is State.DRA)
-        assert "one thing" in str(await prepare(here, E, allocated(here, E, "two")))
+        assert "the same hardware" in str(await prepare(here, E, allocated(here, E, "two")))
         await asyncio.to_thread(pod.delete, 60)
 
 
@@ -209,7 +209,7 @@ async def prepare(here: World, driver: str, claim: ClaimRef) -> object:
 
 async def test_an_agent_that_starts_after_a_link_was_replaced_knows_the_holder(node: FakeNode, tmp_path: Path) -> None:
     """The ledger knows what the pod's device is, though its id is not listed any more."""
-    text = f"new of {A} and old of {A}, which counts as held, are one thing"
+    text = f"new of {A} and old of {A}, which counts as held, are the same hardware"
     async with world(node, tmp_path, Listed(A, D, Device("old", identity="x"))) as here:
         await here.until(lambda: here.healthy == {"old"})
         pod = await asyncio.to_thread(node.run_pod, "p", {A: 1})

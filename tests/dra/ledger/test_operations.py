@@ -578,7 +578,7 @@ def test_a_name_that_leads_to_another_thing_is_given_to_nobody(store: DirectLedg
     assert isinstance(changed, Excluded)
     assert "is held as char 240:1, and is char 240:2 now" in changed.message
     assert isinstance(alias, Excluded)
-    assert "are one thing (char 240:1)" in alias.message
+    assert "are the same hardware (char 240:1)" in alias.message
     if side is Side.PLUGIN:
         for at in (1.0, 100.0):
             store.do(operations.observe(R, seen(store, at), T0))
@@ -684,14 +684,14 @@ def test_a_reservation_that_was_durable_stays_so(store: DirectLedger, path: str)
 
 def test_what_others_hold_by_their_files_counts(store: DirectLedger) -> None:
     """Other drivers and plugins, and hooks that work on: they are in no record of the ledger."""
-    hook = Use(("hook", R, "a"), "`reset` still works on it", (R, "a"), frozenset(), None)
+    hook = Use(("hook", R, "a"), "`reset` is still running on it", (R, "a"), frozenset(), None)
     foreign = Use(("foreign", "x"), "claim ml/train of x", None, frozenset({"char:240:2"}), None)
     view = View("1", others=(hook, foreign))
     wanted = {name: Wanted((R, name), one, WHOLE) for name, one in (("a", N1), ("b", N2))}
     answers = [store.do(operations.grant(R, {name: one}, view, T0)) for name, one in wanted.items()]
     assert [answer.message for answer in answers if isinstance(answer, Excluded)] == [
-        "`reset` still works on it",
-        f"b of {R} and what claim ml/train of x has, which counts as held, are one thing (char 240:2)",
+        "`reset` is still running on it",
+        f"b of {R} and what claim ml/train of x has, which counts as held, are the same hardware (char 240:2)",
     ]
     to_dra(store, "a")
     assert isinstance(store.do(operations.prepare(claim("1", "a"), view)), Excluded)

@@ -146,7 +146,7 @@ def test_a_disk_that_loses_what_was_written_ends_the_ledger(path: str) -> None:
         failing.clear()
         for suffix, content in old.items():
             Path(path + suffix).write_bytes(content)
-        with pytest.raises(LedgerLostError, match="has lost what was written"):
+        with pytest.raises(LedgerLostError, match="writes to it were lost"):
             store.do(grant(R, {"b": "b"}, T0))
 
 

@@ -101,12 +101,12 @@ async def test_problems_of_the_agent_itself(server: FakeApiServer) -> None:
     one = resource("a")
     object.__setattr__(one, "registered", False)
     still = Still(one)
-    still.config_error = "the config file was not taken, everything goes on as it was: x"
+    still.config_error = "the config file is refused, nothing is changed: x"
     server.create(agent_pod("n1"))
     server.proxied = lambda path: (200, status(still))
     answers = await asked(server, "n1")
     unready = f"it is not ready: {RESOURCE}: not registered with the kubelet"
-    assert answers.problems == {"n1": (unready, "the config file was not taken, everything goes on as it was: x")}
+    assert answers.problems == {"n1": (unready, "the config file is refused, nothing is changed: x")}
     assert ("n1", RESOURCE, "a") in answers.devices
 
 

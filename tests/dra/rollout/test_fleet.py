@@ -55,13 +55,13 @@ def test_distance(asked: str | None, counts: Mapping[str, int], left: int) -> No
 def test_settled_only_once_the_agent_knows() -> None:
     """A node is not settled before its agent has taken in what is asked for, whatever the counts."""
     at_rest = view(asked="all", counts={"dra": 4})
-    assert fleet.settled(at_rest)
+    assert fleet.finished(at_rest)
     assert at_rest.reported is not None
-    assert not fleet.settled(replace(at_rest, reported=msgspec.structs.replace(at_rest.reported, asked="none")))
-    assert not fleet.settled(replace(at_rest, asked=None))
-    assert not fleet.settled(NodeView("n1", D, "all"))
+    assert not fleet.finished(replace(at_rest, reported=msgspec.structs.replace(at_rest.reported, asked="none")))
+    assert not fleet.finished(replace(at_rest, asked=None))
+    assert not fleet.finished(NodeView("n1", D, "all"))
     kept = msgspec.structs.replace(report({"dra": 4}, share="all"), kept="all")
-    assert not fleet.settled(NodeView("n1", D, reported=kept))
+    assert not fleet.finished(NodeView("n1", D, reported=kept))
 
 
 def test_gone_devices_do_not_count() -> None:
@@ -69,7 +69,7 @@ def test_gone_devices_do_not_count() -> None:
     device = DeviceProgress(State.PLUGIN, 1, gone=True)
     slices = [slice_of("n1", report({"dra": 1}, "all", "all", a=DeviceProgress(State.DRA, 1), b=device))]
     (found,) = fleet.views(D, [node("n1", {SHARE: "all"})], slices)
-    assert fleet.settled(found)
+    assert fleet.finished(found)
     assert [(one.name, one.gone) for one in found.devices] == [("a", False), ("b", True)]
 
 
