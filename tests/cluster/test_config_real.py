@@ -26,7 +26,7 @@ def test_a_broken_file_at_a_start(scene: Scene, monkeypatch: pytest.MonkeyPatch)
     scene.agents.start()
     scene.agents.wait_registered()
     cluster.wait_for(
-        lambda: "the one that was served last is: " in scene.agents.lacks(), LIMIT, "it is not ready, and says why"
+        lambda: "the last good one is served: " in scene.agents.lacks(), LIMIT, "it is not ready, and says why"
     )
     assert f"{scene.agents.config}:1" in scene.agents.lacks()
     assert "deviceplugin_config_current 0.0" in scene.agents.page("/metrics")

@@ -138,7 +138,7 @@ def test_a_new_image_with_a_broken_file(deployed: Deployed) -> None:
     cluster.api.patch("ConfigMap", "dra-bridge", broken, NAMESPACE)
     set_image(deployed, IMAGES[1])
     second = other_pod(deployed, agent)
-    cluster.wait_for(lambda: "the one that was served last is: " in unready(second), PATIENCE, "it says why")
+    cluster.wait_for(lambda: "the last good one is served: " in unready(second), PATIENCE, "it says why")
     later = one_more_each(deployed)
     assert len({*held, *map(held_by, later)}) == COUNT
     assert (ready(second), second.restarts()) == (False, 0)
