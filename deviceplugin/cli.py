@@ -128,7 +128,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "file", type=Path, nargs="?", metavar="FILE", help="the config file (YAML), - for standard input"
     )
     either.add_argument("--config", type=Path, metavar="FILE", help="the same")
-    devices.add_argument("-o", "--output", choices=("table", "json"), default="table", help="the form (%(default)s)")
+    devices.add_argument(
+        "-o", "--output", choices=("table", "json"), default="table", help="output format (%(default)s)"
+    )
     line.add("schema", _schema, "Print the config file's JSON schema.")
     demo = line.add("demo", _demo, "Show a device plugin at work, with simulated devices and an embedded kubelet.")
     demo.add_argument("--hold", action="store_true", help="go on serving until interrupted")

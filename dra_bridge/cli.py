@@ -85,15 +85,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     status = line.add("status", _status, "Show per node and device: side, state, holder, health and since when.")
     status.add_argument("--driver", default="", metavar="NAME", help="only this driver (all that report moves)")
     status.add_argument("--node", action="append", default=[], metavar="NAME", help="this node; may be repeated (all)")
-    status.add_argument("-o", "--output", choices=("table", "json"), default="table", help="the form (%(default)s)")
+    status.add_argument("-o", "--output", choices=("table", "json"), default="table", help="format (%(default)s)")
     status.add_argument("--problems", action="store_true", help="only nodes and devices with problems")
     status.add_argument("--watch", "-w", action="store_true", help="show it again and again, until interrupted")
     migrate = line.add("migrate", _migrate, "Set nodes' share: how many of a driver's devices claims are to have.")
     migrate.add_argument("nodes", nargs="+", metavar="NODE", help="a node's name")
     same = "the same as --share default"
     _add_share(migrate).add_argument("--unset", dest="share", action="store_const", const="default", help=same)
-    migrate.add_argument("--wait", action="store_true", help="wait until it is done, and show the progress")
-    migrate.add_argument("--timeout", type=_seconds, default=0.0, metavar="SECONDS", help="wait at most so long")
+    migrate.add_argument("--wait", action="store_true", help="wait for the end of the move; show progress")
+    migrate.add_argument("--timeout", type=_seconds, default=0.0, metavar="SECONDS", help="end the wait after so long")
     rollout = line.add("rollout", _rollout, "Set nodes' share, some at a time; stop when one stalls or pods fail.")
     rollout.description = _ROLLOUT
     _add_share(rollout).add_argument("--undo", action="store_true", help="restore each node's previous share")
@@ -106,14 +106,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     rollout.add_argument(
         "--pause", action="store_true", help="stop after the first N nodes; run the same command to continue"
     )
-    longest = "after so long a node counts as stalled (%(default)g)"
+    longest = "a node that takes longer counts as stalled (%(default)g)"
     rollout.add_argument("--timeout-per-node", type=_seconds, default=600.0, metavar="SECONDS", help=longest)
     adopt = line.add("adopt", _adopt, "Check a vendor's DaemonSet; print the commands that have the agents adopt it.")
     adopt.description = _ADOPT
     adopt.add_argument("daemonset", metavar="DAEMONSET", help="the name of the device plugin's DaemonSet")
-    adopt.add_argument("--namespace", "-n", required=True, metavar="NAME", help="its namespace")
-    adopt.add_argument("--undo", action="store_true", help="print the commands that undo it")
-    adopt.add_argument("-o", "--output", choices=("text", "json"), default="text", help="the form (%(default)s)")
+    adopt.add_argument("--namespace", "-n", required=True, metavar="NAME", help="the DaemonSet's namespace")
+    adopt.add_argument("--undo", action="store_true", help="print the commands that undo the adoption")
+    adopt.add_argument("-o", "--output", choices=("text", "json"), default="text", help="output format (%(default)s)")
     where = "the namespace of the agents (found by the ClusterRoleBinding of `manifests`)"
     adopt.add_argument("--agents", default="", metavar="NAMESPACE", help=where)
     for command in (uninstall, status):

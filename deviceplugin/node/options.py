@@ -99,7 +99,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     )
     formats = "log lines as text or as JSON (%(default)s)"
     parser.add_argument("--log-format", choices=logs.FORMATS, default="text", help=formats)
-    parser.add_argument("--log-level", choices=logs.LEVELS, default="info", help="the lowest level (%(default)s)")
+    parser.add_argument("--log-level", choices=logs.LEVELS, default="info", help="least level to log (%(default)s)")
 
 
 def add_config_options(parser: argparse.ArgumentParser) -> None:
