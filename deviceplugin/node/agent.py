@@ -218,8 +218,6 @@ class Agent(RegisterHost):
     def _refresh(self) -> None:
         for service in self.services.values():
             service.endpoint.refresh()
-        if self.register.view().others:
-            self.scanner.wanted.set()  # a grant may have found them, while nothing was scanned for: their end is
 
     def adopted(self, resource: str) -> bool:
         """Return whether a vendor's plugin makes the answers to Allocate of a resource."""

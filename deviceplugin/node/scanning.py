@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import random
 import time
@@ -122,19 +121,22 @@ class HolderScanner:
             awaited = {(name, one) for name, service in self.services.items() for one in service.awaited}
             awaited |= self._pending
             held = self.register.snapshot.allocations or self.register.view().others or self.tracker.snapshot.held
-            if not (self.always or awaited or held):
-                await self.wanted.wait()
-            with contextlib.suppress(TimeoutError):
+            try:
                 async with asyncio.timeout(self.period * random.uniform(0.9, 1.1)):  # noqa: S311  # jitter
                     await self.wanted.wait()
-                    # The kubelet writes its checkpoint some milliseconds after Allocate was answered.
-                    until = time.monotonic() + BURST - SOON
-                    while self.wanted.is_set() and time.monotonic() <= until:
-                        self.wanted.clear()
-                        await asyncio.sleep(SOON)
-                    # Before its processes run, only a checkpoint that was requested proves which pod a grant was for.
-                    # The register is to have it soon: agent and checkpoint may be lost together.
-                    awaited = self._pending
+            except TimeoutError:
+                # What others hold can come to be known without a scan: by a grant, or by a look for other plugins.
+                if not (self.always or awaited or held):
+                    continue
+            else:
+                # The kubelet writes its checkpoint some milliseconds after Allocate was answered.
+                until = time.monotonic() + BURST - SOON
+                while self.wanted.is_set() and time.monotonic() <= until:
+                    self.wanted.clear()
+                    await asyncio.sleep(SOON)
+                # Before its processes run, only a checkpoint that was requested proves which pod a grant was for.
+                # The register is to have it soon: agent and checkpoint may be lost together.
+                awaited = self._pending
             self.wanted.clear()
             try:
                 now = await self.scan(awaited)

@@ -80,6 +80,18 @@ async def test_grants_that_come_together_share_a_scan(monkeypatch: pytest.Monkey
         assert not scanner.wanted.is_set()
 
 
+async def test_a_grant_at_the_end_of_a_period_is_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wait for the kubelet's checkpoint is not cut off: the scan would not ask for it before the next period."""
+    monkeypatch.setattr(scanning, "SOON", 0.5)  # beyond the end of the period
+    register = Register()
+    async with scanning_grants(0.2, register) as scanner, asyncio.timeout(20):
+        await asyncio.sleep(0)  # it waits
+        await register.grant("example.com/r", {"a": "a"})
+        scanner.wanted.set()
+        await scanner.came.wait()
+    assert scanner.wanted_ids[0] == {("example.com/r", "a")}
+
+
 async def test_a_grant_whose_container_is_not_named_is_asked_about_whatever_is_served() -> None:
     """Its resource may have been dropped since; else a rejected pod's device would be held for ever."""
     register = Register()
