@@ -99,8 +99,8 @@ class Bridge(ClaimSide):
 
     def draining(self, resource: str) -> Collection[str]:
         """Return the devices that new pods had better not get: they are to leave for the other side."""
-        serving = (one.resources[resource] for one in self.drivers.values() if resource in one.resources)
-        return frozenset().union(*(one.handover.draining for one in serving))
+        serving = (runtime.resources[resource] for runtime in self.drivers.values() if resource in runtime.resources)
+        return frozenset().union(*(runtime.handover.draining for runtime in serving))
 
     async def run(self) -> None:
         """Serve both sides until `agent.stop`, then drain and clean up; slices stay.
@@ -112,7 +112,7 @@ class Bridge(ClaimSide):
                 self._group = group
                 try:
                     if await self._opened():
-                        drivers = [one.run() for one in self.drivers.values()]
+                        drivers = [runtime.run() for runtime in self.drivers.values()]
                         for work in (self.publisher.run(), self._watch.run(), self._end_with_ledger(), *drivers):
                             self._tasks.append(group.create_task(work))
                         await self.agent.run()
@@ -138,9 +138,9 @@ class Bridge(ClaimSide):
         self._policies = dict(policies)
         await self.agent.reconfigure(sources, unchanged)
         await self._adopt_claims()
-        for one in self.drivers.values():
-            for resource in one.resources.keys() - self.agent.services.keys():
-                one.drop(resource)
+        for runtime in self.drivers.values():
+            for resource in runtime.resources.keys() - self.agent.services.keys():
+                runtime.drop(resource)
         for service in self.agent.services.values():
             self._serve(service)
 
@@ -192,10 +192,10 @@ class Bridge(ClaimSide):
     def _driver(self, name: str, ledger: AsyncLedger) -> DriverRuntime:
         """Return what runs a driver, also one that no resource names any more: it has claims to unprepare."""
         if name not in self.drivers:
-            one = self.drivers[name] = DriverRuntime(self.node, name, ledger, self._left)
-            self.agent.scanner.observers.append(one)
+            runtime = self.drivers[name] = DriverRuntime(self.node, name, ledger, self._left)
+            self.agent.scanner.observers.append(runtime)
             if self._group is not None and self.agent.begun.is_set():
-                self._tasks.append(self._group.create_task(one.run()))
+                self._tasks.append(self._group.create_task(runtime.run()))
         return self.drivers[name]
 
     def _serve(self, service: Service) -> None:
@@ -205,13 +205,13 @@ class Bridge(ClaimSide):
         before = {record.driver for record in self._ledger.snapshot.of(resource).values()} - {"", driver}
         for name in before:
             self._driver(name, self._ledger).serve(service, HandoverPolicy(), leaving=True)
-        for name, one in self.drivers.items():
-            if name not in before and name != driver and resource in one.resources:
-                one.drop(resource)
+        for name, runtime in self.drivers.items():
+            if name not in before and name != driver and resource in runtime.resources:
+                runtime.drop(resource)
         if driver:
-            one = self._driver(driver, self._ledger)
-            one.read_share(self._watch.annotations, self._watch.uid)
-            one.serve(service, self._policy(resource))
+            runtime = self._driver(driver, self._ledger)
+            runtime.read_share(self._watch.annotations, self._watch.uid)
+            runtime.serve(service, self._policy(resource))
         service.endpoint.refresh()
 
     def brought(self, resource: str, parent: str) -> None:
@@ -225,8 +225,8 @@ class Bridge(ClaimSide):
     def contested(self, resource: str, reason: str) -> None:
         """Take note that a plugin has registered a resource past this agent."""
         service = self.agent.services.get(resource)
-        if service is not None and (one := self.drivers.get(service.source.driver or "")) is not None:
-            one.contested(resource, reason)
+        if service is not None and (runtime := self.drivers.get(service.source.driver or "")) is not None:
+            runtime.contested(resource, reason)
 
     def _policy(self, resource: str) -> HandoverPolicy:
         parent = self._parents.get(resource, "")
@@ -234,9 +234,9 @@ class Bridge(ClaimSide):
 
     def _left(self, resource: str) -> None:
         """Go on after devices of a resource have left a driver."""
-        for one in self.drivers.values():
-            if resource in one.resources:
-                one.resources[resource].handover.wake()
+        for runtime in self.drivers.values():
+            if resource in runtime.resources:
+                runtime.resources[resource].handover.wake()
         if resource in self.agent.services:
             self.agent.services[resource].endpoint.refresh()
 
@@ -265,9 +265,9 @@ class Bridge(ClaimSide):
             opening.cancel()
 
     def _read_shares(self) -> None:
-        for one in self.drivers.values():
-            one.read_share(self._watch.annotations, self._watch.uid)
+        for runtime in self.drivers.values():
+            runtime.read_share(self._watch.annotations, self._watch.uid)
 
     async def end(self) -> None:
         """Take no more claims; another agent may serve the devices as soon as the plugin side has ended."""
-        await asyncio.gather(*(one.end_claims() for one in self.drivers.values()), return_exceptions=True)
+        await asyncio.gather(*(runtime.end_claims() for runtime in self.drivers.values()), return_exceptions=True)

@@ -67,7 +67,7 @@ class EvidenceReader:
         if why := self.agent.claims.lost():
             raise CdiError(why)
         resource, ids, wanted = service.resource, service.endpoint.ids, frozenset(devices)
-        now = await self.scan({(resource, one) for device in devices for one in ids.ids_of(device)})
+        now = await self.scan({(resource, device_id) for device in devices for device_id in ids.ids_of(device)})
         if now is None:
             raise CheckpointError("an Allocate came in between")
         if now.registered is None:
@@ -87,9 +87,9 @@ class EvidenceReader:
             for data, keys in listed:
                 names = wanted & {device for of, device in keys if of == resource}
                 if names and data["uid"] not in uids:
-                    one = ClaimEvidence(self.driver.name, data["uid"], names, False, data["namespace"], data["name"])
-                    claims.append(one)
-        mine = {device_id: one for device_id, one in held.items() if one.device in wanted}
+                    uid, title = data["uid"], (data["namespace"], data["name"])
+                    claims.append(ClaimEvidence(self.driver.name, uid, names, False, *title))
+        mine = {device_id: holder for device_id, holder in held.items() if holder.device in wanted}
         return Evidence(mine, tuple(claims), current=now.current)
 
     def _recorded(self, claim: ClaimEvidence) -> bool:
@@ -156,41 +156,41 @@ class DeviceReconciler:
     evidence: EvidenceReader
     runtime: ReconciledDriver
 
-    async def keep(self, one: ResourceRuntime) -> None:
+    async def keep(self, served: ResourceRuntime) -> None:
         """Reconcile the devices of a resource whenever there are others, until cancelled."""
-        resource = one.service.resource
+        resource = served.service.resource
         while True:
-            one.changed.clear()
+            served.changed.clear()
             try:
-                await self._reconcile_all(resource, one)
+                await self._reconcile_all(resource, served)
             finally:
                 self.context.reasons.pop(resource, None)
-            await one.changed.wait()
+            await served.changed.wait()
 
-    def forget_unlisted(self, one: ResourceRuntime) -> None:
+    def forget_unlisted(self, served: ResourceRuntime) -> None:
         """Reconcile unplugged devices again when they come back: they may have holders then."""
-        resource, listed = one.service.resource, one.listed.devices
+        resource, listed = served.service.resource, served.listed.devices
         gone = {key for key in self.context.reconciled if key[0] == resource and key[1] not in listed}
         self.context.reconciled.difference_update(gone)
 
-    async def _reconcile_all(self, resource: str, one: ResourceRuntime) -> None:
+    async def _reconcile_all(self, resource: str, served: ResourceRuntime) -> None:
         """Reconcile devices until none is left: all at each start, for the ledger may have lost its last records."""
         backoff, logged, tries = Backoff(first=0.1, most=5.0), set[str](), 0
         while True:
             tries += 1
-            snapshot, known = one.listed, self.context.ledger.snapshot
+            snapshot, known = served.listed, self.context.ledger.snapshot
             certain = self.context.reconciled & known.devices.keys()
             unreconciled = [name for name in snapshot.devices if (resource, name) not in certain]
             if not unreconciled and (not snapshot.listed or resource in qualifiers_of(known, self.context.name)):
                 if snapshot.listed:
-                    one.reconciled.set()
-                    one.service.release_idle()
+                    served.reconciled.set()
+                    served.service.release_idle()
                 return
             reasons: dict[str, str] = {}
             try:
                 if await decide_names(self.context, resource):
                     self.runtime.devices_named()
-                uncertain = await self.reconcile(one, unreconciled)
+                uncertain = await self.reconcile(served, unreconciled)
             except EVIDENCE_ERRORS as error:
                 reasons = dict.fromkeys(unreconciled, f"not known: {error or type(error).__name__}")
             else:
@@ -208,19 +208,19 @@ class DeviceReconciler:
                 _LOG.warning("devices are withheld: %s", text, extra=where)
             await asyncio.sleep(backoff.next())
 
-    async def reconcile(self, one: ResourceRuntime, devices: Sequence[str]) -> tuple[str, ...]:
+    async def reconcile(self, served: ResourceRuntime, devices: Sequence[str]) -> tuple[str, ...]:
         """Have the ledger reconcile the evidence about these devices; return those that stay uncertain.
 
         Raises one of `EVIDENCE_ERRORS`: it cannot be read now.
         """
         if not devices:
             return ()
-        resource = one.service.resource
-        evidence = await self.evidence.read(one.service, devices)
-        if self.context.resources.get(resource) is not one:
+        resource = served.service.resource
+        evidence = await self.evidence.read(served.service, devices)
+        if self.context.resources.get(resource) is not served:
             return ()  # it was dropped meanwhile
-        count = len(one.listed.devices)
-        side = Side.DRA if self.context.share.of(one.policy).of(count) == count else Side.PLUGIN
+        count = len(served.listed.devices)
+        side = Side.DRA if self.context.share.of(served.policy).of(count) == count else Side.PLUGIN
         done = await self.context.ledger.do(
             operations.reconcile_evidence(resource, evidence, devices, side, time.time(), self.context.name)
         )
@@ -246,13 +246,13 @@ class DeviceReconciler:
 
     async def resolve(self) -> None:
         """Reconcile quarantined devices: the evidence about them may agree by now."""
-        for resource, one in tuple(self.context.resources.items()):
+        for resource, served in tuple(self.context.resources.items()):
             records = self.context.ledger.snapshot.of(resource)
             names = [
-                name for name in one.listed.devices if name in records and records[name].state is State.QUARANTINED
+                name for name in served.listed.devices if name in records and records[name].state is State.QUARANTINED
             ]
             try:
-                await self.reconcile(one, names)
+                await self.reconcile(served, names)
             except EVIDENCE_ERRORS as error:
                 _LOG.info("quarantined devices stay so for now: %s", error, extra={"resource": resource})
                 continue

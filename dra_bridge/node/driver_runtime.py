@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-from deviceplugin.adoption.source import AdoptedSource
 from deviceplugin.backoff import Backoff
 from deviceplugin.kubelet.servicer import Endpoint
 from deviceplugin.node.service import Service
@@ -74,24 +73,24 @@ class DriverRuntime(DriverHost):
         leaving: another driver is to have its devices, or none; those of this driver return to the plugin's side.
         """
         resource = service.resource
-        one = self.resources.get(resource)
-        if one is not None and one.leaving is leaving:
-            one.service, one.policy = service, policy
-            one.handover.ask(self._share_of(one), policy.drain)
+        runtime = self.resources.get(resource)
+        if runtime is not None and runtime.leaving is leaving:
+            runtime.service, runtime.policy = service, policy
+            runtime.handover.ask(self._share_of(runtime), policy.drain)
         else:
-            if one is not None:
+            if runtime is not None:
                 self.drop(resource)
             handover = self._handover(service, policy, Moving(self.name, leaving))
-            one = self.resources[resource] = ResourceRuntime(service, policy, handover, leaving)
-            one.unsubscribe = service.inventory.subscribe(lambda _, one=one: self._listed(one))  # type: ignore[misc]
-            self._start(one)
-            self._listed(one)
+            runtime = self.resources[resource] = ResourceRuntime(service, policy, handover, leaving)
+            runtime.unsubscribe = service.inventory.subscribe(lambda _, runtime=runtime: self._listed(runtime))  # type: ignore[misc]
+            self._start(runtime)
+            self._listed(runtime)
         self._serve_claims()
         self.publish()
 
-    def _share_of(self, one: ResourceRuntime) -> Share:
-        asked = self.context.share.of(one.policy)
-        return replace(NONE, forced=asked.forced) if one.leaving else asked
+    def _share_of(self, runtime: ResourceRuntime) -> Share:
+        asked = self.context.share.of(runtime.policy)
+        return replace(NONE, forced=asked.forced) if runtime.leaving else asked
 
     def _handover(self, service: Service, policy: HandoverPolicy, moving: Moving) -> Handover:
         moved = MovedResource(service.endpoint, service.inventory, self._register, self.devices.evidence, self, moving)
@@ -129,16 +128,16 @@ class DriverRuntime(DriverHost):
 
     def endpoint(self, resource: str) -> Endpoint | None:
         """Return the servicer of a resource of this driver, None if there is none."""
-        one = self.resources.get(resource)
-        return None if one is None else one.service.endpoint
+        runtime = self.resources.get(resource)
+        return None if runtime is None else runtime.service.endpoint
 
     def moved(self, resource: str) -> None:
         """Tell the other parts that devices of a resource have moved."""
         if (mine := self.resources.get(resource)) is not None:
             mine.service.endpoint.refresh()
         self.publish()
-        for one in self.resources.values():
-            one.handover.wake()  # devices of other resources may move along
+        for runtime in self.resources.values():
+            runtime.handover.wake()  # devices of other resources may move along
         self._register.notify()
         if mine is not None and mine.leaving:
             self._tasks.start(self._let_go(resource))
@@ -147,24 +146,24 @@ class DriverRuntime(DriverHost):
         """Serve a resource no more; its prepared claims can still be unprepared, nothing of it is given to pods."""
         reconciled = self.context.reconciled
         reconciled.difference_update([key for key in reconciled if key[0] == resource])
-        if one := self.resources.pop(resource, None):
-            one.unsubscribe()
-            one.reconciled.set()
-            if one.task is not None:
-                one.task.cancel()
+        if runtime := self.resources.pop(resource, None):
+            runtime.unsubscribe()
+            runtime.reconciled.set()
+            if runtime.task is not None:
+                runtime.task.cancel()
         self._serve_claims()
         self.publish()
 
     def _serve_claims(self) -> None:
-        services = [one.service for one in self.resources.values()]
+        services = [runtime.service for runtime in self.resources.values()]
         self.driver.devices.replace([ServedResource(service.source, service.inventory) for service in services])
         self.registrar.follow()
 
     def read_share(self, annotations: Mapping[str, str] | None, node: str) -> None:
         """Take the share that the Node asks for: see `DriverShare`."""
         if self.context.share.read(annotations, node):
-            for one in self.resources.values():
-                one.handover.ask(self._share_of(one), one.policy.drain)
+            for runtime in self.resources.values():
+                runtime.handover.ask(self._share_of(runtime), runtime.policy.drain)
             self.publish()
 
     async def run(self) -> None:
@@ -177,8 +176,8 @@ class DriverRuntime(DriverHost):
                 group.create_task(self.feed.run())
                 group.create_task(self.feed.follow_accepted())
                 group.create_task(self._keep_files())
-                for one in self.resources.values():
-                    self._start(one)
+                for runtime in self.resources.values():
+                    self._start(runtime)
                 try:
                     await self.devices.keep_resolving()
                 finally:
@@ -201,27 +200,28 @@ class DriverRuntime(DriverHost):
         _LOG.error("%s, no claim can be prepared; the agent ends, so that its next container mounts a new one", what)
         self._node.agent.stop()
 
-    def _start(self, one: ResourceRuntime) -> None:
-        if self._group is not None and one.task is None:
-            one.task = self._group.create_task(self._run_resource(one), name=f"moves of {one.service.resource}")
+    def _start(self, runtime: ResourceRuntime) -> None:
+        if self._group is not None and runtime.task is None:
+            name = f"moves of {runtime.service.resource}"
+            runtime.task = self._group.create_task(self._run_resource(runtime), name=name)
 
-    async def _run_resource(self, one: ResourceRuntime) -> None:
-        resource = one.service.resource
+    async def _run_resource(self, runtime: ResourceRuntime) -> None:
+        resource = runtime.service.resource
         async with asyncio.TaskGroup() as group:
-            if one.leaving:
-                one.reconciled.set()
+            if runtime.leaving:
+                runtime.reconciled.set()
             else:
-                group.create_task(_again(f"{resource}: comparing devices with evidence", self.devices.keep, one))
-            group.create_task(_again(f"{resource}: moving devices", self._move, one))
+                group.create_task(_again(f"{resource}: comparing devices with evidence", self.devices.keep, runtime))
+            group.create_task(_again(f"{resource}: moving devices", self._move, runtime))
 
-    async def _move(self, one: ResourceRuntime) -> None:
-        await one.reconciled.wait()
+    async def _move(self, runtime: ResourceRuntime) -> None:
+        await runtime.reconciled.wait()
         await self._node.watch.known()  # they may ask for another share than the config
-        await one.handover.run()
+        await runtime.handover.run()
 
-    def _listed(self, one: ResourceRuntime) -> None:
-        self.devices.forget_unlisted(one)
-        one.changed.set()
+    def _listed(self, runtime: ResourceRuntime) -> None:
+        self.devices.forget_unlisted(runtime)
+        runtime.changed.set()
         self.publish()
 
     # What the reconciliation of devices tells.
@@ -239,11 +239,11 @@ class DriverRuntime(DriverHost):
 
     def contested(self, resource: str, reason: str) -> None:
         """Withdraw what nobody holds of an adopted resource whose plugin has registered past this agent; alarm."""
-        one = self.resources.get(resource)
-        if one is None or not isinstance(one.service.source, AdoptedSource) or not one.service.endpoint.kept_back:
+        runtime = self.resources.get(resource)
+        if runtime is None or runtime.service.vendor is None or not runtime.service.endpoint.kept_back:
             return
         again = self.context.bypassed(resource)
-        one.bypassed_at = time.monotonic()
+        runtime.bypassed_at = time.monotonic()
         asyncio.get_running_loop().call_later(BYPASSED + 1.0, self.publish)
         self.publish()
         if not again:
@@ -275,9 +275,9 @@ class DriverRuntime(DriverHost):
         if self._notifying is not None:
             self._notifying.cancel()
             self._notifying = None
-        for one in self.resources.values():
-            one.handover.wake()
-            one.service.endpoint.refresh()
+        for runtime in self.resources.values():
+            runtime.handover.wake()
+            runtime.service.endpoint.refresh()
         self._register.notify()
         self.publish()
 

@@ -101,12 +101,12 @@ class SliceFeed:
                     await self._changed.wait()
             await asyncio.sleep(SETTLE)
             self._changed.clear()
-            for one in self._context.resources.values():
-                one.changed.set()  # a device may be listed again in the moment in which it is forgotten
+            for runtime in self._context.resources.values():
+                runtime.changed.set()  # a device may be listed again in the moment in which it is forgotten
             rest = first - time.monotonic()
             # Pods that come before the driver is registered fail first and are tried again a minute later. What is in
             # the slices from before stays until the evidence was reconciled.
-            reconciled = all(one.reconciled.is_set() for one in self._context.resources.values())
+            reconciled = all(runtime.reconciled.is_set() for runtime in self._context.resources.values())
             if rest <= 0 or (self._registrar.statistics.registrations and reconciled):
                 try:
                     rest = self._pass_on() if self._may_publish() else None
@@ -121,8 +121,8 @@ class SliceFeed:
             state = self._publisher.state(self._context.name)
             if state.accepted < state.wanted:
                 await self._publisher.accepted(self._context.name, state.wanted)
-                for one in self._context.resources.values():
-                    one.handover.wake()
+                for runtime in self._context.resources.values():
+                    runtime.handover.wake()
             else:
                 await self._passed.wait()
 
@@ -130,18 +130,18 @@ class SliceFeed:
         # A driver that has nothing any more leaves its slices, also if the ledger that had its names was lost.
         if self._context.resources and not qualifiers_of(self._context.ledger.snapshot, self._context.name):
             return False
-        snapshots = [one.listed for one in self._context.resources.values()]
+        snapshots = [runtime.listed for runtime in self._context.resources.values()]
         keys = {(snapshot.resource, name) for snapshot in snapshots for name in snapshot.devices}
-        return any(self._context.ready(*key) for key in keys) or (not keys and all(one.listed for one in snapshots))
+        return any(self._context.ready(*key) for key in keys) or (not keys and all(each.listed for each in snapshots))
 
     def _pass_on(self) -> float | None:
         """Pass the slices on; return after how many seconds they are to be made again without a change."""
         offers, without, qualifiers = [], [], qualifiers_of(self._context.ledger.snapshot, self._context.name)
         records = self._context.ledger.snapshot
-        for resource, one in self._context.resources.items():
-            source, snapshot = one.service.source, one.listed
+        for resource, runtime in self._context.resources.items():
+            source, snapshot = runtime.service.source, runtime.listed
             known = records.of(resource)
-            if one.leaving:
+            if runtime.leaving:
                 without += [(resource, name) for name in snapshot.devices.keys() | known.keys()]
                 continue
             mine = {name for name, at in known.items() if at.state.offered and at.driver == self._context.name}
@@ -151,10 +151,10 @@ class SliceFeed:
                 offered = frozenset(name for name in offered if records.claims_on(resource, (name,)))
             offered -= self._register.withheld(resource, "dra").keys() if offered else set()
             without += [(resource, name) for name in (snapshot.devices.keys() | known.keys()) - offered]
-            replicas = {name: len(one.service.ids_now(device)) for name, device in snapshot.devices.items()}
-            order = one.order.of(snapshot.devices.keys(), source.links)
+            replicas = {name: len(runtime.service.ids_now(device)) for name, device in snapshot.devices.items()}
+            order = runtime.order.of(snapshot.devices.keys(), source.links)
             offers.append(Offer(snapshot, offered, replicas, order, qualifiers.get(resource, "")))
-        effects = {one.policy.unhealthy for one in self._context.resources.values()}
+        effects = {runtime.policy.unhealthy for runtime in self._context.resources.values()}
         unhealthy = "NoExecute" if "NoExecute" in effects else "NoSchedule"
         # Without annotations a pool with no device has no slice: the policies let former drivers delete theirs alone.
         annotations, rest = self._annotations() if offers else ({}, None)
@@ -173,12 +173,12 @@ class SliceFeed:
         shares: dict[str, str] = {}
         waits: dict[tuple[str, str], str] = {}
         gone: set[tuple[str, str]] = set()
-        for resource, one in self._context.resources.items():
-            if one.leaving:
+        for resource, runtime in self._context.resources.items():
+            if runtime.leaving:
                 continue
-            listed = one.listed
-            shares[resource] = str(one.handover.share)
-            waits |= {(resource, device): str(what) for device, what in one.handover.waiting.items()}
+            listed = runtime.listed
+            shares[resource] = str(runtime.handover.share)
+            waits |= {(resource, device): str(what) for device, what in runtime.handover.waiting.items()}
             gone |= {(resource, name) for name in records.of(resource).keys() - (listed.devices.keys() - listed.gone)}
         share, qualifiers = self._context.share, qualifiers_of(records, self._context.name)
         current = progress.progress(
