@@ -232,7 +232,7 @@ def test_an_agent_that_starts_after_the_path_was_reverted(scene: Scene) -> None:
     vendor.health(g0="Healthy", g1="Healthy", g2="Healthy")
     scene.node.wait_allocatable(RESOURCE, 3)
     pod = scene.node.start_pod("scheduled", {RESOURCE: 3})
-    scene.node.wait_until(lambda: pod.bound)
+    scene.node.wait_until(lambda: any(one.method == "Allocate" and one.done is None for one in scene.node.rpc_log))
     agent.process.send_signal(signal.SIGCONT)
     scene.wait_log("Allocate refused")
     scene.node.wait_until(lambda: pod.terminal)

@@ -1038,7 +1038,7 @@ def test_rollout_of_many_nodes_on_a_terminal(world: World) -> None:
     for number in range(30):
         world.agent(f"node-{number:02}", held={"gpu-0": "pod default/p"} if number == 7 else {})
     argv = ("rollout", "--driver", D, "--share", "all", "-l", "pool=gpu", "--max-unavailable", "25")
-    status, text = on_a_terminal(world, *argv, "--timeout-per-node", "6", columns=80, rows=(rows := 24))
+    status, text = on_a_terminal(world, *argv, "--timeout-per-node", "10", columns=80, rows=(rows := 24))
     assert status == 1
     frames = text.split("of 30 nodes")
     assert "1 moving, 0 not started" in frames[-2]
@@ -1046,7 +1046,7 @@ def test_rollout_of_many_nodes_on_a_terminal(world: World) -> None:
     bars = [ESCAPES.sub("", frame).count(" devices ") for frame in frames[1:]]
     assert 2 <= max(bars) <= rows - reporter.OTHER_ROWS
     last = " ".join(ESCAPES.sub("", text).split()).split("29 of 30 nodes done ")[1]
-    reason = "stopped: node-07: not done after 6 s: gpu-0 (to-dra) waits for its holder, held by pod default/p"
+    reason = "stopped: node-07: not done after 10 s: gpu-0 (to-dra) waits for its holder, held by pod default/p"
     assert last.endswith(reason)
     assert "━" not in last[last.index("run the same command to continue") :]
 
