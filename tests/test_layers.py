@@ -149,6 +149,13 @@ def test_modules_are_short() -> None:
     assert not long
 
 
+def test_each_class_has_a_name_of_its_own() -> None:
+    """Who reads a name knows which class it is."""
+    nodes = (node for path in PRODUCT.values() for node in ast.walk(ast.parse(path.read_text())))
+    names = [node.name for node in nodes if isinstance(node, ast.ClassDef)]
+    assert sorted(name for name in set(names) if names.count(name) > 1) == []
+
+
 def test_framework_knows_nothing_of_the_bridge() -> None:
     """dra_bridge depends on deviceplugin, never the other way round; no client of the API server is loaded here."""
     foreign = {"dra_bridge", "aiohttp", "kubernetes_asyncio", "tests"}
