@@ -122,16 +122,15 @@ class DeviceIds:
 
     def names_of(self, device: Device) -> tuple[str, ...]:
         """Return the ids under which the kubelet knows a device now."""
-        if not self._inventory.snapshot.replicas:
+        if not (replicas := self._inventory.snapshot.replicas):
             return (device.id,)
-        names = replicas_of(device.id, self._times_of(device))
+        names = replicas_of(device.id, self._times_of(device, replicas.get(device.id, 1)))
         if len(names) == 1 and device_of(device.id, ANY_REPLICAS) != device.id:
             return replicas_of(device.id, ANY_REPLICAS)[:1]  # it is called like another one's replica
         return names
 
-    def _times_of(self, device: Device) -> int:
-        """Return how often a device is offered: as before as long as anybody holds it."""
-        times = self._inventory.snapshot.replicas.get(device.id, 1)
+    def _times_of(self, device: Device, times: int) -> int:
+        """Return how often a device is offered, if its source says so many times: as before while anybody holds it."""
         before = self._times.get(device.id, times)
         if times != before and self._held(device.id):
             if self._refused.get(device.id) != times:

@@ -155,8 +155,8 @@ def _refusal_by_driver(wanted: Collection[Use], state: RegisterSnapshot, view: V
     return _REFUSAL(wanted, state, view, own=lambda use: use.unit[0] == "claim" and use.unit[:2] not in drivers)
 
 
-def _times_now(ids: DeviceIds, device: Device) -> int:
-    return ids._inventory.snapshot.replicas.get(device.id, 1)
+def _times_now(ids: DeviceIds, device: Device, times: int) -> int:
+    return times
 
 
 def _held_by_record(endpoint: Endpoint, device: str) -> bool:
