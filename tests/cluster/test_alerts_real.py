@@ -239,9 +239,9 @@ def test_alerts_about_sources_and_others(small_disk: Path, bridge: Bridge, prome
     fill(small_disk)
     bridge.claim("late", bridge.one(resource="example.com/gpu"))
     late = bridge.pod("late", {"gpu": "late"})
+    wait_fires(prometheus, cluster, "LedgerWritesFail")
     with without_slices(bridge):
         ill.write_text("gpu-0 gpu-1 gpu-2 gpu-3 gpu-4 gpu-5")
-        wait_fires(prometheus, cluster, "LedgerWritesFail")
         cluster.wait_for(
             lambda: prometheus.told("ResourceSlicesNotPublished", "driver") == {"gpu.example.com"}, 60, "it is told"
         )
