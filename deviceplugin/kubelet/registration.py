@@ -50,6 +50,8 @@ KUBELET_SOCKET: Final = "kubelet.sock"
 VERSION: Final = "v1beta1"
 LOOK: Final = 0.2
 """Seconds between two looks for another plugin of the resource; each Allocate changes the directory several times."""
+LOOK_FOR_CLAIMS: Final = 0.02
+"""The same while devices are for claims: until the next registration that plugin may give them to pods."""
 _NEEDED: Final = "the agent needs write access to the kubelet's device plugin directory, and free space there"
 
 
@@ -364,7 +366,7 @@ class PluginRegistration:
         now = time.monotonic()
         if now < self._next_look:
             return Finding(again=self._next_look - now)
-        self._next_look = now + LOOK
+        self._next_look = now + (LOOK_FOR_CLAIMS if self.endpoint.kept_back else LOOK)
         there = sockets(self._kubelet.parent)
         return self._foreign.found(await self.endpoint.host.recorded(), there, self.endpoint.streams.sent)
 
@@ -392,9 +394,9 @@ class PluginRegistration:
         registered = await self._register(watch)
         if not registered or self._backoff.tries:
             delay = self._backoff.next()
-            # Until the next registration the other plugin may give pods what claims have.
-            urgent = registered and seen.foreign.reason and self.endpoint.kept_back
-            await self._pause(watch, min(delay, LOOK) if urgent else delay, seen.kubelet)
+            if registered and seen.foreign.reason and self.endpoint.kept_back:
+                delay = min(delay, LOOK_FOR_CLAIMS)
+            await self._pause(watch, delay, seen.kubelet)
         elif again:
             self._backoff.tries = 1  # one more without a pause, then ever slower until it holds
 

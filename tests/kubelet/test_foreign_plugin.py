@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from deviceplugin.backoff import Backoff
 from deviceplugin.device import Device
 from deviceplugin.files import FileIdentity
+from deviceplugin.kubelet import registration
 from deviceplugin.kubelet.checkpoint import Allocation
 from deviceplugin.kubelet.foreign_plugin import (
     LATE,
@@ -250,6 +251,7 @@ def test_one_that_insists_while_claims_have_devices_is_answered_at_once(
         return 3600.0
 
     monkeypatch.setattr(Backoff, "next", next_pause)
+    monkeypatch.setattr(registration, "LOOK", 3600.0)
     monkeypatch.setattr(Endpoint, "kept_back", frozenset({"sim-0"}))
     with serve(SimulatedSource(2, resource=R), kubelet) as agent, contextlib.ExitStack() as stack:
         for number in range(4):
