@@ -234,8 +234,7 @@ def test_an_agent_that_starts_after_the_path_was_reverted(scene: Scene) -> None:
     pod = scene.node.start_pod("scheduled", {RESOURCE: 3})
     scene.node.wait_until(lambda: any(one.method == "Allocate" and one.done is None for one in scene.node.rpc_log))
     agent.process.send_signal(signal.SIGCONT)
-    scene.wait_log("Allocate refused")
-    scene.node.wait_until(lambda: pod.terminal)
+    scene.node.wait_until(lambda: pod.terminal)  # by Allocate, or before it if the agent was quicker
     assert not pod.running
     assert len(vendor.calls("Allocate")) == 1
     assert claimed.running
