@@ -303,6 +303,34 @@ def test_a_reverted_path_while_claims_hold_devices(scene: Scene, vendors: dict[s
     scene.after = 2
 
 
+def test_a_reverted_plugin_that_comes_again_and_again(scene: Scene, vendors: dict[str, Vendor]) -> None:
+    """One that ends when the agent has registered again, as AMD's does, is noticed by its list each time it is back."""
+    cluster = scene.cluster
+    scene.nodes("a", 2)
+    scene.serve(adopted("a", "all"))
+    scene.agents.wait_offered(2)
+    held = [scene.claimer(f"held-{number}", "a") for number in range(2)]
+    scene.running(*held)
+    scene.before = 2
+    vendor = vendors["a"]
+    vendor.quirks = {"stream_end": "exit"}
+    reverted(scene, vendor)
+    told = "another plugin has registered this resource with the kubelet: its checkpoint has"
+    for number in range(8):
+        cluster.wait_for(lambda: scene.agents.log().count(told) > number, LIMIT, "it is noticed again")  # noqa: B023
+        assert vendor.process is not None
+        assert vendor.process.wait(LIMIT) == 1
+        vendor.start()
+    cluster.wait_for(lambda: scene.agents.log().count(told) > 8, LIMIT, "it is noticed again")
+    cluster.wait_for(lambda: not healthy(), LIMIT, "the kubelet counts no device as healthy")
+    scene.observe(2)
+    assert "may have registered this resource" not in scene.agents.log()
+    vendor.stop()
+    vendor.directory = DIRECTORY
+    vendor.start()
+    scene.agents.wait_offered(2, timeout=120)
+
+
 def test_two_instances_of_a_plugin(scene: Scene, vendors: dict[str, Vendor]) -> None:
     """One is with the agent, one with the kubelet: idle devices leave the slice, pods get nothing past the agent."""
     cluster = scene.cluster

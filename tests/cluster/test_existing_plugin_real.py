@@ -65,11 +65,12 @@ class Vendor:
         self.resources = [{"name": named(letter), "devices": dict.fromkeys(ids, "Healthy"), "answer": how}]
         self.directory: Path | None = None
         """Where it registers: with the kubelet, or with whoever has a directory of its own."""
+        self.quirks: dict[str, Any] = {}
         self.process: subprocess.Popen[bytes] | None = None
         scene.stack.callback(self.stop, signal.SIGKILL)
 
     def start(self) -> None:
-        foreign.write(self.file, self.resources)
+        foreign.write(self.file, self.resources, **self.quirks)
         command = [sys.executable, "-m", "deviceplugin.testing.foreign", str(self.file), "--notes", str(self.notes)]
         command += ["--directory", str(self.directory)] if self.directory else []
         with self.log.open("ab") as output:
