@@ -349,7 +349,12 @@ class PluginRegistration:
                     missing = f"waiting for the kubelet: no directory {self._kubelet.parent}; {hint}"
                     self._log_once("directory", missing, logging.WARNING)
                 if not seen.served and has_directory:
-                    await self._server.serve()  # before the kubelet makes its socket: it deletes others first
+                    try:
+                        await self._server.serve()  # before the kubelet makes its socket: it deletes others first
+                    except RegistrationError:
+                        if self._has_directory():
+                            raise
+                        continue  # it was removed meanwhile
             elif step is Step.REST and seen.since >= timing.patience:
                 self._backoff.reset()
             stream_due = max(0.01, timing.patience - seen.since)
