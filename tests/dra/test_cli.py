@@ -81,7 +81,11 @@ class Agent:
     @property
     def moving(self) -> bool:
         """Whether it has told of moves, or is to hear of another share yet."""
-        return bool(set(self.states.values()) - {State.PLUGIN, State.DRA}) or self.said != self.annotations.get(SHARE)
+        if set(self.states.values()) - {State.PLUGIN, State.DRA}:
+            return True
+        with contextlib.suppress(KeyError):  # the Node may be away
+            return self.said != self.annotations.get(SHARE)
+        return False
 
     def ask(self, **annotations: str) -> None:
         """Put annotations on the Node, dra_share for the driver's."""
@@ -164,8 +168,8 @@ class World:
                     self.server.log_condition.wait(0.05)
                 seen = len(self.server.log)
             for agent in list(self.agents.values()):
-                if not agent.deaf:
-                    with self.lock:
+                with self.lock:
+                    if not agent.deaf:  # whoever removes its Node makes it deaf first
                         self.most = max(self.most, sum(one.moving for one in list(self.agents.values())))
                         agent.work()
 
