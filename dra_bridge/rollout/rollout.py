@@ -132,14 +132,18 @@ class _Fleet:
                 elif event.type == "DELETED":
                     self._objects[kind].pop(event.object["metadata"]["name"], None)
                 else:
+                    self._objects[kind].setdefault(event.object["metadata"]["name"], event.object)
                     self.put(kind, event.object)
                 self._changed.set()
 
     def put(self, kind: kube.Kind, found: Object) -> None:
-        """Keep an object unless a newer one is known: what was written comes back by the watch later."""
+        """Keep a state of an object unless a newer one is known, or the watch has told of its end.
+
+        What was written comes back by the watch, before the answer to the write or after it.
+        """
         name = found["metadata"]["name"]
         known = self._objects[kind].get(name)
-        if known is None or not kube.is_older(found, known):
+        if known is not None and not kube.is_older(found, known):
             self._objects[kind][name] = found
 
     def views(self) -> list[NodeView]:

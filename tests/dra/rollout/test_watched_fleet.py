@@ -1,0 +1,29 @@
+"""What a rollout knows of nodes, by watches and by the answers to what it writes."""
+
+from __future__ import annotations
+
+from dra_bridge.kube import NODES, Cluster
+from dra_bridge.rollout.reporter import Reporter
+from dra_bridge.rollout.rollout import _Fleet
+from dra_bridge.testing.apiserver import FakeApiServer
+
+
+async def test_an_answer_that_comes_after_the_nodes_end_brings_it_not_back() -> None:
+    """The watch may tell of the end before a PATCH is answered."""
+    with FakeApiServer() as server:
+        node = server.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "n1"}})
+        async with (
+            Cluster.from_server(server.url) as cluster,
+            _Fleet(cluster, "fpga.example.com", Reporter(print)).watched() as fleet,
+        ):
+            assert [view.node for view in fleet.views()] == ["n1"]
+            server.delete("nodes", "n1")
+            while fleet.views():
+                await fleet._changed.wait()
+                fleet._changed.clear()
+            fleet.put(NODES, node)
+            assert not fleet.views()
+            server.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "n1"}})
+            while not fleet.views():
+                await fleet._changed.wait()
+                fleet._changed.clear()
