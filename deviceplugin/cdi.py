@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import secrets
 import stat
 from collections.abc import Iterator, Mapping
 from itertools import islice
@@ -181,7 +180,7 @@ class CdiStore:
     def __init__(self, driver: str, directory: str = DIRECTORY) -> None:
         self.directory: Final = directory
         self._prefix = f"{vendor_of(driver)}-{CLASS}_"
-        self._run: Final = secrets.token_hex(8)
+        self._run: Final = os.urandom(8).hex()
         """In the names of this store's drafts; those without it were left behind by a crash."""
 
     def path(self, uid: str) -> str:
@@ -196,7 +195,7 @@ class CdiStore:
         if self.read(uid) == data:
             return False
         # Runtimes read *.json and *.yaml only, and never what begins with a dot.
-        draft = os.path.join(self.directory, f".{self._prefix}{uid}.{self._run}.{secrets.token_hex(8)}")
+        draft = os.path.join(self.directory, f".{self._prefix}{uid}.{self._run}.{os.urandom(8).hex()}")
         try:
             os.makedirs(self.directory, mode=0o755, exist_ok=True)
             files.put(path, data, draft, 0o644)

@@ -14,7 +14,6 @@ import contextlib
 import errno
 import logging
 import os
-import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -291,7 +290,7 @@ class VendorPlugins(RegistrationServicer):
         gRPC unlinks by its path what it has made, so kubelet.sock is a second name of a socket that has one of its own.
         It takes the place of a former one by a rename, which inotify tells as a name that is made.
         """
-        name = f"kubelet-{secrets.token_hex(4)}.sock"
+        name = f"kubelet-{os.urandom(4).hex()}.sock"
         own, link, public = (self.directory / one for one in (name, f"{name}.link", KUBELET_SOCKET))
         if len(os.fsencode(own)) > MAX_SOCKET_PATH:
             raise AdoptionError(f"--adopt: {self.directory} is too long for a socket in it; use a shorter directory")

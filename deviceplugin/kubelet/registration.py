@@ -20,7 +20,6 @@ import hashlib
 import logging
 import os
 import re
-import secrets
 import socket
 import stat
 import time
@@ -234,7 +233,7 @@ class SocketServer:
             return self._socket.name
         self.retire()
         self._remove_stale_sockets()
-        path = self._directory / socket_name(self._endpoint.resource, str(self._directory), secrets.token_hex(4))
+        path = self._directory / socket_name(self._endpoint.resource, str(self._directory), os.urandom(4).hex())
         server = grpc.aio.server(options=SERVER_OPTIONS)
         self._endpoint.add_to(server)
         try:

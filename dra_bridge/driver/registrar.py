@@ -24,7 +24,7 @@ import asyncio
 import contextlib
 import functools
 import logging
-import secrets
+import os
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -297,7 +297,7 @@ class Registrar:
 
     async def _serve(self, watch: filewatch.Watch) -> None:
         """Make both sockets, the service's first; their names are new."""
-        name, instance = self.driver.name, secrets.token_hex(4)
+        name, instance = self.driver.name, os.urandom(4).hex()
         self._registry.mkdir(parents=True, exist_ok=True)
         self._directory.mkdir(parents=True, exist_ok=True, mode=0o750)
         self._sweep()
