@@ -43,7 +43,7 @@ def test_story_is_true_and_the_node_is_served_on(capsys: pytest.CaptureFixture[s
             lines.append(line)
             if "dra-bridge migrate" in line:
                 break
-        text = "".join(lines)
+        print(text := "".join(lines))  # pytest shows it if something was not as it should be
         assert process.poll() is None, text
         printed, _, invitation = text.partition("\nStill serving")
         shows_a_device_twice_after_a_naive_switch(printed)
