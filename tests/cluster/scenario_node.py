@@ -126,6 +126,7 @@ class RealNode:
             ],
             None if script else file,
             self.directory / f"agent-{number}.log",
+            forked=False,
         )
         self.agents.append(agent)
         return agent

@@ -13,17 +13,22 @@ from pathlib import Path
 from typing import Self
 
 from deviceplugin.testing import FakeKubelet, FakePod
+from tests.forks import Forked
 from tests.programs import ANY_CONFIG
 
 __all__ = ["AgentProcess", "FakeNode", "FakeNodePod"]
 
 
 class AgentProcess:
-    """An agent as a child process, with its log in a file."""
+    """An agent as a process, with its log in a file; forked, or started as users do."""
 
-    def __init__(self, arguments: list[str], config: Path | None, log: Path) -> None:
+    def __init__(self, arguments: list[str], config: Path | None, log: Path, *, forked: bool = True) -> None:
         self._config = config
         self._log = log
+        self.process: Forked | subprocess.Popen[bytes]
+        if forked:
+            self.process = Forked(arguments, log)
+            return
         with log.open("wb") as output:
             self.process = subprocess.Popen(
                 [sys.executable, *arguments], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from deviceplugin.testing import foreign
+from tests.forks import Forked
 from tests.scenarios.node import wait_for
 
 RESOURCE = "vendor.example/gadget"
@@ -26,7 +25,7 @@ class Vendor:
         self.file, self.notes, self.log = (where / f"vendor.{end}" for end in ("json", "notes", "log"))
         self.directory = directory
         self.quirks = quirks
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: Forked | None = None
         self.show(*(resources or (resource(),)))
 
     def show(self, *resources: Mapping[str, Any]) -> None:
@@ -41,10 +40,7 @@ class Vendor:
     def start(self) -> Vendor:
         arguments = [str(self.file), "--directory", str(self.directory), "--notes", str(self.notes)]
         arguments += ["--registry", str(self.directory / "plugins_registry")]
-        with self.log.open("ab") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "deviceplugin.testing.foreign", *arguments], stdout=output, stderr=output
-            )
+        self.process = Forked(["-m", "deviceplugin.testing.foreign", *arguments], self.log)
         return self
 
     def stop(self, *, kill: bool = False) -> None:
