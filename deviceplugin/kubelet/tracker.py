@@ -119,7 +119,7 @@ class HolderTracker:
         seen = await asyncio.to_thread(self._read)
         await self._register.add_holders(await asyncio.to_thread(self._possible_holders, seen))
         self.snapshot = holders.holders(self._known, seen)
-        self._begun = frozenset(one.pod_uid for one in self.snapshot.held)
+        self._begun = frozenset(allocation.pod_uid for allocation in self.snapshot.held)
         await self._names.update(self._begun)
         for problem in await asyncio.to_thread(self.missing):
             _LOG.warning("%s", problem)
@@ -129,8 +129,12 @@ class HolderTracker:
         """The allocations that the register knows, and those of other plugins as of the last scan."""
         records = self._register.snapshot.allocations
         if self._of is not records:
-            known = (Allocation(*who, one.resource, one.device_id) for one in records.values() for who in one.holders)
-            self._of, self._allocations = records, frozenset(known)
+            holdings = (
+                Allocation(*who, record.resource, record.device_id)
+                for record in records.values()
+                for who in record.holders
+            )
+            self._of, self._allocations = records, frozenset(holdings)
         return self._allocations | self.snapshot.held.keys() | self._unscanned
 
     def _possible_holders(self, seen: HolderEvidence) -> frozenset[Allocation]:
@@ -140,13 +144,13 @@ class HolderTracker:
         this process has registered, it has lost its checkpoint since, and does not name the holder. A pod whose log
         directory is older than the grant is not its holder.
         """
-        found: set[Allocation] = set()
-        registered = {resource for one in seen.checkpoints for resource in one.registered}
-        named = {one[2:] for file in seen.checkpoints for one in file.allocations}
+        possible: set[Allocation] = set()
+        registered = {resource for version in seen.checkpoints for resource in version.registered}
+        named = {allocation[2:] for file in seen.checkpoints for allocation in file.allocations}
         pods = seen.pods.directories or () if seen.pods.running is None else seen.pods.running
-        pending = [one for one in self._register.snapshot.allocations.values() if one.pending]
+        pending = [record for record in self._register.snapshot.allocations.values() if record.pending]
         changed = self._names.changed() if pending else {}
-        for resource, device_id, since in ((one.resource, one.device_id, one.since) for one in pending):
+        for resource, device_id, since in ((record.resource, record.device_id, record.since) for record in pending):
             if resource in registered or (resource, device_id) in named:
                 continue
             for pod_uid in sorted(set(pods) - {self.pods.own_pod}):
@@ -155,8 +159,8 @@ class HolderTracker:
                     text = "device %s counts as held while processes of pod %s run: %s"
                     extra = {"resource": resource, "device": device_id, "pod": pod_uid}
                     _LOG.warning(text, device_id, pod_uid, why, extra=extra)
-                    found.add(Allocation(pod_uid, "", resource, device_id))
-        return frozenset(found)
+                    possible.add(Allocation(pod_uid, "", resource, device_id))
+        return frozenset(possible)
 
     async def still_held(self, resource: str, device_ids: Collection[str]) -> Mapping[str, str]:
         """Return those ids that another pod still holds, and why; asked before a new Allocate.
@@ -169,40 +173,50 @@ class HolderTracker:
         before.
         """
         wanted = frozenset(device_ids)
-        known_pods = {one.pod_uid for one in of_ids(self._known_or(self._newest()), resource, wanted)}
+        known_pods = {allocation.pod_uid for allocation in of_ids(self._known_or(self._newest()), resource, wanted)}
         # A container whose allocations the kubelet has lost ends before this Allocate, if it is the one that asks.
-        lost = (one.pod_uid for one in self._known - self._checkpoint.last.allocations if one.container)
+        lost = (
+            allocation.pod_uid for allocation in self._known - self._checkpoint.last.allocations if allocation.container
+        )
         if not any(map(self.pods.may_exist, known_pods.union(lost))):
             return {}
-        known, running, admitted = await asyncio.to_thread(self._holders_now, resource, wanted)
-        found: dict[str, str] = {}
+        allocations, running, admitted = await asyncio.to_thread(self._holders_now, resource, wanted)
+        unavailable: dict[str, str] = {}
         if admitted and not running:
             written, problem = await self._checkpoint.written(GRANT_REWRITE)
             named: frozenset[Allocation] = frozenset().union(*(file.allocations for file in written))
-            named_ids = {(one.pod_uid, one.device_id) for one in of_ids(named, resource, wanted)}
+            named_ids = {(allocation.pod_uid, allocation.device_id) for allocation in of_ids(named, resource, wanted)}
             why = problem or "is named in the kubelet's checkpoint"
-            known, running, admitted = await asyncio.to_thread(self._holders_now, resource, wanted)
-            for one in known:  # several of one id: a pod that has ended may have a cgroup for some time
-                if one.pod_uid in admitted and (problem or (one.pod_uid, one.device_id) in named_ids):
-                    found[one.device_id] = f"pod {self.title(one.pod_uid)} has not started a process yet and {why}"
-        held = [one for one in known if one.pod_uid in running.values() or one.device_id in found]
-        self._begun |= {one.pod_uid for one in held}
+            allocations, running, admitted = await asyncio.to_thread(self._holders_now, resource, wanted)
+            for allocation in allocations:  # several of one id: a pod that has ended may have a cgroup for some time
+                if allocation.pod_uid in admitted and (
+                    problem or (allocation.pod_uid, allocation.device_id) in named_ids
+                ):
+                    unavailable[allocation.device_id] = (
+                        f"pod {self.title(allocation.pod_uid)} has not started a process yet and {why}"
+                    )
+        held = [
+            allocation
+            for allocation in allocations
+            if allocation.pod_uid in running.values() or allocation.device_id in unavailable
+        ]
+        self._begun |= {allocation.pod_uid for allocation in held}
         await self._register.add_holders(held)
         dropped = {name: f"processes of pod {self.title(uid)} run" for name, uid in running.items()}
         if dropped:
             self._refused |= {(resource, name): why for name, why in dropped.items()}
             self._requests.dispute()
-        return found | dropped
+        return unavailable | dropped
 
     def _holders_now(
         self, resource: str, device_ids: frozenset[str]
     ) -> tuple[Sequence[Allocation], Mapping[str, str], frozenset[str]]:
         """Return the known or named allocations of these ids, running pods by id, and pods with empty cgroups."""
         read, pods = self._last_written(), self.pods.read()
-        known = of_ids(self._known_or(read) - self._ended_containers(read, pods), resource, device_ids)
-        uids = {one.pod_uid for one in known}
+        allocations = of_ids(self._known_or(read) - self._ended_containers(read, pods), resource, device_ids)
+        uids = {allocation.pod_uid for allocation in allocations}
         may_run = {uid for uid in uids if pods.may_run(uid)}
-        return known, holders.running(known, resource, device_ids, may_run), pods.empty & uids
+        return allocations, holders.running(allocations, resource, device_ids, may_run), pods.empty & uids
 
     async def ended(self, resource: str, device_ids: Collection[str]) -> _EndedAndOthers:
         """Return the known allocations of these ids whose pods have ended, and the others; asked before a new Allocate.
@@ -217,13 +231,13 @@ class HolderTracker:
 
     def _ended(self, resource: str, device_ids: frozenset[str]) -> _EndedAndOthers:
         read, pods = self._last_written(), self.pods.read()
-        known = frozenset(of_ids(self._known_or(read), resource, device_ids))
-        uids = {one.pod_uid for one in known}
+        allocations = frozenset(of_ids(self._known_or(read), resource, device_ids))
+        uids = {allocation.pod_uid for allocation in allocations}
         # The kubelet and the runtime make a pod's directories after its admission.
         begun = self._begun | self._names.known.keys() | self._names.read(uids).keys()
         begun |= read_directories(self.pods.kubelet_root) or frozenset()
-        ended = holders.ended(known, pods, begun) | (known & self._ended_containers(read, pods))
-        return ended, known - ended
+        ended = holders.ended(allocations, pods, begun) | (allocations & self._ended_containers(read, pods))
+        return ended, allocations - ended
 
     def _newest(self) -> list[CheckpointVersion]:
         """Return the checkpoint as of now, if it can be read. May read the file: the kubelet has just written it."""
@@ -231,7 +245,7 @@ class HolderTracker:
         return [current] if current is not None else self._last_written()
 
     def _known_or(self, read: Sequence[CheckpointVersion]) -> frozenset[Allocation]:
-        return self._known.union(*(one.allocations for one in read))
+        return self._known.union(*(version.allocations for version in read))
 
     def _last_written(self) -> list[CheckpointVersion]:
         # The checkpoint still names a holder that the kubelet has just dropped: it is written after Allocate.
@@ -248,19 +262,25 @@ class HolderTracker:
         """
         if not read:
             return frozenset()
-        named: frozenset[Allocation] = frozenset().union(*(one.allocations for one in read))
-        lost = {one for one in self._known - named if one.container and one.pod_uid in (pods.running or ())}
-        records, names = self._register.snapshot.allocations, {one[2:] for one in named}
-        noted = {one: sequence for one, sequence in self._noted.items() if one in lost}
-        over = containers.ended({one[:2] for one in lost - noted.keys()}, self.pods, self._container_logs)
-        for one in lost - noted.keys():
-            if one[:2] in over:
-                noted[one] = records[one[2:]].sequence if one[2:] in records else None
+        named: frozenset[Allocation] = frozenset().union(*(version.allocations for version in read))
+        lost = {
+            allocation
+            for allocation in self._known - named
+            if allocation.container and allocation.pod_uid in (pods.running or ())
+        }
+        records, names = self._register.snapshot.allocations, {allocation[2:] for allocation in named}
+        noted = {allocation: sequence for allocation, sequence in self._noted.items() if allocation in lost}
+        over = containers.ended({allocation[:2] for allocation in lost - noted.keys()}, self.pods, self._container_logs)
+        for allocation in lost - noted.keys():
+            if allocation[:2] in over:
+                noted[allocation] = records[allocation[2:]].sequence if allocation[2:] in records else None
         self._noted = noted
 
-        def applies(one: Allocation) -> bool:
-            record = records.get(one[2:])
-            return record is None or record.sequence == noted[one] or not record.pending or one[2:] in names
+        def applies(allocation: Allocation) -> bool:
+            record = records.get(allocation[2:])
+            return (
+                record is None or record.sequence == noted[allocation] or not record.pending or allocation[2:] in names
+            )
 
         return frozenset(filter(applies, noted))
 
@@ -277,12 +297,14 @@ class HolderTracker:
         if now is None or now.file is None:
             return None
         grants = self._checkpoint.grants
-        answered = (one for one in now.allocations if one.resource == resource and one in grants)
+        answered = (
+            allocation for allocation in now.allocations if allocation.resource == resource and allocation in grants
+        )
         return KubeletRecord(
             now.file.modified_ns / 1e9,
             now.registered.get(resource, frozenset()),
             {name: ids for name, ids in now.registered.items() if name not in served},
-            frozenset(one for one in answered if not ours(grants[one][1])),
+            frozenset(allocation for allocation in answered if not ours(grants[allocation][1])),
         )
 
     async def reread(self) -> None:
@@ -294,10 +316,10 @@ class HolderTracker:
                 self._checkpoint.read()
 
     def _read_copies(self) -> bool:
-        if found := self._copies.changed():
-            self._copied = {**self._copied, **found}
-            self._unscanned |= found.keys()
-        return bool(found)
+        if copied := self._copies.changed():
+            self._copied = {**self._copied, **copied}
+            self._unscanned |= copied.keys()
+        return bool(copied)
 
     async def listed(self, running: Collection[str]) -> frozenset[str]:
         """Return which pods `List` names: the kubelet counts them as active. running: all pods whose processes run."""
@@ -321,15 +343,17 @@ class HolderTracker:
         """Return who holds which of a resource's ids, with names as far as they are known."""
         return {
             device_id: frozenset(
-                PodContainer(*self._names.known.get(one.pod_uid, ("", "")), one.container, one.pod_uid)
-                for one in allocations
+                PodContainer(
+                    *self._names.known.get(allocation.pod_uid, ("", "")), allocation.container, allocation.pod_uid
+                )
+                for allocation in allocations
             )
             for device_id, allocations in self.snapshot.of(resource).items()
         }
 
-    def granted(self, one: Allocation) -> Wanted | None:
+    def granted(self, allocation: Allocation) -> Wanted | None:
         """Return what the answer to Allocate says of an allocation, as far as it is known."""
-        _, granted = self._checkpoint.grants.get(one) or ("", self._copied.get(one))
+        _, granted = self._checkpoint.grants.get(allocation) or ("", self._copied.get(allocation))
         return granted
 
     def foreign(self, observed: Collection[str]) -> tuple[Use, ...]:
@@ -341,8 +365,12 @@ class HolderTracker:
         reader, records = self._checkpoint, self._register.snapshot.allocations
         held, named, unscanned = self.snapshot.held, reader.last.allocations, self._unscanned
         # Each grant makes other records; nothing is decided anew if they are not of these allocations.
-        known = {one[2:]: records[one[2:]] for one in (*held, *named, *unscanned) if one[2:] in records}
-        where = frozenset(observed), known, boot_id()
+        recorded = {
+            allocation[2:]: records[allocation[2:]]
+            for allocation in (*held, *named, *unscanned)
+            if allocation[2:] in records
+        }
+        where = frozenset(observed), recorded, boot_id()
         seen = UnrecordedEvidence(held, named, reader.grants, self._copied, unscanned, *where)
         if seen != self._foreign[0]:
             uses = holders.unrecorded(seen, self.title)
@@ -352,9 +380,9 @@ class HolderTracker:
     def double_held(self) -> dict[tuple[str, str], tuple[str, ...]]:
         """Return the ids that several pods are known to hold at once (kubernetes#137534), and these pods."""
         pods: dict[tuple[str, str], dict[str, None]] = {}
-        for one, holding in self.snapshot.held.items():
-            if holding.certain and one.container:  # without a container the pod only may be the holder
-                pods.setdefault((one.resource, one.device_id), {})[self.title(one.pod_uid)] = None
+        for allocation, holding in self.snapshot.held.items():
+            if holding.certain and allocation.container:  # without a container the pod only may be the holder
+                pods.setdefault((allocation.resource, allocation.device_id), {})[self.title(allocation.pod_uid)] = None
         return {key: tuple(those) for key, those in pods.items() if len(those) > 1}
 
     def unnamed_reasons(self, resource: str) -> Mapping[str, str]:
@@ -362,9 +390,9 @@ class HolderTracker:
         unnamed = self.snapshot.unnamed(resource)
         refused = {device_id: why for (of, device_id), why in list(self._refused.items()) if of == resource}
         return refused | {
-            one.device_id: f"{holding.reason} (pod {self.title(one.pod_uid)})"
-            for one, holding in self.snapshot.held.items()
-            if one.resource == resource and one.device_id in unnamed and holding.certain
+            allocation.device_id: f"{holding.reason} (pod {self.title(allocation.pod_uid)})"
+            for allocation, holding in self.snapshot.held.items()
+            if allocation.resource == resource and allocation.device_id in unnamed and holding.certain
         }
 
     async def scan(self, wanted: Collection[tuple[str, str]] | None = None) -> HolderSnapshot | None:
@@ -392,13 +420,13 @@ class HolderTracker:
             return None
         self.claim_uses = self.claim_uses if report is None else report.claims
         self.all_pods_listed = all_pods_listed
-        pods = frozenset(one.pod_uid for one in now.held)
+        pods = frozenset(allocation.pod_uid for allocation in now.held)
         self._begun = pods & (self._begun | (seen.pods.running or frozenset()))
         await self._names.update(pods)
         self.snapshot, self._refused = now, {}
         self._unscanned -= unscanned
         if self._copied:
-            self._copied = {one: what for one, what in self._copied.items() if one in self._known}
+            self._copied = {allocation: what for allocation, what in self._copied.items() if allocation in self._known}
         self.read_at = self.read_at if now.registered is None else at
         return now
 
@@ -454,16 +482,20 @@ class CheckpointReader:
 
     def take(self, checkpoints: Sequence[CheckpointVersion]) -> None:
         """Remember the last of these checkpoints, and what they say of granted devices. May block for device nodes."""
-        kept = frozenset(self._known()).union(*(one.allocations for one in checkpoints))
-        grants = {one: grant for one, grant in self.grants.items() if one in kept}
-        answers = {allocation: response for one in checkpoints for allocation, response in one.responses.items()}
+        kept = frozenset(self._known()).union(*(version.allocations for version in checkpoints))
+        grants = {allocation: grant for allocation, grant in self.grants.items() if allocation in kept}
+        answers = {
+            allocation: response for version in checkpoints for allocation, response in version.responses.items()
+        }
         for allocation, response in answers.items():
             if self._lists.adopted(allocation.resource):
                 grants.pop(allocation, None)
             elif grants.get(allocation, ("",))[0] != response or allocation in self.missing_nodes:
                 grants[allocation] = response, granted(response, *allocation[2:], boot_id())
         self.missing_nodes = frozenset(
-            one for one, (response, what) in grants.items() if nodes_missing(response, one.resource, what, boot_id())
+            allocation
+            for allocation, (response, what) in grants.items()
+            if nodes_missing(response, allocation.resource, what, boot_id())
         )
         self.last, self.grants = checkpoints[-1], grants
 
@@ -517,13 +549,13 @@ class RequestSchedule:
     def due(self, now: HolderSnapshot, pods: PodProcesses, wanted: Collection[tuple[str, str]] | None) -> bool:
         """Return whether to ask at this scan. wanted: as in `HolderTracker.scan`."""
         uncertain = holders.needs_request(now.held, pods)
-        ended = any(one.pod_uid in self._running for one in uncertain)
-        self._running = frozenset(one.pod_uid for one in now.held.keys() - uncertain)
-        held = {(one.resource, one.device_id) for one in now.held.keys() - uncertain}
+        ended = any(allocation.pod_uid in self._running for allocation in uncertain)
+        self._running = frozenset(allocation.pod_uid for allocation in now.held.keys() - uncertain)
+        held = {(allocation.resource, allocation.device_id) for allocation in now.held.keys() - uncertain}
         if ended or self._disputed or (wanted is not None and not held.issuperset(wanted)):
             self._disputed = False
             return True
-        asking = frozenset((one, now.held[one].named) for one in uncertain)
+        asking = frozenset((allocation, now.held[allocation].named) for allocation in uncertain)
         if asking != self._asked_for:
             # What the kubelet does not name any more has most likely ended; it is asked at once.
             dropped = any(not named for _, named in asking - self._asked_for)
@@ -565,12 +597,12 @@ class PodNames:
 
     def changed(self) -> dict[str, float]:
         """Return when pods' log directories last changed (Unix seconds). Blocks."""
-        found: dict[str, float] = {}
+        times: dict[str, float] = {}
         with contextlib.suppress(OSError), os.scandir(self._directory) as entries:
             for entry in entries:
                 with contextlib.suppress(OSError):
-                    found[entry.name.rpartition("_")[2]] = entry.stat().st_mtime
-        return found
+                    times[entry.name.rpartition("_")[2]] = entry.stat().st_mtime
+        return times
 
     def missing(self) -> str:
         """Return why no names can be seen, and what that means; "" if they can."""

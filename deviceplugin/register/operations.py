@@ -113,16 +113,16 @@ def adopt(state: RegisterSnapshot, identities: Mapping[RecordKey, str], boot: st
         now = identities.get(key, "")
         return replaces(now, recorded) and same_thing(tokens_of(now, boot), tokens_of(recorded, boot))
 
-    for one in state.allocations.values():
-        key = one.resource, one.device
-        if unknown(one.identity, key):
-            changes.append(_put_allocation(replace(one, identity=identities[key])))
+    for allocation in state.allocations.values():
+        key = allocation.resource, allocation.device
+        if unknown(allocation.identity, key):
+            changes.append(_put_allocation(replace(allocation, identity=identities[key])))
     for claim in state.claims.values():
         devices = tuple(
-            msgspec.structs.replace(one, identity=identities[one.resource, one.device])
-            if not one.admin and unknown(one.identity, (one.resource, one.device))
-            else one
-            for one in claim.devices
+            msgspec.structs.replace(device, identity=identities[device.resource, device.device])
+            if not device.admin and unknown(device.identity, (device.resource, device.device))
+            else device
+            for device in claim.devices
         )
         if devices != claim.devices:
             changes.append(_put_claim(replace(claim, devices=devices)))
@@ -138,34 +138,34 @@ def grant(
     Refused is what is on another side, and what others hold. wanted: by kubelet device id (a replica's, or the
     device's own). An id that was given before is given anew: the kubelet does not say when it takes a device back.
     """
-    for device in dict.fromkeys(one.key[1] for one in wanted.values()):
+    for device in dict.fromkeys(requested.key[1] for requested in wanted.values()):
         refused = rules.allocate_refusal(state, resource, device)
         if refused is not None:
             return Decision(refused)
-    new = [wanted_use(allocation_unit(resource, device_id), one, view) for device_id, one in wanted.items()]
+    new = [wanted_use(allocation_unit(resource, device_id), requested, view) for device_id, requested in wanted.items()]
     if why := refusal(new, state, view):
         return Decision(rules.Excluded(why))
     changes = []
-    for device_id, one in wanted.items():
-        given = resource, device_id, one.key[1], now, state.sequence + 1
+    for device_id, requested in wanted.items():
+        given = resource, device_id, requested.key[1], now, state.sequence + 1
         before = state.allocations.get((resource, device_id))
         if before is None:
-            record = AllocationRecord(*given, identity=one.identity, amount=one.amount)
+            record = AllocationRecord(*given, identity=requested.identity, amount=requested.amount)
         else:  # earlier holders stay in the record until evidence says that they are gone
-            known, amount = one.identity or before.identity, _larger(before.amount, one.amount)
-            record = AllocationRecord(*given, before.holders, pod=before.pod, identity=known, amount=amount)
+            identity, amount = requested.identity or before.identity, _larger(before.amount, requested.amount)
+            record = AllocationRecord(*given, before.holders, pod=before.pod, identity=identity, amount=amount)
         changes.append(_put_allocation(record))
     return Decision(None, tuple(changes))
 
 
-def _larger(one: Amount, other: Amount) -> Amount:
+def _larger(amount: Amount, other: Amount) -> Amount:
     """Return the larger of two amounts of one id, of each counter, too: the holder before may run on."""
-    first, second = part_of(one), part_of(other)
+    first, second = part_of(amount), part_of(other)
     part = "" if first is None or second is None else str(max(first, second))
     takes: dict[tuple[str, str], str] = {}
-    for counter_set, counter, value in (*one.takes, *other.takes):
+    for counter_set, counter, value in (*amount.takes, *other.takes):
         takes[counter_set, counter] = max(takes.get((counter_set, counter), value), value, key=parse_quantity)
-    return Amount(part, tuple((*counter, value) for counter, value in takes.items()), one.scope or other.scope)
+    return Amount(part, tuple((*counter, value) for counter, value in takes.items()), amount.scope or other.scope)
 
 
 @_operation
@@ -188,19 +188,19 @@ def observe(state: RegisterSnapshot, resource: str, snapshot: rules.KubeletSnaps
         elif after != record:
             durable = replace(after, absent_since=record.absent_since, pod=record.pod) != record
             changes.append(_put_allocation(after, durable=durable))
-    found: list[str] = []
+    added: list[str] = []
     quarantined: dict[str, None] = {}
     for device_id, observed in snapshot.held.items():
         at = state.device(resource, observed.device).state
         if (resource, device_id) in state.allocations or (at.prepares and not observed.sure):
             continue
-        found.append(device_id)
+        added.append(device_id)
         changes.append(_found(state, resource, device_id, observed, now))
         if at.prepares and observed.device not in quarantined:
             quarantined[observed.device] = None
             reason = f"{at.text}, but the kubelet says that pod {observed.pod} holds it"
             changes += _moved(state, resource, {observed.device: State.QUARANTINED}, now, reason)
-    return Decision(Observed(tuple(released), tuple(found), tuple(quarantined)), tuple(changes))
+    return Decision(Observed(tuple(released), tuple(added), tuple(quarantined)), tuple(changes))
 
 
 @_operation
@@ -209,14 +209,14 @@ def add_holders(state: RegisterSnapshot, holders: Iterable[tuple[str, str, str, 
     records: dict[RecordKey, AllocationRecord] = {}
     for pod_uid, container, resource, device_id in holders:
         key = resource, device_id
-        known = records.get(key) or state.allocations.get(key)
-        if known is None:
-            known = AllocationRecord(
+        record = records.get(key) or state.allocations.get(key)
+        if record is None:
+            record = AllocationRecord(
                 resource, device_id, device_of(device_id, 2), now, state.sequence + 1, pending=False
             )
-        records[key] = replace(known, holders=known.holders | {(pod_uid, container)})
+        records[key] = replace(record, holders=record.holders | {(pod_uid, container)})
     return Decision(
-        None, tuple(_put_allocation(one) for key, one in records.items() if state.allocations.get(key) != one)
+        None, tuple(_put_allocation(after) for key, after in records.items() if state.allocations.get(key) != after)
     )
 
 
@@ -257,10 +257,12 @@ def reserve(
     Without `durable` a crash forgets it. With it, an Unprepare after a crash can undo what the driver did to the
     devices. pull: if it is refused, begin the move of its idle devices to DRA. along: devices that follow them then.
     """
-    known = state.claims.get((claim.driver, claim.uid))
-    if known is not None and (known.result is not None or (known.durable, known.devices) == (durable, claim.devices)):
-        return Decision(known)
-    durable = durable or (known is not None and known.durable)
+    recorded = state.claims.get((claim.driver, claim.uid))
+    if recorded is not None and (
+        recorded.result is not None or (recorded.durable, recorded.devices) == (durable, claim.devices)
+    ):
+        return Decision(recorded)
+    durable = durable or (recorded is not None and recorded.durable)
     return _take(state, replace(claim, result=None, durable=durable), view, pull=pull, along=along)
 
 
@@ -273,9 +275,9 @@ def prepare(
     Devices of administrative access are not held, and may be on any side. claim: with its result, which is answered
     after restarts, too. pull, along: as of `reserve`.
     """
-    known = state.claims.get((claim.driver, claim.uid))
-    if known is not None and known.result is not None:
-        return Decision(known)
+    recorded = state.claims.get((claim.driver, claim.uid))
+    if recorded is not None and recorded.result is not None:
+        return Decision(recorded)
     return _take(state, replace(claim, durable=True), view, pull=pull, along=along)
 
 
@@ -288,8 +290,8 @@ def _take(
         if refused is not None:
             return _pulled(state, claim, refused, along) if pull else Decision(refused)
     unit = claim_unit(claim.driver, claim.uid)
-    wanted = [Wanted((one.resource, one.device), one.identity, one.amount) for one in held]
-    if why := refusal([wanted_use(unit, one, view) for one in wanted], state, view):
+    wanted = [Wanted((device.resource, device.device), device.identity, device.amount) for device in held]
+    if why := refusal([wanted_use(unit, device, view) for device in wanted], state, view):
         return Decision(rules.Excluded(why))
     record = replace(claim, sequence=state.sequence + 1)
     return Decision(record, (_put_claim(record),))
@@ -324,10 +326,10 @@ def reopen(state: RegisterSnapshot, driver: str, uid: str) -> Decision[Claim | N
     So it is after a reboot, when its devices must be set up again, and after an Unprepare while processes of its pods
     ran.
     """
-    known = state.claims.get((driver, uid))
-    if known is None or known.result is None:
-        return Decision(known)
-    record = replace(known, result=None, sequence=state.sequence + 1)
+    recorded = state.claims.get((driver, uid))
+    if recorded is None or recorded.result is None:
+        return Decision(recorded)
+    record = replace(recorded, result=None, sequence=state.sequence + 1)
     return Decision(record, (_put_claim(record),))
 
 
@@ -338,12 +340,12 @@ def adopt_claims(state: RegisterSnapshot, claims: Iterable[Claim]) -> Decision[t
     A claim of which it lacks a device was allocated anew since; it may have what it had before, too.
     """
     new = []
-    for one in claims:
-        key = one.driver, one.uid
-        known = state.claims.get(key, one)
-        if key not in state.ended and (known is one or not one.held <= known.held):
-            devices = rules.added(known.devices, one.devices)
-            more = replace(known, devices=devices, result=None, pods=known.pods | one.pods)
+    for claim in claims:
+        key = claim.driver, claim.uid
+        recorded = state.claims.get(key, claim)
+        if key not in state.ended and (recorded is claim or not claim.held <= recorded.held):
+            devices = rules.added(recorded.devices, claim.devices)
+            more = replace(recorded, devices=devices, result=None, pods=recorded.pods | claim.pods)
             new.append(replace(more, sequence=state.sequence + 1))
     return Decision(tuple(new), tuple(map(_put_claim, new)))
 
@@ -353,27 +355,27 @@ def describe(
     state: RegisterSnapshot, driver: str, uid: str, namespace: str, name: str, pods: Collection[str] = ()
 ) -> Decision[Claim | None]:
     """Add what is known of a claim: its name, where only its CDI file was known, and pods that share it."""
-    known = state.claims.get((driver, uid))
-    if known is None:
+    recorded = state.claims.get((driver, uid))
+    if recorded is None:
         return Decision(None)
-    record = replace(known, pods=known.pods.union(pods))
-    if not known.name:
+    record = replace(recorded, pods=recorded.pods.union(pods))
+    if not recorded.name:
         record = replace(record, namespace=namespace, name=name)
-    return Decision(record, (_put_claim(record),) if record != known else ())
+    return Decision(record, (_put_claim(record),) if record != recorded else ())
 
 
 @_operation
 def unprepare(state: RegisterSnapshot, driver: str, uid: str) -> Decision[Claim | None]:
     """Take back a claim's devices; answer the record that was there, None for an unknown claim."""
     key = driver, uid
-    known = state.claims.get(key)
-    if known is None:
+    recorded = state.claims.get(key)
+    if recorded is None:
         return Decision(None)
-    changes = [Change("claims", key, None, durable=known.durable)]
+    changes = [Change("claims", key, None, durable=recorded.durable)]
     if key not in state.ended and len(state.ended) >= KEEP_ENDED:
         changes.append(Change("ended", next(iter(state.ended)), None, durable=False))
     changes.append(Change("ended", key, EndedClaim(driver, uid), durable=False))
-    return Decision(known, tuple(changes))
+    return Decision(recorded, tuple(changes))
 
 
 @_operation
@@ -402,9 +404,11 @@ def begin_move(
     """
     at = {device: state.device(resource, device) for device in devices}
     moves = {
-        device: _TURNED[one.state]
-        for device, one in at.items()
-        if one.state in _TURNED and one.state.goal is not to and (to is Side.PLUGIN or one.driver in ("", driver))
+        device: _TURNED[record.state]
+        for device, record in at.items()
+        if record.state in _TURNED
+        and record.state.goal is not to
+        and (to is Side.PLUGIN or record.driver in ("", driver))
     }
     return Decision(moves, _moved(state, resource, moves, now, reason, driver))
 
@@ -464,30 +468,34 @@ def reconcile_evidence(
     read before the Unprepare, and the kubelet's claim state names the claim until the kubelet has our answer. If the
     claim was prepared again, the ledger has it.
     """
-    claims = [replace(one, prepared=False) if (one.driver, one.uid) in state.ended else one for one in evidence.merged]
-    held = sorted(evidence.held.values(), key=lambda one: one.sure)  # sure ones last: they replace the others
-    plugin = {one.device: one for one in held}
+    claims = [
+        replace(claim, prepared=False) if (claim.driver, claim.uid) in state.ended else claim
+        for claim in evidence.merged
+    ]
+    # Sure ones last: they replace the others.
+    held = sorted(evidence.held.values(), key=lambda allocation: allocation.sure)
+    plugin = {allocation.device: allocation for allocation in held}
     prepared = {d: c for c in claims if c.prepared for d in c.devices}
     claimed = {d: c for c in claims for d in c.devices}
     changes: list[Change] = []
     changed: dict[str, State] = {}
     uncertain: dict[str, None] = {}
     for device in dict.fromkeys((*devices, *plugin, *claimed)):
-        known = state.devices.get((resource, device))
+        recorded = state.devices.get((resource, device))
         pod, claim = plugin.get(device), claimed.get(device)
-        if known is None or known.state is State.QUARANTINED:
+        if recorded is None or recorded.state is State.QUARANTINED:
             for record in state.allocations_on(resource, (device,)):
                 pod = pod or rules.ObservedAllocation(device, record.pod or "unknown")
-            for one in state.claims_on(resource, (device,)):
-                claim = claim or rules.ClaimEvidence(one.driver, one.uid, frozenset((device,)), prepared=True)
-        elif known.state.prepares and pod is not None and not pod.sure:
+            for holder in state.claims_on(resource, (device,)):
+                claim = claim or rules.ClaimEvidence(holder.driver, holder.uid, frozenset((device,)), prepared=True)
+        elif recorded.state.prepares and pod is not None and not pod.sure:
             uncertain[device] = None
             pod = None
-        if pod is None and not evidence.current and (known is None or not known.state.allocates):
+        if pod is None and not evidence.current and (recorded is None or not recorded.state.allocates):
             uncertain[device] = None  # it may have been given to a pod that the checkpoint does not name yet
             continue
-        at, reason = _proven(known, pod.pod if pod else None, claim, prepared.get(device), side)
-        if known is None or at is not known.state:
+        at, reason = _proven(recorded, pod.pod if pod else None, claim, prepared.get(device), side)
+        if recorded is None or at is not recorded.state:
             changed[device] = at
             changes += _moved(state, resource, {device: at}, now, reason, driver)
     for device_id, observed in evidence.held.items():
@@ -498,14 +506,14 @@ def reconcile_evidence(
 
 
 def _proven(
-    known: DeviceRecord | None,
+    recorded: DeviceRecord | None,
     pod: str | None,
     claimed: rules.ClaimEvidence | None,
     prepared: rules.ClaimEvidence | None,
     side: Side,
 ) -> tuple[State, str]:
     """Return the state in which the evidence leaves a device, and the reason if it is a new state."""
-    if known is None or known.state is State.QUARANTINED:
+    if recorded is None or recorded.state is State.QUARANTINED:
         if pod is not None and claimed is not None:
             return State.QUARANTINED, f"held by pod {pod} and allocated to claim {claimed.uid}"
         if pod is not None:
@@ -513,11 +521,11 @@ def _proven(
         if claimed is not None:
             return State.DRA, f"allocated to claim {claimed.uid}"
         return State(side.value), ""
-    if pod is not None and (known.state.prepares or prepared is not None):
-        return State.QUARANTINED, f"{known.state.text}, but pod {pod} holds it"
-    if prepared is not None and known.state.allocates:
-        return State.QUARANTINED, f"{known.state.text}, but claim {prepared.uid} is prepared with it"
-    return known.state, known.reason
+    if pod is not None and (recorded.state.prepares or prepared is not None):
+        return State.QUARANTINED, f"{recorded.state.text}, but pod {pod} holds it"
+    if prepared is not None and recorded.state.allocates:
+        return State.QUARANTINED, f"{recorded.state.text}, but claim {prepared.uid} is prepared with it"
+    return recorded.state, recorded.reason
 
 
 def _prepared_claims(
@@ -526,11 +534,11 @@ def _prepared_claims(
     """Return the changes that record claims which evidence says are prepared, and which the ledger has no result of."""
     changes = []
     for claim in claims:
-        known = state.claims.get((claim.driver, claim.uid))
-        if not claim.prepared or (known is not None and known.result is not None):
+        recorded = state.claims.get((claim.driver, claim.uid))
+        if not claim.prepared or (recorded is not None and recorded.result is not None):
             continue
         # A claim over several resources is found once for each of them, so its record may have other devices already.
-        before = known or Claim(claim.driver, claim.uid, "", "", (), None, now)
+        before = recorded or Claim(claim.driver, claim.uid, "", "", (), None, now)
         if not before.name:
             before = replace(before, namespace=claim.namespace, name=claim.name)
         devices = rules.added(before.devices, claim.granted)
@@ -569,7 +577,7 @@ def _moved(
     """Return the changes that give devices new states. driver: of those that had none."""
     records = []
     for device, to in moves.items():
-        known = state.device(resource, device)
-        of = "" if to is State.PLUGIN else known.driver or driver
-        records.append(replace(known, state=to, since=now, sequence=state.sequence + 1, reason=reason, driver=of))
+        before = state.device(resource, device)
+        of = "" if to is State.PLUGIN else before.driver or driver
+        records.append(replace(before, state=to, since=now, sequence=state.sequence + 1, reason=reason, driver=of))
     return tuple(Change("devices", (resource, record.device), record) for record in records)

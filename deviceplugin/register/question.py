@@ -104,7 +104,7 @@ def _part(text: str) -> Fraction | None:
 
 def takes_recorded(amount: Amount, scope: str = "") -> dict[Counter, Fraction]:
     """Return what is taken of counters, in the scope that was recorded. Raises NamingError: a quantity is none."""
-    return {(scope or amount.scope, *one[:2]): parse_quantity(one[2]) for one in amount.takes}
+    return {(scope or amount.scope, *taken[:2]): parse_quantity(taken[2]) for taken in amount.takes}
 
 
 def in_scopes(use: Use, scopes: Mapping[str, str]) -> Use:
@@ -115,8 +115,8 @@ def in_scopes(use: Use, scopes: Mapping[str, str]) -> Use:
     now = scopes.get(use.key[0], "") if use.key else ""
     takes: dict[Counter, Fraction] = {}
     for (scope, *counter), value in use.takes.items():
-        counting = {one for one in (scope, now) if one} or {*(use.key[:1] if use.key else ()), *scopes.values()}
-        takes |= {(one, *counter): value for one in counting}  # type: ignore[misc]
+        counting = {name for name in (scope, now) if name} or {*(use.key[:1] if use.key else ()), *scopes.values()}
+        takes |= {(name, *counter): value for name in counting}  # type: ignore[misc]
     return use._replace(takes=takes)
 
 
@@ -127,36 +127,41 @@ def wanted_use(unit: tuple[str, ...], wanted: Wanted, view: View) -> Use:
     return in_scopes(Use(unit, "", wanted.key, tokens, part_of(wanted.amount), takes), view.scopes)
 
 
-def use_of_allocation(one: AllocationRecord, view: View) -> Use:
+def use_of_allocation(allocation: AllocationRecord, view: View) -> Use:
     """Return an allocation as a use."""
-    tokens = identity.tokens_of(one.identity, view.boot)
-    title = f"pod {one.pod}" if one.pod else "a pod"
-    unit = allocation_unit(one.resource, one.device_id)
-    takes = takes_recorded(one.amount)
-    return in_scopes(Use(unit, title, (one.resource, one.device), tokens, part_of(one.amount), takes), view.scopes)
+    tokens = identity.tokens_of(allocation.identity, view.boot)
+    title = f"pod {allocation.pod}" if allocation.pod else "a pod"
+    unit = allocation_unit(allocation.resource, allocation.device_id)
+    takes = takes_recorded(allocation.amount)
+    return in_scopes(
+        Use(unit, title, (allocation.resource, allocation.device), tokens, part_of(allocation.amount), takes),
+        view.scopes,
+    )
 
 
-def use_of_claim(claim: Claim, one: ClaimDevice, view: View) -> Use:
+def use_of_claim(claim: Claim, device: ClaimDevice, view: View) -> Use:
     """Return one device of a claim as a use; a claim that is known from evidence alone may have any part of it."""
-    tokens = identity.tokens_of(one.identity, view.boot)
+    tokens = identity.tokens_of(device.identity, view.boot)
     title = f"claim {claim.title}" if claim.name else f"claim {claim.uid}"
     unit = claim_unit(claim.driver, claim.uid)
-    takes = takes_recorded(one.amount, claim.driver)
-    return in_scopes(Use(unit, title, (one.resource, one.device), tokens, part_of(one.amount), takes), view.scopes)
+    takes = takes_recorded(device.amount, claim.driver)
+    return in_scopes(
+        Use(unit, title, (device.resource, device.device), tokens, part_of(device.amount), takes), view.scopes
+    )
 
 
 def uses(state: RegisterSnapshot, points: Iterable[Point], view: View) -> list[Use]:
     """Return what is held of any of these points: by the register's records, and by others."""
     points = set(points)
-    found: list[Use] = []
-    for table, key in {one for point in points for one in state.index.get(point, ())}:
+    held: list[Use] = []
+    for table, key in {entry for point in points for entry in state.index.get(point, ())}:
         if table == "allocations":
-            found.append(use_of_allocation(state.allocations[key], view))
+            held.append(use_of_allocation(state.allocations[key], view))
         else:
             claim = state.claims[key]
-            found += [use_of_claim(claim, one, view) for one in claim.devices if not one.admin]
-    found += [one for one in view.others if one.concerns(points)]
-    return found
+            held += [use_of_claim(claim, device, view) for device in claim.devices if not device.admin]
+    held += [use for use in view.others if use.concerns(points)]
+    return held
 
 
 def doubts(
@@ -167,20 +172,20 @@ def doubts(
     Any device of the resource may be meant, if neither the id nor the answer to Allocate says which. devices: tokens by
     resource and device. listed: tokens of all devices.
     """
-    found: list[Use] = []
-    for one in records:
-        of, tokens = devices.get(one.resource, {}), identity.tokens_of(one.identity, boot)
-        if is_given_by_others(one) and one.device not in of and tokens.isdisjoint(listed):
-            what = f"pod {one.pod} has {one.device_id} of {one.resource} from another plugin"
+    possible: list[Use] = []
+    for allocation in records:
+        of, tokens = devices.get(allocation.resource, {}), identity.tokens_of(allocation.identity, boot)
+        if is_given_by_others(allocation) and allocation.device not in of and tokens.isdisjoint(listed):
+            what = f"pod {allocation.pod} has {allocation.device_id} of {allocation.resource} from another plugin"
             title = f"{what}, and it is not known which device that is"
-            unit = UNCERTAIN, one.resource, one.device_id
-            found += [Use(unit, title, (one.resource, device), its, None) for device, its in of.items()]
-    return tuple(found)
+            unit = UNCERTAIN, allocation.resource, allocation.device_id
+            possible += [Use(unit, title, (allocation.resource, device), its, None) for device, its in of.items()]
+    return tuple(possible)
 
 
-def is_given_by_others(one: AllocationRecord) -> bool:
+def is_given_by_others(allocation: AllocationRecord) -> bool:
     """Return whether another plugin has given a pod what is recorded: how much of the device is not known."""
-    return not (one.amount.part or one.pending)
+    return not (allocation.amount.part or allocation.pending)
 
 
 def held_twice(wanted: Wanted, times: int, state: RegisterSnapshot, view: View) -> bool:
@@ -189,11 +194,11 @@ def held_twice(wanted: Wanted, times: int, state: RegisterSnapshot, view: View) 
     times: how often it is offered; what is held of it without a known amount counts as one of these.
     """
     points: set[Point] = {wanted.key, *identity.tokens_of(wanted.identity, view.boot)}
-    held = [one for one in uses(state, points, view) if one.part != 0 and one.unit[0] not in ("hook", UNCERTAIN)]
+    held = [use for use in uses(state, points, view) if use.part != 0 and use.unit[0] not in ("hook", UNCERTAIN)]
     for point in points:
-        of_point = [one for one in held if point in one.points]
-        units = {one.unit for one in of_point}
-        if len(units) > 1 and sum(one.part or Fraction(1, times) for one in of_point) > 1:
+        of_point = [use for use in held if point in use.points]
+        units = {use.unit for use in of_point}
+        if len(units) > 1 and sum(use.part or Fraction(1, times) for use in of_point) > 1:
             return True
     return False
 
@@ -212,34 +217,34 @@ def refusal(
     What the holder has already, by its units, does not count; what it asks for adds up. beside: what counts as held
     besides. own: tells what else does not count. counted: tells of which uses it counts what they take of counters.
     """
-    units = {one.unit for one in wanted}
-    wanted = [one for one in wanted if one.part != 0]
-    points: set[Point] = {point for one in wanted for point in one.points}
-    points.update(counter[1:] for one in wanted for counter in one.takes)
-    held = [one for one in (*uses(state, points, view), *beside) if one.part != 0]
-    others = [one for one in held if one.unit not in units and not own(one)]
-    for one in wanted:
+    units = {use.unit for use in wanted}
+    wanted = [use for use in wanted if use.part != 0]
+    points: set[Point] = {point for use in wanted for point in use.points}
+    points.update(counter[1:] for use in wanted for counter in use.takes)
+    held = [use for use in (*uses(state, points, view), *beside) if use.part != 0]
+    others = [use for use in held if use.unit not in units and not own(use)]
+    for use in wanted:
         for other in held:
-            if one.key == other.key and not same_thing(one.tokens, other.tokens):
-                return f"{_titled(one)} is held as {shown(other.tokens)}, and is {shown(one.tokens)} now"
+            if use.key == other.key and not same_thing(use.tokens, other.tokens):
+                return f"{_titled(use)} is held as {shown(other.tokens)}, and is {shown(use.tokens)} now"
         for other in others:
-            if (common := one.points & other.points) and None in (one.part, other.part):
-                return _excluded(one, other, common)
-    for one in wanted:
-        for point in one.points:
+            if (common := use.points & other.points) and None in (use.part, other.part):
+                return _excluded(use, other, common)
+    for use in wanted:
+        for point in use.points:
             of_point = [each for each in others if point in each.points]
             same = [each for each in wanted if point in each.points]
             if len(of_point) + len(same) > 1 and sum(each.part or _ONE for each in (*of_point, *same)) > 1:
-                return _excluded(one, of_point[0], {point}) if of_point else _twice(same[0], same[1], point)
-        for counter in one.takes:
+                return _excluded(use, of_point[0], {point}) if of_point else _twice(same[0], same[1], point)
+        for counter in use.takes:
             of_counter = [each for each in others if counter in each.takes and counted(each)]
             same = [each for each in wanted if counter in each.takes]
             taken = [each.takes[counter] for each in (*of_counter, *same)]
             if len(taken) > 1 and (min(taken) < 0 or sum(taken) > view.limits.get(counter, Fraction(-1))):
-                beside = of_counter or [each for each in same if each is not one]
+                beside = of_counter or [each for each in same if each is not use]
                 names = ", ".join(sorted({_titled(each) for each in beside})[:3])
                 counts = ", which counts as held" if of_counter else ", requested with it"
-                return f"{_titled(one)} does not fit beside {names}{counts} (counter {counter[2]} of {counter[1]})"
+                return f"{_titled(use)} does not fit beside {names}{counts} (counter {counter[2]} of {counter[1]})"
     return ""
 
 
@@ -247,15 +252,15 @@ def _titled(use: Use) -> str:
     return titled(use.key) if use.key else f"what {use.title} has"
 
 
-def _twice(one: Use, other: Use, point: Point) -> str:
-    if one.key == other.key:
-        return f"more of {_titled(one)} is requested than there is"
-    return f"{_titled(one)} and {_titled(other)}, requested with it, are the same hardware ({shown({str(point)})})"
+def _twice(use: Use, other: Use, point: Point) -> str:
+    if use.key == other.key:
+        return f"more of {_titled(use)} is requested than there is"
+    return f"{_titled(use)} and {_titled(other)}, requested with it, are the same hardware ({shown({str(point)})})"
 
 
-def _excluded(one: Use, other: Use, common: Collection[Point]) -> str:
+def _excluded(use: Use, other: Use, common: Collection[Point]) -> str:
     tokens = {point for point in common if isinstance(point, str)}
-    if other.key == one.key:
-        return other.title if other.unit[0] in ("hook", UNCERTAIN) else f"{_titled(one)} is held by {other.title}"
-    text = f"{_titled(one)} and {_titled(other)}, which counts as held"
+    if other.key == use.key:
+        return other.title if other.unit[0] in ("hook", UNCERTAIN) else f"{_titled(use)} is held by {other.title}"
+    text = f"{_titled(use)} and {_titled(other)}, which counts as held"
     return f"{text}, are the same hardware ({shown(tokens)})"

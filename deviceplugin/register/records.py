@@ -252,8 +252,8 @@ class RegisterSnapshot:
 
     def setting(self, section: str, key: str) -> str | None:
         """Return a value that was kept by `set_setting`; None if there is none."""
-        found = self.settings.get((section, key))
-        return None if found is None else found.value
+        setting = self.settings.get((section, key))
+        return None if setting is None else setting.value
 
     def device(self, resource: str, device: str) -> DeviceRecord:
         """Return a device's record; an unknown one is on the plugin's side."""
@@ -265,13 +265,13 @@ class RegisterSnapshot:
 
     def allocations_on(self, resource: str, devices: Iterable[str]) -> list[AllocationRecord]:
         """Return the allocations of these devices."""
-        found = {one for device in devices for one in self.index.get((resource, device), ())}
-        return [self.allocations[key] for table, key in sorted(found) if table == "allocations"]
+        entries = {entry for device in devices for entry in self.index.get((resource, device), ())}
+        return [self.allocations[key] for table, key in sorted(entries) if table == "allocations"]
 
     def claims_on(self, resource: str, devices: Iterable[str]) -> list[Claim]:
         """Return the claims that hold any of these devices."""
-        found = {one for device in devices for one in self.index.get((resource, device), ())}
-        return [self.claims[key] for table, key in sorted(found) if table == "claims"]
+        entries = {entry for device in devices for entry in self.index.get((resource, device), ())}
+        return [self.claims[key] for table, key in sorted(entries) if table == "claims"]
 
     def with_changes(self, changes: Sequence[Change], sequence: int) -> RegisterSnapshot:
         """Return the snapshot that follows."""
@@ -298,19 +298,23 @@ class RegisterSnapshot:
 
 def _points(record: Record | None) -> set[Point]:
     """Return by what an allocation or a claim is found."""
-    found: set[Point] = set()
+    points: set[Point] = set()
     match record:
         case AllocationRecord():
             held = [(record.resource, record.device, record.identity, record.amount)]
         case Claim():
-            held = [(one.resource, one.device, one.identity, one.amount) for one in record.devices if not one.admin]
+            held = [
+                (device.resource, device.device, device.identity, device.amount)
+                for device in record.devices
+                if not device.admin
+            ]
         case _:
             held = []
     for resource, device, identity, amount in held:
-        found.add((resource, device))
-        found.update(identity.split(" ")[1:])
-        found.update((counter_set, counter) for counter_set, counter, _ in amount.takes)
-    return found
+        points.add((resource, device))
+        points.update(identity.split(" ")[1:])
+        points.update((counter_set, counter) for counter_set, counter, _ in amount.takes)
+    return points
 
 
 @dataclass(frozen=True, slots=True)

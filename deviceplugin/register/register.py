@@ -143,18 +143,19 @@ class ListedThings:
         """Return all devices; the same object until they change."""
         services = self.served
         version = tuple(
-            (name, id(one.inventory), one.inventory.snapshot.version, id(one.source)) for name, one in services.items()
+            (name, id(service.inventory), service.inventory.snapshot.version, id(service.source))
+            for name, service in services.items()
         )
         if self._version != version:
-            found: dict[DeviceKey, Thing] = {}
-            for name, one in services.items():
-                now, source = one.inventory.snapshot, one.source
+            things: dict[DeviceKey, Thing] = {}
+            for name, service in services.items():
+                now, source = service.inventory.snapshot, service.source
                 for device in now.devices.values():
                     tokens = now.identities.get(device.id, frozenset())
                     if tokens or device.consumes or device.counters:
-                        found[name, device.id] = thing_of(device, tokens, source.driver or name)
-            self._version, self._things = version, Things(found)
-            self.scopes = {name: one.source.driver or name for name, one in services.items()}
+                        things[name, device.id] = thing_of(device, tokens, source.driver or name)
+            self._version, self._things = version, Things(things)
+            self.scopes = {name: service.source.driver or name for name, service in services.items()}
             self.limits = self._things.limits()
         return self._things
 
@@ -169,7 +170,11 @@ class ListedThings:
         if (resource, device) not in things.related:
             return ((resource, device),)
         driver = services[resource].source.driver
-        mine = {name for name, one in services.items() if name == resource or (driver and one.source.driver == driver)}
+        mine = {
+            name
+            for name, service in services.items()
+            if name == resource or (driver and service.source.driver == driver)
+        }
         return things.group((resource, device), (key for key in things.related if key[0] in mine and self.has(key)))
 
 
@@ -210,20 +215,21 @@ class Register:
         before = self._view[0]
         if before is None or before[0] is not things or before[1] != foreign or before[2] != overdue:
             parts = {
-                peer: f"{titled(one)}: {why}"
-                for one, why in overdue.items()
-                for peer in things.peers(one) - things.aliases(one)
+                peer: f"{titled(device)}: {why}"
+                for device, why in overdue.items()
+                for peer in things.peers(device) - things.aliases(device)
             }
             busy = {**parts, **overdue}
             held = self.hooks.held
             working = [
-                Use(("hook", *one), why, one, held.get(one, things.tokens(one)), None) for one, why in busy.items()
+                Use(("hook", *device), why, device, held.get(device, things.tokens(device)), None)
+                for device, why in busy.items()
             ]
             view = View(
                 self.boot,
                 self.listed.scopes,
                 self.listed.limits,
-                (*(in_scopes(one, self.listed.scopes) for one in foreign), *working),
+                (*(in_scopes(use, self.listed.scopes) for use in foreign), *working),
             )
             self._view = key, view
         return self._view[1]
@@ -232,13 +238,15 @@ class Register:
         """Return which devices pods may have by another plugin."""
         services, things, records = self.listed.served, self.listed.now(), self.snapshot.allocations
         if self._doubts[0] is not things or self._doubts[1] is not records:
-            named = {one.resource for one in records.values() if is_given_by_others(one)} & services.keys()
+            named = {
+                allocation.resource for allocation in records.values() if is_given_by_others(allocation)
+            } & services.keys()
             devices = {
                 name: {device: things.tokens((name, device)) for device in services[name].inventory.snapshot.devices}
                 for name in named
             }
-            found = doubts(records.values(), self.boot, devices, things.listed) if devices else ()
-            self._doubts = things, records, found
+            possible = doubts(records.values(), self.boot, devices, things.listed) if devices else ()
+            self._doubts = things, records, possible
         return self._doubts[2]
 
     # What a device is, and how much of it somebody gets.
@@ -249,16 +257,16 @@ class Register:
 
     def times(self, resource: str, device: Device) -> int | None:
         """Return how often a device is offered; None if its resource is not served."""
-        one = self.listed.served.get(resource)
-        return None if one is None else len(one.ids_now(device))
+        service = self.listed.served.get(resource)
+        return None if service is None else len(service.ids_now(device))
 
     def amount(self, resource: str, device: str) -> Amount:
         """Return how much of a device one of its ids stands for now."""
         services = self.listed.served
-        known = services[resource].inventory.snapshot.devices.get(device) if resource in services else None
-        if known is None:
+        listed = services[resource].inventory.snapshot.devices.get(device) if resource in services else None
+        if listed is None:
             return WHOLE
-        times, takes = len(services[resource].ids_now(known)), takes_of(known)
+        times, takes = len(services[resource].ids_now(listed)), takes_of(listed)
         scope = self.listed.scopes.get(resource, "") if takes else ""
         return Amount("1" if times == 1 else f"1/{times}", takes, scope) if takes or times > 1 else WHOLE
 
@@ -288,19 +296,19 @@ class Register:
         if resource not in services:
             return {}
         state, view, things, service = self.snapshot, self.view(), self.listed.now(), services[resource]
-        foreign = {point for one in view.others for point in one.points}
-        others = {point for one in view.others if one.unit[0] == UNCERTAIN for point in one.points}
-        given = (one for one in state.allocations.values() if is_given_by_others(one))
-        others.update(point for one in given for point in use_of_allocation(one, view).points)
+        foreign = {point for use in view.others for point in use.points}
+        others = {point for use in view.others if use.unit[0] == UNCERTAIN for point in use.points}
+        given = (allocation for allocation in state.allocations.values() if is_given_by_others(allocation))
+        others.update(point for allocation in given for point in use_of_allocation(allocation, view).points)
         by_others: set[str] = set()
-        found: dict[str, str] = {}
+        withheld: dict[str, str] = {}
         reasons: dict[str, str] = {}
         for device in service.inventory.snapshot.devices.values():
             key = resource, device.id
             ids = service.ids_now(device) if side == "plugin" else (device.id,)
             points: set[Point] = {key, *things.tokens(key)}
             points.update((name, counter) for name, of in device.consumes.items() for counter in of)
-            entries = {one for point in points for one in state.index.get(point, ())}
+            entries = {entry for point in points for entry in state.index.get(point, ())}
             free = foreign.isdisjoint(points) and (
                 not entries or (side == "plugin" and self._by_itself(key, ids, entries))
             )
@@ -309,7 +317,7 @@ class Register:
                 named_before = "" if state.index.get(key) else self._named_before(key, side)
                 if why := self._elsewhere(key) or named_before:
                     excluded = dict.fromkeys(ids, why) | excluded
-            found |= excluded
+            withheld |= excluded
             at = state.device(*key).state
             if excluded and len(excluded) == len(ids) and (at.healthy if side == "plugin" else at.offered):
                 reasons[device.id] = next(iter(excluded.values()))  # on the other side it is not looked for
@@ -322,14 +330,14 @@ class Register:
                 _LOG.info("device %s is not offered (%s): %s", name, side, why, extra=extra)
         self._withheld[resource, side] = reasons
         self.given_by_others[resource, side] = frozenset(by_others)
-        return found
+        return withheld
 
     def _by_itself(self, key: DeviceKey, ids: Sequence[str], entries: Collection[tuple[str, DeviceKey]]) -> bool:
         """Return whether a device's only id is all that is held of it, and it is what was granted: the usual case."""
         if len(ids) > 1 or entries != {("allocations", (key[0], ids[0]))}:
             return False
-        known = self.snapshot.allocations[key[0], ids[0]]
-        return known.device == key[1] and known.identity == self.identity(*key)
+        allocation = self.snapshot.allocations[key[0], ids[0]]
+        return allocation.device == key[1] and allocation.identity == self.identity(*key)
 
     def _excluded(
         self, key: DeviceKey, ids: Sequence[str], side: Side, state: RegisterSnapshot, view: View
@@ -349,17 +357,17 @@ class Register:
                 counted=lambda use: use.unit[0] != "claim",
             )
             return {key[1]: why} if why else {}
-        found: dict[str, str] = {}
+        refused: dict[str, str] = {}
         offered: list[Use] = []
         for name in ids:
-            one = wanted_use(allocation_unit(resource, name), wanted, view)
+            requested = wanted_use(allocation_unit(resource, name), wanted, view)
             given = (resource, name) in state.allocations
             own = functools.partial(self._doubtless, held=given)
-            if why := refusal([one], state, view, offered, own=own):
-                found[name] = why
+            if why := refusal([requested], state, view, offered, own=own):
+                refused[name] = why
             elif not given:
-                offered.append(one)
-        return found
+                offered.append(requested)
+        return refused
 
     @staticmethod
     def _doubtless(use: Use, *, held: bool) -> bool:
@@ -394,8 +402,8 @@ class Register:
 
     def same_as(self, resource: str, device_id: str) -> frozenset[DeviceKey]:
         """Return the listed devices that are what was given away by an id of the kubelet's, as far as that is known."""
-        known, things = self.snapshot.allocations.get((resource, device_id)), self.listed.now()
-        tokens = identity.tokens_of(known.identity, self.boot) if known is not None else frozenset()
+        allocation, things = self.snapshot.allocations.get((resource, device_id)), self.listed.now()
+        tokens = identity.tokens_of(allocation.identity, self.boot) if allocation is not None else frozenset()
         return frozenset(key for token in tokens for key in things.having(token))
 
     def held_twice(self, resource: str, device: Device) -> bool:
@@ -461,7 +469,7 @@ class Register:
 
     def is_free(self, key: DeviceKey, units: Collection[tuple[str, ...]] = ()) -> bool:
         """Return whether nobody holds any of a device, or is being granted it. units: holders that do not count."""
-        if any(self._granted_now[one] > 0 for one in (key, *self.listed.now().aliases(key))):
+        if any(self._granted_now[name] > 0 for name in (key, *self.listed.now().aliases(key))):
             return False
         whole = Use(("released", *key), "", key, self.listed.now().tokens(key), Fraction(1))
         return not refusal([whole], self.snapshot, self.view(), own=lambda use: use.unit in units)
@@ -472,7 +480,7 @@ class Register:
 
     def with_peers(self, keys: Iterable[DeviceKey]) -> set[DeviceKey]:
         """Return devices and those that are the same thing, or parts of it."""
-        return {one for key in keys for one in (key, *self.listed.now().peers(key))}
+        return {peer for key in keys for peer in (key, *self.listed.now().peers(key))}
 
     async def verify(self, keys: Iterable[DeviceKey], *, resets: bool = True) -> None:
         """Check that devices are what they were listed as, and wait for hooks. Raises ConflictError.
@@ -511,8 +519,8 @@ class Register:
         granted: dict[DeviceKey, Tokens] = {}
         devices: dict[DeviceKey, Device] = {}
         for resource, name in keys:
-            held = [one for one in uses(state, [(resource, name)], view) if one.key == (resource, name)]
-            granted[resource, name] = frozenset().union(*(one.tokens for one in held))
+            held = [use for use in uses(state, [(resource, name)], view) if use.key == (resource, name)]
+            granted[resource, name] = frozenset().union(*(use.tokens for use in held))
             listed = services[resource].inventory.snapshot.devices if resource in services else {}
             if granted[resource, name] and name in listed:
                 devices[resource, name] = listed[name]
@@ -526,7 +534,7 @@ class Register:
     async def adopt(self) -> None:
         """Give holdings whose identity is not known the one that their devices have now."""
         state, things = self.snapshot, self.listed.now()
-        keys = {(one.resource, one.device) for one in state.allocations.values()}
+        keys = {(allocation.resource, allocation.device) for allocation in state.allocations.values()}
         keys.update(key for claim in state.claims.values() for key in claim.held)
         identities = {key: identity.recorded(tokens, self.boot) for key in keys if (tokens := things.tokens(key))}
         if identities:
@@ -539,8 +547,8 @@ class Register:
 
     async def add_holders(self, holders: Iterable[tuple[str, str, str, str]]) -> None:
         """Record further holders of ids: (pod UID, container, resource, id). Raises what the store raises."""
-        if found := tuple(holders):
-            await self.store.do(operations.add_holders(found, time.time()))
+        if named := tuple(holders):
+            await self.store.do(operations.add_holders(named, time.time()))
 
     # Changes.
 
@@ -555,7 +563,7 @@ class Register:
         for point, entries in state.index.items():
             if isinstance(point, str):
                 listed = things.having(point)
-                if len(listed) > 1 or any(not listed.issuperset(self._keys(state, one)) for one in entries):
+                if len(listed) > 1 or any(not listed.issuperset(self._keys(state, entry)) for entry in entries):
                     foreign[point] = entries
             elif point in things.related:
                 foreign[point] = entries
@@ -571,5 +579,5 @@ class Register:
         table, key = entry
         if table == "claims":
             return state.claims[key].held
-        one = state.allocations[key]
-        return ((one.resource, one.device),)
+        allocation = state.allocations[key]
+        return ((allocation.resource, allocation.device),)

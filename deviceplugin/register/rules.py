@@ -137,26 +137,26 @@ class Evidence:
     @property
     def merged(self) -> list[ClaimEvidence]:
         """The claims, each once."""
-        found: dict[RecordKey, ClaimEvidence] = {}
-        for one in self.claims:
-            key = one.driver, one.uid
-            first = found.get(key, one)
-            found[key] = replace(
+        merged: dict[RecordKey, ClaimEvidence] = {}
+        for claim in self.claims:
+            key = claim.driver, claim.uid
+            first = merged.get(key, claim)
+            merged[key] = replace(
                 first,
-                devices=first.devices | one.devices,
-                prepared=first.prepared or one.prepared,
-                namespace=first.namespace or one.namespace,
-                name=first.name or one.name,
-                pods=first.pods | one.pods,
-                granted=added(first.granted, one.granted),
+                devices=first.devices | claim.devices,
+                prepared=first.prepared or claim.prepared,
+                namespace=first.namespace or claim.namespace,
+                name=first.name or claim.name,
+                pods=first.pods | claim.pods,
+                granted=added(first.granted, claim.granted),
             )
-        return list(found.values())
+        return list(merged.values())
 
 
-def added(known: tuple[ClaimDevice, ...], found: Iterable[ClaimDevice]) -> tuple[ClaimDevice, ...]:
-    """Return what is known of a claim's devices, and what was found of others."""
-    names = {(one.resource, one.device) for one in known}
-    return (*known, *(one for one in found if (one.resource, one.device) not in names))
+def added(recorded: tuple[ClaimDevice, ...], further: Iterable[ClaimDevice]) -> tuple[ClaimDevice, ...]:
+    """Return the recorded devices of a claim, and those of `further` that the record does not have."""
+    names = {(device.resource, device.device) for device in recorded}
+    return (*recorded, *(device for device in further if (device.resource, device.device) not in names))
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,12 +200,12 @@ class Excluded:
 
 def served_by_limits(claim: Claim, resource: str) -> int:
     """Return how many devices of a resource pods have by their `limits` through a claim."""
-    return sum(one.limits and not one.admin and one.resource == resource for one in claim.devices)
+    return sum(device.limits and not device.admin and device.resource == resource for device in claim.devices)
 
 
 def held_by_limits(now: RegisterSnapshot, resource: str) -> tuple[int, int]:
     """Return how many ids of a resource pods have by their `limits`: through the plugin, and through DRA."""
-    by_plugin = sum(one.resource == resource for one in now.allocations.values())
+    by_plugin = sum(allocation.resource == resource for allocation in now.allocations.values())
     return by_plugin, sum(served_by_limits(claim, resource) for claim in now.claims.values())
 
 
@@ -218,7 +218,7 @@ def allocate_refusal(now: RegisterSnapshot, resource: str, device: str) -> Refus
 def prepare_refusal(now: RegisterSnapshot, driver: str, resource: str, device: str) -> Refused | None:
     """Claims are prepared in DRA and TO_PLUGIN, by the driver that publishes the device."""
     record = now.device(resource, device)
-    holder = next((one.pod or "a pod" for one in now.allocations_on(resource, (device,))), "")
+    holder = next((allocation.pod or "a pod" for allocation in now.allocations_on(resource, (device,))), "")
     if record.state.prepares and record.driver in ("", driver):
         return Refused(record, holder) if holder else None
     return Refused(record, holder, record.state is State.TO_DRA and record.driver in ("", driver))
@@ -242,8 +242,12 @@ def to_dra_waits_for(now: RegisterSnapshot, record: DeviceRecord, evidence: Kube
         return "the kubelet to acknowledge that it is Unhealthy"
     if seen.sequence < evidence.sequence:
         return "a snapshot of the kubelet's holders"
-    for one in now.allocations_on(record.resource, (record.device,)):
-        return HolderWait(f"pod {one.pod}") if one.pod else f"the pod it was allocated to at {_utc(one.since)}"
+    for allocation in now.allocations_on(record.resource, (record.device,)):
+        return (
+            HolderWait(f"pod {allocation.pod}")
+            if allocation.pod
+            else f"the pod it was allocated to at {_utc(allocation.since)}"
+        )
     return ""
 
 
