@@ -41,14 +41,14 @@ class AllocationCopies:
             names = os.listdir(self._directory)
         except OSError:
             return {}
-        found: dict[Allocation, Wanted] = {}
+        copied: dict[Allocation, Wanted] = {}
         for name in names:
             if name.endswith(copies.SUFFIX) and name != self._own:
                 file = file_identity(self._directory / name)
                 if file is not None and file != self._read.get(name):
                     self._read[name] = file
-                    found |= _allocations(self._directory / name)
-        return found
+                    copied |= _allocations(self._directory / name)
+        return copied
 
 
 def _allocations(path: Path) -> Mapping[Allocation, Wanted]:
@@ -60,7 +60,9 @@ def _allocations(path: Path) -> Mapping[Allocation, Wanted]:
     if copy is None or copy.boot != boot_id():
         return {}
     return {
-        Allocation(*holder, one.resource, one.device_id): Wanted((one.resource, one.device), one.identity, one.amount)
-        for one in copy.allocations
-        for holder in one.holders
+        Allocation(*holder, record.resource, record.device_id): Wanted(
+            (record.resource, record.device), record.identity, record.amount
+        )
+        for record in copy.allocations
+        for holder in record.holders
     }

@@ -113,7 +113,7 @@ class PodReader:
         paths = [path for tree in _trees(str(self._cgroups)) for uid, path in _pods(tree) if uid == pod_uid]
         if not paths or any(_text(path, "cgroup.procs") for path in paths):
             return None  # not visible, or a process is in none of them
-        below = [one for path in paths for one in _subdirectories(path)]
+        below = [directory for path in paths for directory in _subdirectories(path)]
         return [ContainerCgroup(name, os.stat(path).st_ctime) for name, path in below if _populated(path)]
 
     def running(self) -> frozenset[str]:
@@ -141,47 +141,47 @@ class PodReader:
 
 def pod_cgroups(root: Path, own: str = "") -> PodProcesses | None:
     """Return which pods' cgroups have a process, and which none; None if not visible. own: the own pod's UID or ""."""
-    found: dict[str, bool] = {}
+    runs: dict[str, bool] = {}
     paths: dict[str, tuple[str, ...]] = {}
     try:
         trees = _trees(str(root))
         for tree in trees:
             for uid, path in _pods(tree):
-                found[uid] = found.get(uid, False) or _populated(path)
+                runs[uid] = runs.get(uid, False) or _populated(path)
                 paths[uid] = (*paths.get(uid, ()), path)
     except OSError:  # a part of the tree cannot be read
         return None
-    if not trees or (own and not found.get(own)):
+    if not trees or (own and not runs.get(own)):
         return None
-    running = frozenset(uid for uid, populated in found.items() if populated)
-    return PodProcesses(running, empty=frozenset(found.keys() - running), paths=paths)
+    running = frozenset(uid for uid, populated in runs.items() if populated)
+    return PodProcesses(running, empty=frozenset(runs.keys() - running), paths=paths)
 
 
 def _trees(root: str) -> list[str]:
     """Return the directories `kubepods`; of cgroup v1 those of the hierarchy `pids`, or the first that has any."""
     if os.path.exists(os.path.join(root, "cgroup.controllers")):
         return _kubepods(root)
-    hierarchies = sorted(_subdirectories(root), key=lambda one: (one[0] != "pids", one))
-    return next((found for _, path in hierarchies if (found := _kubepods(path))), [])
+    hierarchies = sorted(_subdirectories(root), key=lambda named: (named[0] != "pids", named))
+    return next((trees for _, path in hierarchies if (trees := _kubepods(path))), [])
 
 
 def _kubepods(root: str) -> list[str]:
-    found: list[str] = []
+    trees: list[str] = []
     level = [root]
     for _ in range(_DEPTH):
         below: list[str] = []
         for directory in level:
             for name, path in _subdirectories(directory):
-                (found if _KUBEPODS.fullmatch(name) else below).append(path)
+                (trees if _KUBEPODS.fullmatch(name) else below).append(path)
         level = below
-    return found
+    return trees
 
 
 def _pods(directory: str) -> Iterator[tuple[str, str]]:
     """Yield UID and path of the pod cgroups in a `kubepods` tree: on its first level, or in a QoS class."""
     for name, path in _subdirectories(directory):
-        if (found := _SYSTEMD.fullmatch(name)) is not None:
-            yield found[1].replace("_", "-"), path
+        if (match := _SYSTEMD.fullmatch(name)) is not None:
+            yield match[1].replace("_", "-"), path
         elif name.startswith("pod"):
             yield name.removeprefix("pod"), path
         elif "burstable" in name or "besteffort" in name:
@@ -254,7 +254,7 @@ def own_pod(kubelet_root: Path, mounts: str = "/proc/self/mountinfo") -> str:
     except OSError:
         return ""
     for fields in lines:
-        found = _ETC_HOSTS.fullmatch(fields[3]) if len(fields) > 4 and fields[4] == "/etc/hosts" else None
-        if found is not None and os.path.isdir(kubelet_root / "pods" / found[1]):
-            return found[1]
+        match = _ETC_HOSTS.fullmatch(fields[3]) if len(fields) > 4 and fields[4] == "/etc/hosts" else None
+        if match is not None and os.path.isdir(kubelet_root / "pods" / match[1]):
+            return match[1]
     return ""

@@ -52,9 +52,9 @@ def parse(text: bytes, file: FileIdentity | None = None) -> CheckpointVersion:
     try:
         data = json.loads(text)["Data"]
         responses = {
-            one: str(entry.get("AllocResp") or "")
+            allocation: str(entry.get("AllocResp") or "")
             for entry in data["PodDeviceEntries"] or ()
-            for one in _allocations(entry)
+            for allocation in _allocations(entry)
         }
         registered = {
             str(resource): frozenset(map(str, ids or ())) for resource, ids in (data["RegisteredDevices"] or {}).items()

@@ -65,11 +65,11 @@ def _claim(entry: Mapping[str, Any]) -> PreparedClaim:
     requests: set[tuple[str, str, str]] = set()
     for driver, state in (entry["DriverState"] or {}).items():
         own = devices.setdefault(str(driver), set())
-        for one in state["Devices"] or ():
-            name = str(one["DeviceName"])
-            own.add((str(one["PoolName"]), name, str(one.get("ShareID") or "")))
-            cdi_ids.update(map(str, one.get("CDIDeviceIDs") or ()))
-            requests.update((str(driver), str(request), name) for request in one.get("RequestNames") or ("",))
+        for device in state["Devices"] or ():
+            name = str(device["DeviceName"])
+            own.add((str(device["PoolName"]), name, str(device.get("ShareID") or "")))
+            cdi_ids.update(map(str, device.get("CDIDeviceIDs") or ()))
+            requests.update((str(driver), str(request), name) for request in device.get("RequestNames") or ("",))
     return PreparedClaim(
         str(entry["ClaimUID"]),
         str(entry["Namespace"]),

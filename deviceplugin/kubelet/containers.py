@@ -36,7 +36,7 @@ class LogLink(NamedTuple):
 
 def log_links(directory: Path, pods: Collection[str]) -> list[LogLink]:
     """Return the containers of these pods that have a link. Blocks. Raises OSError: the directory cannot be read."""
-    found = []
+    links = []
     with os.scandir(directory) as entries:
         for entry in entries:
             if (named := _LINK.fullmatch(entry.name)) is None:
@@ -45,10 +45,10 @@ def log_links(directory: Path, pods: Collection[str]) -> list[LogLink]:
                 *_, pod, container, _ = os.readlink(entry.path).split("/")
                 uid = pod.rpartition("_")[2]
                 if uid in pods:
-                    found.append(LogLink(uid, container, named[1], entry.stat(follow_symlinks=False).st_mtime))
+                    links.append(LogLink(uid, container, named[1], entry.stat(follow_symlinks=False).st_mtime))
             except (OSError, ValueError):
                 continue  # it has just been removed, or is no link of the kubelet's
-    return found
+    return links
 
 
 def has_ended(container: str, links: Iterable[LogLink], running: Iterable[ContainerCgroup]) -> bool:
@@ -57,11 +57,11 @@ def has_ended(container: str, links: Iterable[LogLink], running: Iterable[Contai
     A container that has no link may be one that has just started, or one of which nothing is known: it may run.
     """
     links = tuple(links)
-    last = max((one.made for one in links if one.container == container), default=None)
+    last = max((link.made for link in links if link.container == container), default=None)
     if last is None:
         return False
     for cgroup in running:
-        link = next((one for one in links if one.id in cgroup.name), None)
+        link = next((log_link for log_link in links if log_link.id in cgroup.name), None)
         if (cgroup.made >= last) if link is None else (link.container == container):
             return False
     return True
@@ -77,9 +77,9 @@ def ended(containers: Collection[tuple[str, str]], pods: PodReader, directory: P
         running = {uid: pods.containers(uid) for uid in uids}
     except OSError:
         return frozenset()  # nothing is known
-    found = set()
+    over = set()
     for uid, name in containers:
         cgroups = running[uid]
-        if cgroups is not None and has_ended(name, (one for one in links if one.pod_uid == uid), cgroups):
-            found.add((uid, name))
-    return frozenset(found)
+        if cgroups is not None and has_ended(name, (link for link in links if link.pod_uid == uid), cgroups):
+            over.add((uid, name))
+    return frozenset(over)

@@ -71,14 +71,14 @@ class DeviceIds:
         A device of unknown health is shown healthy: only a device known to be broken is withdrawn.
         What is not offered is shown unhealthy, never dropped; so are legacy ids.
         """
-        known = self._inventory.snapshot.devices
-        numa = {device.id: device.numa_nodes for device in known.values() if self._source.topology}
+        devices = self._inventory.snapshot.devices
+        numa = {device.id: device.numa_nodes for device in devices.values() if self._source.topology}
         offered = [
             Entry(name, device.health.usable and offers(device.id) and name not in withheld, numa.get(device.id, ()))
-            for device in known.values()
+            for device in devices.values()
             for name in self.names_of(device)
         ]
-        shown = {one.name for one in offered} if self.legacy else ()
+        shown = {entry.name for entry in offered} if self.legacy else ()
         legacy = ((name, device) for name, device in self.legacy.items() if name not in shown)
         return (*offered, *(Entry(name, False, numa.get(device, ())) for name, device in legacy))
 
@@ -107,18 +107,18 @@ class DeviceIds:
 
     def adopt_existing(self, names: Iterable[str]) -> frozenset[str]:
         """Make legacy ids of those that pods have from before this agent began; return those of unlisted devices."""
-        known, offered = self._inventory.snapshot.devices, {*self.offered(), *self.legacy}
+        devices, offered = self._inventory.snapshot.devices, {*self.offered(), *self.legacy}
         ids = {name: self.device_id_of(name) for name in names if name not in offered}
-        adopted = {name: device for name, device in ids.items() if device in known}
+        adopted = {name: device for name, device in ids.items() if device in devices}
         self.legacy = {**self.legacy, **adopted}
         return frozenset(ids.keys() - adopted.keys())
 
     def device_id_of(self, name: str) -> str:
         """Return the device of one of the kubelet's ids, also of one from before sharing changed."""
-        known = self._inventory.snapshot.devices.get(self.offered_as(name))
-        if name in self.legacy and (known is None or name not in self.names_of(known)):
+        listed = self._inventory.snapshot.devices.get(self.offered_as(name))
+        if name in self.legacy and (listed is None or name not in self.names_of(listed)):
             return self.legacy[name]
-        return known.id if known is not None else device_of(name, ANY_REPLICAS)
+        return listed.id if listed is not None else device_of(name, ANY_REPLICAS)
 
     def names_of(self, device: Device) -> tuple[str, ...]:
         """Return the ids under which the kubelet knows a device now."""
@@ -145,14 +145,14 @@ class DeviceIds:
 
     def ids_of(self, device: str) -> tuple[str, ...]:
         """Return all ids under which the kubelet may know a device, those from before sharing changed included."""
-        known = self._inventory.snapshot.devices.get(device)
-        now = self.names_of(known) if known is not None else (device,)
-        return (*now, *(name for name, one in self.legacy.items() if one == device))
+        listed = self._inventory.snapshot.devices.get(device)
+        now = self.names_of(listed) if listed is not None else (device,)
+        return (*now, *(name for name, of in self.legacy.items() if of == device))
 
     def offered_as(self, name: str) -> str:
         """Return the device of an id that the kubelet may know now; the id itself if there is none."""
-        known = self._inventory.snapshot.devices.get(name)
-        if known is not None and self.names_of(known) == (name,):
+        listed = self._inventory.snapshot.devices.get(name)
+        if listed is not None and self.names_of(listed) == (name,):
             return name
         return device_of(name, ANY_REPLICAS) if self._inventory.snapshot.replicas else name
 
@@ -244,7 +244,7 @@ class ListStreams:
     def _note(self, now: SentList) -> None:
         """Note a list that is sent now; of those before it only the ones that were replaced lately are kept."""
         replaced = itertools.pairwise((*self.sent, now))
-        self.sent = (*(one for one, after in replaced if after.at > now.at - LATE), now)
+        self.sent = (*(sent_list for sent_list, after in replaced if after.at > now.at - LATE), now)
 
     async def lists(self) -> AsyncGenerator[pb.ListAndWatchResponse, None]:
         """Open a stream: yield the list now and after each change, until the stream is ended."""

@@ -69,14 +69,14 @@ class KubeletRecord:
 
 def sockets(directory: Path) -> frozenset[Socket]:
     """Return the sockets of other plugins in the device plugin directory."""
-    found = set()
+    there = set()
     with contextlib.suppress(OSError), os.scandir(directory) as entries:
         for entry in entries:
             with contextlib.suppress(OSError):  # it has gone meanwhile
                 status = entry.stat(follow_symlinks=False)
                 if stat.S_ISSOCK(status.st_mode) and not _OWN.fullmatch(entry.name):
-                    found.add((entry.name, FileIdentity.of(status)))
-    return frozenset(found)
+                    there.add((entry.name, FileIdentity.of(status)))
+    return frozenset(there)
 
 
 def contradiction(record: KubeletRecord, sent: Sequence[SentList], now: float, taken: bool = False) -> str | None:
@@ -89,7 +89,7 @@ def contradiction(record: KubeletRecord, sent: Sequence[SentList], now: float, t
         return None
     if record.registered == sent[-1].ids:
         return ""
-    recent = [one.ids for one, after in itertools.pairwise(sent) if after.at > now - LATE]
+    recent = [sent_list.ids for sent_list, after in itertools.pairwise(sent) if after.at > now - LATE]
     if now < sent[-1].at + LATE and record.registered in recent and not taken:
         return None
     return f"its checkpoint has {_counted(record.registered)} where {_counted(sent[-1].ids)} were sent"
@@ -128,9 +128,9 @@ class ForeignPluginWatch:
     ) -> Finding:
         """Return whether another plugin has registered the resource. sent: see `contradiction`. now: Unix seconds."""
         now = time.time() if now is None else now
-        self._new = {one: known for one, known in self._new.items() if one in there}
-        for one in there - self._known - self._new.keys():
-            self._new[one] = one[1].modified_ns / 1e9, self._others
+        self._new = {socket: noted for socket, noted in self._new.items() if socket in there}
+        for socket in there - self._known - self._new.keys():
+            self._new[socket] = socket[1].modified_ns / 1e9, self._others
         if record is None:
             return Finding()
         for foreign in sorted(record.foreign - self._foreign):
@@ -142,18 +142,20 @@ class ForeignPluginWatch:
         if differs:
             return Finding(differs)
         # An equal one of ours may be the one that the kubelet is at; then those between them are still to come.
-        if differs == "" and all(one.ids != last.ids for one in sent[:-1]):
+        if differs == "" and all(sent_list.ids != last.ids for sent_list in sent[:-1]):
             self._taken = last
         again = LATE if differs == "" else max(LISTED, sent[-1].at + LATE - now)
-        for one, (since, others) in sorted(self._new.items()):
+        for socket, (since, others) in sorted(self._new.items()):
             if record.written < since - _TICK:
                 continue  # its plugin has sent no list yet
             if record.others != others:
-                self._known |= {one}  # the list was that of another resource
-                del self._new[one]
+                self._known |= {socket}  # the list was that of another resource
+                del self._new[socket]
             elif now < since + LISTED:
                 again = min(again, since + LISTED - now)
             else:
-                return Finding(f"a plugin made the socket {one[0]}, and no resource has another list since", sure=False)
+                return Finding(
+                    f"a plugin made the socket {socket[0]}, and no resource has another list since", sure=False
+                )
         self._others = record.others
         return Finding("", again)

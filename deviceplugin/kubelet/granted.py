@@ -35,13 +35,13 @@ def annotate(response: pb.ContainerAllocateResponse, resource: str, devices: Map
         "boot": boot,
         "devices": {
             device_id: {
-                "device": one.key[1],
-                "tokens": one.identity.split(" ")[1:],
-                "part": one.amount.part,
-                "takes": one.amount.takes,
-                "scope": one.amount.scope,
+                "device": wanted.key[1],
+                "tokens": wanted.identity.split(" ")[1:],
+                "part": wanted.amount.part,
+                "takes": wanted.amount.takes,
+                "scope": wanted.amount.scope,
             }
-            for device_id, one in devices.items()
+            for device_id, wanted in devices.items()
         },
     }
     response.annotations[annotation(resource)] = json.dumps(value, separators=(",", ":"))
@@ -54,19 +54,19 @@ def granted(response: str, resource: str, device_id: str, boot: str) -> Wanted:
     How much of it was granted is not known without any annotation.
     """
     of, devices, paths = _decoded(response, resource)
-    one = devices.get(device_id, Wanted((resource, ""), "", UNKNOWN))
-    return one if of == boot else one._replace(identity=recorded(numbers_of(paths), boot, sure=False))
+    wanted = devices.get(device_id, Wanted((resource, ""), "", UNKNOWN))
+    return wanted if of == boot else wanted._replace(identity=recorded(numbers_of(paths), boot, sure=False))
 
 
-def nodes_missing(response: str, resource: str, one: Wanted, boot: str) -> bool:
+def nodes_missing(response: str, resource: str, wanted: Wanted, boot: str) -> bool:
     """Return whether an answer of another boot names device nodes none of which was there when it was `granted`."""
     of, _, paths = _decoded(response, resource)
-    return of != boot and bool(paths) and not one.identity
+    return of != boot and bool(paths) and not wanted.identity
 
 
-def ours(one: Wanted) -> bool:
+def ours(wanted: Wanted) -> bool:
     """Return whether `granted` found that this framework has given a device."""
-    return bool(one.key[1])
+    return bool(wanted.key[1])
 
 
 @functools.lru_cache(maxsize=256)
@@ -79,13 +79,17 @@ def _decoded(response: str, resource: str) -> tuple[str, Mapping[str, Wanted], t
     paths = tuple(device.host_path for device in message.devices)
     try:
         value = _DECODER.decode(message.annotations.get(annotation(resource), ""))
-        for _, _, quantity in (one for device in value.devices.values() for one in device.takes):
+        for _, _, quantity in (taken for device in value.devices.values() for taken in device.takes):
             parse_quantity(quantity)
     except (msgspec.MsgspecError, NamingError):
         return "", {}, paths
     devices = {
-        name: Wanted((resource, one.device), recorded(one.tokens, value.boot), Amount(one.part, one.takes, one.scope))
-        for name, one in value.devices.items()
+        name: Wanted(
+            (resource, device.device),
+            recorded(device.tokens, value.boot),
+            Amount(device.part, device.takes, device.scope),
+        )
+        for name, device in value.devices.items()
     }
     return value.boot, devices, paths
 

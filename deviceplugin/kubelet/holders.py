@@ -61,11 +61,11 @@ class HolderSnapshot:
 
     def of(self, resource: str) -> dict[str, dict[Allocation, HoldReason]]:
         """Return the allocations of one resource by device id."""
-        found: dict[str, dict[Allocation, HoldReason]] = {}
+        by_id: dict[str, dict[Allocation, HoldReason]] = {}
         for allocation, holding in self.held.items():
             if allocation.resource == resource:
-                found.setdefault(allocation.device_id, {})[allocation] = holding
-        return found
+                by_id.setdefault(allocation.device_id, {})[allocation] = holding
+        return by_id
 
     def unnamed(self, resource: str) -> frozenset[str]:
         """Return the ids that the kubelet may give away though they are in use: unnamed, but their pod's processes run.
@@ -73,7 +73,7 @@ class HolderSnapshot:
         A holder that is not named and has no processes may have ended. To show its device unhealthy until that is
         proved would fail pods; the next grant reads its processes again.
         """
-        mine = [one for one in self.held.items() if one[0].resource == resource]
+        mine = [holding for holding in self.held.items() if holding[0].resource == resource]
         named = {allocation.device_id for allocation, holding in mine if holding.named}
         return frozenset(allocation.device_id for allocation, holding in mine if holding.certain) - named
 
@@ -89,47 +89,57 @@ def shows_present(written: Collection[CheckpointVersion]) -> bool:
 
     written: different files that were seen since the first request, after each of which another one was requested.
     """
-    resources = {resource for one in written for resource in one.registered}
+    resources = {resource for version in written for resource in version.registered}
     return len(written) > len(resources) + 1
 
 
-def holders(known: Iterable[Allocation], seen: HolderEvidence, at: float = 0.0) -> HolderSnapshot:
-    """Decide which allocations count as held. known: those that were held before. at: when reading began."""
+def holders(before: Iterable[Allocation], seen: HolderEvidence, at: float = 0.0) -> HolderSnapshot:
+    """Decide which allocations count as held. before: those that were held until now. at: when reading began."""
     current = seen.current and bool(seen.checkpoints)
-    named: frozenset[Allocation] = frozenset().union(*(one.allocations for one in seen.checkpoints))
+    named: frozenset[Allocation] = frozenset().union(*(version.allocations for version in seen.checkpoints))
     held: dict[Allocation, HoldReason] = {}
-    for allocation in sorted(named | frozenset(known)):
+    for allocation in sorted(named | frozenset(before)):
         runs = seen.pods.may_run(allocation.pod_uid) if allocation not in seen.ended else ""
         if allocation in named:
             # One that an older file names, and a newer one does not, may have ended.
-            certain = bool(runs) or (current and all(allocation in one.allocations for one in seen.checkpoints))
+            certain = bool(runs) or (current and all(allocation in version.allocations for version in seen.checkpoints))
             held[allocation] = HoldReason(True, certain, "the kubelet's checkpoint names it")
         elif not current:
             held[allocation] = HoldReason(False, bool(runs), f"not known: {seen.problem}")
         elif runs:
             held[allocation] = HoldReason(False, True, f"the kubelet's checkpoint does not name it, but {runs}")
     registered: dict[str, frozenset[str]] = {}
-    for one in seen.checkpoints:
-        for resource, ids in one.registered.items():
+    for version in seen.checkpoints:
+        for resource, ids in version.registered.items():
             registered[resource] = registered.get(resource, frozenset()) | ids
     return HolderSnapshot(at, current, held, registered if seen.checkpoints else None, seen.problem)
 
 
 def running(
-    known: Iterable[Allocation], resource: str, device_ids: Collection[str], pods: Collection[str]
+    allocations: Iterable[Allocation], resource: str, device_ids: Collection[str], pods: Collection[str]
 ) -> dict[str, str]:
     """Return the ids of which a known holder's processes run, and its pod. pods: those whose processes run."""
-    return {one.device_id: one.pod_uid for one in of_ids(known, resource, device_ids) if one.pod_uid in pods}
+    return {
+        allocation.device_id: allocation.pod_uid
+        for allocation in of_ids(allocations, resource, device_ids)
+        if allocation.pod_uid in pods
+    }
 
 
 def of_ids(allocations: Iterable[Allocation], resource: str, device_ids: Collection[str]) -> list[Allocation]:
     """Return the allocations of some of a resource's ids."""
-    return [one for one in allocations if one.resource == resource and one.device_id in device_ids]
+    return [
+        allocation
+        for allocation in allocations
+        if allocation.resource == resource and allocation.device_id in device_ids
+    ]
 
 
-def ended(known: Iterable[Allocation], pods: PodProcesses, begun: Collection[str]) -> frozenset[Allocation]:
+def ended(allocations: Iterable[Allocation], pods: PodProcesses, begun: Collection[str]) -> frozenset[Allocation]:
     """Return the allocations of pods that have run and do not run any more. begun: pods whose admission is over."""
-    return frozenset(one for one in known if one.pod_uid in begun and not pods.may_run(one.pod_uid))
+    return frozenset(
+        allocation for allocation in allocations if allocation.pod_uid in begun and not pods.may_run(allocation.pod_uid)
+    )
 
 
 def claim_is_over(claim_uid: str, pod_uids: Iterable[str], named: Collection[str], pods: PodProcesses) -> bool:
@@ -170,23 +180,23 @@ def unrecorded(seen: UnrecordedEvidence, title: Callable[[str], str] = str) -> t
     allocations = sorted(seen.named.union(seen.held, seen.unscanned))
     # An old answer has the nodes of all devices of its container; what the records say of these is known.
     recorded: dict[tuple[str, str], Tokens] = {}
-    for one in allocations:
-        if (record := seen.records.get(one[2:])) is not None:
-            recorded[one[:2]] = recorded.get(one[:2], frozenset()) | tokens_of(record.identity, seen.boot)
-    found = []
-    for one in allocations:
-        _, what = seen.answers.get(one) or ("", seen.copied.get(one))
+    for allocation in allocations:
+        if (record := seen.records.get(allocation[2:])) is not None:
+            recorded[allocation[:2]] = recorded.get(allocation[:2], frozenset()) | tokens_of(record.identity, seen.boot)
+    uses = []
+    for allocation in allocations:
+        _, what = seen.answers.get(allocation) or ("", seen.copied.get(allocation))
         if what is None:
             continue
-        known, tokens = one[2:] in seen.records, tokens_of(what.identity, seen.boot)
-        unit, who = allocation_unit(one.resource, one.device_id), f"pod {title(one.pod_uid)}"
-        if ours(what) and not known:
-            over = one.resource in seen.observed and one not in seen.unscanned
+        is_recorded, tokens = allocation[2:] in seen.records, tokens_of(what.identity, seen.boot)
+        unit, who = allocation_unit(allocation.resource, allocation.device_id), f"pod {title(allocation.pod_uid)}"
+        if ours(what) and not is_recorded:
+            over = allocation.resource in seen.observed and allocation not in seen.unscanned
             if not over:
-                found.append(Use(unit, who, what.key, tokens, part_of(what.amount), takes_recorded(what.amount)))
-        elif tokens and not (known and tokens <= recorded[one[:2]]):
-            found.append(Use(unit, who, None, tokens, None))
-    return tuple(found)
+                uses.append(Use(unit, who, what.key, tokens, part_of(what.amount), takes_recorded(what.amount)))
+        elif tokens and not (is_recorded and tokens <= recorded[allocation[:2]]):
+            uses.append(Use(unit, who, None, tokens, None))
+    return tuple(uses)
 
 
 def kubelet_snapshot(
@@ -194,7 +204,7 @@ def kubelet_snapshot(
     scan: HolderSnapshot,
     resource: str,
     device_of: Callable[[str], str],
-    granted: Callable[[Allocation], Wanted | None] = lambda one: None,
+    granted: Callable[[Allocation], Wanted | None] = lambda allocation: None,
     title: Callable[[str], str] = str,
 ) -> KubeletSnapshot:
     """Return what a scan found of one resource, in the form that the register takes.
@@ -212,7 +222,7 @@ def kubelet_snapshot(
             answer.key[1] or device_of(device_id),
             title(shown.pod_uid),
             any(each.certain for each in allocations.values()),
-            frozenset((one.pod_uid, one.container) for one in allocations),
+            frozenset((allocation.pod_uid, allocation.container) for allocation in allocations),
             "" if holding.named else holding.reason,
             answer.identity,
             answer.amount,

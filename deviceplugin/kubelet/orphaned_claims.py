@@ -37,25 +37,25 @@ _TICK: Final = 50_000_000
 _KINDS: Final[Mapping[str, Kind]] = {"c": "char", "u": "char", "b": "block"}  # by the type in a CDI file
 
 
-def nodes_of(claim: PreparedClaim, known: Collection[str], directory: str = cdi.DIRECTORY) -> Tokens:
-    """Return which device nodes a claim's containers got through other drivers than `known`. Reads CDI files.
+def nodes_of(claim: PreparedClaim, excluded: Collection[str], directory: str = cdi.DIRECTORY) -> Tokens:
+    """Return which device nodes a claim's containers got through drivers that are not `excluded`. Reads CDI files.
 
     A CDI file of a claim is named after its kind and the claim's UID (the convention of the CDI library). The numbers
     in it are those that the containers got; where there are none, the node is as good as its number now.
     """
-    ours = tuple(cdi.qualified(driver, "") for driver in known)
-    found: set[str] = set()
-    for file_name, name in (cdi.file_of(one, claim.uid) for one in claim.cdi_ids if not one.startswith(ours)):
+    ours = tuple(cdi.qualified(driver, "") for driver in excluded)
+    nodes: set[str] = set()
+    for file_name, name in (cdi.file_of(cdi_id, claim.uid) for cdi_id in claim.cdi_ids if not cdi_id.startswith(ours)):
         try:
             with open(os.path.join(directory, file_name), "rb") as file:
                 listed = json.load(file)["devices"]
             for device in listed:
                 if device["name"] == name:
                     for node in device["containerEdits"].get("deviceNodes") or ():
-                        found |= _numbers(node)
+                        nodes |= _numbers(node)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             continue  # nothing tells what it holds
-    return frozenset(found)
+    return frozenset(nodes)
 
 
 def _is_ours(claim: PreparedClaim, driver: str) -> bool:
@@ -64,7 +64,7 @@ def _is_ours(claim: PreparedClaim, driver: str) -> bool:
     A claim whose containers get nothing has none: it looks like one of another vendor.
     """
     kinds = {f"{vendor}/{cdi.CLASS}" for vendor in (driver, f"dra.{driver}")}
-    names = (one.partition("=") for one in claim.cdi_ids)
+    names = (cdi_id.partition("=") for cdi_id in claim.cdi_ids)
     return any(kind in kinds and name.startswith(f"{cdi.HOLDING}_{claim.uid}_") for kind, _, name in names)
 
 
@@ -181,11 +181,11 @@ class OrphanedClaims:
     def _counted(self, served: Collection[str]) -> list[ClaimFile]:
         """Return the files of claims that may still have what these say."""
         files = () if isinstance(self._files, OSError) else self._files
-        found = {(file.driver, file.uid): file for file in files}
+        current = {(file.driver, file.uid): file for file in files}
         named = {(driver, claim.uid) for claim in self._claims for driver in claim.devices}
         # A claim's file goes when the claim is unprepared, before the claim state drops the claim.
-        self._remembered = {key: file for key, file in (self._remembered | found).items() if key in named}
-        foreign = [file for key, file in (self._remembered | found).items() if key[0] not in served]
+        self._remembered = {key: file for key, file in (self._remembered | current).items() if key in named}
+        foreign = [file for key, file in (self._remembered | current).items() if key[0] not in served]
         unnamed = [file for file in foreign if (file.driver, file.uid) not in named]
         self._unnamed = bool(unnamed)
         if not unnamed or self._problem is not None:
@@ -199,7 +199,7 @@ class OrphanedClaims:
         return [file for file in foreign if file not in unnamed or not over(file)]
 
     def _decide(self, files: Sequence[ClaimFile], served: Collection[str]) -> _Held:
-        found: list[Use] = []
+        uses: list[Use] = []
         drivers: dict[str, str] = {}
         problems: list[object] = [self._files] if isinstance(self._files, OSError) else []
         if self._problem is not None and not isinstance(self._problem, ClaimStateMissingError):
@@ -209,17 +209,17 @@ class OrphanedClaims:
             who = f"claim {file.title} through driver {file.driver}, which is not served here"
             if file.devices is None:
                 lost.append(f"the file of {who}, cannot be read")
-            for one in file.devices or ():
-                if not one.admin:
-                    amount, tokens = Amount(one.part, one.takes), tokens_of(one.identity, self.boot)
+            for device in file.devices or ():
+                if not device.admin:
+                    amount, tokens = Amount(device.part, device.takes), tokens_of(device.identity, self.boot)
                     unit, takes = claim_unit(file.driver, file.uid), takes_recorded(amount, file.driver)
-                    found.append(Use(unit, who, (one.resource, one.device), tokens, part_of(amount), takes))
+                    uses.append(Use(unit, who, (device.resource, device.device), tokens, part_of(amount), takes))
         for claim in self._claims:
             filed = {file.driver for file in files if file.uid == claim.uid and file.devices is not None}
             others = claim.devices.keys() - served - filed
             if others and (tokens := nodes_of(claim, {*served, *filed}, self.cdi_directory)):
                 who = f"claim {claim.title} through driver {', '.join(sorted(others))}, which is not served here"
-                found.append(Use(("foreign", claim.uid), who, None, tokens, None))
+                uses.append(Use(("foreign", claim.uid), who, None, tokens, None))
             for driver in others:
                 if _is_ours(claim, driver):
                     who = f"claim {claim.title} through driver {driver}, which is not served here"
@@ -227,4 +227,4 @@ class OrphanedClaims:
                 if claim.devices[driver]:
                     drivers[driver] = f"it is not known what claim {claim.title} through driver {driver} holds"
         unknown, why = (f"{_UNKNOWN}: {those[0]}" if those else "" for those in (problems, lost))
-        return _Held(tuple(found), unknown, why, drivers)
+        return _Held(tuple(uses), unknown, why, drivers)

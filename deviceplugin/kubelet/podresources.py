@@ -82,12 +82,12 @@ class PodResourcesReport:
 def parse_list(response: pb.ListPodResourcesResponse) -> PodResourcesReport:
     """Turn an answer of `List` into a report."""
     claims = frozenset(
-        ClaimUse(one.driver_name, one.pool_name, one.device_name, used.claim_name, holder)
+        ClaimUse(device.driver_name, device.pool_name, device.device_name, used.claim_name, holder)
         for pod in response.pod_resources
         for container in pod.containers
         for holder in (PodContainer(pod.namespace, pod.name, container.name),)
         for used in container.dynamic_resources
-        for one in used.claim_resources
+        for device in used.claim_resources
     )
     return PodResourcesReport(claims, frozenset((pod.namespace, pod.name) for pod in response.pod_resources))
 
@@ -182,7 +182,10 @@ class PodResources:
             async with self._stub() as stub:
                 answer = await stub.GetAllocatableResources(pb.AllocatableResourcesRequest(), timeout=self._timeout)
             return frozenset(
-                one for known in answer.devices if known.resource_name == resource for one in known.device_ids
+                device_id
+                for devices in answer.devices
+                if devices.resource_name == resource
+                for device_id in devices.device_ids
             )
         return frozenset()
 

@@ -36,9 +36,9 @@ def choice(
     size: int,
 ) -> list[str]:
     """Return what the source's policy chooses."""
-    known = snapshot.devices
+    devices = snapshot.devices
     physical = {name: ids.offered_as(name) for name in (*available, *must_include)}
-    numa = {name: known[name].numa_nodes for name in set(physical.values()) if name in known and source.topology}
+    numa = {name: devices[name].numa_nodes for name in set(physical.values()) if name in devices and source.topology}
     score = source.links if source.policy == "links" else {}
     if source.policy == "links" and not score:
         if source.replicas == 1 or len(numa) > MANY:
@@ -46,7 +46,7 @@ def choice(
             return topology.numa_compact(nodes, available, must_include, size)
         score = topology.numa_scores(numa)
     if source.policy == "distributed":  # what is in use counts too
-        physical = {name: device.id for device in known.values() for name in ids.names_of(device)}
+        physical = {name: device.id for device in devices.values() for name in ids.names_of(device)}
     return topology.choose(source.policy, available, must_include, size, score=score, physical=physical)
 
 
@@ -58,16 +58,16 @@ def as_names(
     free: dict[str, list[str]] = {}
     for name in available:
         if name not in chosen:
-            for one in {name, device_of(name)}:
-                free.setdefault(one, []).append(name)
+            for device_id in {name, device_of(name)}:
+                free.setdefault(device_id, []).append(name)
     included = Counter(map(device_of, chosen))
-    for one in ids:
-        if one in chosen:
+    for device_id in ids:
+        if device_id in chosen:
             continue
-        if included[one] > 0:  # it stands for one that must be included anyway
-            included[one] -= 1
+        if included[device_id] > 0:  # it stands for one that must be included anyway
+            included[device_id] -= 1
             continue
-        first = next((name for name in free.get(one, ()) if name not in chosen), None)
+        first = next((name for name in free.get(device_id, ()) if name not in chosen), None)
         if first is None:
             return None
         chosen.append(first)

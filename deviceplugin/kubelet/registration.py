@@ -327,8 +327,8 @@ class PluginRegistration:
         if self._has_directory():
             await self._server.lock_resource()  # raises at once what no kubelet can repair
         while True:
-            found = await self._look()
-            seen = self._seen(found)
+            finding = await self._look()
+            seen = self._seen(finding)
             step = next_step(seen, timing.patience)
             if step is Step.REST and self._accepted is not None and self._accepted.options != self.endpoint.options:
                 step = Step.REGISTER  # the hooks changed with the source: the kubelet asks once, at Register
@@ -357,7 +357,7 @@ class PluginRegistration:
             elif step is Step.REST and seen.since >= timing.patience:
                 self._backoff.reset()
             stream_due = max(0.01, timing.patience - seen.since)
-            await watch.wait(stream_due if step is Step.WAIT_FOR_STREAM else min(timing.poll, found.again))
+            await watch.wait(stream_due if step is Step.WAIT_FOR_STREAM else min(timing.poll, finding.again))
 
     async def _look(self) -> Finding:
         """Return whether another plugin has registered the resource since."""
@@ -404,19 +404,21 @@ class PluginRegistration:
         elif again:
             self._backoff.tries = 1  # one more without a pause, then ever slower until it holds
 
-    def _tell(self, found: Finding) -> None:
+    def _tell(self, finding: Finding) -> None:
         """Tell that another plugin has registered the resource, or may have."""
         extra = {"resource": self.endpoint.resource}
-        if not found.sure:
+        if not finding.sure:
             _LOG.info(
-                "registering again, for another plugin may have registered this resource: %s", found.reason, extra=extra
+                "registering again, for another plugin may have registered this resource: %s",
+                finding.reason,
+                extra=extra,
             )
             return
         self.statistics.foreign += 1
-        self.statistics.contested = found.reason
+        self.statistics.contested = finding.reason
         text = "another plugin has registered this resource with the kubelet: %s; registering again"
-        _LOG.warning(text, found.reason, extra=extra)
-        self.endpoint.host.contested(found.reason)
+        _LOG.warning(text, finding.reason, extra=extra)
+        self.endpoint.host.contested(finding.reason)
 
     async def _pause(self, watch: filewatch.Watch, delay: float, kubelet: FileIdentity | None) -> None:
         """Wait before the next try, but not if the kubelet is another one meanwhile."""

@@ -247,9 +247,9 @@ class Endpoint(DevicePluginServicer):
         began = time.perf_counter()
         response = pb.PreferredAllocationResponse()
         with self._allocations.busy(AllocationsInFlight.AFTER_PREFERENCE):
-            for one in request.container_requests:
-                available, must_include = list(one.available_deviceIDs), list(one.must_include_deviceIDs)
-                chosen = await self._preferred(available, must_include, one.allocation_size)
+            for container in request.container_requests:
+                available, must_include = list(container.available_deviceIDs), list(container.must_include_deviceIDs)
+                chosen = await self._preferred(available, must_include, container.allocation_size)
                 response.container_responses.add(deviceIDs=chosen)
         self.statistics.preferences += 1
         self.statistics.preference_seconds += time.perf_counter() - began
@@ -261,9 +261,9 @@ class Endpoint(DevicePluginServicer):
         context: grpc.aio.ServicerContext[pb.PreStartContainerRequest, pb.PreStartContainerResponse],
     ) -> pb.PreStartContainerResponse:
         """Reset the devices of a container that is about to start, unless one is another thing than was granted."""
-        known = self.inventory.snapshot.devices
+        listed = self.inventory.snapshot.devices
         names = dict.fromkeys(map(self.ids.device_id_of, request.devices_ids))
-        devices = [known[name] for name in names if name in known]
+        devices = [listed[name] for name in names if name in listed]
         try:
             if devices:
                 with self._calls.busy(0.0):
@@ -278,9 +278,9 @@ class Endpoint(DevicePluginServicer):
 
     def _log_failed_start(self, names: Sequence[str], error: Exception) -> None:
         """Log why a container of these ids does not start, with its pod as far as the last scan has found it."""
-        known = self._holders.holders(self.resource) if self._holders is not None else {}
-        holders = {one for name in names for one in known.get(name, ())}
-        pods = ", ".join(sorted(f"{one.namespace}/{one.pod}" if one.pod else one.uid for one in holders))
+        by_id = self._holders.holders(self.resource) if self._holders is not None else {}
+        holders = {holder for name in names for holder in by_id.get(name, ())}
+        pods = ", ".join(sorted(f"{holder.namespace}/{holder.pod}" if holder.pod else holder.uid for holder in holders))
         key = frozenset(names)
         again = self._failed_starts.pop(key, "") == str(error)
         self._failed_starts[key] = str(error)
@@ -315,10 +315,10 @@ class Endpoint(DevicePluginServicer):
             shown = ", ".join(printable(name[:MAX_ID]) for name in twice[:SHOWN_IDS])
             more = ", ..." if len(twice) > SHOWN_IDS else ""
             raise self._refusal("duplicate", f"device {shown}{more} is requested twice", _INVALID)
-        known = self.inventory.snapshot.devices
+        listed = self.inventory.snapshot.devices
         devices: dict[str, Device] = {}
         for name in names:
-            device = known.get(self.ids.offered_as(name))
+            device = listed.get(self.ids.offered_as(name))
             if device is None or name not in self.ids.names_of(device):
                 raise self._refusal("unknown", f"there is no device {printable(name[:MAX_ID])}", _INVALID)
             if not device.health.usable:
@@ -377,7 +377,9 @@ class Endpoint(DevicePluginServicer):
             details = f"edits of {self.resource} returned {type(extra).__name__}, not ContainerEdits"
             raise Refusal(_INTERNAL, "edits", details)
         try:
-            return container_response(ContainerEdits.merge((one.container_edits for one in devices), winner=extra))
+            return container_response(
+                ContainerEdits.merge((device.container_edits for device in devices), winner=extra)
+            )
         except EditConflictError as error:
             text = f"the edits of {', '.join(names)} contradict each other: {error}"
             raise self._refusal("conflict", text) from error
@@ -401,10 +403,10 @@ class Endpoint(DevicePluginServicer):
             return [*must_include, *(name for name in available if name not in must_include)][:size]
 
     async def _preferred_by_hook(self, available: list[str], must_include: list[str], size: int) -> list[str] | None:
-        known = self.inventory.snapshot.devices
+        listed = self.inventory.snapshot.devices
 
         def devices(names: Iterable[str]) -> list[Device]:
-            return [known[name] for name in dict.fromkeys(map(self.ids.offered_as, names)) if name in known]
+            return [listed[name] for name in dict.fromkeys(map(self.ids.offered_as, names)) if name in listed]
 
         try:
             asked = devices(available), devices(must_include), size
@@ -416,7 +418,7 @@ class Endpoint(DevicePluginServicer):
             text = "prefer must return devices or their ids, not %r; choosing without it"
             _LOG.warning(text, preferred, extra={"resource": self.resource})
             return None
-        ids = [one.id if isinstance(one, Device) else str(one) for one in preferred]
+        ids = [device.id if isinstance(device, Device) else str(device) for device in preferred]
         chosen = preference.as_names(ids, available, must_include, self.ids.offered_as)
         if chosen is None or len(chosen) != size:
             text = "prefer answered %s for %d of %s; choosing without it"
