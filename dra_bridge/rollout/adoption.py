@@ -83,10 +83,14 @@ def agent_of(pod: Object) -> AgentPod:
     command = container.get("command") or []
     words = [*command, *(container.get("args") or ())]
     directory = _option(words, "--adopt").rstrip("/")
-    volumes = {one["name"]: (one.get("hostPath") or {}).get("path", "") for one in pod["spec"].get("volumes") or ()}
-    mounts = {one["mountPath"].rstrip("/"): volumes.get(one["name"], "") for one in container.get("volumeMounts") or ()}
+    volumes = {
+        volume["name"]: (volume.get("hostPath") or {}).get("path", "") for volume in pod["spec"].get("volumes") or ()
+    }
+    mounts = {
+        mount["mountPath"].rstrip("/"): volumes.get(mount["name"], "") for mount in container.get("volumeMounts") or ()
+    }
     root = _option(words, "--kubelet-root").rstrip("/") or "/var/lib/kubelet"
-    conditions = {one["type"]: one["status"] for one in pod.get("status", {}).get("conditions") or ()}
+    conditions = {condition["type"]: condition["status"] for condition in pod.get("status", {}).get("conditions") or ()}
     return AgentPod(
         pod["spec"].get("nodeName", ""),
         directory,
@@ -110,39 +114,42 @@ def _option(words: Sequence[str], name: str) -> str:
 def managers(daemon_set: Object) -> list[str]:
     """Return who would put a changed DaemonSet back, as far as it says so, and what to do instead."""
     metadata = daemon_set["metadata"]
-    found = []
+    sentences = []
     for owner in metadata.get("ownerReferences") or ():
         group = owner["apiVersion"].partition("/")[0]
-        known = [advice for name, advice in OWNERS.items() if group == name or group.endswith(f".{name}")]
-        advice = known[0] if known else "change it there, if that has an option for it"
-        found.append(f"{owner['kind']} {owner['name']} ({owner['apiVersion']}) owns it and puts it back: {advice}")
+        advices = [advice for name, advice in OWNERS.items() if group == name or group.endswith(f".{name}")]
+        advice = advices[0] if advices else "change it there, if that has an option for it"
+        sentences.append(f"{owner['kind']} {owner['name']} ({owner['apiVersion']}) owns it and puts it back: {advice}")
     said = {**(metadata.get("annotations") or {}), **(metadata.get("labels") or {})}
     for key, value, who, advice in MANAGERS:
         if key in said and value in ("", said[key]):
             who = who.format(value=said[key])
             text = f"{who} manages it ({key}: {said[key]}) and puts it back: {advice}"
-            if not any(one.startswith(f"{who} manages it") for one in found):
-                found.append(text)
+            if not any(sentence.startswith(f"{who} manages it") for sentence in sentences):
+                sentences.append(text)
             if key == "app.kubernetes.io/managed-by":
                 break
-    return found
+    return sentences
 
 
 def adopt(daemon_set: Object, agents: Collection[AgentPod], nodes: Collection[str]) -> Advice:
     """Return how a DaemonSet is adopted. nodes: where its pods are."""
     problems = managers(daemon_set)
-    there = {one.node: one for one in agents}
+    there = {agent.node: agent for agent in agents}
     if without := sorted(node for node in nodes if node not in there):
         problems.append(f"no agent runs on {shortened(without)}: its plugin would find no kubelet.sock there")
     mine = [there[node] for node in nodes if node in there] or list(agents)
     for what, wrong in (
-        ("have no --adopt", [one for one in mine if not one.directory]),
-        ("do not mount the node's directory of --adopt", [one for one in mine if one.directory and not one.mounted]),
-        ("are not ready", [one for one in mine if not one.ready]),
+        ("have no --adopt", [agent for agent in mine if not agent.directory]),
+        (
+            "do not mount the node's directory of --adopt",
+            [agent for agent in mine if agent.directory and not agent.mounted],
+        ),
+        ("are not ready", [agent for agent in mine if not agent.ready]),
     ):
         if wrong:
-            problems.append(f"agents on {shortened(sorted(one.node for one in wrong))} {what}")
-    if len(places := {(one.directory, one.plugins, one.registry) for one in mine if one.directory}) != 1:
+            problems.append(f"agents on {shortened(sorted(agent.node for agent in wrong))} {what}")
+    if len(places := {(agent.directory, agent.plugins, agent.registry) for agent in mine if agent.directory}) != 1:
         if places:
             problems.append("agents have different directories; a DaemonSet has one template")
         elif not mine:
@@ -185,7 +192,7 @@ def adopt(daemon_set: Object, agents: Collection[AgentPod], nodes: Collection[st
 
 def undo(daemon_set: Object, agents: Collection[AgentPod], obstacles: Sequence[str]) -> Advice:
     """Return how an adopted DaemonSet is given back. obstacles: why it is not to be done now."""
-    adopting = {one.directory: one for one in agents if one.directory}
+    adopting = {pod.directory: pod for pod in agents if pod.directory}
     paths = _host_paths(daemon_set)
     try:
         before = json.loads((daemon_set["metadata"].get("annotations") or {}).get(BEFORE, "{}"))
@@ -220,7 +227,7 @@ def undo(daemon_set: Object, agents: Collection[AgentPod], obstacles: Sequence[s
 
 def _host_paths(daemon_set: Object) -> dict[str, str]:
     volumes = daemon_set["spec"]["template"]["spec"].get("volumes") or ()
-    return {one["name"]: one["hostPath"]["path"].rstrip("/") for one in volumes if one.get("hostPath")}
+    return {volume["name"]: volume["hostPath"]["path"].rstrip("/") for volume in volumes if volume.get("hostPath")}
 
 
 def _unusable(daemon_set: Object, paths: Mapping[str, str], plugins: str) -> Iterable[str]:
@@ -272,18 +279,18 @@ def _commands(daemon_set: Object, operations: Sequence[Object]) -> tuple[str, ..
 
 def in_use(answers: Answers, agents: Collection[AgentPod], nodes: Collection[str]) -> list[str]:
     """Return why adopted devices are in use by claims, or may be. nodes: where the DaemonSet's pods are."""
-    serving = {one.node for one in agents if one.claims and one.node in nodes}
-    found = []
-    if without := sorted(set(nodes) - {one.node for one in agents}):
-        found.append(f"no agent runs on {shortened(without)}: it is not known whether claims have devices there")
-    found += [
+    serving = {agent.node for agent in agents if agent.claims and agent.node in nodes}
+    reasons = []
+    if without := sorted(set(nodes) - {agent.node for agent in agents}):
+        reasons.append(f"no agent runs on {shortened(without)}: it is not known whether claims have devices there")
+    reasons += [
         f"it is not known whether claims have devices on {node}: {why}"
         for node, why in sorted(answers.reasons.items())
         if node in serving
     ]
     away, claims = dict[str, set[str]](), dict[str, set[str]]()
-    known = {key: (device.holder or "", device.state) for key, device in answers.devices.items()}
-    for (node, resource, _), (holders, state) in (known | dict(answers.unlisted)).items():
+    devices = {key: (device.holder or "", device.state) for key, device in answers.devices.items()}
+    for (node, resource, _), (holders, state) in (devices | dict(answers.unlisted)).items():
         if (node, resource) in answers.adopted:
             if state not in ("", "plugin"):
                 away.setdefault(resource, set()).add(node)
@@ -291,13 +298,13 @@ def in_use(answers: Answers, agents: Collection[AgentPod], nodes: Collection[str
                 if title.startswith("claim "):
                     claims.setdefault(resource, set()).add(title.removeprefix("claim "))
     for resource, titles in sorted(claims.items()):
-        found.append(f"claims have devices of {resource}: {shortened(sorted(titles))}; end their pods first")
+        reasons.append(f"claims have devices of {resource}: {shortened(sorted(titles))}; end their pods first")
     for resource, where in sorted(away.items()):
-        found.append(
+        reasons.append(
             f"devices of {resource} are for claims on {shortened(sorted(where))}; bring them back first: "
             "dra-bridge rollout --share none"
         )
-    return found
+    return reasons
 
 
 async def advise(cluster: Cluster, name: str, namespace: str, agents_in: str, *, back: bool) -> Advice:
@@ -315,10 +322,12 @@ async def advise(cluster: Cluster, name: str, namespace: str, agents_in: str, *,
     agents = [agent_of(pod) for pod in await running_agents(cluster, namespaces)]
     uid = daemon_set["metadata"].get("uid")
     pods = (await cluster.list(PODS, namespace)).items
-    owned = (pod for pod in pods if any(one.get("uid") == uid for one in pod["metadata"].get("ownerReferences") or ()))
+    owned = (
+        pod for pod in pods if any(owner.get("uid") == uid for owner in pod["metadata"].get("ownerReferences") or ())
+    )
     nodes = {node for pod in owned if (node := pod["spec"].get("nodeName"))}
     if not back:
         return adopt(daemon_set, agents, nodes)
-    with_claims = {one.node for one in agents if one.claims and one.directory and one.node in nodes}
+    with_claims = {agent.node for agent in agents if agent.claims and agent.directory and agent.node in nodes}
     answers = await ask_agents(cluster, with_claims, agents_in)
     return undo(daemon_set, agents, in_use(answers, agents, nodes))

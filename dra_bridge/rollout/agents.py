@@ -134,19 +134,21 @@ async def namespaces_of_agents(cluster: Cluster) -> list[str]:
     if not bindings:
         with contextlib.suppress(NotFoundError):
             bindings = [await cluster.get(CLUSTER_ROLE_BINDINGS, BINDING)]
-    subjects = [one for binding in bindings for one in binding.get("subjects") or ()]
-    return sorted({one.get("namespace", "") for one in subjects if one.get("kind") == "ServiceAccount"} - {""})
+    subjects = [subject for binding in bindings for subject in binding.get("subjects") or ()]
+    return sorted(
+        {subject.get("namespace", "") for subject in subjects if subject.get("kind") == "ServiceAccount"} - {""}
+    )
 
 
 async def running_agents(cluster: Cluster, namespaces: Sequence[str], node: str = "") -> Sequence[Object]:
     """Return the running pods of agents in these namespaces, those of one node or of all. Raises ClusterError."""
     selector = "status.phase=Running" + (f",spec.nodeName={node}" if node else "")
-    found = [
+    pods = [
         pod
         for namespace in namespaces
         for pod in (await cluster.list(PODS, namespace, field_selector=selector, label_selector=LABEL)).items
     ]
-    return [pod for pod in found if "deletionTimestamp" not in pod["metadata"]]
+    return [pod for pod in pods if "deletionTimestamp" not in pod["metadata"]]
 
 
 async def ask_agents(cluster: Cluster, nodes: Collection[str], namespace: str = "") -> Answers:
@@ -184,13 +186,13 @@ async def ask_agents(cluster: Cluster, nodes: Collection[str], namespace: str = 
             continue
         if not answer.holders_known:
             reasons[node] = "its agent has not read the kubelet's checkpoint lately"
-        if found := (*(f"it is not ready: {reason}" for reason in answer.unready), *answer.problems):
-            problems[node] = found
+        if problem_texts := (*(f"it is not ready: {reason}" for reason in answer.unready), *answer.problems):
+            problems[node] = problem_texts
         for resource in answer.resources:
             if resource.vendor is not None:
                 adopted[node, resource.resource] = resource.vendor.connected
-            known = {one.id: _now(one, known=answer.holders_known) for one in resource.devices}
-            devices |= {(node, resource.resource, name): now for name, now in known.items()}
+            devices_now = {device.id: _now(device, known=answer.holders_known) for device in resource.devices}
+            devices |= {(node, resource.resource, name): now for name, now in devices_now.items()}
             unlisted |= {(node, resource.resource, of.id): (_titles(of.holders), of.state) for of in resource.unlisted}
     return Answers(devices, reasons, problems, adopted, unlisted)
 
@@ -198,8 +200,8 @@ async def ask_agents(cluster: Cluster, nodes: Collection[str], namespace: str = 
 async def _ask(cluster: Cluster, pod: Object, turns: asyncio.Semaphore) -> _AgentStatus | str:
     """Return what an agent answers, or why it does not."""
     namespace, name = pod["metadata"]["namespace"], pod["metadata"]["name"]
-    pages = [(port, one) for one in pod["spec"]["containers"] for port in one.get("ports") or ()]
-    page = next(((port, one) for port, one in pages if port.get("name") == PORT), None)
+    pages = [(port, container) for container in pod["spec"]["containers"] for port in container.get("ports") or ()]
+    page = next(((port, container) for port, container in pages if port.get("name") == PORT), None)
     if page is None:
         return f"its pod has no port named {PORT}: its agent has no --metrics-address"
     port, container = page
@@ -221,13 +223,13 @@ async def _ask(cluster: Cluster, pod: Object, turns: asyncio.Semaphore) -> _Agen
 
 
 def _titles(holders: Sequence[_Holder]) -> str:
-    return ", ".join(dict.fromkeys(one.text for one in holders))
+    return ", ".join(dict.fromkeys(holder.text for holder in holders))
 
 
 def _now(device: _DeviceStatus, *, known: bool) -> DeviceNow:
     """known: whether pods that have it would be named. Claims are named in any case."""
     holder: str | None = _titles(device.holders)
-    pods = sorted({one.pod for one in device.holders if one.side == "dra" and one.pod})
+    pods = sorted({user.pod for user in device.holders if user.side == "dra" and user.pod})
     holder = holder if holder or known else None
     waits = device.reason.removeprefix(WAITS) if device.reason.startswith(WAITS) else ""
     health, state = device.health, device.state

@@ -61,7 +61,7 @@ def lines(status: FleetStatus, width: int | None, now: float, *, problems: bool 
     many = len(nodes) > MANY
     brief = problems or (many and width is not None)
     devices = [(view, device) for view in status.nodes for device in view.devices]
-    shown = [one for one in devices if needs_attention(one[1])] if brief else devices
+    shown = [row for row in devices if needs_attention(row[1])] if brief else devices
     named = [view for view in status.nodes if fleet.obstacles(view) or fleet.withheld(view)] if brief else status.nodes
     top = [*status.problems, *(_totals(status.nodes) if many else ())]
     rest = [*status.hints, *status.unknown]
@@ -87,10 +87,10 @@ def _of_node(view: NodeView, width: int | None) -> Iterator[Line]:
 
 def wrapped(texts: Iterable[str], width: int | None, indent: str = "") -> list[Line]:
     """Return texts as lines; only between words is a new one begun, and it is indented further."""
-    found = []
+    folded = []
     for text in map(printable, texts):
         if width is None or len(indent + text) <= width:
-            found.append(Line(indent + text))
+            folded.append(Line(indent + text))
             continue
         first = text[: len(text) - len(text.lstrip())]
         parts = textwrap.wrap(
@@ -101,8 +101,8 @@ def wrapped(texts: Iterable[str], width: int | None, indent: str = "") -> list[L
             break_long_words=False,
             break_on_hyphens=False,
         )
-        found += map(Line, parts)
-    return found
+        folded += map(Line, parts)
+    return folded
 
 
 def _totals(nodes: Sequence[NodeView]) -> Iterator[str]:
@@ -116,13 +116,13 @@ def _totals(nodes: Sequence[NodeView]) -> Iterator[str]:
         yield f"  requested: {', '.join(shares)}"
         counts: dict[str, Counter[str]] = {}
         for view in mine:
-            for resource, one in (view.reported.resources if view.reported is not None else {}).items():
-                counts.setdefault(resource, Counter()).update(one.counts)
+            for resource, progress in (view.reported.resources if view.reported is not None else {}).items():
+                counts.setdefault(resource, Counter()).update(progress.counts)
         for resource, states in counts.items():
             words = ", ".join(f"{number} {state}" for state, number in sorted(states.items()))
-            here = [one for view in mine for one in view.devices if one.resource == resource]
-            broken = sum(one.health not in ("", "healthy") for one in here)
-            withheld = sum(bool(one.withheld) for one in here)
+            here = [device for view in mine for device in view.devices if device.resource == resource]
+            broken = sum(device.health not in ("", "healthy") for device in here)
+            withheld = sum(bool(device.withheld) for device in here)
             parts = [f"{number} {what}" for number, what in ((broken, "not healthy"), (withheld, "withheld")) if number]
             yield f"  {resource}: {counted(states.total())}: {words}" + (f"; {', '.join(parts)}" if parts else "")
 
@@ -181,17 +181,17 @@ def _table(rows: Sequence[_Row], width: int | None) -> list[Line]:
             [("  DEVICE", "STATE", "HEALTH", "SINCE")]
             + [(f"  {row.device}", row.state, row.health, row.since) for row in rows]
         )
-    found, group = [Line(narrow[0])], ("", "")
+    listing, group = [Line(narrow[0])], ("", "")
     for row, text in zip(rows, narrow[1:], strict=True):
         if group != (row.node, row.resource):
             group = (row.node, row.resource)
-            found += wrapped(["  ".join(group)], width)
-        found.append(Line(text, row.bad))
+            listing += wrapped(["  ".join(group)], width)
+        listing.append(Line(text, row.bad))
         if not fits:
             held = {"-": "", "?": "it is not known who holds it"}.get(row.holder, f"held by {row.holder}")
             more = [row.message, held]
-            found += [Line(line.text, row.bad) for line in wrapped(filter(None, more), width, "      ")]
-    return found
+            listing += [Line(line.text, row.bad) for line in wrapped(filter(None, more), width, "      ")]
+    return listing
 
 
 def rows_of(text: str, width: int) -> int:
@@ -199,15 +199,15 @@ def rows_of(text: str, width: int) -> int:
     return max(1, -(-len(text) // width))
 
 
-def first_rows(found: Sequence[Line], width: int, height: int) -> list[Line]:
+def first_rows(all_lines: Sequence[Line], width: int, height: int) -> list[Line]:
     """Return as many lines as a screen of this size has room for; the last one says how many more there are."""
-    used = list(itertools.accumulate(rows_of(line.text, width) for line in found))
+    used = list(itertools.accumulate(rows_of(line.text, width) for line in all_lines))
     if not used or used[-1] < height:
-        return list(found)
+        return list(all_lines)
     shown = sum(rows <= height - 2 for rows in used)
     return [
-        *found[:shown],
-        Line(f"{len(found) - shown} more lines; --problems shows only nodes and devices with problems"),
+        *all_lines[:shown],
+        Line(f"{len(all_lines) - shown} more lines; --problems shows only nodes and devices with problems"),
     ]
 
 
@@ -237,25 +237,25 @@ def _node_as_json(view: NodeView) -> dict[str, Any]:
                 "name": name,
                 "share": resource.share,
                 "counts": resource.counts,
-                "devices": [_device_as_json(one) for one in view.devices if one.resource == name],
+                "devices": [_device_as_json(device) for device in view.devices if device.resource == name],
             }
             for name, resource in (view.reported.resources if view.reported is not None else {}).items()
         ],
     }
 
 
-def _device_as_json(one: ReportedDevice) -> dict[str, Any]:
+def _device_as_json(device: ReportedDevice) -> dict[str, Any]:
     return {
-        "name": one.name,
-        "side": one.state.side,
-        "state": one.state.value,
-        "holder": one.holder if one.known else None,
-        "administrativeAccess": list(one.admins),
-        "health": one.health or None,
-        "message": one.message,
-        "pods": list(one.pods),
-        "since": datetime.fromtimestamp(one.since, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "waitsFor": one.waits,
-        "withheld": one.withheld,
-        "gone": one.gone,
+        "name": device.name,
+        "side": device.state.side,
+        "state": device.state.value,
+        "holder": device.holder if device.known else None,
+        "administrativeAccess": list(device.admins),
+        "health": device.health or None,
+        "message": device.message,
+        "pods": list(device.pods),
+        "since": datetime.fromtimestamp(device.since, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "waitsFor": device.waits,
+        "withheld": device.withheld,
+        "gone": device.gone,
     }

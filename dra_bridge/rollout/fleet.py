@@ -97,13 +97,13 @@ def allocations(claim: Object, *, admin: bool = False) -> list[Object]:
     admin: what it has administrative access to; else what it holds.
     """
     devices = ((claim.get("status") or {}).get("allocation") or {}).get("devices") or {}
-    return [one for one in devices.get("results") or () if bool(one.get("adminAccess")) is admin]
+    return [result for result in devices.get("results") or () if bool(result.get("adminAccess")) is admin]
 
 
 def drivers_of(slices: Iterable[Object]) -> list[str]:
     """Return the drivers whose agents report moves."""
-    found = {(one["spec"]["driver"], key) for one in slices for key in one["metadata"].get("annotations") or ()}
-    return sorted(driver for driver, key in found if key == annotation(driver))
+    keys = {(body["spec"]["driver"], key) for body in slices for key in body["metadata"].get("annotations") or ()}
+    return sorted(driver for driver, key in keys if key == annotation(driver))
 
 
 def views(
@@ -111,9 +111,9 @@ def views(
 ) -> list[NodeView]:
     """Return how far these nodes are with a driver, in the natural order of their names."""
     by_node: dict[str, list[Object]] = {}
-    for one in slices:
-        if one["spec"]["driver"] == driver:
-            by_node.setdefault(one["spec"].get("nodeName", ""), []).append(one)
+    for body in slices:
+        if body["spec"]["driver"] == driver:
+            by_node.setdefault(body["spec"].get("nodeName", ""), []).append(body)
     by_device: dict[DeviceKey, list[Object]] = {}
     admins: dict[DeviceKey, list[Object]] = {}
     for claim in claims:
@@ -121,12 +121,12 @@ def views(
             for result in allocations(claim, admin=admin):
                 if result.get("driver") == driver:
                     seen.setdefault((result.get("pool", ""), result.get("device", "")), []).append(claim)
-    found = []
+    node_views = []
     for node in nodes:
         name, annotations = node["metadata"]["name"], node["metadata"].get("annotations") or {}
         reported = read(driver, by_node.get(name, ()))
         conditions = (node.get("status") or {}).get("conditions") or ()
-        found.append(
+        node_views.append(
             NodeView(
                 name,
                 driver,
@@ -135,11 +135,11 @@ def views(
                 reported,
                 _devices(name, reported, by_device, admins) if reported is not None else (),
                 name in by_node,
-                all(one.get("status") == "True" for one in conditions if one.get("type") == "Ready"),
+                all(condition.get("status") == "True" for condition in conditions if condition.get("type") == "Ready"),
                 node["metadata"].get("uid", ""),
             )
         )
-    return sorted(found, key=lambda view: natural(view.node))
+    return sorted(node_views, key=lambda view: natural(view.node))
 
 
 def _before(text: str | None) -> Before | None:
@@ -156,11 +156,11 @@ def _devices(
     admins: Mapping[DeviceKey, Sequence[Object]],
 ) -> tuple[ReportedDevice, ...]:
     """Return the devices of a node. claims, admins: by pool and published name of what is allocated to claims."""
-    devices = {resource: one.devices for resource, one in reported.resources.items()}
+    devices = {resource: progress.devices for resource, progress in reported.resources.items()}
     published = {key: name for name, key in published_names(reported.qualifiers, devices).items()}
-    found = []
-    for resource, one in reported.resources.items():
-        for name, device in one.devices.items():
+    listed = []
+    for resource, progress in reported.resources.items():
+        for name, device in progress.devices.items():
             key = (pool, published.get((resource, name), ""))
             holders = claims.get(key, ()) if device.state.prepares else ()
             titles, watching = _titles(holders), _titles(admins.get(key, ()))
@@ -172,36 +172,38 @@ def _devices(
             }
             fields = msgspec.structs.asdict(device) | {"holder": ", ".join(titles) or device.holder}
             fields |= {"known": bool(titles), "admins": watching}
-            found.append(ReportedDevice(resource=resource, name=name, pods=tuple(sorted(pods)), **fields))
-    return tuple(sorted(found, key=lambda view: (natural(view.resource), natural(view.name))))
+            listed.append(ReportedDevice(resource=resource, name=name, pods=tuple(sorted(pods)), **fields))
+    return tuple(sorted(listed, key=lambda view: (natural(view.resource), natural(view.name))))
 
 
 def _titles(claims: Iterable[Object]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(f"claim {one['metadata']['namespace']}/{one['metadata']['name']}" for one in claims))
+    return tuple(
+        dict.fromkeys(f"claim {claim['metadata']['namespace']}/{claim['metadata']['name']}" for claim in claims)
+    )
 
 
 def with_answers(view: NodeView, answers: Answers) -> NodeView:
     """Return a node with what its agent answered: health, what moves wait for, holders that no claim names."""
     devices = []
-    for one in view.devices:
-        now = answers.devices.get((view.node, one.resource, one.name))
+    for device in view.devices:
+        now = answers.devices.get((view.node, device.resource, device.name))
         if now is not None:
             changes: dict[str, Any] = {"health": now.health, "message": now.message, "withheld": now.withheld}
-            changes["gone"] = one.gone or now.gone
-            if now.state == one.state.value:
+            changes["gone"] = device.gone or now.gone
+            if now.state == device.state.value:
                 changes["waits"] = now.waits
-            if not one.known and now.holder is not None:
+            if not device.known and now.holder is not None:
                 changes |= {"holder": now.holder, "pods": now.pods, "known": True}
-            one = msgspec.structs.replace(one, **changes)
-        devices.append(one)
+            device = msgspec.structs.replace(device, **changes)
+        devices.append(device)
     return replace(view, devices=tuple(devices))
 
 
 def problems(answers: Answers) -> list[str]:
     """Return a sentence for each problem that agents have themselves, with their nodes."""
     by_problem: dict[str, list[str]] = {}
-    for node, found in answers.problems.items():
-        for problem in found:
+    for node, texts in answers.problems.items():
+        for problem in texts:
             by_problem.setdefault(problem, []).append(node)
     return [f"the agent of {shortened(nodes)}: {problem}" for problem, nodes in by_problem.items()]
 
@@ -210,7 +212,7 @@ def unknown(nodes: Iterable[NodeView], answers: Answers) -> list[str]:
     """Return a sentence for each reason for which holders or the health of devices are not known."""
     by_reason: dict[str, list[str]] = {}
     for view in nodes:
-        if any(not (one.known and one.health) for one in view.devices):
+        if any(not (device.known and device.health) for device in view.devices):
             reason = answers.reasons.get(view.node, "its agent does not serve them now")
             by_reason.setdefault(reason, []).append(view.node)
     return [f"not known (?) of {shortened(nodes)}: {reason}" for reason, nodes in by_reason.items()]
@@ -219,19 +221,19 @@ def unknown(nodes: Iterable[NodeView], answers: Answers) -> list[str]:
 def withheld(view: NodeView) -> list[str]:
     """Return a sentence for each reason for which devices are withheld, and what the scheduler makes of them."""
     by_reason: dict[str, list[str]] = {}
-    for one in view.devices:
-        if one.withheld:
-            by_reason.setdefault(one.withheld, []).append(one.name)
-    found = [f"withheld: {shortened(names)}: {reason}" for reason, names in by_reason.items()]
-    return [*found, *([COUNTED_TWICE] if found else [])]
+    for device in view.devices:
+        if device.withheld:
+            by_reason.setdefault(device.withheld, []).append(device.name)
+    sentences = [f"withheld: {shortened(names)}: {reason}" for reason, names in by_reason.items()]
+    return [*sentences, *([COUNTED_TWICE] if sentences else [])]
 
 
 def administrative(view: NodeView) -> list[str]:
     """Return a sentence for each claim that has administrative access to devices."""
     by_claim: dict[str, list[str]] = {}
-    for one in view.devices:
-        for claim in one.admins:
-            by_claim.setdefault(claim, []).append(one.name)
+    for device in view.devices:
+        for claim in device.admins:
+            by_claim.setdefault(claim, []).append(device.name)
     them = {claim: "it" if len(names) == 1 else "them" for claim, names in by_claim.items()}
     text = "{} has administrative access to {}, without holding {}"
     return [text.format(claim, shortened(names), them[claim]) for claim, names in by_claim.items()]
@@ -239,8 +241,8 @@ def administrative(view: NodeView) -> list[str]:
 
 def shortened(names: Iterable[str]) -> str:
     """Return names in their natural order, the first ones and a number if they are many."""
-    found = sorted(set(names), key=natural)
-    return ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
+    ordered = sorted(set(names), key=natural)
+    return ", ".join(ordered[:5]) + (f" and {len(ordered) - 5} more" if len(ordered) > 5 else "")
 
 
 def distance(view: NodeView) -> int:
@@ -262,7 +264,7 @@ def excess(view: NodeView, text: str | None) -> list[str]:
     share = _share(text)
     if share is None or share.count is None or view.reported is None:
         return []
-    totals = {name: sum(one.counts.values()) for name, one in view.reported.resources.items()}
+    totals = {name: sum(progress.counts.values()) for name, progress in view.reported.resources.items()}
     return [
         f"warning: {view.node} has {total} {name}, the share is {share.count}; all go to claims, also later ones"
         for name, total in totals.items()
@@ -294,17 +296,19 @@ def obstacles(view: NodeView) -> list[str]:
             waits, held = device.waits or "what its agent has yet to report", ""
             if device.holder and device.holder not in waits:
                 held = f", held by {holder(device)}"
-            elif pods := [one for one in device.pods if one not in waits]:
+            elif pods := [pod for pod in device.pods if pod not in waits]:
                 held = f", which {', '.join(pods)} {'uses' if len(pods) == 1 else 'use'}"
             together.setdefault((device.state.value, waits + held), []).append(device.name)
-    found = [
+    sentences = [
         f"{shortened(names)} ({state}) {'waits' if len(names) == 1 else 'wait'} for {what}"
         for (state, what), names in together.items()
     ]
-    if not found and distance(view):
-        holders = ", ".join(f"{one.name} held by {one.holder}" for one in view.devices if one.holder)
-        found.append(f"devices move when they are idle: {holders}" if holders else "its agent has yet to move devices")
-    return found
+    if not sentences and distance(view):
+        holders = ", ".join(f"{device.name} held by {device.holder}" for device in view.devices if device.holder)
+        sentences.append(
+            f"devices move when they are idle: {holders}" if holders else "its agent has yet to move devices"
+        )
+    return sentences
 
 
 def holder(device: ReportedDevice) -> str:
@@ -343,11 +347,11 @@ def failing_pods(pods: Iterable[Object], events: Iterable[Object], resources: Co
     UnexpectedAdmissionError) or cannot start for an event FailedPrepareDynamicResources.
     """
     unprepared = {
-        (one.get("involvedObject") or {}).get("uid"): str(one.get("message", ""))
-        for one in events
-        if one.get("reason") == "FailedPrepareDynamicResources"
+        (event.get("involvedObject") or {}).get("uid"): str(event.get("message", ""))
+        for event in events
+        if event.get("reason") == "FailedPrepareDynamicResources"
     }
-    found = {}
+    failing = {}
     for pod in pods:
         metadata, status = pod["metadata"], pod.get("status") or {}
         uid, name = str(metadata["uid"]), f"{metadata.get('namespace', '')}/{metadata['name']}"
@@ -356,10 +360,10 @@ def failing_pods(pods: Iterable[Object], events: Iterable[Object], resources: Co
             continue
         if status.get("phase") == "Failed":
             reason = ": ".join(filter(None, (status.get("reason"), status.get("message"))))
-            found[uid[:UID_LENGTH]] = f"pod {name} has failed{f' ({reason})' if reason else ''}"
+            failing[uid[:UID_LENGTH]] = f"pod {name} has failed{f' ({reason})' if reason else ''}"
         elif status.get("phase") == "Pending" and uid in unprepared:
-            found[uid[:UID_LENGTH]] = f"pod {name} cannot start ({unprepared[uid]})"
-    return found
+            failing[uid[:UID_LENGTH]] = f"pod {name} cannot start ({unprepared[uid]})"
+    return failing
 
 
 def asked_of(pod: Object) -> dict[str, int]:
@@ -476,7 +480,7 @@ def decide(
     before the node was begun do not count. own: nodes that this run has begun. gone: those of them that were not done
     and have no Node now, or one with other labels; it may come back, without its requested share.
     """
-    by_phase: dict[Phase, list[NodeView]] = {one: [] for one in Phase}
+    by_phase: dict[Phase, list[NodeView]] = {member: [] for member in Phase}
     for view in nodes:
         by_phase[phase(goal, view)].append(view)
     moving, waiting = by_phase[Phase.MOVING], by_phase[Phase.WAITING]
@@ -487,9 +491,9 @@ def decide(
             others.setdefault(other, []).append(view.node)
     stop = [f"{shortened(names)}: {other}" for other, names in others.items()]
     for view in nodes:
-        known = view.before.failed if view.before is not None else ()
+        before = view.before.failed if view.before is not None else ()
         pods = failing.get(view.node, {})
-        stop += [f"{view.node}: {reason}" for uid, reason in pods.items() if uid not in known]
+        stop += [f"{view.node}: {reason}" for uid, reason in pods.items() if uid not in before]
     for view in moving:
         if ages.get(view.node, 0.0) > limits.patience:
             waits = "; ".join(obstacles(view)) or "its agent has yet to report why"

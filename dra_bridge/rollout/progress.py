@@ -77,8 +77,8 @@ def progress(
 ) -> Progress:
     """Return the report. shares: those in force, by resource. gone: devices that no source lists now."""
     holders = {key: f"claim {claim.title}" for claim in now.claims.values() for key in claim.held}
-    for one in now.allocations.values():
-        holders[one.resource, one.device] = f"pod {one.pod}" if one.pod else "a pod"
+    for allocation in now.allocations.values():
+        holders[allocation.resource, allocation.device] = f"pod {allocation.pod}" if allocation.pod else "a pod"
     resources: dict[str, ResourceProgress] = {}
     for resource, share in shares.items():
         devices = {}
@@ -105,9 +105,11 @@ def encoded(report: Progress) -> str:
 def without_holders(report: Progress) -> Progress:
     """Return the part that changes only with states, not with each pod."""
     resources = {}
-    for name, one in report.resources.items():
-        devices = {key: msgspec.structs.replace(device, holder="", waits="") for key, device in one.devices.items()}
-        resources[name] = msgspec.structs.replace(one, devices=devices)
+    for name, resource in report.resources.items():
+        devices = {
+            key: msgspec.structs.replace(device, holder="", waits="") for key, device in resource.devices.items()
+        }
+        resources[name] = msgspec.structs.replace(resource, devices=devices)
     return msgspec.structs.replace(report, resources=resources)
 
 

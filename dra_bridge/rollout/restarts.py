@@ -13,34 +13,34 @@ from dra_bridge.rollout.fleet import NodeView, asked_of, shortened
 Object = Mapping[str, Any]
 
 
-async def ended_by_restart(cluster: Cluster, views: Sequence[NodeView], known: Sequence[str] = ()) -> list[str]:
+async def ended_by_restart(cluster: Cluster, views: Sequence[NodeView], said: Sequence[str] = ()) -> list[str]:
     """Return a sentence for each resource of a node whose kubelet's restart would end pods. Raises ClusterError.
 
-    Costs a list of the pods of each node that has devices with holders on both sides. known: what the agents say
+    Costs a list of the pods of each node that has devices with holders on both sides. said: what the agents say
     themselves; pods that they name are not repeated.
     """
-    found = []
+    sentences = []
     for view in views:
         if resources := [name for name in (view.reported.resources if view.reported else ()) if _both(view, name)]:
             pods = (await cluster.list(PODS, field_selector=f"spec.nodeName={view.node}")).items
             for resource in resources:
-                names = [one for one in denied_pods(pods, resource) if not any(one in text for text in known)]
+                names = [name for name in denied_pods(pods, resource) if not any(name in text for text in said)]
                 if names:
                     why = "they are younger than pods that DRA serves by limits (kubernetes#124586)"
-                    found.append(f"{view.node}: a kubelet restart would end {shortened(names)} ({resource}): {why}")
-    return found
+                    sentences.append(f"{view.node}: a kubelet restart would end {shortened(names)} ({resource}): {why}")
+    return sentences
 
 
 def _both(view: NodeView, resource: str) -> bool:
     """Return whether devices of a resource have holders on both sides, or may have."""
-    mine = [one for one in view.devices if one.resource == resource and (one.holder or not one.known)]
-    return any(one.state.allocates for one in mine) and any(one.state.prepares for one in mine)
+    mine = [device for device in view.devices if device.resource == resource and (device.holder or not device.known)]
+    return any(device.state.allocates for device in mine) and any(device.state.prepares for device in mine)
 
 
 def denied_pods(pods: Iterable[Object], resource: str) -> tuple[str, ...]:
     """Return the pods (namespace/name) of a node that its kubelet would deny at a restart. pods: those of the node."""
-    admitted = [one for pod in pods if (one := _admitted(pod, resource)) is not None]
-    return denied(admitted, sum(one.asks for one in admitted if not one.by_dra))
+    admitted = [admitted_pod for pod in pods if (admitted_pod := _admitted(pod, resource)) is not None]
+    return denied(admitted, sum(pod.asks for pod in admitted if not pod.by_dra))
 
 
 def _admitted(pod: Object, resource: str) -> AdmittedPod | None:
@@ -50,5 +50,5 @@ def _admitted(pod: Object, resource: str) -> AdmittedPod | None:
         return None
     mappings = (status.get("extendedResourceClaimStatus") or {}).get("requestMappings") or ()
     created = datetime.fromisoformat(metadata["creationTimestamp"]).timestamp()
-    by_dra = any(one.get("resourceName") == resource for one in mappings)
+    by_dra = any(mapping.get("resourceName") == resource for mapping in mappings)
     return AdmittedPod(f"{metadata['namespace']}/{metadata['name']}", created, asks, by_dra)

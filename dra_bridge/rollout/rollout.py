@@ -57,21 +57,21 @@ async def read_nodes(
     else:
         nodes = (await cluster.list(NODES)).items
         slices = (await cluster.list(RESOURCE_SLICES)).items
-    if driver and driver not in {one["spec"]["driver"] for one in slices}:
+    if driver and driver not in {body["spec"]["driver"] for body in slices}:
         await check_driver(cluster, driver)
     claims = (await cluster.list(RESOURCE_CLAIMS)).items if with_claims else []
-    found = [
+    views = [
         view
-        for one in ([driver] if driver else fleet.drivers_of(slices))
-        for view in fleet.views(one, nodes, slices, claims)
+        for name in ([driver] if driver else fleet.drivers_of(slices))
+        for view in fleet.views(name, nodes, slices, claims)
         if (view.node in names if names else view.serves)
     ]
-    return sorted(found, key=lambda view: natural(view.node))
+    return sorted(views, key=lambda view: natural(view.node))
 
 
 async def check_driver(cluster: Cluster, driver: str) -> None:
     """Raise RolloutError if no node has slices of the driver."""
-    drivers = {one["spec"]["driver"] for one in (await cluster.list(RESOURCE_SLICES)).items}
+    drivers = {body["spec"]["driver"] for body in (await cluster.list(RESOURCE_SLICES)).items}
     if driver not in drivers:
         others = f" (there are: {', '.join(sorted(drivers))})" if drivers else ""
         raise RolloutError(f"no node has slices of driver {driver} now{others}; {fleet.RESTARTING}", status=1)
@@ -82,11 +82,11 @@ async def _patch(
 ) -> Object:
     """Ask a node for a share; return the Node as it is then."""
     try:
-        found = await cluster.patch(NODES, node, patch)
+        patched = await cluster.patch(NODES, node, patch)
     except kube.ForbiddenError as error:
         raise RolloutError(f"node {node}: {error.message}; this takes the right to patch nodes") from error
     reporter.say(f"{node}: {'share override removed' if share is None else fleet.requested(share)}")
-    return found
+    return patched
 
 
 class _Fleet:
@@ -128,7 +128,7 @@ class _Fleet:
         async with aclosing(self.cluster.follow(kind, **selectors)) as events:
             async for event in events:
                 if isinstance(event, kube.Listed):
-                    self._objects[kind] = {one["metadata"]["name"]: one for one in event.items}
+                    self._objects[kind] = {body["metadata"]["name"]: body for body in event.items}
                 elif event.type == "DELETED":
                     self._objects[kind].pop(event.object["metadata"]["name"], None)
                 else:
@@ -136,19 +136,19 @@ class _Fleet:
                     self.put(kind, event.object)
                 self._changed.set()
 
-    def put(self, kind: kube.Kind, found: Object) -> None:
+    def put(self, kind: kube.Kind, body: Object) -> None:
         """Keep a state of an object unless a newer one is known, or the watch has told of its end.
 
         What was written comes back by the watch, before the answer to the write or after it.
         """
-        name = found["metadata"]["name"]
-        known = self._objects[kind].get(name)
-        if known is not None and not kube.is_older(found, known):
-            self._objects[kind][name] = found
+        name = body["metadata"]["name"]
+        before = self._objects[kind].get(name)
+        if before is not None and not kube.is_older(body, before):
+            self._objects[kind][name] = body
 
     def views(self) -> list[NodeView]:
         """Return how far the nodes are now."""
-        nodes = [one for name, one in self._objects[NODES].items() if not self._names or name in self._names]
+        nodes = [node for name, node in self._objects[NODES].items() if not self._names or name in self._names]
         return fleet.views(self.driver, nodes, self._objects[RESOURCE_SLICES].values(), self._claims)
 
     async def wait(self, seconds: float, waiting: Callable[[NodeView], bool]) -> None:
@@ -185,10 +185,10 @@ async def migrate(
     wait: until every device is where it should be, `timeout` seconds at the most if given. Raises RolloutError if it
     cannot be asked for and nothing was written, ClusterError if the API server cannot be asked.
     """
-    found = await read_nodes(cluster, driver, names, with_claims=False)
-    if problems := [f"node {view.node}: {fleet.obstacles(view)[0]}" for view in found if view.reported is None]:
+    views = await read_nodes(cluster, driver, names, with_claims=False)
+    if problems := [f"node {view.node}: {fleet.obstacles(view)[0]}" for view in views if view.reported is None]:
         raise RolloutError("\n".join(problems), status=1)
-    for line in (line for view in found for line in fleet.excess(view, share)):
+    for line in (line for view in views for line in fleet.excess(view, share)):
         reporter.say(line)
     for name in names:
         await _patch(cluster, name, fleet.share_patch(driver, share), share, reporter)
@@ -328,14 +328,14 @@ class _Rollout:
 
     async def _newly_failing(self, view: NodeView, now: float) -> dict[str, str]:
         """Return which pods have begun to fail on a node that moves or has moved, as of a list not long ago."""
-        at, found = self._failing.get(view.node, (-POLL, {}))
+        at, failing = self._failing.get(view.node, (-POLL, {}))
         if now - at >= POLL and now - self._done.get(view.node, now) <= AFTER:
-            found = await self._failing_pods(view)
-            self._failing[view.node] = now, found
+            failing = await self._failing_pods(view)
+            self._failing[view.node] = now, failing
         if view.before is not None:
-            return found
-        known = self._baseline.setdefault(view.node, frozenset(found))
-        return {uid: reason for uid, reason in found.items() if uid not in known}
+            return failing
+        baseline = self._baseline.setdefault(view.node, frozenset(failing))
+        return {uid: reason for uid, reason in failing.items() if uid not in baseline}
 
     async def _begin(self, view: NodeView) -> None:
         node = await self._fleet.cluster.get(NODES, view.node)
@@ -362,11 +362,11 @@ class _Rollout:
         return fleet.failing_pods(pods, events, tuple(resources))
 
     def _say_done(self, phases: Iterable[Phase]) -> None:
-        found = Counter(phases)
-        self._reporter.say(f"{found[Phase.DONE]} of {found.total()} nodes done")
+        counts = Counter(phases)
+        self._reporter.say(f"{counts[Phase.DONE]} of {counts.total()} nodes done")
 
     def _end(self) -> bool:
-        by_phase: dict[Phase, list[str]] = {one: [] for one in Phase}
+        by_phase: dict[Phase, list[str]] = {phase: [] for phase in Phase}
         for view in (nodes := self._fleet.views()):
             by_phase[fleet.phase(self._goal, view)].append(view.node)
         waiting, unserved = by_phase[Phase.WAITING], by_phase[Phase.UNSERVED]

@@ -50,12 +50,12 @@ async def hints(cluster: Cluster, views: Sequence[NodeView]) -> list[str]:
         return []
     claims = (await cluster.list(RESOURCE_CLAIMS)).items
     waits = [wait_of(pod, claims) for pod in waiting]
-    found = []
+    sentences = []
     for view in views:
         node = await cluster.get(NODES, view.node)
         bound = (await cluster.list(PODS, field_selector=f"spec.nodeName={view.node}")).items
-        found += hints_of(view, node, bound, waits)
-    return found
+        sentences += hints_of(view, node, bound, waits)
+    return sentences
 
 
 async def other_classes(cluster: Cluster, views: Sequence[NodeView]) -> list[str]:
@@ -74,34 +74,38 @@ def contested_names(resources: Iterable[str], classes: Sequence[Object]) -> list
     The scheduler takes the newest of them, and of two as new the first by name (extendedresourcecache.go,
     kube-scheduler 1.36).
     """
-    found = []
+    sentences = []
     for resource in dict.fromkeys(resources):
-        mine = [one["metadata"] for one in classes if one["spec"].get("extendedResourceName") == resource]
+        mine = [
+            device_class["metadata"]
+            for device_class in classes
+            if device_class["spec"].get("extendedResourceName") == resource
+        ]
         named = sorted(mine, key=lambda metadata: str(metadata["name"]))
         if len(named) > 1:
             taken = max(named, key=lambda metadata: str(metadata.get("creationTimestamp")))["name"]
             names = ", ".join(str(metadata["name"]) for metadata in named)
             text = f"DeviceClasses {names} all name the extended resource {resource}"
-            found.append(f"{text}: pods that ask for it by limits get devices of {taken}")
-    return found
+            sentences.append(f"{text}: pods that ask for it by limits get devices of {taken}")
+    return sentences
 
 
 def hints_of(view: NodeView, node: Object, bound: Iterable[Object], waits: Iterable[Wait]) -> list[str]:
     """Return a hint for each resource of a node and each side on which more devices would let a waiting pod start."""
-    found: dict[tuple[str, bool], str] = {}
+    by_side: dict[tuple[str, bool], str] = {}
     bound = list(bound)
     for resource in view.reported.resources if view.reported is not None else ():
         room = room_of(view, resource, node, bound)
         for wait in waits:
             wanted = wait.resources.get(resource, 0), wait.classes.get(class_name(resource, view.driver), 0)
-            if (moved := moves_for(room, *wanted)) and (resource, moved > 0) not in found:
-                found[resource, moved > 0] = _hint(view, resource, room, wait.pod, max(wanted), moved)
-    return list(found.values())
+            if (moved := moves_for(room, *wanted)) and (resource, moved > 0) not in by_side:
+                by_side[resource, moved > 0] = _hint(view, resource, room, wait.pod, max(wanted), moved)
+    return list(by_side.values())
 
 
 def _hint(view: NodeView, resource: str, room: Room, pod: str, wanted: int, moved: int) -> str:
     side = "DRA" if moved > 0 else "plugin"
-    withheld = shortened(one.name for one in view.devices if one.resource == resource and one.withheld)
+    withheld = shortened(device.name for device in view.devices if device.resource == resource and device.withheld)
     withheld = f"; withheld: {withheld}" if withheld else ""
     more = "1 more device" if abs(moved) == 1 else f"{abs(moved)} more devices"
     return (
@@ -135,17 +139,17 @@ def room_of(view: NodeView, resource: str, node: Object, bound: Iterable[Object]
     capacity, allocatable = (quantity((status.get(key) or {}).get(resource)) for key in ("capacity", "allocatable"))
     phases = ("Succeeded", "Failed")
     used = sum(asked_of(pod).get(resource, 0) for pod in bound if (pod.get("status") or {}).get("phase") not in phases)
-    devices = [one for one in view.devices if one.resource == resource and not one.gone]
-    dra = [one for one in devices if one.state is State.DRA]
+    devices = [device for device in view.devices if device.resource == resource and not device.gone]
+    dra = [device for device in devices if device.state is State.DRA]
     per_device = capacity // len(devices) if devices and capacity >= len(devices) else 1
-    return Room(max(0, allocatable - used), sum(not one.holder for one in dra), per_device, len(dra))
+    return Room(max(0, allocatable - used), sum(not device.holder for device in dra), per_device, len(dra))
 
 
 def wait_of(pod: Object, claims: Iterable[Object]) -> Wait:
     """Return what a pod waits for. claims: all there are; those that are allocated are not waited for."""
     namespace, name = pod["metadata"]["namespace"], pod["metadata"]["name"]
-    names = [one.get("resourceClaimName") for one in (pod.get("status") or {}).get("resourceClaimStatuses") or ()]
-    names += [one.get("resourceClaimName") for one in pod["spec"].get("resourceClaims") or ()]
+    names = [status.get("resourceClaimName") for status in (pod.get("status") or {}).get("resourceClaimStatuses") or ()]
+    names += [reference.get("resourceClaimName") for reference in pod["spec"].get("resourceClaims") or ()]
     classes: dict[str, int] = {}
     for claim in claims:
         metadata, allocated = claim["metadata"], (claim.get("status") or {}).get("allocation")
