@@ -56,17 +56,17 @@ def filed(claim: Claim, boot: str, agent: str) -> ClaimFile:
     """Return the file of a claim. agent: the name of this one."""
     devices = tuple(
         FiledDevice(
-            resource=one.resource,
-            device=one.device,
-            share=one.share,
-            admin=one.admin,
-            identity=one.identity,
-            part=one.amount.part,
-            takes=one.amount.takes,
-            parameters=one.parameters,
-            limits=one.limits,
+            resource=device.resource,
+            device=device.device,
+            share=device.share,
+            admin=device.admin,
+            identity=device.identity,
+            part=device.amount.part,
+            takes=device.amount.takes,
+            parameters=device.parameters,
+            limits=device.limits,
         )
-        for one in claim.devices
+        for device in claim.devices
     )
     return ClaimFile(
         driver=claim.driver,
@@ -87,8 +87,8 @@ def claim_of(file: ClaimFile, now: float) -> Claim:
 
 def devices_of(file: ClaimFile) -> Iterator[ClaimDevice]:
     """Yield the devices of a claim's file; their identities name the boot, also where nothing else is known."""
-    for one in file.devices or ():
-        identity = one.identity or f"boot:{file.boot}"
-        amount = Amount(one.part, one.takes)
-        held = one.resource, one.device, one.share, one.admin, identity, amount, one.parameters
-        yield ClaimDevice(*held, limits=one.limits)
+    for device in file.devices or ():
+        identity = device.identity or f"boot:{file.boot}"
+        amount = Amount(device.part, device.takes)
+        held = device.resource, device.device, device.share, device.admin, identity, amount, device.parameters
+        yield ClaimDevice(*held, limits=device.limits)

@@ -55,7 +55,12 @@ class ClaimFiles:
         self, claim: Claim, groups: Sequence[RequestDevices], edits: Mapping[str, Sequence[ContainerEdits]]
     ) -> Prepared:
         """Make a claim's answer and its files; in a thread if that may block."""
-        nodes = (node.host for of_request in edits.values() for one in of_request for node in one.device_nodes)
+        nodes = (
+            node.host
+            for of_request in edits.values()
+            for container_edits in of_request
+            for node in container_edits.device_nodes
+        )
         if self._quick and all(host.startswith("/dev/") for host in nodes):
             return self._answer(claim, groups, edits)
         return await in_thread(self._answer, claim, groups, edits)
@@ -111,14 +116,14 @@ class ClaimFiles:
 
     async def describe(self, uid: str) -> None:
         """Have a claim's own file, if it is there, say what the ledger says by now. Needs no lock."""
-        known = self._records.get(uid)
-        if known is not None:
-            await self._change(self._describe, known)
+        record = self._records.get(uid)
+        if record is not None:
+            await self._change(self._describe, record)
 
-    def _describe(self, known: Claim) -> None:
+    def _describe(self, record: Claim) -> None:
         with self._changing, contextlib.suppress(cdi.CdiError):  # `write` is called again, and reports it
-            if self._own.read(known.uid) is not None:
-                self._own.write(known.uid, self._filed(known))
+            if self._own.read(record.uid) is not None:
+                self._own.write(record.uid, self._filed(record))
 
     async def remove(self, uid: str) -> None:
         """Remove a claim's files, under the claim's lock, as far as they are there."""
@@ -141,7 +146,7 @@ class ClaimFiles:
 
     def read(self) -> list[claim_files.ClaimFile]:
         """Read the own files of this driver's claims; blocks. Raises OSError: the directory cannot be read."""
-        return [one for one in claim_files.read_all(self._store.directory) if one.driver == self._driver]
+        return [file for file in claim_files.read_all(self._store.directory) if file.driver == self._driver]
 
     def path(self, uid: str) -> str:
         """Return the path of a claim's own file."""
@@ -185,12 +190,12 @@ class ClaimFiles:
     async def _restore(self, uid: str) -> str:
         """Write the files of a claim that are not there; return why they could not be written, or ""."""
         async with self._records.locked(uid):
-            known = self._records.get(uid)
-            prepared = prepared_of(known) if known is not None else None
-            if known is None or (prepared is not None and prepared.boot != self.boot):
+            record = self._records.get(uid)
+            prepared = prepared_of(record) if record is not None else None
+            if record is None or (prepared is not None and prepared.boot != self.boot):
                 return ""
             try:
-                if await self.write(known):
+                if await self.write(record):
                     extra = {"driver": self._driver, "claim": uid}
                     _LOG.warning("a file of claim %s was removed; it is written again", uid, extra=extra)
             except cdi.CdiError as error:

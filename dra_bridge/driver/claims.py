@@ -126,7 +126,8 @@ class ClaimAllocation:
     def named(self) -> frozenset[tuple[str, str, str, str]]:
         """The request (without the subrequest), pool, device and share of each device."""
         return frozenset(
-            (one.request.partition("/")[0], one.pool, one.device, one.share_id or "") for one in self.results
+            (result.request.partition("/")[0], result.pool, result.device, result.share_id or "")
+            for result in self.results
         )
 
 

@@ -114,19 +114,19 @@ class Driver:
         pods = {claim.uid: claim.pod_uids for claim in state}
         files, boot, ids = {file.uid: file for file in self.files.read()}, self.files.boot, self._ids(resource)
         unknown = {uid for uid, file in files.items() if file.devices is None and self.records.get(uid) is None}
-        found = [
+        claims = [
             evidence.of_file(file, resource, pods.get(uid, frozenset()))
             for uid, file in files.items()
             if file.devices is not None
         ]
-        filed = {one.uid for one in found}
+        filed = {claim.uid for claim in claims}
         for claim in (*evidence.in_state(state, self.name, self.pool), *self.files.holding()):
             if claim.shares and claim.uid not in filed:
                 unknown.discard(claim.uid)
-                found.append(claim.evidence(self.name, resource, ids, boot))
+                claims.append(claim.evidence(self.name, resource, ids, boot))
         if unknown:
             raise cdi.CdiError(f"it is not known what claim {min(unknown)} holds: {self.files.path(min(unknown))}")
-        return [one for one in found if one.granted]
+        return [claim for claim in claims if claim.granted]
 
     def _ids(self, resource: str) -> dict[str, str]:
         """Return the ids of a resource's devices by the names that slices and claims use."""

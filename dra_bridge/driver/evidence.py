@@ -29,7 +29,7 @@ class Published(NamedTuple):
             for name, share in self.shares
             if name in ids
         )
-        held = frozenset(one.device for one in granted)
+        held = frozenset(device.device for device in granted)
         return ClaimEvidence(driver, self.uid, held, True, self.namespace, self.name, self.pods, granted)
 
 
@@ -44,7 +44,7 @@ def in_state(claims: Iterable[PreparedClaim], driver: str, pool: str) -> Iterato
 def of_file(file: ClaimFile, resource: str, pods: frozenset[str]) -> ClaimEvidence:
     """Return what a claim's own file says. pods: further ones that the kubelet's claim state names."""
     granted = tuple(devices_of(file))
-    held = frozenset(one.device for one in granted if one.resource == resource and not one.admin)
+    held = frozenset(device.device for device in granted if device.resource == resource and not device.admin)
     return ClaimEvidence(file.driver, file.uid, held, True, file.namespace, file.name, file.pods | pods, granted)
 
 

@@ -141,7 +141,7 @@ class ClaimDevices:
 
     def _along(self, record: Claim) -> frozenset[DeviceKey]:
         """Return the devices that move along with a claim's."""
-        return frozenset(one for key in record.held for one in self.register.listed.group(*key))
+        return frozenset(peer for key in record.held for peer in self.register.listed.group(*key))
 
     async def _ask(
         self,
@@ -240,7 +240,7 @@ class ClaimDevices:
 
     def _alone(self, uid: str, source: DeviceSource, devices: Sequence[Device]) -> list[Device]:
         """Return the devices that no other claim holds, but for those that are ending, too."""
-        mine = {(self.records.driver, one) for one in (uid, *self.ending)}
+        mine = {(self.records.driver, claim_uid) for claim_uid in (uid, *self.ending)}
         others = (claim.held for key, claim in self.records.ledger.snapshot.claims.items() if key not in mine)
         held: frozenset[DeviceKey] = frozenset().union(*others)
         return [device for device in devices if (source.resource, device.id) not in held]
@@ -285,10 +285,10 @@ class ClaimPreparation:
             async with self._working("prepare", self.statistics.prepare, ref):
                 check_ref(ref)
                 allocation = await self._read(ref)
-                known = self.records.get(ref.uid)
-                former = prepared_of(known) if known is not None else None
-                if known is not None and former is not None and self._stands(former, allocation):
-                    await self.files.write(known)
+                recorded = self.records.get(ref.uid)
+                former = prepared_of(recorded) if recorded is not None else None
+                if recorded is not None and former is not None and self._stands(former, allocation):
+                    await self.files.write(recorded)
                     self.statistics.prepared_again += 1
                     answer = former
                 else:
@@ -307,9 +307,9 @@ class ClaimPreparation:
                     )
                     names = ref.uid, ref.namespace, ref.name
                     record = Claim(self.records.driver, *names, devices, None, time.time(), pods=allocation.pods)
-                    if known is not None:
-                        anew = known.held != record.held if former is None else former.named != allocation.named
-                        await self._leave(ref, known, former, anew=anew)
+                    if recorded is not None:
+                        anew = recorded.held != record.held if former is None else former.named != allocation.named
+                        await self._leave(ref, recorded, former, anew=anew)
                     if self.records.get(ref.uid) is None:
                         self.begun[ref.uid] = time.monotonic()
                     answer = await self._set_up(ref, record, groups)
@@ -393,7 +393,7 @@ class ClaimPreparation:
         """Return whether a recorded answer is of this boot, and of what the claim is allocated now."""
         return former.boot == self.files.boot and former.named == allocation.named
 
-    async def _leave(self, ref: ClaimRef, known: Claim, former: Prepared | None, *, anew: bool) -> None:
+    async def _leave(self, ref: ClaimRef, record: Claim, former: Prepared | None, *, anew: bool) -> None:
         """Leave what a claim had before. former: its answer then. anew: it has another allocation now.
 
         A claim is allocated anew only when no pod uses it any more by the API server, whose pods may run on here all
@@ -408,7 +408,7 @@ class ClaimPreparation:
             users, unlisted = await self._users(ref)
             if users or (anew and unlisted):
                 raise _still_running(ref, users, unlisted)
-            if anew and not known.pods:
+            if anew and not record.pods:
                 what = "it is not known which pods have the devices that it had before; they are held until Unprepare"
                 raise ClaimError("unknown", f"claim {ref.title} is allocated anew: {what}")
         if anew:
@@ -454,10 +454,10 @@ class ClaimPreparation:
         except (ClaimStateError, LedgerError, OSError) as error:
             what = f"it is not known which pods use it; its devices are held until that is known: {error}"
             raise ClaimError("unknown", f"claim {ref.title}: {what}") from error
-        known = self.records.get(ref.uid)  # with the pods that were recorded just now
-        if known is None:
+        record = self.records.get(ref.uid)  # with the pods that were recorded just now
+        if record is None:
             return frozenset(), frozenset()
-        return known.pods & running, self.possible_users(ref.uid, unlisted)
+        return record.pods & running, self.possible_users(ref.uid, unlisted)
 
     def possible_users(self, uid: str, unlisted: Mapping[str, float]) -> frozenset[str]:
         """Return which of these pods may use a claim: not those that ran before it was prepared.
@@ -473,13 +473,13 @@ class ClaimPreparation:
         self.refused.pop(uid, None)
         self.begun.pop(uid, None)
         self.devices.forget(uid)
-        known = self.records.get(uid)
-        if known is not None:
-            await self._take_back(known)
+        record = self.records.get(uid)
+        if record is not None:
+            await self._take_back(record)
             self.statistics.unprepare.done += 1
             self.host.claims_changed()
-            self.devices.released(known)
-            _log("unprepared", known)
+            self.devices.released(record)
+            _log("unprepared", record)
         elif cdi.UID.fullmatch(uid):
             await self.files.remove(uid)
 
@@ -511,13 +511,15 @@ def _reserve_alike(
 
 def _other_parameters(state: RegisterSnapshot, claim: Claim) -> str:
     """Return which device another holder, or the claim itself, has with other parameters; "" if all are alike."""
-    for one in claim.devices:
-        holders = state.claims_on(one.resource, (one.device,)) if not one.admin else ()
+    for device in claim.devices:
+        holders = state.claims_on(device.resource, (device.device,)) if not device.admin else ()
         for other in (claim, *(other for other in holders if (other.driver, other.uid) != (claim.driver, claim.uid))):
             for theirs in other.devices:
-                same = (theirs.resource, theirs.device, theirs.admin) == (one.resource, one.device, one.admin)
-                if same and theirs.parameters != one.parameters:
-                    text = f"device {one.device!r} of {one.resource} is shared with claim {other.title or other.uid}"
+                same = (theirs.resource, theirs.device, theirs.admin) == (device.resource, device.device, device.admin)
+                if same and theirs.parameters != device.parameters:
+                    text = (
+                        f"device {device.device!r} of {device.resource} is shared with claim {other.title or other.uid}"
+                    )
                     how = "has it with other parameters" if theirs.parameters else "may have it with other parameters"
                     return f"{text}, which {how}"
     return ""
@@ -527,9 +529,9 @@ def _log(verb: str, claim: Claim) -> None:
     """Log that a claim was prepared or unprepared, its devices at DEBUG."""
     extra = {"driver": claim.driver, "claim": claim.title}
     _LOG.info("claim %s was %s: %s", claim.title, verb, counted(len(claim.devices)), extra=extra)
-    for one in claim.devices if _LOG.isEnabledFor(logging.DEBUG) else ():
-        where = {**extra, "resource": one.resource, "device": one.device}
-        _LOG.debug("claim %s has device %s of %s", claim.title, one.device, one.resource, extra=where)
+    for device in claim.devices if _LOG.isEnabledFor(logging.DEBUG) else ():
+        where = {**extra, "resource": device.resource, "device": device.device}
+        _LOG.debug("claim %s has device %s of %s", claim.title, device.device, device.resource, extra=where)
 
 
 def _still_running(ref: ClaimRef, users: frozenset[str], unlisted: frozenset[str] = frozenset()) -> ClaimError:

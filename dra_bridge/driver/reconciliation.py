@@ -72,17 +72,17 @@ class ClaimReconciler:
         self, uid: str, named: frozenset[str], pods: PodProcesses, unlisted: Mapping[str, float]
     ) -> str:
         """Return what was done to a claim: see `reconcile`; "" if nothing."""
-        known = self.records.get(uid)
-        if known is None:
+        record = self.records.get(uid)
+        if record is None:
             return ""
-        prepared, extra = prepared_of(known), {"driver": self.records.driver, "claim": known.title}
+        prepared, extra = prepared_of(record), {"driver": self.records.driver, "claim": record.title}
         try:
-            over = is_over(known, self.files.boot, named, pods, self.preparation.possible_users(uid, unlisted))
-            if known.name and over and not await self._allocated(known):
+            over = is_over(record, self.files.boot, named, pods, self.preparation.possible_users(uid, unlisted))
+            if record.name and over and not await self._allocated(record):
                 await self.preparation.end(uid)
                 return "unprepared"
         except Exception as error:  # the API server's, a hook's, the disk's: the next run tries again
-            _LOG.info("claim %s stays as it is for now: %s", known.title, error, extra=extra)
+            _LOG.info("claim %s stays as it is for now: %s", record.title, error, extra=extra)
             return "unknown"
         if prepared is None:
             return ""
@@ -90,22 +90,22 @@ class ClaimReconciler:
             if prepared.boot != self.files.boot:
                 await self.records.ledger.do(operations.reopen(self.records.driver, uid))
                 return "reopened"
-            written = await self.files.write(known)
+            written = await self.files.write(record)
         except (cdi.CdiError, LedgerError) as error:
-            _LOG.warning("claim %s: %s", known.title, error, extra=extra)
+            _LOG.warning("claim %s: %s", record.title, error, extra=extra)
             return "unknown"
         return "rewritten" if written else ""
 
-    async def _allocated(self, known: Claim) -> bool:
+    async def _allocated(self, record: Claim) -> bool:
         """Return whether the API server still has this claim, allocated to the same devices."""
         async with asyncio.timeout(self.preparation.deadline):
-            claim = await self.api.get_claim(known.namespace, known.name)
+            claim = await self.api.get_claim(record.namespace, record.name)
         try:
-            ref = ClaimRef(known.namespace, known.name, known.uid)
+            ref = ClaimRef(record.namespace, record.name, record.uid)
             allocation = parse_allocation(claim, ref, self.records.driver, self.records.pool)
         except ClaimError as error:
             if error.reason == "malformed":
                 raise
             return False
-        prepared = prepared_of(known)
+        prepared = prepared_of(record)
         return prepared is None or prepared.named == allocation.named

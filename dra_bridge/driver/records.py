@@ -38,7 +38,7 @@ class Prepared(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def named(self) -> frozenset[tuple[str, str, str, str]]:
         """The request, pool, device and share of each device: the allocation that is answered."""
-        return frozenset((one.request, one.pool, one.device, one.share) for one in self.devices)
+        return frozenset((device.request, device.pool, device.device, device.share) for device in self.devices)
 
 
 def prepared_of(claim: Claim) -> Prepared | None:
@@ -59,7 +59,7 @@ def is_over(
     boot: this one. named, pods: see `ClaimReconciler.reconcile`. unlisted: further pods that may use it.
     """
     prepared = prepared_of(claim)
-    begun = {prepared.boot} if prepared is not None else {one.identity.split(" ")[0][5:] for one in claim.devices}
+    begun = {prepared.boot} if prepared is not None else {device.identity.split(" ")[0][5:] for device in claim.devices}
     unknown = not claim.pods and boot in begun
     return not unknown and holders.claim_is_over(claim.uid, claim.pods.union(unlisted), named, pods)
 

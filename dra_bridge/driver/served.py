@@ -64,10 +64,10 @@ class ServedDevices:
         qualifiers = self.host.qualifiers([snapshot.resource for snapshot in snapshots])
         key = tuple((snapshot.resource, snapshot.version) for snapshot in snapshots), tuple(qualifiers.items())
         if self._names[0] != key:
-            served = {one.inventory.snapshot.resource: one for one in self.resources}
+            served = {resource.inventory.snapshot.resource: resource for resource in self.resources}
             ids = {snapshot.resource: snapshot.devices for snapshot in snapshots}
             names = naming.published_names(qualifiers, ids)
-            self._names = key, {name: (served[of], ids[of][one]) for name, (of, one) in names.items()}
+            self._names = key, {name: (served[of], ids[of][device_id]) for name, (of, device_id) in names.items()}
         return self._names[1]
 
     def of_claim(self, claim: Claim) -> Iterator[tuple[ServedResource, list[Device]]]:
@@ -84,7 +84,7 @@ class ServedDevices:
         Raises ClaimError: a device is missing, gone or unhealthy, the parameters are wrong, or a vendor's plugin is
         asked for administrative access.
         """
-        found: dict[tuple[str, str, bool], list[tuple[Device, Result]]] = {}
+        by_request: dict[tuple[str, str, bool], list[tuple[Device, Result]]] = {}
         by_name = self.by_name
         for result in allocation.results:
             if result.device not in by_name:
@@ -97,7 +97,7 @@ class ServedDevices:
             elif isinstance(served.source, AdoptedSource):
                 what = "administrative access would have the vendor's plugin allocate what others hold"
                 raise ClaimError("admin", f"request {result.request!r}: {what}; {served.source.resource} has none")
-            found.setdefault((result.request, served.source.resource, admin), []).append((device, result))
+            by_request.setdefault((result.request, served.source.resource, admin), []).append((device, result))
         by_resource = {served.source.resource: served for served in self.resources}
         return [
             RequestDevices(
@@ -107,7 +107,7 @@ class ServedDevices:
                 decoded_config(by_resource[resource].source.config_type, allocation.config, request),
                 admin,
             )
-            for (request, resource, admin), members in found.items()
+            for (request, resource, admin), members in by_request.items()
         ]
 
     def _check_usable(self, served: ServedResource, device: Device, result: Result) -> None:

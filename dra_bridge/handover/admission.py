@@ -49,12 +49,19 @@ def counts_of(now: RegisterSnapshot, resource: str, shown: Collection[str] | Non
 
 def served_by_dra(now: RegisterSnapshot, resource: str) -> list[Claim]:
     """Return the claims through which pods have devices of a resource by their `limits`, the oldest first."""
-    return sorted((one for one in now.claims.values() if served_by_limits(one, resource)), key=lambda one: one.since)
+    return sorted(
+        (claim for claim in now.claims.values() if served_by_limits(claim, resource)), key=lambda claim: claim.since
+    )
 
 
 def resources_served_by_dra(now: RegisterSnapshot) -> set[str]:
     """Return the resources of which pods have devices through DRA by their `limits`."""
-    return {one.resource for claim in now.claims.values() for one in claim.devices if one.limits and not one.admin}
+    return {
+        device.resource
+        for claim in now.claims.values()
+        for device in claim.devices
+        if device.limits and not device.admin
+    }
 
 
 def may_leave(now: Counts, ids: int) -> bool:
@@ -83,13 +90,13 @@ class AdmittedPod(NamedTuple):
 def denied(pods: Iterable[AdmittedPod], capacity: int) -> tuple[str, ...]:
     """Return the pods that the kubelet denies. Of pods of one second those through DRA count as older."""
     used = 0
-    found = []
-    for pod in sorted(pods, key=lambda one: (int(one.created), not one.by_dra, one.title)):
+    titles = []
+    for pod in sorted(pods, key=lambda pod: (int(pod.created), not pod.by_dra, pod.title)):
         if not pod.by_dra and used + pod.asks > capacity:
-            found.append(pod.title)
+            titles.append(pod.title)
         else:
             used += pod.asks
-    return tuple(found)
+    return tuple(titles)
 
 
 def pods_of(now: RegisterSnapshot, resource: str) -> list[AdmittedPod]:
@@ -100,15 +107,15 @@ def pods_of(now: RegisterSnapshot, resource: str) -> list[AdmittedPod]:
     """
     ids: dict[str, set[str]] = {}
     since: dict[str, float] = {}
-    for one in now.allocations.values():
-        if one.resource == resource:
-            for uid in {uid for uid, _ in one.holders} or {""}:
-                ids.setdefault(uid, set()).add(one.device_id)
-                since[uid] = min(since.get(uid, one.since), one.since)
+    for allocation in now.allocations.values():
+        if allocation.resource == resource:
+            for uid in {uid for uid, _ in allocation.holders} or {""}:
+                ids.setdefault(uid, set()).add(allocation.device_id)
+                since[uid] = min(since.get(uid, allocation.since), allocation.since)
     by_plugin = [AdmittedPod(uid, since[uid], len(names), by_dra=False) for uid, names in ids.items()]
     return by_plugin + [
-        AdmittedPod(one.title, one.since - AGE, served_by_limits(one, resource), by_dra=True)
-        for one in served_by_dra(now, resource)
+        AdmittedPod(claim.title, claim.since - AGE, served_by_limits(claim, resource), by_dra=True)
+        for claim in served_by_dra(now, resource)
     ]
 
 

@@ -52,7 +52,7 @@ async def end_moves_to_dra(moved: MovedResource, waiting: dict[str, str]) -> tup
         missing = "the kubelet to listen" if sent is None else "ListAndWatch to show it Unhealthy"
         waiting.update(dict.fromkeys(devices, missing))
         return ()
-    ids = {(resource, one) for device in shown for one in endpoint.ids.ids_of(device)}
+    ids = {(resource, device_id) for device in shown for device_id in endpoint.ids.ids_of(device)}
     scan = await evidence.scan(ids)
     if scan is None:
         waiting.update(dict.fromkeys(devices, "a moment without an Allocate in flight"))
@@ -111,7 +111,7 @@ class MovesToPlugin:
         moved, mine = self.moved, self.moved.name
         before = moved.ledger.snapshot
         devices = moved.in_state(before, State.TO_PLUGIN)
-        claims = {name: one for one in before.claims.values() for of, name in one.held if of == mine}
+        claims = {name: claim for claim in before.claims.values() for of, name in claim.held if of == mine}
         queries = self._known(before, devices, claims)
         served = [] if forced() else served_by_dra(before, mine)
         withdrawn = {}
@@ -130,13 +130,13 @@ class MovesToPlugin:
         if not lists:
             return ()
         at = time.monotonic()
-        found = await moved.evidence.allocated()
-        allocated = {device: claim for (resource, device), claim in found.claims.items() if resource == mine}
-        limits = sorted(key for key in found.limits if key[0] == mine)
+        allocations = await moved.evidence.allocated()
+        allocated = {device: claim for (resource, device), claim in allocations.claims.items() if resource == mine}
+        limits = sorted(key for key in allocations.limits if key[0] == mine)
         for name in withdrawn:
             queries[name].claim, queries[name].device = allocated.get(name, ""), name
             if limits and name not in allocated and not forced():
-                queries[name].claim, queries[name].device = found.claims[limits[0]], ""
+                queries[name].claim, queries[name].device = allocations.claims[limits[0]], ""
             waiting[name] = self._waits_for(queries[name])
         arrived = {name: at for name, at in withdrawn.items() if queries[name].device or forced()}
         evidence = ClusterEvidence(before.sequence, arrived, at, allocated)
@@ -193,8 +193,13 @@ async def forget_unplugged(moved: MovedResource, waiting: dict[str, str]) -> Non
     now = moved.ledger.snapshot
     unplugged = moved.moving.of(now, resource).keys() - moved.inventory.snapshot.devices.keys()
     if allocations := now.allocations_on(resource, unplugged):
-        waiting.update({one.device: HolderWait(f"pod {one.pod}" if one.pod else "its pod") for one in allocations})
-        await moved.evidence.scan({(resource, one.device_id) for one in allocations})
+        waiting.update(
+            {
+                allocation.device: HolderWait(f"pod {allocation.pod}" if allocation.pod else "its pod")
+                for allocation in allocations
+            }
+        )
+        await moved.evidence.scan({(resource, allocation.device_id) for allocation in allocations})
     now, devices = moved.ledger.snapshot, moved.inventory.snapshot.devices
     held, _ = held_and_expected(now)
     gone = {

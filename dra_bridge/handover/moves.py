@@ -125,7 +125,7 @@ class Handover:
             if self._allocatable is not None:
                 devices = [self._moved.inventory.snapshot.devices.get(name) for name in returned]
                 usable = [device for device in devices if device is not None and device.health.usable]
-                offered = {one for device in usable for one in self._moved.endpoint.ids.names_of(device)}
+                offered = {device_id for device in usable for device_id in self._moved.endpoint.ids.names_of(device)}
                 self._allocatable.taken_back(self.resource, offered)
         before = self._moved.ledger.snapshot
         if arrived := await end_moves_to_dra(self._moved, waiting):
@@ -151,7 +151,7 @@ class Handover:
         """Count and log the moves that ended."""
         way, now, extra = f"to-{side.value}", time.time(), {"resource": self.resource}
         since = [before.device(self.resource, name).since for name in devices]
-        self.statistics.seconds[way] += sum(max(0.0, now - one) for one in since)
+        self.statistics.seconds[way] += sum(max(0.0, now - began) for began in since)
         self.statistics.finished[way] += len(devices)
         listed = self._moved.inventory.snapshot.devices
         present = [name for name in devices if name in listed]  # others are forgotten soon

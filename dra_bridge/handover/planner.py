@@ -18,7 +18,7 @@ def held_and_expected(now: RegisterSnapshot) -> tuple[frozenset[DeviceKey], froz
 
     A device that a pod was given while it moved is held, not expected: the claim waits for the pod.
     """
-    by_pods = frozenset((one.resource, one.device) for one in now.allocations.values())
+    by_pods = frozenset((allocation.resource, allocation.device) for allocation in now.allocations.values())
     by_claims = frozenset().union(*(claim.held for claim in now.claims.values()))
     pulled = frozenset(key for key, record in now.devices.items() if record.pulled)
     return by_pods | by_claims, pulled - by_pods
@@ -198,10 +198,10 @@ def link_groups(devices: Collection[str], links: Mapping[frozenset[str], float])
         group = {name: frozenset({name}) for name in devices}
         for pair, score in pairs.items():
             if score >= level:
-                one, other = pair
-                together = group[one] | group[other]
+                first, other = pair
+                together = group[first] | group[other]
                 group.update(dict.fromkeys(together, together))
-        found = {names for names in group.values() if len(names) > 1}
-        if len(found) > 1:
-            return tuple(sorted(found, key=min))
+        tied = {names for names in group.values() if len(names) > 1}
+        if len(tied) > 1:
+            return tuple(sorted(tied, key=min))
     return ()

@@ -127,7 +127,7 @@ class MoveStarter:
         for of, names in leaving.items():
             if (endpoint := self.moved.side.endpoint(of)) is not None:
                 shown = endpoint.streams.staying()
-                ids = {one for name in names for one in endpoint.ids.ids_of(name)}
+                ids = {device_id for name in names for device_id in endpoint.ids.ids_of(name)}
                 if not may_leave(counts_of(now, of, shown), len(ids if shown is None else ids & shown)):
                     return False
         return True
@@ -136,14 +136,17 @@ class MoveStarter:
         """Return these devices and those of this resource that move with them."""
         listed = self._listed()
         return frozenset(
-            one for name in leaders for of, one in self.moved.group(name) if of == self.resource and one in listed
+            device
+            for name in leaders
+            for of, device in self.moved.group(name)
+            if of == self.resource and device in listed
         )
 
     async def _announced(self, leaving: Collection[str]) -> bool:
         """Let the scheduler know how many devices stay on the plugin side; return whether it had to be waited for."""
         if self.allocatable is None or not leaving or (healthy := self.moved.endpoint.streams.healthy()) is None:
             return False
-        staying = healthy - {one for name in leaving for one in self.moved.endpoint.ids.ids_of(name)}
+        staying = healthy - {device_id for name in leaving for device_id in self.moved.endpoint.ids.ids_of(name)}
         if staying == healthy:
             return False
         self.draining |= self._followed(leaving)  # until then new pods had better get others

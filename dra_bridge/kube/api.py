@@ -46,10 +46,10 @@ def path_of(kind: Kind, version: str, name: str = "", namespace: str = "", subre
     return "/" + "/".join(urllib.parse.quote(part, safe="") for part in parts if part)
 
 
-def is_older(body: Object, known: Object) -> bool:
+def is_older(body: Object, than: Object) -> bool:
     """Return whether a state of an object is older than another (versions compare as numbers since 1.35, and did)."""
-    one, other = (str(state["metadata"].get("resourceVersion", "")) for state in (body, known))
-    return one.isdecimal() and other.isdecimal() and int(one) < int(other)
+    version, other = (str(state["metadata"].get("resourceVersion", "")) for state in (body, than))
+    return version.isdecimal() and other.isdecimal() and int(version) < int(other)
 
 
 def selectors_of(field_selector: str, label_selector: str) -> dict[str, str]:

@@ -115,21 +115,23 @@ class _KubeConfig:
 
     async def load(self) -> Access:
         """Read the files and get credentials anew; this may run a credential plugin."""
-        self._credentials = found = await self._read()
-        self._token_file = _TokenFile(Path(found.token_file), found.authorization, time.monotonic())
+        self._credentials = credentials = await self._read()
+        self._token_file = _TokenFile(Path(credentials.token_file), credentials.authorization, time.monotonic())
         self._reads += 1
         tls = None
-        if found.url.startswith("https:"):
-            with self._named("certificate-authority"), _file(found.authority) as authority:
+        if credentials.url.startswith("https:"):
+            with self._named("certificate-authority"), _file(credentials.authority) as authority:
                 tls = _tls(authority)
-            if not found.verify:
+            if not credentials.verify:
                 tls.check_hostname = False
                 tls.verify_mode = ssl.CERT_NONE
-            if found.certificate:
+            if credentials.certificate:
                 named = self._named("client-certificate or client-key")
-                with named, _file(found.certificate) as certificate, _file(found.key) as key:
+                with named, _file(credentials.certificate) as certificate, _file(credentials.key) as key:
                     tls.load_cert_chain(certificate, key or None)
-        return Access(found.url, tls, self, found.proxy, found.server_name, f"kubeconfig {self._paths}")
+        return Access(
+            credentials.url, tls, self, credentials.proxy, credentials.server_name, f"kubeconfig {self._paths}"
+        )
 
     @contextlib.contextmanager
     def _named(self, field: str) -> Iterator[None]:

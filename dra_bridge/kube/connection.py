@@ -213,7 +213,7 @@ class Connection:
             self._url = access.url
             # Watches on the old connections go on: cutting them would look like another outage.
             former = self._former if old is None else [*self._former, old[1]]
-            self._former = [one for one in former if await one.retire()]
+            self._former = [client for client in former if await client.retire()]
         self._made_at, self._renew = time.monotonic(), False
 
     async def _connected(self, *, refused: bool = False) -> tuple[HttpClient, dict[str, str]]:
@@ -261,8 +261,8 @@ class Discovery:
             return version
 
     async def _has_slices(self, version: str) -> bool:
-        found = await self._connection.send("GET", f"/apis/{GROUP}/{version}")
-        return any(entry.get("name") == api.RESOURCE_SLICES.plural for entry in found.get("resources") or ())
+        answer = await self._connection.send("GET", f"/apis/{GROUP}/{version}")
+        return any(entry.get("name") == api.RESOURCE_SLICES.plural for entry in answer.get("resources") or ())
 
     async def _group(self) -> Object:
         """Return what the server serves of resource.k8s.io; empty if its list of groups is without it."""

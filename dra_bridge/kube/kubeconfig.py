@@ -73,7 +73,7 @@ async def _read(paths: str) -> Credentials:
         empty = ", and $KUBECONFIG is empty" if os.environ.get("KUBECONFIG") == "" else ""
         raise KubeConfigError(f"there is no kubeconfig {paths}{empty}")
     try:
-        merger, found = KubeConfigMerger(paths), Configuration()
+        merger, configuration = KubeConfigMerger(paths), Configuration()
         user, file = _user(merger.config)
 
         def save(_: object) -> None:  # new tokens of an OIDC provider, as kubectl does: the old ones may be void
@@ -89,9 +89,11 @@ async def _read(paths: str) -> Credentials:
     plugin = user.get("exec") or {}
     source = f"credential plugin {plugin['command']}" if plugin else paths
     try:
-        await loader.load_and_set(found)
-        authorization = str(found.api_key.get("BearerToken", ""))
-        authority, certificate, key = map(_content, (found.ssl_ca_cert, found.cert_file, found.key_file))
+        await loader.load_and_set(configuration)
+        authorization = str(configuration.api_key.get("BearerToken", ""))
+        authority, certificate, key = map(
+            _content, (configuration.ssl_ca_cert, configuration.cert_file, configuration.key_file)
+        )
     except Exception as error:
         hint = f"; {hint.strip()}" if (hint := plugin.get("installHint")) else ""
         raise KubeConfigError(f"no credentials: {source}: {error or type(error).__name__}{hint}") from error
@@ -100,16 +102,16 @@ async def _read(paths: str) -> Credentials:
     expiry = getattr(loader, "exec_plugin_expiry", None)
     by_file = "tokenFile" in user and user.keys().isdisjoint(("token", "exec", "auth-provider"))
     return Credentials(
-        url=str(found.host),
+        url=str(configuration.host),
         authorization=authorization,
         token_file=str(file.parent / user["tokenFile"]) if by_file else "",
         expires=expiry.timestamp() if expiry else None,
         authority=authority,
         certificate=certificate or b"",
         key=key or b"",
-        verify=bool(found.verify_ssl),
-        proxy=found.proxy or "",
-        server_name=found.tls_server_name or "",
+        verify=bool(configuration.verify_ssl),
+        proxy=configuration.proxy or "",
+        server_name=configuration.tls_server_name or "",
     )
 
 
@@ -125,9 +127,9 @@ def _user(merged: Any) -> tuple[dict[str, Any], Path]:
     """
     context = merged["contexts"].get_with_name(merged["current-context"])
     name = context["context"].safe_get("user")
-    found = merged["users"].get_with_name(name, safe=True) if name else None
-    user: dict[str, Any] = (found and found["user"].value) or {}
-    file = Path(found.path if found else "").absolute()
+    entry = merged["users"].get_with_name(name, safe=True) if name else None
+    user: dict[str, Any] = (entry and entry["user"].value) or {}
+    file = Path(entry.path if entry else "").absolute()
     if os.sep in (user.get("exec") or {}).get("command", ""):
         user["exec"]["command"] = str(file.parent / user["exec"]["command"])
     return user, file

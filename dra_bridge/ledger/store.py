@@ -169,8 +169,11 @@ class Ledger:
             self.snapshot = self._load()
             self.fresh: Final = not self.snapshot.sequence
             if copied := self._copied():
-                known = (replace(one, absent_since=None) for one in copied.allocations)
-                changes = tuple(Change("allocations", (one.resource, one.device_id), one) for one in known)
+                allocations = (replace(allocation, absent_since=None) for allocation in copied.allocations)
+                changes = tuple(
+                    Change("allocations", (allocation.resource, allocation.device_id), allocation)
+                    for allocation in allocations
+                )
                 # What comes is newer than the copy, and than the evidence of whoever wrote it.
                 self.snapshot = replace(self.snapshot, sequence=copied.sequence)
                 self.do_all([lambda state: Decision(None, changes)])
@@ -298,36 +301,36 @@ class Ledger:
     def _copied(self) -> Copy | None:
         """Return the copy if it is of this boot and names more than the ledger: this is new, or is from before."""
         try:
-            found = copies.read(self._copy)
+            copy = copies.read(self._copy)
         except (OSError, msgspec.MsgspecError) as error:
             _LOG.warning("the copy of the allocations of the ledger %s cannot be read: %s", self.path, error)
             return None
-        if found is None or found.boot != boot_id() or found.sequence <= self.snapshot.sequence:
+        if copy is None or copy.boot != boot_id() or copy.sequence <= self.snapshot.sequence:
             return None
-        if not found.allocations:
+        if not copy.allocations:
             return None
         state = "new" if self.fresh else "from before (it was restored, or its log was lost)"
         text = "the ledger %s is %s, and its copy %s names %d allocations: they count as held while their pods run"
-        _LOG.warning(text, self.path, state, self._copy, len(found.allocations))
-        return found
+        _LOG.warning(text, self.path, state, self._copy, len(copy.allocations))
+        return copy
 
     def _load_again(self) -> None:
         """Go on after a failed write: what is on disk counts, what only this process knows stays."""
-        known, files = self.snapshot, self._files
-        found = self._load()
-        if self._files[:2] != files[:2] or found.sequence < known.sequence:
+        before, files = self.snapshot, self._files
+        loaded = self._load()
+        if self._files[:2] != files[:2] or loaded.sequence < before.sequence:
             self._lose("writes to it were lost")
             raise LedgerLostError(self._lost)
-        allocations = dict(found.allocations)
-        for key, record in found.allocations.items():
-            old = known.allocations.get(key)
+        allocations = dict(loaded.allocations)
+        for key, record in loaded.allocations.items():
+            old = before.allocations.get(key)
             if old is not None and old.sequence == record.sequence:
                 allocations[key] = replace(record, absent_since=old.absent_since, pod=old.pod)
-        reserved = {key: claim for key, claim in known.claims.items() if not claim.durable}
-        claims = {**reserved, **found.claims}
-        kept = [Change("allocations", key, one, durable=False) for key, one in allocations.items()]
-        kept += [Change("claims", key, one, durable=False) for key, one in claims.items()]
-        self.snapshot = replace(found.with_changes(kept, found.sequence), ended=known.ended)
+        reserved = {key: claim for key, claim in before.claims.items() if not claim.durable}
+        claims = {**reserved, **loaded.claims}
+        kept = [Change("allocations", key, allocation, durable=False) for key, allocation in allocations.items()]
+        kept += [Change("claims", key, claim, durable=False) for key, claim in claims.items()]
+        self.snapshot = replace(loaded.with_changes(kept, loaded.sequence), ended=before.ended)
 
     def _load(self, *, again: bool = False) -> RegisterSnapshot:
         """Open the database and read all of it; put it aside if that is not possible."""
@@ -378,9 +381,9 @@ class Ledger:
     def _rows(self, connection: sqlite3.Connection) -> RegisterSnapshot:
         tables: dict[str, dict[records.RecordKey, Any]] = {table: {} for table in _TABLES}
         seal = 0
-        for table, found in tables.items():
+        for table, by_key in tables.items():
             for row in connection.execute(f"SELECT {', '.join(_TABLES[table])} FROM {table}"):
-                found[row[0], row[1]] = record = _record(table, row)
+                by_key[row[0], row[1]] = record = _record(table, row)
                 if _row(table, record) != row or not isinstance(row[0], str) or not isinstance(row[1], str):
                     raise _DamagedError(f"a row of table {table} is malformed")
                 seal ^= _digest(table, row)
@@ -388,7 +391,7 @@ class Ledger:
         if row is None or row[1] != seal or not isinstance(row[0], int):
             raise _DamagedError("checksum mismatch")
         sequence, self._seal = row
-        changes = [Change(table, key, one) for table, found in tables.items() for key, one in found.items()]
+        changes = [Change(table, key, record) for table, by_key in tables.items() for key, record in by_key.items()]
         return RegisterSnapshot().with_changes(changes, sequence)
 
     def _put_aside(self) -> str:

@@ -76,8 +76,8 @@ class ClaimPods:
         running, prepared = await asyncio.to_thread(lambda: (tracker.pods.running(), self._claim_state()))
         await self._record(prepared)
         if running - self.recorded:
-            known = self.ledger.snapshot.claims
-            lost = {pod for claim in prepared if (self.driver, claim.uid) not in known for pod in claim.pod_uids}
+            recorded = self.ledger.snapshot.claims
+            lost = {pod for claim in prepared if (self.driver, claim.uid) not in recorded for pod in claim.pod_uids}
             self.recorded |= await tracker.listed(running) - lost
         self.recorded &= running
         return RunningPods(running, {uid: tracker.pods.seen.get(uid, math.inf) for uid in running - self.recorded})
@@ -96,8 +96,8 @@ class ClaimPods:
 
     async def _record(self, claims: Sequence[PreparedClaim]) -> None:
         for claim in claims:
-            known = self.ledger.snapshot.claims.get((self.driver, claim.uid))
-            if known is not None and not (known.name and claim.pod_uids <= known.pods):
+            recorded = self.ledger.snapshot.claims.get((self.driver, claim.uid))
+            if recorded is not None and not (recorded.name and claim.pod_uids <= recorded.pods):
                 names = claim.namespace, claim.name, claim.pod_uids
                 await self.ledger.do(operations.describe(self.driver, claim.uid, *names))
                 await self.files.describe(claim.uid)
@@ -118,7 +118,7 @@ class ClaimReconciliation:
         ending = Backoff(first=1.0, most=RECONCILE)
         while True:
             # CDI files are evidence: they must not be removed before the ledger was given them.
-            waits = [one.reconciled for one in resources.values() if not one.reconciled.is_set()]
+            waits = [runtime.reconciled for runtime in resources.values() if not runtime.reconciled.is_set()]
             try:
                 await self.reconcile(sweep=not waits)
             except (ClaimStateError, ClusterError, LedgerError, OSError) as error:
@@ -161,10 +161,10 @@ class ClaimReconciliation:
         if not nameless:
             return
         listed = (await self.cluster.list(RESOURCE_CLAIMS)).items
-        known = {claim["metadata"]["uid"]: claim for claim in listed}
+        by_uid = {claim["metadata"]["uid"]: claim for claim in listed}
         for claim in nameless:
-            if (found := known.get(claim.uid)) is not None:
-                metadata, users = found["metadata"], (found.get("status") or {}).get("reservedFor") or ()
+            if (listed_claim := by_uid.get(claim.uid)) is not None:
+                metadata, users = listed_claim["metadata"], (listed_claim.get("status") or {}).get("reservedFor") or ()
                 pods = [user["uid"] for user in users if user.get("resource") == "pods"]
                 names = metadata["namespace"], metadata["name"], pods
                 await records.ledger.do(operations.describe(records.driver, claim.uid, *names))

@@ -75,11 +75,11 @@ class EvidenceReader:
         tracker = self.agent.tracker
         held = kubelet_snapshot(0, now, resource, ids.device_id_of, tracker.granted, tracker.title).held
         prepared = await asyncio.to_thread(claim_state.read, self.agent.paths.kubelet_root)
-        found = await asyncio.to_thread(self.driver.claim_evidence, prepared, resource)
+        evident = await asyncio.to_thread(self.driver.claim_evidence, prepared, resource)
         # A claim counts also if it has none of these devices by their names now: its file says what they are.
-        claims = [replace(claim, devices=claim.devices & wanted) for claim in found if not self._recorded(claim)]
-        known = self.agent.register.snapshot.of(resource)
-        if any(name not in known or known[name].state is State.QUARANTINED for name in devices):
+        claims = [replace(claim, devices=claim.devices & wanted) for claim in evident if not self._recorded(claim)]
+        recorded = self.agent.register.snapshot.of(resource)
+        if any(name not in recorded or recorded[name].state is State.QUARANTINED for name in devices):
             # What is allocated: a claim that the kubelet has not prepared yet keeps its device on the DRA side.
             async with asyncio.timeout(5.0):
                 listed = await self._list()
@@ -94,13 +94,13 @@ class EvidenceReader:
 
     def _recorded(self, claim: ClaimEvidence) -> bool:
         """Return whether the ledger has all of a claim. From evidence alone it learns one resource at a time."""
-        known = self.driver.records.get(claim.uid)
-        return known is not None and (known.result is not None or not known.durable)
+        record = self.driver.records.get(claim.uid)
+        return record is not None and (record.result is not None or not record.durable)
 
     async def _list(self) -> list[tuple[Mapping[str, Any], set[DeviceKey]]]:
         """List all claims, consistently; return the metadata of each and what of this node is allocated to it."""
-        found = (await self.cluster.list(RESOURCE_CLAIMS)).items
-        return [(claim["metadata"], self._allocated(claim)) for claim in found]
+        claims = (await self.cluster.list(RESOURCE_CLAIMS)).items
+        return [(claim["metadata"], self._allocated(claim)) for claim in claims]
 
     def _allocated(self, claim: Mapping[str, Any]) -> set[DeviceKey]:
         """Return (resource, device) of this node that a claim's allocation names, without administrative access."""
@@ -129,10 +129,10 @@ class EvidenceReader:
         """
         namespace, _, name = claim.partition("/")
         try:
-            found = await self.cluster.get(RESOURCE_CLAIMS, name, namespace)
+            body = await self.cluster.get(RESOURCE_CLAIMS, name, namespace)
         except NotFoundError:
             return False
-        return any(of == resource and device in ("", name) for of, name in self._allocated(found))
+        return any(of == resource and device in ("", name) for of, name in self._allocated(body))
 
 
 class ReconciledDriver(Protocol):
@@ -178,10 +178,10 @@ class DeviceReconciler:
         backoff, logged, tries = Backoff(first=0.1, most=5.0), set[str](), 0
         while True:
             tries += 1
-            snapshot, known = served.listed, self.context.ledger.snapshot
-            certain = self.context.reconciled & known.devices.keys()
+            snapshot, register = served.listed, self.context.ledger.snapshot
+            certain = self.context.reconciled & register.devices.keys()
             unreconciled = [name for name in snapshot.devices if (resource, name) not in certain]
-            if not unreconciled and (not snapshot.listed or resource in qualifiers_of(known, self.context.name)):
+            if not unreconciled and (not snapshot.listed or resource in qualifiers_of(register, self.context.name)):
                 if snapshot.listed:
                     served.reconciled.set()
                     served.service.release_idle()

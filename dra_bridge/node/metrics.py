@@ -49,7 +49,7 @@ def families(
     kubelet_listens: bool,
 ) -> Iterator[Metric]:
     """Yield all families of the bridge. ends: pods that a kubelet restart would end, by resource."""
-    figures = {one.name: _figures(one, publisher.state(one.name), kubelet_listens) for one in drivers}
+    figures = {driver.name: _figures(driver, publisher.state(driver.name), kubelet_listens) for driver in drivers}
     for family, names in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
         for name, about in names.items():
             made = family(f"deviceplugin_{name}", about, labels=("driver",))
@@ -72,13 +72,13 @@ def families(
     yield from _requests(cluster)
 
 
-def _figures(one: DriverRuntime, state: PoolState, kubelet_listens: bool) -> Mapping[str, float]:
-    statistics, registration = one.driver.statistics, one.registrar.statistics
+def _figures(runtime: DriverRuntime, state: PoolState, kubelet_listens: bool) -> Mapping[str, float]:
+    statistics, registration = runtime.driver.statistics, runtime.registrar.statistics
     return {
         "dra_registered": registration.registered and kubelet_listens,
         "dra_registrations": registration.registrations,
         "dra_registration_failures": registration.failures,
-        "dra_prepared_claims": sum(claim.result is not None for claim in one.driver.records.all()),
+        "dra_prepared_claims": sum(claim.result is not None for claim in runtime.driver.records.all()),
         "dra_claims_in_flight": statistics.in_flight,
         "dra_prepared_again": statistics.prepared_again,
         "slices_published": state.accepted >= state.wanted > 0,
@@ -96,13 +96,13 @@ def _calls(drivers: Sequence[DriverRuntime]) -> Iterator[Metric]:
         duration = HistogramMetricFamily(f"{prefix}_duration_seconds", about, labels=("driver",))
         about = f"Claims that could not be {verb}d, by reason"
         failed = CounterMetricFamily(f"{prefix}_failures", about, labels=("driver", "reason"))
-        for one in drivers:
-            statistics = one.driver.statistics
+        for runtime in drivers:
+            statistics = runtime.driver.statistics
             calls = statistics.prepare if verb == "prepare" else statistics.unprepare
             failures = dict(calls.failures)
-            duration.add_metric((one.name,), *buckets(calls.durations))
+            duration.add_metric((runtime.name,), *buckets(calls.durations))
             for reason, count in sorted(failures.items()):
-                failed.add_metric((one.name, reason), count)
+                failed.add_metric((runtime.name, reason), count)
         yield from (duration, failed)
 
 
@@ -115,12 +115,12 @@ def _hooks(drivers: Sequence[DriverRuntime]) -> Iterator[Metric]:
     failed = CounterMetricFamily("deviceplugin_dra_hook_failures", about, labels=labels)
     about = "Time that reads of claims from the API server took"
     reads = SummaryMetricFamily("deviceplugin_dra_claim_read_duration_seconds", about, labels=("driver",))
-    for one in drivers:
-        statistics = one.driver.statistics
+    for runtime in drivers:
+        statistics = runtime.driver.statistics
         for key, calls in sorted(statistics.hooks.calls.copy().items()):
-            duration.add_metric((one.name, *key), calls, statistics.hooks.seconds.get(key, 0.0))
-            failed.add_metric((one.name, *key), statistics.hooks.failures[key])
-        reads.add_metric((one.name,), statistics.claim_reads, statistics.claim_read_seconds)
+            duration.add_metric((runtime.name, *key), calls, statistics.hooks.seconds.get(key, 0.0))
+            failed.add_metric((runtime.name, *key), statistics.hooks.failures[key])
+        reads.add_metric((runtime.name,), statistics.claim_reads, statistics.claim_read_seconds)
     yield from (duration, failed, reads)
 
 
@@ -129,7 +129,9 @@ def _moves(drivers: Sequence[DriverRuntime]) -> Iterator[Metric]:
     begun = CounterMetricFamily("deviceplugin_handover_begun", "Moves of devices begun, by direction", labels=labels)
     about = "Time from the begin of a move to its commit"
     duration = SummaryMetricFamily("deviceplugin_handover_duration_seconds", about, labels=labels)
-    for resource, runtime in [item for one in drivers for item in list(one.resources.items()) if not item[1].leaving]:
+    for resource, runtime in [
+        item for driver in drivers for item in list(driver.resources.items()) if not item[1].leaving
+    ]:
         statistics = runtime.handover.statistics
         for way in ("to-dra", "to-plugin"):
             begun.add_metric((resource, way), statistics.begun[way])
@@ -137,10 +139,10 @@ def _moves(drivers: Sequence[DriverRuntime]) -> Iterator[Metric]:
     yield from (begun, duration)
     about = "1 for what the move of a device waits for: a holder (pod or claim), which may run for long, or evidence"
     waits = GaugeMetricFamily("deviceplugin_handover_waits", about, labels=("resource", "device", "for"))
-    for one in drivers:
-        resources = one.resources.copy()
-        for (resource, device), record in one.async_ledger.snapshot.devices.items():
-            if record.state in (State.TO_DRA, State.TO_PLUGIN) and record.driver == one.name:
+    for driver in drivers:
+        resources = driver.resources.copy()
+        for (resource, device), record in driver.async_ledger.snapshot.devices.items():
+            if record.state in (State.TO_DRA, State.TO_PLUGIN) and record.driver == driver.name:
                 what = resources[resource].handover.waiting.get(device) if resource in resources else None
                 holder = isinstance(what, HolderWait)
                 waits.add_metric((resource, device, "holder"), holder)

@@ -41,15 +41,15 @@ class NodeWatch:
         async with aclosing(self.cluster.follow(NODES, field_selector=f"metadata.name={self.node}")) as events:
             async for event in events:
                 if isinstance(event, Listed):
-                    found = event.items[0] if event.items else {}
+                    node = event.items[0] if event.items else {}
                 else:
-                    found = event.object if event.type != "DELETED" else {}
-                self.allocatable.observe(numbers((found.get("status") or {}).get("allocatable") or {}))
-                if not found:
+                    node = event.object if event.type != "DELETED" else {}
+                self.allocatable.observe(numbers((node.get("status") or {}).get("allocatable") or {}))
+                if not node:
                     if self.uid:
                         _LOG.warning("the Node object %s is gone; the requested share stays", self.node)
                     continue
-                annotations, uid = found["metadata"].get("annotations") or {}, found["metadata"].get("uid", "")
+                annotations, uid = node["metadata"].get("annotations") or {}, node["metadata"].get("uid", "")
                 if (annotations, uid) != (self.annotations, self.uid):
                     self.annotations, self.uid = annotations, uid
                     self._known.set()
@@ -97,10 +97,10 @@ class NodeStatusWriter:
 
 def numbers(allocatable: Mapping[str, str]) -> dict[str, int]:
     """Return the whole numbers among the quantities of `status.allocatable`, such as 8 or 1k."""
-    found = {}
+    quantities = {}
     for name, text in allocatable.items():
         try:
-            found[name] = int(parse_quantity(text))
+            quantities[name] = int(parse_quantity(text))
         except NamingError:
             continue
-    return found
+    return quantities

@@ -95,13 +95,13 @@ class DriverContext:
 
     def ready(self, resource: str, device: str) -> bool:
         """Return whether it is known who holds a device."""
-        one = self.resources.get(resource)
-        return one is not None and (one.leaving or (resource, device) in self.reconciled)
+        runtime = self.resources.get(resource)
+        return runtime is not None and (runtime.leaving or (resource, device) in self.reconciled)
 
     def bypassed(self, resource: str) -> bool:
         """Return whether pods may just be given devices of an adopted resource past this agent."""
-        one = self.resources.get(resource)
-        return one is not None and time.monotonic() < one.bypassed_at + BYPASSED
+        runtime = self.resources.get(resource)
+        return runtime is not None and time.monotonic() < runtime.bypassed_at + BYPASSED
 
     def unknown(self, resource: str, device: str) -> str:
         """Return why it is not known yet who holds a device; "" if it is."""

@@ -140,17 +140,17 @@ class SliceFeed:
         records = self._context.ledger.snapshot
         for resource, runtime in self._context.resources.items():
             source, snapshot = runtime.service.source, runtime.listed
-            known = records.of(resource)
+            recorded = records.of(resource)
             if runtime.leaving:
-                without += [(resource, name) for name in snapshot.devices.keys() | known.keys()]
+                without += [(resource, name) for name in snapshot.devices.keys() | recorded.keys()]
                 continue
-            mine = {name for name, at in known.items() if at.state.offered and at.driver == self._context.name}
+            mine = {name for name, at in recorded.items() if at.state.offered and at.driver == self._context.name}
             names = snapshot.devices.keys() & mine
             offered = frozenset(name for name in names if self._context.ready(resource, name))
             if self._context.bypassed(resource):
                 offered = frozenset(name for name in offered if records.claims_on(resource, (name,)))
             offered -= self._register.withheld(resource, "dra").keys() if offered else set()
-            without += [(resource, name) for name in (snapshot.devices.keys() | known.keys()) - offered]
+            without += [(resource, name) for name in (snapshot.devices.keys() | recorded.keys()) - offered]
             replicas = {name: len(runtime.service.ids_now(device)) for name, device in snapshot.devices.items()}
             order = runtime.order.of(snapshot.devices.keys(), source.links)
             offers.append(Offer(snapshot, offered, replicas, order, qualifiers.get(resource, "")))

@@ -48,17 +48,17 @@ class BridgeStatus:
 
     def events(self) -> list[Event]:
         """Return the moves and claims that began or ended since the last call."""
-        found: list[Event] = []
+        new_events: list[Event] = []
         now = self._agent.register.snapshot
         before = self._seen if self._seen is not None and self._seen.sequence else now
-        found += events(before, now, time.time())  # what a ledger has that is opened late is no event
+        new_events += events(before, now, time.time())  # what a ledger has that is opened late is no event
         self._seen = now
         since = self._node.cluster.statistics.unreachable_since()
         if (since is not None) != self._unreachable:
             self._unreachable = since is not None
             text = "the API server answers again" if since is None else "the API server is unreachable"
-            found.append(Event(since or time.time(), "", text, self._unreachable))
-        return found
+            new_events.append(Event(since or time.time(), "", text, self._unreachable))
+        return new_events
 
     def report(self) -> ProviderReport:
         """Report what is known now."""
@@ -69,13 +69,15 @@ class BridgeStatus:
         now = self._agent.register.snapshot
         claims = list(now.claims.values())
         uids: frozenset[str] = frozenset().union(*(claim.pods for claim in claims))
-        resources = [item for one in drivers for item in list(one.resources.items()) if not item[1].leaving]
+        resources = [item for driver in drivers for item in list(driver.resources.items()) if not item[1].leaving]
         denied = {name: runtime.handover.denied for name, runtime in resources}
         pods = {pod.uid: pod for pod in self._agent.tracker.pods_named(uids.union(*denied.values()))}
-        ends = {name: tuple(pods.get(uid, PodContainer(uid=uid)) for uid in found) for name, found in denied.items()}
+        ends = {
+            name: tuple(pods.get(uid, PodContainer(uid=uid)) for uid in holders) for name, holders in denied.items()
+        }
         return ProviderReport(
             families=list(metrics.families(drivers, self._node.publisher, cluster, ends, kubelet_listens=listens)),
-            status={one.name: self._status(one, listens) for one in drivers},
+            status={driver.name: self._status(driver, listens) for driver in drivers},
             unready=list(self._unready(drivers)),
             locations=_locations(now, drivers),
             claims=[
@@ -85,10 +87,12 @@ class BridgeStatus:
                     admin=key not in claim.held,
                 )
                 for claim in claims
-                for key in sorted({(one.resource, one.device) for one in claim.devices})
+                for key in sorted({(device.resource, device.device) for device in claim.devices})
             ],
-            qualifiers={name: qualifier for one in drivers for name, qualifier in qualifiers_of(now, one.name).items()},
-            shares={name: share for one in drivers for name, share in _shares(one).items()},
+            qualifiers={
+                name: qualifier for driver in drivers for name, qualifier in qualifiers_of(now, driver.name).items()
+            },
+            shares={name: share for driver in drivers for name, share in _shares(driver).items()},
             problems=[
                 *([] if since is None else [f"the API server is unreachable since {_clock(since)}: {OUTAGE}"]),
                 *_ends(ends),
@@ -99,33 +103,33 @@ class BridgeStatus:
     def _kubelet_listens(self) -> bool:
         """Return whether a kubelet follows any list of devices, or none ever did: a driver does not see one end."""
         services = list(self._agent.services.values())
-        begun = any(one.registration.statistics.registrations for one in services)
-        return not begun or any(one.endpoint.streams.live for one in services)
+        begun = any(service.registration.statistics.registrations for service in services)
+        return not begun or any(service.endpoint.streams.live for service in services)
 
     def _unready(self, drivers: list[DriverRuntime]) -> Iterator[str]:
-        for one in drivers:
-            state, registration = self._node.publisher.state(one.name), one.registrar.statistics
-            if not (one.resources or one.driver.records.all()):
+        for runtime in drivers:
+            state, registration = self._node.publisher.state(runtime.name), runtime.registrar.statistics
+            if not (runtime.resources or runtime.driver.records.all()):
                 continue  # no resource names it any more, and it has no claim to unprepare
             if not registration.registered:
                 error = f": {registration.error}" if registration.error else ""
-                yield f"driver {one.name} is not registered with the kubelet{error}"
-            if one.resources and not state.accepted and not self._waits_for_plugins(one):
+                yield f"driver {runtime.name} is not registered with the kubelet{error}"
+            if runtime.resources and not state.accepted and not self._waits_for_plugins(runtime):
                 problem = f": {state.problems[0]}" if state.problems else ""
-                yield f"slices of driver {one.name} are not published{problem}"
+                yield f"slices of driver {runtime.name} are not published{problem}"
         named = {service.source.driver or "" for service in list(self._agent.services.values())}
-        for name in sorted(named - {"", *(one.name for one in drivers)}):
+        for name in sorted(named - {"", *(driver.name for driver in drivers)}):
             yield f"driver {name} has not started: another agent may have the ledger; {MAX_SURGE}"
 
     def _waits_for_plugins(self, driver: DriverRuntime) -> bool:
         """Return whether all of a driver's devices are of vendors' plugins that are not there yet: no slice is due."""
         services = self._agent.services
         vendors = [services[name].vendor if name in services else None for name in list(driver.resources)]
-        return all(one is not None and not one.connected for one in vendors)
+        return all(vendor is not None and not vendor.connected for vendor in vendors)
 
     def _status(self, driver: DriverRuntime, kubelet_listens: bool) -> dict[str, object]:
         state = self._node.publisher.state(driver.name)
-        handovers = {resource: one.handover for resource, one in list(driver.resources.items())}
+        handovers = {resource: runtime.handover for resource, runtime in list(driver.resources.items())}
         return {
             "registered": driver.registrar.statistics.registered and kubelet_listens,
             "slices": state.slices,
@@ -135,11 +139,11 @@ class BridgeStatus:
             "unsupported": sorted(map(str, state.unsupported)),
             "preparedClaims": len(driver.driver.records.all()),
             "prepareFailures": dict(driver.driver.statistics.prepare.failures),
-            "shares": {resource: str(one.share) for resource, one in handovers.items()},
+            "shares": {resource: str(handover.share) for resource, handover in handovers.items()},
             "waiting": {
-                resource: {device: str(what) for device, what in one.waiting.items()}
-                for resource, one in handovers.items()
-                if one.waiting
+                resource: {device: str(what) for device, what in handover.waiting.items()}
+                for resource, handover in handovers.items()
+                if handover.waiting
             },
         }
 
@@ -150,34 +154,34 @@ def _clock(at: float) -> str:
 
 def _ends(pods: Mapping[str, Sequence[PodContainer]]) -> Iterator[str]:
     """Yield a sentence for each resource of which a kubelet restart would end pods."""
-    for resource, found in pods.items():
-        if found:
-            names = ", ".join(f"{pod.namespace}/{pod.pod}" if pod.pod else pod.uid or "?" for pod in found)
+    for resource, ended in pods.items():
+        if ended:
+            names = ", ".join(f"{pod.namespace}/{pod.pod}" if pod.pod else pod.uid or "?" for pod in ended)
             why = "they have devices of the plugin side beside older pods that DRA serves by limits (kubernetes#124586)"
             yield f"{resource}: a kubelet restart would end {names}: {why}"
 
 
-def _shares(one: DriverRuntime) -> dict[str, ShareProgress]:
-    found = {}
-    for resource, runtime in list(one.resources.items()):
+def _shares(driver: DriverRuntime) -> dict[str, ShareProgress]:
+    progress = {}
+    for resource, runtime in list(driver.resources.items()):
         if runtime.leaving:
             continue
-        states = Counter(record.state for record in one.async_ledger.snapshot.of(resource).values())
-        found[resource] = ShareProgress(
+        states = Counter(record.state for record in driver.async_ledger.snapshot.of(resource).values())
+        progress[resource] = ShareProgress(
             str(runtime.handover.share),
             states.total(),
             states[State.DRA],
             states[State.TO_DRA],
             states[State.TO_PLUGIN],
         )
-    return found
+    return progress
 
 
 def _locations(now: RegisterSnapshot, drivers: Sequence[DriverRuntime]) -> dict[tuple[str, str], DeviceLocation]:
     waits = {
         (resource, device): f"{WAITS}{what}"
-        for one in drivers
-        for resource, runtime in list(one.resources.items())
+        for driver in drivers
+        for resource, runtime in list(driver.resources.items())
         for device, what in dict(runtime.handover.waiting).items()
     }
     return {
@@ -215,7 +219,7 @@ def _claims(before: RegisterSnapshot, now: RegisterSnapshot, at: float) -> Itera
 
 
 def _claim_event(claim: Claim, verb: str, at: float) -> Event:
-    names = [one.device for one in claim.devices]
+    names = [device.device for device in claim.devices]
     what = ", ".join(names) if len(names) <= NAMED else counted(len(names))
     resource = claim.devices[0].resource if claim.devices else claim.driver
     return Event(at, resource, f"claim {claim.title} {verb}: {what}")

@@ -191,7 +191,7 @@ def _entry(
         entry["taints"] = [{"key": f"{pool.driver}/unhealthy", "effect": pool.unhealthy}]
     if consumed:
         entry["consumesCounters"] = [
-            {"counterSet": one, "counters": _counters(what)} for one, what in sorted(consumed.items())
+            {"counterSet": counter_set, "counters": _counters(what)} for counter_set, what in sorted(consumed.items())
         ]
     return entry
 

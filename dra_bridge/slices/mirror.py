@@ -59,14 +59,14 @@ class Mirror:
             return False
         if deleted:
             return self.bodies.pop(name, None) is not None
-        known = self.bodies.get(name)
+        mirrored = self.bodies.get(name)
         self.keep(body)
         version = body["metadata"].get("resourceVersion")
-        return known is None or known["metadata"].get("resourceVersion") != version
+        return mirrored is None or mirrored["metadata"].get("resourceVersion") != version
 
     def _has_newer(self, body: Object) -> bool:
-        known = self.bodies.get(body["metadata"]["name"])
-        return known is not None and is_older(body, known)
+        mirrored = self.bodies.get(body["metadata"]["name"])
+        return mirrored is not None and is_older(body, mirrored)
 
     def deleted(self, body: Object) -> None:
         """Forget a slice that was deleted here."""

@@ -51,16 +51,22 @@ def fingerprint(body: Object) -> str:
                 device["name"],
                 sorted((device.get("attributes") or {}).items()),
                 [
-                    [name, _number(one.get("value")), _policy(one.get("requestPolicy"))]
-                    for name, one in sorted((device.get("capacity") or {}).items())
+                    [name, _number(capacity.get("value")), _policy(capacity.get("requestPolicy"))]
+                    for name, capacity in sorted((device.get("capacity") or {}).items())
                 ],
                 [[taint["key"], taint.get("value") or "", taint["effect"]] for taint in device.get("taints") or ()],
-                [[one["counterSet"], _amounts(one.get("counters"))] for one in device.get("consumesCounters") or ()],
+                [
+                    [consumed["counterSet"], _amounts(consumed.get("counters"))]
+                    for consumed in device.get("consumesCounters") or ()
+                ],
                 bool(device.get("allowMultipleAllocations")),
             ]
             for device in spec.get("devices") or ()
         ],
-        [[one["name"], _amounts(one.get("counters"))] for one in spec.get("sharedCounters") or ()],
+        [
+            [counter_set["name"], _amounts(counter_set.get("counters"))]
+            for counter_set in spec.get("sharedCounters") or ()
+        ],
     ]
     return hashlib.sha256(msgspec.json.encode(content)).hexdigest()
 
@@ -80,13 +86,13 @@ def _policy(policy: Object | None) -> list[Any] | None:
     span = policy.get("validRange") or {}
     return [
         _number(policy.get("default")),
-        [_number(one) for one in policy.get("validValues") or ()],
+        [_number(quantity) for quantity in policy.get("validValues") or ()],
         [_number(span.get(key)) for key in ("min", "max", "step")],
     ]
 
 
 def _amounts(counters: Object | None) -> list[Any]:
-    return [[name, _number(one.get("value"))] for name, one in sorted((counters or {}).items())]
+    return [[name, _number(counter.get("value"))] for name, counter in sorted((counters or {}).items())]
 
 
 class Write(NamedTuple):
@@ -140,11 +146,11 @@ def plan(
         target, changed = latest + 1, list(bodies)
     writes = []
     for name, body in bodies.items():
-        found = current.get(name)
-        owned = found is not None and (owner is None or found["metadata"].get("ownerReferences") == [owner])
-        if name in changed or found is None or not owned or _split(body)[0] != _split(found)[0]:
-            verb: Literal["create", "replace"] = "create" if found is None else "replace"
-            writes.append(Write(verb, _body(body, found, target, owner, times or {})))
+        present = current.get(name)
+        owned = present is not None and (owner is None or present["metadata"].get("ownerReferences") == [owner])
+        if name in changed or present is None or not owned or _split(body)[0] != _split(present)[0]:
+            verb: Literal["create", "replace"] = "create" if present is None else "replace"
+            writes.append(Write(verb, _body(body, present, target, owner, times or {})))
     return writes + [Write("delete", body) for body in extras]
 
 
@@ -161,13 +167,13 @@ def _split(body: Object) -> tuple[dict[str, str], dict[str, str]]:
     return own, {key: value for key, value in annotations.items() if key not in own}
 
 
-def _body(wanted: Object, found: Object | None, generation: int, owner: Object | None, times: Times) -> Object:
+def _body(wanted: Object, present: Object | None, generation: int, owner: Object | None, times: Times) -> Object:
     metadata = dict(wanted["metadata"])
-    if found is not None:
-        have = found["metadata"]
+    if present is not None:
+        have = present["metadata"]
         kept = ("uid", "resourceVersion", "labels", "finalizers", "ownerReferences")
         metadata.update({key: have[key] for key in kept if key in have})
-        annotations = {**_split(found)[1], **(metadata.pop("annotations", None) or {})}
+        annotations = {**_split(present)[1], **(metadata.pop("annotations", None) or {})}
         if annotations:
             metadata["annotations"] = annotations
     if owner is not None:

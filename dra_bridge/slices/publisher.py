@@ -129,8 +129,8 @@ class Publisher:
 
     def state(self, driver: str) -> PoolState:
         """Return how far a driver's pool is."""
-        found = self._drivers.get(driver)
-        return found.state if found else PoolState()
+        entry = self._drivers.get(driver)
+        return entry.state if entry else PoolState()
 
     async def accepted(self, driver: str, ticket: int) -> PoolState:
         """Wait until the API server has what was wanted with this ticket, or something newer."""
@@ -255,8 +255,8 @@ class Publisher:
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for one in waits:
-                one.cancel()
+            for task in waits:
+                task.cancel()
 
     async def _reconcile(self, driver: _Driver) -> bool:
         """Make the slices as they are wanted; return False if that does not end."""
