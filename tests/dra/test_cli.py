@@ -1037,19 +1037,20 @@ def test_status_on_a_terminal(world: World, columns: int) -> None:
     assert f"gpu-0 (to-dra) waits for its holder, held by {pod}" in " ".join(line.strip() for line in lines)
 
 
-def test_rollout_of_many_nodes_on_a_terminal(world: World) -> None:
+@pytest.mark.parametrize(("count", "rows"), [(10, 10), pytest.param(30, 24, marks=pytest.mark.explore)])
+def test_rollout_of_many_nodes_on_a_terminal(world: World, count: int, rows: int) -> None:
     """What moves and how far all nodes are stays on the screen, and why it stopped is the last that is printed."""
-    for number in range(30):
+    for number in range(count):
         world.agent(f"node-{number:02}", held={"gpu-0": "pod default/p"} if number == 7 else {})
-    argv = ("rollout", "--driver", D, "--share", "all", "-l", "pool=gpu", "--max-unavailable", "25")
-    status, text = on_a_terminal(world, *argv, "--timeout-per-node", "10", columns=80, rows=(rows := 24))
+    argv = ("rollout", "--driver", D, "--share", "all", "-l", "pool=gpu", "--max-unavailable", str(count - 2))
+    status, text = on_a_terminal(world, *argv, "--timeout-per-node", "10", columns=80, rows=rows)
     assert status == 1
-    frames = text.split("of 30 nodes")
+    frames = text.split(f"of {count} nodes")
     assert "1 moving, 0 not started" in frames[-2]
     assert "node-07" in frames[-1], "the node that moves is below the bar of all nodes"
     bars = [ESCAPES.sub("", frame).count(" devices ") for frame in frames[1:]]
     assert 2 <= max(bars) <= rows - reporter.OTHER_ROWS
-    last = " ".join(ESCAPES.sub("", text).split()).split("29 of 30 nodes done ")[1]
+    last = " ".join(ESCAPES.sub("", text).split()).split(f"{count - 1} of {count} nodes done ")[1]
     reason = "stopped: node-07: not done after 10 s: gpu-0 (to-dra) waits for its holder, held by pod default/p"
     assert last.endswith(reason)
     assert "━" not in last[last.index("run the same command to continue") :]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -32,8 +33,23 @@ D, E = "d.example.com", "e.example.com"
 NODE: Final = "node"
 _SAYS: Final = "DEVICE_"
 _OPTIONS: Final = (("grpc.default_authority", "localhost"), ("grpc.use_local_subchannel_pool", 1))
+TOKENS = pytest.mark.parametrize(
+    "tokens", [pytest.param(False, marks=pytest.mark.explore), True], ids=["names", "tokens"]
+)
+SHARE = pytest.mark.parametrize("share", ["none", "all"])
+BOTH = pytest.mark.parametrize("both", [False, True], ids=["pods", "both"])
 PATIENCE: Final = 15.0
 """Seconds for what is to come; a test that waits for a rule's own delay gives more."""
+
+
+def some(names: str, usual: Sequence[tuple[Any, ...]], *values: Sequence[Any]) -> pytest.MarkDecorator:
+    """Parametrize with each combination of the values; `explore` alone looks at those that are not usual."""
+    cases = [*itertools.product(*values)]
+    assert set(usual) < set(cases)
+    explore = pytest.mark.explore
+    return pytest.mark.parametrize(
+        names, [pytest.param(*case, marks=() if case in usual else explore) for case in cases]
+    )
 
 
 class Listed(DeviceSource):

@@ -9,7 +9,7 @@ import pytest
 from deviceplugin.device import ContainerEdits, Device
 from deviceplugin.testing import FakePod
 from dra_bridge.testing.node import FakeNode
-from tests.register.node import A, B, D, E, Here, Listed, serving
+from tests.register.node import BOTH, A, B, D, E, Here, Listed, serving, some
 
 Q = "10Gi"
 
@@ -39,7 +39,7 @@ async def both_run(here: Here, first: FakePod, resource: str) -> bool:
     return first.running and other.running
 
 
-@pytest.mark.parametrize("both", [False, True], ids=["pods", "both"])
+@BOTH
 @pytest.mark.parametrize("to", [E, ""])
 async def test_a_pods_part_counts_after_its_driver_is_renamed(node: FakeNode, to: str, both: bool) -> None:
     """A and B are parts of one chip, by one driver; A's driver is renamed while a pod has the whole chip by A."""
@@ -68,8 +68,13 @@ async def test_a_pods_part_counts_after_its_resource_is_gone_over_a_restart(node
         assert not await both_run(here, first, B)
 
 
-@pytest.mark.parametrize("amount", ["10", "10Gi"])
-@pytest.mark.parametrize(("to", "names"), [(D, "a0 a1"), (E, "a0 a1"), ("", "a0 a1"), (D, "a0")])
+@some(
+    "to, names, amount",
+    [(D, "a0 a1", "10"), (E, "a0 a1", "10Gi"), ("", "a0 a1", "10"), (D, "a0", "10Gi")],
+    [D, E, ""],
+    ["a0 a1", "a0"],
+    ["10", "10Gi"],
+)
 async def test_a_claims_part_counts_for_the_plugin_alone(node: FakeNode, to: str, names: str, amount: str) -> None:
     """dra-bridge run is followed by deviceplugin run, whose file names the same driver, another one or none.
 

@@ -10,10 +10,7 @@ from deviceplugin.device import Device
 from deviceplugin.testing import FakePod
 from dra_bridge.testing.node import FakeNode
 from tests.register.files import lose_register, registers
-from tests.register.node import A, B, D, E, Here, Listed, Varying, got, running, serving
-
-BOTH = pytest.mark.parametrize("both", [False, True], ids=["pods", "both"])
-TOKENS = pytest.mark.parametrize("tokens", [False, True], ids=["names", "tokens"])
+from tests.register.node import BOTH, TOKENS, A, B, D, E, Here, Listed, Varying, got, running, serving, some
 
 
 async def hang(here: Here) -> FakePod:
@@ -211,12 +208,17 @@ async def test_a_share_that_another_agents_pod_has_is_all_that_is_withheld(node:
 # Claims' files that are lost.
 
 
-@pytest.mark.parametrize("driver", [D, E, ""])
-@pytest.mark.parametrize(("both", "lost"), [(False, "*"), (True, "*"), (True, "*.claim")])
+@some(
+    "driver, files",
+    [(D, (True, "*")), (D, (False, "*")), (E, (True, "*.claim")), ("", (False, "*"))],
+    [D, E, ""],
+    [(False, "*"), (True, "*"), (True, "*.claim")],
+)
 async def test_a_claim_that_is_named_by_the_kubelet_alone_may_have_any_device(
-    node: FakeNode, driver: str, both: bool, lost: str
+    node: FakeNode, driver: str, files: tuple[bool, str]
 ) -> None:
     """Register and claims' files are lost, and another driver is configured, or `deviceplugin run` follows."""
+    both, lost = files
     async with serving(node, Listed(A, D), share="all") as here:
         await here.until(lambda: here.sliced() == {"d0", "d1"})
         pod = await here.claimant("c0")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import threading
 from collections.abc import AsyncIterator, Sequence
@@ -19,6 +18,9 @@ from dra_bridge.testing.apiserver import Fault, LoggedRequest
 from dra_bridge.testing.node import FakeNode
 from tests.register.files import lose_copies, lose_register
 from tests.register.node import (
+    BOTH,
+    SHARE,
+    TOKENS,
     A,
     B,
     D,
@@ -33,12 +35,8 @@ from tests.register.node import (
     restart_without_register,
     running,
     serving,
+    some,
 )
-
-TOKENS = pytest.mark.parametrize("tokens", [False, True], ids=["names", "tokens"])
-SHARE = pytest.mark.parametrize("share", ["none", "all"])
-BOTH = pytest.mark.parametrize("both", [False, True], ids=["pods", "both"])
-
 
 # Claims whose allocation or driver is another one than before.
 
@@ -55,8 +53,7 @@ async def test_a_claim_that_was_allocated_elsewhere_says_what_it_waits_for(node:
 
 
 @TOKENS
-@pytest.mark.parametrize("state", ["kept", "lost"], ids=lambda state: f"state-{state}")
-@pytest.mark.parametrize("driver", ["", E])
+@some("driver, state", [("", "kept"), (E, "lost")], ["", E], ["kept", "lost"])
 async def test_without_its_register_a_claim_of_a_former_driver_is_known_and_unprepared(
     node: FakeNode, driver: str, state: str, tokens: bool
 ) -> None:
@@ -164,8 +161,7 @@ async def keeps(here: Here, pod: FakePod) -> None:
 
 
 @TOKENS
-@pytest.mark.parametrize("kubelet", ["up", "down"])
-@pytest.mark.parametrize("again", ["whole", "lost"])
+@some("again, kubelet", [("whole", "up"), ("lost", "down")], ["whole", "lost"], ["up", "down"])
 async def test_the_copy_is_left_at_the_second_start_after_a_loss(
     node: FakeNode, again: str, kubelet: str, tokens: bool
 ) -> None:
@@ -175,7 +171,7 @@ async def test_the_copy_is_left_at_the_second_start_after_a_loss(
     """
     async with serving(node, Listed(A, D, "d0", tokens=tokens)) as here:
         pod = await hold(here)
-    await lose(node, ("register", "checkpoint"))
+    await lose(node, "register-checkpoint")
     if kubelet == "down":
         await asyncio.to_thread(node.stop)
     for _ in range({"up": 1, "down": 3}[kubelet]):
@@ -189,7 +185,7 @@ async def test_the_copy_is_left_at_the_second_start_after_a_loss(
     if kubelet == "down":
         await asyncio.to_thread(node.start)
     if again == "lost":
-        await lose(node, ("register", "checkpoint"))
+        await lose(node, "register-checkpoint")
     async with serving(node, Listed(A, D, tokens=tokens)) as here:
         await keeps(here, pod)
 
@@ -234,7 +230,7 @@ async def test_a_copy_that_cannot_be_written_costs_no_pod_its_device(
     async with serving(node, Listed(A, D)) as here:
         await here.until(lambda: "d1" in here.healthy())
         await here.scans()
-    await lose(node, ("register", "checkpoint"))
+    await lose(node, "register-checkpoint")
     async with serving(node, Listed(A, D)) as here:
         await keeps(here, pod)
 
@@ -242,8 +238,8 @@ async def test_a_copy_that_cannot_be_written_costs_no_pod_its_device(
 # Any two witnesses are lost.
 
 
-@pytest.mark.parametrize("lost", [*itertools.combinations(("register", "copy", "checkpoint"), 2)], ids="-".join)
-async def test_a_pod_is_known_again_after_two_losses(node: FakeNode, lost: Sequence[str]) -> None:
+@pytest.mark.parametrize("lost", ["register-copy", "register-checkpoint", "copy-checkpoint"])
+async def test_a_pod_is_known_again_after_two_losses(node: FakeNode, lost: str) -> None:
     """Of register, copy and checkpoint each alone tells who holds what."""
     async with serving(node, Listed(A, D, "d0")) as here:
         pod = await hold(here)
@@ -252,12 +248,14 @@ async def test_a_pod_is_known_again_after_two_losses(node: FakeNode, lost: Seque
         await keeps(here, pod)
 
 
-@pytest.mark.parametrize("hangs", [False, True], ids=["runs", "hangs"])
-@pytest.mark.parametrize("edits", [False, True], ids=["bare", "edits"])
-@pytest.mark.parametrize("lost", [*itertools.combinations(("register", "claim state", "copy"), 2)], ids="-".join)
-async def test_a_claim_is_known_again_after_two_losses(
-    node: FakeNode, lost: Sequence[str], edits: bool, hangs: bool
-) -> None:
+@some(
+    "lost, edits, hangs",
+    [("register-claim state", False, True), ("register-copy", True, False), ("claim state-copy", True, True)],
+    ["register-claim state", "register-copy", "claim state-copy"],
+    [False, True],
+    [False, True],
+)
+async def test_a_claim_is_known_again_after_two_losses(node: FakeNode, lost: str, edits: bool, hangs: bool) -> None:
     """Slices are lost as well, and so is the claim if its pod was deleted by force; its containers may get nothing."""
 
     def source(driver: str) -> Listed:
@@ -280,7 +278,7 @@ async def test_a_claim_is_known_again_after_two_losses(
         assert running(node, held) == {pod.uid}
 
 
-async def lose(node: FakeNode, lost: Sequence[str]) -> None:
+async def lose(node: FakeNode, lost: str) -> None:
     """Restart the kubelet while no agent runs, without some of the files."""
     await asyncio.to_thread(node.stop)
     if "register" in lost:

@@ -12,7 +12,7 @@ import pytest
 from deviceplugin.device import Device
 from deviceplugin.testing.claim_state import DevicesOfClaim
 from dra_bridge.testing.node import FakeNode
-from tests.register.node import A, D, Here, Listed, answered, running, serving
+from tests.register.node import BOTH, A, D, Here, Listed, answered, running, serving
 
 SHARES = tuple(f"00000000-0000-4000-8000-00000000000{number}" for number in range(3))
 
@@ -160,7 +160,7 @@ def overdue(request: pytest.FixtureRequest) -> Iterator[Overdue]:
     source.ends.set()
 
 
-@pytest.mark.parametrize("both", [False, True], ids=["pods", "both"])
+@BOTH
 @pytest.mark.parametrize("overdue", ["reset"], indirect=True)
 async def test_no_container_starts_while_a_reset_works_on(node: FakeNode, overdue: Overdue, both: bool) -> None:
     """The kubelet asks again and again: there is one reset of the device at a time, and the pod runs after it."""
@@ -175,7 +175,7 @@ async def test_no_container_starts_while_a_reset_works_on(node: FakeNode, overdu
         assert overdue.most == 1
 
 
-@pytest.mark.parametrize("both", [False, True], ids=["pods", "both"])
+@BOTH
 @pytest.mark.parametrize("overdue", ["reset"], indirect=True)
 async def test_the_next_pod_gets_no_device_on_which_a_reset_works_on(
     node: FakeNode, overdue: Overdue, both: bool

@@ -11,9 +11,7 @@ import pytest
 from deviceplugin.device import ContainerEdits, Device
 from deviceplugin.kubelet import registration
 from dra_bridge.testing.node import FakeNode
-from tests.register.node import A, B, D, Listed, got, serving
-
-BOTH = pytest.mark.parametrize("both", [False, True], ids=["pods", "both"])
+from tests.register.node import BOTH, A, B, D, Listed, got, serving
 
 
 def card(name: str, hardware: str) -> Device:

@@ -14,9 +14,8 @@ import pytest
 from deviceplugin.device import Device
 from deviceplugin.testing import FakePod
 from dra_bridge.testing.node import FakeNode
-from tests.register.node import A, D, Listed, serving
+from tests.register.node import BOTH, A, D, Listed, serving
 
-BOTH = pytest.mark.parametrize("both", [False, True], ids=["pods", "both"])
 PLACES = (
     "deviceplugin.identity",
     "deviceplugin.kubelet.tracker",

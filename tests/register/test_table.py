@@ -18,6 +18,8 @@ from dra_bridge.testing.node import FakeNode
 from tests.dra.classes import unserved
 from tests.register.node import (
     NODE,
+    SHARE,
+    TOKENS,
     A,
     B,
     D,
@@ -31,12 +33,10 @@ from tests.register.node import (
     restart_without_register,
     running,
     serving,
+    some,
 )
 
-TOKENS = pytest.mark.parametrize("tokens", [False, True], ids=["names", "tokens"])
 SHARES = tuple(str(uuid.UUID(int=number)) for number in range(3))
-SHARE = pytest.mark.parametrize("share", ["none", "all"])
-BOTH = pytest.mark.parametrize("both", [False, True], ids=["pods", "both"])
 
 
 # A driver's name is taken away, and comes back.
@@ -80,8 +80,7 @@ def part(pod: FakePod) -> Fraction:
 
 
 @TOKENS
-@BOTH
-@pytest.mark.parametrize("numbers", [(2, 1, 2), (1, 2, 1)], ids=str)
+@some("numbers, both", [((2, 1, 2), True), ((1, 2, 1), False)], [(2, 1, 2), (1, 2, 1)], [False, True])
 async def test_another_number_of_replicas_gives_no_device_twice(
     node: FakeNode, numbers: Sequence[int], both: bool, tokens: bool
 ) -> None:
