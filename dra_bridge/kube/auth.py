@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import ssl
 import sys
 import time
@@ -170,8 +171,10 @@ class _KubeConfig:
     async def _read(self) -> Credentials:
         """Have the files read by a process that ends then."""
         code = f"import sys; sys.path[:] = {sys.path!r}; from dra_bridge.kube import kubeconfig; kubeconfig.main()"
+        # At a terminal its plugin has to be in the foreground; elsewhere they are a group, and end together.
+        group = None if os.isatty(2) else 0
         reader = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", code, self._paths, stdout=asyncio.subprocess.PIPE
+            sys.executable, "-c", code, self._paths, stdout=asyncio.subprocess.PIPE, process_group=group
         )
         try:
             async with asyncio.timeout(EXEC_TIMEOUT):
@@ -185,7 +188,10 @@ class _KubeConfig:
             raise KubeConfigError(f"{self._paths}: {ended}") from error
         finally:
             if reader.returncode is None:
-                reader.kill()
+                if group is None:
+                    reader.kill()
+                else:
+                    os.killpg(reader.pid, signal.SIGKILL)
                 await reader.communicate()
         if isinstance(answer, Failure):
             raise KubeConfigError(answer.reason)

@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import re
+import select
 import shutil
 import ssl
 import subprocess
@@ -262,7 +263,20 @@ async def test_a_reader_that_does_not_end(tmp_path: Path, monkeypatch: pytest.Mo
     os.mkfifo(tmp_path / "login")
     with pytest.raises(KubeConfigError, match=r"config took longer than 0.5 s; its credential plugin"):
         await from_environment(plugin_file(tmp_path, f"cat {tmp_path / 'login'}"))
-    (tmp_path / "login").open("r+b", buffering=0).close()
+
+
+async def test_a_plugin_ends_with_its_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent whose credential plugin hangs does not leave one more process behind at each try."""
+    monkeypatch.setattr(os, "isatty", lambda file: False)
+    os.mkfifo(tmp_path / "login")
+    asked = asyncio.create_task(from_environment(plugin_file(tmp_path, f"cat {tmp_path / 'login'}")))
+    with await asyncio.to_thread((tmp_path / "login").open, "wb", 0) as login:  # it is read from
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        readers = select.poll()
+        readers.register(login, 0)
+        assert await asyncio.to_thread(readers.poll, 20_000) == [(login.fileno(), select.POLLERR)]
 
 
 async def test_tokens_of_an_oidc_provider(tmp_path: Path) -> None:
