@@ -108,7 +108,7 @@ def _edits(edits: ContainerEdits) -> dict[str, Any]:
         if wrong := [name for name in edits.env if "\0" in name]:
             raise CdiError(f"{wrong[0]!r} cannot be the name of an environment variable")
         contents["env"] = [f"{name}={_text(value, name)}" for name, value in edits.env.items()]
-    if nodes := {found["path"]: found for node in edits.device_nodes for found in _nodes(node)}:
+    if nodes := {described["path"]: described for node in edits.device_nodes for described in _nodes(node)}:
         contents["deviceNodes"] = list(nodes.values())
     if edits.mounts:
         contents["mounts"] = [
@@ -138,12 +138,12 @@ def _nodes(node: DeviceNode) -> Iterator[dict[str, Any]]:
         reason = error.strerror if isinstance(error, OSError) else error
         raise CdiError(f"device node {node.host}: {reason}") from error
     if stat.S_ISDIR(status.st_mode):
-        found = list(islice(_within(host, node), _MAX_NODES + 1))
-        if not found:
+        nodes = list(islice(_within(host, node), _MAX_NODES + 1))
+        if not nodes:
             raise CdiError(f"device node {node.host}: a directory without device nodes")
-        if len(found) > _MAX_NODES:
+        if len(nodes) > _MAX_NODES:
             raise CdiError(f"device node {node.host}: more than {_MAX_NODES} device nodes in it")
-        yield from found
+        yield from nodes
     elif _is_node(status.st_mode):
         yield _node(host, status, node.path, node.permissions)
     else:
@@ -228,7 +228,7 @@ class CdiStore:
             names = os.listdir(self.directory)
         except OSError:
             return frozenset()
-        found = set()
+        uids = set()
         for name in names:
             if name.startswith(f".{self._prefix}") and f".{self._run}." not in name:
                 with contextlib.suppress(OSError):
@@ -236,8 +236,8 @@ class CdiStore:
             elif name.startswith(self._prefix) and name.endswith(self.SUFFIX):
                 uid = name[len(self._prefix) : -len(self.SUFFIX)]
                 if UID.fullmatch(uid):
-                    found.add(uid)
-        return frozenset(found)
+                    uids.add(uid)
+        return frozenset(uids)
 
     def deleted(self) -> bool:
         """Return whether the directory was deleted while it is mounted here, so that nothing can be written."""

@@ -73,7 +73,7 @@ def decode(data: bytes, driver: str, uid: str) -> ClaimFile:
     unknown = ClaimFile(driver=driver, uid=uid)
     try:
         file = _DECODER.decode(data)
-        for _, _, quantity in (one for device in file.devices or () for one in device.takes):
+        for _, _, quantity in (taken for device in file.devices or () for taken in device.takes):
             parse_quantity(quantity)
     except (msgspec.DecodeError, UnicodeDecodeError, NamingError):
         return unknown
@@ -89,17 +89,17 @@ def read_all(directory: str, without: Collection[str] = ()) -> tuple[ClaimFile, 
         names = sorted(os.listdir(directory))
     except FileNotFoundError:
         return ()
-    found = []
+    files = []
     for name in names:
         if (named := _FILE.fullmatch(name)) and named["driver"] not in without:
             try:
                 with open(os.path.join(directory, name), "rb") as file:
-                    found.append(decode(file.read(), named["driver"], named["uid"]))
+                    files.append(decode(file.read(), named["driver"], named["uid"]))
             except FileNotFoundError:
                 continue  # it has just been removed
             except OSError:
-                found.append(ClaimFile(driver=named["driver"], uid=named["uid"]))
-    return tuple(found)
+                files.append(ClaimFile(driver=named["driver"], uid=named["uid"]))
+    return tuple(files)
 
 
 class ClaimFileStore(cdi.CdiStore):

@@ -168,24 +168,24 @@ def _validate(options: argparse.Namespace) -> int:
     status = 0
     for file in files:
         try:
-            found = _load(file)
+            loaded = _load(file)
         except ConfigError as error:
             print(explained(error), file=sys.stderr)
             status = 2
             continue
-        print(f"{_title(file)}: good, {counted(len(found.resources), 'resource')}")
-        _note_options(_title(file), config.needed(found))
-        for resource in found.resources:
+        print(f"{_title(file)}: good, {counted(len(loaded.resources), 'resource')}")
+        _note_options(_title(file), config.needed(loaded))
+        for resource in loaded.resources:
             counts = [entry.simulated.count if entry.simulated else 0 for entry in resource.devices]
             if any(counts):
                 print(f"{_title(file)}: note: {resource.name}: simulated devices have no device node", file=sys.stderr)
             if all(counts) and isinstance(share := resource.dra.share, int) and share > sum(counts):
                 note = f"`dra: {{share: {share}}}` of {counted(sum(counts))}: all go to claims"
                 print(f"{_title(file)}: note: {resource.name}: {note}", file=sys.stderr)
-        if any(entry.path or entry.group for resource in found.resources for entry in resource.devices):
+        if any(entry.path or entry.group for resource in loaded.resources for entry in resource.devices):
             from deviceplugin import sources
 
-            for note in sources.overlaps(found.resources):
+            for note in sources.overlaps(loaded.resources):
                 print(f"{_title(file)}: warning: {note}", file=sys.stderr)
     return status
 
@@ -201,12 +201,12 @@ def _devices(options: argparse.Namespace) -> int:
 
     logs.setup("text", "error")
     file = options.file or options.config
-    found = _load(file)
-    listed, status = asyncio.run(_list(found))
-    lock = config.needed(found)
+    loaded = _load(file)
+    listed, status = asyncio.run(_list(loaded))
+    lock = config.needed(loaded)
     edits = [device.container_edits for _, devices in listed for device in devices]
-    hosts = {one.host for edit in edits for one in edit.device_nodes}  # what symlinks lead to
-    hosts |= {one.host for edit in edits for one in edit.mounts}
+    hosts = {node.host for edit in edits for node in edit.device_nodes}  # what symlinks lead to
+    hosts |= {mount.host for edit in edits for mount in edit.mounts}
     outside = sorted(host for host in hosts if not lock.allows(host))
     _note_options(_title(file), config.Lock(lock.commands, (*lock.host_paths, *outside), lock.plugins))
     if options.output == "json":
@@ -227,18 +227,18 @@ def _demo(options: argparse.Namespace) -> int:
     return demo.main(options.hold)
 
 
-async def _list(found: Config) -> tuple[_Listed, int]:
+async def _list(loaded: Config) -> tuple[_Listed, int]:
     """Return the devices of each resource that can be listed, and the exit status."""
     import asyncio
 
     from deviceplugin import sources
 
-    for resource in found.resources:
+    for resource in loaded.resources:
         if resource.adopted:
             print(
                 f"{resource.name}: its devices are listed by the plugin that registers with the agent", file=sys.stderr
             )
-    built = [sources.ConfiguredSource(resource) for resource in found.resources if not resource.adopted]
+    built = [sources.ConfiguredSource(resource) for resource in loaded.resources if not resource.adopted]
     lists = await asyncio.gather(*map(_first_list, built), return_exceptions=True)
     listed: _Listed = []
     for source, devices in zip(built, lists, strict=True):

@@ -221,12 +221,12 @@ class _Demo:
 
     def holders(self) -> None:
         """The plugin reads the holders in the kubelet's checkpoint; Allocate does not name the pod."""
-        wanted, until, known = self.held(), time.monotonic() + TIMEOUT, None
-        while known != wanted:
-            check(time.monotonic() < until, f"the plugin knows the holders {wanted}, not {known}")
+        wanted, until, shown = self.held(), time.monotonic() + TIMEOUT, None
+        while shown != wanted:
+            check(time.monotonic() < until, f"the plugin knows the holders {wanted}, not {shown}")
             time.sleep(0.01)  # nothing notifies of the plugin's scans
             (resource,) = self.served.agent.status().resources
-            known = {name: holder.pod for name, holders in resource.holders.items() for holder in holders}
+            shown = {name: holder.pod for name, holders in resource.holders.items() for holder in holders}
         self.event("plugin", "reads the holders: " + ", ".join(map(" ".join, sorted(wanted.items()))))
 
     def kubelet_restart(self) -> None:

@@ -92,15 +92,15 @@ def _entries(what: str, entries: object, right: str, fits: Callable[[Any], bool]
     if entries is _NOTHING:
         return
     _typed(what, entries, Mapping, right)
-    for name, one in entries.items():  # type: ignore[attr-defined]  # a Mapping has it
+    for name, given in entries.items():  # type: ignore[attr-defined]  # a Mapping has it
         if not isinstance(name, str):
             raise TypeError(f"{what}: the name {name!r} must be {_STRING.format(str(name))}")
-        if not fits(one):
-            raise TypeError(f"{what}: the value of {name!r} must be {value.format(str(one))}, not {one!r}")
+        if not fits(given):
+            raise TypeError(f"{what}: the value of {name!r} must be {value.format(str(given))}, not {given!r}")
 
 
 def _strings(what: str, entries: object) -> None:
-    _entries(what, entries, "a dict of strings such as {'NAME': 'value'}", lambda one: isinstance(one, str), _STRING)
+    _entries(what, entries, "a dict of strings such as {'NAME': 'value'}", lambda text: isinstance(text, str), _STRING)
 
 
 def _counters(what: str, sets: object) -> None:
@@ -121,8 +121,8 @@ def _list(what: str, items: object, right: str) -> tuple[Any, ...]:
 
 
 def _nodes(nodes: Sequence[DeviceNode | str]) -> tuple[DeviceNode, ...]:
-    found = _list("nodes", nodes, "device nodes such as ['/dev/fpga0']")
-    return tuple(node if isinstance(node, DeviceNode) else DeviceNode(node) for node in found)
+    listed = _list("nodes", nodes, "device nodes such as ['/dev/fpga0']")
+    return tuple(node if isinstance(node, DeviceNode) else DeviceNode(node) for node in listed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,16 +221,16 @@ class ContainerEdits:
 def _united(what: str, parts: Sequence[Iterable[tuple[str, _T]]]) -> dict[str, _T]:
     """Return the entries of all parts; those of the first replace the others'."""
     first = dict(parts[0])
-    found = first.copy()
+    union = first.copy()
     for key, value in chain.from_iterable(parts[1:]):
-        if key not in first and found.setdefault(key, value) != value:
-            raise EditConflictError(f"{what} {key!r} is given twice: {found[key]!r} and {value!r}")
-    return found
+        if key not in first and union.setdefault(key, value) != value:
+            raise EditConflictError(f"{what} {key!r} is given twice: {union[key]!r} and {value!r}")
+    return union
 
 
 def _are_numbers(numa: object) -> bool:
     several = numa if isinstance(numa, Sequence) and not isinstance(numa, str | bytes) else (numa,)
-    return all(isinstance(one, int) and not isinstance(one, bool) and one >= -1 for one in several)
+    return all(isinstance(number, int) and not isinstance(number, bool) and number >= -1 for number in several)
 
 
 NO_EDITS: Final = ContainerEdits()
@@ -290,7 +290,7 @@ class Device:
             raise ValueError(f"identity is printable characters without spaces, not {self.identity!r}")
         attribute = "a string, an integer, a boolean or a Version"
         right = "a dict by name such as {'memory': '16Gi'}"
-        _entries("attributes", self.attributes, right, lambda one: isinstance(one, str | int), attribute)
+        _entries("attributes", self.attributes, right, lambda given: isinstance(given, str | int), attribute)
         _entries("capacity", self.capacity, right, _is_quantity, _QUANTITY)
         _counters("consumes", self.consumes)
         _counters("counters", self.counters)

@@ -40,7 +40,8 @@ def thing_of(device: Device, tokens: Tokens, scope: str) -> Thing:
 
     def amounts(counters: Mapping[str, Mapping[str, int | str]]) -> Counters:
         return {
-            name: {one: parse_quantity(value) for one, value in values.items()} for name, values in counters.items()
+            name: {counter: parse_quantity(value) for counter, value in values.items()}
+            for name, values in counters.items()
         }
 
     return Thing(tokens, scope, amounts(device.consumes), amounts(device.counters))
@@ -111,8 +112,8 @@ class Things:
 
     def group(self, key: DeviceKey, within: Iterable[DeviceKey]) -> tuple[DeviceKey, ...]:
         """Return a device with its peers among `within`, their peers and so on."""
-        allowed, found, new = frozenset(within), {key}, {key}
+        allowed, group, new = frozenset(within), {key}, {key}
         while new:
-            new = {peer for one in new for peer in self.peers(one)} & allowed - found
-            found |= new
-        return tuple(sorted(found, key=natural_key))
+            new = {peer for member in new for peer in self.peers(member)} & allowed - group
+            group |= new
+        return tuple(sorted(group, key=natural_key))

@@ -35,8 +35,8 @@ def file_identity(path: str | Path) -> FileIdentity | None:
 
 def inode_of(path: str | Path) -> tuple[int, int] | None:
     """Return device and inode of what is there, whatever its contents; None if none can be seen."""
-    found = file_identity(path)
-    return found and found[:2]
+    identity = file_identity(path)
+    return identity and identity[:2]
 
 
 def put(path: str, data: bytes, draft: str, mode: int) -> None:

@@ -186,11 +186,11 @@ class Prober:
         """Return what the probe finds of each device; never raises."""
         turn = asyncio.Semaphore(self.at_once)
 
-        async def one(device: Device) -> tuple[str, Finding]:
+        async def checked(device: Device) -> tuple[str, Finding]:
             async with turn:
                 return device.id, await self._check(device)
 
-        return dict(await asyncio.gather(*map(one, devices)))
+        return dict(await asyncio.gather(*map(checked, devices)))
 
     async def _check(self, device: Device) -> Finding:
         now = asyncio.get_running_loop().time()

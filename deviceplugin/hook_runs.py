@@ -115,7 +115,7 @@ class HookRuns:
         resets: also for `reset`, which is only waited for by who does not call it himself.
         """
         devices = {key: self._devices.tokens(key) for key in keys}
-        while await self._wait(devices, [one for one in self._runs if resets or one.overdue or one.hook != "reset"]):
+        while await self._wait(devices, [run for run in self._runs if resets or run.overdue or run.hook != "reset"]):
             pass  # another one may have begun meanwhile
 
     def _begin(self, hook: str, source: DeviceSource, devices: Iterable[Device]) -> _Run:
@@ -151,11 +151,11 @@ class HookRuns:
         def works_on_them(run: _Run) -> bool:
             return not (wanted.isdisjoint(run.tokens) and all(map(tokens.isdisjoint, run.tokens.values())))
 
-        if runs := [one for one in runs if works_on_them(one)]:
-            await asyncio.wait({one.over for one in runs}, timeout=patience)
-            for one in runs:
-                if one.overdue or not one.over.done():
-                    raise DeviceBusyError(f"{titled(min(one.tokens.keys() & wanted or one.tokens))}: {one.reason}")
+        if runs := [run for run in runs if works_on_them(run)]:
+            await asyncio.wait({run.over for run in runs}, timeout=patience)
+            for run in runs:
+                if run.overdue or not run.over.done():
+                    raise DeviceBusyError(f"{titled(min(run.tokens.keys() & wanted or run.tokens))}: {run.reason}")
         return bool(runs)
 
     def _leave(self, run: _Run, work: asyncio.Future[Any]) -> None:

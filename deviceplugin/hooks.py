@@ -80,7 +80,7 @@ async def call(what: str, hook: Callable[..., Any], *args: object, timeout: floa
     if inspect.iscoroutinefunction(hook):
         result: Any = hook(*args)
     else:
-        if (count := sum(one == what for one in _stuck.values())) >= MAX_STUCK:
+        if (count := sum(hook_name == what for hook_name in _stuck.values())) >= MAX_STUCK:
             raise HookTimeoutError(f"{what} was not called: {count} calls of it before still hang")
         future: asyncio.Future[Any] = loop.create_future()
         threading.Thread(target=_run, args=(loop, future, hook, args), name=f"hook {what}", daemon=True).start()
@@ -150,8 +150,8 @@ async def _finish(what: str, future: asyncio.Future[Any], rest: float, timeout: 
 
 def _place(error: Exception) -> str:
     """Return the last line of the hook's own file that an error came through, " (file:line)"; "" if there is none."""
-    frames = [one for one in traceback.extract_tb(error.__traceback__) if one.filename != __file__]
-    own = [one for one in frames if one.filename == frames[0].filename]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    own = [frame for frame in frames if frame.filename == frames[0].filename]
     return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
 
 

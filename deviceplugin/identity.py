@@ -46,18 +46,18 @@ def node_token(kind: Kind, major: int, minor: int) -> str:
 
 def identity_of(paths: Iterable[str], stat: Stat = os.stat) -> Tokens:
     """Return the tokens of those paths that are there. Blocks."""
-    found = set()
+    tokens = set()
     for path in paths:
         try:
-            found.add(token(stat(path)))
+            tokens.add(token(stat(path)))
         except OSError:
             continue
-    return frozenset(found - {""})
+    return frozenset(tokens - {""})
 
 
 def numbers_of(paths: Iterable[str], stat: Stat = os.stat) -> Tokens:
     """Return the tokens of those paths that are device nodes. Blocks."""
-    return frozenset(one for one in identity_of(paths, stat) if not one.startswith("file:"))
+    return frozenset(number for number in identity_of(paths, stat) if not number.startswith("file:"))
 
 
 def _numbers(device: Device, stat: Stat) -> Tokens:
@@ -76,7 +76,7 @@ def identities(devices: Sequence[Device], stat: Stat = os.stat) -> dict[str, Tok
         | ({device.identity} if device.identity else frozenset())
         for device in devices
     }
-    whole = (one.id for one in devices if not own[one.id] and len(numbers[one.id]) == len(one.nodes))
+    whole = (device.id for device in devices if not own[device.id] and len(numbers[device.id]) == len(device.nodes))
     telling = frozenset[str]().union(*(numbers[name] for name in whole))
     return {name: (of | (numbers[name] & telling)) or numbers[name] for name, of in own.items()}
 
@@ -98,14 +98,14 @@ def is_quick(device: Device) -> bool:
     )
 
 
-def same_thing(one: Tokens, other: Tokens) -> bool:
+def same_thing(tokens: Tokens, other: Tokens) -> bool:
     """Return whether two sets of tokens may be of one thing; an empty one may be of anything."""
-    return not (one and other) or not one.isdisjoint(other)
+    return not (tokens and other) or not tokens.isdisjoint(other)
 
 
 def shown(tokens: Collection[str]) -> str:
     """Return tokens for people, such as `char 240:3`."""
-    return ", ".join(one.replace(":", " ", 1) for one in sorted(tokens)) or "nothing"
+    return ", ".join(text.replace(":", " ", 1) for text in sorted(tokens)) or "nothing"
 
 
 @functools.cache
@@ -132,10 +132,10 @@ def tokens_of(record: str, boot: str) -> Tokens:
     return frozenset(tokens) if of in {f"{_SURE}{boot}", f"{_UNSURE}{boot}"} else frozenset()
 
 
-def replaces(found: str, known: str) -> bool:
+def replaces(observed: str, record: str) -> bool:
     """Return whether what was found of a holding, in this boot, says more than what a ledger has recorded of it."""
-    of, *tokens = found.split() or [""]
-    before, *_ = known.split() or [""]
+    of, *tokens = observed.split() or [""]
+    before, *_ = record.split() or [""]
     if not tokens or of == before:
         return False
     return before.partition(":")[2] != of.partition(":")[2] or of.startswith(_SURE)
@@ -143,5 +143,5 @@ def replaces(found: str, known: str) -> bool:
 
 async def publish(inventory: Inventory, devices: Sequence[Device], replicas: Mapping[str, int]) -> bool:
     """Publish a list in an inventory, with the devices' tokens; return whether anything changed."""
-    known = any(device.identity or device.nodes for device in devices)
-    return inventory.publish(devices, await asyncio.to_thread(identities, devices) if known else {}, replicas)
+    identifiable = any(device.identity or device.nodes for device in devices)
+    return inventory.publish(devices, await asyncio.to_thread(identities, devices) if identifiable else {}, replicas)

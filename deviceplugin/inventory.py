@@ -67,14 +67,14 @@ def merged(
     for name, device in before.devices.items():
         if name in gone:
             devices[name] = device.with_health(Health.UNHEALTHY, GONE)
-    known = {name: before.identities[name] for name in gone & before.identities.keys()} | {
+    kept = {name: before.identities[name] for name in gone & before.identities.keys()} | {
         name: tokens for name, tokens in identities.items() if tokens
     }
     times = {name: before.replicas[name] for name in gone & before.replicas.keys()} | dict(replicas)
-    same = gone == before.gone and known == before.identities and times == before.replicas
+    same = gone == before.gone and kept == before.identities and times == before.replicas
     if before.listed and same and list(devices.items()) == list(before.devices.items()):
         return before
-    return InventorySnapshot(before.resource, before.version + 1, devices, gone, known, times)
+    return InventorySnapshot(before.resource, before.version + 1, devices, gone, kept, times)
 
 
 def without(before: InventorySnapshot, forgotten: Iterable[str]) -> InventorySnapshot:

@@ -75,13 +75,13 @@ def parse_quantity(value: int | str) -> Fraction:
         raise NamingError(f"must be an integer or a quantity such as 16Gi, not {value!r}")
     if isinstance(value, int):
         return Fraction(value)
-    found = QUANTITY.fullmatch(value)
-    if found is None:
+    match = QUANTITY.fullmatch(value)
+    if match is None:
         raise NamingError(f"must be a quantity such as 16Gi, 250m or 4, not {value!r}")
-    suffix = found["suffix"]
+    suffix = match["suffix"]
     factor = _FACTORS[suffix] if suffix in _FACTORS else Fraction(10) ** int(suffix[1:])
-    number = Fraction(f"0{found['number']}".rstrip(".")) * factor
-    return -number if found["sign"] == "-" else number
+    number = Fraction(f"0{match['number']}".rstrip(".")) * factor
+    return -number if match["sign"] == "-" else number
 
 
 def check_label(name: str, what: str = "the name") -> None:
@@ -276,10 +276,10 @@ def kept_qualifiers(kept: Mapping[str, str], resources: Iterable[str]) -> dict[s
 def published_names(words: Mapping[str, str], devices: Mapping[str, Iterable[str]]) -> dict[str, tuple[str, str]]:
     """Return (resource, device id) by published name, for one driver. words: qualifiers of resources that have one."""
     return {
-        device_name(one, words[resource]): (resource, one)
+        device_name(name, words[resource]): (resource, name)
         for resource, ids in devices.items()
         if resource in words
-        for one in ids
+        for name in ids
     }
 
 

@@ -221,14 +221,18 @@ def _likely_name(kind: type[DeviceSource], name: str, value: object) -> str:
         return ""
     method = isinstance(value, _METHODS)
     # A property is not misspelt by a plain method, nor the other way round.
-    hooks = [one for one in _OPTIONAL if isinstance(value, property) == (one == "links")]
-    names = hooks if method else [one for one, kind_of in _SETTINGS.items() if isinstance(value, kind_of)]
-    free = [one for one in names if getattr(kind, one) is getattr(DeviceSource, one)]
-    if (known := _OTHER_NAMES.get(name.lower().replace("_", ""))) in free:
-        return str(known)
+    hooks = [hook for hook in _OPTIONAL if isinstance(value, property) == (hook == "links")]
+    names = hooks if method else [setting for setting, kind_of in _SETTINGS.items() if isinstance(value, kind_of)]
+    free = [candidate for candidate in names if getattr(kind, candidate) is getattr(DeviceSource, candidate)]
+    if (meant := _OTHER_NAMES.get(name.lower().replace("_", ""))) in free:
+        return str(meant)
     letters = Counter(name.lower())
     # No word is more alike than by its letters in any order; with most names this spares every agent the import.
-    near = [one for one in free if 2 * (letters & Counter(one)).total() >= _ALIKE * (len(name) + len(one))]
+    near = [
+        candidate
+        for candidate in free
+        if 2 * (letters & Counter(candidate)).total() >= _ALIKE * (len(name) + len(candidate))
+    ]
     if not near:
         return ""
     import difflib

@@ -68,12 +68,16 @@ def overlong(source: DeviceSource) -> str:
     """Return for which calls the kubelet waits shorter than this source's hooks may take; "" for none."""
     calls: list[tuple[str, int, tuple[str, ...]]] = [("PreStartContainer", PRE_START, ("reset",))]
     calls += [("NodePrepareResources", PREPARE, ("reset", "prepare"))] if source.driver else []
-    found = [
-        f"{call}, which calls {' and '.join(f'`{one}`' for one in of if one in source.hooks)}, after {limit} s"
+    calls_over = [
+        f"{call}, which calls {' and '.join(f'`{hook}`' for hook in of if hook in source.hooks)}, after {limit} s"
         for call, limit, of in calls
         if source.hook_timeout > limit and not source.hooks.isdisjoint(of)
     ]
-    return f"hook_timeout is {source.hook_timeout:g} s, but the kubelet gives up {', '.join(found)}" if found else ""
+    return (
+        f"hook_timeout is {source.hook_timeout:g} s, but the kubelet gives up {', '.join(calls_over)}"
+        if calls_over
+        else ""
+    )
 
 
 def _check_config_type(what: str, config_type: object) -> None:
@@ -169,12 +173,12 @@ def checked_children(parent: DeviceSource, children: object) -> list[DeviceSourc
     what = f"{type(parent).__name__}.child_sources"
     if not isinstance(children, Iterable):
         raise TypeError(f"{what} must yield lists of sources, not {children!r}")
-    found = [*children]
-    for child in found:
+    copied = [*children]
+    for child in copied:
         check_source(child)
-    if mistake := mistaken_names(found):
+    if mistake := mistaken_names(copied):
         raise TypeError(f"{what}: {mistake}")
-    return found
+    return copied
 
 
 def not_yielding(source: DeviceSource) -> str:

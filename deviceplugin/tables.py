@@ -9,7 +9,9 @@ from typing import Any
 
 def printable(text: str) -> str:
     """Return a line in which what would move a terminal's cursor, change its colours or its order stands escaped."""
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
+    )
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], red: Sequence[Sequence[str]] = ()) -> None:

@@ -136,7 +136,7 @@ def links(available: Ids, must_include: Ids, size: int, score: Score, physical: 
     """
     taken = set(must_include)
     free = _by_device(set(available) - taken, physical)
-    required = {physical.get(one, one) for one in taken}
+    required = {physical.get(name, name) for name in taken}
     while (missing := size - len(taken)) > 0 and free:
         devices = preferred([*free, *required], required, missing + len(required), score)
         taken.update(free[device].pop() for device in devices if device not in required)
@@ -150,9 +150,9 @@ def packed(available: Ids, must_include: Ids, size: int, physical: Mapping[str, 
 
     The devices of `must_include` come first; see `numa_compact`, whose nodes are the devices here.
     """
-    devices = _in_order(physical.get(one, one) for one in {*available, *must_include})
+    devices = _in_order(physical.get(name, name) for name in {*available, *must_include})
     places = {device: (place,) for place, device in enumerate(devices)}
-    nodes = {one: places[physical.get(one, one)] for one in {*available, *must_include}}
+    nodes = {name: places[physical.get(name, name)] for name in {*available, *must_include}}
     return numa_compact(nodes, available, must_include, size)
 
 
@@ -164,7 +164,7 @@ def distributed(available: Ids, must_include: Ids, size: int, physical: Mapping[
     """
     taken = set(must_include)
     free = _by_device(set(available) - taken, physical)
-    used = Counter(physical.get(one, one) for one in {*physical, *taken}.difference(set(available) - taken))
+    used = Counter(physical.get(name, name) for name in {*physical, *taken}.difference(set(available) - taken))
     heap = [(used[device], -len(free[device]), place, device) for place, device in enumerate(_in_order(free))]
     heapq.heapify(heap)
     while len(taken) < size and heap:
@@ -178,8 +178,8 @@ def distributed(available: Ids, must_include: Ids, size: int, physical: Mapping[
 def _by_device(ids: Iterable[str], physical: Mapping[str, str]) -> dict[str, list[str]]:
     """Return the ids of each device, the smallest last."""
     devices: dict[str, list[str]] = {}
-    for one in sorted(ids, key=natural, reverse=True):
-        devices.setdefault(physical.get(one, one), []).append(one)
+    for name in sorted(ids, key=natural, reverse=True):
+        devices.setdefault(physical.get(name, name), []).append(name)
     return devices
 
 
@@ -202,10 +202,10 @@ def numa_scores(devices: Mapping[str, Sequence[int]]) -> dict[frozenset[str], fl
 
     A device without nodes has no scores. There are n^2/2 pairs: for many devices use `numa_compact`.
     """
-    known = [(device, frozenset(nodes)) for device, nodes in devices.items() if nodes]
+    placed = [(device, frozenset(nodes)) for device, nodes in devices.items() if nodes]
     return {
-        frozenset((one, other)): float(Link.CROSS_CPU if nodes.isdisjoint(others) else Link.SAME_CPU)
-        for (one, nodes), (other, others) in combinations(known, 2)
+        frozenset((first, other)): float(Link.CROSS_CPU if nodes.isdisjoint(others) else Link.SAME_CPU)
+        for (first, nodes), (other, others) in combinations(placed, 2)
     }
 
 
@@ -272,8 +272,8 @@ def _matrix(free: Sequence[str], required: Sequence[str], score: Score) -> tuple
     lowest, least = min(pairs, default=0), min(bonus, default=0)
     unit = math.gcd(*(value - lowest for value in pairs), *(value - least for value in bonus)) or 1
     matrix = [[0] * len(free) for _ in free]
-    for (one, other), value in zip(combinations(range(len(free)), 2), pairs, strict=True):
-        matrix[one][other] = matrix[other][one] = (value - lowest) // unit
+    for (first, other), value in zip(combinations(range(len(free)), 2), pairs, strict=True):
+        matrix[first][other] = matrix[other][first] = (value - lowest) // unit
     return matrix, [(value - least) // unit for value in bonus] or [0] * len(free)
 
 
@@ -369,22 +369,22 @@ class _Sets:
             left -= len(members)
             for total in range(size, max(size - left, 1) - 1, -1):
                 for n in range(1, min(len(members), total) + 1):
-                    levels[total] += [one + weight * n for one in levels[total - n]]
+                    levels[total] += [part + weight * n for part in levels[total - n]]
         return levels[size]
 
-    def _members(self, one: int) -> list[int]:
+    def _members(self, subset: int) -> list[int]:
         """Return the devices of a set, of each class the smallest."""
-        found: list[int] = []
+        smallest: list[int] = []
         for members, weight in zip(self.classes[::-1], self.weights[::-1], strict=True):
-            count, one = divmod(one, weight)
-            found += members[:count]
-        return sorted(found)
+            count, subset = divmod(subset, weight)
+            smallest += members[:count]
+        return sorted(smallest)
 
     def _ordered(self, ties: Iterable[int]) -> list[int]:
         """Return first those that leave the highest total, among equals those with the smallest ids."""
         # Where each device has a digit of its own, a higher number means smaller ids.
         by_ids = sorted(ties, key=neg if len(self.classes) == self.sizes[self.whole] else self._members)
-        return sorted(by_ids, key=lambda one: -self.totals[self.whole - one])
+        return sorted(by_ids, key=lambda subset: -self.totals[self.whole - subset])
 
     def _best_left(self, ties: list[int], candidates: list[int], later: int, enough: int | None) -> list[int]:
         """Return the ties that leave most for `later` requests; `enough` of them do. candidates: sets of the size."""
@@ -393,14 +393,14 @@ class _Sets:
         remainders = {self.whole - tie: 1 << at for at, tie in enumerate(ties)}
         for request in range(later):
             fitting = self._parts_of(remainders)
-            candidates = [one for one in candidates if fitting[one] == "1"]
+            candidates = [subset for subset in candidates if fitting[subset] == "1"]
             best = _highest(candidates, self.totals)
-            if request == 0 and (found := self._served_alike(ties, best, later, enough)):
-                return found  # later requests cannot do better than the first of them
+            if request == 0 and (alike := self._served_alike(ties, best, later, enough)):
+                return alike  # later requests cannot do better than the first of them
             smaller: dict[int, int] = {}
             for remainder, origins in remainders.items():
                 rest = sizes[remainder] - size
-                for next_one in [remainder - one for one in best if sizes[remainder - one] == rest]:
+                for next_one in [remainder - subset for subset in best if sizes[remainder - subset] == rest]:
                     smaller[next_one] = smaller.get(next_one, 0) | origins
             remainders = smaller
         origins = reduce(or_, remainders.values())
@@ -416,21 +416,21 @@ class _Sets:
             if budget < 0:
                 return True
             rest = sizes[remainder] - size
-            fitting = [one for one in some if sizes[remainder - one] == rest]
+            fitting = [subset for subset in some if sizes[remainder - subset] == rest]
             if requests == 1 or not fitting:
                 return bool(fitting)
             # Their order does not matter, so those before are not tried again.
-            return any(serves(remainder - one, fitting[at:], requests - 1) for at, one in enumerate(fitting))
+            return any(serves(remainder - subset, fitting[at:], requests - 1) for at, subset in enumerate(fitting))
 
         serving = (tie for tie in self._ordered(ties) if serves(self.whole - tie, best, later))
-        found = list(islice(serving, enough))
-        return found if budget >= 0 else []
+        served = list(islice(serving, enough))
+        return served if budget >= 0 else []
 
     def _parts_of(self, several: Iterable[int]) -> str:
         """Return, for each set, "1" if it is a part of one of these sets, else "0"."""
         flags = bytearray(b"0") * (self.whole + 1)
-        for one in several:
-            flags[~one] = ord("1")
+        for subset in several:
+            flags[~subset] = ord("1")
         bits, count = int(flags, 2), self.whole + 1
         for members, weight in zip(self.classes, self.weights, strict=True):
             period = weight * (len(members) + 1)
@@ -446,8 +446,8 @@ class _Sets:
 def _linear(classes: Iterable[Sequence[int]], values: Sequence[int], ones: Iterable[int], width: int) -> int:
     """Return the sum of its devices' values for each set of these classes, in numbers of `width` bits."""
     sums, shift = 0, width
-    for members, one in zip(classes, ones, strict=False):
-        sums = _joined(sums, values[members[0]] * one, 0, len(members), shift)
+    for members, base in zip(classes, ones, strict=False):
+        sums = _joined(sums, values[members[0]] * base, 0, len(members), shift)
         shift *= len(members) + 1
     return sums
 
@@ -465,9 +465,9 @@ def _joined(layer: int, step: int, growth: int, count: int, shift: int) -> int:
 
 
 def _highest(sets: list[int], totals: Sequence[int]) -> list[int]:
-    found = list(map(totals.__getitem__, sets))
-    highest = max(found)
-    return [one for one, total in zip(sets, found, strict=True) if total == highest]
+    values = list(map(totals.__getitem__, sets))
+    highest = max(values)
+    return [subset for subset, total in zip(sets, values, strict=True) if total == highest]
 
 
 def _approximate(matrix: Matrix, bonus: Sequence[int], missing: int, firsts: Collection[int], stop: float) -> list[int]:
@@ -476,7 +476,9 @@ def _approximate(matrix: Matrix, bonus: Sequence[int], missing: int, firsts: Col
     Until `stop` (perf_counter), swaps improve several sets, each of one of `firsts` and the devices closest to it.
     """
     degrees = [sum(row) for row in matrix]
-    order = sorted(range(len(matrix)), key=lambda one: -bonus[one] - sum(heapq.nlargest(missing - 1, matrix[one])))
+    order = sorted(
+        range(len(matrix)), key=lambda device: -bonus[device] - sum(heapq.nlargest(missing - 1, matrix[device]))
+    )
     starts: list[list[int]] = []
     for at, first in enumerate(order):
         if first in firsts and len(starts) < _STARTS:
@@ -487,7 +489,7 @@ def _approximate(matrix: Matrix, bonus: Sequence[int], missing: int, firsts: Col
     pairs = [[(unit + 1) * value for value in row] for row in matrix]
     nodes = [unit * value - degree for value, degree in zip(bonus, degrees, strict=True)]
     improved = [_improved(pairs, nodes, chosen, stop) for chosen in starts]
-    return _settled(pairs, nodes, max(improved, key=lambda one: one[0])[1], stop)
+    return _settled(pairs, nodes, max(improved, key=lambda walk: walk[0])[1], stop)
 
 
 def _gains(pairs: Matrix, nodes: Sequence[int], chosen: Iterable[int]) -> list[int]:
@@ -501,8 +503,8 @@ def _improved(pairs: Matrix, nodes: Sequence[int], start: Sequence[int], stop: f
     Neither returns for a while, so that the walk leaves the sets that no single swap improves.
     """
     gains, chosen, others = _gains(pairs, nodes, start), sorted(start), sorted({*range(len(nodes))}.difference(start))
-    value = sum(gains[one] + nodes[one] for one in chosen)  # pairs count twice, and so does the rest
-    best, found = value, set(chosen)
+    value = sum(gains[device] + nodes[device] for device in chosen)  # pairs count twice, and so does the rest
+    best, best_set = value, set(chosen)
     entered, gone = list[int](), list[int]()
     kept_in, kept_out = min(len(chosen) // 3, 8), min(len(others) // 4, 12)
     for step in range(_SWAPS):
@@ -521,8 +523,8 @@ def _improved(pairs: Matrix, nodes: Sequence[int], start: Sequence[int], stop: f
         if len(gone) > kept_out or not others:
             others.append(gone.pop(0))
         if value > best:
-            best, found = value, {*chosen, *entered}
-    return best, found
+            best, best_set = value, {*chosen, *entered}
+    return best, best_set
 
 
 def _settled(pairs: Matrix, nodes: Sequence[int], chosen: set[int], stop: float) -> list[int]:
@@ -533,7 +535,9 @@ def _settled(pairs: Matrix, nodes: Sequence[int], chosen: set[int], stop: float)
         swapped = False
         for goes in sorted(chosen, reverse=True):
             row, least = pairs[goes], gains[goes]
-            changes = ((gains[one] - row[one] - least, -one) for one in range(len(nodes)) if one not in chosen)
+            changes = (
+                (gains[device] - row[device] - least, -device) for device in range(len(nodes)) if device not in chosen
+            )
             change, enters = max(changes)
             if change > 0 or (change == 0 and -enters < goes):
                 chosen = chosen - {goes} | {-enters}

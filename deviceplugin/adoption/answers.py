@@ -35,11 +35,11 @@ def edits_of(answer: bytes, dropped: Sequence[str] = ()) -> ContainerEdits:
     Raises AnswerError: it is no such response, or says what CDI cannot.
     """
     try:
-        (one,) = pb.AllocateResponse.FromString(answer).container_responses
+        (response,) = pb.AllocateResponse.FromString(answer).container_responses
     except (DecodeError, ValueError):
         raise AnswerError("its plugin's answer to Allocate is not for one container") from None
-    cdi = dict.fromkeys(device.name for device in one.cdi_devices)
-    for key, value in sorted(one.annotations.items()):
+    cdi = dict.fromkeys(device.name for device in response.cdi_devices)
+    for key, value in sorted(response.annotations.items()):
         if key.startswith(CDI):
             cdi |= dict.fromkeys(value.split(","))
         elif not any(fnmatchcase(key, pattern) for pattern in dropped):
@@ -50,13 +50,13 @@ def edits_of(answer: bytes, dropped: Sequence[str] = ()) -> ContainerEdits:
     try:
         nodes = [
             DeviceNode(node.host_path, node.container_path, node.permissions or _ALL)
-            for node in _first(one.devices, [node.container_path for node in one.devices])
+            for node in _first(response.devices, [node.container_path for node in response.devices])
         ]
         mounts = [
             Mount(mount.host_path, mount.container_path, mount.read_only)
-            for mount in _first(one.mounts, [mount.container_path for mount in one.mounts])
+            for mount in _first(response.mounts, [mount.container_path for mount in response.mounts])
         ]
-        return ContainerEdits(dict(one.envs), nodes, mounts, cdi=tuple(cdi))
+        return ContainerEdits(dict(response.envs), nodes, mounts, cdi=tuple(cdi))
     except (TypeError, ValueError) as error:
         raise AnswerError(f"its plugin's answer is invalid: {error}") from error
 

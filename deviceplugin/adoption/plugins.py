@@ -62,14 +62,14 @@ Listed = Mapping[str, ListedDevice]
 
 def listed(message: pb.ListAndWatchResponse) -> Listed:
     """Return a list as a set, by id and in the order of ids: what is repeated or reordered is the same."""
-    found = {
-        one.ID: ListedDevice(
-            "" if one.health == "Healthy" else "its plugin lists it as unhealthy",
-            tuple(sorted({node.ID for node in one.topology.nodes})),
+    devices = {
+        device.ID: ListedDevice(
+            "" if device.health == "Healthy" else "its plugin lists it as unhealthy",
+            tuple(sorted({node.ID for node in device.topology.nodes})),
         )
-        for one in message.devices
+        for device in message.devices
     }
-    return dict(sorted(found.items()))
+    return dict(sorted(devices.items()))
 
 
 class AdoptionError(Exception):
@@ -291,7 +291,7 @@ class VendorPlugins(RegistrationServicer):
         It takes the place of a former one by a rename, which inotify tells as a name that is made.
         """
         name = f"kubelet-{os.urandom(4).hex()}.sock"
-        own, link, public = (self.directory / one for one in (name, f"{name}.link", KUBELET_SOCKET))
+        own, link, public = (self.directory / file_name for file_name in (name, f"{name}.link", KUBELET_SOCKET))
         if len(os.fsencode(own)) > MAX_SOCKET_PATH:
             raise AdoptionError(f"--adopt: {self.directory} is too long for a socket in it; use a shorter directory")
         try:
@@ -317,8 +317,8 @@ class VendorPlugins(RegistrationServicer):
         A socket that is not in the directory may be in `plugins_registry`: the Kubernetes sample registers by its name
         alone if the file DEPRECATION is not there, wherever it has its socket.
         """
-        places = [one / request.endpoint.lstrip("/") for one in (self.directory, self.directory / REGISTRY)]
-        socket = next((one for one in places if one.is_socket()), places[0])
+        places = [directory / request.endpoint.lstrip("/") for directory in (self.directory, self.directory / REGISTRY)]
+        socket = next((place for place in places if place.is_socket()), places[0])
         try:
             await self._take(request.resource_name, [request.version], socket)
         except RefusedError as error:

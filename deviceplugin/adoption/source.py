@@ -187,8 +187,8 @@ class AdoptedEndpoint(Endpoint):
         The plugin that registers last gets the kubelet's Allocates, and here they are refused. What is for claims
         was not healthy in the last list of a former agent (R5).
         """
-        known = self._register.snapshot.of(self.resource).values()
-        return frozenset(one.device for one in known if not one.state.allocates)
+        records = self._register.snapshot.of(self.resource).values()
+        return frozenset(record.device for record in records if not record.state.allocates)
 
     def _lines_if_listed(self) -> tuple[Entry, ...] | None:
         lines = super()._lines_if_listed()

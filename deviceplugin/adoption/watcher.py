@@ -119,7 +119,7 @@ class PluginWatcher:
     def _endpoint(self, socket: Path, endpoint: str) -> Path:
         name = os.path.basename(endpoint)
         places = [socket.parent / name, self._elsewhere / name] if name else [socket]
-        return next((one for one in places if one.is_socket()), places[0])
+        return next((place for place in places if place.is_socket()), places[0])
 
 
 def _sockets(directory: Path) -> tuple[list[str], set[Found]]:

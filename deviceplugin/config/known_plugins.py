@@ -78,4 +78,4 @@ PLUGINS: Final = (
 
 def known_plugin(resource: str) -> KnownPlugin | None:
     """Return what is known of the plugin that registers a resource; None if nothing is."""
-    return next((one for one in PLUGINS if any(fnmatchcase(resource, name) for name in one.resources)), None)
+    return next((plugin for plugin in PLUGINS if any(fnmatchcase(resource, name) for name in plugin.resources)), None)

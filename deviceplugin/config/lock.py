@@ -64,7 +64,7 @@ class Lock:
     @property
     def prefixes(self) -> tuple[str, ...]:
         """All prefixes that are allowed."""
-        narrowed = any(_steps(one)[:1] == [DEVICES[1:]] for one in self.host_paths)
+        narrowed = any(_steps(path)[:1] == [DEVICES[1:]] for path in self.host_paths)
         return self.host_paths if narrowed else (DEVICES, *self.host_paths)
 
     @classmethod
@@ -103,8 +103,8 @@ OPEN: Final = Lock(commands=True, host_paths=("/",), plugins=True)
 def needed(config: Config) -> Lock:
     """Return the lock that allows what a config names, and no more outside of /dev."""
     parts = list(_parts(config))
-    named = {path for one in parts for key in PATHS.get(type(one), ()) for path in texts_of(getattr(one, key))}
-    commands = any(getattr(one, key) for one in parts for key in CODE.get(type(one), ()))
+    named = {path for part in parts for key in PATHS.get(type(part), ()) for path in texts_of(getattr(part, key))}
+    commands = any(getattr(part, key) for part in parts for key in CODE.get(type(part), ()))
     plugins = any(resource.adopted for resource in config.resources)
     return Lock(commands, tuple(sorted(path for path in named if not Lock().allows(path))), plugins)
 
@@ -121,8 +121,8 @@ def _parts(value: Any) -> Iterator[Struct]:
         for name in value.__struct_fields__:
             yield from _parts(getattr(value, name))
     elif isinstance(value, tuple):
-        for one in value:
-            yield from _parts(one)
+        for element in value:
+            yield from _parts(element)
 
 
 def _steps(path: str) -> list[str]:

@@ -226,7 +226,7 @@ def _options(info: Any, advice: _Advice = None) -> _Options:
         case "Metadata":
             return _options(info.type, (info.extra or {}).get("advice", advice))
         case "UnionType":
-            return {kind: option for one in info.types for kind, option in _options(one, advice).items()}
+            return {kind: option for member in info.types for kind, option in _options(member, advice).items()}
         case "NoneType":
             return {}
         case name:
@@ -282,10 +282,10 @@ def _place_below(path: str, key: str) -> str:
     return f"{path}.{key}" if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", key) else f'{path}["{key[:80]}"]'
 
 
-def _closest(word: str, known: Iterable[str]) -> str | None:
-    """Return the known word that was probably meant."""
+def _closest(word: str, words: Iterable[str]) -> str | None:
+    """Return which of these words was probably meant."""
     import difflib
 
-    lowered = {name.lower(): name for name in known}
+    lowered = {name.lower(): name for name in words}
     close = difflib.get_close_matches(word.lower()[:64], lowered, n=1, cutoff=0.6)
     return lowered[close[0]] if close else None

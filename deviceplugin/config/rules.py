@@ -149,13 +149,13 @@ class ConfigRules:
     def _check_plugin(self, resource: Checked) -> None:
         """Report a resource whose plugin cannot be adopted, or not for claims, as far as it is known (A8)."""
         name = resource.values.get("name", "")
-        known = known_plugin(name)
-        if known is not None and known.serves == "no":
-            resource.report("devices", f"the plugin of {name} ({known.plugin}) cannot be adopted: {known.why}")
-        elif "driver" not in resource.nodes or (known is not None and known.serves == "both"):
+        plugin = known_plugin(name)
+        if plugin is not None and plugin.serves == "no":
+            resource.report("devices", f"the plugin of {name} ({plugin.plugin}) cannot be adopted: {plugin.why}")
+        elif "driver" not in resource.nodes or (plugin is not None and plugin.serves == "both"):
             return
-        elif known is not None:
-            text = f"the plugin of {name} ({known.plugin}) serves no claims: {known.why}; leave `driver` out"
+        elif plugin is not None:
+            text = f"the plugin of {name} ({plugin.plugin}) serves no claims: {plugin.why}; leave `driver` out"
             resource.report("driver", text)
         elif not any(entry.plugin is not None and entry.plugin.claims for entry in resource.values["devices"]):
             text = (
@@ -180,22 +180,22 @@ class ConfigRules:
         And refuse ending pods for a vendor's plugin that restarts.
         """
         resources: tuple[ResourceConfig, ...] = config.values.get("resources", ())
-        adopted = {one.driver for one in resources if one.adopted and one.driver}
-        for index, one in enumerate(resources):
-            if one.driver in adopted and one.dra.unhealthy == "NoExecute":
+        adopted = {resource.driver for resource in resources if resource.adopted and resource.driver}
+        for index, resource in enumerate(resources):
+            if resource.driver in adopted and resource.dra.unhealthy == "NoExecute":
                 message = (
-                    f"driver {one.driver} has devices of a vendor's plugin: while that restarts they are unhealthy, "
-                    "and with NoExecute their pods would end; leave `dra.unhealthy` out"
+                    f"driver {resource.driver} has devices of a vendor's plugin: while that restarts they are "
+                    "unhealthy, and with NoExecute their pods would end; leave `dra.unhealthy` out"
                 )
                 config.report("resources", message, f"[{index}]", config.nodes["resources"].value[index])
         first: dict[object, int] = {}
         filters: dict[object, int] = {}
-        for index, one in enumerate(resources):
-            kept = filters.setdefault((one.include, one.exclude), index)
-            places = [(kept, place) for entry in one.devices for place in _places(entry)]
+        for index, resource in enumerate(resources):
+            kept = filters.setdefault((resource.include, resource.exclude), index)
+            places = [(kept, place) for entry in resource.devices for place in _places(entry)]
             for number in dict.fromkeys(first.setdefault(place, index) for place in places):
                 other = resources[number]
-                if sides_conflict(one, other):
+                if sides_conflict(resource, other):
                     message = (
                         f"it has devices of {other.name} ({config.path}.resources[{number}]) under another driver and "
                         "on other sides, so they would be offered to nobody; "
@@ -216,10 +216,10 @@ def _places(entry: DeviceEntry) -> Iterator[object]:
     yield from (place for place in (entry.pci, entry.usb, entry.nvidia) if place is not None)
 
 
-def sides_conflict(one: ResourceConfig, other: ResourceConfig) -> bool:
+def sides_conflict(resource: ResourceConfig, other: ResourceConfig) -> bool:
     """Return whether a device of both resources would be offered to nobody: it is not on one side alone."""
-    sides = {_side_of(one), _side_of(other)}
-    return one.driver != other.driver and (len(sides) > 1 or None in sides)
+    sides = {_side_of(resource), _side_of(other)}
+    return resource.driver != other.driver and (len(sides) > 1 or None in sides)
 
 
 def _side_of(resource: ResourceConfig) -> str | None:

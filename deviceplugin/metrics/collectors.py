@@ -155,9 +155,9 @@ class AgentCollector:
         add("holders_known", (), view.holders_known)
         add("kubelet_double_allocations", (), view.double_allocations)
         add("config_current", (), not view.config_error)
-        for one in view.resources:
-            _devices(one, view.holders_known, add)
-            _service(one, add)
+        for resource in view.resources:
+            _devices(resource, view.holders_known, add)
+            _service(resource, add)
         for name in (*view.providers, *view.silent):
             add("provider_up", (name,), name in view.providers)
         yield from (family for name, family in families.items() if family.samples or name not in _ABSENT_IF_EMPTY)
@@ -170,11 +170,11 @@ class AgentCollector:
             yield from report.families
 
 
-def _devices(one: ResourceView, holders_known: bool, add: Callable[..., None]) -> None:
-    name = one.name
+def _devices(resource: ResourceView, holders_known: bool, add: Callable[..., None]) -> None:
+    name = resource.name
     # Zeros for the usual combinations, so that a sum has every resource.
     counts = Counter(dict.fromkeys((("plugin", "plugin", word) for word in HEALTHS), 0))
-    for seen in one.devices:
+    for seen in resource.devices:
         device, location, health = seen.device.id, seen.location, seen.device.health.value
         counts[location.side, location.state, health] += 1
         add("device_replicas", (name, device), seen.replicas)
@@ -191,20 +191,20 @@ def _devices(one: ResourceView, holders_known: bool, add: Callable[..., None]) -
             add("allocation", (name, device, *row), {})
         if holders_known:
             add("device_holders", (name, device), len(seen.holders))
-        add("device_held_twice", (name, device), device in one.status.held_twice)
+        add("device_held_twice", (name, device), device in resource.status.held_twice)
     for key, number in sorted(counts.items()):
         add("devices", (name, *key), number)
-    add("devices_gone", (name,), len(one.status.snapshot.gone))
-    withheld = Counter(seen.withheld.kind for seen in one.devices if seen.withheld)
+    add("devices_gone", (name,), len(resource.status.snapshot.gone))
+    withheld = Counter(seen.withheld.kind for seen in resource.devices if seen.withheld)
     for kind in WITHHELD:
         add("devices_withheld", (name, kind), withheld[kind])
-    if one.measured is not None:
-        add("measured", (name,), one.measured.reading is not None)
+    if resource.measured is not None:
+        add("measured", (name,), resource.measured.reading is not None)
 
 
-def _service(one: ResourceView, add: Callable[..., None]) -> None:
+def _service(resource: ResourceView, add: Callable[..., None]) -> None:
     """Add what the registration, the servicer and the hooks of a resource have done."""
-    key, status = (one.name,), one.status
+    key, status = (resource.name,), resource.status
     servicer, registration = status.endpoint, status.registration
     add("registered", key, status.registered)
     add("kubelet_listening", key, status.live)
@@ -222,12 +222,12 @@ def _service(one: ResourceView, add: Callable[..., None]) -> None:
     add("allocation_duration_seconds", key, *buckets(servicer.allocation_durations))
     add("allocated_devices", key, servicer.devices_allocated)
     for reason, count in sorted(dict(servicer.refusals).items()):
-        add("allocation_refusals", (one.name, reason), count)
+        add("allocation_refusals", (resource.name, reason), count)
     add("preferred_allocation_duration_seconds", key, servicer.preferences, servicer.preference_seconds)
     made = servicer.hooks
     calls, seconds, failures = dict(made.calls), dict(made.seconds), dict(made.failures)
-    if (measured := one.measured) is not None:
-        hook = (one.name, "measure")
+    if (measured := resource.measured) is not None:
+        hook = (resource.name, "measure")
         calls[hook], seconds[hook], failures[hook] = measured.calls, measured.seconds, measured.failures
     for hook in sorted(calls):
         add("hook_duration_seconds", hook, calls[hook], seconds.get(hook, 0.0))
@@ -241,19 +241,21 @@ def buckets(durations: Durations) -> tuple[list[tuple[str, float]], float]:
 
 def _loads(view: AgentView) -> Iterable[Metric]:
     rows: dict[str, list[tuple[str, str, str, float]]] = defaultdict(list)
-    for one in view.resources:
-        for seen in one.devices:
+    for resource in view.resources:
+        for seen in resource.devices:
             for name, value in seen.load.items():
                 parts = value if isinstance(value, dict) else {"": value}
-                rows[name] += ((one.name, seen.device.id, part, number) for part, number in parts.items())
+                rows[name] += ((resource.name, seen.device.id, part, number) for part, number in parts.items())
     for name in sorted(rows):
-        known = QUANTITIES.get(name)
+        quantity = QUANTITIES.get(name)
         about = (
-            f"{known.about} (from the source's measure hook)" if known else "A quantity of the source's measure hook"
+            f"{quantity.about} (from the source's measure hook)"
+            if quantity
+            else "A quantity of the source's measure hook"
         )
         labels = ["resource", "device"]
         if any(part for _, _, part, _ in rows[name]):
-            labels.append((known and known.label) or "part")
+            labels.append((quantity and quantity.label) or "part")
         make = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
         family = make(f"deviceplugin_device_{name}", about, labels=labels)
         for *values, number in rows[name]:

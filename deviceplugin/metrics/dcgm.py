@@ -71,9 +71,9 @@ def families(view: AgentView) -> Iterable[Metric]:
             if not seen.load:
                 continue
             labels = _labels(seen, number, host)
-            for one in NAMES:
-                if (value := _part(seen.load.get(one.quantity), one.part)) is not None:
-                    add(one, labels, value)
+            for name in NAMES:
+                if (value := _part(seen.load.get(name.quantity), name.part)) is not None:
+                    add(name, labels, value)
             used, total = _part(seen.load.get("memory_used_bytes")), _part(seen.load.get("memory_total_bytes"))
             if used is not None and total is not None:
                 add(FREE, labels, total - used)

@@ -70,7 +70,7 @@ def checked(measured: object, devices: Sequence[Device]) -> Reading:
         raise MeasureError(f"it returned {type(measured).__name__}, not numbers by device id and quantity")
     if wrong := [key for key in measured if not isinstance(key, str)]:
         raise MeasureError(f"its keys must be device ids, not {wrong[0]!r}")
-    found: dict[str, Mapping[str, Value]] = {}
+    readings: dict[str, Mapping[str, Value]] = {}
     for device in devices:
         quantities = measured.get(device.id)
         if quantities is None:
@@ -86,15 +86,15 @@ def checked(measured: object, devices: Sequence[Device]) -> Reading:
             if f"{name}_total" in quantities:
                 raise MeasureError(f"{name!r} is there with and without _total; one name is one metric")
             if isinstance(value, Mapping):
-                numbers = {key: one for key, part in value.items() if (one := _number(name, part)) is not None}
+                numbers = {key: number for key, part in value.items() if (number := _number(name, part)) is not None}
                 # A label's value must be UTF-8; a name from the file system need not be.
-                parts = {str(key).encode(errors="replace").decode(): one for key, one in numbers.items()}
+                parts = {str(key).encode(errors="replace").decode(): figure for key, figure in numbers.items()}
                 if parts:
                     values[name] = parts
-            elif (one := _number(name, value)) is not None:
-                values[name] = one
-        found[device.id] = values
-    return found
+            elif (number := _number(name, value)) is not None:
+                values[name] = number
+        readings[device.id] = values
+    return readings
 
 
 def _number(name: str, value: object) -> float | None:

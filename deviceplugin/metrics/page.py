@@ -34,7 +34,7 @@ STATES: Final = {
 
 def status(view: AgentView) -> bytes:
     """Return the view as JSON."""
-    found = {
+    contents = {
         "node": view.node,
         "at": _iso(view.at),
         "ready": not view.unready,
@@ -42,7 +42,7 @@ def status(view: AgentView) -> bytes:
         "problems": list(view.problems),
         "holdersKnown": view.holders_known,
         "doubleAllocations": view.double_allocations,
-        "resources": [_resource(one) for one in view.resources],
+        "resources": [_resource(resource) for resource in view.resources],
         "events": [
             {"at": _iso(event.at), "resource": event.resource, "text": event.text, "bad": event.bad}
             for event in view.events
@@ -50,27 +50,30 @@ def status(view: AgentView) -> bytes:
         "providers": {name: dict(report.status) for name, report in view.providers.items()},
         "silent": dict(view.silent),
     }
-    return msgspec.json.format(msgspec.json.encode(found, enc_hook=str), indent=1)
+    return msgspec.json.format(msgspec.json.encode(contents, enc_hook=str), indent=1)
 
 
-def _resource(one: ResourceView) -> dict[str, Any]:
-    known, servicer, registration = one.status, one.status.endpoint, one.status.registration
-    vendor = known.vendor and {"connected": known.vendor.connected, "since": _iso(known.vendor.since)}
+def _resource(resource: ResourceView) -> dict[str, Any]:
+    reported, servicer, registration = resource.status, resource.status.endpoint, resource.status.registration
+    vendor = reported.vendor and {
+        "connected": reported.vendor.connected,
+        "since": _iso(reported.vendor.since),
+    }
     return {
-        "resource": one.name,
-        "registered": known.registered,
-        "kubeletListens": known.live,
-        "replicas": known.replicas,
+        "resource": resource.name,
+        "registered": reported.registered,
+        "kubeletListens": reported.live,
+        "replicas": reported.replicas,
         "vendor": vendor,
-        "share": one.share,
-        "sourceError": known.source_error,
-        "measureError": one.measured.error if one.measured is not None else "",
+        "share": resource.share,
+        "sourceError": reported.source_error,
+        "measureError": resource.measured.error if resource.measured is not None else "",
         "registrations": registration.registrations,
         "kubeletRestarts": registration.kubelet_restarts,
         "allocations": servicer.allocations,
         "refusals": dict(servicer.refusals),
-        "devices": [_device(seen) for seen in one.devices],
-        "unlisted": [{"id": of.id, "state": of.location.state, "holders": of.holders} for of in one.unlisted],
+        "devices": [_device(seen) for seen in resource.devices],
+        "unlisted": [{"id": of.id, "state": of.location.state, "holders": of.holders} for of in resource.unlisted],
     }
 
 
@@ -122,7 +125,7 @@ def html(view: AgentView) -> bytes:
     parts = [
         *_problems(view),
         *_attention(view),
-        *(_section(one, view) for one in view.resources),
+        *(_section(resource, view) for resource in view.resources),
         _events(view.events),
     ]
     at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(view.at))
@@ -135,11 +138,11 @@ def _problems(view: AgentView) -> Iterable[str]:
         reasons.append("the holders are not known: the kubelet's checkpoint cannot be read, or was not read yet")
     if view.double_allocations:
         reasons.append(f"the kubelet gave devices to several pods at once, {view.double_allocations} times")
-    for one in view.resources:
-        if one.status.source_error and one.status.snapshot.listed:
-            reasons.append(f"{one.name}: the source failed: {one.status.source_error}")
-        if one.measured is not None and one.measured.error:
-            reasons.append(one.measured.error)
+    for resource in view.resources:
+        if resource.status.source_error and resource.status.snapshot.listed:
+            reasons.append(f"{resource.name}: the source failed: {resource.status.source_error}")
+        if resource.measured is not None and resource.measured.error:
+            reasons.append(resource.measured.error)
     if reasons:
         yield (
             '<div class="wrong"><h2>What is wrong</h2><ul>'
@@ -164,17 +167,19 @@ def attention(seen: DeviceView) -> tuple[int, str]:
 
 def _attention(view: AgentView) -> Iterable[str]:
     """Yield the devices that need attention, of all resources, each with a link to its row."""
-    found = [(*attention(seen), one.name, seen) for one in view.resources for seen in one.devices]
-    found = sorted((one for one in found if one[1]), key=lambda one: one[0])
-    if not found:
+    urgent_devices = [
+        (*attention(seen), resource.name, seen) for resource in view.resources for seen in resource.devices
+    ]
+    urgent_devices = sorted((entry for entry in urgent_devices if entry[1]), key=lambda entry: entry[0])
+    if not urgent_devices:
         return
     lines = [
         f'<li><a href="#{_mark(resource, seen.device.id)}">{escape(seen.device.id)}</a> {_span("dim", resource)} '
         f"{_span('bad' if urgent == 0 else 'warn', why)} {_span('dim', _more(seen))}</li>"
-        for urgent, why, resource, seen in found[:SHOWN_ATTENTION]
+        for urgent, why, resource, seen in urgent_devices[:SHOWN_ATTENTION]
     ]
-    if len(found) > SHOWN_ATTENTION:
-        lines.append(f"<li>{_span('dim', f'{len(found) - SHOWN_ATTENTION} more, first in their tables')}</li>")
+    if len(urgent_devices) > SHOWN_ATTENTION:
+        lines.append(f"<li>{_span('dim', f'{len(urgent_devices) - SHOWN_ATTENTION} more, first in their tables')}</li>")
     yield f'<div class="wrong"><h2>Needs attention</h2><ul>{"".join(lines)}</ul></div>'
 
 
@@ -208,46 +213,46 @@ def _share(share: ShareProgress) -> str:
     return f'<span class="share">{meter}{_span("warn" if moving else "dim", ", ".join(parts))}</span>'
 
 
-def _section(one: ResourceView, view: AgentView) -> str:
-    text = counted(len(one.devices))
-    if one.status.replicas > 1:
-        text += f" for up to {one.status.replicas} containers each"
+def _section(resource: ResourceView, view: AgentView) -> str:
+    text = counted(len(resource.devices))
+    if resource.status.replicas > 1:
+        text += f" for up to {resource.status.replicas} containers each"
     if view.holders_known:
-        text += f", {sum(bool(seen.holders) for seen in one.devices)} held"
-    title = _span("good", "registered") if one.status.registered else _span("bad", "not registered")
-    if (vendor := one.status.vendor) is not None:
+        text += f", {sum(bool(seen.holders) for seen in resource.devices)} held"
+    title = _span("good", "registered") if resource.status.registered else _span("bad", "not registered")
+    if (vendor := resource.status.vendor) is not None:
         shown = f"its plugin is connected since {_iso(vendor.since)}" if vendor.connected else no_plugin(vendor)
         title += _span("dim" if vendor.connected else "bad", shown)
     title += _span("dim", text)
-    if unhealthy := sum(not seen.device.health.usable for seen in one.devices):
+    if unhealthy := sum(not seen.device.health.usable for seen in resource.devices):
         title += _span("bad", f"{unhealthy} unhealthy")
-    if one.share is not None:
-        title += _share(one.share)
-    loads = any(seen.load for seen in one.devices)
+    if resource.share is not None:
+        title += _share(resource.share)
+    loads = any(seen.load for seen in resource.devices)
     columns = ("Device", "Health", "Side", "Holder", "Load")[: 5 if loads else 4]
     head = "".join(f'<th scope="col">{column}</th>' for column in columns)
     rows: dict[bool, list[str]] = {True: [], False: []}
-    for seen in sorted(one.devices, key=lambda seen: attention(seen)[0]):
-        rows[_calm(seen, view)].append(_row(one.name, seen, view, loads=loads))
+    for seen in sorted(resource.devices, key=lambda seen: attention(seen)[0]):
+        rows[_calm(seen, view)].append(_row(resource.name, seen, view, loads=loads))
     calm, fold = rows[True], len(rows[True]) > SHOWN_CALM
     shown = _table(head, rows[False] if fold else rows[False] + calm, loads=loads)
     if fold:
         summary = f"<summary>{len(calm)} healthy, free devices</summary>"
-        shown += f'<details id="{escape(f"free-{one.name}")}">{summary}{_table(head, calm, loads=loads)}</details>'
-    shown += _unlisted(one)
-    return f"<section><div><h2>{escape(one.name)}</h2>{title}</div>\n{shown}</section>"
+        shown += f'<details id="{escape(f"free-{resource.name}")}">{summary}{_table(head, calm, loads=loads)}</details>'
+    shown += _unlisted(resource)
+    return f"<section><div><h2>{escape(resource.name)}</h2>{title}</div>\n{shown}</section>"
 
 
-def _unlisted(one: ResourceView) -> str:
+def _unlisted(resource: ResourceView) -> str:
     """Return what is known of devices that are not listed now: of an adopted plugin that is away it is all."""
 
     def line(device: UnlistedDevice) -> str:
         side = _span("warn", STATES.get(device.location.state, device.location.state))
         return f"<li>{escape(device.id)} {_span('dim', 'not listed now')} {side}{_small(device.location.reason)} " + (
-            f"{_holder_list(one.name, device.id, device.holders)}</li>"
+            f"{_holder_list(resource.name, device.id, device.holders)}</li>"
         )
 
-    return f"<ul>{''.join(map(line, one.unlisted))}</ul>" if one.unlisted else ""
+    return f"<ul>{''.join(map(line, resource.unlisted))}</ul>" if resource.unlisted else ""
 
 
 def _table(head: str, rows: Sequence[str], *, loads: bool) -> str:
@@ -265,7 +270,7 @@ def _row(resource: str, seen: DeviceView, view: AgentView, *, loads: bool) -> st
     device, location = seen.device, seen.location
     numa = f"NUMA {', '.join(map(str, device.numa_nodes))}" if device.numa_nodes else ""
     withheld = _small(f"withheld: {seen.withheld.reason}" if seen.withheld else "")
-    admins = "".join(_small(f"administrative access, not held: {one.text}") for one in seen.admins)
+    admins = "".join(_small(f"administrative access, not held: {holder.text}") for holder in seen.admins)
     color = {"healthy": "good", "unhealthy": "bad"}.get(device.health.value, "warn")
     moving = "fine" if location.state in ("plugin", "dra") else "warn"
     cells = [

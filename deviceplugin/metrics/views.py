@@ -154,16 +154,16 @@ def unready(status: AgentStatus) -> Iterable[str]:
         yield status.config_error
     if not status.resources:
         yield "no resource is served"
-    for one in status.resources:
-        if one.vendor is not None and not one.vendor.connected:
+    for resource in status.resources:
+        if resource.vendor is not None and not resource.vendor.connected:
             continue  # the agent has to be there before a plugin can come, and serves the others
-        if not one.snapshot.listed:
-            error = f" ({one.source_error})" if one.source_error else ""
-            yield f"{one.resource}: its source has not listed its devices{error}"
-        elif not one.registered:
-            why = one.registration.contested
+        if not resource.snapshot.listed:
+            error = f" ({resource.source_error})" if resource.source_error else ""
+            yield f"{resource.resource}: its source has not listed its devices{error}"
+        elif not resource.registered:
+            why = resource.registration.contested
             because = f": another plugin has registered it ({why})" if why else ""
-            yield f"{one.resource}: not registered with the kubelet{because}"
+            yield f"{resource.resource}: not registered with the kubelet{because}"
 
 
 def no_plugin(vendor: VendorConnection) -> str:
@@ -196,12 +196,12 @@ def _changes(before: ResourceStatus, now: ResourceStatus) -> Iterable[tuple[str,
     for reason, count in dict(now.endpoint.refusals).items():
         if more := count - before.endpoint.refusals.get(reason, 0):
             yield f"{more} allocations refused: {reason}", True
-    for one in sorted(now.holders.keys() | before.holders.keys()):
-        new, old = now.holders.get(one, frozenset()), before.holders.get(one, frozenset())
+    for device_id in sorted(now.holders.keys() | before.holders.keys()):
+        new, old = now.holders.get(device_id, frozenset()), before.holders.get(device_id, frozenset())
         for holder in sorted(new - old):
-            yield f"{one} went to {_plugin_holder(holder).text}", False
+            yield f"{device_id} went to {_plugin_holder(holder).text}", False
         if old and not new:
-            yield f"{one} came free", False
+            yield f"{device_id} came free", False
 
 
 def _plugin_holder(holder: PodContainer) -> DeviceHolder:
@@ -283,7 +283,9 @@ class Observer:
                 gauge = load.Gauge(service.source, self._period)
             gauges[name] = gauge
             snapshot = service.inventory.snapshot
-            due.append((gauge, [device for one, device in snapshot.devices.items() if one not in snapshot.gone]))
+            due.append(
+                (gauge, [device for device_id, device in snapshot.devices.items() if device_id not in snapshot.gone])
+            )
         self._gauges = gauges
         return due
 
@@ -291,16 +293,20 @@ class Observer:
         """Note what happened since the last status."""
         now = time.time()
         new: list[Event] = []
-        for one in status.resources:
+        for resource in status.resources:
             # Statistics go on counting: keep them as they are now.
-            endpoint = replace(one.endpoint, refusals=dict(one.endpoint.refusals))
-            kept = replace(one, endpoint=endpoint, registration=replace(one.registration))
-            new += events_between(self._before.get(one.resource), kept, now)
-            self._before[one.resource] = kept
-        devices = ((one.resource, device) for one in status.resources for device in one.snapshot.devices.values())
+            endpoint = replace(resource.endpoint, refusals=dict(resource.endpoint.refusals))
+            kept = replace(resource, endpoint=endpoint, registration=replace(resource.registration))
+            new += events_between(self._before.get(resource.resource), kept, now)
+            self._before[resource.resource] = kept
+        devices = (
+            (resource.resource, device)
+            for resource in status.resources
+            for device in resource.snapshot.devices.values()
+        )
         ill = [(name, device.id, device.health) for name, device in devices if device.health is not Health.HEALTHY]
         self._ill = {key: self._ill.get(key, now) for key in ill}
-        for gone in self._before.keys() - {one.resource for one in status.resources}:
+        for gone in self._before.keys() - {resource.resource for resource in status.resources}:
             del self._before[gone]
         if status.config_error != self._config_error:
             self._config_error = status.config_error
@@ -314,17 +320,18 @@ class Observer:
         """Return what is known now."""
         status = self._agent.status()
         reports, silent = self._reports()
-        known = status.scanned_at is not None and time.monotonic() - status.scanned_at < HOLDERS_STALE
-        holders, admins = self._holders(status, reports, known=known)
+        holders_known = status.scanned_at is not None and time.monotonic() - status.scanned_at < HOLDERS_STALE
+        holders, admins = self._holders(status, reports, known=holders_known)
         locations = {key: location for report in reports.values() for key, location in report.locations.items()}
         shares = {resource: share for report in reports.values() for resource, share in report.shares.items()}
         return AgentView(
             time.time(),
             tuple(
-                self._resource(one, locations, holders, admins, shares.get(one.resource)) for one in status.resources
+                self._resource(resource, locations, holders, admins, shares.get(resource.resource))
+                for resource in status.resources
             ),
             status.double_allocations,
-            known,
+            holders_known,
             reports,
             silent,
             (
@@ -334,12 +341,12 @@ class Observer:
             ),
             self._events,
             (
-                *(one for report in reports.values() for one in report.problems),
+                *(problem for report in reports.values() for problem in report.problems),
                 *([status.config_error] if status.config_error and not status.former_config else ()),
                 *(
-                    f"{one.resource}: {no_plugin(one.vendor)}"
-                    for one in status.resources
-                    if one.vendor is not None and not one.vendor.connected
+                    f"{resource.resource}: {no_plugin(resource.vendor)}"
+                    for resource in status.resources
+                    if resource.vendor is not None and not resource.vendor.connected
                 ),
             ),
             next((report.node for report in reports.values() if report.node), "") or naming.node_name(),
@@ -348,69 +355,73 @@ class Observer:
 
     def _resource(
         self,
-        one: ResourceStatus,
+        resource: ResourceStatus,
         locations: Mapping[tuple[str, str], DeviceLocation],
         holders: _Holders,
         admins: _Holders,
         share: ShareProgress | None,
     ) -> ResourceView:
-        gauge = self._gauges.get(one.resource)
+        gauge = self._gauges.get(resource.resource)
         reading = (gauge.reading if gauge is not None else None) or {}
         devices = (
             DeviceView(
                 device,
-                name in one.snapshot.gone,
-                locations.get((one.resource, name), DEFAULT_LOCATION),
-                holders.get((one.resource, name), ()),
+                name in resource.snapshot.gone,
+                locations.get((resource.resource, name), DEFAULT_LOCATION),
+                holders.get((resource.resource, name), ()),
                 reading.get(name, {}),
-                one.snapshot.replicas.get(name, 1),
-                one.withheld.get(name),
-                self._ill.get((one.resource, name, device.health)),
-                admins.get((one.resource, name), ()),
+                resource.snapshot.replicas.get(name, 1),
+                resource.withheld.get(name),
+                self._ill.get((resource.resource, name, device.health)),
+                admins.get((resource.resource, name), ()),
             )
-            for name, device in one.snapshot.devices.items()
+            for name, device in resource.snapshot.devices.items()
         )
         away = {*holders, *(key for key, place in locations.items() if place.side != "plugin")}
-        names = sorted(name for of, name in away if of == one.resource and name not in one.snapshot.devices)
+        names = sorted(name for of, name in away if of == resource.resource and name not in resource.snapshot.devices)
         unlisted = [
             UnlistedDevice(
-                name, locations.get((one.resource, name), DEFAULT_LOCATION), holders.get((one.resource, name), ())
+                name,
+                locations.get((resource.resource, name), DEFAULT_LOCATION),
+                holders.get((resource.resource, name), ()),
             )
             for name in names
         ]
-        return ResourceView(one.resource, one, tuple(devices), gauge, share, tuple(unlisted))
+        return ResourceView(resource.resource, resource, tuple(devices), gauge, share, tuple(unlisted))
 
     def _holders(
         self, status: AgentStatus, reports: Mapping[str, ProviderReport], *, known: bool
     ) -> tuple[_Holders, _Holders]:
         """Return holders, and who has administrative access. known: whether those of containers count."""
-        found: dict[tuple[str, str], set[DeviceHolder]] = defaultdict(set)
+        held: dict[tuple[str, str], set[DeviceHolder]] = defaultdict(set)
         admins: dict[tuple[str, str], set[DeviceHolder]] = defaultdict(set)
         claims = [claim for report in reports.values() for claim in report.claims]
-        admin = {(one.resource, one.device, one.namespace, one.claim) for one in claims if one.admin}
-        for one in status.resources if known else ():
-            service = self._agent.services.get(one.resource)
-            for kubelet_id, holders in one.holders.items():
+        admin = {
+            (claimed.resource, claimed.device, claimed.namespace, claimed.claim) for claimed in claims if claimed.admin
+        }
+        for resource in status.resources if known else ():
+            service = self._agent.services.get(resource.resource)
+            for kubelet_id, holders in resource.holders.items():
                 if service is None:
-                    device = device_of(kubelet_id, one.replicas)
+                    device = device_of(kubelet_id, resource.replicas)
                 else:
                     device = service.endpoint.ids.device_id_of(kubelet_id)
-                for thing in one.elsewhere.get(kubelet_id, ((one.resource, device),)):
-                    found[thing].update(map(_plugin_holder, holders))
+                for thing in resource.elsewhere.get(kubelet_id, ((resource.resource, device),)):
+                    held[thing].update(map(_plugin_holder, holders))
         if known and status.claims:
             published = self._published_names(reports)
             for use in status.claims:
                 if (key := published.get((use.driver, use.device))) is not None:
                     holder = use.holder
-                    those = (admins if (*key, holder.namespace, use.claim) in admin else found)[key]
+                    those = (admins if (*key, holder.namespace, use.claim) in admin else held)[key]
                     those.add(DeviceHolder("dra", holder.namespace, holder.pod, holder.container, use.claim))
         for claim in claims:
-            those = (admins if claim.admin else found)[claim.resource, claim.device]
+            those = (admins if claim.admin else held)[claim.resource, claim.device]
             prepared = ("dra", claim.namespace, claim.claim)
             if all((holder.side, holder.namespace, holder.claim) != prepared for holder in those):
                 for pod in claim.pods or (PodContainer(claim.namespace),):
                     those.add(DeviceHolder("dra", claim.namespace, pod.pod, "", claim.claim, pod.uid))
-        return _sorted(found), _sorted(admins)
+        return _sorted(held), _sorted(admins)
 
     def _published_names(self, reports: Mapping[str, ProviderReport]) -> Mapping[tuple[str, str], tuple[str, str]]:
         """Return (resource, device id) by (driver, the device's name in slices)."""
@@ -446,8 +457,8 @@ class Observer:
         return reports, silent
 
 
-def _sorted(found: Mapping[tuple[str, str], set[DeviceHolder]]) -> _Holders:
-    return {key: tuple(sorted(those, key=_order)) for key, those in found.items()}
+def _sorted(by_device: Mapping[tuple[str, str], set[DeviceHolder]]) -> _Holders:
+    return {key: tuple(sorted(those, key=_order)) for key, those in by_device.items()}
 
 
 def _order(holder: DeviceHolder) -> tuple[object, ...]:

@@ -225,4 +225,6 @@ class Agent(RegisterHost):
 
     def resend(self) -> bool:
         """Send the lists of devices once more; return whether the kubelet listens to any resource."""
-        return any(one.endpoint.streams.resend() for one in self.services.values() if one.endpoint.streams.live)
+        return any(
+            service.endpoint.streams.resend() for service in self.services.values() if service.endpoint.streams.live
+        )

@@ -35,8 +35,8 @@ class InventoryLog:
             words = ", ".join(f"{count} {health}" for health, count in sorted(healths.items()))
             count = counted(len(now.devices))
             _LOG.info("the source lists %s (%s)", count, words or "none", extra={"resource": resource})
-        found = list(changes(before, now))
-        for number, change in enumerate(found):
+        listed = list(changes(before, now))
+        for number, change in enumerate(listed):
             holder = self._holder(change.device) if change.bad else ""
             broken = change.bad and change.device not in now.gone  # what is unplugged and free is not
             extra = {"resource": resource, "device": change.device}
@@ -46,8 +46,8 @@ class InventoryLog:
             else:
                 level = logging.WARNING if broken or holder else logging.INFO
             _LOG.log(level, "device %s %s", change.device, text, extra=extra)
-        if len(found) > SHOWN:
-            _LOG.info("%d more devices changed", len(found) - SHOWN, extra={"resource": resource})
+        if len(listed) > SHOWN:
+            _LOG.info("%d more devices changed", len(listed) - SHOWN, extra={"resource": resource})
 
 
 class HolderLog:
@@ -71,10 +71,10 @@ class HolderLog:
         else:
             verbs = [("gave back", before - now), ("got", now - before)] if now != before else []
         for verb, those in verbs:
-            found: dict[tuple[str, str], set[str]] = defaultdict(set)
-            for one in those:
-                found[one.resource, one.pod_uid].add(one.device_id)
-            for (resource, pod_uid), ids in sorted(found.items()):
+            by_pod: dict[tuple[str, str], set[str]] = defaultdict(set)
+            for allocation in those:
+                by_pod[allocation.resource, allocation.pod_uid].add(allocation.device_id)
+            for (resource, pod_uid), ids in sorted(by_pod.items()):
                 pod = self._title(pod_uid)
                 if pod == pod_uid:  # its name is not known, or not any more
                     pod = self._titles.get(pod_uid, pod)
@@ -84,5 +84,5 @@ class HolderLog:
                 for name in sorted(ids) if _LOG.isEnabledFor(logging.DEBUG) else ():
                     _LOG.debug("pod %s %s %s", pod, verb, name, extra={**extra, "device": name})
         if verbs:
-            held_now = {one.pod_uid for one in now}
+            held_now = {allocation.pod_uid for allocation in now}
             self._titles = {uid: title for uid, title in self._titles.items() if uid in held_now}

@@ -119,7 +119,7 @@ async def _listings(source: DeviceSource) -> AsyncGenerator[Sequence[Device]]:
     """Iterate over a source's lists. Raises TypeError if `watch` is no generator, or yields anything but devices."""
     made: Any = source.watch()
     if hasattr(made, "__next__"):
-        lists = _threaded((checked_list(source, made, one) for one in made), source.resource)
+        lists = _threaded((checked_list(source, made, child) for child in made), source.resource)
     elif hasattr(made, "__anext__"):
         lists = made
     else:

@@ -100,7 +100,7 @@ class ConfigFile:
         from deviceplugin.config.types import typed_attributes
 
         if (plugin := resource.plugin) is not None and self.vendors is not None:
-            known = known_plugin(resource.name)
+            vendor = known_plugin(resource.name)
             adopted = Adopted(
                 resource.driver,
                 typed_attributes(resource.attributes),
@@ -108,7 +108,7 @@ class ConfigFile:
                 plugin.answer == "claim",
                 plugin.drop_annotations,
                 plugin.pre_start == "once",
-                known.ids if known is not None and not plugin.claims else "",
+                vendor.ids if vendor is not None and not plugin.claims else "",
             )
             return AdoptedSource(resource.name, self.vendors, adopted)
         return sources.ConfiguredSource(resource, self.lock)
@@ -227,7 +227,7 @@ async def _serve(
             sys.setswitchinterval(0.0005)
         gc.freeze()  # what is loaded stays: a collection takes 5 ms instead of 35
         following = [_follow_config(program, config, reload), _keep(program, config)] if config else []
-        tasks = [asyncio.create_task(one) for one in following]
+        tasks = [asyncio.create_task(coroutine) for coroutine in following]
         try:
             await program.run()
         finally:
@@ -312,7 +312,7 @@ async def _reload(program: Program, file: ConfigFile) -> ConfigFile:
         wanted = await asyncio.to_thread(config.load, path, file.lock)
         before: Mapping[str, Hashable] = {resource.name: resource for resource in current.resources}
         after = {resource.name: resource for resource in wanted.resources}
-        changed = {name: file.source(one) for name, one in after.items() if before.get(name) != one}
+        changed = {name: file.source(resource) for name, resource in after.items() if before.get(name) != resource}
     except Exception as error:  # whatever is wrong with it, what runs goes on
         why = f"the config file is refused, nothing is changed: {_on_one_line(error)}"
         _LOG.error("%s", why)

@@ -77,14 +77,14 @@ class HolderScanner:
         """Have the register compare its allocations with a scan; return the ids that came free, by resource."""
         released: dict[str, tuple[str, ...]] = {}
         records = self.register.snapshot.allocations
-        resources = {one.resource for one in records.values()} | self.services.keys()
+        resources = {allocation.resource for allocation in records.values()} | self.services.keys()
         self.observed &= resources
         for resource in sorted(resources):
             service = self.services.get(resource)
 
             def unserved(name: str, of: str = resource) -> str:
-                known = records.get((of, name))
-                return known.device if known is not None else name
+                allocation = records.get((of, name))
+                return allocation.device if allocation is not None else name
 
             device_of = service.device_of if service is not None else unserved
             tracker = self.tracker
@@ -111,14 +111,14 @@ class HolderScanner:
     @property
     def _pending(self) -> set[tuple[str, str]]:
         """The ids that were granted to containers that no checkpoint has named yet."""
-        return {key for key, one in self.register.snapshot.allocations.items() if one.pending}
+        return {key for key, allocation in self.register.snapshot.allocations.items() if allocation.pending}
 
     async def run(self) -> None:
         """Scan until cancelled."""
         backoff = Backoff(first=1.0, most=30.0)
         while True:
             # A grant whose container is not named is over after a while, also of a resource that is served no more.
-            awaited = {(name, one) for name, service in self.services.items() for one in service.awaited}
+            awaited = {(name, device_id) for name, service in self.services.items() for device_id in service.awaited}
             awaited |= self._pending
             held = self.register.snapshot.allocations or self.register.view().others or self.tracker.snapshot.held
             try:
@@ -162,7 +162,11 @@ class ScanLog:
 
     def withheld(self, resources: Iterable[str]) -> None:
         """Log each reason once for which an id is withheld that the kubelet may give away though it is held."""
-        now = {(name, one): why for name in resources for one, why in self._tracker.unnamed_reasons(name).items()}
+        now = {
+            (name, device_id): why
+            for name in resources
+            for device_id, why in self._tracker.unnamed_reasons(name).items()
+        }
         for key, why in now.items():
             # Between two requests for a checkpoint the reason is another one each time.
             if why not in (logged := self._withheld.setdefault(key, set())):

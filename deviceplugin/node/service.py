@@ -145,7 +145,7 @@ class Service(EndpointHost):
     def _ids(self) -> frozenset[str]:
         """The ids that the register has as given to pods."""
         allocations = self._register.snapshot.allocations.values()
-        return frozenset(one.device_id for one in allocations if one.resource == self.resource)
+        return frozenset(allocation.device_id for allocation in allocations if allocation.resource == self.resource)
 
     @property
     def in_use(self) -> bool:
@@ -155,12 +155,17 @@ class Service(EndpointHost):
     def _holder(self, device: str) -> str:
         """Return who has a device, in words: pods as of the last scan, else who the register says; "" if nobody."""
         tracker = self._context.tracker
-        held = [one for one in tracker.snapshot.held if one.resource == self.resource]
-        if pods := {tracker.title(one.pod_uid) for one in held if self.device_of(one.device_id) == device}:
+        held = [allocation for allocation in tracker.snapshot.held if allocation.resource == self.resource]
+        if pods := {
+            tracker.title(allocation.pod_uid) for allocation in held if self.device_of(allocation.device_id) == device
+        }:
             return f"pod {', '.join(sorted(pods))}"
         now, key = self._register.snapshot, (self.resource, device)
-        named = {f"claim {one.title}" for one in now.claims_on(self.resource, {device})}
-        named |= {f"pod {one.pod or 'of a name not known yet'}" for one in now.allocations_on(self.resource, {device})}
+        named = {f"claim {claim.title}" for claim in now.claims_on(self.resource, {device})}
+        named |= {
+            f"pod {allocation.pod or 'of a name not known yet'}"
+            for allocation in now.allocations_on(self.resource, {device})
+        }
         return ", ".join(sorted(named)) or ("a pod or claim" if self._register.is_held(key) else "")
 
     def ids_now(self, device: Device) -> tuple[str, ...]:
@@ -177,15 +182,15 @@ class Service(EndpointHost):
 
         Those of gone devices and of former sharing are forgotten; after the start, all idle ones are released.
         """
-        snapshot, known = self.inventory.snapshot, self.endpoint.ids
+        snapshot, ids_now = self.inventory.snapshot, self.endpoint.ids
         devices = snapshot.devices if self._first_release_due and "released" in self.source.hooks else snapshot.gone
-        ids = frozenset(name for one in devices for name in known.names_of(snapshot.devices[one]))
-        return ids | known.legacy.keys()
+        ids = frozenset(name for device in devices for name in ids_now.names_of(snapshot.devices[device]))
+        return ids | ids_now.legacy.keys()
 
     @property
     def _pending(self) -> list[AllocationRecord]:
         allocations = self._register.snapshot.allocations.values()
-        return [one for one in allocations if one.resource == self.resource and one.pending]
+        return [allocation for allocation in allocations if allocation.resource == self.resource and allocation.pending]
 
     def observe(self, now: HolderSnapshot, released: Collection[str]) -> None:
         """Draw the conclusions of a scan: what came free, and what may be forgotten. released: ids that came free."""
@@ -221,13 +226,17 @@ class Service(EndpointHost):
         doubled = {ids.device_id_of(device_id) for of, device_id in several if of == self.resource}
         doubled.update(name for name, device in snapshot.devices.items() if register.held_twice(self.resource, device))
         self._held_twice = frozenset(doubled)
-        unlisted = (one for one in now.of(self.resource) if ids.device_id_of(one) not in snapshot.devices)
-        self._elsewhere = {one: same for one in unlisted if (same := register.same_as(self.resource, one))}
+        unlisted = (
+            device_id for device_id in now.of(self.resource) if ids.device_id_of(device_id) not in snapshot.devices
+        )
+        self._elsewhere = {
+            device_id: same for device_id in unlisted if (same := register.same_as(self.resource, device_id))
+        }
         self.endpoint.refresh()
 
     def _is_free(self, device: str, ids: Collection[str] = ()) -> bool:
         """Return whether nobody holds a device, as far as that is known. ids: of holders that have ended."""
-        units = {allocation_unit(self.resource, one) for one in ids}
+        units = {allocation_unit(self.resource, device_id) for device_id in ids}
         register = self._register
         return not register.evidence_missing(self.resource, device) and register.is_free((self.resource, device), units)
 
@@ -241,17 +250,17 @@ class Service(EndpointHost):
         The kubelet may give an id to the next pod before a scan sees that its holder has ended. Raises Refusal if
         `released` failed, or still works on one of the devices.
         """
-        context, known, resolver = self._context, self.inventory.snapshot.devices, self.endpoint.ids
-        ids = {one: resolver.ids_of(one) for one in map(resolver.device_id_of, names) if one in known}
+        context, listed, resolver = self._context, self.inventory.snapshot.devices, self.endpoint.ids
+        ids = {device: resolver.ids_of(device) for device in map(resolver.device_id_of, names) if device in listed}
         try:
             await context.register.hooks.wait([(self.resource, device) for device in ids], resets=False)
             every = [name for those in ids.values() for name in those]
             ended, others = await context.tracker.ended(self.resource, every)
-            granted = {one.device_id for one in self._pending} - set(names)
-            in_use = {one.device_id for one in others} | granted
-            former = {one.device_id for one in ended - self._released}
+            granted = {allocation.device_id for allocation in self._pending} - set(names)
+            in_use = {allocation.device_id for allocation in others} | granted
+            former = {allocation.device_id for allocation in ended - self._released}
             devices = [
-                known[device]
+                listed[device]
                 for device, those in ids.items()
                 if not former.isdisjoint(those) and in_use.isdisjoint(those) and self._is_free(device, those)
             ]
@@ -260,7 +269,7 @@ class Service(EndpointHost):
                 details = f"{self.resource}: it is not granted before `released` of its former holder succeeds: {error}"
                 raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "released", details)
             released = {name for device in devices for name in ids[device.id]}
-            self._released |= {one for one in ended if one.device_id in released}
+            self._released |= {allocation for allocation in ended if allocation.device_id in released}
         except DeviceBusyError as error:
             raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "excluded", f"{self.resource}: {error}") from error
 
@@ -275,13 +284,13 @@ class Service(EndpointHost):
         register, withheld = context.register, {}
         for side in SIDES:
             given = register.given_by_others.get((name, side), frozenset())
-            for one, why in register.last_withheld(name, side).items():
-                if side == "plugin" or one in given:
-                    withheld[one] = Withheld("foreign" if one in given else "excluded", why)
+            for device, why in register.last_withheld(name, side).items():
+                if side == "plugin" or device in given:
+                    withheld[device] = Withheld("foreign" if device in given else "excluded", why)
         withheld |= {
-            one: Withheld("unknown", why)
-            for one in self.inventory.snapshot.devices
-            if (why := register.evidence_missing(name, one))
+            device: Withheld("unknown", why)
+            for device in self.inventory.snapshot.devices
+            if (why := register.evidence_missing(name, device))
         }
         for device_id, reason in context.tracker.unnamed_reasons(name).items():
             withheld.setdefault(self.endpoint.ids.device_id_of(device_id), Withheld("held", reason))
@@ -370,7 +379,7 @@ class Supervisor:
 
     def _end_children(self, parent: str, kept: Collection[str]) -> None:
         """End the resources that the source before has brought along, and this one does not."""
-        for name in [name for name, one in self._parents.items() if one == parent and name not in kept]:
+        for name in [name for name, of in self._parents.items() if of == parent and name not in kept]:
             self._tasks[name].cancel()
 
     async def _serve_child_sources(self, parent: DeviceSource) -> None:

@@ -63,7 +63,7 @@ def build_entry(resource: ResourceConfig, index: int) -> DeviceSource:
             places=Places(library=entry.nvidia.library or ""),
         )
     assert entry.simulated is not None
-    simulated, before = entry.simulated, sum(one.simulated is not None for one in resource.devices[:index])
+    simulated, before = entry.simulated, sum(earlier.simulated is not None for earlier in resource.devices[:index])
     prefix = f"sim{before}" if before else "sim"
     return SimulatedSource(simulated.count, numa=simulated.numa, unhealthy_file=simulated.unhealthy_file, prefix=prefix)
 
@@ -72,23 +72,23 @@ def overlaps(resources: Iterable[ResourceConfig]) -> list[str]:
     """Return a sentence for each pair of ids that are one device now, and on paths that are no device nodes. Blocks."""
     owners: dict[str, tuple[str, str]] = {}
     configured: dict[str, ResourceConfig] = {}
-    known: dict[tuple[str, str], identity.Tokens] = {}
+    tokens_by_key: dict[tuple[str, str], identity.Tokens] = {}
     notes: dict[str, None] = {}
     for resource in resources:
         configured[resource.name] = resource
         entries = [PathSource(*entry.globs) for entry in resource.devices if entry.globs]
-        found = {device.id: device for entry in entries for device in entry.scan() if is_wanted(device, resource)}
-        notes |= {f"{resource.name}: {note}": None for note in nodeless(found.values())}
-        for name, tokens in identity.identities(list(found.values())).items():
-            known[resource.name, name] = tokens
+        listed = {device.id: device for entry in entries for device in entry.scan() if is_wanted(device, resource)}
+        notes |= {f"{resource.name}: {note}": None for note in nodeless(listed.values())}
+        for name, tokens in identity.identities(list(listed.values())).items():
+            tokens_by_key[resource.name, name] = tokens
             for token in sorted(tokens):
-                other, one = owners.setdefault(token, (resource.name, name)), (resource.name, name)
-                if other != one:
+                other, key = owners.setdefault(token, (resource.name, name)), (resource.name, name)
+                if other != key:
                     text = f"{name} of {resource.name} and {other[1]} of {other[0]} are the same hardware"
                     text += f" ({identity.shown({token})}): while one is held, the other is given to nobody"
                     if sides_conflict(resource, configured[other[0]]):
                         text += "; neither is offered, since their drivers' shares put them on different sides"
-                    if tokens - known[other] and known[other] - tokens:
+                    if tokens - tokens_by_key[other] and tokens_by_key[other] - tokens:
                         text += "; a node that they only share belongs under `nodes`"
                     notes[text] = None
     return list(notes)
@@ -162,7 +162,7 @@ class ConfiguredSource(DeviceSource):
     @property
     def nodeless(self) -> Sequence[str]:
         """Sentences on devices of the last list that are not device nodes; those that an entry's hook edits may be."""
-        return nodeless(one.listed for one in self._served.values() if "edits" not in one.entry.hooks)
+        return nodeless(served.listed for served in self._served.values() if "edits" not in served.entry.hooks)
 
     @property
     def hooks(self) -> frozenset[str]:
@@ -185,13 +185,13 @@ class ConfiguredSource(DeviceSource):
 
     async def edits(self, devices: Sequence[Device]) -> ContainerEdits:
         """Return the edits of the entries for their devices in one container; the resource's own win over them."""
-        found = await self._ask("edits", devices)
-        return ContainerEdits.merge(found, winner=self._edits) if found else ContainerEdits()
+        edits = await self._ask("edits", devices)
+        return ContainerEdits.merge(edits, winner=self._edits) if edits else ContainerEdits()
 
     async def measure(self, devices: Sequence[Device]) -> Measured:
         """Return what the entries measure of their devices."""
-        found = await self._ask("measure", devices)
-        return {name: values for measured in found for name, values in measured.items()}
+        measured_parts = await self._ask("measure", devices)
+        return {name: values for measured in measured_parts for name, values in measured.items()}
 
     async def _ask(self, hook: str, devices: Sequence[Device]) -> list[Any]:
         """Call a hook of the entries that have it with their own devices among these, as the entries list them."""
@@ -286,8 +286,8 @@ class ConfiguredSource(DeviceSource):
         served: dict[str, _Served] = {}
         owners: dict[str, str] = {}  # ids by the host path of their nodes and mounts
         left_out: dict[str, None] = {}
-        found = ((entry, device) for entry, listed in zip(self.entries, lists, strict=True) for device in listed or ())
-        for entry, device in found:
+        pairs = ((entry, device) for entry, listed in zip(self.entries, lists, strict=True) for device in listed or ())
+        for entry, device in pairs:
             if not is_wanted(device, self.config):
                 continue
             if device.id in served:
@@ -310,13 +310,13 @@ class ConfiguredSource(DeviceSource):
                 del served[other]
                 owners = {host: owner for host, owner in owners.items() if owner != other}
             owners.update(dict.fromkeys(hosts, device.id))
-            known = self._served.get(device.id)
-            made = known.device if known is not None and known.listed is device else self._with_settings(device)
+            before = self._served.get(device.id)
+            made = before.device if before is not None and before.listed is device else self._with_settings(device)
             served[device.id] = _Served(entry, device, made)
         for note in left_out.keys() - self._left_out.keys():
             _LOG.warning("%s", note, extra={"resource": self.resource})
         self._served, self._left_out = served, left_out
-        return [one.device for one in served.values()]
+        return [kept.device for kept in served.values()]
 
     def _with_settings(self, device: Device) -> Device:
         """Return a device with the edits, attributes and capacity of the resource."""
@@ -380,9 +380,9 @@ class ProbedHealth:
 
     async def _probe(self, devices: Sequence[Device]) -> bool:
         """Probe devices once; return whether the health or message of one changed."""
-        found = await self._prober.check(devices)
+        findings = await self._prober.check(devices)
         now, changed = time.monotonic(), False
-        for name, (verdict, message) in found.items():
+        for name, (verdict, message) in findings.items():
             before = self._histories.get(name)
             if before is None:
                 continue  # gone meanwhile

@@ -139,8 +139,8 @@ class PathSource(ScannedSource):
 
     def _groups(self, scan: _PathScan) -> list[tuple[_Match, ...]]:
         """Return, for each device, the paths that make it."""
-        known = {match.alias: match for matches in self._devices for match in matches}
-        columns = [self._matching(glob, scan, known) for glob in self.globs]
+        before = {match.alias: match for matches in self._devices for match in matches}
+        columns = [self._matching(glob, scan, before) for glob in self.globs]
         counts = [len(column) for column in columns]
         groups: list[tuple[_Match, ...]] = []
         for matches in self._devices:
@@ -159,8 +159,8 @@ class PathSource(ScannedSource):
         """Remove from `columns`, and yield, the paths whose wildcards match the same text."""
         by_text: list[dict[tuple[str, ...], str]] = []
         for glob, column in zip(self.globs, columns, strict=True):
-            found = map(_captures(glob).fullmatch, column)
-            by_text.append({text.groups(): text.string for text in found if text is not None})
+            matches = map(_captures(glob).fullmatch, column)
+            by_text.append({text.groups(): text.string for text in matches if text is not None})
         for text in by_text[0]:
             if text and all(text in aliases for aliases in by_text):
                 yield tuple(column.pop(aliases[text]) for column, aliases in zip(columns, by_text, strict=True))
@@ -182,18 +182,18 @@ class PathSource(ScannedSource):
             identity=matches[0].identity,
         )
 
-    def _matching(self, glob: str, scan: _PathScan, known: Mapping[str, _Match]) -> dict[str, _Match]:
+    def _matching(self, glob: str, scan: _PathScan, before: Mapping[str, _Match]) -> dict[str, _Match]:
         """Return by path what a glob matches now, in natural order: 2 before 10."""
-        matches = [self._match(alias, scan, known.get(alias)) for alias in _expand(glob, scan)]
-        found = {match.alias: match for match in matches if match is not None and not stat.S_ISDIR(match.mode)}
-        if not found and any(matches):
+        matches = [self._match(alias, scan, before.get(alias)) for alias in _expand(glob, scan)]
+        by_alias = {match.alias: match for match in matches if match is not None and not stat.S_ISDIR(match.mode)}
+        if not by_alias and any(matches):
             scan.notes.append(f"{glob} matches a directory, which is not a device; name what lies in it: {glob}/*")
-        elif not found:
+        elif not by_alias:
             scan.notes.append(f"{glob} matches nothing now; what is plugged in later is found")
-        return {alias: found[alias] for alias in sorted(found, key=natural)}
+        return {alias: by_alias[alias] for alias in sorted(by_alias, key=natural)}
 
-    def _match(self, alias: str, scan: _PathScan, known: _Match | None) -> _Match | None:
-        """Return what a path leads to now, `known` if that is the same; None if it leads nowhere."""
+    def _match(self, alias: str, scan: _PathScan, before: _Match | None) -> _Match | None:
+        """Return what a path leads to now, `before` if that is the same; None if it leads nowhere."""
         host = scan.follow(alias)
         try:
             status = os.stat(alias)
@@ -204,8 +204,8 @@ class PathSource(ScannedSource):
         if stat.S_ISDIR(mode):
             _LOG.debug("%s is a directory, not a device; left out", alias)
         seen = hash((mode, status.st_rdev, status.st_ino, status.st_dev, status.st_ctime_ns))
-        if known is not None and (known.host, known.seen) == (host, seen):
-            return known
+        if before is not None and (before.host, before.seen) == (host, seen):
+            return before
         numa = numa_of(mode, status.st_rdev, self._sysfs)
         return _Match(alias, host, seen, mode, numa, identity.token(status))
 
@@ -233,10 +233,10 @@ def _expand(glob: str, scan: _PathScan) -> list[str]:
 def _entries(base: str, step: str, scan: _PathScan) -> list[os.DirEntry[str]]:
     fits = re.compile(translate(step)).match
     hidden = step.startswith(".")
-    found: list[os.DirEntry[str]] = []
+    listed: list[os.DirEntry[str]] = []
     try:
         with os.scandir(base or "/") as entries:
-            found = [entry for entry in entries if fits(entry.name) and (hidden or entry.name[0] != ".")]
+            listed = [entry for entry in entries if fits(entry.name) and (hidden or entry.name[0] != ".")]
     except NotADirectoryError:
         return []
     except FileNotFoundError:
@@ -245,7 +245,7 @@ def _entries(base: str, step: str, scan: _PathScan) -> list[os.DirEntry[str]]:
         scan.notes.append(f"{base or '/'} cannot be read: {error.strerror}")
     scan.directories.add(base or "/")
     # The kubelet needs UTF-8, and a file's name may be any bytes: those that are no UTF-8 are surrogates here.
-    return [entry for entry in found if entry.name.isascii() or not _SURROGATE.search(entry.name)]
+    return [entry for entry in listed if entry.name.isascii() or not _SURROGATE.search(entry.name)]
 
 
 def _captures(glob: str) -> re.Pattern[str]:

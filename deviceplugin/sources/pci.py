@@ -48,10 +48,18 @@ class PciSource(sysfs.SysfsSource[PciConfig]):
             addresses = sorted(os.listdir(self._root))
         except OSError as error:
             return Scan([], directories, [f"{self._root} cannot be read: {error.strerror}"])
-        found = [one for address in addresses if (one := self._read(address)) is not None and self._fits(one)]
-        notes = [] if found else [f"none of {len(addresses)} PCI devices has {sysfs.in_words(self.wanted)}"]
-        names = self._names({(one.vendor, one.device) for one in found})
-        return Scan([self._device(one, *names[one.vendor, one.device]) for one in found], directories, notes)
+        functions = [
+            candidate
+            for address in addresses
+            if (candidate := self._read(address)) is not None and self._fits(candidate)
+        ]
+        notes = [] if functions else [f"none of {len(addresses)} PCI devices has {sysfs.in_words(self.wanted)}"]
+        names = self._names({(function.vendor, function.device) for function in functions})
+        return Scan(
+            [self._device(function, *names[function.vendor, function.device]) for function in functions],
+            directories,
+            notes,
+        )
 
     def edits(self, devices: Sequence[Device]) -> ContainerEdits:
         """Return the variable with the addresses: PCIDEVICE_EXAMPLE_COM_NIC=0000:3b:02.0,0000:3b:02.1."""
@@ -68,43 +76,43 @@ class PciSource(sysfs.SysfsSource[PciConfig]):
         driver, parent = sysfs.link_name(f"{directory}/driver"), sysfs.link_name(f"{directory}/physfn")
         return _Function(address, directory, vendor, device, class_, driver, parent)
 
-    def _fits(self, one: _Function) -> bool:
+    def _fits(self, function: _Function) -> bool:
         wanted = self.wanted
         return (
-            sysfs.hex_digits(wanted.vendor) in (None, one.vendor)
-            and sysfs.hex_digits(wanted.device) in (None, one.device)
-            and one.class_.startswith(sysfs.hex_digits(wanted.class_) or "")
-            and (wanted.driver is None or fnmatchcase(one.driver or "", wanted.driver))
-            and (wanted.address is None or fnmatchcase(one.address, wanted.address))
-            and (wanted.functions == "all" or (wanted.functions == "virtual") == (one.parent is not None))
+            sysfs.hex_digits(wanted.vendor) in (None, function.vendor)
+            and sysfs.hex_digits(wanted.device) in (None, function.device)
+            and function.class_.startswith(sysfs.hex_digits(wanted.class_) or "")
+            and (wanted.driver is None or fnmatchcase(function.driver or "", wanted.driver))
+            and (wanted.address is None or fnmatchcase(function.address, wanted.address))
+            and (wanted.functions == "all" or (wanted.functions == "virtual") == (function.parent is not None))
         )
 
-    def _device(self, one: _Function, vendor_name: str | None, product: str | None) -> Device:
-        group = sysfs.link_name(f"{one.directory}/iommu_group")
-        vfs = sysfs.read(f"{one.directory}/sriov_numvfs")
-        if one.driver == VFIO and group is not None:
+    def _device(self, function: _Function, vendor_name: str | None, product: str | None) -> Device:
+        group = sysfs.link_name(f"{function.directory}/iommu_group")
+        vfs = sysfs.read(f"{function.directory}/sriov_numvfs")
+        if function.driver == VFIO and group is not None:
             own, common = [f"{self._dev}/vfio/{group}"], [f"{self._dev}/vfio/vfio"]
         else:
-            own, common = sorted(sysfs.nodes_below(one.directory, self._dev)), []
+            own, common = sorted(sysfs.nodes_below(function.directory, self._dev)), []
         attributes = {
-            PCI_BUS_ID: one.address,
-            PCIE_ROOT: sysfs.pcie_root(one.directory),
-            "vendor": one.vendor,
-            "device": one.device,
-            "class": one.class_,
-            "driver": one.driver,
+            PCI_BUS_ID: function.address,
+            PCIE_ROOT: sysfs.pcie_root(function.directory),
+            "vendor": function.vendor,
+            "device": function.device,
+            "class": function.class_,
+            "driver": function.driver,
             "vendorName": vendor_name,
             "product": product,
             "iommuGroup": int(group) if group and group.isdecimal() else None,
-            "virtualFunction": one.parent is not None,
-            "parent": one.parent,
+            "virtualFunction": function.parent is not None,
+            "parent": function.parent,
             "virtualFunctions": int(vfs) if vfs and vfs.isdecimal() else None,
         }
         return Device(
-            one.address,
+            function.address,
             nodes=[DeviceNode(node, permissions=self.permissions) for node in own],
-            numa=sysfs.numa_node(one.directory),
+            numa=sysfs.numa_node(function.directory),
             attributes=sysfs.given(attributes),
             edits=ContainerEdits(nodes=common) if common else NO_EDITS,
-            identity=f"pci:{one.address}",
+            identity=f"pci:{function.address}",
         )

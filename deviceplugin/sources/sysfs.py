@@ -62,7 +62,7 @@ class SysfsSource(ScannedSource, Generic[_Filter]):
         if fresh := set(wanted) - self._known.keys():
             self._known |= dict.fromkeys(fresh, (None, None))
             self._known |= next(
-                (found for file in self._ids_files if (found := ids_names(file, fresh)) is not None), {}
+                (names for file in self._ids_files if (names := ids_names(file, fresh)) is not None), {}
             )
         return self._known
 
@@ -145,7 +145,7 @@ def ids_names(file: str, wanted: Collection[tuple[str, str]]) -> _NamesById | No
     vendors; their lines begin with a capital letter and a space.
     """
     vendors = {vendor for vendor, _ in wanted}
-    found: _NamesById = {}
+    names: _NamesById = {}
     vendor, name = "", None
     try:
         with open(file, encoding="utf-8", errors="replace") as lines:
@@ -157,12 +157,12 @@ def ids_names(file: str, wanted: Collection[tuple[str, str]]) -> _NamesById | No
                         break
                     vendor, name = line[:4].lower(), attribute_text(line[4:])
                     if vendor in vendors:
-                        found.update({pair: (name, None) for pair in wanted if pair[0] == vendor})
+                        names.update({pair: (name, None) for pair in wanted if pair[0] == vendor})
                 elif line[1:2] != "\t" and vendor in vendors and (pair := (vendor, line[1:5].lower())) in wanted:
-                    found[pair] = (name, attribute_text(line[5:]))
+                    names[pair] = (name, attribute_text(line[5:]))
     except OSError:
         return None
-    return found
+    return names
 
 
 def in_words(wanted: msgspec.Struct) -> str:

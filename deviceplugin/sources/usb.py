@@ -66,13 +66,13 @@ class UsbSource(sysfs.SysfsSource[UsbConfig]):
             ports = []  # no USB at all, until a controller is plugged in
         except OSError as error:
             return Scan([], directories, [f"{self._root} cannot be read: {error.strerror}"])
-        there = [one for port in ports if ":" not in port and (one := self._read(port)) is not None]
-        found = [one for one in there if self._fits(one)]
+        there = [device for port in ports if ":" not in port and (device := self._read(port)) is not None]
+        fitting = [usb for usb in there if self._fits(usb)]
         wanted = sysfs.in_words(self.wanted)
-        notes = [] if found else [f"none of {len(there)} USB devices has {wanted}; plugged in later it is found"]
-        names = self._names({(one.vendor, one.product) for one in found})
+        notes = [] if fitting else [f"none of {len(there)} USB devices has {wanted}; plugged in later it is found"]
+        names = self._names({(usb.vendor, usb.product) for usb in fitting})
         self._ids = _ids(there, self._ids)
-        return Scan([self._device(one, *names[one.vendor, one.product]) for one in found], directories, notes)
+        return Scan([self._device(usb, *names[usb.vendor, usb.product]) for usb in fitting], directories, notes)
 
     def _read(self, port: str) -> _Usb | None:
         directory = os.path.realpath(f"{self._root}/{port}")
@@ -85,56 +85,56 @@ class UsbSource(sysfs.SysfsSource[UsbConfig]):
         node = f"{self._dev}/bus/usb/{int(bus):03}/{int(number):03}"
         return _Usb(port, directory, node, vendor.lower(), product.lower(), serial, maker, name)
 
-    def _fits(self, one: _Usb) -> bool:
+    def _fits(self, usb: _Usb) -> bool:
         wanted = self.wanted
         return (
-            sysfs.hex_digits(wanted.vendor) in (None, one.vendor)
-            and sysfs.hex_digits(wanted.product) in (None, one.product)
-            and (wanted.serial is None or fnmatchcase(one.serial, wanted.serial))
+            sysfs.hex_digits(wanted.vendor) in (None, usb.vendor)
+            and sysfs.hex_digits(wanted.product) in (None, usb.product)
+            and (wanted.serial is None or fnmatchcase(usb.serial, wanted.serial))
         )
 
-    def _device(self, one: _Usb, vendor_name: str | None, product_name: str | None) -> Device:
+    def _device(self, usb: _Usb, vendor_name: str | None, product_name: str | None) -> Device:
         attributes = {
-            PCIE_ROOT: sysfs.pcie_root(one.directory),
-            "vendor": one.vendor,
-            "productID": one.product,
-            "serial": sysfs.attribute_text(one.serial),
-            "port": one.port,
-            "vendorName": vendor_name or sysfs.attribute_text(one.maker),
-            "product": product_name or sysfs.attribute_text(one.name),
+            PCIE_ROOT: sysfs.pcie_root(usb.directory),
+            "vendor": usb.vendor,
+            "productID": usb.product,
+            "serial": sysfs.attribute_text(usb.serial),
+            "port": usb.port,
+            "vendorName": vendor_name or sysfs.attribute_text(usb.maker),
+            "product": product_name or sysfs.attribute_text(usb.name),
         }
-        nodes = dict.fromkeys([one.node, *sorted(sysfs.nodes_below(one.directory, self._dev))])
+        nodes = dict.fromkeys([usb.node, *sorted(sysfs.nodes_below(usb.directory, self._dev))])
         return Device(
-            self._ids[one.plugged],
+            self._ids[usb.plugged],
             nodes=[DeviceNode(node, permissions=self.permissions) for node in nodes],
-            numa=sysfs.numa_node_above(one.directory, "/pci"),
+            numa=sysfs.numa_node_above(usb.directory, "/pci"),
             attributes=sysfs.given(attributes),
         )
 
 
 def _ids(there: Collection[_Usb], before: Mapping[_Plugged, str]) -> dict[_Plugged, str]:
     """Return the devices' ids; one that was there before keeps its own."""
-    ids = {one.plugged: before[one.plugged] for one in there if one.plugged in before}
+    ids = {usb.plugged: before[usb.plugged] for usb in there if usb.plugged in before}
     taken = set(ids.values())
-    plain = Counter(_plain_id(one) for one in there)
-    for one in there:
-        if one.plugged not in ids:
-            name = _plain_id(one)
+    plain = Counter(_plain_id(usb) for usb in there)
+    for usb in there:
+        if usb.plugged not in ids:
+            name = _plain_id(usb)
             if plain[name] > 1 or name in taken:
-                name = _port_id(one)
+                name = _port_id(usb)
             if name in taken:  # another device has it as its serial number
-                name += f"-{one.node[-3:]}"
-            ids[one.plugged] = name
+                name += f"-{usb.node[-3:]}"
+            ids[usb.plugged] = name
             taken.add(name)
     return ids
 
 
-def _plain_id(one: _Usb) -> str:
+def _plain_id(usb: _Usb) -> str:
     """Return the id that a device has if no other one has the same."""
-    serial = re.sub(r"[^A-Za-z0-9_.]+", "-", one.serial).strip("-")
-    name = f"{one.vendor}-{one.product}-{serial}"
-    return name if serial and len(name) <= LONGEST_ID else _port_id(one)
+    serial = re.sub(r"[^A-Za-z0-9_.]+", "-", usb.serial).strip("-")
+    name = f"{usb.vendor}-{usb.product}-{serial}"
+    return name if serial and len(name) <= LONGEST_ID else _port_id(usb)
 
 
-def _port_id(one: _Usb) -> str:
-    return f"{one.vendor}-{one.product}-port-{one.port}"
+def _port_id(usb: _Usb) -> str:
+    return f"{usb.vendor}-{usb.product}-port-{usb.port}"

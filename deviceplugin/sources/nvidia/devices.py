@@ -67,16 +67,16 @@ def _make_device(
             "placementStart": start,
             "placementSize": size,
         }
-    known = gpu if partition is None else partition
+    described = gpu if partition is None else partition
     own, common = nodes
     return Device(
-        known.uuid,
+        described.uuid,
         nodes=own,
         numa=gpu.numa,
         attributes={key: value for key, value in attributes.items() if value not in (None, "")},
-        capacity={"memory": f"{known.memory}Mi"} if known.memory else {},
+        capacity={"memory": f"{described.memory}Mi"} if described.memory else {},
         edits=ContainerEdits(nodes=common, cdi=[f"{CDI_KIND}={cdi}"] if cdi else ()),
-        identity=f"uuid:{known.uuid}",
+        identity=f"uuid:{described.uuid}",
     )
 
 
@@ -96,13 +96,13 @@ def links_of_devices(
 ) -> Mapping[frozenset[str], float]:
     """Return the link scores of `made` (UUIDs). between: scores of pairs of GPUs. parents: the GPUs of partitions."""
     scores: dict[frozenset[str], float] = {}
-    for one, other in combinations(made, 2):
-        gpus = frozenset((parents.get(one, one), parents.get(other, other)))
+    for uuid, other in combinations(made, 2):
+        gpus = frozenset((parents.get(uuid, uuid), parents.get(other, other)))
         score = float(Link.SAME_BOARD) if len(gpus) == 1 else between.get(gpus, 0.0)
         if parents and len(gpus) == 2:
             score %= Link.NVLINK  # NVLink does not connect partitions; the PCIe level remains
         if score:
-            scores[frozenset((one, other))] = score
+            scores[frozenset((uuid, other))] = score
     return scores
 
 
@@ -133,13 +133,13 @@ def _cdi_names(directories: Iterable[str]) -> frozenset[str]:
     return names
 
 
-def _cdi_name_of(gpu: Gpu, partition: Partition | None, known: Collection[str]) -> str | None:
+def _cdi_name_of(gpu: Gpu, partition: Partition | None, in_spec: Collection[str]) -> str | None:
     if partition is None:
         names = (gpu.uuid, str(gpu.index), f"gpu{gpu.index}")
     else:
         place = f"{gpu.index}:{partition.index}"
         names = (partition.uuid, place, f"mig{place}")
-    return next(filter(known.__contains__, names), None)
+    return next(filter(in_spec.__contains__, names), None)
 
 
 @functools.lru_cache(maxsize=256)

@@ -46,12 +46,15 @@ def profile_of(compute: int, slices: int, memory: int, whole: int) -> str:
     return f"{slices}g.{size}gb" if compute == slices else f"{compute}c.{slices}g.{size}gb"
 
 
-def with_partitions(nv: Any, handle: Any, gpu: Gpu, handles: dict[str, Any], known: dict[str, Partition]) -> Gpu:
-    """Return the GPU with its partitions now. handles: theirs are added. known: those read before, not read again."""
+def with_partitions(nv: Any, handle: Any, gpu: Gpu, handles: dict[str, Any], partitions: dict[str, Partition]) -> Gpu:
+    """Return the GPU with its partitions now. handles: theirs are added.
+
+    partitions: those read before, by UUID; they are not read again.
+    """
     mode = optional(nv, nv.nvmlDeviceGetMigMode, handle)
     if mode is None or mode[0] != 1:
         return replace(gpu, partitions=None)
-    found = []
+    present = []
     for index in range(optional(nv, nv.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
         mig = optional(nv, nv.nvmlDeviceGetMigDeviceHandleByIndex, handle, index)
         if mig is None:
@@ -60,10 +63,10 @@ def with_partitions(nv: Any, handle: Any, gpu: Gpu, handles: dict[str, Any], kno
         if not uuid:
             continue
         handles[uuid] = mig
-        if uuid not in known or known[uuid].index != index:
-            known[uuid] = _read_partition(nv, handle, mig, uuid, index, gpu)
-        found.append(known[uuid])
-    return replace(gpu, partitions=tuple(found))
+        if uuid not in partitions or partitions[uuid].index != index:
+            partitions[uuid] = _read_partition(nv, handle, mig, uuid, index, gpu)
+        present.append(partitions[uuid])
+    return replace(gpu, partitions=tuple(present))
 
 
 def _read_partition(nv: Any, parent: Any, mig: Any, uuid: str, index: int, gpu: Gpu) -> Partition:
@@ -101,13 +104,13 @@ def read_links(nv: Any, gpus: Sequence[Gpu], handles: Mapping[str, Any]) -> Mapp
                 elif (peer := by_address.get(address)) is not None and peer != gpu.uuid:
                     direct[frozenset((gpu.uuid, peer))] += 1
     scores: dict[frozenset[str], float] = {}
-    for one, other in combinations((gpu.uuid for gpu in gpus), 2):
-        pair = frozenset((one, other))
+    for uuid, other in combinations((gpu.uuid for gpu in gpus), 2):
+        pair = frozenset((uuid, other))
         # Both ends report a direct link, so it is counted twice. Switches connect every GPU with every other.
-        count = -(-direct[pair] // 2) + min(switched[one], switched[other])
+        count = -(-direct[pair] // 2) + min(switched[uuid], switched[other])
         level = -1
         with contextlib.suppress(nv.NVMLError, KeyError):  # KeyError: a GPU that cannot be read has no handle
-            level = nv.nvmlDeviceGetTopologyCommonAncestor(handles[one], handles[other])
+            level = nv.nvmlDeviceGetTopologyCommonAncestor(handles[uuid], handles[other])
         if score := Link.NVLINK * count + _LEVELS.get(level, 0):
             scores[pair] = float(score)
     return scores

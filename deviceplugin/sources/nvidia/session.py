@@ -102,8 +102,8 @@ class Session:
             try:
                 handle = nv.nvmlDeviceGetHandleByIndex(index)
                 uuid = text(nv.nvmlDeviceGetUUID(handle))
-                known = self._gpus.get(index)
-                gpu = known if known is not None and known.uuid == uuid else self._identify(nv, handle, uuid, index)
+                before = self._gpus.get(index)
+                gpu = before if before is not None and before.uuid == uuid else self._identify(nv, handle, uuid, index)
                 finding = self._check(nv, handle)
             except nv.NVMLError as error:
                 self._raise_if_gone(nv, error)
@@ -187,16 +187,16 @@ class Session:
 
     def measure(self, ids: Sequence[str]) -> dict[str, dict[str, Any]]:
         """Return the load of GPUs and partitions by UUID, in base units; what one cannot tell is left out."""
-        found: dict[str, dict[str, Any]] = {}
+        measured: dict[str, dict[str, Any]] = {}
         whole = {gpu.uuid for gpu in self._gpus.values()}
         for name in ids:
             if (handle := self._handles.get(name)) is not None:
                 measure = readings.measure_gpu if name in whole else readings.measure_memory
                 try:
-                    found[name] = measure(self._nv, handle)
+                    measured[name] = measure(self._nv, handle)
                 except self._nv.NVMLError as error:
                     _LOG.debug("the load of %s cannot be read: %s", name, error)
-        return found
+        return measured
 
 
 class EventListener:

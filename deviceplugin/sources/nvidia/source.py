@@ -147,11 +147,11 @@ class NvidiaSource(DeviceSource):
     async def measure(self, devices: Sequence[Device]) -> Measured:
         """Return the load of the GPUs, and how often which XID came."""
         ids = [device.id for device in devices]
-        found = await shared(self._places).measure(ids)
+        measured = await shared(self._places).measure(ids)
         for name in ids:
             if counts := self.health.counts.get(name):
-                found.setdefault(name, {})["xid_errors_total"] = dict(counts)
-        return found
+                measured.setdefault(name, {})["xid_errors_total"] = dict(counts)
+        return measured
 
 
 class GpuHealth:
