@@ -279,8 +279,8 @@ def _uninstall(options: argparse.Namespace) -> int:
         used = shortened(
             f"{claim['metadata']['namespace']}/{claim['metadata']['name']}"
             for claim in claims
-            for one in allocations(claim)
-            if one.get("driver") in drivers and options.node in ("", one.get("pool"))
+            for result in allocations(claim)
+            if result.get("driver") in drivers and options.node in ("", result.get("pool"))
         )
         running = f"agents run on {nodes}: they publish slices again; delete the DaemonSet first"
         in_use = f"claims have devices of these drivers: {used}: their pods cannot end without the driver's agent"
@@ -289,14 +289,14 @@ def _uninstall(options: argparse.Namespace) -> int:
     async def remove(cluster: Cluster) -> tuple[int, list[str]]:
         for driver in options.driver:
             await check_driver(cluster, driver)
-        found = await obstacles(cluster)
-        if options.check and found:
-            raise CommandError("\n".join(found), status=1)
+        reasons = await obstacles(cluster)
+        if options.check and reasons:
+            raise CommandError("\n".join(reasons), status=1)
         if options.check:
             return 0, []
-        if found and not options.force:
-            raise CommandError("\n".join(("nothing was removed; --force removes all the same", *found)), status=1)
-        return await remove_slices(cluster, sorted(drivers), options.node), found
+        if reasons and not options.force:
+            raise CommandError("\n".join(("nothing was removed; --force removes all the same", *reasons)), status=1)
+        return await remove_slices(cluster, sorted(drivers), options.node), reasons
 
     drivers = set(options.driver)
     if options.config:
@@ -333,22 +333,22 @@ def _manifests(options: argparse.Namespace) -> int:
         raise CommandError("dra-bridge manifests: --source and --command belong together")
     try:
         if options.source:
-            text, found = "", _config_of(options.source)
+            text, loaded = "", _config_of(options.source)
         else:
             text = options.config.read_text(encoding="utf-8")
-            found = config.parse(text, str(options.config))
+            loaded = config.parse(text, str(options.config))
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise CommandError(f"{options.config or options.source} cannot be read: {reason}") from error
     deployment = Deployment(**given)
     try:
-        printed = to_yaml(manifests(found, text, deployment))
+        printed = to_yaml(manifests(loaded, text, deployment))
     except ValueError as error:  # the kubelet's root leaves no room for a socket
         raise CommandError(error) from error
     sys.stdout.write(printed)
-    for reason in privileges(found, deployment) if deployment.privileged == "auto" else ():
+    for reason in privileges(loaded, deployment) if deployment.privileged == "auto" else ():
         print(f"the agent is privileged: {reason}; --privileged never leaves it out", file=sys.stderr)
-    for directory in wide_mounts(found):
+    for directory in wide_mounts(loaded):
         why = "through what lies there it could take over the node; name paths in a directory of their own"
         print(f"the agent sees all of {directory}: {why}", file=sys.stderr)
     if deployment.writable_sys:
@@ -356,7 +356,7 @@ def _manifests(options: argparse.Namespace) -> int:
         print(f"the agent may write to {', '.join(deployment.writable_sys)} {what}", file=sys.stderr)
     if options.source and deployment.privileged == "auto":
         print("the agent is not privileged; --privileged always if it opens device nodes", file=sys.stderr)
-    metrics = found.metrics
+    metrics = loaded.metrics
     files = list(dict.fromkeys(filter(None, (metrics.certificate, metrics.key, metrics.token))))
     if deployment.metrics_port and files:
         print(f"{', '.join(files)}: to be mounted into the DaemonSet's container, from a Secret say", file=sys.stderr)
@@ -395,8 +395,8 @@ def _config_of(file: Path) -> Config:
         runpy.run_path(str(file), run_name="__main__")
     except _Given as given:
         sources, metrics = given.args
-        found = tuple(ResourceConfig(name=one.resource, driver=one.driver, devices=()) for one in sources)
-        return Config(resources=found, metrics=metrics)
+        resources = tuple(ResourceConfig(name=source.resource, driver=source.driver, devices=()) for source in sources)
+        return Config(resources=resources, metrics=metrics)
     except (CommandError, OSError):
         raise
     except (Exception, SystemExit) as error:
@@ -446,20 +446,20 @@ def _status(options: argparse.Namespace) -> int:
         raise CommandError("dra-bridge status: --watch and --problems are for tables; JSON has everything")
     terminal = sys.stdout.isatty()
 
-    def lines(found: FleetStatus) -> list[display.Line]:
+    def lines(fleet_status: FleetStatus) -> list[display.Line]:
         width = shutil.get_terminal_size().columns if terminal else None
-        return display.lines(found, width, time.time(), problems=options.problems)
+        return display.lines(fleet_status, width, time.time(), problems=options.problems)
 
     async def read(cluster: Cluster) -> FleetStatus:
-        found = await read_status(cluster, options.driver, options.node, options.namespace)
-        if not found.nodes:
+        answer = await read_status(cluster, options.driver, options.node, options.namespace)
+        if not answer.nodes:
             of = f" of node {', '.join(options.node)}" if options.node else ""
             raise CommandError(
                 f"no ResourceSlice{of} has the annotation {options.driver or 'DRIVER'}/handover, by which an agent of "
                 "dra-bridge reports its devices; does its DaemonSet run, and does its config name a driver?",
                 status=1,
             )
-        return found
+        return answer
 
     async def watch(cluster: Cluster) -> FleetStatus:
         while True:
@@ -470,24 +470,24 @@ def _status(options: argparse.Namespace) -> int:
             if terminal:
                 _redraw(shown)
             else:
-                print("\n".join((time.strftime("--- %H:%M:%S"), *(one.text for one in shown))), flush=True)
+                print("\n".join((time.strftime("--- %H:%M:%S"), *(line.text for line in shown))), flush=True)
             await asyncio.sleep(WATCH_PERIOD)
 
-    found = _ask(options, watch if options.watch else read)
+    status = _ask(options, watch if options.watch else read)
     if options.output == "json":
-        print(json.dumps(display.as_json(found), indent=2))
+        print(json.dumps(display.as_json(status), indent=2))
     else:
-        print_lines(lines(found))
-    return int(bool(found.problems))
+        print_lines(lines(status))
+    return int(bool(status.problems))
 
 
-def _redraw(found: Sequence[display.Line]) -> None:
+def _redraw(lines: Sequence[display.Line]) -> None:
     """Show as much as there is room for, in place of what the terminal has shown before."""
     from dra_bridge.rollout import display
 
     size = shutil.get_terminal_size()
     sys.stdout.write("\x1b[H\x1b[2J")
-    print_lines(display.first_rows(found, size.columns, size.lines))
+    print_lines(display.first_rows(lines, size.columns, size.lines))
     sys.stdout.flush()
 
 
@@ -527,23 +527,23 @@ def _rollout(options: argparse.Namespace) -> int:
 def _adopt(options: argparse.Namespace) -> int:
     from dra_bridge.rollout.adoption import advise
 
-    found = _ask(
+    advice = _ask(
         options,
         lambda cluster: advise(cluster, options.daemonset, options.namespace, options.agents, back=options.undo),
     )
     if options.output == "json":
-        print(json.dumps(dataclasses.asdict(found), indent=2))
+        print(json.dumps(dataclasses.asdict(advice), indent=2))
     else:
-        for problem in found.problems:
+        for problem in advice.problems:
             print(printable(problem), file=sys.stderr)
-        for note in found.notes:
+        for note in advice.notes:
             print(f"# {printable(note)}")
-        for command in found.commands:
+        for command in advice.commands:
             print(printable(command))
-        if found.commands:
+        if advice.commands:
             back = "" if options.undo else f"; the way back: dra-bridge adopt {options.daemonset} --undo ..."
             print(f"# nothing was changed: run these commands, in this order{back}")
-    return int(bool(found.problems))
+    return int(bool(advice.problems))
 
 
 def _follow(

@@ -75,7 +75,7 @@ def in_background(name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> I
         await asyncio.wait({task, ending}, return_when=asyncio.FIRST_COMPLETED)
         task.cancel()
         results = await asyncio.gather(task, return_exceptions=True)
-        errors.extend(one for one in results if isinstance(one, Exception))
+        errors.extend(result for result in results if isinstance(result, Exception))
 
     thread = threading.Thread(target=lambda: asyncio.run(main()), name=name, daemon=True)
     try:
@@ -199,8 +199,8 @@ def naive(scene: Scene) -> None:
         event("pod", f"batch starts through DRA with {name}: none is allocatable, but the slice has it")
         check(len(overlaps(node.holdings())) == 1 and holder.running and new.running, "one device has two holders")
         sees = {pod.name: f"GPU_VISIBLE_DEVICES={scene.visible(pod)}" for pod in (new, *olds)}
-        holdings = sorted(node.holdings(), key=lambda one: (one.device, one.begin))
-        rows = [(one.device, one.pod, one.side, sees[one.pod]) for one in holdings]
+        holdings = sorted(node.holdings(), key=lambda holding: (holding.device, holding.begin))
+        rows = [(holding.device, holding.pod, holding.side, sees[holding.pod]) for holding in holdings]
         scene.printer.table(("DEVICE", "HOLDER", "THROUGH", "ITS CONTAINER SEES"), rows)
         event("device", f"{name} is held by {holder.name} and by batch at the same time")
         for pod in (new, *olds):
@@ -272,7 +272,7 @@ def move_devices(scene: Scene, count: int) -> tuple[float, float]:
     scene.ask("all")
     scene.wait(lambda: scene.counts() == {"dra": count - 1, "to-dra": 1}, "all but one to move")
     node.wait_allocatable(GPU, 0, TIMEOUT)
-    waiting = {one.name for one in scene.view().devices if one.state.value.startswith("to-")}
+    waiting = {device.name for device in scene.view().devices if device.state.value.startswith("to-")}
     check(held in waiting, f"{held} waits")
     event("bridge", f"share `all` requested: {count - 1} idle devices move, {held} waits for train")
     batch = node.start_pod("batch", {GPU: 1}).wait_running(TIMEOUT)
@@ -312,7 +312,9 @@ def move_under_churn(scene: Scene, count: int) -> tuple[float, float]:
 
 def failures(failed: Sequence[str]) -> list[str]:
     """Return the first of the pods' failures, in lines that end between words."""
-    wrapped = [textwrap.wrap(one, MOST_TEXT, initial_indent="  ", subsequent_indent="    ") for one in failed[:3]]
+    wrapped = [
+        textwrap.wrap(failure, MOST_TEXT, initial_indent="  ", subsequent_indent="    ") for failure in failed[:3]
+    ]
     return [line for lines in wrapped for line in lines]
 
 
@@ -320,14 +322,14 @@ def timeline(holdings: Sequence[Holding], began: float, ended: float) -> list[tu
     """Return a row for each device with a character for a moment: p held through the plugin, c by a claim."""
     rows: list[tuple[str, ...]] = []
     step = (ended - began) / WIDTH
-    for device in sorted({one.device for one in holdings}):
+    for device in sorted({holding.device for holding in holdings}):
         line = ["."] * WIDTH
-        own = [one for one in holdings if one.device == device]
-        for one in own:
-            first, last = (math.floor((at - began) / step) for at in (one.begin, one.end or ended))
+        own = [holding for holding in holdings if holding.device == device]
+        for holding in own:
+            first, last = (math.floor((at - began) / step) for at in (holding.begin, holding.end or ended))
             for moment in range(max(0, first), min(WIDTH - 1, last) + 1):
-                line[moment] = one.side[0]
-        sides = Counter(one.side for one in own)
+                line[moment] = holding.side[0]
+        sides = Counter(holding.side for holding in own)
         rows.append((device, "".join(line), str(sides["plugin"]), str(sides["claim"])))
     return rows
 
@@ -341,7 +343,7 @@ def bridged(scene: Scene) -> None:
     printer.title("\nWhat held each device when (p: a pod through the plugin, c: a claim, .: nothing)")
     printer.table(("DEVICE", f"{ended - began:.1f} s", "PLUGIN", "CLAIM"), timeline(holdings, began, ended))
     twice = overlaps(holdings)
-    sides = Counter(one.side for one in holdings)
+    sides = Counter(holding.side for holding in holdings)
     check(min(sides["plugin"], sides["claim"]) > 10, "devices were held on both sides")
     check(not twice, f"no device had two holders: {twice[:3]}")
     check(not scene.node.crashes, f"the kubelet did not crash: {scene.node.crashes}")

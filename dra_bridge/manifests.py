@@ -83,9 +83,9 @@ def privileges(config: Config, deployment: Deployment) -> list[str]:
         elif not isinstance(probe, str):
             reasons.append(f"{resource.name}: the command of `health.probe` may open device nodes")
         wanted = [entry.nvidia for entry in entries if entry.nvidia]
-        if any(one.mig != "none" or one.profile for one in wanted):
+        if any(gpus.mig != "none" or gpus.profile for gpus in wanted):
             reasons.append(f"{resource.name}: an unprivileged container may not see partitions that are made later")
-        if any(one.library for one in wanted):
+        if any(gpus.library for gpus in wanted):
             reasons.append(f"{resource.name}: `library` opens the GPUs' nodes without the NVIDIA runtime")
     return reasons
 
@@ -139,7 +139,7 @@ def manifests(config: Config, text: str, deployment: Deployment | None = None) -
         "escalation": None if reasons else False,
     }
     *first, device_class, config_map, daemon_set = _template()
-    classes = [_filled(device_class, {**values, **_class_values(how, one)}) for one in served]
+    classes = [_filled(device_class, {**values, **_class_values(how, resource)}) for resource in served]
     *first, daemon_set = _filled([*first, config_map, daemon_set], values)
     last = [first.pop(), daemon_set] if text else [daemon_set]
     pod = daemon_set["spec"]["template"]["spec"]
@@ -149,7 +149,7 @@ def manifests(config: Config, text: str, deployment: Deployment | None = None) -
         _mount(pod, f"sys-{number}", directory, "Directory", read_only=False)
     if lock.plugins:
         _mount(pod, "adopted", ADOPTED, "DirectoryOrCreate", read_only=False)
-    if any(one.injection == "cdi" for one in nvidia) and how.cdi_directory != "/etc/cdi":
+    if any(gpus.injection == "cdi" for gpus in nvidia) and how.cdi_directory != "/etc/cdi":
         # The names of GPUs are in a spec that NVIDIA's own tools wrote.
         _mount(pod, "etc-cdi", "/etc/cdi", "DirectoryOrCreate")
     return [*first, *classes, *last]
@@ -179,7 +179,7 @@ def _filled(part: Any, values: Mapping[str, Any]) -> Any:
             return values[whole[1]]
         return Template(part).substitute(values)
     if isinstance(part, list):
-        return [filled for one in part if (filled := _filled(one, values)) is not None]
+        return [filled for element in part if (filled := _filled(element, values)) is not None]
     if isinstance(part, dict):
         if not _filled(part.get("when", True), values):
             return None
@@ -235,16 +235,16 @@ def _directories(config: Config) -> dict[str, str]:
 
     One in which a file says which simulated devices are unhealthy is made.
     """
-    found: dict[PurePosixPath, str] = {}
+    directories: dict[PurePosixPath, str] = {}
     for resource in config.resources:
         globs = list(resource.nodes)
         for entry in resource.devices:
             globs += entry.globs
             if entry.simulated is not None and entry.simulated.unhealthy_file:
-                found.setdefault(_fixed(entry.simulated.unhealthy_file), "DirectoryOrCreate")
-        found |= {_fixed(glob): "Directory" for glob in globs}
-    wanted = sorted(one for one in found if one != PurePosixPath("/") and not one.is_relative_to("/dev"))
-    return {str(one): found[one] for one in wanted if not any(other in one.parents for other in wanted)}
+                directories.setdefault(_fixed(entry.simulated.unhealthy_file), "DirectoryOrCreate")
+        directories |= {_fixed(glob): "Directory" for glob in globs}
+    wanted = sorted(path for path in directories if path != PurePosixPath("/") and not path.is_relative_to("/dev"))
+    return {str(path): directories[path] for path in wanted if not any(other in path.parents for other in wanted)}
 
 
 def _fixed(glob: str) -> PurePosixPath:

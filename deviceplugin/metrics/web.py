@@ -92,12 +92,12 @@ class Route:
     def answer(self, request: Request) -> Answer:
         """Return the answer to a request, compressed if the client takes that."""
         key = (self.key(request), gzip_accepted(request.headers.get("accept-encoding", "")))
-        found = self._renderings.get(key)
-        if found is not None and found.is_fresh(1):
-            return found.answer
+        rendering = self._renderings.get(key)
+        if rendering is not None and rendering.is_fresh(1):
+            return rendering.answer
         if not self.lock.acquire(blocking=False):
-            if found is not None and found.is_fresh(2):
-                return found.answer
+            if rendering is not None and rendering.is_fresh(2):
+                return rendering.answer
             if not self._waiting.acquire(blocking=False):
                 return Answer(b"too many clients wait for this page\n", status=503, headers={"Retry-After": "1"})
             try:
@@ -105,11 +105,11 @@ class Route:
             finally:
                 self._waiting.release()
         try:
-            found = self._renderings.get(key)
-            if found is None or not found.is_fresh(1):
-                self._renderings = {one: other for one, other in self._renderings.items() if other.is_fresh(2)}
-                found = self._renderings[key] = self._rendered(*key)
-            return found.answer
+            rendering = self._renderings.get(key)
+            if rendering is None or not rendering.is_fresh(1):
+                self._renderings = {cached: other for cached, other in self._renderings.items() if other.is_fresh(2)}
+                rendering = self._renderings[key] = self._rendered(*key)
+            return rendering.answer
         finally:
             self.lock.release()
 
@@ -132,10 +132,12 @@ def listen(address: str) -> socket.socket:
         )
     try:
         # Text would load the codec `idna`, 0.3 MB.
-        family, *_, found = socket.getaddrinfo(host.encode(), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        family, *_, resolved = socket.getaddrinfo(
+            host.encode(), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
     except socket.gaierror as error:
         raise OSError(errno.EADDRNOTAVAIL, f"{host}: {error.strerror}") from error
-    return socket.create_server(found[:2], family=family, backlog=BACKLOG)
+    return socket.create_server(resolved[:2], family=family, backlog=BACKLOG)
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,13 +117,13 @@ def _read(entry: dict[str, Any]) -> DevicesOfClaim:
     drivers = {
         driver: [
             AnsweredDevice(
-                tuple(one["RequestNames"] or ()),
-                one["PoolName"],
-                one["DeviceName"],
-                tuple(one["CDIDeviceIDs"] or ()),
-                one["ShareID"],
+                tuple(device["RequestNames"] or ()),
+                device["PoolName"],
+                device["DeviceName"],
+                tuple(device["CDIDeviceIDs"] or ()),
+                device["ShareID"],
             )
-            for one in state["Devices"] or ()
+            for device in state["Devices"] or ()
         ]
         for driver, state in (entry["DriverState"] or {}).items()
     }

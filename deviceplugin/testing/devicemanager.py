@@ -82,7 +82,7 @@ class ContainerSpec:
     lasting: bool = False
 
     def __post_init__(self) -> None:
-        numbers = isinstance(self.limits, Mapping) and all(type(one) is int for one in self.limits.values())
+        numbers = isinstance(self.limits, Mapping) and all(type(number) is int for number in self.limits.values())
         if not numbers or not all(isinstance(name, str) for name in self.limits):
             raise TypeError(f"limits must be a dict such as {{'example.com/fpga': 1}}, not {self.limits!r}")
 
@@ -269,9 +269,9 @@ class DeviceManager:
     def update(self, resource: str, devices: Iterable[pb.Device]) -> None:
         """Take a plugin's list for true, whole."""
         with self._lock:
-            known = self._all[resource] = {device.ID: device for device in devices}
-            self._healthy[resource] = {i for i, device in known.items() if device.health == HEALTHY}
-            self._unhealthy[resource] = known.keys() - self._healthy[resource]
+            by_id = self._all[resource] = {device.ID: device for device in devices}
+            self._healthy[resource] = {i for i, device in by_id.items() if device.health == HEALTHY}
+            self._unhealthy[resource] = by_id.keys() - self._healthy[resource]
             self._lock.notify_all()
         with contextlib.suppress(OSError):  # logged by the kubelet
             self.write_checkpoint()
@@ -334,8 +334,8 @@ class DeviceManager:
         with self._lock:
             result = {}
             for resource, allocation in self._pods.get(uid, {}).get(container, {}).items():
-                known = self._all.get(resource, {})
-                result[resource] = {i: known[i].health if i in known else HEALTHY for i in sorted(allocation.ids)}
+                devices = self._all.get(resource, {})
+                result[resource] = {i: devices[i].health if i in devices else HEALTHY for i in sorted(allocation.ids)}
             return result
 
     def allocated(self, resource: str) -> set[str]:

@@ -65,10 +65,10 @@ class AllocateAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Return the AllocateResponse of one container, as it goes over the wire."""
         number = secrets.token_hex(4)
 
-        def put(text: str, one: str = "") -> str:
-            return text.replace("{ids}", ",".join(ids)).replace("{id}", one).replace("{random}", number)
+        def put(text: str, device_id: str = "") -> str:
+            return text.replace("{ids}", ",".join(ids)).replace("{id}", device_id).replace("{random}", number)
 
-        one = pb.ContainerAllocateResponse(
+        response = pb.ContainerAllocateResponse(
             envs={name: put(value) for name, value in self.env.items()},
             mounts=[
                 pb.Mount(host_path=put(host, name), container_path=put(inside, name), read_only=True)
@@ -82,9 +82,9 @@ class AllocateAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 for host, inside, permissions in nodes
             ],
             annotations={put(name): put(value) for name, value in self.annotations.items()},
-            cdi_devices=[pb.CDIDevice(name=put(name, one)) for one in ids for name in self.cdi],
+            cdi_devices=[pb.CDIDevice(name=put(name, device_id)) for device_id in ids for name in self.cdi],
         )
-        with_extra = pb.ContainerAllocateResponse.FromString(one.SerializeToString() + bytes.fromhex(self.extra))
+        with_extra = pb.ContainerAllocateResponse.FromString(response.SerializeToString() + bytes.fromhex(self.extra))
         return pb.AllocateResponse(container_responses=[with_extra]).SerializeToString()
 
 
@@ -164,8 +164,8 @@ def calls(notes: Path, call: str = "") -> list[dict[str, Any]]:
     """Return what a plugin has noted: `{"call": ..., "resource": ..., ...}` for each call, or for those of one name."""
     if not notes.exists():
         return []
-    found = [json.loads(line) for line in notes.read_text().splitlines()]
-    return [one for one in found if not call or one["call"] == call]
+    calls_noted = [json.loads(line) for line in notes.read_text().splitlines()]
+    return [noted for noted in calls_noted if not call or noted["call"] == call]
 
 
 class _Service(DevicePluginServicer, registration_grpc.RegistrationServicer):
@@ -262,26 +262,26 @@ class _Service(DevicePluginServicer, registration_grpc.RegistrationServicer):
         task.add_done_callback(self._left.discard)
 
     async def Allocate(self, request: pb.AllocateRequest, context: Any) -> Any:  # noqa: N802
-        ids = [name for one in request.container_requests for name in one.devices_ids]
+        ids = [name for container in request.container_requests for name in container.devices_ids]
         self._plugin.note("Allocate", self.resource, ids=ids, containers=len(request.container_requests))
         quirks = self._plugin.quirks
         while quirks.hold and os.path.exists(quirks.hold):  # noqa: ASYNC110
             await asyncio.sleep(0.02)  # nothing tells when a file goes
-        known = self.resource.devices if self._listed or not quirks.needs_list else {}
-        if not quirks.unknown_ids and (wrong := [name for name in ids if known.get(name) != "Healthy"]):
+        usable = self.resource.devices if self._listed or not quirks.needs_list else {}
+        if not quirks.unknown_ids and (wrong := [name for name in ids if usable.get(name) != "Healthy"]):
             await context.abort(grpc.StatusCode.UNKNOWN, f"invalid allocation request: unknown device {wrong[0]!r}")
         for path, text in self.resource.answer.files.items():
             Path(path).write_text(text)
-        answer = pb.AllocateResponse.FromString(self.resource.answer.message([name for name in ids if name in known]))
+        answer = pb.AllocateResponse.FromString(self.resource.answer.message([name for name in ids if name in usable]))
         self._plugin.note("answer", self.resource, bytes=answer.SerializeToString().hex())
         return answer
 
     async def GetPreferredAllocation(self, request: pb.PreferredAllocationRequest, context: Any) -> Any:  # noqa: N802
         self._plugin.note("GetPreferredAllocation", self.resource)
         response = pb.PreferredAllocationResponse()
-        for one in request.container_requests:
-            rest = sorted(set(one.available_deviceIDs) - set(one.must_include_deviceIDs), reverse=True)
-            chosen = [*one.must_include_deviceIDs, *rest][: one.allocation_size]
+        for container in request.container_requests:
+            rest = sorted(set(container.available_deviceIDs) - set(container.must_include_deviceIDs), reverse=True)
+            chosen = [*container.must_include_deviceIDs, *rest][: container.allocation_size]
             response.container_responses.add(deviceIDs=chosen)
         return response
 
@@ -298,14 +298,14 @@ class _Names(events.FileSystemEventHandler):
         self._queue = queue
 
     def dispatch(self, event: events.FileSystemEvent) -> None:
-        found = []
+        changes = []
         if event.event_type in (events.EVENT_TYPE_DELETED, events.EVENT_TYPE_MOVED):
-            found.append(("removed", os.path.basename(os.fsdecode(event.src_path))))
+            changes.append(("removed", os.path.basename(os.fsdecode(event.src_path))))
         if event.event_type in (events.EVENT_TYPE_CREATED, events.EVENT_TYPE_MOVED):
-            found.append(("made", os.path.basename(os.fsdecode(event.dest_path or event.src_path))))
-        for one in found:
+            changes.append(("made", os.path.basename(os.fsdecode(event.dest_path or event.src_path))))
+        for change in changes:
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self._queue.put_nowait, one)
+                self._loop.call_soon_threadsafe(self._queue.put_nowait, change)
 
 
 class ForeignPlugin:
@@ -439,7 +439,7 @@ class ForeignPlugin:
                 async with asyncio.timeout(quirks.poll if polls else None):
                     what, name = await self._names.get()
             except TimeoutError:
-                if not all((self._directory / one).exists() for one in own):
+                if not all((self._directory / socket_name).exists() for socket_name in own):
                     return
                 continue
             if name == self._path.name and what == "made":

@@ -321,18 +321,22 @@ class FakeKubelet(NodeState):
         specs = [*_containers(limits, containers), *container_specs(init_containers)]
         asked = [resource for spec in specs for resource in spec.limits]
         served = self.resources()
-        if self.is_up and (unknown := [one for one in asked if one not in served and not one.startswith(_NO_DEVICES)]):
-            known = ", ".join(sorted(served)) or "nothing"
-            raise PodFailedError(f"pod {name} asks for {unknown[0]}, which nobody serves; served here: {known}")
+        if self.is_up and (
+            unknown := [
+                resource for resource in asked if resource not in served and not resource.startswith(_NO_DEVICES)
+            ]
+        ):
+            listed = ", ".join(sorted(served)) or "nothing"
+            raise PodFailedError(f"pod {name} asks for {unknown[0]}, which nobody serves; served here: {listed}")
         pod = self._make_pod(name, limits, containers, init_containers, namespace, bind=True, static=static)
         self.wait_until(lambda: pod.running or pod.terminal, timeout, lambda: f"{pod!r} to run or fail")
         pod.raise_crash()
         if check and pod.phase == "Failed":
             raise PodFailedError(f"{pod!r} has failed{self.withheld(asked)}")
-        for one in pod.containers.values() if check and pod.running else ():
-            for resource, number in one.spec.limits.items():
-                if resource in served and len(one.devices.get(resource, ())) < number:
-                    got = f"{len(one.devices.get(resource, ()))} of {number} {resource}"
+        for container in pod.containers.values() if check and pod.running else ():
+            for resource, number in container.spec.limits.items():
+                if resource in served and len(container.devices.get(resource, ())) < number:
+                    got = f"{len(container.devices.get(resource, ()))} of {number} {resource}"
                     raise PodFailedError(f"{pod!r} runs with {got}: the kubelet has no usable list of it; see the log")
         return pod
 

@@ -49,7 +49,7 @@ def device_hints(
     with_devices = {node for nodes in devices.values() for node in nodes}
     nodes = sorted(with_devices & set(numa_nodes)) or list(numa_nodes)
     smallest = len(nodes)
-    found: list[frozenset[int]] = []
+    masks: list[frozenset[int]] = []
     for size in range(1, len(nodes) + 1):
         for mask in map(frozenset, itertools.combinations(nodes, size)):
             if sum(not mask.isdisjoint(near) for near in devices.values()) >= request:
@@ -59,8 +59,8 @@ def device_hints(
                 continue
             fitting = len(tied) + sum(not mask.isdisjoint(devices[d]) for d in available)
             if fitting >= request:
-                found.append(mask)
-    return [Hint(mask, len(mask) == smallest) for mask in found]
+                masks.append(mask)
+    return [Hint(mask, len(mask) == smallest) for mask in masks]
 
 
 def merge(
@@ -70,16 +70,20 @@ def merge(
     if policy == "none":
         return None, True
     offered: list[Sequence[Hint]] = []
-    for one in hints:
-        if one is None:
+    for of_resource in hints:
+        if of_resource is None:
             offered.append([Hint(None, preferred=True)])
         else:
-            offered.append(one or [Hint(None, preferred=False)])
+            offered.append(of_resource or [Hint(None, preferred=False)])
     offered = offered or [[Hint(None, preferred=True)]]
     if policy == "single-numa-node":
-        offered = [[h for h in one if h.preferred and (h.nodes is None or h.width == 1)] for one in offered]
+        offered = [
+            [h for h in of_resource if h.preferred and (h.nodes is None or h.width == 1)] for of_resource in offered
+        ]
     everything = frozenset(numa_nodes)
-    target = max((min((h.width for h in one if h.nodes is not None), default=0) for one in offered), default=0)
+    target = max(
+        (min((h.width for h in of_resource if h.nodes is not None), default=0) for of_resource in offered), default=0
+    )
     best: Hint | None = None
     for combination in itertools.product(*offered):
         candidate = _intersect(combination, everything)

@@ -214,10 +214,10 @@ class Run:
     def _deregister(self, client: _Client) -> list[_Client]:
         """Forget the clients of a client's resource, since 1.37 only those of its socket; return them."""
         clients = self.clients.pop(client.resource, [])
-        kept = [one for one in clients if one.path != client.path] if self.kubelet.minor >= 37 else []
+        kept = [other for other in clients if other.path != client.path] if self.kubelet.minor >= 37 else []
         if kept:
             self.clients[client.resource] = kept
-        return [one for one in clients if one not in kept]
+        return [other for other in clients if other not in kept]
 
     def drop_streams(self, resource: str | None) -> None:
         """End streams from this side."""
@@ -317,13 +317,13 @@ class Run:
         already. Raises AdmissionError.
         """
         with self.changed:
-            others = [one for one in self.kubelet.pods.values() if one.uid in self._known and not one.terminal]
+            others = [each for each in self.kubelet.pods.values() if each.uid in self._known and not each.terminal]
             number = self.kubelet.node_allocatable()
-        served = frozenset[str]().union(*(one.through_dra for other in others for one in other.spec.containers))
-        own = frozenset[str]().union(*(one.through_dra for one in pod.spec.containers))
+        served = frozenset[str]().union(*(spec.through_dra for other in others for spec in other.spec.containers))
+        own = frozenset[str]().union(*(spec.through_dra for spec in pod.spec.containers))
         for resource in served & pod.requests.keys() - own:
             asked = pod.requests[resource]
-            used = sum(one.requests.get(resource, 0) for one in others if one is not pod)
+            used = sum(other.requests.get(resource, 0) for other in others if other is not pod)
             capacity = max(number.get(resource, 0), len(self.manager.allocated(resource)))
             if asked + used > capacity:
                 text = f"requested: {asked}, used: {used}, capacity: {capacity}"
@@ -563,8 +563,8 @@ class _PodResources(pr_grpc.PodResourcesListerServicer):
             rpc.response = response = pr.AllocatableResourcesResponse(
                 devices=[
                     entry
-                    for resource, known in devices.items()
-                    for device in known.values()
+                    for resource, listed in devices.items()
+                    for device in listed.values()
                     for entry in _container_devices(
                         resource,
                         device.ID,

@@ -64,8 +64,8 @@ class Served:
         waiting = [source.resource for source in self._sources if source.resource]
 
         def ready() -> bool:
-            known = self._kubelet.resources()
-            waiting[:] = [name for name in waiting if not (self._kubelet.streams(name) and name in known)]
+            resources = self._kubelet.resources()
+            waiting[:] = [name for name in waiting if not (self._kubelet.streams(name) and name in resources)]
             return not waiting
 
         self._kubelet.wait_until(

@@ -56,7 +56,7 @@ class Reporter:
             return
         if self._total is None:
             self._total = self._bars.add_task("", unit="nodes")
-        of = {phase: sum(one is phase for one in phases.values()) for phase in Phase}
+        of = {phase: sum(each is phase for each in phases.values()) for phase in Phase}
         words = f"{of[Phase.MOVING]} moving, {of[Phase.WAITING]} not started"
         done = of[Phase.DONE] + of[Phase.UNTOUCHED]
         self._bars.update(self._total, description=words, total=len(phases), completed=done)

@@ -315,7 +315,7 @@ class FakeApiServer:
         """Copies of all objects of a kind, ResourceSlices as v1 has them, by name."""
         with self._changed:
             store = self._stores.get(plural, _Store())
-            return [copy.deepcopy(found) for _, found in sorted(store.objects.items())]
+            return [copy.deepcopy(body) for _, body in sorted(store.objects.items())]
 
     def get(self, plural: str, name: str, namespace: str = "") -> Object:
         """A copy of one object; KeyError if there is none."""
@@ -343,7 +343,7 @@ class FakeApiServer:
 
     def wipe(self, node: str) -> int:
         """Delete all slices of a node, as its kubelet does when it starts; return how many."""
-        names = [one["metadata"]["name"] for one in self.objects() if one["spec"].get("nodeName") == node]
+        names = [body["metadata"]["name"] for body in self.objects() if body["spec"].get("nodeName") == node]
         for name in names:
             self.delete("resourceslices", name)
         return len(names)
@@ -492,10 +492,10 @@ class FakeApiServer:
         if plural == "resourceslices" and isinstance(body, dict) and method in ("POST", "PUT", "PATCH"):
             body = _from_version(copy.deepcopy(body), version)
         if method == "GET" and name:
-            found = self._stores.get(plural, _Store()).objects.get((namespace, name))
-            if found is None:
+            stored = self._stores.get(plural, _Store()).objects.get((namespace, name))
+            if stored is None:
                 raise _missing(plural, name)
-            return 200, self._shown(found, plural, version)
+            return 200, self._shown(stored, plural, version)
         if method == "GET":
             with self._changed:
                 if token := request.query.get("continue"):
@@ -510,7 +510,7 @@ class FakeApiServer:
                     metadata["continue"] = uuid.uuid4().hex
                     self._pages[metadata["continue"]] = chosen[limit:], position
                     chosen = chosen[:limit]
-                items = [self._shown(one, plural, version) for one in chosen]
+                items = [self._shown(chosen_body, plural, version) for chosen_body in chosen]
             return 200, {"kind": f"{KINDS[plural][1]}List", "metadata": metadata, "items": items}
         if method == "POST":
             return 201, self._shown(self._write("POST", plural, namespace, "", body, request.query), plural, version)
@@ -541,19 +541,19 @@ class FakeApiServer:
         return version, rest[0], namespace, rest[1] if len(rest) > 1 else "", rest[2] if len(rest) > 2 else ""
 
     def _selected(self, plural: str, namespace: str, query: Mapping[str, str]) -> list[Object]:
-        found = self._stores.get(plural, _Store()).objects
+        objects = self._stores.get(plural, _Store()).objects
         return [
-            one
-            for (where, _), one in sorted(found.items())
+            body
+            for (where, _), body in sorted(objects.items())
             if namespace in ("", where)
-            and _matches(one, query.get("fieldSelector", ""))
-            and _labelled(one, query.get("labelSelector", ""))
+            and _matches(body, query.get("fieldSelector", ""))
+            and _labelled(body, query.get("labelSelector", ""))
         ]
 
     @staticmethod
-    def _shown(found: Object, plural: str, version: str) -> Object:
+    def _shown(body: Object, plural: str, version: str) -> Object:
         group, kind, _ = KINDS[plural]
-        shown = copy.deepcopy(found)
+        shown = copy.deepcopy(body)
         if plural == "resourceslices" and version == "v1beta1":
             for device in shown["spec"].get("devices") or ():
                 basic = {key: device.pop(key) for key in list(device) if key != "name"}
@@ -580,13 +580,13 @@ class FakeApiServer:
             out: list[Object] = []
             with self._changed:
                 over = self._stopping or self._generation != generation or time.monotonic() >= end
-                for number, event, found in store.history if self._generation == generation else ():
+                for number, event, body in store.history if self._generation == generation else ():
                     if number <= position:
                         continue
                     position = number
-                    where = found["metadata"].get("namespace", "") if KINDS[plural][2] else ""
-                    if namespace in ("", where) and _matches(found, selector) and _labelled(found, labels):
-                        out.append({"type": event, "object": self._shown(found, plural, version)})
+                    where = body["metadata"].get("namespace", "") if KINDS[plural][2] else ""
+                    if namespace in ("", where) and _matches(body, selector) and _labelled(body, labels):
+                        out.append({"type": event, "object": self._shown(body, plural, version)})
                 due = self._bookmark > bookmark and self._bookmark_at > position
                 if due and request.query.get("allowWatchBookmarks") == "true":
                     bookmark, position = self._bookmark, self._bookmark_at
@@ -594,8 +594,8 @@ class FakeApiServer:
                     out.append({"type": "BOOKMARK", "object": {"kind": KINDS[plural][1], "metadata": metadata}})
                 if not out and not over:
                     self._changed.wait(min(0.5, max(0.0, end - time.monotonic())))
-            for one in out:
-                send(one)
+            for message in out:
+                send(message)
             if over:
                 return
 
@@ -639,9 +639,9 @@ class _Http(ThreadingHTTPServer):
         self.server_close()
         with self.lock:
             open_sockets, threads = set(self.sockets), set(self.threads)
-        for one in open_sockets:
+        for open_socket in open_sockets:
             with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
+                open_socket.shutdown(socket.SHUT_RDWR)
         for thread in threads:
             thread.join(5)
 
@@ -731,10 +731,10 @@ def _no_page() -> tuple[int, str]:
     return 404, "404 page not found"
 
 
-def _matches(found: Object, selector: str) -> bool:
+def _matches(body: Object, selector: str) -> bool:
     for term in filter(None, selector.split(",")):
         path, equal, wanted = re.split(r"(!=|==?)", term, maxsplit=1)
-        value: Any = found
+        value: Any = body
         for key in path.split("."):
             value = value.get(key, "") if isinstance(value, dict) else ""
         if (value == wanted) != (equal != "!="):
@@ -742,9 +742,9 @@ def _matches(found: Object, selector: str) -> bool:
     return True
 
 
-def _labelled(found: Object, selector: str) -> bool:
+def _labelled(body: Object, selector: str) -> bool:
     """Whether the labels are as a selector of the forms `key`, `!key`, `key=value` and `key!=value` says."""
-    labels = found["metadata"].get("labels") or {}
+    labels = body["metadata"].get("labels") or {}
     for term in filter(None, selector.split(",")):
         key, equal, wanted = [*re.split(r"(!=|==?)", term, maxsplit=1), "", ""][:3]
         if not equal and term.startswith("!"):
@@ -864,8 +864,8 @@ def _validate(spec: Object, old: Object, name: str) -> None:
         names = [*(device.get("attributes") or {}), *(device.get("capacity") or {})]
         try:
             check_label(device["name"])
-            for one in names:
-                check_attribute_name(one)
+            for attribute in names:
+                check_attribute_name(attribute)
         except NamingError as error:
             wrong(place, str(error))
         if len(names) > 32:

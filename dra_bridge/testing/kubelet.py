@@ -268,17 +268,17 @@ class FakeDraKubelet:
         fresh: list[DevicesOfClaim] = []
         with self._condition:
             for _, info, plugins in wanted:
-                known = self._claims.setdefault((info.namespace, info.name), info)
-                if known.uid != info.uid:
+                recorded = self._claims.setdefault((info.namespace, info.name), info)
+                if recorded.uid != info.uid:
                     raise PodError(
-                        f"old ResourceClaim with same name {info.name} and different UID {known.uid} still exists"
+                        f"old ResourceClaim with same name {info.name} and different UID {recorded.uid} still exists"
                     )
-                known.pods.add(pod.uid)
+                recorded.pods.add(pod.uid)
                 self._write()
-                if not known.prepared:
-                    fresh.append(known)
+                if not recorded.prepared:
+                    fresh.append(recorded)
                     for driver, plugin in plugins.items():
-                        batches.setdefault(driver, (plugin, []))[1].append(known)
+                        batches.setdefault(driver, (plugin, []))[1].append(recorded)
         for driver, (plugin, claims) in batches.items():
             answers = self._call(plugin, "NodePrepareResources", claims)
             by_uid = {claim.uid: claim for claim in claims}
@@ -405,21 +405,21 @@ class FakeDraKubelet:
             for path, seen in desired.items():
                 with self._condition:
                     due = self._tries.get(path, (0.0, 0.0))[0] <= time.monotonic()
-                    known = path in self._actual
-                if due and not known:
+                    is_registered = path in self._actual
+                if due and not is_registered:
                     self._try(path, seen)
             self._wipe_due()
 
     def _sockets(self) -> dict[str, tuple[int, int, int]]:
-        found = {}
+        sockets = {}
         for directory, _, names in os.walk(self.registry):
             for name in names:
                 path = os.path.join(directory, name)
                 with contextlib.suppress(OSError):
                     status = os.stat(path)
                     if not name.startswith(".") and stat.S_ISSOCK(status.st_mode):
-                        found[path] = status.st_dev, status.st_ino, status.st_mtime_ns
-        return found
+                        sockets[path] = status.st_dev, status.st_ino, status.st_mtime_ns
+        return sockets
 
     def _try(self, path: str, seen: tuple[int, int, int]) -> None:
         try:
@@ -536,9 +536,9 @@ class FakeDraKubelet:
         now = time.monotonic()
         with self._condition:
             self.updates.append((driver, len(response.devices)))
-            known = self._health.setdefault(driver, {})
+            reported = self._health.setdefault(driver, {})
             for entry in response.devices:
-                known[entry.device.pool_name, entry.device.device_name] = _Reported(
+                reported[entry.device.pool_name, entry.device.device_name] = _Reported(
                     entry.health, entry.message, now, float(entry.health_check_timeout_seconds or HEALTH_TIMEOUT)
                 )
             self._condition.notify_all()

@@ -54,16 +54,16 @@ class Holding:
 
 def overlaps(holdings: Iterable[Holding]) -> list[tuple[Holding, Holding]]:
     """Return every two holdings of one device that were at the same time; shared devices have some by right."""
-    found = []
+    pairs = []
     by_device: dict[str, list[Holding]] = {}
-    for one in sorted(holdings, key=lambda one: one.begin):
-        found += [
-            (other, one)
-            for other in by_device.get(one.device, ())
-            if (other.pod, other.uid) != (one.pod, one.uid) and (other.end is None or one.begin < other.end)
+    for holding in sorted(holdings, key=lambda holding: holding.begin):
+        pairs += [
+            (other, holding)
+            for other in by_device.get(holding.device, ())
+            if (other.pod, other.uid) != (holding.pod, holding.uid) and (other.end is None or holding.begin < other.end)
         ]
-        by_device.setdefault(one.device, []).append(one)
-    return found
+        by_device.setdefault(holding.device, []).append(holding)
+    return pairs
 
 
 @dataclass(slots=True)
@@ -163,7 +163,7 @@ class FakeNode(FakeKubelet):
         body = _claim(name, namespace, {device_class: count})
         if parameters:
             opaque = [{"driver": driver, "parameters": dict(said)} for driver, said in parameters.items()]
-            body["spec"]["devices"]["config"] = [{"opaque": one} for one in opaque]
+            body["spec"]["devices"]["config"] = [{"opaque": configuration} for configuration in opaque]
         return self.server.create(body)
 
     def start_pod(
@@ -199,37 +199,37 @@ class FakeNode(FakeKubelet):
 
     def devices_of(self, pod: FakePod) -> dict[str, str]:
         """Return a running pod's devices, each with the side from which it came: plugin or claim."""
-        found = {device: "plugin" for container in _lasting(pod) for device in container.device_ids}
-        return {**found, **dict.fromkeys(self._wants_of(pod).given, "claim")}
+        devices = {device: "plugin" for container in _lasting(pod) for device in container.device_ids}
+        return {**devices, **dict.fromkeys(self._wants_of(pod).given, "claim")}
 
     def edits_of(self, pod: FakePod, container: str | None = None) -> ContainerEdits:
         """Return what a container got, from plugins and from its claims' CDI files; container None: the first one."""
         got = pod.container(container)
-        known = {}
+        by_id = {}
         for file in self.cdi.glob("*.json"):
             spec = json.loads(file.read_bytes())
-            known.update({f"{spec['kind']}={one['name']}": one["containerEdits"] for one in spec["devices"]})
-        named = [name for name in got.cdi_devices if name in known]
+            by_id.update({f"{spec['kind']}={device['name']}": device["containerEdits"] for device in spec["devices"]})
+        named = [name for name in got.cdi_devices if name in by_id]
         listed = ContainerEdits(
             dict(got.env),
-            [DeviceNode(*one) for one in got.nodes],
-            [Mount(*one) for one in got.mounts],
+            [DeviceNode(*node) for node in got.nodes],
+            [Mount(*mount) for mount in got.mounts],
             dict(got.annotations),
-            [name for name in got.cdi_devices if name not in known],
+            [name for name in got.cdi_devices if name not in by_id],
         )
-        return ContainerEdits.merge([listed, *(_edits(known[name]) for name in named)])
+        return ContainerEdits.merge([listed, *(_edits(by_id[name]) for name in named)])
 
     def holdings(self) -> list[Holding]:
         """Return who had what from when to when, in the order of their beginnings."""
         with self.changed:
             pods = [pod for pod in (*self.pods.values(), *self.orphans.values()) if pod.uid not in self._recorded]
-            now = [one for pod in pods for one in self._held(pod, None)]
-            return sorted([*self._past, *now], key=lambda one: one.begin)
+            now = [holding for pod in pods for holding in self._held(pod, None)]
+            return sorted([*self._past, *now], key=lambda holding: holding.begin)
 
     def _held(self, pod: FakePod, end: float | None) -> list[Holding]:
         wants = self._wants_of(pod)
         if wants.held is not None:
-            return [replace(one, end=end) for one in wants.held]
+            return [replace(holding, end=end) for holding in wants.held]
         starts = [container.starts[0] for container in _lasting(pod) if container.starts]
         if not starts:
             return []
@@ -282,7 +282,8 @@ class FakeNode(FakeKubelet):
             if container.init and not container.stays and container.state == "running":
                 ids = container.device_ids
                 self._past += [
-                    Holding(one, pod.name, "plugin", container.starts[-1], time.monotonic(), pod.uid) for one in ids
+                    Holding(device_id, pod.name, "plugin", container.starts[-1], time.monotonic(), pod.uid)
+                    for device_id in ids
                 ]
             super().end_container(pod, container)
 
@@ -299,10 +300,10 @@ class FakeNode(FakeKubelet):
     def start_container(self, pod: FakePod, container: FakeContainer) -> None:
         """Start a container's process, and note which devices of claims it has: the kubelet may forget them."""
         with self.changed:
-            known = [self.dra.claim(pod.namespace, claim) for claim in self.claims_of(pod)]
-            listed = [devices for one in known if one is not None for devices in one.drivers.values()]
+            infos = [self.dra.claim(pod.namespace, claim) for claim in self.claims_of(pod)]
+            listed = [devices for info in infos if info is not None for devices in info.drivers.values()]
             wants = self._wants_of(pod)
-            wants.given |= {one.device for devices in listed for one in devices}
+            wants.given |= {answered.device for devices in listed for answered in devices}
             super().start_container(pod, container)
 
     def cdi_devices(self, pod: FakePod, container: FakeContainer) -> Sequence[str]:
@@ -311,23 +312,25 @@ class FakeNode(FakeKubelet):
 
     def dynamic_resources(self, pod: FakePod, container: FakeContainer) -> Sequence[pr.DynamicResource]:
         """Return what PodResources says of a container's claims."""
-        found = []
+        resources_of_claims = []
         for claim in self.claims_of(pod):
-            known = self.dra.claim(pod.namespace, claim)
-            if known is None:
+            info = self.dra.claim(pod.namespace, claim)
+            if info is None:
                 continue
             resources = [
                 pr.ClaimResource(
                     driver_name=driver,
-                    pool_name=one.pool,
-                    device_name=one.device,
-                    cdi_devices=[pr.CDIDevice(name=name) for name in one.cdi_ids],
+                    pool_name=answered.pool,
+                    device_name=answered.device,
+                    cdi_devices=[pr.CDIDevice(name=name) for name in answered.cdi_ids],
                 )
-                for driver, listed in known.drivers.items()
-                for one in listed
+                for driver, listed in info.drivers.items()
+                for answered in listed
             ]
-            found.append(pr.DynamicResource(claim_name=claim, claim_namespace=pod.namespace, claim_resources=resources))
-        return found
+            resources_of_claims.append(
+                pr.DynamicResource(claim_name=claim, claim_namespace=pod.namespace, claim_resources=resources)
+            )
+        return resources_of_claims
 
     def _dra_pod(self, pod: FakePod) -> FakeDraPod:
         claims = self.claims_of(pod)
@@ -350,10 +353,10 @@ class FakeNode(FakeKubelet):
         if self.sources_held:
             self._unwiped.add(driver)
             return
-        for one in self.server.objects():
-            if one["spec"].get("nodeName") == self.name and driver in ("", one["spec"]["driver"]):
+        for body in self.server.objects():
+            if body["spec"].get("nodeName") == self.name and driver in ("", body["spec"]["driver"]):
                 with contextlib.suppress(Exception):  # somebody else may have deleted it
-                    self.server.delete("resourceslices", one["metadata"]["name"])
+                    self.server.delete("resourceslices", body["metadata"]["name"])
 
     # The scheduler.
 
@@ -412,9 +415,9 @@ class FakeNode(FakeKubelet):
             classes, slices = self.server.objects("deviceclasses"), self.server.objects()
             for pod in waiting:
                 through = {
-                    resource: found
+                    resource: device_class
                     for resource in pod.requests
-                    if (found := scheduler.through(resource, allocatable.get(resource, 0), classes))
+                    if (device_class := scheduler.through(resource, allocatable.get(resource, 0), classes))
                 }
                 plugin = {resource: number for resource, number in pod.requests.items() if resource not in through}
                 pod.waits_for = lacking(plugin, free) or self._allocate(pod, through, classes, slices)
@@ -442,9 +445,9 @@ class FakeNode(FakeKubelet):
             made.append(claim)
         bodies: list[Object] = []
         for name in wants.claims:
-            if (found := self._get_claim(pod.namespace, name)) is None:
+            if (existing := self._get_claim(pod.namespace, name)) is None:
                 return f"no claim {name} in namespace {pod.namespace}"
-            bodies.append(found)
+            bodies.append(existing)
         bodies += made
         everything = self.server.objects("resourceclaims")
         for body in bodies:
@@ -457,7 +460,7 @@ class FakeNode(FakeKubelet):
                 everything.append(body)
             status.setdefault("reservedFor", []).append({"resource": "pods", "name": pod.name, "uid": pod.uid})
         for body in bodies:
-            if any(body is one for one in made):
+            if any(body is created for created in made):
                 self.server.create(body)
             else:
                 self.server.replace(body)
@@ -475,14 +478,14 @@ class FakeNode(FakeKubelet):
             if self._get_claim(pod.namespace, name) is not None:
                 self.server.delete("resourceclaims", name, pod.namespace)
         for name in wants.claims:
-            found = self._get_claim(pod.namespace, name)
-            status = (found or {}).get("status") or {}
-            if found is None or not any(one["uid"] == pod.uid for one in status.get("reservedFor") or ()):
+            claim = self._get_claim(pod.namespace, name)
+            status = (claim or {}).get("status") or {}
+            if claim is None or not any(user["uid"] == pod.uid for user in status.get("reservedFor") or ()):
                 continue
-            status["reservedFor"] = [one for one in status["reservedFor"] if one["uid"] != pod.uid]
+            status["reservedFor"] = [user for user in status["reservedFor"] if user["uid"] != pod.uid]
             if not status["reservedFor"]:
-                found["status"] = {}
-            self.server.replace(found)
+                claim["status"] = {}
+            self.server.replace(claim)
 
 
 def _lasting(pod: FakePod) -> list[FakeContainer]:
@@ -494,12 +497,15 @@ def _lasting(pod: FakePod) -> list[FakeContainer]:
 def _edits(listed: Object) -> ContainerEdits:
     """Return the edits of a CDI device as `deviceplugin.cdi` writes them."""
     return ContainerEdits(
-        dict(one.split("=", 1) for one in listed.get("env", ())),
+        dict(variable.split("=", 1) for variable in listed.get("env", ())),
         [
-            DeviceNode(one.get("hostPath", one["path"]), one["path"], one["permissions"])
-            for one in listed.get("deviceNodes", ())
+            DeviceNode(node.get("hostPath", node["path"]), node["path"], node["permissions"])
+            for node in listed.get("deviceNodes", ())
         ],
-        [Mount(one["hostPath"], one["containerPath"], "ro" in one["options"]) for one in listed.get("mounts", ())],
+        [
+            Mount(mount["hostPath"], mount["containerPath"], "ro" in mount["options"])
+            for mount in listed.get("mounts", ())
+        ],
     )
 
 
@@ -518,12 +524,12 @@ def _claim(name: str, namespace: str, devices: Mapping[str, int]) -> Object:
 
 def _unallocated(claim: Object, classes: Sequence[Object]) -> str:
     """Return why a claim could not be allocated."""
-    known = sorted(one["metadata"]["name"] for one in classes)
-    asked = [one["exactly"] for one in claim["spec"]["devices"]["requests"]]
-    for one in asked:
-        if one["deviceClassName"] not in known:
-            return f"no DeviceClass {one['deviceClassName']}; there are {', '.join(known) or 'none'}"
-    wanted = ", ".join(f"{one.get('count', 1)} of DeviceClass {one['deviceClassName']}" for one in asked)
+    names = sorted(device_class["metadata"]["name"] for device_class in classes)
+    asked = [request["exactly"] for request in claim["spec"]["devices"]["requests"]]
+    for request in asked:
+        if request["deviceClassName"] not in names:
+            return f"no DeviceClass {request['deviceClassName']}; there are {', '.join(names) or 'none'}"
+    wanted = ", ".join(f"{request.get('count', 1)} of DeviceClass {request['deviceClassName']}" for request in asked)
     return f"{wanted}: too few devices are free on the claims' side"
 
 

@@ -50,27 +50,36 @@ def class_of(resource: str, classes: Iterable[Mapping[str, Any]]) -> str | None:
     """Return the DeviceClass that names an extended resource, the newest of several."""
     if resource.startswith(prefix := "deviceclass.resource.kubernetes.io/"):
         return resource.removeprefix(prefix)
-    found = [one for one in classes if (one.get("spec") or {}).get("extendedResourceName") == resource]
-    found.sort(key=lambda one: (str(one["metadata"].get("creationTimestamp", "")), one["metadata"]["name"]))
-    return str(found[-1]["metadata"]["name"]) if found else None
+    naming = [
+        device_class
+        for device_class in classes
+        if (device_class.get("spec") or {}).get("extendedResourceName") == resource
+    ]
+    naming.sort(
+        key=lambda device_class: (
+            str(device_class["metadata"].get("creationTimestamp", "")),
+            device_class["metadata"]["name"],
+        )
+    )
+    return str(naming[-1]["metadata"]["name"]) if naming else None
 
 
 def offered(slices: Iterable[Mapping[str, Any]], node: str) -> list[tuple[str, str, Object]]:
     """Return (driver, pool, device) of all complete pools of a node, in the order of their slices."""
     pools: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
-    for one in slices:
-        spec = one["spec"]
+    for body in slices:
+        spec = body["spec"]
         if spec.get("nodeName") == node:
-            pools.setdefault((spec["driver"], spec["pool"]["name"]), []).append(one)
-    found = []
+            pools.setdefault((spec["driver"], spec["pool"]["name"]), []).append(body)
+    devices = []
     for (driver, pool), members in sorted(pools.items()):
-        newest = max(one["spec"]["pool"].get("generation", 0) for one in members)
-        current = [one for one in members if one["spec"]["pool"].get("generation", 0) == newest]
+        newest = max(body["spec"]["pool"].get("generation", 0) for body in members)
+        current = [body for body in members if body["spec"]["pool"].get("generation", 0) == newest]
         if len(current) != current[0]["spec"]["pool"]["resourceSliceCount"]:
             continue
-        for one in sorted(current, key=lambda one: str(one["metadata"]["name"])):
-            found += [(driver, pool, device) for device in one["spec"].get("devices") or ()]
-    return found
+        for body in sorted(current, key=lambda body: str(body["metadata"]["name"])):
+            devices += [(driver, pool, device) for device in body["spec"].get("devices") or ()]
+    return devices
 
 
 def selected(expression: str, driver: str, device: Mapping[str, Any]) -> bool:
@@ -84,10 +93,10 @@ def selected(expression: str, driver: str, device: Mapping[str, Any]) -> bool:
         text = term.strip()
         while text.startswith("(") and text.endswith(")"):
             text = text[1:-1].strip()
-        found = _TERM.fullmatch(text)
-        if found is None:
+        match = _TERM.fullmatch(text)
+        if match is None:
             raise UnknownSelectorError(f"this scheduler does not understand {term.strip()!r}")
-        if not _holds(found, driver, device):
+        if not _holds(match, driver, device):
             return False
     return True
 
@@ -135,9 +144,9 @@ def allocate(
         UnknownSelectorError: a selector is more than this scheduler understands.
 
     """
-    by_name = {one["metadata"]["name"]: one for one in classes}
+    by_name = {device_class["metadata"]["name"]: device_class for device_class in classes}
     taken = _taken(claims)
-    devices = [one for one in offered(slices, node) if driver in ("", one[0])]
+    devices = [candidate for candidate in offered(slices, node) if driver in ("", candidate[0])]
     devices_spec = claim["spec"].get("devices") or {}
     results: list[Object] = []
     config: list[Object] = []
@@ -149,23 +158,23 @@ def allocate(
         if device_class is None:
             return None
         config += [
-            {"source": "FromClass", "requests": [request["name"]], **one}
-            for one in device_class["spec"].get("config") or ()
+            {"source": "FromClass", "requests": [request["name"]], **parameters}
+            for parameters in device_class["spec"].get("config") or ()
         ]
         selectors = [*(device_class["spec"].get("selectors") or ()), *(exactly.get("selectors") or ())]
         fitting = [
-            one
-            for one in devices
-            if all(selected(selector["cel"]["expression"], one[0], one[2]) for selector in selectors)
+            candidate
+            for candidate in devices
+            if all(selected(selector["cel"]["expression"], candidate[0], candidate[2]) for selector in selectors)
         ]
         admin = bool(exactly.get("adminAccess"))
         free = [
-            one
-            for one in fitting
+            candidate
+            for candidate in fitting
             if admin
             or (
-                taken.get((one[0], one[1], one[2]["name"]), 0) < _times(one[2])
-                and not _repelled(one[2], exactly.get("tolerations") or ())
+                taken.get((candidate[0], candidate[1], candidate[2]["name"]), 0) < _times(candidate[2])
+                and not _repelled(candidate[2], exactly.get("tolerations") or ())
             )
         ]
         count = len(fitting) if exactly.get("allocationMode") == "All" else int(exactly.get("count") or 1)
@@ -181,7 +190,7 @@ def allocate(
                 key = (of, pool, device["name"])
                 taken[key] = taken.get(key, 0) + 1
             results.append(result)
-    config += [{"source": "FromClaim", **copy.deepcopy(one)} for one in devices_spec.get("config") or ()]
+    config += [{"source": "FromClaim", **copy.deepcopy(parameters)} for parameters in devices_spec.get("config") or ()]
     return {"devices": {"results": results, **({"config": config} if config else {})}}
 
 
@@ -212,13 +221,16 @@ def _times(device: Mapping[str, Any]) -> int:
 def _consumed(device: Mapping[str, Any]) -> dict[str, str]:
     """Return what a claim that asks for no amounts takes of a shared device."""
     capacity: Mapping[str, Mapping[str, Any]] = device.get("capacity") or {}
-    return {name: (one.get("requestPolicy") or {}).get("default") or one["value"] for name, one in capacity.items()}
+    return {
+        name: (amount.get("requestPolicy") or {}).get("default") or amount["value"] for name, amount in capacity.items()
+    }
 
 
 def _repelled(device: Mapping[str, Any], tolerations: Sequence[Mapping[str, Any]]) -> bool:
     """Whether a taint keeps a request away."""
     return any(
-        taint["effect"] in ("NoSchedule", "NoExecute") and not any(_tolerates(one, taint) for one in tolerations)
+        taint["effect"] in ("NoSchedule", "NoExecute")
+        and not any(_tolerates(toleration, taint) for toleration in tolerations)
         for taint in device.get("taints") or ()
     )
 

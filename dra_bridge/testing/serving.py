@@ -46,7 +46,7 @@ class ServedBoth(Served):
         self._node.wait_until(
             lambda: not self.alive or all(map(self._settled, self.drivers)),
             timeout,
-            lambda: f"the devices of {[one for one in self.drivers if not self._settled(one)]} to be on their sides",
+            lambda: f"the devices of {[name for name in self.drivers if not self._settled(name)]} to be on their sides",
         )
         self._raise_end()
 
@@ -110,9 +110,9 @@ def serve_both(
     policy = HandoverPolicy(parse_share(share), drain)
     if policy.share != parse_share("none") and not any(source.driver for source in listed):
         raise ValueError(f"no source has a `driver`, so claims cannot have a share of {share}")
-    known = {one["metadata"]["name"] for one in node.server.objects("deviceclasses")}
+    names = {body["metadata"]["name"] for body in node.server.objects("deviceclasses")}
     for source in listed:
-        if source.driver and class_name(source.resource, source.driver) not in known:
+        if source.driver and class_name(source.resource, source.driver) not in names:
             node.server.create(device_class(source.resource, source.driver))
     with running_while(ServedBoth(listed, node, share, drain, period=period, **options), timeout) as running:
         yield running
