@@ -129,12 +129,12 @@ class HolderTracker:
         """The allocations that the register knows, and those of other plugins as of the last scan."""
         records = self._register.snapshot.allocations
         if self._of is not records:
-            holdings = (
+            held = (
                 Allocation(*who, record.resource, record.device_id)
                 for record in records.values()
                 for who in record.holders
             )
-            self._of, self._allocations = records, frozenset(holdings)
+            self._of, self._allocations = records, frozenset(held)
         return self._allocations | self.snapshot.held.keys() | self._unscanned
 
     def _possible_holders(self, seen: HolderEvidence) -> frozenset[Allocation]:
@@ -173,40 +173,32 @@ class HolderTracker:
         before.
         """
         wanted = frozenset(device_ids)
-        known_pods = {allocation.pod_uid for allocation in of_ids(self._known_or(self._newest()), resource, wanted)}
+        known_pods = {holder.pod_uid for holder in of_ids(self._known_or(self._newest()), resource, wanted)}
         # A container whose allocations the kubelet has lost ends before this Allocate, if it is the one that asks.
-        lost = (
-            allocation.pod_uid for allocation in self._known - self._checkpoint.last.allocations if allocation.container
-        )
+        lost = (holder.pod_uid for holder in self._known - self._checkpoint.last.allocations if holder.container)
         if not any(map(self.pods.may_exist, known_pods.union(lost))):
             return {}
         allocations, running, admitted = await asyncio.to_thread(self._holders_now, resource, wanted)
-        unavailable: dict[str, str] = {}
+        refused: dict[str, str] = {}
         if admitted and not running:
             written, problem = await self._checkpoint.written(GRANT_REWRITE)
             named: frozenset[Allocation] = frozenset().union(*(file.allocations for file in written))
-            named_ids = {(allocation.pod_uid, allocation.device_id) for allocation in of_ids(named, resource, wanted)}
+            named_ids = {(holder.pod_uid, holder.device_id) for holder in of_ids(named, resource, wanted)}
             why = problem or "is named in the kubelet's checkpoint"
             allocations, running, admitted = await asyncio.to_thread(self._holders_now, resource, wanted)
-            for allocation in allocations:  # several of one id: a pod that has ended may have a cgroup for some time
-                if allocation.pod_uid in admitted and (
-                    problem or (allocation.pod_uid, allocation.device_id) in named_ids
-                ):
-                    unavailable[allocation.device_id] = (
-                        f"pod {self.title(allocation.pod_uid)} has not started a process yet and {why}"
+            for holder in allocations:  # several of one id: a pod that has ended may have a cgroup for some time
+                if holder.pod_uid in admitted and (problem or (holder.pod_uid, holder.device_id) in named_ids):
+                    refused[holder.device_id] = (
+                        f"pod {self.title(holder.pod_uid)} has not started a process yet and {why}"
                     )
-        held = [
-            allocation
-            for allocation in allocations
-            if allocation.pod_uid in running.values() or allocation.device_id in unavailable
-        ]
-        self._begun |= {allocation.pod_uid for allocation in held}
+        held = [holder for holder in allocations if holder.pod_uid in running.values() or holder.device_id in refused]
+        self._begun |= {holder.pod_uid for holder in held}
         await self._register.add_holders(held)
         dropped = {name: f"processes of pod {self.title(uid)} run" for name, uid in running.items()}
         if dropped:
             self._refused |= {(resource, name): why for name, why in dropped.items()}
             self._requests.dispute()
-        return unavailable | dropped
+        return refused | dropped
 
     def _holders_now(
         self, resource: str, device_ids: frozenset[str]
@@ -263,24 +255,18 @@ class HolderTracker:
         if not read:
             return frozenset()
         named: frozenset[Allocation] = frozenset().union(*(version.allocations for version in read))
-        lost = {
-            allocation
-            for allocation in self._known - named
-            if allocation.container and allocation.pod_uid in (pods.running or ())
-        }
-        records, names = self._register.snapshot.allocations, {allocation[2:] for allocation in named}
-        noted = {allocation: sequence for allocation, sequence in self._noted.items() if allocation in lost}
-        over = containers.ended({allocation[:2] for allocation in lost - noted.keys()}, self.pods, self._container_logs)
-        for allocation in lost - noted.keys():
-            if allocation[:2] in over:
-                noted[allocation] = records[allocation[2:]].sequence if allocation[2:] in records else None
+        lost = {holder for holder in self._known - named if holder.container and holder.pod_uid in (pods.running or ())}
+        records, names = self._register.snapshot.allocations, {holder[2:] for holder in named}
+        noted = {holder: sequence for holder, sequence in self._noted.items() if holder in lost}
+        over = containers.ended({holder[:2] for holder in lost - noted.keys()}, self.pods, self._container_logs)
+        for holder in lost - noted.keys():
+            if holder[:2] in over:
+                noted[holder] = records[holder[2:]].sequence if holder[2:] in records else None
         self._noted = noted
 
-        def applies(allocation: Allocation) -> bool:
-            record = records.get(allocation[2:])
-            return (
-                record is None or record.sequence == noted[allocation] or not record.pending or allocation[2:] in names
-            )
+        def applies(holder: Allocation) -> bool:
+            record = records.get(holder[2:])
+            return record is None or record.sequence == noted[holder] or not record.pending or holder[2:] in names
 
         return frozenset(filter(applies, noted))
 
@@ -343,10 +329,8 @@ class HolderTracker:
         """Return who holds which of a resource's ids, with names as far as they are known."""
         return {
             device_id: frozenset(
-                PodContainer(
-                    *self._names.known.get(allocation.pod_uid, ("", "")), allocation.container, allocation.pod_uid
-                )
-                for allocation in allocations
+                PodContainer(*self._names.known.get(holder.pod_uid, ("", "")), holder.container, holder.pod_uid)
+                for holder in allocations
             )
             for device_id, allocations in self.snapshot.of(resource).items()
         }
@@ -365,11 +349,7 @@ class HolderTracker:
         reader, records = self._checkpoint, self._register.snapshot.allocations
         held, named, unscanned = self.snapshot.held, reader.last.allocations, self._unscanned
         # Each grant makes other records; nothing is decided anew if they are not of these allocations.
-        recorded = {
-            allocation[2:]: records[allocation[2:]]
-            for allocation in (*held, *named, *unscanned)
-            if allocation[2:] in records
-        }
+        recorded = {holder[2:]: records[holder[2:]] for holder in (*held, *named, *unscanned) if holder[2:] in records}
         where = frozenset(observed), recorded, boot_id()
         seen = UnrecordedEvidence(held, named, reader.grants, self._copied, unscanned, *where)
         if seen != self._foreign[0]:
@@ -484,9 +464,7 @@ class CheckpointReader:
         """Remember the last of these checkpoints, and what they say of granted devices. May block for device nodes."""
         kept = frozenset(self._known()).union(*(version.allocations for version in checkpoints))
         grants = {allocation: grant for allocation, grant in self.grants.items() if allocation in kept}
-        answers = {
-            allocation: response for version in checkpoints for allocation, response in version.responses.items()
-        }
+        answers = {allocation: response for file in checkpoints for allocation, response in file.responses.items()}
         for allocation, response in answers.items():
             if self._lists.adopted(allocation.resource):
                 grants.pop(allocation, None)
