@@ -110,7 +110,7 @@ def takes_recorded(amount: Amount, scope: str = "") -> dict[Counter, Fraction]:
 def in_scopes(use: Use, scopes: Mapping[str, str]) -> Use:
     """Return a use whose takes count in the scope that was recorded, and in that of its resource now.
 
-    Where neither is known, it may have got it in any scope.
+    Where neither is known they count in the scopes of all resources.
     """
     now = scopes.get(use.key[0], "") if use.key else ""
     takes: dict[Counter, Fraction] = {}
@@ -184,7 +184,7 @@ def doubts(
 
 
 def is_given_by_others(allocation: AllocationRecord) -> bool:
-    """Return whether another plugin has given a pod what is recorded: how much of the device is not known."""
+    """Return whether another plugin made an allocation: its record does not say how much of the device it has."""
     return not (allocation.amount.part or allocation.pending)
 
 
