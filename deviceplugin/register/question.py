@@ -241,8 +241,8 @@ def refusal(
             same = [each for each in wanted if counter in each.takes]
             taken = [each.takes[counter] for each in (*of_counter, *same)]
             if len(taken) > 1 and (min(taken) < 0 or sum(taken) > view.limits.get(counter, Fraction(-1))):
-                beside = of_counter or [each for each in same if each is not use]
-                names = ", ".join(sorted({_titled(each) for each in beside})[:3])
+                takers = of_counter or [each for each in same if each is not use]
+                names = ", ".join(sorted({_titled(each) for each in takers})[:3])
                 counts = ", which counts as held" if of_counter else ", requested with it"
                 return f"{_titled(use)} does not fit beside {names}{counts} (counter {counter[2]} of {counter[1]})"
     return ""
