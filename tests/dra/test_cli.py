@@ -241,6 +241,7 @@ def test_missing_extra_is_named(argv: list[str]) -> None:
     assert done.stderr == f"aiohttp is not installed; {installing('bridge')}\n"
 
 
+@pytest.mark.usefixtures("read_here")
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -646,6 +647,7 @@ def test_status_of_a_wrong_driver(world: World, bridge: Callable[..., Ran]) -> N
     assert ran.err == f"no node has slices of driver gpu.example.org now (there are: {D}); {RESTARTING}\n"
 
 
+@pytest.mark.usefixtures("read_here")
 @pytest.mark.parametrize(
     "command", [["status"], ["uninstall", "--driver", D], ["migrate", "n1", "--driver", D, "--unset"]]
 )
@@ -667,6 +669,7 @@ def test_server_that_does_not_answer_is_said_once(world: World) -> None:
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.usefixtures("read_here")
 def test_empty_environment_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -796,6 +799,7 @@ def test_run_with_a_bad_config(tmp_path: Path, world: World, bridge: Callable[..
     assert str(file) in ran.err
 
 
+@pytest.mark.usefixtures("read_here")
 def test_run_without_an_api_server(tmp_path: Path, capsys: pytest.CaptureFixture[str], logs_restored: None) -> None:
     """An agent that no configuration tells where the API server is says so in a line and has touched nothing."""
     file, root = tmp_path / "config.yaml", tmp_path / "kubelet"
