@@ -17,15 +17,18 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["Forked"]
+__all__ = ["SERVER", "Forked"]
 
-_SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(
+SERVER = multiprocessing.get_context("forkserver")
+"""Python has one fork server: whoever needs one takes this."""
+SERVER.set_forkserver_preload(
     [
         "deviceplugin.metrics.collectors",
         "deviceplugin.metrics.web",
         "deviceplugin.testing.foreign",
         "dra_bridge.node.process",
+        "pytest",
+        "tests.register.agent",
         "tests.scenarios.fake_sides",
     ]
 )
@@ -36,7 +39,7 @@ class Forked:
 
     def __init__(self, arguments: Sequence[str], output: Path) -> None:
         output.touch()
-        self._process = _SERVER.Process(
+        self._process = SERVER.Process(
             target=_run, args=(list(arguments), str(output), dict(os.environ), os.getcwd()), daemon=True
         )
         self._process.start()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import multiprocessing
 import os
 import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -29,6 +28,7 @@ from dra_bridge.node import claim_reconciliation, device_reconciliation, slice_f
 from dra_bridge.node.bridge import Bridge
 from dra_bridge.node.options import BridgeOptions
 from dra_bridge.node.share import HandoverPolicy
+from tests.forks import SERVER
 from tests.scenarios.quick import hurry
 
 _LOG: Final = logging.getLogger(__name__)
@@ -143,10 +143,8 @@ class Process:
     """An agent that runs elsewhere. Each method returns when it is done there."""
 
     def __init__(self, place: Place, config: Config, lists: Lists, log: Path) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["pytest", "tests.register.preload"])
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(
+        self._connection, theirs = SERVER.Pipe()
+        self._process = SERVER.Process(
             target=main, args=(theirs, place, dict(config), dict(lists), str(log)), daemon=True
         )
         self._process.start()
