@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 from collections.abc import Iterable, Mapping
@@ -40,7 +41,8 @@ resources:
 def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run helm; its directories are not looked at."""
     command = [str(build.ensure_tool("helm")), *arguments]
-    return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
+    env = {**os.environ, "GOGC": "off"}  # it ends before a collection is worth its time
+    return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, env=env)
 
 
 def rendered(values: Mapping[str, Any], *options: str, name: str = "dra-bridge") -> list[Object]:

@@ -311,24 +311,31 @@ def test_support_page_names_every_feature() -> None:
     assert found == {name: str(since) for name, since in FEATURE_GATES.items()}
 
 
-def run_as_tests(directory: Path, code: str) -> None:
-    """Run code of a document as a test module; every test in it passes."""
-    (directory / "conftest.py").write_text("from dra_bridge.testing.plugin import bridged, fake_node\n")
-    (directory / "test_document.py").write_text(code)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(directory)]
-    result = subprocess.run(command, check=False, capture_output=True, text=True, cwd=directory)
-    assert result.returncode == 0, result.stdout
-    assert f"{code.count('def test_')} passed" in result.stdout
+def test_the_code_of_the_pages_runs(tmp_path: Path) -> None:
+    """The README's tests of its plugin in twenty lines, and all code of docs/sources.md and docs/testing.md, pass."""
+    plugin, *tests = blocks("python")
+    assert tests
+    modules = {"readme": tests} | {
+        page: blocks("python", (ROOT / "docs" / f"{page}.md").read_text()) for page in ("sources", "testing")
+    }
+    (tmp_path / "toys.py").write_text(plugin)
+    (tmp_path / "conftest.py").write_text("from dra_bridge.testing.plugin import bridged, fake_node\n")
+    for name, code in modules.items():
+        (tmp_path / f"test_{name}.py").write_text("\n\n".join(code))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
+    counts = {name: "".join(code).count("def test_") for name, code in modules.items()}
+    assert min(counts.values()) > 0
+    assert f"{sum(counts.values())} passed" in done.stdout
 
 
-def test_the_authors_page_runs(tmp_path: Path) -> None:
-    """All code of docs/sources.md is a test module that passes, and has every hook and every health in it."""
-    text = (ROOT / "docs" / "sources.md").read_text()
-    code = "\n\n".join(blocks("python", text))
+def test_the_authors_page_has_all_hooks() -> None:
+    """The code of docs/sources.md has every hook and every health in it."""
+    code = "\n\n".join(blocks("python", (ROOT / "docs" / "sources.md").read_text()))
     names = {*DeviceSource.HOOKS, "watch", "replicas_of", "links", "child_sources"}
     assert names <= set(re.findall(r"def (\w+)\(self", code))
     assert all(f"Health.{health.name}" in code for health in Health)
-    run_as_tests(tmp_path, code)
 
 
 def test_the_kits_page_has_the_signatures() -> None:
@@ -354,20 +361,11 @@ def test_the_example_of_an_own_plugin_runs(tmp_path: Path) -> None:
     assert (example / copied[0]).exists()
 
 
-def test_the_kits_page_runs(tmp_path: Path) -> None:
-    """All code of docs/testing.md passes as a test module, and each way to disturb the fake kubelet is on the page."""
+def test_the_kits_page_names_every_fault() -> None:
+    """Each way to disturb the fake kubelet is on docs/testing.md."""
     text = (ROOT / "docs" / "testing.md").read_text()
-    run_as_tests(tmp_path, "\n\n".join(blocks("python", text)))
     faults = inspect.getsource(FakeKubelet).partition("# Faults.")[2].partition("# Pods.")[0]
     assert all(f"`{name}" in text for name in re.findall(r"def (\w+)\(self", faults))
-
-
-def test_the_readmes_tests_run(tmp_path: Path) -> None:
-    """The README's tests of its plugin in twenty lines pass."""
-    plugin, *tests = blocks("python")
-    assert tests
-    (tmp_path / "toys.py").write_text(plugin)
-    run_as_tests(tmp_path, "\n\n".join(tests))
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd-analyze")
