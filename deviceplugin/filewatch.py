@@ -16,7 +16,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterable, Mapping
-from typing import Final, Self
+from typing import Final, NamedTuple, Self
 
 from watchdog import events
 from watchdog.observers import Observer
@@ -43,6 +43,19 @@ _CANNOT_WATCH: Final = (
 _Wants = Mapping["Watch", _Events]  # what is a hint
 
 
+class Gather(NamedTuple):
+    """Which hints may come later than at once, so that several become one. seconds: how much later.
+
+    prompt: how the paths end that do not wait.
+    """
+
+    seconds: float
+    prompt: str
+
+
+AT_ONCE: Final = Gather(0.0, "")
+
+
 def _says_more_than_stopped(record: logging.LogRecord) -> bool:
     """Return whether to log: watchdog 7 calls it an error that an emitter is stopped while it has an event."""
     return "called when the thread is inactive" not in record.getMessage()
@@ -56,9 +69,9 @@ class Watcher:
         self._armed: dict[str, _Armed] = {}
         self._complained = False
 
-    def watch(self, directories: Iterable[str], hints: _Events = NAMES) -> Watch:
+    def watch(self, directories: Iterable[str], hints: _Events = NAMES, gather: Gather = AT_ONCE) -> Watch:
         """Watch for `NAMES`, `NAMES_AND_WRITES` or `REMOVALS`; a context manager, in a running loop."""
-        return Watch(self, directories, hints)
+        return Watch(self, directories, hints, gather)
 
     @functools.cached_property
     def _observer(self) -> BaseObserver:
@@ -134,9 +147,13 @@ class _Armed(events.FileSystemEventHandler):
 class Watch:
     """Hints of some directories for one reader; several hints become one."""
 
-    def __init__(self, watcher: Watcher, directories: Iterable[str], hints: _Events = NAMES) -> None:
+    def __init__(
+        self, watcher: Watcher, directories: Iterable[str], hints: _Events = NAMES, gather: Gather = AT_ONCE
+    ) -> None:
         self._watcher = watcher
         self._hints = hints
+        self._gather = gather
+        self._gathering = False
         self._loop = asyncio.get_running_loop()
         self._hinted = asyncio.Event()
         self._wanted: frozenset[str] = frozenset()
@@ -173,11 +190,21 @@ class Watch:
 
     def hint(self, *paths: str) -> None:
         """Take note of an event at these paths, from any thread."""
+        inside = False
         for path in filter(None, paths):
             leads_to = any(f"{wanted}/".startswith(f"{path}/") for wanted in self._wanted)
-            if leads_to or os.path.dirname(path) in self._wanted:
+            if leads_to or (os.path.dirname(path) in self._wanted and path.endswith(self._gather.prompt)):
                 self.wake()
                 return
+            inside |= os.path.dirname(path) in self._wanted
+        if inside and not self._gathering:
+            self._gathering = True
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._loop.call_later, self._gather.seconds, self._gathered)
+
+    def _gathered(self) -> None:
+        self._gathering = False  # first: what comes now may be seen too late by this reading
+        self._hinted.set()
 
     def close(self) -> None:
         """End the watch."""

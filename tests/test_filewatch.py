@@ -15,7 +15,7 @@ from watchdog.observers.api import EventQueue, ObservedWatch
 from watchdog.observers.inotify import InotifyEmitter, InotifyObserver
 
 from deviceplugin import filewatch
-from deviceplugin.filewatch import Watch, Watcher
+from deviceplugin.filewatch import AT_ONCE, Gather, Watch, Watcher
 
 LONG = 10.0
 Watching = Callable[..., Watch]
@@ -27,8 +27,8 @@ async def watching() -> AsyncIterator[Watching]:
     watcher = Watcher()
     watches = []
 
-    def watch(*directories: Path, hints: Any = filewatch.NAMES) -> Watch:
-        watches.append(watcher.watch(map(str, directories), hints))
+    def watch(*directories: Path, hints: Any = filewatch.NAMES, gather: Gather = AT_ONCE) -> Watch:
+        watches.append(watcher.watch(map(str, directories), hints, gather))
         return watches[-1]
 
     yield watch
@@ -65,6 +65,21 @@ async def test_time_passes_without_a_hint(watching: Watching, tmp_path: Path) ->
     watch = watching(tmp_path)
     await in_flight(watch)
     assert not await watch.wait(0.01)
+
+
+async def test_hints_are_gathered_but_for_those_that_do_not_wait(watching: Watching, tmp_path: Path) -> None:
+    """What comes in short order is one hint, at its end; a name that does not wait is one at once, also in a rename."""
+    late, soon = (watching(tmp_path, gather=Gather(seconds, ".sock")) for seconds in (3600.0, 0.01))
+    await in_flight(soon)
+    for _ in range(20):
+        soon.hint(str(tmp_path / "file"))
+    assert await soon.wait(LONG)
+    assert not await soon.wait(0.1), "there was one hint for all"
+    (tmp_path / "file").touch()
+    assert await soon.wait(LONG), "the next ones are gathered anew"
+    assert not await late.wait(0.01)
+    (tmp_path / "file").rename(tmp_path / "kubelet.sock")
+    assert await late.wait(LONG)
 
 
 async def test_writes_are_hints_only_if_wanted(watching: Watching, tmp_path: Path) -> None:

@@ -315,7 +315,9 @@ class PluginRegistration:
     async def run(self) -> None:
         """Serve and register until cancelled, then drain and remove the own socket. Raises RegistrationError."""
         try:
-            with filewatch.shared().watch([str(self._kubelet.parent)]) as watch:
+            # The kubelet replaces its checkpoint several times for a pod.
+            gather = filewatch.Gather(LOOK_FOR_CLAIMS, prompt=".sock")
+            with filewatch.shared().watch([str(self._kubelet.parent)], gather=gather) as watch:
                 self.wake = watch.wake
                 self.endpoint.streams.start(watch.wake)
                 await self._loop(watch)

@@ -191,7 +191,7 @@ def observe(state: RegisterSnapshot, resource: str, snapshot: rules.KubeletSnaps
     added: list[str] = []
     quarantined: dict[str, None] = {}
     for device_id, observed in snapshot.held.items():
-        at = state.device(resource, observed.device).state
+        at = state.state(resource, observed.device)
         if (resource, device_id) in state.allocations or (at.prepares and not observed.sure):
             continue
         added.append(device_id)
@@ -310,7 +310,7 @@ def _pulled(
         return Decision(replace(refused, unmoved=stays) if refused.record.state is State.PLUGIN else refused)
     changes: list[Change] = []
     for resource, device in sorted(claim.held):
-        if state.device(resource, device).state is State.PLUGIN and not state.allocations_on(resource, (device,)):
+        if state.state(resource, device) is State.PLUGIN and not state.allocations_on(resource, (device,)):
             reason = f"{FOR_CLAIM}{claim.title}"
             changes += _moved(state, resource, {device: State.TO_DRA}, claim.since, reason, claim.driver)
             at = refused.record

@@ -259,6 +259,11 @@ class RegisterSnapshot:
         """Return a device's record; an unknown one is on the plugin's side."""
         return self.devices.get((resource, device)) or DeviceRecord(resource, device, State.PLUGIN, 0.0)
 
+    def state(self, resource: str, device: str) -> State:
+        """Return the state of a device, as in its record."""
+        record = self.devices.get((resource, device))
+        return State.PLUGIN if record is None else record.state
+
     def of(self, resource: str) -> dict[str, DeviceRecord]:
         """Return the devices of a resource by id."""
         return {record.device: record for record in self.devices.values() if record.resource == resource}

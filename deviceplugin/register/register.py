@@ -278,12 +278,12 @@ class Register:
 
     def side(self, key: DeviceKey) -> Side:
         """Return on which side a device is."""
-        state = self.snapshot.device(*key).state
+        state = self.snapshot.state(*key)
         return "plugin" if state.allocates else "dra" if state.prepares else ""
 
     def offers(self, resource: str, device: str) -> bool:
         """Return whether the plugin side may show a device Healthy, if nobody holds what excludes it."""
-        return self.snapshot.device(resource, device).state.healthy and not self.evidence_missing(resource, device)
+        return self.snapshot.state(resource, device).healthy and not self.evidence_missing(resource, device)
 
     def withheld(self, resource: str, side: Side) -> Mapping[str, str]:
         """Return what must not be offered on a side, and why: ids of the kubelet's, or devices for claims.
@@ -297,6 +297,7 @@ class Register:
             return {}
         state, view, things, service = self.snapshot, self.view(), self.listed.now(), services[resource]
         foreign = {point for use in view.others for point in use.points}
+        busy = foreign | state.index.keys()
         others = {point for use in view.others if use.unit[0] == UNCERTAIN for point in use.points}
         given = (allocation for allocation in state.allocations.values() if is_given_by_others(allocation))
         others.update(point for allocation in given for point in use_of_allocation(allocation, view).points)
@@ -304,9 +305,11 @@ class Register:
         withheld: dict[str, str] = {}
         reasons: dict[str, str] = {}
         for device in service.inventory.snapshot.devices.values():
-            key = resource, device.id
+            key, tokens = (resource, device.id), things.tokens((resource, device.id))
+            if not (key in busy or device.consumes or key in things.related) and busy.isdisjoint(tokens):
+                continue  # nobody holds any of it, as is usual
             ids = service.ids_now(device) if side == "plugin" else (device.id,)
-            points: set[Point] = {key, *things.tokens(key)}
+            points: set[Point] = {key, *tokens}
             points.update((name, counter) for name, of in device.consumes.items() for counter in of)
             entries = {entry for point in points for entry in state.index.get(point, ())}
             free = foreign.isdisjoint(points) and (
@@ -318,7 +321,7 @@ class Register:
                 if why := self._elsewhere(key) or named_before:
                     excluded = dict.fromkeys(ids, why) | excluded
             withheld |= excluded
-            at = state.device(*key).state
+            at = state.state(*key)
             if excluded and len(excluded) == len(ids) and (at.healthy if side == "plugin" else at.offered):
                 reasons[device.id] = next(iter(excluded.values()))  # on the other side it is not looked for
                 if points & others:

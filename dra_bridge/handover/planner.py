@@ -172,7 +172,7 @@ def followers(
         goal, reason = leader.state.goal, f"it moves with {leader.device}"
         if awaited is not None:
             goal, reason = Side.DRA, awaited.reason
-        if len(members) > 1 and goal is not None and now.device(resource, name).state.goal not in (goal, None):
+        if len(members) > 1 and goal is not None and now.state(resource, name).goal not in (goal, None):
             moves.append((name, goal, reason))
     return moves
 

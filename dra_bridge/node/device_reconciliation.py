@@ -257,7 +257,7 @@ class DeviceReconciler:
                 _LOG.info("quarantined devices stay so for now: %s", error, extra={"resource": resource})
                 continue
             for name in names:
-                state = self.context.ledger.snapshot.device(resource, name).state
+                state = self.context.ledger.snapshot.state(resource, name)
                 if state is not State.QUARANTINED:
                     extra = {"resource": resource, "device": name}
                     _LOG.warning("device %s leaves quarantine; it is %s", name, state.text, extra=extra)
