@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+gc.disable()  # until the tests are loaded: nothing of them is garbage
 settings.register_profile("quick", max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("thorough", settings.get_profile("quick"), max_examples=200)  # tox -e explore
 settings.load_profile("quick")
@@ -40,6 +41,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Leave what is loaded, and thousands of tests, out of every later collection of garbage."""
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

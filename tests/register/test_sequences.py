@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import get_args
 
 import pytest
 
-from tests.register.agent import Config, Kind, Settings
+from tests.register.agent import Config, Settings
 from tests.register.world import A, B, D, E, World
 
 Make = Callable[..., World]
 
 
-@pytest.fixture(params=get_args(Kind))
+@pytest.fixture(
+    params=["node", "name", *(pytest.param(kind, marks=pytest.mark.explore) for kind in ("file", "serial"))]
+)
 def begin(request: pytest.FixtureRequest) -> Make:
     """Begin with a config; `World` does the rest."""
 

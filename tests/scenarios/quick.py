@@ -1,8 +1,8 @@
 """Run a plugin's script, or `-m MODULE`, with agents that scan for holders five times a second.
 
 The fake kubelet is fast; a period of five seconds, the seconds for which a grant is kept whose pod ended before a
-scan, and those between two requests for a checkpoint, are most of what a scenario would wait for. On a real node the
-scenarios run with those that users have.
+scan, those between two requests for a checkpoint, and those from a grant to a scan are most of what a scenario would
+wait for. On a real node the scenarios run with those that users have.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ def quick_scanner(scanner: scanning.HolderScanner, *arguments: Any, **more: Any)
 
 
 def hurry(replace: Callable[[Any, str, Any], None] = setattr) -> None:
-    """Have the agents of this process ask for checkpoints often; replace: as `setattr`, or `monkeypatch.setattr`."""
+    """Have agents here ask for checkpoints often, and scan soon after a grant; replace: as `setattr`."""
     replace(rules, "WELL_APART", PERIOD)
     replace(tracker, "MOST_REQUEST", PERIOD)
     replace(tracker, "FIRST_REQUEST", PERIOD / 4)
+    replace(scanning, "SOON", PERIOD / 4)
 
 
 def scan_often() -> None:
