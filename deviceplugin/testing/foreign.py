@@ -400,22 +400,23 @@ class ForeignPlugin:
         if self.quirks.minds_deprecation and (self._directory / "DEPRECATION").exists():
             _say("DEPRECATION is there: not registered")
             return True
-        target = f"unix:{self._directory / 'kubelet.sock'}"
-        async with grpc.aio.insecure_channel(target, options=_CHANNEL) as channel:
-            for resource in self.file.resources:
-                for left in (2, 1, 0):
-                    if await self._register(channel, resource):
-                        break
-                    if self.quirks.failed_register == "stop-all":
-                        return False
-                    if left:
-                        await asyncio.sleep(self.quirks.retry)  # the vendor's own pause
+        for resource in self.file.resources:
+            for left in (2, 1, 0):
+                if await self._register(resource):
+                    break
+                if self.quirks.failed_register == "stop-all":
+                    return False
+                if left:
+                    await asyncio.sleep(self.quirks.retry)  # the vendor's own pause
         return True
 
-    async def _register(self, channel: grpc.aio.Channel, resource: Resource) -> bool:
+    async def _register(self, resource: Resource) -> bool:
         request = pb.RegisterRequest(version="v1beta1", endpoint=resource.socket_name, resource_name=resource.name)
+        target = f"unix:{self._directory / 'kubelet.sock'}"
         try:
-            await RegistrationStub(channel).Register(request, timeout=10)  # type: ignore[misc]
+            # Vendors connect for each try; one channel would fail at once for a second after it could not connect.
+            async with grpc.aio.insecure_channel(target, options=_CHANNEL) as channel:
+                await RegistrationStub(channel).Register(request, timeout=10)  # type: ignore[misc]
         except grpc.aio.AioRpcError as error:
             self.note("Register failed", resource, why=f"{error.details()}")
             if self.quirks.failed_register == "exit" and error.code() is not grpc.StatusCode.UNAVAILABLE:

@@ -186,7 +186,8 @@ def test_the_plugin_goes_back_to_the_kubelet(node: Node) -> None:
 def test_the_agent_restarts(node: Node, quirks: Mapping[str, Any], ends: int | None) -> None:
     """Whatever makes a plugin register again, it registers with the next agent; holders keep what they have."""
     agent = node.agent()
-    vendor = node.vendor(**quirks)
+    # Between the removal of its socket and the agent's kubelet.sock it may fail to register: it tries three times.
+    vendor = node.vendor(**{"retry": 1.0, **quirks})
     node.kubelet.wait_allocatable(RESOURCE, 2)
     first = node.kubelet.run_pod("first", {RESOURCE: 1})
     agent.kill()
