@@ -161,12 +161,31 @@ class Agent(RegisterHost):
         await self.begun.wait()
         wanted = dict(wanted)
         if self._vendors is not None:
-            for resource in self._vendors.registered_resources - {*wanted, *unchanged}:
+            kept = {name for name in self._held_by_claims() if self.adopted(name)}
+            for resource in (self._vendors.registered_resources | kept) - {*wanted, *unchanged}:
                 wanted[resource] = AdoptedSource(resource, self._vendors)  # passed through
         await self._supervisor.reconfigure(wanted, unchanged)
         if self._vendors is not None:
             for resource in self._vendors.registered_resources - self.services.keys():
                 self._vendor_registered(resource)  # while the service that it had was ending
+
+    def _held_by_claims(self) -> set[str]:
+        """Return the resources of which claims hold devices that may be vendors', which have no identity."""
+        held = (device for claim in self.register.snapshot.claims.values() for device in claim.devices)
+        return {device.resource for device in held if not device.identity}
+
+    def keep_from_pods(self) -> None:
+        """Serve adopted resources that no config names while claims hold devices of them; before `run`.
+
+        Their plugin may have registered past this agent, which only an agent that serves the resource notices.
+        """
+        if self._vendors is None:
+            return
+        for resource in self._held_by_claims() - self.services.keys():
+            text = "the config does not name it, but claims hold devices of it; pods with limits get none of these"
+            _LOG.warning(text, extra={"resource": resource})
+            context = self._supervisor.context
+            self._supervisor.services[resource] = Service(AdoptedSource(resource, self._vendors), context)
 
     async def _adopt(self) -> None:
         """Let vendors' plugins register here, if that is wanted."""

@@ -161,6 +161,7 @@ class Bridge(ClaimSide):
         """Open the ledger, and begin to serve. Raises AgentError: it cannot be opened."""
         self._ledger = self.agent.register.store = await self._open_ledger()
         await self._adopt_claims()
+        self.agent.keep_from_pods()
         for service in self.agent.services.values():
             self._serve(service)
 
@@ -224,8 +225,7 @@ class Bridge(ClaimSide):
 
     def contested(self, resource: str, reason: str) -> None:
         """Take note that a plugin has registered a resource past this agent."""
-        service = self.agent.services.get(resource)
-        if service is not None and (runtime := self.drivers.get(service.source.driver or "")) is not None:
+        for runtime in self.drivers.values():  # also of a driver that no config names any more
             runtime.contested(resource, reason)
 
     def _policy(self, resource: str) -> HandoverPolicy:

@@ -248,6 +248,43 @@ def test_an_agent_that_starts_after_the_path_was_reverted(scene: Scene) -> None:
     scene.node.wait_allocatable(RESOURCE, 3)
 
 
+@pytest.mark.parametrize("how", ["reload", "two reloads", "restart"])
+def test_a_reverted_path_after_the_config_has_dropped_the_resource(scene: Scene, how: str) -> None:
+    """What claims have is kept from pods, and the alarm is raised, as if the config still named the resource."""
+    agent = scene.agent()
+    vendor = scene.vendor(resource("g0", "g1", env={"GADGETS": "{ids}"}))
+    scene.wait_offered(2)
+    claimed = scene.pod().wait_running()
+    other = {"name": "example.com/sim", "devices": [{"simulated": {"count": 1}}]}
+    if how == "restart":
+        agent.terminate()
+        scene.write_config(other)
+    else:
+        agent.reload(json.dumps({"resources": [other]}))
+        scene.wait_log("was read again")
+    vendor.stop()
+    if how == "two reloads":
+        scene.wait_log("its plugin has gone")
+        agent.reload(json.dumps({"resources": [{**other, "name": "example.com/other"}]}))
+        scene.wait_log("was read again", 2)
+    vendor.directory = scene.node.device_plugin_dir
+    vendor.start()
+    if how == "restart":
+        scene.node.wait_allocatable(RESOURCE, 2)
+        scene.agent()
+    scene.wait_log("past this agent, while claims have devices")
+    scene.node.wait_allocatable(RESOURCE, 0)
+    kept_from_pods(scene, vendor)
+    wait_for("the Event", lambda: "AdoptedPluginBypassed" in events(scene), 10)
+    # Put right again: what comes back goes to pods.
+    vendor.stop()
+    vendor.directory = scene.directory
+    vendor.start()
+    scene.node.wait_allocatable(RESOURCE, 1)
+    claimed.delete()
+    scene.node.wait_allocatable(RESOURCE, 2)
+
+
 def test_an_agent_that_starts_while_a_plugin_past_it_allocates(scene: Scene) -> None:
     """A list without the id that is allocated would crash the kubelet (1.36.3, devicemanager/manager.go:923)."""
     scene.write(dra={"share": 1})

@@ -303,6 +303,39 @@ def test_a_reverted_path_while_claims_hold_devices(scene: Scene, vendors: dict[s
     scene.after = 2
 
 
+def test_a_reverted_path_after_the_config_has_dropped_the_resource(scene: Scene, vendors: dict[str, Vendor]) -> None:
+    """An agent that starts then keeps from pods what claims have, which only its register knows of."""
+    cluster = scene.cluster
+    for letter in "ab":
+        scene.nodes(letter, 2)
+    scene.serve(adopted("a", "all"), adopted("b", "none"))
+    scene.agents.wait_offered(2, "a.example.net")
+    held = [scene.claimer(f"held-{number}", "a") for number in range(2)]
+    scene.running(*held)
+    scene.before = 2
+    scene.agents.stop()
+    del scene.agents.resources[0]
+    scene.agents.write()
+    vendor, before = vendors["a"], len(calls(vendors["a"], "Allocate"))
+    reverted(scene, vendor)
+    cluster.wait_for(lambda: len(healthy()) == 2, LIMIT, "the kubelet has the plugin's devices")
+    scene.agents.start()
+    cluster.wait_for(lambda: BYPASSED in scene.agents.log(), LIMIT, "the agent has noticed")
+    cluster.wait_for(lambda: not healthy(), LIMIT, "the kubelet counts no device as healthy")
+    refused(scene, "limits")
+    cluster.wait_allocatable(named("a"), 0)
+    assert len(calls(vendor, "Allocate")) == before
+    # Put right again.
+    vendor.stop()
+    vendor.directory = DIRECTORY
+    vendor.start()
+    for pod in held:
+        pod.delete()
+    cluster.wait_allocatable(named("a"), 2)
+    scene.running(scene.pod("next", "a"))
+    scene.after = 1
+
+
 def test_a_reverted_plugin_that_comes_again_and_again(scene: Scene, vendors: dict[str, Vendor]) -> None:
     """One that ends when the agent has registered again, as AMD's does, is noticed by its list each time it is back."""
     cluster = scene.cluster
