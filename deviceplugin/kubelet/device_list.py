@@ -261,26 +261,25 @@ class ListStreams:
                 refresh, lines = self._refresh, self._lines()
                 if resends != self._resends:
                     resends, sent = self._resends, None
-                if lines is None or lines in (sent, refused):
-                    await refresh.wait()
-                    paused = False
-                    continue
-                healthy = frozenset(line.name for line in lines if line.healthy)
-                # A withdrawal does not wait: the next pod in a burst would get what is withdrawn.
-                if not paused and sent is not None and stream.shown is not None and stream.shown[1] <= healthy:
-                    await self._in_flight.pause()
-                    paused = True
-                    continue
-                message = rendered(lines)  # whatever changes until it is sent is sent as one list after it
-                if (size := message.ByteSize()) <= MAX_LIST_BYTES:
-                    self._note(SentList(time.time(), healthy))
-                    yield message
-                    sent = lines
-                    stream.shown = (time.monotonic(), healthy)
-                else:
-                    refused = lines
-                    _LOG.error(_TOO_LARGE, len(lines), size, MAX_LIST_BYTES, extra={"resource": self._resource})
-                del message
+                if lines is not None and lines not in (sent, refused):
+                    healthy = frozenset(line.name for line in lines if line.healthy)
+                    # A withdrawal does not wait: the next pod in a burst would get what is withdrawn.
+                    if not paused and sent is not None and stream.shown is not None and stream.shown[1] <= healthy:
+                        await self._in_flight.pause()
+                        paused = True
+                        continue
+                    message = rendered(lines)
+                    if (size := message.ByteSize()) <= MAX_LIST_BYTES:
+                        self._note(SentList(time.time(), healthy))
+                        yield message
+                        sent = lines
+                        stream.shown = (time.monotonic(), healthy)
+                    else:
+                        refused = lines
+                        _LOG.error(_TOO_LARGE, len(lines), size, MAX_LIST_BYTES, extra={"resource": self._resource})
+                    del message
+                await refresh.wait()  # set already if the list changed while it was sent
+                paused = False
         finally:
             self._open.discard(stream)
             if not self._open:

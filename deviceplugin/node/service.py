@@ -224,8 +224,7 @@ class Service(EndpointHost):
         self._forgettable = snapshot.gone, frozenset(ids.legacy)
         several = self._context.tracker.double_held()
         doubled = {ids.device_id_of(device_id) for of, device_id in several if of == self.resource}
-        doubled.update(name for name, device in snapshot.devices.items() if register.held_twice(self.resource, device))
-        self._held_twice = frozenset(doubled)
+        self._held_twice = register.held_twice(self.resource).union(doubled)
         unlisted = (
             device_id for device_id in now.of(self.resource) if ids.device_id_of(device_id) not in snapshot.devices
         )

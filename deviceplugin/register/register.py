@@ -409,10 +409,16 @@ class Register:
         tokens = identity.tokens_of(allocation.identity, self.boot) if allocation is not None else frozenset()
         return frozenset(key for token in tokens for key in things.having(token))
 
-    def held_twice(self, resource: str, device: Device) -> bool:
-        """Return whether holders have more of a device, under whatever id, than there is."""
-        times = self.times(resource, device) or 1
-        return held_twice(self.wanted(resource, device.id), times, self.snapshot, self.view())
+    def held_twice(self, resource: str) -> frozenset[str]:
+        """Return the devices of a served resource of which holders, under whatever ids, have more than there is."""
+        state, view, service = self.snapshot, self.view(), self.listed.served[resource]
+        held = state.index.keys() | {point for use in view.others for point in use.points}
+        return frozenset(
+            device.id
+            for device in service.inventory.snapshot.devices.values()
+            if not held.isdisjoint({(resource, device.id), *self.tokens((resource, device.id))})
+            and held_twice(self.wanted(resource, device.id), len(service.ids_now(device)), state, view)
+        )
 
     # Grants.
 
