@@ -72,6 +72,25 @@ def listed(message: pb.ListAndWatchResponse) -> Listed:
     return dict(sorted(devices.items()))
 
 
+_UNANSWERED: Final = {
+    grpc.StatusCode.UNAVAILABLE: "ended, or cannot be reached, during",
+    grpc.StatusCode.DEADLINE_EXCEEDED: "takes too long to answer",
+}
+
+
+class VendorCallError(Exception):
+    """Raised when a plugin refuses a call, in its own words, or does not answer it, with a text that names the plugin.
+
+    code: what the kubelet gets. UNAVAILABLE is what a client makes of a connection that was cut. unanswered: whether
+    there is no answer. details: what gRPC says.
+    """
+
+    def __init__(self, plugin: VendorPlugin, method: str, code: grpc.StatusCode, details: str) -> None:
+        self.code, self.details, self.unanswered = code, details, code in _UNANSWERED
+        text = f"its plugin at {plugin.socket} {_UNANSWERED.get(code)} {method}: {details}"
+        super().__init__(text if self.unanswered else details)
+
+
 class AdoptionError(Exception):
     """Raised when plugins cannot be adopted on this node at all: by the directory, or by its path."""
 
@@ -98,10 +117,18 @@ class VendorPlugin:
     _calls: dict[str, Any] = field(default_factory=dict)
 
     async def call(self, method: str, request: bytes, timeout: float | None = None) -> bytes:
-        """Pass a call of the kubelet on; return the answer as it came. Raises grpc.aio.AioRpcError."""
+        """Pass a call of the kubelet on; return the answer as it came. Raises VendorCallError."""
         if method not in self._calls:
             self._calls[method] = self.channel.unary_unary(_SERVICE + method)  # type: ignore[call-arg]  # bytes stay bytes
-        return await self._calls[method](request, timeout=timeout)  # type: ignore[no-any-return]
+        try:
+            return await self._calls[method](request, timeout=timeout)  # type: ignore[no-any-return]
+        except grpc.aio.AioRpcError as error:
+            raise VendorCallError(self, method, error.code(), f"{error.details()}") from error
+        except asyncio.CancelledError as error:
+            if (task := asyncio.current_task()) is None or task.cancelling():
+                raise
+            # `_follow` has closed the channel. A handler that is cancelled never answers the kubelet.
+            raise VendorCallError(self, method, grpc.StatusCode.UNAVAILABLE, "it has ended its list") from error
 
     async def call_in_turn(self, method: str, request: bytes) -> bytes:
         """Do as `call`, once calls before it are answered; after `TURN` seconds it is asked all the same.
@@ -115,7 +142,7 @@ class VendorPlugin:
             return await self.call(method, request)
 
     async def allocate(self, ids: Sequence[str]) -> bytes:
-        """Allocate devices to one container; return the AllocateResponse as it came. Raises grpc.aio.AioRpcError."""
+        """Allocate devices to one container; return the AllocateResponse as it came. Raises VendorCallError."""
         self._drop({key for key, task in self.claimed.items() if task.done()}, ids)
         request = pb.AllocateRequest(container_requests=[pb.ContainerAllocateRequest(devices_ids=ids)])
         return await self.call("Allocate", request.SerializeToString())
@@ -194,7 +221,7 @@ class VendorPlugins(RegistrationServicer):
     async def allocate(self, plugin: VendorPlugin, wanted: Sequence[Sequence[str]]) -> bytes:
         """Allocate devices to containers, one after another; return one AllocateResponse, byte for byte.
 
-        Raises grpc.aio.AioRpcError: the plugin refuses, or has gone.
+        Raises VendorCallError: the plugin refuses, or has gone.
         """
 
         async def work() -> bytes:
@@ -224,8 +251,8 @@ class VendorPlugins(RegistrationServicer):
         for the same devices gets its answer, for `KEPT` seconds, unless the claim has ended, or one of the devices was
         allocated to somebody else or was not listed meanwhile.
 
-        Raises grpc.aio.AioRpcError: the plugin refuses. TimeoutError: it has not answered for `timeout` seconds.
-        ConnectionError: it has gone. LookupError: the answer is out of date, for such a reason.
+        Raises VendorCallError: the plugin refuses, or has gone. TimeoutError: it has not answered for `timeout`
+        seconds. ConnectionError: the agent ends. LookupError: the answer is out of date, for such a reason.
         """
         key, claimed = (uid, tuple(ids)), plugin.claimed
         if (task := claimed.get(key)) is None:
@@ -360,8 +387,8 @@ class VendorPlugins(RegistrationServicer):
         """Ask a plugin what it wants. Raises RefusedError: there is no answer."""
         try:
             answer = await plugin.call("GetDevicePluginOptions", b"", DIAL)
-        except grpc.aio.AioRpcError as error:
-            text = f"the endpoint {plugin.socket} did not answer GetDevicePluginOptions: {error.details()}"
+        except VendorCallError as error:
+            text = f"the endpoint {plugin.socket} did not answer GetDevicePluginOptions: {error.details}"
             _LOG.warning("%s", text, extra={"resource": plugin.resource})
             raise RefusedError(f"{plugin.resource}: {text}") from error
         return pb.DevicePluginOptions.FromString(answer)

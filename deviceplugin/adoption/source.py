@@ -12,7 +12,7 @@ from typing import Any, Final
 import grpc.aio
 
 from deviceplugin.adoption.answers import AnswerError, edits_of
-from deviceplugin.adoption.plugins import Listed, VendorPlugin, VendorPlugins
+from deviceplugin.adoption.plugins import Listed, VendorCallError, VendorPlugin, VendorPlugins
 from deviceplugin.device import MAX_ID, AttributeValue, ContainerEdits, Device, Health, Mount, counted, printable
 from deviceplugin.kubelet.device_list import DeviceIds, Entry
 from deviceplugin.kubelet.servicer import Endpoint, Refusal
@@ -105,12 +105,13 @@ class AdoptedSource(DeviceSource):
             text = f"its plugin has not answered Allocate of {counted(len(ids))} for {ANSWER:g} s"
             raise AnswerError(f"{text}; the next try waits for the same call") from None
         except ConnectionError:
-            raise AnswerError("its plugin has gone while it allocated") from None
+            raise AnswerError("the agent ends") from None
         except LookupError:
             why = "has listed the devices anew meanwhile, or allocated them to others"
             raise AnswerError(f"its plugin {why}; the next try asks it again") from None
-        except grpc.aio.AioRpcError as error:
-            raise AnswerError(f"its plugin refuses: {error.details()}") from error
+        except VendorCallError as error:
+            text = f"{error}; the next try asks it again" if error.unanswered else f"its plugin refuses: {error}"
+            raise AnswerError(text) from error
         edits = edits_of(answer, self.adopted.dropped_annotations)
         if missing := await asyncio.to_thread(_missing, edits.mounts):
             raise AnswerError(f"its plugin answers with a mount of {missing}, which is not there on the host")
@@ -235,8 +236,12 @@ class AdoptedEndpoint(Endpoint):
         await self._grant(names, NONE)
         try:
             return await self.source.plugins.allocate(plugin, wanted)
-        except grpc.aio.AioRpcError as error:
-            raise Refusal(error.code(), "plugin", f"{error.details()}") from error
+        except VendorCallError as error:
+            raise Refusal(error.code, "plugin", self._words(error)) from error
+
+    def _words(self, error: VendorCallError) -> str:
+        """Return what the kubelet is told: what the plugin itself says stays as it is."""
+        return f"{self.resource}: {error}" if error.unanswered else str(error)
 
     def _plugin(self) -> VendorPlugin:
         plugin = self.source.plugins.plugin(self.resource)
@@ -258,6 +263,6 @@ class AdoptedEndpoint(Endpoint):
             return await self._plugin().call_in_turn(method, request)
         except Refusal as refusal:
             await context.abort(refusal.code, refusal.details)
-        except grpc.aio.AioRpcError as error:
-            await context.abort(error.code(), f"{error.details()}")
+        except VendorCallError as error:
+            await context.abort(error.code, self._words(error))
         raise AssertionError  # abort raises

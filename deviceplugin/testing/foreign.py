@@ -119,8 +119,8 @@ class Quirks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     in another order each time. unknown_ids: Allocate answers ids that it does not know with success (AMD, SR-IOV).
     needs_list: before a list was sent no id is known (AMD). minds_deprecation: does not register where DEPRECATION lies
     (the Kubernetes sample). pause: seconds from the trigger to the new start (ten of the sample). empty_last: an empty
-    list before it stops (KubeVirt). hold: Allocate waits while this file is there. pre_start, preferred: the optional
-    calls.
+    list before it stops (KubeVirt). hold: the call `held` waits while this file is there. pre_start, preferred: the
+    optional calls.
     """
 
     trigger: Literal["create", "own-socket", "poll"] = "create"
@@ -138,6 +138,7 @@ class Quirks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pause: float = 0.0
     empty_last: bool = False
     hold: str = ""
+    held: Literal["Allocate", "GetPreferredAllocation", "PreStartContainer"] = "Allocate"
     pre_start: bool = False
     preferred: bool = False
     poll: float = 0.2
@@ -261,12 +262,16 @@ class _Service(DevicePluginServicer, registration_grpc.RegistrationServicer):
         self._left.add(task)
         task.add_done_callback(self._left.discard)
 
+    async def _hold(self, call: str) -> None:
+        quirks = self._plugin.quirks
+        while quirks.held == call and quirks.hold and os.path.exists(quirks.hold):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)  # nothing tells when a file goes
+
     async def Allocate(self, request: pb.AllocateRequest, context: Any) -> Any:  # noqa: N802
         ids = [name for container in request.container_requests for name in container.devices_ids]
         self._plugin.note("Allocate", self.resource, ids=ids, containers=len(request.container_requests))
         quirks = self._plugin.quirks
-        while quirks.hold and os.path.exists(quirks.hold):  # noqa: ASYNC110
-            await asyncio.sleep(0.02)  # nothing tells when a file goes
+        await self._hold("Allocate")
         usable = self.resource.devices if self._listed or not quirks.needs_list else {}
         if not quirks.unknown_ids and (wrong := [name for name in ids if usable.get(name) != "Healthy"]):
             await context.abort(grpc.StatusCode.UNKNOWN, f"invalid allocation request: unknown device {wrong[0]!r}")
@@ -278,6 +283,7 @@ class _Service(DevicePluginServicer, registration_grpc.RegistrationServicer):
 
     async def GetPreferredAllocation(self, request: pb.PreferredAllocationRequest, context: Any) -> Any:  # noqa: N802
         self._plugin.note("GetPreferredAllocation", self.resource)
+        await self._hold("GetPreferredAllocation")
         response = pb.PreferredAllocationResponse()
         for container in request.container_requests:
             rest = sorted(set(container.available_deviceIDs) - set(container.must_include_deviceIDs), reverse=True)
@@ -287,6 +293,7 @@ class _Service(DevicePluginServicer, registration_grpc.RegistrationServicer):
 
     async def PreStartContainer(self, request: pb.PreStartContainerRequest, context: Any) -> Any:  # noqa: N802
         self._plugin.note("PreStartContainer", self.resource, ids=list(request.devices_ids))
+        await self._hold("PreStartContainer")
         return pb.PreStartContainerResponse()
 
 

@@ -148,6 +148,29 @@ def test_sides(scene: Scene) -> None:
     assert held == {"g0", "g1"}
 
 
+@pytest.mark.parametrize("kill", [True, False])
+@pytest.mark.parametrize("call", ["GetPreferredAllocation", "Allocate"])
+def test_a_plugin_that_ends_while_a_pod_is_admitted(scene: Scene, call: str, *, kill: bool) -> None:
+    """The kubelet is answered, though the agent stays registered for what claims hold: it admits the next pods."""
+    (hold := scene.where / "hold").touch()
+    scene.write(dra={"share": 1})
+    scene.agent()
+    vendor = scene.vendor(hold=str(hold), held=call, preferred=True)
+    scene.wait_offered(1)
+    scene.node.wait_allocatable(RESOURCE, 1)
+    hold.unlink()
+    claimed = scene.pod().wait_running()
+    hold.touch()
+    before = len(vendor.calls(call))
+    pod = scene.node.start_pod("limited", {RESOURCE: 1})
+    vendor.wait(call, before + 1)
+    vendor.stop(kill=kill)
+    scene.node.wait_until(lambda: pod.phase == "Failed")
+    assert f"ended, or cannot be reached, during {call}" in pod.message
+    assert scene.node.streams(RESOURCE)
+    assert claimed.running
+
+
 @pytest.mark.parametrize("reload", [False, True])
 def test_devices_of_a_resource_that_is_passed_through_return(scene: Scene, *, reload: bool) -> None:
     """The config named a driver for them before; the plugin comes after the agent knows that it does so no more."""

@@ -271,6 +271,45 @@ def test_the_plugins_error_is_the_answer(node: Node) -> None:
     node.kubelet.run_pod("q", {RESOURCE: 1})
 
 
+@pytest.mark.parametrize("kill", [True, False])
+@pytest.mark.parametrize("call", ["GetPreferredAllocation", "Allocate"])
+def test_a_plugin_that_ends_while_it_is_asked(node: Node, call: str, *, kill: bool) -> None:
+    """The pod's message says which plugin ended, and in which call; the next pod gets the device."""
+    node.agent()
+    (hold := node.where / "hold").touch()
+    vendor = node.vendor(resource("g0"), hold=str(hold), held=call, preferred=True)
+    node.kubelet.wait_allocatable(RESOURCE, 1)
+    pod = node.kubelet.start_pod("p", {RESOURCE: 1})
+    vendor.wait(call)
+    vendor.stop(kill=kill)
+    node.kubelet.wait_until(lambda: pod.phase == "Failed")
+    where = node.directory / "vendor.example_gadget-vendor.sock"
+    assert f"{RESOURCE}: its plugin at {where} ended, or cannot be reached, during {call}" in pod.message
+    hold.unlink()
+    vendor.start()
+    node.kubelet.wait_allocatable(RESOURCE, 1)
+    node.kubelet.run_pod("q", {RESOURCE: 1})
+
+
+@pytest.mark.parametrize("kill", [True, False])
+def test_a_plugin_that_ends_before_a_container_starts(node: Node, *, kill: bool) -> None:
+    """The kubelet is told which plugin ended; it starts the container when the plugin is there again."""
+    node.agent()
+    (hold := node.where / "hold").touch()
+    vendor = node.vendor(resource("g0"), hold=str(hold), held="PreStartContainer", pre_start=True)
+    node.kubelet.wait_allocatable(RESOURCE, 1)
+    pod = node.kubelet.start_pod("p", {RESOURCE: 1})
+    vendor.wait("PreStartContainer")
+    vendor.stop(kill=kill)
+    where = node.directory / "vendor.example_gadget-vendor.sock"
+    text = f"{RESOURCE}: its plugin at {where} ended, or cannot be reached, during PreStartContainer"
+    assert text in node.kubelet.wait_rpc("PreStartContainer").error
+    hold.unlink()
+    vendor.start()
+    node.kubelet.wait_until(lambda: pod.running)
+    assert len(vendor.calls("Allocate")) == 1
+
+
 def test_ids_are_checked_against_the_live_list(node: Node) -> None:
     """An id that the plugin has dropped does not reach it, though it would answer with success."""
     node.agent()

@@ -365,6 +365,9 @@ async def test_a_plugin_that_ends_while_it_allocates() -> None:
         (answer,) = (await preparing).values()
         assert isinstance(answer, ClaimError)
         assert answer.reason == "plugin"
+        words = f"{RESOURCE}: its plugin at {here.vendors.directory}/vendor.sock ended, or cannot be reached, during"
+        assert f"{words} Allocate: " in str(answer)
+        assert str(answer).endswith("; the next try asks it again")
         async with plugin(here.vendors.directory, "next.sock", Allocating) as after:
             await after.register()
             after.show("g0")
@@ -430,6 +433,18 @@ async def test_pre_start_container_has_the_turn_of_its_allocate(monkeypatch: pyt
         assert here.vendor.calls == ["Allocate", "PreStartContainer", "started", "Allocate"]
         await here.prepared("1")
         assert here.vendor.asked == [("g0",)] * 3
+
+
+async def test_a_plugin_that_hangs_in_pre_start_container(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is waited for as long as the kubelet would; the claim's error names the call."""
+    monkeypatch.setattr(adopted_plugins, "PRE_START", 0.05)
+    async with running() as here:
+        here.vendor.pre_start = True
+        here.vendor.starts.clear()
+        await here.begin(pre_start_once=True)
+        here.driver.claims.add(claim("1", *ids("g0")))
+        where = f"{here.vendors.directory}/vendor.sock"
+        assert f"its plugin at {where} takes too long to answer PreStartContainer: " in str(await here.refused("1"))
 
 
 async def test_administrative_access_is_refused() -> None:

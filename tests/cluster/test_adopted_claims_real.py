@@ -175,6 +175,46 @@ def test_a_mount_without_a_source(scene: Scene, vendors: dict[str, Vendor]) -> N
     pod.wait_running(60)
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["sigterm", "sigkill"])
+@pytest.mark.parametrize("call", ["GetPreferredAllocation", "Allocate"])
+def test_a_plugin_that_ends_while_a_pod_is_admitted(
+    scene: Scene, vendors: dict[str, Vendor], call: str, number: signal.Signals
+) -> None:
+    """The pod's status says which plugin ended in which call, and the kubelet admits the next pod.
+
+    The agent stays registered for what the claim holds, so it is not the end of its stream that ends the call.
+    """
+    cluster = scene.cluster
+    scene.nodes("a", 2)
+    scene.serve(adopted("a", 1))
+    vendor, hold = vendors["a"], isolate.DEVICES / "hold"
+    vendor.stop()
+    vendor.quirks = {"hold": str(hold), "held": call, "preferred": True}
+    scene.stack.callback(hold.unlink, missing_ok=True)
+    vendor.start()
+    scene.agents.wait_offered(1)
+    cluster.wait_allocatable(named("a"), 1)
+    held = scene.claimer("held", "a")
+    scene.running(held)
+    scene.before = 1
+    hold.touch()
+    before = len(calls(vendor, call))
+    pod = scene.pod("limited", "a", restartPolicy="Never")
+    cluster.wait_for(lambda: len(calls(vendor, call)) > before, LIMIT, f"the plugin is in {call}")
+    vendor.stop(number)
+    cluster.wait_for(lambda: pod.phase == "Failed", LIMIT, "the kubelet refuses the pod")
+    message = cluster.api.get("Pod", pod.name)["status"]["message"]
+    print(message)
+    assert f"{named('a')}: its plugin at {DIRECTORY}/{named('a').replace('/', '_')}-vendor.sock" in message
+    assert f"ended, or cannot be reached, during {call}" in message
+    cluster.start_pod("bystander", {}).wait_running()
+    hold.unlink()
+    vendor.start()
+    cluster.wait_for(lambda: len(healthy()) == 1, LIMIT, "the kubelet counts the device as healthy")
+    scene.running(scene.pod("next", "a"))
+    scene.after = 2
+
+
 # Moves and restarts.
 
 
