@@ -1,36 +1,247 @@
-"""Whole agents with both sides on the fake node, in the test's own event loop."""
+"""Whole agents on the fake node, in the test's own event loop, and what can be seen of them from outside."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
+from deviceplugin.device import ContainerEdits, Device
+from deviceplugin.node.agent import Agent
+from deviceplugin.register.records import RegisterSnapshot, State
 from deviceplugin.source import DeviceSource
+from deviceplugin.testing import FakeKubelet, FakePod
+from deviceplugin.testing.claim_state import DevicesOfClaim
 from dra_bridge.handover.share import Share
 from dra_bridge.kube import Cluster
 from dra_bridge.node.bridge import Bridge
 from dra_bridge.node.options import BridgeOptions
 from dra_bridge.node.share import NONE, HandoverPolicy
+from dra_bridge.rollout.fleet import share_patch
+from dra_bridge.rollout.progress import DeviceProgress, read
+from dra_bridge.testing.apiserver import FakeApiServer
+from dra_bridge.testing.kubelet import PodError
 from dra_bridge.testing.node import FakeNode
+from dra_bridge.testing.serving import device_class as class_of_resource
+from tests.dra.classes import device_class
+
+NODE: Final = "node"
+R, D = "example.com/fpga", "fpga.example.com"
+"""Resource and driver of tests that have one of each."""
+PATIENCE: Final = 60.0
+"""Seconds for what is to come."""
+SAYS: Final = "DEVICE_"
+"""Begins the variable by which a container says that it has a device."""
+
+
+class Listed(DeviceSource):
+    """Devices that a test lists: by id, or as they are; d0 and d1 at first unless it says others.
+
+    driver: "" for none. tokens: whether it is known what the devices are, beyond ids.
+    """
+
+    def __init__(
+        self, resource: str, driver: str, *devices: Device | str, replicas: int = 1, tokens: bool = False
+    ) -> None:
+        self.resource = resource
+        self.driver = driver
+        self.replicas = replicas
+        self.tokens = tokens
+        self.lists: asyncio.Queue[Sequence[Device]] = asyncio.Queue()
+        self.list(*(devices or ("d0", "d1")))
+
+    def list(self, *devices: Device | str, **fields: Any) -> None:
+        """Have these devices and no others; fields: further ones of those that are named by their ids."""
+        self.lists.put_nowait([one if isinstance(one, Device) else self.device(one, **fields) for one in devices])
+
+    def device(self, name: str, **fields: Any) -> Device:
+        """Return a device that says in its container which one it is."""
+        identity = {"identity": f"serial:{name}"} if self.tokens else {}
+        return Device(name, **{"edits": ContainerEdits({f"{SAYS}{name}": "1"}), **identity, **fields})
+
+    async def watch(self) -> AsyncIterator[Sequence[Device]]:
+        while True:
+            yield await self.lists.get()
+
+
+def fpgas(count: int, replicas: int = 1) -> Listed:
+    """Return a source of the devices d0, d1 and so on of resource R and driver D."""
+    return Listed(R, D, *(f"d{number}" for number in range(count)), replicas=replicas)
+
+
+def healthy(node: FakeKubelet, *resources: str) -> set[str]:
+    """Return the ids that the kubelet would give to pods; of all resources unless some are named."""
+    listed = [(name, one) for resource in resources or node.resources() for name, one in node.devices(resource).items()]
+    return {name for name, one in listed if one.health == "Healthy"}
+
+
+def sliced(node: FakeNode, driver: str = "") -> set[str]:
+    """Return the names of the devices in a driver's slices; "": in those of all drivers."""
+    specs = [one["spec"] for one in node.server.objects("resourceslices")]
+    return {device["name"] for one in specs if driver in ("", one["driver"]) for device in one.get("devices") or ()}
+
+
+class AgentOnNode:
+    """An agent on a node; bridge: None if it serves pods alone."""
+
+    resource = R
+    driver = D
+    """What is meant where a test names none."""
+
+    def __init__(self, node: FakeNode, agent: Agent, bridge: Bridge | None = None) -> None:
+        self.node = node
+        self.agent = agent
+        self._bridge = bridge
+
+    @property
+    def bridge(self) -> Bridge:
+        """The agent with both sides; an error if it serves pods alone."""
+        assert self._bridge is not None
+        return self._bridge
+
+    def ask(self, share: str, driver: str = "") -> None:
+        """Annotate the Node with the share of a driver."""
+        self.node.server.patch("nodes", NODE, share_patch(driver or self.driver, share))
+
+    @property
+    def recorded(self) -> RegisterSnapshot:
+        """What the agent's ledger has; nothing before it serves a driver."""
+        return next((one.async_ledger.snapshot for one in self.bridge.drivers.values()), RegisterSnapshot())
+
+    @property
+    def states(self) -> dict[str, State]:
+        """The states of all devices by id."""
+        return {name: record.state for (_, name), record in sorted(self.recorded.devices.items())}
+
+    @property
+    def claims(self) -> set[str]:
+        """Namespace and name of the claims that are recorded."""
+        return {claim.title for claim in self.recorded.claims.values()}
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Published names by device."""
+        drivers = self.bridge.drivers.values()
+        return {device.id: name for one in drivers for name, (_, device) in one.driver.devices.by_name.items()}
+
+    @property
+    def published(self) -> set[str]:
+        """The devices in slices by id, those that no driver knows by their published name."""
+        ids = {name: device for device, name in self.names.items()}
+        return {ids.get(name, name) for name in sliced(self.node)}
+
+    @property
+    def told(self) -> dict[str, DeviceProgress]:
+        """What the annotation of the driver's slice says of the resource's devices."""
+        found = read(self.driver, self.node.server.objects())
+        return dict(found.resources[self.resource].devices) if found is not None else {}
+
+    @property
+    def waiting(self) -> dict[str, str]:
+        """What the moves of devices wait for, by id."""
+        resources = [one for driver in self.bridge.drivers.values() for one in driver.resources.values()]
+        return {device: reason for one in resources for device, reason in one.handover.waiting.items()}
+
+    def healthy(self, resource: str = "") -> set[str]:
+        """Return the ids that the kubelet would give to pods, of one resource or of all."""
+        return healthy(self.node, *[resource] * bool(resource))
+
+    async def until(self, what: Callable[[], object], timeout: float = PATIENCE) -> None:
+        """Wait until something is so."""
+        await until(what, self._said, timeout)
+
+    def _said(self) -> str:
+        of_bridge = f"{self.states}, waiting {self.waiting}, " if self._bridge is not None else ""
+        return f"{of_bridge}healthy {self.healthy()}, published {sliced(self.node)}, pods {self.node.pods}"
+
+    async def settle(self, *states: State) -> None:
+        """Wait until these are the states of all devices, in the order of their ids."""
+        await self.until(lambda: tuple(self.states.values()) == states)
+
+    async def scans(self, count: int = 5) -> None:
+        """Wait for so many more scans of who holds what, and what follows from them."""
+        seen: set[float] = set()
+
+        def enough() -> bool:
+            seen.add(self.agent.tracker.snapshot.at)
+            return len(seen) > count
+
+        await self.until(enough)
+
+    async def listening(self) -> None:
+        """Wait until a kubelet that has restarted listens to the plugin, and was scanned then."""
+        endpoint = self.agent.services[self.resource].endpoint
+        await self.until(lambda: endpoint.streams.shown() is not None and bool(self.node.devices(self.resource)))
+        await self.scans()
+
+    async def run(self, name: str, limits: Mapping[str, int], **options: Any) -> FakePod:
+        """Start a pod past the scheduler; return it when it runs or has failed."""
+        return await asyncio.to_thread(self.node.run_pod, name, limits, check=False, timeout=PATIENCE, **options)
+
+    async def claimant(self, name: str, driver: str = "", **options: Any) -> FakePod:
+        """Start a pod with a claim for a device of a driver; return it when it runs."""
+        pod = self.node.start_pod(name, **(options or {"template": {driver or self.driver: 1}}))
+        await asyncio.to_thread(pod.wait_running, PATIENCE)
+        return pod
+
+    async def stopped(self, pod: FakePod) -> None:
+        """Delete a pod and wait until nothing of it runs."""
+        await asyncio.to_thread(pod.delete, PATIENCE)
+
+    def allocate(self, name: str, driver: str, device: str, *, pod: str = "q", **result: Any) -> DevicesOfClaim:
+        """Make a claim that was allocated a device by its published name, whatever is in the slices."""
+        made = self.node.server.create(claim_body(name, driver))
+        allocation = {"request": "r", "driver": driver, "pool": NODE, "device": device, **result}
+        made["status"] = {
+            "allocation": {"devices": {"results": [allocation]}},
+            "reservedFor": [{"resource": "pods", "name": pod, "uid": pod}],
+        }
+        self.node.server.replace(made)
+        return DevicesOfClaim("default", name, made["metadata"]["uid"], {driver: []})
+
+    async def prepare(self, driver: str, claim: DevicesOfClaim) -> str:
+        """Have a claim prepared as the kubelet does; return the error, "" if there is none."""
+        return await self._call(driver, "NodePrepareResources", claim)
+
+    async def unprepare(self, driver: str, claim: DevicesOfClaim) -> str:
+        """Have a claim unprepared as the kubelet does; return the error, "" if there is none."""
+        return await self._call(driver, "NodeUnprepareResources", claim)
+
+    async def _call(self, driver: str, method: str, claim: DevicesOfClaim) -> str:
+        await asyncio.to_thread(self.node.dra.wait_registered, driver)
+        try:
+            answers = await asyncio.to_thread(self.node.dra.call, driver, method, [claim])
+        except PodError as error:
+            return str(error)
+        return str(answers[claim.uid].error)
+
+
+def claim_body(name: str, driver: str, **exactly: Any) -> dict[str, Any]:
+    """Return a claim for a device of a driver's class."""
+    return {
+        "apiVersion": "resource.k8s.io/v1",
+        "kind": "ResourceClaim",
+        "metadata": {"name": name, "namespace": "default"},
+        "spec": {"devices": {"requests": [{"name": "r", "exactly": {"deviceClassName": driver, **exactly}}]}},
+    }
 
 
 def bridge(
     node: FakeNode,
     sources: Sequence[DeviceSource],
     share: Share = NONE,
-    cdi: Path | None = None,
     *,
     claim_status: bool = False,
+    cdi: Path | None = None,
     **options: Any,
 ) -> Bridge:
     """Return an agent that scans often. share: of each resource. cdi: else the node's CDI directory."""
-    paths = replace(node.paths, cdi_dir=cdi) if cdi is not None else node.paths
+    paths = replace(node.paths, cdi_dir=cdi or node.cdi)
     return Bridge(
         sources,
         {source.resource: HandoverPolicy(share) for source in sources},
@@ -38,6 +249,17 @@ def bridge(
         period=0.05,
         **options,
     )
+
+
+@contextlib.contextmanager
+def fake_node(**options: Any) -> Iterator[FakeNode]:
+    """Run a node, with DeviceClasses of resource R and of all devices of the drivers that tests have."""
+    with FakeApiServer() as server:
+        server.create(class_of_resource(R, D))
+        for driver in ("d.example.com", "e.example.com", "gpu.example.com", "other.example.com"):
+            server.create(device_class(driver))
+        with FakeNode(server, NODE, **options) as node:
+            yield node
 
 
 @contextlib.asynccontextmanager
@@ -52,10 +274,20 @@ async def running(bridge: Bridge) -> AsyncIterator[Bridge]:
             await task
 
 
-async def until(what: Callable[[], object], why: Callable[[], str] | str = "") -> None:
+@contextlib.asynccontextmanager
+async def on_node(node: FakeNode, *sources: DeviceSource, offered: bool = True) -> AsyncIterator[AgentOnNode]:
+    """Run an agent with both sides until the end of the block; `offered`: wait until pods can have a device."""
+    async with running(bridge(node, sources)) as made:
+        here = AgentOnNode(node, made.agent, made)
+        drivers = {source.driver for source in sources}
+        await here.until(lambda: here.healthy() if offered else drivers <= made.drivers.keys())
+        yield here
+
+
+async def until(what: Callable[[], object], why: Callable[[], str] | str = "", timeout: float = PATIENCE) -> None:
     """Wait until something is so. why: what is said if it does not come."""
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(timeout):
             while not what():  # noqa: ASYNC110  # what is waited for tells nobody
                 await asyncio.sleep(0.01)
     except TimeoutError:

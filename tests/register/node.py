@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Final
 
 import grpc
 import pytest
 
-from deviceplugin.device import ContainerEdits, Device
+from deviceplugin.device import Device
 from deviceplugin.node.agent import Agent
 from deviceplugin.source import DeviceSource
-from deviceplugin.testing import FakeKubelet, FakePod
-from deviceplugin.testing.claim_state import DevicesOfClaim
+from deviceplugin.testing import FakePod
 from deviceplugin.wire import deviceplugin_pb2 as pb
 from deviceplugin.wire.deviceplugin_pb2_grpc import DevicePluginStub
 from dra_bridge.handover.share import parse_share
@@ -23,15 +22,12 @@ from dra_bridge.kube import Cluster
 from dra_bridge.node.bridge import Bridge
 from dra_bridge.node.options import AGENT, BridgeOptions
 from dra_bridge.node.share import HandoverPolicy
-from dra_bridge.rollout.fleet import share_patch
-from dra_bridge.testing.kubelet import PodError
 from dra_bridge.testing.node import FakeNode
+from tests.dra.agents import NODE, SAYS, AgentOnNode, Listed, sliced
 from tests.register.files import lose_register
 
 A, B = "example.com/a", "example.com/b"
 D, E = "d.example.com", "e.example.com"
-NODE: Final = "node"
-_SAYS: Final = "DEVICE_"
 _OPTIONS: Final = (("grpc.default_authority", "localhost"), ("grpc.use_local_subchannel_pool", 1))
 TOKENS = pytest.mark.parametrize(
     "tokens", [pytest.param(False, marks=pytest.mark.explore), True], ids=["names", "tokens"]
@@ -52,35 +48,6 @@ def some(names: str, usual: Sequence[tuple[Any, ...]], *values: Sequence[Any]) -
     )
 
 
-class Listed(DeviceSource):
-    """Devices that a test lists. driver: "" for none. tokens: whether it is known what the devices are, beyond ids."""
-
-    def __init__(self, resource: str, driver: str, *names: str, replicas: int = 1, tokens: bool = False) -> None:
-        self.resource = resource
-        self.driver = driver
-        self.replicas = replicas
-        self.tokens = tokens
-        self.lists: asyncio.Queue[Sequence[Device]] = asyncio.Queue()
-        self.list(*(names or ("d0", "d1")))
-
-    def list(self, *names: str, **fields: Any) -> None:
-        """Have these devices and no others; fields: further ones of each."""
-        self.put(*(self.device(name, **fields) for name in names))
-
-    def put(self, *devices: Device) -> None:
-        """Have these devices and no others."""
-        self.lists.put_nowait(devices)
-
-    def device(self, name: str, **fields: Any) -> Device:
-        """Return a device that says in its container which one it is."""
-        identity = {"identity": f"serial:{name}"} if self.tokens else {}
-        return Device(name, **{"edits": ContainerEdits({f"{_SAYS}{name}": "1"}), **identity, **fields})
-
-    async def watch(self) -> AsyncIterator[Sequence[Device]]:
-        while True:
-            yield await self.lists.get()
-
-
 class Varying(Listed):
     """Devices that are shared as often as the list says that was given last; t0 marks a list as taken."""
 
@@ -91,15 +58,10 @@ class Varying(Listed):
 
     def vary(self, replicas: int, *marks: str) -> None:
         """List d0 with this number of replicas; marks: further devices, by which the list is known."""
-        self.put(self.device("d0", attributes={"replicas": replicas}), *map(self.device, marks))
+        self.list(self.device("d0", attributes={"replicas": replicas}), *map(self.device, marks))
 
     def replicas_of(self, device: Device) -> int:
         return int(device.attributes.get("replicas", 1))
-
-
-def healthy(node: FakeKubelet, resource: str) -> set[str]:
-    """Return the ids that the kubelet would give to pods."""
-    return {name for name, one in node.devices(resource).items() if one.health == "Healthy"}
 
 
 def running(node: FakeNode, device: str) -> set[str]:
@@ -112,7 +74,7 @@ def running(node: FakeNode, device: str) -> set[str]:
 
 def got(node: FakeNode, pod: FakePod) -> set[str]:
     """Return the devices that the first container of a pod says to have: the kubelet may remember others."""
-    return {name.removeprefix(_SAYS) for name in node.edits_of(pod).env if name.startswith(_SAYS)}
+    return {name.removeprefix(SAYS) for name in node.edits_of(pod).env if name.startswith(SAYS)}
 
 
 def answered(pod: FakePod) -> bool:
@@ -125,29 +87,22 @@ def plain(name: str) -> str:
     return name.rpartition("--")[2].partition("::")[0]
 
 
-class Here:
-    """An agent on a node."""
+class Here(AgentOnNode):
+    """An agent of one side or of both whose config may change; each `until` is short."""
 
-    def __init__(self, node: FakeNode, agent: Agent, bridge: Bridge | None = None) -> None:
-        self.node = node
-        self.agent = agent
-        self.bridge = bridge
+    resource = A
+    driver = D
 
     async def serve(self, *sources: DeviceSource, share: str = "none") -> None:
         """Serve these sources instead of those before, as after a change of the config file."""
         by_resource = {source.resource: source for source in sources}
-        if self.bridge is None:
+        if self._bridge is None:
             await self.agent.reconfigure(by_resource)
         else:
-            await self.bridge.reconfigure(by_resource, policies(sources, share), [])
-
-    def ask(self, driver: str, share: str) -> None:
-        """Annotate the Node with the share of a driver."""
-        self.node.server.patch("nodes", NODE, share_patch(driver, share))
+            await self._bridge.reconfigure(by_resource, policies(sources, share), [])
 
     def healthy(self, resource: str = A) -> set[str]:
-        """Return the ids that the kubelet would give to pods."""
-        return healthy(self.node, resource)
+        return super().healthy(resource)
 
     def withheld(self, resource: str = A) -> dict[str, str]:
         """Return why devices are offered to nobody, by id, as the agent's status says it."""
@@ -156,15 +111,10 @@ class Here:
 
     def sliced(self, driver: str = D) -> set[str]:
         """Return the names of the devices in a driver's slices."""
-        slices = [one["spec"] for one in self.node.server.objects("resourceslices") if one["spec"]["driver"] == driver]
-        return {device["name"] for one in slices for device in one.get("devices") or ()}
+        return sliced(self.node, driver)
 
     async def until(self, what: Callable[[], object], timeout: float = PATIENCE) -> None:
-        """Wait until something is so."""
-        if not await self.soon(what, timeout):
-            seen = {name: self.node.devices(name) for name in self.node.resources()}
-            slices = {driver: self.sliced(driver) for driver in (D, E)}
-            pytest.fail(f"it does not come: devices {seen}, slices {slices}, pods {self.node.pods}")
+        await super().until(what, timeout)
 
     async def soon(self, what: Callable[[], object], seconds: float) -> bool:
         """Return whether something is so within some seconds."""
@@ -188,62 +138,6 @@ class Here:
             return ""
 
         return await asyncio.to_thread(call)
-
-    async def scans(self, count: int = 6) -> None:
-        """Wait until the agent has asked the kubelet so many more times who holds what."""
-        before = len(self.node.rpcs("List"))
-        await self.until(lambda: len(self.node.rpcs("List")) >= before + count)
-
-    async def run(self, name: str, limits: Mapping[str, int], **options: Any) -> FakePod:
-        """Start a pod past the scheduler; return it when it runs or has failed."""
-        return await asyncio.to_thread(self.node.run_pod, name, limits, check=False, timeout=PATIENCE, **options)
-
-    async def claimant(self, name: str, driver: str = D, **options: Any) -> FakePod:
-        """Start a pod with a claim for a device of a driver; return it when it runs."""
-        pod = self.node.start_pod(name, **(options or {"template": {driver: 1}}))
-        await asyncio.to_thread(pod.wait_running, PATIENCE)
-        return pod
-
-    async def stopped(self, pod: FakePod) -> None:
-        """Delete a pod and wait until nothing of it runs."""
-        await asyncio.to_thread(pod.delete, PATIENCE)
-
-    def allocate(self, name: str, driver: str, device: str, *, pod: str = "q", **result: Any) -> DevicesOfClaim:
-        """Make a claim that was allocated a device by its published name, whatever is in the slices."""
-        made = self.node.server.create(claim_body(name, driver))
-        allocation = {"request": "r", "driver": driver, "pool": NODE, "device": device, **result}
-        made["status"] = {
-            "allocation": {"devices": {"results": [allocation]}},
-            "reservedFor": [{"resource": "pods", "name": pod, "uid": pod}],
-        }
-        self.node.server.replace(made)
-        return DevicesOfClaim("default", name, made["metadata"]["uid"], {driver: []})
-
-    async def prepare(self, driver: str, claim: DevicesOfClaim) -> str:
-        """Have a claim prepared as the kubelet does; return the error, "" if there is none."""
-        return await self._call(driver, "NodePrepareResources", claim)
-
-    async def unprepare(self, driver: str, claim: DevicesOfClaim) -> str:
-        """Have a claim unprepared as the kubelet does; return the error, "" if there is none."""
-        return await self._call(driver, "NodeUnprepareResources", claim)
-
-    async def _call(self, driver: str, method: str, claim: DevicesOfClaim) -> str:
-        await asyncio.to_thread(self.node.dra.wait_registered, driver)
-        try:
-            answers = await asyncio.to_thread(self.node.dra.call, driver, method, [claim])
-        except PodError as error:
-            return str(error)
-        return str(answers[claim.uid].error)
-
-
-def claim_body(name: str, driver: str, **exactly: Any) -> dict[str, Any]:
-    """Return a claim for a device of a driver's class."""
-    return {
-        "apiVersion": "resource.k8s.io/v1",
-        "kind": "ResourceClaim",
-        "metadata": {"name": name, "namespace": "default"},
-        "spec": {"devices": {"requests": [{"name": "r", "exactly": {"deviceClassName": driver, **exactly}}]}},
-    }
 
 
 def policies(sources: Sequence[DeviceSource], share: str) -> dict[str, HandoverPolicy]:

@@ -9,7 +9,8 @@ import pytest
 from deviceplugin.device import ContainerEdits, Device
 from deviceplugin.testing import FakePod
 from dra_bridge.testing.node import FakeNode
-from tests.register.node import BOTH, A, B, D, E, Here, Listed, serving, some
+from tests.dra.agents import Listed
+from tests.register.node import BOTH, A, B, D, E, Here, serving, some
 
 Q = "10Gi"
 
@@ -29,7 +30,7 @@ def source(resource: str, driver: str, *names: str) -> Listed:
     """Return a source of partitions."""
     made = Listed(resource, driver)
     made.lists = asyncio.Queue()
-    made.put(*map(part, names))
+    made.list(*map(part, names))
     return made
 
 
@@ -83,7 +84,7 @@ async def test_a_claims_part_counts_for_the_plugin_alone(node: FakeNode, to: str
 
     def made(driver: str) -> Listed:
         one = source(A, driver)
-        one.put(*(part(name, amount, amount) for name in names.split()))
+        one.list(*(part(name, amount, amount) for name in names.split()))
         return one
 
     async with serving(node, made(D), share="all") as here:

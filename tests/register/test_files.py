@@ -9,8 +9,9 @@ import pytest
 from deviceplugin.device import Device
 from deviceplugin.testing import FakePod
 from dra_bridge.testing.node import FakeNode
+from tests.dra.agents import Listed
 from tests.register.files import lose_register, registers
-from tests.register.node import BOTH, TOKENS, A, B, D, E, Here, Listed, Varying, got, running, serving, some
+from tests.register.node import BOTH, TOKENS, A, B, D, E, Here, Varying, got, running, serving, some
 
 
 async def hang(here: Here) -> FakePod:
@@ -114,7 +115,7 @@ async def test_what_claims_of_a_second_agent_have_is_given_to_nobody(node: FakeN
     """Both have the same hardware, by other names: the claim's own file says what it is."""
     other = Listed(B, E)
     other.lists = asyncio.Queue()
-    other.put(Device("x0", identity="serial:d0"))
+    other.list(Device("x0", identity="serial:d0"))
     async with serving(node, Listed(A, D, "d0", tokens=True), share="all", name="one") as one:
         await one.until(lambda: one.sliced() == {"d0"})
         pod = await one.claimant("c0")
@@ -157,7 +158,7 @@ async def test_claims_of_another_agents_driver_are_known_after_a_reload_that_nam
         await two.until(lambda: f"through driver {D}" in two.withheld().get("d0", ""))
         empty = Listed(B, D)
         empty.lists = asyncio.Queue()
-        empty.put()
+        empty.list()
         await two.serve(empty, Listed(A, "", "d0"))
         assert (await two.run("q", {A: 1})).running is False
         await two.stopped(pod)

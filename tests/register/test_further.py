@@ -16,6 +16,7 @@ from deviceplugin.source import DeviceSource
 from deviceplugin.testing import FakePod
 from dra_bridge.testing.apiserver import Fault, LoggedRequest
 from dra_bridge.testing.node import FakeNode
+from tests.dra.agents import Listed
 from tests.register.files import lose_copies, lose_register
 from tests.register.node import (
     BOTH,
@@ -26,7 +27,6 @@ from tests.register.node import (
     D,
     E,
     Here,
-    Listed,
     Varying,
     allocated_elsewhere,
     answered,
@@ -260,7 +260,7 @@ async def test_a_claim_is_known_again_after_two_losses(node: FakeNode, lost: str
 
     def source(driver: str) -> Listed:
         made = Listed(A, driver)
-        made.put(*(Device(name, edits=ContainerEdits({"SET": "1"} if edits else {})) for name in ("d0", "d1")))
+        made.list(*(Device(name, edits=ContainerEdits({"SET": "1"} if edits else {})) for name in ("d0", "d1")))
         return made
 
     async with serving(node, source(D), share="all") as here:
@@ -519,7 +519,7 @@ async def test_a_child_source_with_a_driver_is_offered_on_its_side(node: FakeNod
     """What a source brings along is served as if the config had named it, and follows what the Node asks for."""
     async with serving(node, Parent()) as here:
         await here.until(lambda: here.healthy(A) and here.healthy(B))
-        here.ask(D, share)
+        here.ask(share, D)
         if share == "none":
             await here.until(lambda: here.healthy(A) == {"d0"} and here.healthy(B) == {"b0"})
             assert (await here.run("p", {B: 1})).running

@@ -12,7 +12,8 @@ import pytest
 from deviceplugin.device import Device
 from deviceplugin.testing.claim_state import DevicesOfClaim
 from dra_bridge.testing.node import FakeNode
-from tests.register.node import BOTH, A, D, Here, Listed, answered, running, serving
+from tests.dra.agents import Listed
+from tests.register.node import BOTH, A, D, Here, answered, running, serving
 
 SHARES = tuple(f"00000000-0000-4000-8000-00000000000{number}" for number in range(3))
 

@@ -11,7 +11,8 @@ import pytest
 from deviceplugin.device import ContainerEdits, Device
 from deviceplugin.kubelet import registration
 from dra_bridge.testing.node import FakeNode
-from tests.register.node import BOTH, A, B, D, Listed, got, serving
+from tests.dra.agents import Listed
+from tests.register.node import BOTH, A, B, D, got, serving
 
 
 def card(name: str, hardware: str) -> Device:
@@ -20,7 +21,7 @@ def card(name: str, hardware: str) -> Device:
 
 
 def cards(source: Listed, **hardware: str) -> None:
-    source.put(*(card(name, one) for name, one in hardware.items()))
+    source.list(*(card(name, one) for name, one in hardware.items()))
 
 
 class Slow(Listed):

@@ -14,7 +14,8 @@ import pytest
 from deviceplugin.device import Device
 from deviceplugin.testing import FakePod
 from dra_bridge.testing.node import FakeNode
-from tests.register.node import BOTH, A, D, Listed, serving
+from tests.dra.agents import Listed
+from tests.register.node import BOTH, A, D, serving
 
 PLACES = (
     "deviceplugin.identity",
@@ -54,7 +55,7 @@ async def test_numbers_are_swapped_by_a_reboot(node: FakeNode, tmp_path: Path, l
     def source(first: int) -> Listed:
         made = Listed(A, D)
         made.lists = asyncio.Queue()
-        made.put(Device("serial-0", nodes=[str(tty[first])]), Device("serial-1", nodes=[str(tty[1 - first])]))
+        made.list(Device("serial-0", nodes=[str(tty[first])]), Device("serial-1", nodes=[str(tty[1 - first])]))
         return made
 
     with another_boot():
@@ -69,7 +70,7 @@ async def test_numbers_are_swapped_by_a_reboot(node: FakeNode, tmp_path: Path, l
     swapped = source(1)
     if late:
         swapped.lists = asyncio.Queue()
-        swapped.put()
+        swapped.list()
     await asyncio.to_thread(node.stop)
     node.hold_sources()  # the kubelet learns of its pods when the plugin is there
     await asyncio.to_thread(node.reboot)
@@ -79,7 +80,7 @@ async def test_numbers_are_swapped_by_a_reboot(node: FakeNode, tmp_path: Path, l
         if late:
             for n, path in enumerate(tty):
                 put(path, 10 + n)
-            swapped.put(Device("serial-0", nodes=[str(tty[1])]), Device("serial-1", nodes=[str(tty[0])]))
+            swapped.list(Device("serial-0", nodes=[str(tty[1])]), Device("serial-1", nodes=[str(tty[0])]))
         await here.scans()
         node.release_sources()
         await here.until(lambda: pod.phase != "Pending")

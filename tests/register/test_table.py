@@ -15,9 +15,9 @@ from deviceplugin.testing import FakePod, claim_state
 from deviceplugin.testing.claim_state import AnsweredDevice, DevicesOfClaim
 from dra_bridge.driver import preparation
 from dra_bridge.testing.node import FakeNode
+from tests.dra.agents import NODE, Listed
 from tests.dra.classes import unserved
 from tests.register.node import (
-    NODE,
     SHARE,
     TOKENS,
     A,
@@ -25,7 +25,6 @@ from tests.register.node import (
     D,
     E,
     Here,
-    Listed,
     Varying,
     allocated_elsewhere,
     answered,

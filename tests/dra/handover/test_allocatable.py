@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from typing import cast
 
 import pytest
@@ -21,12 +20,10 @@ from dra_bridge.handover.share import Share
 from dra_bridge.node.bridge import Bridge
 from dra_bridge.node.node_object import numbers
 from dra_bridge.rollout.fleet import share_patch
-from dra_bridge.testing.apiserver import FakeApiServer, Fault, LoggedRequest
+from dra_bridge.testing.apiserver import Fault, LoggedRequest
 from dra_bridge.testing.node import FakeNode
-from dra_bridge.testing.serving import device_class
 from tests.dra import agents
-from tests.dra.agents import until
-from tests.dra.handover.test_moves import NODE, D, R, Source
+from tests.dra.agents import NODE, D, R, fake_node, fpgas, until
 
 
 class FakeStatus:
@@ -166,15 +163,13 @@ def test_quantities_are_read() -> None:
 @pytest.fixture
 def node() -> Iterator[FakeNode]:
     """A node whose kubelet reports once a minute: in a test only the agent's own writes are seen."""
-    with FakeApiServer() as server:
-        server.create(device_class(R, D))
-        with FakeNode(server, NODE, status_period=60.0) as made:
-            yield made
+    with fake_node(status_period=60.0) as made:
+        yield made
 
 
 @contextlib.asynccontextmanager
-async def running(node: FakeNode, tmp_path: Path, count: int) -> AsyncIterator[Bridge]:
-    bridge = agents.bridge(node, [Source(count)], Share(0), tmp_path / "cdi", grace=0.2)
+async def running(node: FakeNode, count: int) -> AsyncIterator[Bridge]:
+    bridge = agents.bridge(node, [fpgas(count)], Share(0), grace=0.2)
     async with agents.running(bridge):
         await until(lambda: node.allocatable(R) == count)
         node.report()
@@ -207,13 +202,13 @@ def forbid(node: FakeNode) -> None:
 
 @pytest.mark.parametrize("allowed", [True, False])
 async def test_pods_that_come_while_devices_leave(
-    node: FakeNode, tmp_path: Path, allowed: bool, caplog: pytest.LogCaptureFixture
+    node: FakeNode, allowed: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The scheduler sends no pod to devices that are gone; where the agent may not write it does, and the pod fails."""
     caplog.set_level(logging.WARNING)
     if not allowed:
         forbid(node)
-    async with running(node, tmp_path, 4) as bridge:
+    async with running(node, 4) as bridge:
         ask(node, "3")
         await settled(bridge, 3, 4)
         ask(node, "2")
@@ -231,9 +226,9 @@ async def test_pods_that_come_while_devices_leave(
         assert caplog.text.count("may fail while devices move") == (0 if allowed else 1)
 
 
-async def test_pods_that_wait_start_when_devices_are_back(node: FakeNode, tmp_path: Path) -> None:
+async def test_pods_that_wait_start_when_devices_are_back(node: FakeNode) -> None:
     """Nobody waits for the kubelet's next report."""
-    async with running(node, tmp_path, 4) as bridge:
+    async with running(node, 4) as bridge:
         ask(node, "all")
         await settled(bridge, 4, 4)
         ask(node, "none")
@@ -243,9 +238,9 @@ async def test_pods_that_wait_start_when_devices_are_back(node: FakeNode, tmp_pa
         await asyncio.to_thread(pod.wait_running, 10)
 
 
-async def test_a_share_change_costs_few_writes(node: FakeNode, tmp_path: Path) -> None:
+async def test_a_share_change_costs_few_writes(node: FakeNode) -> None:
     """One write lowers the number for all devices that leave, one raises it for all that come back."""
-    async with running(node, tmp_path, 8) as bridge:
+    async with running(node, 8) as bridge:
         for share, count in (("all", 8), ("none", 0)):
             ask(node, share)
             await settled(bridge, count, 8)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 import pytest
 
@@ -12,84 +11,74 @@ from deviceplugin.register import rules
 from deviceplugin.register.records import State
 from deviceplugin.testing.pods import FakePod
 from dra_bridge.node.share import HandoverPolicy
-from dra_bridge.testing.apiserver import FakeApiServer
 from dra_bridge.testing.node import FakeNode
-from dra_bridge.testing.serving import device_class
-from tests.dra.handover import test_excluding as excluding
-from tests.dra.handover.test_moves import D, R, Source, World, world
+from tests.dra.agents import AgentOnNode, D, Listed, R, fpgas, on_node
 
 PLUGIN, TO_DRA, DRA, TO_PLUGIN = State.PLUGIN, State.TO_DRA, State.DRA, State.TO_PLUGIN
 
 
-async def started(here: World, name: str, count: int = 1) -> FakePod:
+async def started(here: AgentOnNode, name: str, count: int = 1) -> FakePod:
     """Start a pod with limits; it runs."""
     pod = here.node.start_pod(name, {R: count})
     await asyncio.to_thread(pod.wait_running, 60)
     return pod
 
 
-async def ended(pod: FakePod) -> None:
-    await asyncio.to_thread(pod.delete, 60)
-
-
-async def test_devices_return_when_no_pod_has_one_through_dra_by_limits(node: FakeNode, tmp_path: Path) -> None:
+async def test_devices_return_when_no_pod_has_one_through_dra_by_limits(node: FakeNode) -> None:
     """Idle ones leave the slices and wait with the held one; a pod with a claim of its own keeps none but its own."""
-    async with world(node, tmp_path, Source(3)) as here:
+    async with on_node(node, fpgas(3)) as here:
         here.ask("all")
         await here.settle(DRA, DRA, DRA)
         unchanged = await started(here, "unchanged")
-        claims = node.start_pod("claims", template={D: 1})
-        await asyncio.to_thread(claims.wait_running, 60)
+        claims = await here.claimant("claims")
         here.ask("none")
         await here.settle(TO_PLUGIN, TO_PLUGIN, TO_PLUGIN)
         await here.until(lambda: "by limits" in here.waiting.get("d2", ""))
         assert isinstance(here.waiting["d2"], rules.HolderWait)
         await here.until(lambda: not here.published)
-        assert not here.healthy
-        await ended(unchanged)
+        assert not here.healthy()
+        await here.stopped(unchanged)
         await here.until(lambda: sorted(one.value for one in here.states.values()) == ["plugin", "plugin", "to-plugin"])
         assert claims.running
 
 
-async def test_pods_by_limits_that_wait_do_not_keep_devices_from_returning(node: FakeNode, tmp_path: Path) -> None:
+async def test_pods_by_limits_that_wait_do_not_keep_devices_from_returning(node: FakeNode) -> None:
     """They get none through DRA meanwhile, also none of those that claims are to keep; a claim's device turns round."""
-    async with world(node, tmp_path, Source(4)) as here:
+    async with on_node(node, fpgas(4)) as here:
         here.ask("all")
         await here.settle(DRA, DRA, DRA, DRA)
         unchanged = await started(here, "unchanged", 3)
-        claims = node.start_pod("claims", template={D: 1})
-        await asyncio.to_thread(claims.wait_running, 60)
+        claims = await here.claimant("claims")
         pod = node.start_pod("waits", {R: 3})
         here.ask("1")
         await here.settle(TO_PLUGIN, TO_PLUGIN, TO_PLUGIN, TO_PLUGIN)
         await here.until(lambda: not here.published)
-        await ended(unchanged)
+        await here.stopped(unchanged)
         await asyncio.to_thread(pod.wait_running, 60)
         assert sorted(one.value for one in here.states.values()) == ["dra", "plugin", "plugin", "plugin"]
         assert set(pod.devices[R]) == {name for name, one in here.states.items() if one is PLUGIN}
         assert claims.running
 
 
-async def test_devices_that_wait_to_return_are_offered_to_claims(node: FakeNode, tmp_path: Path) -> None:
+async def test_devices_that_wait_to_return_are_offered_to_claims(node: FakeNode) -> None:
     """With `wait` nothing is withdrawn before the last pod by limits has ended."""
-    async with world(node, tmp_path, Source(2)) as here:
+    async with on_node(node, fpgas(2)) as here:
         here.ask("all")
         await here.settle(DRA, DRA)
         here.bridge.drivers[D].resources[R].policy = HandoverPolicy(drain="wait")
         unchanged = await started(here, "unchanged")
         here.ask("none")
         await here.until(lambda: "a kubelet restart" in here.waiting.get("d1", ""))
-        claims = node.start_pod("claims", template={D: 1})
-        await asyncio.to_thread(claims.wait_running, 60)
+        claims = await here.claimant("claims")
         assert here.states == {"d0": DRA, "d1": DRA}
-        await ended(unchanged)
-        await ended(claims)
+        await here.stopped(unchanged)
+        await here.stopped(claims)
         await here.settle(PLUGIN, PLUGIN)
 
 
-async def test_an_allocation_by_limits_that_is_not_prepared_keeps_devices(node: FakeNode, tmp_path: Path) -> None:
+async def test_an_allocation_by_limits_that_is_not_prepared_keeps_devices(node: FakeNode) -> None:
     """The scheduler has written it, the kubelet has not asked yet: the pod counts at the kubelet's next start."""
-    async with world(node, tmp_path, Source(2)) as here:
+    async with on_node(node, fpgas(2)) as here:
         here.ask("all")
         await here.settle(DRA, DRA)
         (pool,) = node.server.objects("resourceslices")
@@ -115,9 +104,9 @@ async def test_an_allocation_by_limits_that_is_not_prepared_keeps_devices(node: 
         await here.settle(PLUGIN, PLUGIN)
 
 
-async def test_a_move_that_is_withdrawn_waits_too(node: FakeNode, tmp_path: Path) -> None:
+async def test_a_move_that_is_withdrawn_waits_too(node: FakeNode) -> None:
     """A device that a pod of the plugin side holds is not offered to pods again beside those that DRA serves."""
-    async with world(node, tmp_path, Source(2)) as here:
+    async with on_node(node, fpgas(2)) as here:
         held = await started(here, "held")
         here.ask("all")
         await here.until(lambda: sorted(one.value for one in here.states.values()) == ["dra", "to-dra"])
@@ -125,20 +114,20 @@ async def test_a_move_that_is_withdrawn_waits_too(node: FakeNode, tmp_path: Path
         here.ask("none")
         await here.until(lambda: sorted(one.value for one in here.states.values()) == ["to-dra", "to-plugin"])
         await here.until(lambda: len(here.waiting) == 2)
-        assert not here.healthy
-        await ended(unchanged)
+        assert not here.healthy()
+        await here.stopped(unchanged)
         await here.settle(PLUGIN, PLUGIN)
         assert held.running
 
 
-async def test_what_is_forced_moves_at_once(node: FakeNode, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_what_is_forced_moves_at_once(node: FakeNode, caplog: pytest.LogCaptureFixture) -> None:
     """Devices return beside pods that DRA serves by limits, and those that younger pods hold are withdrawn."""
-    async with world(node, tmp_path, Source(4)) as here:
+    async with on_node(node, fpgas(4)) as here:
         here.ask("all")
         await here.settle(DRA, DRA, DRA, DRA)
         unchanged = await started(here, "unchanged")
         here.ask("1 force")
-        await here.until(lambda: len(here.healthy) == 3)
+        await here.until(lambda: len(here.healthy()) == 3)
         handover = here.bridge.drivers[D].resources[R].handover
         assert handover.denied == ()
         younger = await started(here, "younger")
@@ -146,84 +135,80 @@ async def test_what_is_forced_moves_at_once(node: FakeNode, tmp_path: Path, capl
         assert "pod default/younger would be ended by a kubelet restart" in caplog.text
         here.ask("all")
         # One may leave: two are enough for both pods. The other idle one stays, and so does the held one.
-        await here.until(lambda: len(here.healthy) == 2)
+        await here.until(lambda: len(here.healthy()) == 2)
         await here.until(lambda: list(here.states.values()).count(PLUGIN) == 2)
         await here.until(lambda: here.waiting.keys() == {name for name, one in here.states.items() if one is PLUGIN})
         here.ask("all force")
         await here.until(lambda: sorted(one.value for one in here.states.values()) == ["dra", "dra", "dra", "to-dra"])
         assert younger.running
-        await ended(younger)
+        await here.stopped(younger)
         await here.settle(DRA, DRA, DRA, DRA)
         await here.until(lambda: handover.denied == ())
         assert unchanged.running
 
 
-async def test_devices_leave_as_pods_of_the_plugin_side_end(node: FakeNode, tmp_path: Path) -> None:
+async def test_devices_leave_as_pods_of_the_plugin_side_end(node: FakeNode) -> None:
     """With four devices shown, two pods of each kind: none leaves; with each pod that ends one more; then all."""
-    async with world(node, tmp_path, Source(6)) as here:
+    async with on_node(node, fpgas(6)) as here:
         here.ask("all")
         await here.settle(*[DRA] * 6)
         unchanged = await started(here, "unchanged", 2)
         here.ask("2 force")
-        await here.until(lambda: len(here.healthy) == 4)
+        await here.until(lambda: len(here.healthy()) == 4)
         pods = [await started(here, f"p{number}") for number in range(2)]
         here.ask("all")
         await here.until(lambda: len(here.waiting) == 4)
-        assert len(here.healthy) == 4
-        await ended(pods[0])
-        await here.until(lambda: len(here.healthy) == 3)
+        assert len(here.healthy()) == 4
+        await here.stopped(pods[0])
+        await here.until(lambda: len(here.healthy()) == 3)
         await here.until(lambda: list(here.states.values()).count(PLUGIN) == 3)
-        await ended(pods[1])
+        await here.stopped(pods[1])
         await here.settle(*[DRA] * 6)
         assert unchanged.running
 
 
-async def test_shared_devices_count_by_their_ids(node: FakeNode, tmp_path: Path) -> None:
+async def test_shared_devices_count_by_their_ids(node: FakeNode) -> None:
     """Two pods need two ids: of two devices with two ids each one may leave."""
-    async with world(node, tmp_path, Source(3, replicas=2)) as here:
+    async with on_node(node, fpgas(3, replicas=2)) as here:
         here.ask("all")
         await here.settle(DRA, DRA, DRA)
         await started(here, "unchanged")
         here.ask("1 force")
-        await here.until(lambda: len(here.healthy) == 4)
+        await here.until(lambda: len(here.healthy()) == 4)
         younger = await started(here, "younger")
         here.ask("all")
-        await here.until(lambda: len(here.healthy) == 2)
+        await here.until(lambda: len(here.healthy()) == 2)
         await here.until(lambda: sorted(one.value for one in here.states.values()) == ["dra", "dra", "plugin"])
         await here.until(lambda: len(here.waiting) == 1)
         assert younger.running
 
 
-async def test_what_moves_along_counts(tmp_path: Path) -> None:
+async def test_what_moves_along_counts(node: FakeNode) -> None:
     """Of two devices one pod of each kind needs one, so none leaves with its parts, which nobody has."""
 
     def part(gpu: int, name: str, slices: int) -> Device:
         name, of = f"{name}-{gpu}", f"gpu{gpu}"
         return Device(name, consumes={of: {"slices": slices}}, counters={of: {"slices": 2}})
 
-    wholes = excluding.Listed(excluding.A, excluding.D, *(part(gpu, "w", 2) for gpu in range(3)))
-    halves = excluding.Listed(excluding.B, excluding.D, *(part(gpu, name, 1) for gpu in range(3) for name in "ab"))
-    with FakeApiServer() as server:
-        server.create(device_class(excluding.A, excluding.D))
-        with FakeNode(server, excluding.NODE) as node:
-            async with excluding.world(node, tmp_path, wholes, halves) as here:
+    wholes = Listed(R, D, *(part(gpu, "w", 2) for gpu in range(3)))
+    halves = Listed("example.com/half", D, *(part(gpu, name, 1) for gpu in range(3) for name in "ab"))
+    async with on_node(node, wholes, halves) as here:
 
-                def count(state: State) -> int:
-                    return list(here.states.values()).count(state)
+        def count(state: State) -> int:
+            return list(here.states.values()).count(state)
 
-                here.ask(excluding.D, "all")
-                await here.until(lambda: count(DRA) == 9)
-                unchanged = node.start_pod("unchanged", {excluding.A: 1})
-                await asyncio.to_thread(unchanged.wait_running, 60)
-                here.ask(excluding.D, "1 force")
-                await here.until(lambda: len(here.healthy) == 6)
-                younger = node.start_pod("younger", {excluding.A: 1})
-                await asyncio.to_thread(younger.wait_running, 60)
-                assert younger.devices
-                here.ask(excluding.D, "all")
-                handover = here.bridge.drivers[excluding.D].resources[excluding.B].handover
-                await here.until(lambda: len(handover.waiting) == 2)
-                assert count(PLUGIN) == 6
-                await asyncio.to_thread(unchanged.delete, 60)
-                await here.until(lambda: count(DRA) == 8)
-                assert younger.running
+        here.ask("all")
+        await here.until(lambda: count(DRA) == 9)
+        unchanged = node.start_pod("unchanged", {R: 1})
+        await asyncio.to_thread(unchanged.wait_running, 60)
+        here.ask("1 force")
+        await here.until(lambda: len(here.healthy()) == 6)
+        younger = node.start_pod("younger", {R: 1})
+        await asyncio.to_thread(younger.wait_running, 60)
+        assert younger.devices
+        here.ask("all")
+        await here.until(lambda: len(here.waiting) == 2)
+        assert count(PLUGIN) == 6
+        await here.stopped(unchanged)
+        await here.until(lambda: count(DRA) == 8)
+        assert younger.running

@@ -3,140 +3,48 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from deviceplugin.device import ContainerEdits, Device
 from deviceplugin.node import logs
 from deviceplugin.register import rules
 from deviceplugin.register.records import State
-from deviceplugin.source import DeviceSource
 from dra_bridge.kube import ClusterError
 from dra_bridge.node import slice_feed
-from dra_bridge.node.bridge import Bridge
-from dra_bridge.rollout.fleet import share_patch
-from dra_bridge.rollout.progress import DeviceProgress, read
 from dra_bridge.testing.node import FakeNode
-from tests.dra import agents
-from tests.dra.agents import running, until
-
-R = "example.com/fpga"
-D = "fpga.example.com"
-NODE = "node"
-
-
-class Source(DeviceSource):
-    """Devices that say so in their container."""
-
-    resource = R
-    driver = D
-
-    def __init__(self, count: int, replicas: int = 1) -> None:
-        self.replicas = replicas
-        self._names: asyncio.Queue[tuple[str, ...]] = asyncio.Queue()
-        self.list(*(f"d{number}" for number in range(count)))
-
-    def list(self, *names: str) -> None:
-        """Have these devices and no others."""
-        self._names.put_nowait(names)
-
-    async def watch(self) -> AsyncIterator[Sequence[Device]]:
-        while True:
-            names = await self._names.get()
-            yield [Device(name, edits=ContainerEdits({f"FPGA_{name}": "1"})) for name in names]
-
-
-class World:
-    """An agent on a node."""
-
-    def __init__(self, node: FakeNode, bridge: Bridge) -> None:
-        self.node = node
-        self.bridge = bridge
-
-    def ask(self, share: str) -> None:
-        """Annotate the Node."""
-        node = self.node.server.get("nodes", NODE)
-        node["metadata"].setdefault("annotations", {}).update(share_patch(D, share)["metadata"]["annotations"])
-        self.node.server.replace(node)
-
-    @property
-    def states(self) -> dict[str, State]:
-        if D not in self.bridge.drivers:
-            return {}
-        return {name: record.state for name, record in self.bridge.drivers[D].async_ledger.snapshot.of(R).items()}
-
-    @property
-    def claims(self) -> set[str]:
-        return {claim.title for claim in self.bridge.drivers[D].async_ledger.snapshot.claims.values()}
-
-    @property
-    def published(self) -> list[Mapping[str, Any]]:
-        return [device for one in self.node.server.objects() for device in one["spec"].get("devices") or ()]
-
-    @property
-    def told(self) -> Mapping[str, DeviceProgress]:
-        """What the slice's annotation says of the devices."""
-        found = read(D, self.node.server.objects())
-        return found.resources[R].devices if found is not None else {}
-
-    @property
-    def waiting(self) -> dict[str, str]:
-        return dict(self.bridge.drivers[D].resources[R].handover.waiting)
-
-    @property
-    def healthy(self) -> set[str]:
-        return {name for name, one in self.node.devices(R).items() if one.health == "Healthy"}
-
-    async def until(self, what: Callable[[], bool]) -> None:
-        """Wait until something is so."""
-        await until(what, lambda: f"{self.states}, waiting {self.waiting}, healthy {self.healthy}")
-
-    async def settle(self, *states: State) -> None:
-        await self.until(lambda: tuple(self.states.values()) == states)
-
-
-@contextlib.asynccontextmanager
-async def world(node: FakeNode, tmp_path: Path, source: Source, *, offered: bool = True) -> AsyncIterator[World]:
-    """Run an agent; `offered`: wait until pods can have a device."""
-    async with running(agents.bridge(node, [source], cdi=tmp_path / "cdi")) as bridge:
-        here = World(node, bridge)
-        await here.until(lambda: len(here.healthy) > 0 if offered else D in bridge.drivers)
-        yield here
+from tests.dra.agents import D, R, fpgas, on_node
 
 
 async def test_what_a_move_waits_for_is_reported_after_a_restart(
-    node: FakeNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    node: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The slice's annotation says what a device waits for now, not what it waited for when its state last changed."""
     monkeypatch.setattr(slice_feed, "HOLDERS", 0.1)
-    async with world(node, tmp_path, Source(1)) as here:
-        await asyncio.to_thread(node.run_pod, "p", {R: 1})
+    async with on_node(node, fpgas(1)) as here:
+        await here.run("p", {R: 1})
         here.ask("all")
         await here.settle(State.TO_DRA)
         await here.until(lambda: [one.waits for one in here.told.values()] == ["pod default/p"])
-    async with world(node, tmp_path, Source(1), offered=False) as here:
+    async with on_node(node, fpgas(1), offered=False) as here:
         await here.until(lambda: here.waiting.get("d0") == "pod default/p")
         await here.until(lambda: [one.waits for one in here.told.values()] == ["pod default/p"])
 
 
-async def test_a_shared_device_moves_as_a_whole(node: FakeNode, tmp_path: Path) -> None:
+async def test_a_shared_device_moves_as_a_whole(node: FakeNode) -> None:
     """It waits for all of its pods, goes to as many claims, waits for all of these, and comes back whole."""
-    async with world(node, tmp_path, Source(1, replicas=2)) as here:
-        await here.until(lambda: here.healthy == {"d0::0", "d0::1"})
+    async with on_node(node, fpgas(1, replicas=2)) as here:
+        await here.until(lambda: here.healthy() == {"d0::0", "d0::1"})
         plain = [await asyncio.to_thread(node.run_pod, name, {R: 1}) for name in ("p0", "p1")]
         here.ask("all")
         await here.settle(State.TO_DRA)
-        await here.until(lambda: not here.healthy)
-        await asyncio.to_thread(plain[0].delete, 60)
+        await here.until(lambda: not here.healthy())
+        await here.stopped(plain[0])
         await here.until(lambda: here.waiting.get("d0") == "pod default/p1")
         assert here.states == {"d0": State.TO_DRA}
-        await asyncio.to_thread(plain[1].delete, 60)
+        await here.stopped(plain[1])
         await here.settle(State.DRA)
         claimed = [node.start_pod(name, template={D: 1}) for name in ("c0", "c1")]
         for pod in claimed:
@@ -144,31 +52,28 @@ async def test_a_shared_device_moves_as_a_whole(node: FakeNode, tmp_path: Path) 
         assert [node.devices_of(pod) for pod in claimed] == [{"d0": "claim"}] * 2
         here.ask("none")
         await here.settle(State.TO_PLUGIN)
-        await asyncio.to_thread(claimed[0].delete, 60)
+        await here.stopped(claimed[0])
         await here.until(lambda: len(here.claims) == 1 and here.waiting.get("d0", "").startswith("claim default/"))
         assert isinstance(here.waiting["d0"], rules.HolderWait)
         assert here.states == {"d0": State.TO_PLUGIN}
-        assert not here.healthy
-        await asyncio.to_thread(claimed[1].delete, 60)
+        assert not here.healthy()
+        await here.stopped(claimed[1])
         await here.settle(State.PLUGIN)
-        await here.until(lambda: here.healthy == {"d0::0", "d0::1"})
+        await here.until(lambda: here.healthy() == {"d0::0", "d0::1"})
 
 
-async def test_moves_and_claims_are_in_the_log(
-    node: FakeNode, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_moves_and_claims_are_in_the_log(node: FakeNode, caplog: pytest.LogCaptureFixture) -> None:
     """The lines are in plain words, and resource, device, pod and claim are fields of their own."""
     caplog.set_level(logging.DEBUG)
-    async with world(node, tmp_path, Source(1)) as here:
-        pod = await asyncio.to_thread(node.run_pod, "p", {R: 1})
+    async with on_node(node, fpgas(1)) as here:
+        pod = await here.run("p", {R: 1})
         here.ask("all")
         await here.until(lambda: here.waiting.get("d0") == "pod default/p")
-        await asyncio.to_thread(pod.delete, 60)
+        await here.stopped(pod)
         await here.settle(State.DRA)
-        user = node.start_pod("c", template={D: 1})
-        await asyncio.to_thread(user.wait_running, 60)
+        user = await here.claimant("c")
         (claim,) = here.claims
-        await asyncio.to_thread(user.delete, 60)
+        await here.stopped(user)
         await here.until(lambda: "was unprepared: 1 device" in caplog.text)
     lines = {line["msg"]: line for line in map(json.loads, map(logs.JsonFormatter().format, caplog.records))}
     leaves, arrived = (
@@ -185,44 +90,42 @@ async def test_moves_and_claims_are_in_the_log(
     assert [named[name] for name in ("resource", "device", "claim")] == [R, "d0", claim]
 
 
-async def test_a_move_to_dra_is_cancelled_while_a_pod_holds_the_device(node: FakeNode, tmp_path: Path) -> None:
+async def test_a_move_to_dra_is_cancelled_while_a_pod_holds_the_device(node: FakeNode) -> None:
     """It is offered to pods as before; the pod goes on, and claims never see the device."""
-    async with world(node, tmp_path, Source(1)) as here:
-        pod = await asyncio.to_thread(node.run_pod, "p", {R: 1})
+    async with on_node(node, fpgas(1)) as here:
+        pod = await here.run("p", {R: 1})
         here.ask("all")
-        await here.until(lambda: here.waiting.get("d0") == "pod default/p" and not here.healthy)
+        await here.until(lambda: here.waiting.get("d0") == "pod default/p" and not here.healthy())
         assert isinstance(here.waiting["d0"], rules.HolderWait)  # so that no alert fires
         here.ask("none")
         await here.settle(State.PLUGIN)
-        await here.until(lambda: here.healthy == {"d0"})
+        await here.until(lambda: here.healthy() == {"d0"})
         assert pod.running
-        await asyncio.to_thread(pod.delete, 60)
-        await asyncio.to_thread(node.run_pod, "q", {R: 1})
+        await here.stopped(pod)
+        await here.run("q", {R: 1})
 
 
-async def test_a_move_to_the_plugin_is_cancelled_while_a_claim_holds_the_device(node: FakeNode, tmp_path: Path) -> None:
+async def test_a_move_to_the_plugin_is_cancelled_while_a_claim_holds_the_device(node: FakeNode) -> None:
     """It is offered to claims again without its taint; the next claim gets it."""
-    async with world(node, tmp_path, Source(1)) as here:
+    async with on_node(node, fpgas(1)) as here:
         here.ask("all")
         await here.settle(State.DRA)
-        pod = node.start_pod("c", template={D: 1})
-        await asyncio.to_thread(pod.wait_running, 60)
+        pod = await here.claimant("c")
         here.ask("none")
         await here.settle(State.TO_PLUGIN)
         await here.until(lambda: bool(here.waiting))
         here.ask("all")
         await here.settle(State.DRA)
-        await asyncio.to_thread(pod.delete, 60)
-        again = node.start_pod("d", template={D: 1})
-        await asyncio.to_thread(again.wait_running, 60)
-        assert not here.healthy
+        await here.stopped(pod)
+        await here.claimant("d")
+        assert not here.healthy()
 
 
 async def test_a_move_to_the_plugin_is_cancelled_after_the_slice_has_lost_the_device(
-    node: FakeNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    node: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was withdrawn is published again; evidence of the cancelled move counts for no later one."""
-    async with world(node, tmp_path, Source(1)) as here:
+    async with on_node(node, fpgas(1)) as here:
         here.ask("all")
         await here.settle(State.DRA)
         driver, asked = here.bridge.drivers[D], asyncio.Event()
@@ -244,10 +147,9 @@ async def test_a_move_to_the_plugin_is_cancelled_after_the_slice_has_lost_the_de
             assert here.states == {"d0": State.TO_PLUGIN}
             here.ask("all")
             await here.settle(State.DRA)
-        pod = node.start_pod("c", template={D: 1})
-        await asyncio.to_thread(pod.wait_running, 60)
+        pod = await here.claimant("c")
         assert node.devices_of(pod) == {"d0": "claim"}
-        assert not here.healthy
+        assert not here.healthy()
         here.ask("none")
         await here.settle(State.TO_PLUGIN)
         await here.until(lambda: here.waiting.get("d0", "").startswith("claim default/") and not here.published)
@@ -256,15 +158,15 @@ async def test_a_move_to_the_plugin_is_cancelled_after_the_slice_has_lost_the_de
 @pytest.mark.parametrize("held", [False, True])
 @pytest.mark.parametrize("share", ["none", "all"])
 async def test_an_unplugged_device_is_forgotten_once_nobody_holds_it(
-    node: FakeNode, tmp_path: Path, share: str, held: bool, caplog: pytest.LogCaptureFixture
+    node: FakeNode, share: str, held: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """On either side it leaves slices, annotation and ledger; one that comes back is offered again.
 
     The log warns if it had a holder, says that it is forgotten, and not that it was moved.
     """
     caplog.set_level(logging.INFO)
-    source = Source(2)
-    async with world(node, tmp_path, source) as here:
+    source = fpgas(2)
+    async with on_node(node, source) as here:
         here.ask(share)
         await here.settle(*[State.DRA if share == "all" else State.PLUGIN] * 2)
         pod = None
@@ -275,7 +177,7 @@ async def test_an_unplugged_device_is_forgotten_once_nobody_holds_it(
         source.list("d0")
         if pod is not None:
             await here.until(lambda: "d1" in here.told and here.told["d1"].gone)
-            await asyncio.to_thread(pod.delete, 60)
+            await here.stopped(pod)
         await here.until(lambda: set(here.told) == {"d0"} == set(here.states))
         await here.until(lambda: "nobody holds are forgotten: d1" in caplog.text)  # it is logged once it is recorded
         lines = {line["msg"]: line for line in map(json.loads, map(logs.JsonFormatter().format, caplog.records))}
@@ -286,25 +188,20 @@ async def test_an_unplugged_device_is_forgotten_once_nobody_holds_it(
         assert (forgotten["resource"], forgotten["device"]) == (R, "d1")
         assert "moved to the plugin side" not in caplog.text
         source.list("d0", "d1")
-        await here.until(
-            lambda: {"d0", "d1"} == ({one["name"] for one in here.published} if share == "all" else here.healthy)
-        )
+        await here.until(lambda: {"d0", "d1"} == (here.published if share == "all" else here.healthy()))
         await here.until(lambda: set(here.told) == {"d0", "d1"})
 
 
-async def test_a_device_that_is_unplugged_on_its_way_to_the_plugin_does_not_wait_for_ever(
-    node: FakeNode, tmp_path: Path
-) -> None:
+async def test_a_device_that_is_unplugged_on_its_way_to_the_plugin_does_not_wait_for_ever(node: FakeNode) -> None:
     """It waits for its claim, and is forgotten when the claim has ended."""
-    source = Source(2)
-    async with world(node, tmp_path, source) as here:
+    source = fpgas(2)
+    async with on_node(node, source) as here:
         here.ask("all")
         await here.settle(State.DRA, State.DRA)
-        pod = node.start_pod("c", template={D: 2})
-        await asyncio.to_thread(pod.wait_running, 60)
+        pod = await here.claimant("c", template={D: 2})
         here.ask("none")
         await here.settle(State.TO_PLUGIN, State.TO_PLUGIN)
         source.list("d0")
         await here.until(lambda: "d1" in here.told and here.told["d1"].gone)
-        await asyncio.to_thread(pod.delete, 60)
+        await here.stopped(pod)
         await here.until(lambda: here.states == {"d0": State.PLUGIN} and set(here.told) == {"d0"})

@@ -3,37 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 
 import pytest
 
-from deviceplugin.device import Device
 from deviceplugin.naming import device_name
-from deviceplugin.source import DeviceSource
 from dra_bridge.handover.share import Share
 from dra_bridge.node.bridge import Bridge
 from dra_bridge.node.share import NONE, HandoverPolicy
 from dra_bridge.testing.node import FakeNode
 from tests.dra import agents
-from tests.dra.agents import until
+from tests.dra.agents import Listed, until
 
 A, B = "example.com/a", "example.com/b"
 D = "d.example.com"
 ALL = Share(part=1.0)
-
-
-class Source(DeviceSource):
-    """Two devices."""
-
-    driver = D
-
-    def __init__(self, resource: str, ids: Sequence[str] = ("0", "1")) -> None:
-        self.resource = resource
-        self._ids = ids
-
-    async def watch(self) -> AsyncIterator[Sequence[Device]]:
-        yield [Device(name, nodes=["/dev/null"]) for name in self._ids]
 
 
 ALONE = {"0": (A, "0"), "1": (A, "1")}
@@ -43,7 +28,7 @@ BOTH = ALONE | {device_name(one, "b--"): (B, one) for one in ("0", "1")}
 def running(
     node: FakeNode, *resources: str, share: Share = ALL, ids: Sequence[str] = ("0", "1")
 ) -> AbstractAsyncContextManager[Bridge]:
-    return agents.running(agents.bridge(node, [Source(name, ids) for name in resources], share))
+    return agents.running(agents.bridge(node, [Listed(name, D, *ids) for name in resources], share))
 
 
 async def test_a_running_claim_is_recognised_after_names_were_made_anew(node: FakeNode) -> None:
@@ -119,7 +104,7 @@ async def test_published_names_stay_when_resources_come_and_go(node: FakeNode) -
         await until(lambda: published(node) == resources(ALONE))
         pod = node.start_pod("p", template={D: 1})
         await asyncio.to_thread(pod.wait_running, 60)
-        await bridge.reconfigure({B: Source(B)}, dict.fromkeys((A, B), HandoverPolicy(ALL)), [A])
+        await bridge.reconfigure({B: Listed(B, D, "0", "1")}, dict.fromkeys((A, B), HandoverPolicy(ALL)), [A])
         await until(lambda: published(node) == resources(BOTH))
         assert known(bridge) == BOTH
     with node.server.outage():
@@ -139,7 +124,7 @@ async def test_published_names_survive_the_loss_of_the_ledger(node: FakeNode) ->
     """A new ledger takes the names from the slices that the API server has, and waits for them."""
     async with running(node, A) as bridge:
         await until(lambda: published(node) == resources(ALONE))
-        await bridge.reconfigure({B: Source(B)}, dict.fromkeys((A, B), HandoverPolicy(ALL)), [A])
+        await bridge.reconfigure({B: Listed(B, D, "0", "1")}, dict.fromkeys((A, B), HandoverPolicy(ALL)), [A])
         await until(lambda: published(node) == resources(BOTH))
         path = bridge.ledger_path
     for file in path.parent.glob(f"{path.name}*"):

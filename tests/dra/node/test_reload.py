@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import pytest
 
@@ -24,42 +23,18 @@ from dra_bridge.node import claim_reconciliation, slice_feed
 from dra_bridge.node.bridge import Bridge
 from dra_bridge.node.device_reconciliation import EvidenceReader
 from dra_bridge.node.share import NONE, HandoverPolicy
-from dra_bridge.testing.apiserver import FakeApiServer
 from dra_bridge.testing.node import FakeNode
 from tests.dra import agents
-from tests.dra.agents import running, until
-from tests.dra.classes import device_class, unserved
+from tests.dra.agents import NODE, Listed, healthy, running, sliced, until
+from tests.dra.classes import unserved
 from tests.dra.ledger.samples import DirectLedger
 
 A, B = "example.com/a", "example.com/b"
 D, E = "d.example.com", "e.example.com"
-NODE = "node"
 
 
-class Source(DeviceSource):
-    """Two devices."""
-
-    def __init__(self, resource: str, driver: str = "") -> None:
-        self.resource = resource
-        self.driver = driver
-
-    async def watch(self) -> AsyncIterator[Sequence[Device]]:
-        yield [Device(name, nodes=["/dev/null"]) for name in ("d0", "d1")]
-
-
-@pytest.fixture
-def node() -> Iterator[FakeNode]:
-    with FakeApiServer() as server, FakeNode(server, NODE) as made:
-        yield made
-
-
-def bridge(node: FakeNode, tmp_path: Path, *sources: DeviceSource, share: Share = NONE) -> Bridge:
-    return agents.bridge(node, sources, share, tmp_path / "cdi")
-
-
-def healthy(node: FakeNode, resource: str) -> set[str]:
-    """Return the devices that the kubelet would give out."""
-    return {name for name, one in node.devices(resource).items() if one.health == "Healthy"}
+def bridge(node: FakeNode, *sources: DeviceSource, share: Share = NONE) -> Bridge:
+    return agents.bridge(node, sources, share)
 
 
 def held_ledger(bridge: Bridge) -> DirectLedger:
@@ -72,11 +47,11 @@ def unready(bridge: Bridge) -> str:
 
 
 async def test_an_agent_that_stands_by_ends_when_it_is_told_to(
-    node: FakeNode, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    node: FakeNode, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a rolling update the next pod may be deleted while it still waits for the ledger."""
     monkeypatch.setattr("dra_bridge.node.bridge.STANDBY", 0.01)
-    agent = bridge(node, tmp_path, Source(A, D))
+    agent = bridge(node, Listed(A, D))
     with held_ledger(agent):
         async with running(agent):
             await until(lambda: "standing by until it ends" in caplog.text)
@@ -85,9 +60,9 @@ async def test_an_agent_that_stands_by_ends_when_it_is_told_to(
     await asyncio.to_thread(lambda: DirectLedger(str(agent.ledger_path)).close())  # nobody has it
 
 
-async def test_a_ledger_that_cannot_be_opened_is_an_error_that_names_it(node: FakeNode, tmp_path: Path) -> None:
+async def test_a_ledger_that_cannot_be_opened_is_an_error_that_names_it(node: FakeNode) -> None:
     """A line for whoever has to mend it."""
-    agent = bridge(node, tmp_path, Source(A, D))
+    agent = bridge(node, Listed(A, D))
     path = agent.ledger_path
     path.parent.parent.mkdir(parents=True, exist_ok=True)
     path.parent.write_text("a file where the directory should be")
@@ -97,25 +72,25 @@ async def test_a_ledger_that_cannot_be_opened_is_an_error_that_names_it(node: Fa
             await agent.run()
 
 
-async def test_a_reload_that_adds_a_driver_serves_it_and_the_agent_still_ends(node: FakeNode, tmp_path: Path) -> None:
+async def test_a_reload_that_adds_a_driver_serves_it_and_the_agent_still_ends(node: FakeNode) -> None:
     """What a reload began ends with all else."""
-    agent = bridge(node, tmp_path, Source(A, D))
+    agent = bridge(node, Listed(A, D))
     async with running(agent):
         await until(lambda: len(healthy(node, A)) == 2)
-        await agent.reconfigure({B: Source(B, E)}, {B: HandoverPolicy(Share(part=1.0))}, [A])
+        await agent.reconfigure({B: Listed(B, E)}, {B: HandoverPolicy(Share(part=1.0))}, [A])
         await until(lambda: len(node.devices(B)) == 2 and E in agent.drivers)
         await until(lambda: any(one["spec"]["driver"] == E for one in node.server.objects("resourceslices")))
 
 
 async def test_a_reload_that_adds_a_driver_that_cannot_be_served_is_an_error(
-    node: FakeNode, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    node: FakeNode, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Log and readiness name the directories and what mounts them; the other driver's devices are served on."""
-    agent = bridge(node, tmp_path, Source(A, D))
+    agent = bridge(node, Listed(A, D))
     async with running(agent):
         await until(lambda: len(healthy(node, A)) == 2 and not unready(agent))
         with unserved(E):
-            await agent.reconfigure({B: Source(B, E)}, {B: HandoverPolicy(Share(part=1.0))}, [A])
+            await agent.reconfigure({B: Listed(B, E)}, {B: HandoverPolicy(Share(part=1.0))}, [A])
             await until(lambda: str(agent.node.directory) in unready(agent))
         for text in (unready(agent), caplog.text):
             words = "No space left.*what `dra-bridge manifests` prints for this conf"
@@ -125,15 +100,15 @@ async def test_a_reload_that_adds_a_driver_that_cannot_be_served_is_an_error(
 
 
 async def test_a_reload_while_an_agent_stands_by_is_taken_after_that(
-    node: FakeNode, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    node: FakeNode, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is served twice, and the ledger is opened once."""
     monkeypatch.setattr("dra_bridge.node.bridge.STANDBY", 0.01)
-    agent = bridge(node, tmp_path, Source(A, D))
+    agent = bridge(node, Listed(A, D))
     with held_ledger(agent):
         task = asyncio.create_task(agent.run())
         await until(lambda: "standing by" in caplog.text)
-        reload = asyncio.create_task(agent.reconfigure({A: Source(A, D), B: Source(B)}, {}, []))
+        reload = asyncio.create_task(agent.reconfigure({A: Listed(A, D), B: Listed(B, "")}, {}, []))
         await asyncio.sleep(0)
         assert not node.registrations
     async with asyncio.timeout(60):
@@ -145,11 +120,9 @@ async def test_a_reload_while_an_agent_stands_by_is_taken_after_that(
         await task
 
 
-async def test_nothing_is_offered_before_its_evidence_was_read(
-    node: FakeNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_nothing_is_offered_before_its_evidence_was_read(node: FakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
     """A resource that a reload adds may have devices on the DRA side, and its evidence has to be read first."""
-    agent, read, go_on = bridge(node, tmp_path, Source(A, D)), EvidenceReader.read, asyncio.Event()
+    agent, read, go_on = bridge(node, Listed(A, D)), EvidenceReader.read, asyncio.Event()
 
     async def late(reader: EvidenceReader, service: Service, devices: Sequence[str]) -> Evidence:
         if service.resource == B:
@@ -161,7 +134,7 @@ async def test_nothing_is_offered_before_its_evidence_was_read(
         before.do(reconcile_evidence(B, Evidence(), ["d0"], Side.DRA, 1.0, E))
     async with running(agent):
         await until(lambda: len(healthy(node, A)) == 2)
-        await agent.reconfigure({B: Source(B, E)}, {B: HandoverPolicy(Share(1))}, [A])
+        await agent.reconfigure({B: Listed(B, E)}, {B: HandoverPolicy(Share(1))}, [A])
         await until(lambda: len(node.devices(B)) == 2)
         assert all(update.healthy == 0 for update in node.updates(B))
         go_on.set()
@@ -169,9 +142,9 @@ async def test_nothing_is_offered_before_its_evidence_was_read(
         assert all(update.healthy < 2 for update in node.updates(B))
 
 
-async def test_a_dropped_resource_gives_nothing_out_on_its_way_out(node: FakeNode, tmp_path: Path) -> None:
+async def test_a_dropped_resource_gives_nothing_out_on_its_way_out(node: FakeNode) -> None:
     """Its endpoint outlives its driver's side by a moment; without a driver it is free again."""
-    agent = bridge(node, tmp_path, Source(A, D))
+    agent = bridge(node, Listed(A, D))
     async with running(agent):
         await until(lambda: len(healthy(node, A)) == 2)
         agent.drivers[D].drop(A)
@@ -179,42 +152,42 @@ async def test_a_dropped_resource_gives_nothing_out_on_its_way_out(node: FakeNod
         assert not register.offers(A, "d0")
         with pytest.raises(DeviceConflictError, match="who holds device d0 is not known yet"):
             await register.grant(A, {"d0": "d0"})
-        await agent.reconfigure({A: Source(A)}, {}, [])
+        await agent.reconfigure({A: Listed(A, "")}, {}, [])
         assert register.offers(A, "d0")
         await agent.reconfigure({}, {}, [])
         assert not agent.drivers[D].resources
         assert not register.offers(A, "d0")
 
 
-async def test_a_driver_that_cannot_be_served_holds_up_no_other(node: FakeNode, tmp_path: Path) -> None:
+async def test_a_driver_that_cannot_be_served_holds_up_no_other(node: FakeNode) -> None:
     """A reload serves what can be served, and says what cannot."""
-    agent = bridge(node, tmp_path, Source("example.com/c"))
+    agent = bridge(node, Listed("example.com/c", ""))
     async with running(agent):
         with unserved(D):
-            await agent.reconfigure({A: Source(A, D), B: Source(B, E)}, {}, ["example.com/c"])
+            await agent.reconfigure({A: Listed(A, D), B: Listed(B, E)}, {}, ["example.com/c"])
             await until(lambda: len(healthy(node, B)) == 2 and agent.drivers[E].registrar.statistics.registered)
             await until(lambda: f"driver {D} is not registered" in unready(agent) and E not in unready(agent))
 
 
 async def test_health_of_a_resource_that_a_reload_adds_is_told_at_once(
-    node: FakeNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    node: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kubelet need not wait for the next timer."""
     monkeypatch.setattr("dra_bridge.driver.registrar.RegistrarTiming", lambda: RegistrarTiming(keep_alive=3600))
-    agent = bridge(node, tmp_path, Source(A, D))
+    agent = bridge(node, Listed(A, D))
 
     def health() -> list[str]:
         return [node.dra.health(D, NODE, name).health for name in agent.drivers[D].driver.devices.by_name]
 
     async with running(agent):
         await until(lambda: D in agent.drivers and health() == ["healthy"] * 2)
-        await agent.reconfigure({B: Source(B, D)}, {}, [A])
+        await agent.reconfigure({B: Listed(B, D)}, {}, [A])
         await until(lambda: health() == ["healthy"] * 4)
 
 
-async def test_a_device_that_comes_while_all_ends_begins_nothing(node: FakeNode, tmp_path: Path) -> None:
+async def test_a_device_that_comes_while_all_ends_begins_nothing(node: FakeNode) -> None:
     """The source's next list finds a bridge that is ending, and costs nobody anything."""
-    agent = bridge(node, tmp_path, Source(A, D))
+    agent = bridge(node, Listed(A, D))
     async with running(agent):
         await until(lambda: len(healthy(node, A)) == 2)
         for task in agent._tasks:
@@ -228,32 +201,24 @@ async def test_a_device_that_comes_while_all_ends_begins_nothing(node: FakeNode,
 
 def start_claimant(node: FakeNode) -> tuple[FakePod, str]:
     """Start a pod with a claim for a device of driver D; return it and its device."""
-    node.server.create(device_class(D))
     pod = node.start_pod("train", template={D: 1}).wait_running(30)
     (device,) = node.devices_of(pod)
     return pod, device
 
 
-def sliced(node: FakeNode, driver: str) -> set[str]:
-    """Return the devices in a driver's slices."""
-    slices = [one["spec"] for one in node.server.objects("resourceslices") if one["spec"]["driver"] == driver]
-    return {device["name"] for one in slices for device in one.get("devices") or ()}
-
-
 @pytest.mark.parametrize(("driver", "share"), [("", NONE), (E, NONE), (E, Share(part=1.0))])
 async def test_claims_of_a_former_driver_keep_their_devices(
     node: FakeNode,
-    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     driver: str,
     share: Share,
 ) -> None:
     """An agent whose file names another driver, or none, gives nobody what claims of the former one hold."""
     monkeypatch.setattr(slice_feed, "FIRST", 0.1)
-    async with running(bridge(node, tmp_path, Source(A, D), share=Share(part=1.0))):
+    async with running(bridge(node, Listed(A, D), share=Share(part=1.0))):
         _, device = await asyncio.to_thread(start_claimant, node)
     (other,) = {"d0", "d1"} - {device}
-    agent = bridge(node, tmp_path, Source(A, driver), share=share)
+    agent = bridge(node, Listed(A, driver), share=share)
     async with running(agent):
         if share == NONE:
             await until(lambda: healthy(node, A) == {other})
@@ -271,17 +236,17 @@ async def test_claims_of_a_former_driver_keep_their_devices(
 
 
 async def test_a_claim_of_a_former_driver_that_the_kubelet_has_forgotten(
-    node: FakeNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    node: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The claim state is lost: its file holds its device until no process of its pod runs."""
     monkeypatch.setattr(claim_reconciliation, "RECONCILE", 0.2)
-    async with running(bridge(node, tmp_path, Source(A, D), share=Share(part=1.0))):
+    async with running(bridge(node, Listed(A, D), share=Share(part=1.0))):
         pod, device = await asyncio.to_thread(start_claimant, node)
     await asyncio.to_thread(node.stop)
     node.damage_claim_state("deleted")
     await asyncio.to_thread(node.start)
     (other,) = {"d0", "d1"} - {device}
-    async with running(bridge(node, tmp_path, Source(A))):
+    async with running(bridge(node, Listed(A, ""))):
         await until(lambda: healthy(node, A) == {other})
         pod.force_delete(hang=True)
         assert node.devices(A)[device].health == "Unhealthy"
@@ -290,15 +255,13 @@ async def test_a_claim_of_a_former_driver_that_the_kubelet_has_forgotten(
 
 
 @pytest.mark.parametrize("driver", ["", E])
-async def test_a_former_drivers_device_is_offered_when_its_claim_has_ended(
-    node: FakeNode, tmp_path: Path, driver: str
-) -> None:
+async def test_a_former_drivers_device_is_offered_when_its_claim_has_ended(node: FakeNode, driver: str) -> None:
     """After a reload the former driver still unprepares its claims; what they held is free then."""
-    agent = bridge(node, tmp_path, Source(A, D), share=Share(part=1.0))
+    agent = bridge(node, Listed(A, D), share=Share(part=1.0))
     async with running(agent):
         pod, device = await asyncio.to_thread(start_claimant, node)
         (other,) = {"d0", "d1"} - {device}
-        await agent.reconfigure({A: Source(A, driver)}, {A: HandoverPolicy()}, [])
+        await agent.reconfigure({A: Listed(A, driver)}, {A: HandoverPolicy()}, [])
         await until(lambda: healthy(node, A) == {other})
         assert node.devices(A)[device].health == "Unhealthy"
         await asyncio.to_thread(pod.delete, 30)

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,7 +16,7 @@ from typing import Any, cast
 import grpc
 import pytest
 
-from deviceplugin.device import ContainerEdits, Device, Health
+from deviceplugin.device import Device, Health
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.claim_state import PreparedClaim
 from deviceplugin.kubelet.podresources import AllocationsInFlight
@@ -26,7 +26,6 @@ from deviceplugin.register.operations import reconcile_evidence
 from deviceplugin.register.records import Side, State
 from deviceplugin.register.register import Register, RegisterHost
 from deviceplugin.register.rules import ClaimEvidence, Evidence
-from deviceplugin.source import DeviceSource
 from dra_bridge.driver.driver import Driver
 from dra_bridge.handover.share import Share
 from dra_bridge.ledger.store import Ledger
@@ -39,29 +38,14 @@ from dra_bridge.node.resource import DriverContext, ResourceRuntime
 from dra_bridge.node.share import HandoverPolicy
 from dra_bridge.testing.node import FakeNode
 from tests.dra import agents
-from tests.dra.agents import until
+from tests.dra.agents import NODE, D, R, fpgas, until
 from tests.dra.ledger.samples import DirectLedger
 
-R = "example.com/fpga"
-D = "fpga.example.com"
-NODE = "node"
 LEDGER = "plugins/dra-bridge/register.db"
 
 
-class Source(DeviceSource):
-    """Two devices."""
-
-    resource = R
-    driver = D
-
-    async def watch(self) -> AsyncIterator[Sequence[Device]]:
-        yield [Device(name, nodes=["/dev/null"], edits=ContainerEdits({"FPGA": name})) for name in ("d0", "d1")]
-
-
-def running(
-    node: FakeNode, cdi: Path, share: Share, *, claim_status: bool = False
-) -> contextlib.AbstractAsyncContextManager[Bridge]:
-    return agents.running(agents.bridge(node, [Source()], share, cdi, claim_status=claim_status))
+def running(node: FakeNode, share: Share, **options: Any) -> contextlib.AbstractAsyncContextManager[Bridge]:
+    return agents.running(agents.bridge(node, [fpgas(2)], share, **options))
 
 
 def states(bridge: Bridge) -> dict[str, State]:
@@ -80,10 +64,10 @@ async def moved(bridge: Bridge, state: State) -> None:
     await until(lambda: D in bridge.drivers and set(states(bridge).values()) == {state}, "all to move")
 
 
-async def test_a_lost_ledger_is_rebuilt_before_files_are_swept(node: FakeNode, tmp_path: Path) -> None:
+async def test_a_lost_ledger_is_rebuilt_before_files_are_swept(node: FakeNode) -> None:
     """A claim whose container runs keeps its device and its CDI file, and gets its name back."""
-    cdi = tmp_path / "cdi"
-    async with running(node, cdi, Share(part=1.0)) as bridge:
+    cdi = node.cdi
+    async with running(node, Share(part=1.0)) as bridge:
         await moved(bridge, State.DRA)
         pod = await asyncio.to_thread(lambda: node.start_pod("train", template={D: 1}).wait_running(20))
         (device,) = node.devices_of(pod)
@@ -93,7 +77,7 @@ async def test_a_lost_ledger_is_rebuilt_before_files_are_swept(node: FakeNode, t
     for suffix in ("", "-wal"):
         Path(f"{path}{suffix}").unlink(missing_ok=True)
     files = sorted(cdi.glob("*.json"))
-    async with running(node, cdi, Share(0)) as bridge:
+    async with running(node, Share(0)) as bridge:
         await until(lambda: D in bridge.drivers and len(states(bridge)) == 2, "the evidence to be reconciled")
         assert states(bridge)[device] in {State.DRA, State.TO_PLUGIN}
         await until(lambda: claims(bridge) == {title}, "the claim to be known by name")
@@ -104,11 +88,10 @@ async def test_a_lost_ledger_is_rebuilt_before_files_are_swept(node: FakeNode, t
 
 
 async def test_a_claim_that_ends_while_evidence_is_read_stays_ended(
-    node: FakeNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    node: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Evidence from before its Unprepare does not make it hold its device again."""
-    cdi = tmp_path / "cdi"
-    async with running(node, cdi, Share(part=1.0)) as bridge:
+    async with running(node, Share(part=1.0)) as bridge:
         await moved(bridge, State.DRA)
         pod = await asyncio.to_thread(lambda: node.start_pod("train", template={D: 1}).wait_running(20))
     read, go_on = threading.Event(), threading.Event()
@@ -121,7 +104,7 @@ async def test_a_claim_that_ends_while_evidence_is_read_stays_ended(
         return found
 
     monkeypatch.setattr(Driver, "claim_evidence", late)
-    async with running(node, cdi, Share(part=1.0)) as bridge:
+    async with running(node, Share(part=1.0)) as bridge:
         try:
             assert await asyncio.to_thread(read.wait, 60)
             assert len(claims(bridge)) == 1
@@ -135,10 +118,10 @@ async def test_a_claim_that_ends_while_evidence_is_read_stays_ended(
             await asyncio.to_thread(again.wait_running, 60)
 
 
-async def test_a_wiped_cdi_directory_is_filled_again(node: FakeNode, tmp_path: Path) -> None:
+async def test_a_wiped_cdi_directory_is_filled_again(node: FakeNode) -> None:
     """The containers of prepared claims can restart: the file is there again without waiting for a timer."""
-    cdi = tmp_path / "cdi"
-    async with running(node, cdi, Share(part=1.0)) as bridge:
+    cdi = node.cdi
+    async with running(node, Share(part=1.0)) as bridge:
         await moved(bridge, State.DRA)
         await asyncio.to_thread(lambda: node.start_pod("train", template={D: 1}).wait_running(20))
         files = {path.name: path.read_bytes() for path in cdi.glob("*.json")}
@@ -149,14 +132,14 @@ async def test_a_wiped_cdi_directory_is_filled_again(node: FakeNode, tmp_path: P
 
 
 async def test_an_agent_ends_when_its_mount_shows_a_deleted_cdi_directory(
-    node: FakeNode, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    node: FakeNode, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A bind mount goes on showing a directory that was deleted on the host, as an open descriptor does."""
-    cdi = tmp_path / "cdi"
+    cdi = node.cdi
     cdi.mkdir()
     mounted = os.open(cdi, os.O_RDONLY)
     try:
-        async with running(node, Path(f"/proc/self/fd/{mounted}"), Share(part=1.0)) as bridge:
+        async with running(node, Share(part=1.0), cdi=Path(f"/proc/self/fd/{mounted}")) as bridge:
             await moved(bridge, State.DRA)
             await asyncio.to_thread(lambda: node.start_pod("train", template={D: 1}).wait_running(20))
             assert len(list(cdi.glob("*.json"))) == 1
@@ -168,9 +151,9 @@ async def test_an_agent_ends_when_its_mount_shows_a_deleted_cdi_directory(
         os.close(mounted)
 
 
-async def test_a_claims_status_is_written_if_wanted(node: FakeNode, tmp_path: Path) -> None:
+async def test_a_claims_status_is_written_if_wanted(node: FakeNode) -> None:
     """With `claim_status` the claim's `status.devices` says that its device is prepared."""
-    async with running(node, tmp_path / "cdi", Share(part=1.0), claim_status=True) as bridge:
+    async with running(node, Share(part=1.0), claim_status=True) as bridge:
         await moved(bridge, State.DRA)
         pod = await asyncio.to_thread(lambda: node.start_pod("train", template={D: 1}).wait_running(20))
         (name,) = node.claims_of(pod)
@@ -183,11 +166,11 @@ async def test_a_claims_status_is_written_if_wanted(node: FakeNode, tmp_path: Pa
 
 
 async def test_a_ledger_that_lost_its_end_is_corrected_and_alarm_raised(
-    node: FakeNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    node: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pod holds what the ledger says is on the DRA side: quarantined with an Event, until the next check."""
     monkeypatch.setattr(device_reconciliation, "RESOLVE", 3600.0)  # the test checks itself
-    async with running(node, tmp_path / "cdi", Share(0)) as bridge:
+    async with running(node, Share(0)) as bridge:
         await moved(bridge, State.PLUGIN)
         pod = await asyncio.to_thread(lambda: node.start_pod("train", {R: 1}).wait_running(20))
         (device,) = node.devices_of(pod)
@@ -195,7 +178,7 @@ async def test_a_ledger_that_lost_its_end_is_corrected_and_alarm_raised(
     Path(path).unlink()
     with DirectLedger(str(path)) as made:  # as if all of it since had been lost
         made.do(reconcile_evidence(R, Evidence(), ["d0", "d1"], Side.DRA, 1.0, D))
-    async with running(node, tmp_path / "cdi", Share(part=1.0)) as bridge:
+    async with running(node, Share(part=1.0)) as bridge:
         # A scan or the reconciliation finds it first; the reconciliation after a scan ends it at once.
         await until(
             lambda: "DeviceQuarantined" in {event["reason"] for event in node.server.objects("events")}, "the Event"
@@ -210,9 +193,9 @@ async def test_a_ledger_that_lost_its_end_is_corrected_and_alarm_raised(
         await moved(bridge, State.DRA)
 
 
-async def test_a_checkpoint_that_shows_an_ended_pod_alarms_nobody(node: FakeNode, tmp_path: Path) -> None:
+async def test_a_checkpoint_that_shows_an_ended_pod_alarms_nobody(node: FakeNode) -> None:
     """The device went to DRA after its pod ended; the kubelet's file still shows the pod at the next start."""
-    async with running(node, tmp_path / "cdi", Share(0)) as bridge:
+    async with running(node, Share(0)) as bridge:
         await moved(bridge, State.PLUGIN)
         pod = await asyncio.to_thread(lambda: node.start_pod("train", {R: 1}).wait_running(20))
         checkpoint = node.device_plugin_dir / "kubelet_internal_checkpoint"
@@ -221,7 +204,7 @@ async def test_a_checkpoint_that_shows_an_ended_pod_alarms_nobody(node: FakeNode
         bridge.drivers[D].read_share({f"{D}/dra-share": "all"}, "")
         await moved(bridge, State.DRA)
     checkpoint.write_bytes(stale)
-    async with running(node, tmp_path / "cdi", Share(part=1.0)) as bridge:
+    async with running(node, Share(part=1.0)) as bridge:
         await until(
             lambda: D in bridge.drivers and len(bridge.drivers[D].devices.context.reconciled) == 2,
             "all doubt to be gone",
@@ -230,7 +213,7 @@ async def test_a_checkpoint_that_shows_an_ended_pod_alarms_nobody(node: FakeNode
 
 
 async def test_no_slice_has_a_device_before_its_evidence_was_reconciled(
-    node: FakeNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    node: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who is in doubt holds up nobody else, and is published as soon as the doubt is gone."""
     reconcile, doubt = DeviceReconciler.reconcile, True
@@ -247,7 +230,7 @@ async def test_no_slice_has_a_device_before_its_evidence_was_reconciled(
     path = node.root / LEDGER
     with DirectLedger(str(path)) as made:
         made.do(reconcile_evidence(R, Evidence(), ["d0", "d1"], Side.DRA, 1.0, D))
-    async with running(node, tmp_path / "cdi", Share(part=1.0)) as bridge:
+    async with running(node, Share(part=1.0)) as bridge:
         await until(lambda: published() == {"d0"}, "the slice")
         assert reconciled(bridge) == {(R, "d0")}
         doubt = False
@@ -255,7 +238,7 @@ async def test_no_slice_has_a_device_before_its_evidence_was_reconciled(
 
 
 async def test_nothing_moves_before_the_node_was_read(
-    node: FakeNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    node: FakeNode, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An agent that starts in an outage of the API server does not take the config's share for what is asked for."""
     follow, back = NodeWatch.run, asyncio.Event()
@@ -272,7 +255,7 @@ async def test_nothing_moves_before_the_node_was_read(
     path = node.root / LEDGER
     with DirectLedger(str(path)) as made:
         made.do(reconcile_evidence(R, Evidence(), ["d0", "d1"], Side.PLUGIN, 1.0, D))
-    async with running(node, tmp_path / "cdi", Share(part=1.0)) as bridge:
+    async with running(node, Share(part=1.0)) as bridge:
         await until(lambda: "no device moves until its annotations are known" in caplog.text, "the warning")
         await asyncio.to_thread(node.run_pod, "p", {R: 1})
         back.set()
@@ -289,11 +272,11 @@ def annotate(node: FakeNode, share: str) -> None:
 
 
 async def test_an_invalid_share_keeps_the_last_valid_one_over_a_restart(
-    node: FakeNode, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    node: FakeNode, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is logged once, whatever else of the Node changes, and devices stay on the side that was asked for."""
     annotate(node, "all")
-    async with running(node, tmp_path / "cdi", Share(0)) as bridge:
+    async with running(node, Share(0)) as bridge:
         await moved(bridge, State.DRA)
         annotate(node, "most")
         await until(lambda: "'most' is not a share" in caplog.text, "the error")
@@ -303,7 +286,7 @@ async def test_an_invalid_share_keeps_the_last_valid_one_over_a_restart(
         await until(lambda: "other" in (bridge._watch.annotations or ()), "the change to be seen")
         assert caplog.text.count("'most' is not a share") == 1
         assert bridge.drivers[D].resources[R].handover.share == Share(part=1.0)
-    async with running(node, tmp_path / "cdi", Share(0)) as bridge:
+    async with running(node, Share(0)) as bridge:
         await until(lambda: caplog.text.count("'most' is not a share; ") == 2, "the error of the new agent")
         assert "the share all from before stays" in caplog.text
         await until(lambda: D in bridge.drivers and R in bridge.drivers[D].resources, "the resource to be served")
@@ -312,10 +295,10 @@ async def test_an_invalid_share_keeps_the_last_valid_one_over_a_restart(
 
 
 async def test_the_log_names_the_claim_that_has_a_broken_device(
-    node: FakeNode, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    node: FakeNode, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whoever has a device that breaks is named, whether pod or claim, and by the register also where no scan was."""
-    async with running(node, tmp_path / "cdi", Share(part=1.0)) as bridge:
+    async with running(node, Share(part=1.0)) as bridge:
         await moved(bridge, State.DRA)
         pod = await asyncio.to_thread(lambda: node.start_pod("train", template={D: 1}).wait_running(20))
         (device,) = node.devices_of(pod)
@@ -333,15 +316,13 @@ def made_anew(body: dict[str, Any]) -> dict[str, Any]:
     return {**body, "metadata": {key: value for key, value in body["metadata"].items() if key not in lost}}
 
 
-async def test_the_share_outlasts_the_node_object(
-    node: FakeNode, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_the_share_outlasts_the_node_object(node: FakeNode, caplog: pytest.LogCaptureFixture) -> None:
     """A Node that is deleted, and another one that comes without the annotation, undo no migration; a restart neither.
 
     Somebody who takes the annotation from the same Node asks for the config's share.
     """
     annotate(node, "all")
-    async with running(node, tmp_path / "cdi", Share(0)) as bridge:
+    async with running(node, Share(0)) as bridge:
         await moved(bridge, State.DRA)
         handover = bridge.drivers[D].resources[R].handover
         body = node.server.get("nodes", NODE)
@@ -354,7 +335,7 @@ async def test_the_share_outlasts_the_node_object(
         told = bridge.drivers[D].feed
         await until(lambda: told._reported is not None and told._reported[0].kept == "all", "the report")
         assert handover.share == Share(part=1.0)
-    async with running(node, tmp_path / "cdi", Share(0)) as bridge:
+    async with running(node, Share(0)) as bridge:
         await until(lambda: caplog.text.count(stays) == 2, "the warning of the new agent")
         assert set(states(bridge).values()) == {State.DRA}
         annotate(node, "all")
@@ -370,11 +351,9 @@ async def test_the_share_outlasts_the_node_object(
         assert caplog.text.count(stays) == 2
 
 
-async def test_an_agent_whose_ledger_is_removed_ends_and_the_next_one_knows_the_holders(
-    node: FakeNode, tmp_path: Path
-) -> None:
+async def test_an_agent_whose_ledger_is_removed_ends_and_the_next_one_knows_the_holders(node: FakeNode) -> None:
     """It grants nothing more; the next one learns from evidence what pods hold."""
-    bridge = agents.bridge(node, [Source()], Share(0), tmp_path / "cdi")
+    bridge = agents.bridge(node, [fpgas(2)], Share(0))
     task = asyncio.create_task(bridge.run())
     await moved(bridge, State.PLUGIN)
     pod = await asyncio.to_thread(lambda: node.start_pod("train", {R: 1}).wait_running(20))
@@ -384,7 +363,7 @@ async def test_an_agent_whose_ledger_is_removed_ends_and_the_next_one_knows_the_
     annotate(node, "all")
     with pytest.raises(AgentError, match="the ledger was lost"):
         await asyncio.wait_for(task, 30)
-    async with running(node, tmp_path / "cdi", Share(0)) as after:
+    async with running(node, Share(0)) as after:
         await until(lambda: D in after.drivers and states(after).get(device) is State.TO_DRA, "the held one to wait")
         await until(lambda: State.DRA in states(after).values(), "the idle one to move")
         assert states(after)[device] is State.TO_DRA
@@ -406,7 +385,7 @@ async def test_nothing_is_offered_or_given_before_its_evidence_was_reconciled(tm
     host = RegisterHost()
     host.evidence_missing = context.unknown  # type: ignore[method-assign]
     register = Register(host, async_ledger)
-    endpoint = Endpoint(Source(), inventory, AllocationsInFlight(), register=register)
+    endpoint = Endpoint(fpgas(0), inventory, AllocationsInFlight(), register=register)
     assert not register.offers(R, "d0")
     with pytest.raises(Refusal) as refused:
         await endpoint._grant(["d0"], {})
