@@ -6,19 +6,16 @@ import asyncio
 import threading
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from types import SimpleNamespace
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deviceplugin import sharing
 from deviceplugin.device import Device
 from deviceplugin.exclusion import DeviceConflictError, DeviceKey, Things, thing_of
 from deviceplugin.hooks import HookStatistics, HookTimeoutError
 from deviceplugin.identity import Tokens, boot_id, recorded
-from deviceplugin.inventory import Inventory
 from deviceplugin.register import operations
 from deviceplugin.register.question import Use
 from deviceplugin.register.records import (
@@ -33,9 +30,10 @@ from deviceplugin.register.records import (
     Operation,
     State,
 )
-from deviceplugin.register.register import MemoryStore, OtherSideError, Register, RegisterHost, Side, UnknownHolderError
+from deviceplugin.register.register import MemoryStore, OtherSideError, Side, UnknownHolderError
 from deviceplugin.register.rules import KubeletSnapshot, ObservedAllocation
 from deviceplugin.source import DeviceSource
+from tests.register.resources import ListedResource, ListedResources
 
 R = "example.com/r"
 FORMER = "example.com/former"
@@ -70,52 +68,20 @@ def seen(tokens: str) -> str:
     return recorded(frozenset(tokens.split()), boot_id())
 
 
-class Listed:
-    """A resource as a service has it; what its devices are is in `tokens`, by id."""
-
-    def __init__(self, resource: str, *devices: Device, tokens: Mapping[str, str], driver: str, replicas: int) -> None:
-        self.source = cast("DeviceSource", SimpleNamespace(resource=resource, driver=driver, replicas=replicas))
-        self.inventory = Inventory(resource)
-        self.list(*devices, tokens=tokens)
-
-    def list(self, *devices: Device, tokens: Mapping[str, str]) -> None:
-        known = {name: frozenset(one.split()) for name, one in tokens.items()}
-        named = [Device(name, identity=one.split()[0]) for name, one in tokens.items()]
-        self.inventory.publish([*named, *devices], known)
-
-    def ids_now(self, device: Device) -> tuple[str, ...]:
-        return sharing.replicas_of(device.id, self.source.replicas)
-
-    def device_of(self, device_id: str) -> str:
-        return sharing.device_of(device_id, self.source.replicas)
-
-
-class World(RegisterHost):
-    """A register over resources' devices, whose holders are what a test says."""
-
-    services: dict[str, Listed]
-
-    def evidence_missing(self, resource: str, device: str) -> str:
-        return self.unknown.get(device, "")
+class RegisterInMemory(ListedResources):
+    """A register of one resource or several, whose holders are what a test says."""
 
     def __init__(self, *devices: Device, driver: str = D, replicas: int = 1, **tokens: str) -> None:
-        self.services = {}
-        self.foreign: tuple[Use, ...] = ()
-        self.unknown: dict[str, str] = {}
         self.store = MemoryStore()
         self.now = 0.0
-        self.add(R, *devices, driver=driver, replicas=replicas, **tokens)
-        self.register = Register(self, self.store)
+        super().__init__(self.store, ListedResource(R, *devices, driver=driver, replicas=replicas, **tokens))
 
-    def foreign_uses(self) -> tuple[Use, ...]:
-        return self.foreign
-
-    def add(self, resource: str, *devices: Device, driver: str = D, replicas: int = 1, **tokens: str) -> Listed:
-        self.services[resource] = Listed(resource, *devices, tokens=tokens, driver=driver, replicas=replicas)
+    def add(self, resource: str, *devices: Device, driver: str = D, replicas: int = 1, **tokens: str) -> ListedResource:
+        self.services[resource] = ListedResource(resource, *devices, driver=driver, replicas=replicas, **tokens)
         return self.services[resource]
 
     def list(self, *devices: Device, **tokens: str) -> None:
-        self.services[R].list(*devices, tokens=tokens)
+        self.services[R].list(*devices, **tokens)
 
     async def grant(self, *names: str, resource: str = R) -> None:
         await self.register.grant(resource, {name: self.services[resource].device_of(name) for name in names})
@@ -167,94 +133,94 @@ class World(RegisterHost):
 
 async def test_aliases_exclude_each_other() -> None:
     """Of ids for one thing only one is given away; the reason names both."""
-    world = World(a="n1", b="n1 x", c="n2")
-    await world.grant("a")
-    await world.refused("b", why=f"b of {R} and a of {R}, which counts as held, are the same hardware \\(n1\\)")
-    await world.grant("a", "c")
+    here = RegisterInMemory(a="n1", b="n1 x", c="n2")
+    await here.grant("a")
+    await here.refused("b", why=f"b of {R} and a of {R}, which counts as held, are the same hardware \\(n1\\)")
+    await here.grant("a", "c")
 
 
 async def test_one_holder_does_not_get_one_thing_twice() -> None:
     """Neither by two ids of it, nor by parts that together are more than the whole."""
-    await World(a="n1", b="n1 x").refused("a", "b", why="the same hardware")
-    await World(part("whole", 10), part("half", 5)).refused("whole", "half", why="does not fit")
+    await RegisterInMemory(a="n1", b="n1 x").refused("a", "b", why="the same hardware")
+    await RegisterInMemory(part("whole", 10), part("half", 5)).refused("whole", "half", why="does not fit")
 
 
 async def test_parts_fit_while_counters_suffice() -> None:
     """Halves fit beside each other, the whole beside nothing, and a third not beside two."""
 
-    def parts() -> World:
-        return World(part("whole", 10), part("half", 5), part("other", 5), part("third", 1))
+    def parts() -> RegisterInMemory:
+        return RegisterInMemory(part("whole", 10), part("half", 5), part("other", 5), part("third", 1))
 
-    world = parts()
-    await world.grant("half", "other")
-    await world.refused("third", why=r"third .* does not fit beside half .*, other .* \(counter memory of gpu\)")
-    await world.grant("half")
-    world = parts()
-    await world.grant("half")
-    await world.grant("other")
-    world = parts()
-    await world.grant("whole")
-    await world.refused("half", why="whole")
-    world = parts()
-    await world.grant("third")
-    await world.refused("whole", why="third")
+    here = parts()
+    await here.grant("half", "other")
+    await here.refused("third", why=r"third .* does not fit beside half .*, other .* \(counter memory of gpu\)")
+    await here.grant("half")
+    here = parts()
+    await here.grant("half")
+    await here.grant("other")
+    here = parts()
+    await here.grant("whole")
+    await here.refused("half", why="whole")
+    here = parts()
+    await here.grant("third")
+    await here.refused("whole", why="third")
 
 
 @pytest.mark.parametrize("one", [part("a", 1, brings=None), part("a", "-1")], ids=["no capacity", "negative"])
 async def test_parts_of_what_is_not_known_exclude_each_other(one: Device) -> None:
     """Without a capacity, or with an amount that is none, nothing fits beside."""
-    world = World(one, part("b", 1, brings=None))
-    await world.grant("a")
-    await world.refused("b", why="does not fit beside a")
+    here = RegisterInMemory(one, part("b", 1, brings=None))
+    await here.grant("a")
+    await here.refused("b", why="does not fit beside a")
 
 
 async def test_counter_sets_belong_to_a_driver() -> None:
     """The same name of another driver is another set."""
-    world = World(part("a", 10))
-    world.add("example.com/s", part("b", 10), driver="e.example.com")
-    await world.grant("a")
-    await world.grant("b", resource="example.com/s")
-    assert not world.register.listed.now().related
+    here = RegisterInMemory(part("a", 10))
+    here.add("example.com/s", part("b", 10), driver="e.example.com")
+    await here.grant("a")
+    await here.grant("b", resource="example.com/s")
+    assert not here.register.listed.now().related
 
 
 async def test_counters_that_were_taken_before_a_driver_was_renamed_are_still_taken() -> None:
     """Of a partition that is held the scope is that of its resource now; of a resource that is gone its name then."""
-    world = World(part("half", 5), part("whole", 10))
-    await world.grant("half")
-    world.services.clear()
-    world.add(R, part("half", 5), part("whole", 10), driver="e.example.com")
-    await world.refused("whole", why="does not fit beside half")
+    here = RegisterInMemory(part("half", 5), part("whole", 10))
+    await here.grant("half")
+    here.services.clear()
+    here.add(R, part("half", 5), part("whole", 10), driver="e.example.com")
+    await here.refused("whole", why="does not fit beside half")
 
 
 async def test_an_id_that_changes_while_it_is_held_excludes_what_it_was_and_is() -> None:
     """Whoever has the old thing keeps it, whatever id that has now; nobody else gets the id."""
-    world = World(a="n1")
-    await world.grant("a")
-    world.list(a="n2", b="n1", c="n2", d="n3")
-    await world.refused("a", why="is held as n1, and is n2 now")
-    assert world.withheld() == {"a", "b", "c"}
+    here = RegisterInMemory(a="n1")
+    await here.grant("a")
+    here.list(a="n2", b="n1", c="n2", d="n3")
+    await here.refused("a", why="is held as n1, and is n2 now")
+    assert here.withheld() == {"a", "b", "c"}
 
 
 async def test_a_held_device_that_is_not_listed_excludes_what_it_was() -> None:
     """A link that replaces another one to the same node is the same device."""
-    world = World(a="n1")
-    await world.grant("a")
-    world.list(b="n1")
-    await world.refused("b", why="the same hardware")
+    here = RegisterInMemory(a="n1")
+    await here.grant("a")
+    here.list(b="n1")
+    await here.refused("b", why="the same hardware")
 
 
 async def test_ids_of_one_thing_share_its_parts() -> None:
     """Where its ids have several holders each, all of them together get no more than the whole."""
-    world = World(a="n1", b="n1", replicas=2)
-    await world.grant("a::0")
-    await world.grant("b::0")
+    here = RegisterInMemory(a="n1", b="n1", replicas=2)
+    await here.grant("a::0")
+    await here.grant("b::0")
     for name in ("a::1", "b::1"):
-        await world.refused(name, why="the same hardware|is held by")
-    assert world.withheld() == {"a::1", "b::1"}
-    alone = world.add("example.com/alone", x="n1")
-    await world.refused("x", why="the same hardware", resource="example.com/alone")
-    await world.end("b::0")
-    await world.grant("a::1")
+        await here.refused(name, why="the same hardware|is held by")
+    assert here.withheld() == {"a::1", "b::1"}
+    alone = here.add("example.com/alone", x="n1")
+    await here.refused("x", why="the same hardware", resource="example.com/alone")
+    await here.end("b::0")
+    await here.grant("a::1")
     assert alone.ids_now(Device("x")) == ("x",)
 
 
@@ -288,13 +254,13 @@ def test_whatever_is_granted_in_turn_never_overlaps(
     """
 
     async def run() -> None:
-        world = World()
+        here = RegisterInMemory()
         listed = [
             Device(name, consumes={"s": {"m": amount}} if amount else {}, counters={"s": {"m": 4}})
             for name, (_, amount) in devices.items()
         ]
         tokens_now = {name: tokens for name, (tokens, _) in devices.items()}
-        world.services[R].inventory.publish(
+        here.services[R].inventory.publish(
             [
                 Device(
                     one.id, identity=min(tokens_now[one.id], default=""), consumes=one.consumes, counters=one.counters
@@ -307,9 +273,9 @@ def test_whatever_is_granted_in_turn_never_overlaps(
         for names in wanted:
             if not names <= devices.keys() - held:
                 continue
-            offered = names.isdisjoint(world.register.withheld(R, "plugin"))
+            offered = names.isdisjoint(here.register.withheld(R, "plugin"))
             try:
-                await world.grant(*sorted(names))
+                await here.grant(*sorted(names))
             except DeviceConflictError:
                 assert not (offered and len(names) == 1)
             else:
@@ -342,15 +308,15 @@ class SlowStore(MemoryStore):
 
 async def test_two_grants_at_once_do_not_both_pass() -> None:
     """Whatever is asked while a grant is being recorded is decided after it; one that failed does not count."""
-    world = World(a="n1", b="n1", c="n2")
-    store = world.register.store = SlowStore()
+    here = RegisterInMemory(a="n1", b="n1", c="n2")
+    store = here.register.store = SlowStore()
     store.error = LedgerError("the disk is full")
     store.go_on.set()
     with pytest.raises(LedgerError):
-        await world.grant("a")
+        await here.grant("a")
     store.error = None
     store.go_on.clear()
-    first, second = (asyncio.create_task(world.grant(name)) for name in "ba")
+    first, second = (asyncio.create_task(here.grant(name)) for name in "ba")
     await store.begun.wait()
     store.go_on.set()
     answers = await asyncio.gather(first, second, return_exceptions=True)
@@ -360,49 +326,49 @@ async def test_two_grants_at_once_do_not_both_pass() -> None:
 
 async def test_nothing_is_released_while_it_is_granted() -> None:
     """Nor another id of the same thing: the hook would work on what a pod has by then."""
-    world = World(a="n1", b="n1", c="n2")
-    store = world.register.store = SlowStore()
-    grant = asyncio.create_task(world.grant("a"))
+    here = RegisterInMemory(a="n1", b="n1", c="n2")
+    store = here.register.store = SlowStore()
+    grant = asyncio.create_task(here.grant("a"))
     await store.begun.wait()
-    assert [world.register.is_free(key(name)) for name in "abc"] == [False, False, True]
+    assert [here.register.is_free(key(name)) for name in "abc"] == [False, False, True]
     store.go_on.set()
     await grant
-    assert [world.register.is_free(key(name)) for name in "abc"] == [False, False, True]
-    assert world.register.is_free(key("a"), {("id", R, "a")})
+    assert [here.register.is_free(key(name)) for name in "abc"] == [False, False, True]
+    assert here.register.is_free(key("a"), {("id", R, "a")})
 
 
 async def test_what_was_granted_is_remembered_as_what_it_was() -> None:
     """Two ids swap what they lead to: both are withheld until the holder ends, then they are as they are."""
-    world = World(a="n1", b="n2", c="n3")
-    await world.grant("a")
-    world.list(a="n2", b="n1", c="n3")
-    assert world.withheld() == {"a", "b"}
-    await world.refused("a", why="is held as n1")
+    here = RegisterInMemory(a="n1", b="n2", c="n3")
+    await here.grant("a")
+    here.list(a="n2", b="n1", c="n3")
+    assert here.withheld() == {"a", "b"}
+    await here.refused("a", why="is held as n1")
     with pytest.raises(DeviceConflictError, match="is not what its holder was given: n1, now n2"):
-        await world.register.verify_granted([key("a")])
-    await world.end("a")
-    assert world.withheld() == set()
-    await world.grant("a")
-    await world.register.verify_granted([key("a")])
-    assert world.register.identity(R, "a") == f"boot:{boot_id()} n2"
+        await here.register.verify_granted([key("a")])
+    await here.end("a")
+    assert here.withheld() == set()
+    await here.grant("a")
+    await here.register.verify_granted([key("a")])
+    assert here.register.identity(R, "a") == f"boot:{boot_id()} n2"
 
 
 async def test_what_is_not_listed_any_more_is_not_granted() -> None:
     """A device that is another thing than it was listed as is refused, and listed as what it is."""
-    world = World()
+    here = RegisterInMemory()
     device = Device("a", identity="n2")
-    world.services[R].inventory.publish([device], {"a": frozenset({"n1"})})
-    await world.refused("a", why="is not what it was listed as: n1, now n2")
-    await world.grant("a")
-    assert world.register.identity(R, "a") == seen("n2")
+    here.services[R].inventory.publish([device], {"a": frozenset({"n1"})})
+    await here.refused("a", why="is not what it was listed as: n1, now n2")
+    await here.grant("a")
+    assert here.register.identity(R, "a") == seen("n2")
 
 
 def test_a_ledger_knows_what_was_granted_before() -> None:
     """A holder from before a restart excludes what its device was, also if its id is not listed any more."""
-    world = World(b="n1", c="n2")
+    here = RegisterInMemory(b="n1", c="n2")
     record = AllocationRecord(R, "a", "a", 0.0, 1, identity=seen("n1"), amount=WHOLE)
-    world.store.snapshot = world.store.snapshot.with_changes([Change("allocations", key("a"), record)], 1)
-    assert world.withheld() == {"b"}
+    here.store.snapshot = here.store.snapshot.with_changes([Change("allocations", key("a"), record)], 1)
+    assert here.withheld() == {"b"}
 
 
 async def test_a_holding_of_unknown_identity_is_what_its_device_is_listed_as() -> None:
@@ -410,53 +376,53 @@ async def test_a_holding_of_unknown_identity_is_what_its_device_is_listed_as() -
 
     It counts at the next grant, though nothing has been scanned since the list.
     """
-    world = World()
-    await world.named(R, "a", identity=recorded(frozenset({"n9"}), "another boot"))
-    world.list(a="n1", b="n1", c="n3")
-    await world.refused("b", why="the same hardware")
-    assert world.store.snapshot.allocations[key("a")].identity == seen("n1")
-    world.list(a="n2", b="n1", c="n3")
-    await world.refused("b", why="the same hardware")
-    assert world.withheld() == {"a", "b"}
+    here = RegisterInMemory()
+    await here.named(R, "a", identity=recorded(frozenset({"n9"}), "another boot"))
+    here.list(a="n1", b="n1", c="n3")
+    await here.refused("b", why="the same hardware")
+    assert here.store.snapshot.allocations[key("a")].identity == seen("n1")
+    here.list(a="n2", b="n1", c="n3")
+    await here.refused("b", why="the same hardware")
+    assert here.withheld() == {"a", "b"}
 
 
 async def test_all_nodes_of_an_answer_are_those_of_its_devices_until_these_are_listed() -> None:
     """Its devices are not told apart before; one that is listed as something else keeps what its holder got."""
-    world = World(d="n1", e="n2", f="n9")
+    here = RegisterInMemory(d="n1", e="n2", f="n9")
     unsure = recorded(frozenset({"n1", "n2", "n3"}), boot_id(), sure=False)
-    await world.named(R, "a", "b", "c", identity=unsure)
-    assert world.withheld() == {"d", "e"}
-    world.list(a="n1", b="n2", c="n9", d="n1", e="n2", f="n9", g="n3")
-    await world.register.adopt()
-    identities = [world.store.snapshot.allocations[key(name)].identity for name in "abc"]
+    await here.named(R, "a", "b", "c", identity=unsure)
+    assert here.withheld() == {"d", "e"}
+    here.list(a="n1", b="n2", c="n9", d="n1", e="n2", f="n9", g="n3")
+    await here.register.adopt()
+    identities = [here.store.snapshot.allocations[key(name)].identity for name in "abc"]
     assert identities == [seen("n1"), seen("n2"), unsure]
-    assert world.withheld() >= {"c", "d", "e", "g"}
-    assert {"a", "b"} & world.withheld() == {"a", "b"}, "c's holder may have either"
-    await world.end("c")
-    assert world.withheld() == {"d", "e", "f"}
-    await world.named(R, "a", "b", identity=unsure)
-    assert world.store.snapshot.allocations[key("a")].identity == seen("n1")
+    assert here.withheld() >= {"c", "d", "e", "g"}
+    assert {"a", "b"} & here.withheld() == {"a", "b"}, "c's holder may have either"
+    await here.end("c")
+    assert here.withheld() == {"d", "e", "f"}
+    await here.named(R, "a", "b", identity=unsure)
+    assert here.store.snapshot.allocations[key("a")].identity == seen("n1")
 
 
 async def test_which_holder_is_not_known_gets_nothing() -> None:
     """While evidence is missing nothing is granted, and the reason says what is missing."""
-    world = World(a="n1", b="n2")
-    world.unknown = {"a": "the kubelet's claim state cannot be read"}
+    here = RegisterInMemory(a="n1", b="n2")
+    here.unknown = {"a": "the kubelet's claim state cannot be read"}
     with pytest.raises(UnknownHolderError, match="device a is not known yet: the kubelet's claim state"):
-        await world.grant("a")
-    assert not world.register.offers(R, "a")
-    assert world.register.offers(R, "b")
-    await world.grant("b")
+        await here.grant("a")
+    assert not here.register.offers(R, "a")
+    assert here.register.offers(R, "b")
+    await here.grant("b")
 
 
 async def test_the_other_side_gets_nothing() -> None:
     """What claims may have is neither shown to the kubelet nor granted; the refusal says where it is."""
-    world = World(a="n1", b="n2")
-    world.side(State.DRA, "a")
+    here = RegisterInMemory(a="n1", b="n2")
+    here.side(State.DRA, "a")
     with pytest.raises(OtherSideError, match=r"'a' of example\.com/r is on the DRA side"):
-        await world.grant("b", "a")
-    assert not world.store.snapshot.allocations
-    assert not world.register.offers(R, "a")
+        await here.grant("b", "a")
+    assert not here.store.snapshot.allocations
+    assert not here.register.offers(R, "a")
 
 
 # What others hold.
@@ -473,84 +439,84 @@ def other(tokens: str, *, unit: tuple[str, ...] = ("id", FORMER, "x", "u1", "mai
 )
 async def test_what_a_pod_holds_by_another_name_is_withheld(resource: str, name: str) -> None:
     """Also by a name of a resource that is served no more, or of a gone device; others are granted as before."""
-    world = World(a="n1", b="n2")
-    await world.named(resource, name, identity=seen("n1"))
-    await world.refused("a", why="the same hardware")
-    assert world.withheld() == world.withheld("dra") == {"a"}
-    assert [world.register.is_free(key(one)) for one in "ab"] == [False, True]
-    await world.grant("b")
-    await world.named(resource)
-    assert world.withheld() == set()
-    await world.grant("a")
+    here = RegisterInMemory(a="n1", b="n2")
+    await here.named(resource, name, identity=seen("n1"))
+    await here.refused("a", why="the same hardware")
+    assert here.withheld() == here.withheld("dra") == {"a"}
+    assert [here.register.is_free(key(one)) for one in "ab"] == [False, True]
+    await here.grant("b")
+    await here.named(resource)
+    assert here.withheld() == set()
+    await here.grant("a")
 
 
 async def test_a_resource_that_is_served_no_more_keeps_its_holders() -> None:
     """A reload that drops a resource, or names it anew, changes nothing of what is held."""
-    world = World(a="n1", b="n2")
-    world.add(FORMER, x="n1")
-    await world.grant("x", resource=FORMER)
-    del world.services[FORMER]
-    await world.refused("a", why=f"x of {FORMER}, which counts as held")
-    assert not world.register.is_free(key("a"))
-    assert world.withheld() == world.withheld("dra") == {"a"}
+    here = RegisterInMemory(a="n1", b="n2")
+    here.add(FORMER, x="n1")
+    await here.grant("x", resource=FORMER)
+    del here.services[FORMER]
+    await here.refused("a", why=f"x of {FORMER}, which counts as held")
+    assert not here.register.is_free(key("a"))
+    assert here.withheld() == here.withheld("dra") == {"a"}
 
 
 async def test_what_other_plugins_hold_is_withheld() -> None:
     """How much of it they have is not known, so that nothing is left of it; also what was allocated just now."""
-    world = World(a="n1", b="n2")
-    world.foreign = (other("n1"),)
-    await world.refused("a", why="what pod default/p has, which counts as held, are the same hardware")
-    assert world.withheld() == world.withheld("dra") == {"a"}
-    assert [world.register.is_free(key(one)) for one in "ab"] == [False, True]
-    world.foreign = ()
-    await world.grant("a")
+    here = RegisterInMemory(a="n1", b="n2")
+    here.foreign = (other("n1"),)
+    await here.refused("a", why="what pod default/p has, which counts as held, are the same hardware")
+    assert here.withheld() == here.withheld("dra") == {"a"}
+    assert [here.register.is_free(key(one)) for one in "ab"] == [False, True]
+    here.foreign = ()
+    await here.grant("a")
 
 
 async def test_what_another_agent_granted_leaves_the_rest() -> None:
     """Our answers say how much a holder has: beside a half there is a half."""
-    world = World(a="n1", replicas=2)
-    world.foreign = (other("n1", part=Fraction(1, 2)),)
-    await world.grant("a::0")
-    await world.refused("a::1", why="the same hardware|is held by")
-    world.foreign = (other("n1", part=Fraction(1)),)
-    assert world.withheld() == {"a::0", "a::1"}
+    here = RegisterInMemory(a="n1", replicas=2)
+    here.foreign = (other("n1", part=Fraction(1, 2)),)
+    await here.grant("a::0")
+    await here.refused("a::1", why="the same hardware|is held by")
+    here.foreign = (other("n1", part=Fraction(1)),)
+    assert here.withheld() == {"a::0", "a::1"}
 
 
 async def test_what_is_granted_is_read_anew() -> None:
     """The checkpoint and the claim state may have changed since the last look."""
-    world = World(a="n1")
+    here = RegisterInMemory(a="n1")
 
     async def reread() -> None:
-        world.foreign = (other("n1"),)
+        here.foreign = (other("n1"),)
 
-    world.reread = reread  # type: ignore[method-assign]
-    await world.refused("a", why="the same hardware")
+    here.reread = reread  # type: ignore[method-assign]
+    await here.refused("a", why="the same hardware")
 
 
 async def test_an_id_that_stands_for_another_device_than_its_holder_got_is_withheld() -> None:
     """An agent that starts does not take what the id stands for now for what it stood for then."""
-    world = World(a="n2", b="n1", c="n3")
+    here = RegisterInMemory(a="n2", b="n1", c="n3")
     for _ in range(2):
-        await world.named(R, "a", identity=seen("n1"))
-        await world.register.adopt()
-        assert world.withheld() == {"a", "b"}
+        await here.named(R, "a", identity=seen("n1"))
+        await here.register.adopt()
+        assert here.withheld() == {"a", "b"}
 
 
 async def test_what_an_orphaned_claim_holds_is_withheld() -> None:
     """The reason names the claim; when it has ended, subscribers hear of it."""
-    world = World(a="n1", b="n2")
+    here = RegisterInMemory(a="n1", b="n2")
     calls: list[None] = []
-    world.register.subscribe(lambda: calls.append(None))
-    world.foreign = (other("n1", unit=("claim", "old.example.com", "u"), title="claim ml/train of old.example.com"),)
-    await world.refused("a", why=r"claim ml/train of old\.example\.com")
-    world.register.notify()
-    world.foreign = ()
+    here.register.subscribe(lambda: calls.append(None))
+    here.foreign = (other("n1", unit=("claim", "old.example.com", "u"), title="claim ml/train of old.example.com"),)
+    await here.refused("a", why=r"claim ml/train of old\.example\.com")
+    here.register.notify()
+    here.foreign = ()
     before = len(calls)
-    world.register.notify()
+    here.register.notify()
     assert len(calls) == before + 1
-    world.register.notify()
+    here.register.notify()
     assert len(calls) == before + 1
-    await world.grant("a")
+    await here.grant("a")
 
 
 # What is offered.
@@ -558,70 +524,70 @@ async def test_what_an_orphaned_claim_holds_is_withheld() -> None:
 
 async def test_an_id_is_offered_beside_its_own_holder() -> None:
     """The kubelet counts its holder itself; only what would be more than the whole is withheld."""
-    world = World(a="n1", b="n2", replicas=2)
-    await world.grant("a::0")
-    await world.grant("b::0", "b::1")
-    assert world.withheld() == set()
-    world.services[R].source.replicas = 3
-    assert world.withheld() == {"a::2", "b::2"}
+    here = RegisterInMemory(a="n1", b="n2", replicas=2)
+    await here.grant("a::0")
+    await here.grant("b::0", "b::1")
+    assert here.withheld() == set()
+    here.services[R].source.replicas = 3
+    assert here.withheld() == {"a::2", "b::2"}
 
 
 async def test_ids_of_one_thing_are_offered_once() -> None:
     """The first one is, unless another one is held: what the kubelet and the scheduler count is what there is."""
-    world = World(a10="n1", a9="n1", b="n2")
-    assert world.register.withheld(R, "plugin") == {"a10": f"it is offered as a9 of {R}"}
-    await world.grant("a10")
-    assert world.withheld() == {"a9"}
+    here = RegisterInMemory(a10="n1", a9="n1", b="n2")
+    assert here.register.withheld(R, "plugin") == {"a10": f"it is offered as a9 of {R}"}
+    await here.grant("a10")
+    assert here.withheld() == {"a9"}
 
 
 def test_members_on_two_sides_are_offered_on_neither() -> None:
     """Nothing is offered on one side while a peer is on the other."""
-    world = World(a="n1", b="n1", c="n2")
-    world.side(State.DRA, "b")
-    assert world.withheld() == {"a", "b"}
-    assert world.withheld("dra") == {"a", "b"}
+    here = RegisterInMemory(a="n1", b="n1", c="n2")
+    here.side(State.DRA, "b")
+    assert here.withheld() == {"a", "b"}
+    assert here.withheld("dra") == {"a", "b"}
 
 
 async def test_slices_offer_parts_beside_parts_that_claims_hold() -> None:
     """The scheduler counts what claims have; of what pods have it knows nothing."""
     halves = [Device(name, consumes={"g": {"m": 5}}, counters={"g": {"m": 10}}) for name in "xy"]
 
-    def listed() -> World:
-        return World(*halves, Device("w", consumes={"g": {"m": 10}}))
+    def listed() -> RegisterInMemory:
+        return RegisterInMemory(*halves, Device("w", consumes={"g": {"m": 10}}))
 
-    world = listed()
-    world.side(State.DRA, *"xyw")
-    await world.claim("x")
-    assert world.withheld("dra") == set()
-    world = listed()
-    await world.grant("x")
-    world.side(State.DRA, *"yw")
-    assert world.withheld("dra") >= {"w"}
-    world.side(State.DRA, "x")
-    assert world.withheld("dra") == {"x", "w"}
+    here = listed()
+    here.side(State.DRA, *"xyw")
+    await here.claim("x")
+    assert here.withheld("dra") == set()
+    here = listed()
+    await here.grant("x")
+    here.side(State.DRA, *"yw")
+    assert here.withheld("dra") >= {"w"}
+    here.side(State.DRA, "x")
+    assert here.withheld("dra") == {"x", "w"}
 
 
 async def test_slices_offer_what_claims_of_the_same_driver_hold() -> None:
     """The scheduler counts them itself; those of a former driver, and pods, it does not know."""
-    world = World(a="n1", b="n2", c="n3")
-    world.side(State.DRA, *"abc")
-    await world.claim("a")
-    await world.claim("b", uid="v", driver="former.example.com")
-    assert world.withheld("dra") == {"b"}
-    assert world.withheld() == {"a", "b"}
+    here = RegisterInMemory(a="n1", b="n2", c="n3")
+    here.side(State.DRA, *"abc")
+    await here.claim("a")
+    await here.claim("b", uid="v", driver="former.example.com")
+    assert here.withheld("dra") == {"b"}
+    assert here.withheld() == {"a", "b"}
 
 
 async def test_subscribers_hear_of_holders_that_matter() -> None:
     """Subscribers are called once for a change."""
-    world = World(a="n1", b="n1", c="n2")
-    world.register.notify()
+    here = RegisterInMemory(a="n1", b="n1", c="n2")
+    here.register.notify()
     calls: list[None] = []
-    world.register.subscribe(lambda: calls.append(None))
-    await world.grant("c")
+    here.register.subscribe(lambda: calls.append(None))
+    await here.grant("c")
     assert not calls, "what has no peers concerns nobody else"
-    await world.grant("a")
+    await here.grant("a")
     assert len(calls) == 1
-    world.register.notify()
+    here.register.notify()
     assert len(calls) == 1
 
 
@@ -630,7 +596,7 @@ async def test_subscribers_hear_of_holders_that_matter() -> None:
 
 async def test_nothing_that_a_hook_works_on_after_its_timeout_is_granted() -> None:
     """Nor another id of the same thing; others are, and all are once the hook has ended."""
-    world = World(a="n1", b="n1", c="n2")
+    here = RegisterInMemory(a="n1", b="n1", c="n2")
     over = threading.Event()
 
     class Slow(DeviceSource):
@@ -641,31 +607,31 @@ async def test_nothing_that_a_hook_works_on_after_its_timeout_is_granted() -> No
             over.wait()
 
     reconciled: asyncio.Queue[None] = asyncio.Queue()
-    world.register.subscribe(lambda: reconciled.put_nowait(None))
+    here.register.subscribe(lambda: reconciled.put_nowait(None))
     try:
         with pytest.raises(HookTimeoutError):
-            await world.register.hooks.call(HookStatistics(), "reset", Slow(), [Device("a")])
+            await here.register.hooks.call(HookStatistics(), "reset", Slow(), [Device("a")])
         await reconciled.get()
-        await world.register.verify([key("c")])
+        await here.register.verify([key("c")])
         for device in ("a", "b"):
             with pytest.raises(
                 DeviceConflictError, match=r"a of .*: `reset` is still running on it, after its timeout"
             ):
-                await world.register.verify([key(device)], resets=False)
-        assert world.withheld("dra") == world.withheld() == {"a", "b"}
-        assert world.register.withheld(R, "plugin")["a"] == "`reset` is still running on it, after its timeout"
-        assert [world.register.is_free(key(name)) for name in "abc"] == [False, False, True]
+                await here.register.verify([key(device)], resets=False)
+        assert here.withheld("dra") == here.withheld() == {"a", "b"}
+        assert here.register.withheld(R, "plugin")["a"] == "`reset` is still running on it, after its timeout"
+        assert [here.register.is_free(key(name)) for name in "abc"] == [False, False, True]
     finally:
         over.set()
     await reconciled.get()
-    assert world.withheld() == {"b"}
-    await world.register.verify([key("a")])
+    assert here.withheld() == {"b"}
+    await here.register.verify([key("a")])
 
 
 async def test_parts_of_what_a_hook_works_on_are_neither_granted_nor_offered() -> None:
     """A hook of one half may work on what the other half is a part of, too."""
     halves = [Device(name, consumes={"g": {"m": 5}}, counters={"g": {"m": 10}}) for name in "xy"]
-    world = World(*halves)
+    here = RegisterInMemory(*halves)
     over = threading.Event()
 
     class Slow(DeviceSource):
@@ -676,10 +642,10 @@ async def test_parts_of_what_a_hook_works_on_are_neither_granted_nor_offered() -
             over.wait()
 
     try:
-        assert "did not answer" in await world.register.hooks.start(HookStatistics(), "released", Slow(), [halves[0]])
+        assert "did not answer" in await here.register.hooks.start(HookStatistics(), "released", Slow(), [halves[0]])
         with pytest.raises(DeviceConflictError, match=r"x of .*: `released` is still running on it"):
-            await world.register.verify([key("y")])
-        assert world.withheld("dra") == world.withheld() == {"x", "y"}
+            await here.register.verify([key("y")])
+        assert here.withheld("dra") == here.withheld() == {"x", "y"}
     finally:
         over.set()
 
@@ -692,7 +658,7 @@ async def turns() -> None:
 
 async def test_a_grant_waits_for_every_hook_that_begins_meanwhile() -> None:
     """While it waits for one hook nobody has the device yet, so that another one may begin."""
-    world = World(a="n1", b="n1")
+    here = RegisterInMemory(a="n1", b="n1")
     over = {name: asyncio.Event() for name in "ab"}
 
     class Slow(DeviceSource):
@@ -701,10 +667,10 @@ async def test_a_grant_waits_for_every_hook_that_begins_meanwhile() -> None:
         async def released(self, devices: Sequence[Device]) -> None:
             await over[devices[0].id].wait()
 
-    first = world.register.hooks.start(HookStatistics(), "released", Slow(), [Device("a")])
-    grant = asyncio.create_task(world.grant("a"))
+    first = here.register.hooks.start(HookStatistics(), "released", Slow(), [Device("a")])
+    grant = asyncio.create_task(here.grant("a"))
     await turns()
-    second = world.register.hooks.start(HookStatistics(), "released", Slow(), [Device("b")])
+    second = here.register.hooks.start(HookStatistics(), "released", Slow(), [Device("b")])
     over["a"].set()
     await first
     await turns()
@@ -717,9 +683,9 @@ async def test_a_grant_waits_for_every_hook_that_begins_meanwhile() -> None:
 async def test_a_device_of_the_other_side_is_not_missed(caplog: pytest.LogCaptureFixture) -> None:
     """That a claim holds it is no reason to look for it among those of pods."""
     caplog.set_level("INFO")
-    world = World(Device("x"))
-    world.side(State.DRA, "x")
-    await world.claim("x")
-    assert set(world.register.withheld(R, "plugin")) == {"x"}
-    assert world.register.last_withheld(R) == {}
+    here = RegisterInMemory(Device("x"))
+    here.side(State.DRA, "x")
+    await here.claim("x")
+    assert set(here.register.withheld(R, "plugin")) == {"x"}
+    assert here.register.last_withheld(R) == {}
     assert "is not offered" not in caplog.text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -14,7 +14,6 @@ import pytest
 from deviceplugin.device import Device
 from deviceplugin.exclusion import DeviceConflictError
 from deviceplugin.identity import boot_id
-from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation, CheckpointVersion
 from deviceplugin.kubelet.holders import HolderEvidence, HolderSnapshot, holders
@@ -22,53 +21,27 @@ from deviceplugin.node.scanning import HolderScanner
 from deviceplugin.register import operations
 from deviceplugin.register.operations import Observed
 from deviceplugin.register.records import WHOLE, Amount, Claim, ClaimDevice, LedgerError, Side, State
-from deviceplugin.register.register import OtherSideError, Register, RegisterHost, UnknownHolderError
+from deviceplugin.register.register import OtherSideError, UnknownHolderError
 from deviceplugin.register.rules import Excluded
-from deviceplugin.sharing import device_of, replicas_of
 from dra_bridge.ledger.store import Ledger
 from dra_bridge.ledger.worker import AsyncLedger
 from tests.dra.ledger.samples import T0, D, DirectLedger, Flaky, R, adopt, cluster, kubelet
+from tests.register.resources import ListedResource, ListedResources
 
 S = "example.com/other"
 
 
-class Served:
-    """A resource's devices by their identities."""
+class RegisterOnDisk(ListedResources):
+    """A register whose store is a ledger, and a scanner over its resources."""
 
-    def __init__(self, resource: str, replicas: int = 1, **identities: str) -> None:
-        self.source = cast("Any", SimpleNamespace(driver=D, replicas=replicas))
-        self.inventory = Inventory(resource)
-        self.list(**identities)
-
-    def list(self, **identities: str) -> None:
-        devices = [Device(name, identity=one) for name, one in identities.items()]
-        self.inventory.publish(devices, {name: frozenset({one}) for name, one in identities.items() if one})
-
-    def ids_now(self, device: Device) -> tuple[str, ...]:
-        return replicas_of(device.id, self.source.replicas) if self.source.replicas > 1 else (device.id,)
-
-    def device_of(self, device_id: str) -> str:
-        return device_of(device_id, 2)
-
-
-class World(RegisterHost):
-    """A register and a scanner over some resources."""
-
-    services: dict[str, Served]
-
-    def __init__(self, ledger: AsyncLedger, served: dict[str, Served]) -> None:
+    def __init__(self, ledger: AsyncLedger, *served: ListedResource) -> None:
+        super().__init__(ledger, *served)
         self.ledger = ledger
-        self.services = served
-        self.unknown: Mapping[str, str] = {}
-        self.register = Register(self, ledger)
         tracker = SimpleNamespace(granted=lambda one: None, title=str)
         services, wanted = cast("Any", self.services), asyncio.Event()
         self.scanner = HolderScanner(services, cast("Any", tracker), self.register, wanted, 1.0, always=True)
         self.scanner.observers.append(self)
         self.seen: list[tuple[str, Observed]] = []
-
-    def evidence_missing(self, resource: str, device: str) -> str:
-        return self.unknown.get(device, "")
 
     def observed(self, resource: str, done: Observed) -> None:
         self.seen.append((resource, done))
@@ -87,10 +60,14 @@ class World(RegisterHost):
             await self.ledger.do(operations.begin_move(R, [device], Side.PLUGIN, T0))
 
 
+def listed(resource: str, replicas: int = 1, **tokens: str) -> ListedResource:
+    return ListedResource(resource, driver=D, replicas=replicas, **tokens)
+
+
 @asynccontextmanager
-async def world(path: str, *served: Served, connect: Any = None) -> AsyncIterator[World]:
+async def on_disk(path: str, *served: ListedResource, connect: Any = None) -> AsyncIterator[RegisterOnDisk]:
     ledger = AsyncLedger(Ledger(path, connect=connect) if connect else Ledger(path))
-    here = World(ledger, {one.inventory.snapshot.resource: one for one in served})
+    here = RegisterOnDisk(ledger, *served)
     for resource, one in here.services.items():
         await ledger.do(adopt(resource, one.inventory.snapshot.devices, Side.PLUGIN, T0))
     try:
@@ -119,7 +96,7 @@ def scanned(*named: Allocation, at: float = 1.0) -> HolderSnapshot:
 
 async def test_a_grant_is_on_disk_when_it_is_answered(path: str) -> None:
     """With what the device was, and how much of it the id was."""
-    async with world(path, Served(R, 2, a="n1", b="n2")) as here:
+    async with on_disk(path, listed(R, 2, a="n1", b="n2")) as here:
         await here.register.grant(R, {"a::0": "a", "b::1": "b"})
     with DirectLedger(path) as after:
         found = {name: (one.device, one.identity, one.amount) for (_, name), one in after.snapshot.allocations.items()}
@@ -130,7 +107,7 @@ async def test_a_grant_is_on_disk_when_it_is_answered(path: str) -> None:
 @pytest.mark.parametrize("to", [State.DRA, State.TO_PLUGIN])
 async def test_nothing_is_granted_of_the_other_side(path: str, to: State) -> None:
     """All or none; a device that leaves is granted, and not offered."""
-    async with world(path, Served(R, a="n1", b="n2")) as here:
+    async with on_disk(path, listed(R, a="n1", b="n2")) as here:
         assert here.register.offers(R, "a")
         await here.state("a", to)
         assert not here.register.offers(R, "a")
@@ -145,7 +122,7 @@ async def test_nothing_is_granted_of_the_other_side(path: str, to: State) -> Non
 
 async def test_nothing_is_granted_before_its_evidence_is_compared(path: str) -> None:
     """The ledger may have lost the last changes; devices that are known are granted meanwhile."""
-    async with world(path, Served(R, a="n1", b="n2")) as here:
+    async with on_disk(path, listed(R, a="n1", b="n2")) as here:
         here.unknown = {"a": "the agent has just started"}
         assert (here.register.offers(R, "a"), here.register.offers(R, "b")) == (False, True)
         with pytest.raises(UnknownHolderError, match="the agent has just started"):
@@ -158,7 +135,7 @@ async def test_nothing_is_granted_before_its_evidence_is_compared(path: str) -> 
 
 async def test_nothing_is_granted_that_a_claim_has_under_any_name(path: str) -> None:
     """A device of both sides' names is one thing; it is offered on neither while the claim runs."""
-    async with world(path, Served(R, a="n1"), Served(S, b="n1", c="n2")) as here:
+    async with on_disk(path, listed(R, a="n1"), listed(S, b="n1", c="n2")) as here:
         await here.state("a", State.DRA)
         register = here.register
         one = await register.decide(
@@ -177,7 +154,7 @@ async def test_nothing_is_granted_that_a_claim_has_under_any_name(path: str) -> 
 
 async def test_no_claim_gets_what_a_pod_has_under_any_name(path: str) -> None:
     """Allocate and Prepare ask the same question; the pod's name for it need not be listed any more."""
-    async with world(path, Served(R, a="n1", b="n2"), Served(S, c="n2")) as here:
+    async with on_disk(path, listed(R, a="n1", b="n2"), listed(S, c="n2")) as here:
         await here.register.grant(S, {"c": "c"})
         here.services[S].list()
         await here.state("b", State.DRA)
@@ -192,7 +169,7 @@ async def test_no_claim_gets_what_a_pod_has_under_any_name(path: str) -> None:
 
 async def test_parts_are_counted_in_any_unit(path: str) -> None:
     """Sources write amounts as Kubernetes does."""
-    async with world(path, Served(R)) as here:
+    async with on_disk(path, listed(R)) as here:
         counters = {"card": {"memory": "10Gi"}}
         halves = [Device(name, consumes={"card": {"memory": "5120Mi"}}, counters=counters) for name in "ab"]
         here.services[R].inventory.publish([*halves, Device("c", consumes={"card": {"memory": "100m"}})])
@@ -206,7 +183,7 @@ async def test_parts_are_counted_in_any_unit(path: str) -> None:
 async def test_a_grant_that_cannot_be_recorded_is_none(path: str) -> None:
     """The disk is full: an error, nothing held, and all well afterwards."""
     fails: set[str] = set()
-    async with world(path, Served(R, a="n1"), connect=lambda where: Flaky(where, fails)) as here:
+    async with on_disk(path, listed(R, a="n1"), connect=lambda where: Flaky(where, fails)) as here:
         fails.add("COMMIT")
         with pytest.raises(LedgerError):
             await here.register.grant(R, {"a": "a"})
@@ -222,14 +199,14 @@ async def test_a_grant_that_cannot_be_recorded_is_none(path: str) -> None:
 
 async def test_the_next_agent_knows_who_has_what_it_calls_otherwise(path: str) -> None:
     """A pod's device has another name and another resource now: neither is given to anybody."""
-    async with world(path, Served(R, a="n1", b="n2")) as here:
+    async with on_disk(path, listed(R, a="n1", b="n2")) as here:
         await here.register.grant(R, {"a": "a"})
-    async with world(path, Served(S, x="n1", a="n2")) as here:
+    async with on_disk(path, listed(S, x="n1", a="n2")) as here:
         assert here.register.withheld(S, "plugin").keys() == {"x"}
         with pytest.raises(DeviceConflictError, match="the same hardware"):
             await here.register.grant(S, {"x": "x"})
         await here.register.grant(S, {"a": "a"})
-    async with world(path, Served(R, a="n2", b="n3")) as here:
+    async with on_disk(path, listed(R, a="n2", b="n3")) as here:
         with pytest.raises(DeviceConflictError, match="is held as n1, and is n2 now"):
             await here.register.grant(R, {"a": "a"})
         assert here.register.withheld(R, "plugin").keys() == {"a"}
@@ -239,12 +216,12 @@ async def test_what_is_adopted_is_on_disk(path: str) -> None:
     """A holding of unknown identity is of what its device is when it is first listed, ever after."""
     with DirectLedger(path) as before:
         before.do(operations.add_holders([("u1", "main", R, "a")], T0))
-    async with world(path, Served(R, a="", b="n2")) as here:
+    async with on_disk(path, listed(R, a="", b="n2")) as here:
         await here.register.adopt()
         assert here.allocations["a"].identity == ""
         here.services[R].list(a="n1", b="n2")
         await here.register.adopt()
-    async with world(path, Served(R, a="n2", b="n1")) as here:
+    async with on_disk(path, listed(R, a="n2", b="n1")) as here:
         await here.register.adopt()
         assert here.allocations["a"].identity == f"boot:{boot_id()} n1"
         assert here.register.withheld(R, "plugin").keys() == {"a", "b"}
@@ -252,14 +229,14 @@ async def test_what_is_adopted_is_on_disk(path: str) -> None:
 
 async def test_holders_are_known_again_after_a_restart(path: str) -> None:
     """The register tells the next process which allocations it has to go on scanning for."""
-    async with world(path, Served(R, 2, a="n1", b="n2")) as here:
+    async with on_disk(path, listed(R, 2, a="n1", b="n2")) as here:
         await here.register.grant(R, {"a::1": "a", "b::0": "b"})
     held = [Allocation("u1", "init", R, "a::1"), Allocation("u1", "main", R, "a::1")]
-    async with world(path, Served(R, 2, a="n1", b="n2")) as here:
+    async with on_disk(path, listed(R, 2, a="n1", b="n2")) as here:
         assert {name for name, one in here.allocations.items() if one.pending} == {"a::1", "b::0"}
         await here.scanner.observe(scanned(*held), here.register.snapshot.sequence)
         assert here.seen == [(R, Observed())]
-    async with world(path, Served(R, 2, a="n1", b="n2")) as here:
+    async with on_disk(path, listed(R, 2, a="n1", b="n2")) as here:
         assert here.allocations["a::1"].holders == {("u1", "init"), ("u1", "main")}
         assert {name for name, one in here.allocations.items() if one.pending} == {"b::0"}
 
@@ -269,7 +246,7 @@ async def test_holders_are_known_again_after_a_restart(path: str) -> None:
 
 async def test_a_resource_may_be_dropped_during_a_scan(path: str) -> None:
     """The ledger takes its time for each of them, and a reload does not wait for it."""
-    async with world(path, Served(R, d="n1"), Served(S, e="n2")) as here:
+    async with on_disk(path, listed(R, d="n1"), listed(S, e="n2")) as here:
         now = scanned(Allocation("u1", "main", R, "d"), Allocation("u1", "main", S, "e"))
         scan = asyncio.create_task(here.scanner.observe(now, here.register.snapshot.sequence))
         await asyncio.sleep(0)  # the ledger is asked about the first
@@ -283,7 +260,7 @@ async def test_a_resource_may_be_dropped_during_a_scan(path: str) -> None:
 async def test_a_scan_that_cannot_be_recorded_is_made_good_by_the_next(path: str) -> None:
     """Of the resources of one scan each is recorded by itself."""
     fails: set[str] = set()
-    async with world(path, Served(R, a="n1"), connect=lambda where: Flaky(where, fails)) as here:
+    async with on_disk(path, listed(R, a="n1"), connect=lambda where: Flaky(where, fails)) as here:
         await here.register.grant(R, {"a": "a"})
         named = scanned(Allocation("u1", "main", R, "a"))
         fails.add("COMMIT")
@@ -296,7 +273,7 @@ async def test_a_scan_that_cannot_be_recorded_is_made_good_by_the_next(path: str
 
 async def test_a_pod_that_a_scan_finds_on_the_other_side_is_quarantined(path: str) -> None:
     """Observers are told; nobody is offered the device."""
-    async with world(path, Served(R, a="n1")) as here:
+    async with on_disk(path, listed(R, a="n1")) as here:
         await here.state("a", State.DRA)
         now = scanned(Allocation("u1", "main", R, "a"))
         await here.scanner.observe(now, here.register.snapshot.sequence)

@@ -1,0 +1,51 @@
+"""Resources as a register sees them, without an agent: what their devices are is what a test says."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+from deviceplugin import sharing
+from deviceplugin.device import Device
+from deviceplugin.inventory import Inventory
+from deviceplugin.register.question import Use
+from deviceplugin.register.register import Register, RegisterHost, Store
+
+
+class ListedResource:
+    """A resource as a service has it; what its devices are is in `tokens`, by id, the identity first."""
+
+    def __init__(self, resource: str, *devices: Device, driver: str, replicas: int = 1, **tokens: str) -> None:
+        self.source = cast("Any", SimpleNamespace(resource=resource, driver=driver, replicas=replicas))
+        self.inventory = Inventory(resource)
+        self.list(*devices, **tokens)
+
+    def list(self, *devices: Device, **tokens: str) -> None:
+        """Have these devices and no others."""
+        known = {name: frozenset(one.split()) for name, one in tokens.items() if one}
+        named = [Device(name, identity=one.partition(" ")[0]) for name, one in tokens.items()]
+        self.inventory.publish([*named, *devices], known)
+
+    def ids_now(self, device: Device) -> tuple[str, ...]:
+        return sharing.replicas_of(device.id, self.source.replicas)
+
+    def device_of(self, device_id: str) -> str:
+        return sharing.device_of(device_id, self.source.replicas)
+
+
+class ListedResources(RegisterHost):
+    """The register of some resources. unknown: of which devices evidence is missing. foreign: what others hold."""
+
+    services: dict[str, ListedResource]
+
+    def __init__(self, store: Store, *served: ListedResource) -> None:
+        self.services = {one.source.resource: one for one in served}
+        self.unknown: dict[str, str] = {}
+        self.foreign: tuple[Use, ...] = ()
+        self.register = Register(self, store)
+
+    def evidence_missing(self, resource: str, device: str) -> str:
+        return self.unknown.get(device, "")
+
+    def foreign_uses(self) -> tuple[Use, ...]:
+        return self.foreign
