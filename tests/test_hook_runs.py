@@ -20,7 +20,7 @@ R = "example.com/r"
 STILL = "is still running on it, after its timeout"
 
 
-class World(DeviceSource):
+class HookedSource(DeviceSource):
     """A source whose hooks do what a test wants; a and b are the same hardware."""
 
     resource = R
@@ -68,7 +68,7 @@ def over() -> Iterator[threading.Event]:
 
 async def test_hooks_of_one_thing_run_one_after_the_other_in_their_order() -> None:
     """Whatever its names are, and those of other devices beside them."""
-    world, go_on, two = World(), asyncio.Event(), asyncio.Event()
+    source, go_on, two = HookedSource(), asyncio.Event(), asyncio.Event()
     running: list[str] = []
     order: list[str] = []
 
@@ -81,28 +81,28 @@ async def test_hooks_of_one_thing_run_one_after_the_other_in_their_order() -> No
         await go_on.wait()
         running.remove(device)
 
-    world.work = work
-    tasks = [world.start(device) for device in "abac"]
+    source.work = work
+    tasks = [source.start(device) for device in "abac"]
     await two.wait()
     assert running == ["a", "c"]
     go_on.set()
     assert await asyncio.gather(*tasks) == [""] * 4
     assert [one for one in order if one != "c"] == ["a", "b", "a"]
-    assert world.changes.empty()
-    assert world.statistics.calls == {(R, "released"): 4}
+    assert source.changes.empty()
+    assert source.statistics.calls == {(R, "released"): 4}
 
 
 async def test_whoever_gets_a_device_waits_for_its_hooks() -> None:
     """For one that was started just now, too; not for those of other devices."""
-    world, go_on = World(), asyncio.Event()
+    source, go_on = HookedSource(), asyncio.Event()
 
     async def work(device: str) -> None:
         await go_on.wait()
 
-    world.work = work
-    task = world.start("a")
-    waiting = asyncio.create_task(world.wait("b"))
-    await world.wait("c")
+    source.work = work
+    task = source.start("a")
+    waiting = asyncio.create_task(source.wait("b"))
+    await source.wait("c")
     assert not waiting.done()
     go_on.set()
     await waiting
@@ -111,16 +111,16 @@ async def test_whoever_gets_a_device_waits_for_its_hooks() -> None:
 
 async def test_a_reset_is_not_waited_for_by_who_calls_one() -> None:
     """Only one that works on after its timeout is."""
-    world, go_on = World(), asyncio.Event()
+    source, go_on = HookedSource(), asyncio.Event()
 
     async def work(device: str) -> None:
         await go_on.wait()
 
-    world.work = work
-    calling = asyncio.create_task(world.call("a"))
+    source.work = work
+    calling = asyncio.create_task(source.call("a"))
     await asyncio.sleep(0)
-    await world.wait("a", resets=False)
-    waiting = asyncio.create_task(world.wait("a"))
+    await source.wait("a", resets=False)
+    waiting = asyncio.create_task(source.wait("a"))
     await asyncio.sleep(0)
     assert not waiting.done()
     go_on.set()
@@ -129,102 +129,102 @@ async def test_a_reset_is_not_waited_for_by_who_calls_one() -> None:
 
 async def test_a_thread_that_works_on_holds_its_devices_until_it_ends(over: threading.Event) -> None:
     """Others are refused by the names of device and hook."""
-    world = World()
-    world.hook_timeout = 0.01
+    source = HookedSource()
+    source.hook_timeout = 0.01
 
     def work(device: str) -> None:
         over.wait()
 
-    world.work = work
+    source.work = work
     with pytest.raises(HookTimeoutError):
-        await world.call("a")
-    await world.changes.get()
-    assert world.runs.overdue == {(R, "a"): f"`reset` {STILL}"}
+        await source.call("a")
+    await source.changes.get()
+    assert source.runs.overdue == {(R, "a"): f"`reset` {STILL}"}
     message = f"a of {R}: `reset` {STILL}"
-    assert await world.start("b") == message
-    for refused in (world.call("b"), world.wait("a"), world.wait("b", resets=False)):
+    assert await source.start("b") == message
+    for refused in (source.call("b"), source.wait("a"), source.wait("b", resets=False)):
         with pytest.raises(DeviceBusyError, match=message):
             await refused
-    assert world.statistics.calls == {(R, "reset"): 1}, "who is refused has not called"
-    await world.wait("c")
+    assert source.statistics.calls == {(R, "reset"): 1}, "who is refused has not called"
+    await source.wait("c")
     over.set()
-    await world.changes.get()
-    assert world.runs.overdue == {}
-    await world.wait("a")
-    await world.call("b")
+    await source.changes.get()
+    assert source.runs.overdue == {}
+    await source.wait("a")
+    await source.call("b")
 
 
 async def test_a_hook_holds_what_its_device_was_when_it_began(over: threading.Event) -> None:
     """Whatever its name stands for since, and whatever the hardware is called: under the other name it waits, too."""
-    world = World()
-    world.hook_timeout = 0.01
-    tokens = world.known = {(R, "c"): frozenset({"uuid:1"}), (R, "d"): frozenset({"uuid:2"})}
+    source = HookedSource()
+    source.hook_timeout = 0.01
+    tokens = source.known = {(R, "c"): frozenset({"uuid:1"}), (R, "d"): frozenset({"uuid:2"})}
 
     def work(device: str) -> None:
         over.wait()
 
-    world.work = work
+    source.work = work
     with pytest.raises(HookTimeoutError):
-        await world.call("c")
-    await world.changes.get()
-    await world.wait("d")
+        await source.call("c")
+    await source.changes.get()
+    await source.wait("d")
     tokens[R, "c"], tokens[R, "d"] = tokens[R, "d"], tokens[R, "c"]
-    assert world.runs.held == {(R, "c"): {"uuid:1"}}
-    for refused in (world.call("d"), world.wait("d")):
+    assert source.runs.held == {(R, "c"): {"uuid:1"}}
+    for refused in (source.call("d"), source.wait("d")):
         with pytest.raises(DeviceBusyError, match=f"c of {R}: `reset` {STILL}"):
             await refused
     over.set()
-    await world.changes.get()
-    await world.wait("d")
+    await source.changes.get()
+    await source.wait("d")
 
 
 async def test_who_waits_is_refused_when_the_hook_turns_out_to_work_on(over: threading.Event) -> None:
     """Four calls for one device at once: one is made."""
-    world = World()
-    world.hook_timeout = 0.05
+    source = HookedSource()
+    source.hook_timeout = 0.05
 
     def work(device: str) -> None:
         over.wait()
 
-    world.work = work
-    answers = await asyncio.gather(*(world.call("a") for _ in range(4)), return_exceptions=True)
+    source.work = work
+    answers = await asyncio.gather(*(source.call("a") for _ in range(4)), return_exceptions=True)
     assert [type(one) for one in answers] == [HookTimeoutError, *[DeviceBusyError] * 3]
-    assert world.statistics.calls == {(R, "reset"): 1}
+    assert source.statistics.calls == {(R, "reset"): 1}
 
 
 async def test_nobody_waits_for_longer_than_a_hook_may_take() -> None:
     """With as much time for its own work after that; one in the background waits."""
-    world, begun, go_on = World(), asyncio.Event(), asyncio.Event()
+    source, begun, go_on = HookedSource(), asyncio.Event(), asyncio.Event()
 
     async def work(device: str) -> None:
         begun.set()
         await go_on.wait()
 
-    world.work = work
-    first = world.start("a")
+    source.work = work
+    first = source.start("a")
     await begun.wait()
-    world.hook_timeout = 0.01
+    source.hook_timeout = 0.01
     with pytest.raises(DeviceBusyError, match=f"a of {R}: `released` is still running on it$"):
-        await world.call("a")
-    background = world.start("a")
-    world.hook_timeout = 5.0
+        await source.call("a")
+    background = source.start("a")
+    source.hook_timeout = 5.0
     go_on.set()
     assert [await first, await background] == ["", ""]
 
 
 async def test_a_coroutine_that_ends_when_it_is_cancelled_holds_nothing() -> None:
     """Those that wait go on then."""
-    world = World()
-    world.hook_timeout = 0.01
+    source = HookedSource()
+    source.hook_timeout = 0.01
 
     async def work(device: str) -> None:
         await asyncio.Event().wait()
 
-    world.work = work
+    source.work = work
     with pytest.raises(HookTimeoutError):
-        await world.call("a")
-    await world.wait("a")
-    assert world.changes.empty()
+        await source.call("a")
+    await source.wait("a")
+    assert source.changes.empty()
 
 
 @pytest.mark.parametrize("how", ["timeout", "cancelled"])
@@ -233,7 +233,7 @@ async def test_a_coroutine_that_ignores_its_cancellation_holds_its_devices(
 ) -> None:
     """Also where its caller was cancelled: the kubelet gave up, or Unprepare overtook Prepare."""
     monkeypatch.setattr(hook_runs, "CANCELLED", 0.01)
-    world, begun, go_on = World(), asyncio.Event(), asyncio.Event()
+    source, begun, go_on = HookedSource(), asyncio.Event(), asyncio.Event()
 
     async def work(device: str) -> None:
         begun.set()
@@ -243,52 +243,52 @@ async def test_a_coroutine_that_ignores_its_cancellation_holds_its_devices(
             except asyncio.CancelledError:
                 pass
 
-    world.work = work
-    world.hook_timeout = 0.01 if how == "timeout" else 60.0
-    calling = asyncio.create_task(world.call("a"))
+    source.work = work
+    source.hook_timeout = 0.01 if how == "timeout" else 60.0
+    calling = asyncio.create_task(source.call("a"))
     await begun.wait()
     if how == "cancelled":
         calling.cancel()
     with pytest.raises(HookTimeoutError if how == "timeout" else asyncio.CancelledError):
         await calling
     with pytest.raises(DeviceBusyError, match=STILL):
-        await world.wait("a")
-    await world.changes.get()
-    assert world.runs.overdue
+        await source.wait("a")
+    await source.changes.get()
+    assert source.runs.overdue
     go_on.set()
-    await world.changes.get()
-    assert world.runs.overdue == {}
-    await world.wait("a")
+    await source.changes.get()
+    assert source.runs.overdue == {}
+    await source.wait("a")
 
 
 async def test_a_caller_that_is_cancelled_while_it_waits_leaves_nothing() -> None:
     """Its hook is not called, and nobody waits for it."""
-    world, go_on = World(), asyncio.Event()
+    source, go_on = HookedSource(), asyncio.Event()
 
     async def work(device: str) -> None:
         await go_on.wait()
 
-    world.work = work
-    first, second = asyncio.create_task(world.call("a")), asyncio.create_task(world.call("a"))
+    source.work = work
+    first, second = asyncio.create_task(source.call("a")), asyncio.create_task(source.call("a"))
     await asyncio.sleep(0)
     second.cancel()
     with pytest.raises(asyncio.CancelledError):
         await second
     go_on.set()
     await first
-    await world.wait("a")
-    assert world.statistics.calls == {(R, "reset"): 1}
+    await source.wait("a")
+    assert source.statistics.calls == {(R, "reset"): 1}
 
 
 async def test_a_hook_that_fails_lets_the_next_one_go_on() -> None:
     """The error is its own caller's; in the background it is told by the task."""
-    world = World()
+    source = HookedSource()
 
     def work(device: str) -> None:
         raise OSError("no such hardware")
 
-    world.work = work
+    source.work = work
     with pytest.raises(HookError, match="no such hardware"):
-        await world.call("a")
-    assert "no such hardware" in await world.start("a")
-    await world.wait("a")
+        await source.call("a")
+    assert "no such hardware" in await source.start("a")
+    await source.wait("a")

@@ -21,7 +21,7 @@ from deviceplugin.testing.foreign import AllocateAnswer
 from deviceplugin.wire import deviceplugin_pb2 as pb
 from dra_bridge.driver.claims import ClaimError
 from tests.adoption.test_plugins import RESOURCE, Plugin, plugin, serving, until
-from tests.dra.driver.test_driver import D, World, claim, end, result, world
+from tests.dra.driver.served import D, ServedDriver, claim, result, served_driver
 
 
 class Allocating(Plugin):
@@ -67,13 +67,13 @@ class Scene:
 
     def __init__(self, vendors: VendorPlugins, vendor: Allocating, where: Path) -> None:
         self.vendors, self.vendor, self.where = vendors, vendor, where
-        self.driver: World
+        self.driver: ServedDriver
 
     async def begin(self, **adopted: Any) -> None:
         await self.vendor.register()
         self.vendor.show("g0", "g1", "g2", "g3")
         await until(lambda: (one := self.vendors.plugin(RESOURCE)) and one.devices)
-        self.driver = await world(
+        self.driver = await served_driver(
             self.where, self.source(**adopted), devices=[Device(f"g{number}") for number in range(4)]
         )
 
@@ -120,7 +120,7 @@ async def running() -> AsyncIterator[Scene]:
             finally:
                 vendor.answers.set()
                 vendor.starts.set()
-                await end(made.driver)
+                await made.driver.end()
                 await vendor.server.stop(0)
 
 

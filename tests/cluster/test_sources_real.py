@@ -29,8 +29,8 @@ from deviceplugin.sources.path import PathSource
 from deviceplugin.sources.pci import PciSource
 from tests.cluster import isolate
 from tests.cluster.node import Cluster, ExecError, Pod
-from tests.nvml.world import DGX1V, World, dgx_1v
-from tests.nvml.world import build as build_library
+from tests.nvml.gpus import DGX1V, FakeGpus, dgx_1v
+from tests.nvml.gpus import build as build_library
 from tests.sources.trees import Tree
 
 NODES = Path("/sys/devices/system/node")
@@ -245,14 +245,14 @@ def test_gpus_of_a_made_library_reach_containers_with_their_numa_nodes(
     """GPUs as the fake NVML tells of them, by device nodes: a pod gets a pair linked by NVLink on one NUMA node, its
     container has these nodes and the common ones; an XID takes a GPU out of allocatable.
     """
-    world = World(directory / "world", build_library(tmp_path))
-    monkeypatch.setenv("FAKE_NVML", str(world.state))
-    dgx_1v(world)
-    dev = Path(world.places.dev)
+    machine = FakeGpus(directory / "machine", build_library(tmp_path))
+    monkeypatch.setenv("FAKE_NVML", str(machine.state))
+    dgx_1v(machine)
+    dev = Path(machine.places.dev)
     for name in ("nvidiactl", "nvidia-uvm", *(f"nvidia{number}" for number in range(8))):
         (dev / name).unlink(missing_ok=True)
         null(dev / name)
-    gpus = NvidiaSource(NvidiaConfig(injection="nodes"), places=world.places, resource="nvidia.com/gpu", period=1)
+    gpus = NvidiaSource(NvidiaConfig(injection="nodes"), places=machine.places, resource="nvidia.com/gpu", period=1)
     with served(gpus):
         restricted.wait_allocatable("nvidia.com/gpu", 8)
         pod = restricted.start_pod("pair", {"nvidia.com/gpu": 2}).wait_running()
@@ -263,6 +263,6 @@ def test_gpus_of_a_made_library_reach_containers_with_their_numa_nodes(
         assert one // 4 == other // 4
         assert DGX1V[one][other] == 2
         assert address_of(pod, "NVIDIA_VISIBLE_DEVICES") == "void"
-        world.xid(7 if 7 not in (one, other) else 0, 79)
+        machine.xid(7 if 7 not in (one, other) else 0, 79)
         restricted.wait_allocatable("nvidia.com/gpu", 7)
         assert restricted.capacity("nvidia.com/gpu") == 8

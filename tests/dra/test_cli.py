@@ -49,7 +49,7 @@ WAIT = 60.0
 
 
 @dataclass
-class Agent:
+class FakeAgent:
     """A node and what its agent tells; it does at once what it is asked for, but for held devices.
 
     held: holders by device. deaf: it takes nothing in.
@@ -143,20 +143,20 @@ class Agent:
 
 
 @dataclass
-class World:
+class FakeFleet:
     """An API server, agents, and a kubeconfig for the command line."""
 
     server: FakeApiServer
     kubeconfig: Path
-    agents: dict[str, Agent] = field(default_factory=dict)
+    agents: dict[str, FakeAgent] = field(default_factory=dict)
     over: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Held while agents work: a Node is replaced between two of their steps."""
     most: int = 0
     """How many nodes were in the move at once, at the most."""
 
-    def agent(self, node: str, **options: Any) -> Agent:
-        self.agents[node] = Agent(self.server, node, **options)
+    def agent(self, node: str, **options: Any) -> FakeAgent:
+        self.agents[node] = FakeAgent(self.server, node, **options)
         return self.agents[node]
 
     def loop(self) -> None:
@@ -178,11 +178,11 @@ class World:
 
 
 @pytest.fixture
-def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read_here: None) -> Iterator[World]:
+def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read_here: None) -> Iterator[FakeFleet]:
     monkeypatch.setattr(rollout, "POLL", 0.1)
     with FakeApiServer() as server:
         server.create(binding())
-        here = World(server, written(tmp_path / "kubeconfig", server.url))
+        here = FakeFleet(server, written(tmp_path / "kubeconfig", server.url))
         thread = threading.Thread(target=here.loop, daemon=True)
         thread.start()
         yield here
@@ -198,12 +198,12 @@ class Ran:
 
 
 @pytest.fixture
-def bridge(world: World, capsys: pytest.CaptureFixture[str], logs_restored: None) -> Callable[..., Ran]:
-    """Return what runs a command line against the world's API server."""
+def bridge(nodes: FakeFleet, capsys: pytest.CaptureFixture[str], logs_restored: None) -> Callable[..., Ran]:
+    """Return what runs a command line against the API server of these nodes."""
 
     def run(*argv: str) -> Ran:
         try:
-            status = cli.main([*argv, "--kubeconfig", str(world.kubeconfig)])
+            status = cli.main([*argv, "--kubeconfig", str(nodes.kubeconfig)])
         except SystemExit as error:
             status = int(error.code or 0)
         out, err = capsys.readouterr()
@@ -212,9 +212,9 @@ def bridge(world: World, capsys: pytest.CaptureFixture[str], logs_restored: None
     return run
 
 
-def started(world: World, *argv: str) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
+def started(nodes: FakeFleet, *argv: str) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
     """Start a command line in a process of its own."""
-    command = [sys.executable, "-u", "-m", "tests.kubeconfigs", *argv, "--kubeconfig", str(world.kubeconfig)]
+    command = [sys.executable, "-u", "-m", "tests.kubeconfigs", *argv, "--kubeconfig", str(nodes.kubeconfig)]
     return running(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
@@ -477,12 +477,12 @@ def test_files_that_the_metrics_need_are_named(tmp_path: Path, capsys: pytest.Ca
 # status
 
 
-def test_status_tells_devices_and_holders(world: World, bridge: Callable[..., Ran]) -> None:
+def test_status_tells_devices_and_holders(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
     """Each device has its side, state, holder and since when; what claims hold is as the API server has it."""
-    agent = world.agent("n1", count=3, held={"gpu-0": "pod default/p"})
+    agent = nodes.agent("n1", count=3, held={"gpu-0": "pod default/p"})
     agent.ask(dra_share="all")
-    world.wait_for(lambda: agent.told == "all")
-    world.server.create(
+    nodes.wait_for(lambda: agent.told == "all")
+    nodes.server.create(
         {
             "apiVersion": "resource.k8s.io/v1",
             "kind": "ResourceClaim",
@@ -518,11 +518,11 @@ def test_status_tells_devices_and_holders(world: World, bridge: Callable[..., Ra
     assert "  gpu-0 (to-dra) waits for its holder, held by pod default/p" in table
 
 
-def test_status_asks_the_agents(world: World, bridge: Callable[..., Ran]) -> None:
+def test_status_asks_the_agents(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
     """Holders and health are the agent's of now, whatever the slice says; what claims hold is the API server's."""
-    world.agent("n1", count=5, held={"gpu-0": "pod default/ended"})
+    nodes.agent("n1", count=5, held={"gpu-0": "pod default/ended"})
     ports = [{"name": "metrics", "containerPort": 9410}]
-    world.server.create(agent_pod("n1", containers=[{"name": "agent", "ports": ports}]))
+    nodes.server.create(agent_pod("n1", containers=[{"name": "agent", "ports": ports}]))
     pod = {"side": "plugin", "namespace": "ml", "pod": "train", "container": "c", "claim": "", "uid": "u"}
     claim = {"side": "dra", "namespace": "ml", "pod": "user", "container": "c", "claim": "mine", "uid": ""}
     devices = [
@@ -532,8 +532,8 @@ def test_status_asks_the_agents(world: World, bridge: Callable[..., Ran]) -> Non
         {"id": "gpu-3", "health": "unknown", "holders": [claim]},
     ]
     answer = {"holdersKnown": True, "resources": [{"resource": R, "devices": devices}]}
-    world.server.proxied = lambda path: (200, answer)
-    writes = len(world.server.writes)
+    nodes.server.proxied = lambda path: (200, answer)
+    writes = len(nodes.server.writes)
     table = bridge("status").out
     lines = [line.split("  ") for line in table.splitlines()[1:6]]
     shown = [[cell.strip() for cell in line if cell.strip()] for line in lines]
@@ -557,10 +557,10 @@ def test_status_asks_the_agents(world: World, bridge: Callable[..., Ran]) -> Non
         (None, None, "", False),
     ]
     assert [one["withheld"] for one in resource["devices"]] == ["not known: no checkpoint", *[""] * 4]
-    assert len(world.server.writes) == writes
+    assert len(nodes.server.writes) == writes
 
 
-def test_status_begins_with_problems_of_agents(world: World, bridge: Callable[..., Ran]) -> None:
+def test_status_begins_with_problems_of_agents(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
     """An agent that is not ready, or has refused a config file, is named above the table; the exit status is 1."""
     ports = [{"name": "metrics", "containerPort": 9410}]
     answer = {
@@ -569,10 +569,10 @@ def test_status_begins_with_problems_of_agents(world: World, bridge: Callable[..
         "unready": [f"{R}: not registered with the kubelet"],
         "problems": ["the config file is refused, nothing is changed: x"],
     }
-    world.server.proxied = lambda path: (200, answer)
+    nodes.server.proxied = lambda path: (200, answer)
     for node in ("n1", "n2"):
-        world.agent(node)
-        world.server.create(agent_pod(node, containers=[{"name": "agent", "ports": ports}]))
+        nodes.agent(node)
+        nodes.server.create(agent_pod(node, containers=[{"name": "agent", "ports": ports}]))
     lines = [
         f"the agent of n1, n2: it is not ready: {R}: not registered with the kubelet",
         "the agent of n1, n2: the config file is refused, nothing is changed: x",
@@ -583,16 +583,16 @@ def test_status_begins_with_problems_of_agents(world: World, bridge: Callable[..
     assert (ran.status, json.loads(ran.out)["problems"]) == (1, lines)
 
 
-def test_nothing_of_a_cluster_reaches_the_terminal_raw(world: World, bridge: Callable[..., Ran]) -> None:
+def test_nothing_of_a_cluster_reaches_the_terminal_raw(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
     """What anybody may write into an object or answer cannot move the cursor, colour or reorder what is printed."""
     evil = "\x1b[2J\x1b[31m\r\n\u202ereversed"
-    agent = world.agent("n1", held={"gpu-0": f"pod default/p{evil}"})
+    agent = nodes.agent("n1", held={"gpu-0": f"pod default/p{evil}"})
     agent.ask(dra_share="all")
-    world.wait_for(lambda: agent.told == "all")
+    nodes.wait_for(lambda: agent.told == "all")
     ports = [{"name": "metrics", "containerPort": 9410}]
-    world.server.create(agent_pod("n1", containers=[{"name": "agent", "ports": ports}]))
+    nodes.server.create(agent_pod("n1", containers=[{"name": "agent", "ports": ports}]))
     devices = [{"id": "gpu-1", "health": "unhealthy", "message": evil, "holders": [], "withheld": evil}]
-    world.server.proxied = lambda path: (
+    nodes.server.proxied = lambda path: (
         200,
         {"holdersKnown": True, "resources": [{"resource": R, "devices": devices}]},
     )
@@ -603,27 +603,27 @@ def test_nothing_of_a_cluster_reaches_the_terminal_raw(world: World, bridge: Cal
     assert "unhealthy (\\x1b[2J" in ran.out
     ran = bridge("migrate", "n1", "--driver", D, "--share", "all", "--wait", "--timeout", "0.3")
     assert "held by pod default/p\\x1b[2J" in ran.out
-    world.server.fail(lambda request: "resourceslices" in request.path, Fault(code=403, message=f"no{evil}"))
+    nodes.server.fail(lambda request: "resourceslices" in request.path, Fault(code=403, message=f"no{evil}"))
     assert bridge("status").err == "403 Injected: no\\x1b[2J\\x1b[31m\\r\n\\u202ereversed\n"
 
 
-def test_status_names_classes_that_take_the_resource(world: World, bridge: Callable[..., Ran]) -> None:
+def test_status_names_classes_that_take_the_resource(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
     """A second DeviceClass with our extended resource sends pods elsewhere; who may not list them is told nothing."""
-    world.agent("n1")
+    nodes.agent("n1")
     for name in ("ours", "theirs"):
         spec = {"extendedResourceName": R}
         kind = {"apiVersion": "resource.k8s.io/v1", "kind": "DeviceClass"}
-        world.server.create({**kind, "metadata": {"name": name}, "spec": spec})
+        nodes.server.create({**kind, "metadata": {"name": name}, "spec": spec})
     assert f"DeviceClasses ours, theirs all name the extended resource {R}: pods that" in bridge("status").out
-    world.server.fail(lambda request: request.path.endswith("/deviceclasses"), Fault(code=403))
+    nodes.server.fail(lambda request: request.path.endswith("/deviceclasses"), Fault(code=403))
     ran = bridge("status")
     assert (ran.status, "DeviceClasses" in ran.out) == (0, False)
 
 
-def test_status_of_some_nodes(world: World, bridge: Callable[..., Ran]) -> None:
+def test_status_of_some_nodes(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
     """Only the nodes and the driver that are named are shown, in an order for people."""
     for node in ("n10", "n9", "n8"):
-        world.agent(node)
+        nodes.agent(node)
     shown = json.loads(
         bridge("status", "--node", "n10", "--node", "n9", "--node", "n9", "--driver", D, "-o", "json").out
     )["nodes"]
@@ -631,17 +631,17 @@ def test_status_of_some_nodes(world: World, bridge: Callable[..., Ran]) -> None:
 
 
 @pytest.mark.parametrize(("options", "of"), [([], ""), (["--node", "n1"], " of node n1"), (["-o", "json"], "")])
-def test_status_without_anything(world: World, bridge: Callable[..., Ran], options: list[str], of: str) -> None:
+def test_status_without_anything(nodes: FakeFleet, bridge: Callable[..., Ran], options: list[str], of: str) -> None:
     """Where no agent tells anything, it is an error that says what was looked for."""
-    world.server.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "n1"}})
+    nodes.server.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "n1"}})
     ran = bridge("status", *options)
     assert (ran.status, ran.out) == (1, "")
     assert ran.err.startswith(f"no ResourceSlice{of} has the annotation DRIVER/handover, ")
 
 
-def test_status_of_a_wrong_driver(world: World, bridge: Callable[..., Ran]) -> None:
+def test_status_of_a_wrong_driver(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
     """A driver that nobody has is an error that names those that there are."""
-    world.agent("n1")
+    nodes.agent("n1")
     ran = bridge("status", "--driver", "gpu.example.org")
     assert ran.status == 1
     assert ran.err == f"no node has slices of driver gpu.example.org now (there are: {D}); {RESTARTING}\n"
@@ -657,14 +657,14 @@ def test_unreachable_server(command: list[str], tmp_path: Path, capsys: pytest.C
     assert "cannot reach an API server" in capsys.readouterr().err
 
 
-def test_server_that_does_not_answer_is_said_once(world: World) -> None:
+def test_server_that_does_not_answer_is_said_once(nodes: FakeFleet) -> None:
     """The error is the command's one line, and names the address and the kubeconfig that has it."""
-    text = world.kubeconfig.read_text().replace(world.server.url, "http://127.0.0.1:1")
-    world.kubeconfig.write_text(text)
-    command = [sys.executable, "-m", "dra_bridge", "status", "--kubeconfig", str(world.kubeconfig)]
+    text = nodes.kubeconfig.read_text().replace(nodes.server.url, "http://127.0.0.1:1")
+    nodes.kubeconfig.write_text(text)
+    command = [sys.executable, "-m", "dra_bridge", "status", "--kubeconfig", str(nodes.kubeconfig)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT, check=False)
     assert (done.returncode, done.stdout) == (1, "")
-    where = f"http://127.0.0.1:1 (kubeconfig {world.kubeconfig})"
+    where = f"http://127.0.0.1:1 (kubeconfig {nodes.kubeconfig})"
     assert done.stderr.startswith(f"cannot reach an API server at {where}: GET /api")
     assert done.stderr.count("\n") == 1
 
@@ -683,15 +683,15 @@ def test_empty_environment_is_said(
 # uninstall
 
 
-def test_uninstall_removes_slices(world: World, bridge: Callable[..., Ran], tmp_path: Path) -> None:
+def test_uninstall_removes_slices(nodes: FakeFleet, bridge: Callable[..., Ran], tmp_path: Path) -> None:
     """The slices of a config's drivers or of named ones go, on one node or on all."""
     for name in ("n1", "n2"):
-        world.agent(name, deaf=True)
+        nodes.agent(name, deaf=True)
     file = tmp_path / "config.yaml"
     file.write_text(CONFIG)
     assert bridge("uninstall", "--driver", D, "--node", "n1").out == "1 slice removed\n"
-    assert [one["metadata"]["name"] for one in world.server.objects()] == ["n2-s"]
-    world.agents.clear()
+    assert [one["metadata"]["name"] for one in nodes.server.objects()] == ["n2-s"]
+    nodes.agents.clear()
     assert bridge("uninstall", "--config", str(file)).out.startswith("1 slice removed\n")
     ran = bridge("uninstall", "--config", str(file))
     assert ran.out.startswith("0 slices removed\nnot removed: created objects")
@@ -724,53 +724,53 @@ def test_uninstall_names_all_that_manifests_print(bridge: Callable[..., Ran], tm
     assert all(one["metadata"]["labels"]["app.kubernetes.io/managed-by"] == "dra-bridge" for one in printed)
 
 
-def test_uninstall_beside_agents_is_refused(world: World, bridge: Callable[..., Ran]) -> None:
+def test_uninstall_beside_agents_is_refused(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
     """An agent that runs publishes its slices again, and who uses claims needs one: --force goes on all the same."""
     for name in ("n1", "n2", "n3"):
-        world.agent(name, deaf=True)
+        nodes.agent(name, deaf=True)
     for name in ("n1", "n2"):
-        world.server.create(agent_pod(name))
+        nodes.server.create(agent_pod(name))
     results = [{"driver": D, "pool": "n2", "device": "gpu-1", "request": "r"}]
     status = {"allocation": {"devices": {"results": results}}}
     claim = {"apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim", "metadata": {"name": "c", "namespace": "ml"}}
-    world.server.create({**claim, "status": status})
+    nodes.server.create({**claim, "status": status})
     agents = "agents run on n1: they publish slices again; delete the DaemonSet first\n"
     ran = bridge("uninstall", "--driver", D, "--node", "n1")
     assert (ran.status, ran.out, ran.err) == (1, "", f"nothing was removed; --force removes all the same\n{agents}")
     ran = bridge("uninstall", "--driver", D, "--node", "n2")
     claims = "claims have devices of these drivers: ml/c: their pods cannot end without the driver's agent\n"
     assert (ran.status, claims in ran.err) == (1, True)
-    assert len(world.server.objects("resourceslices")) == 3
+    assert len(nodes.server.objects("resourceslices")) == 3
     ran = bridge("uninstall", "--driver", D, "--node", "n1", "--force")
     assert (ran.status, ran.out, ran.err) == (0, "1 slice removed\n", f"warning: {agents}")
     assert bridge("uninstall", "--driver", D, "--node", "n3").err == ""
-    world.server.fail(lambda request: request.path.endswith("/pods"), Fault(code=403, message="no, you may not"))
+    nodes.server.fail(lambda request: request.path.endswith("/pods"), Fault(code=403, message="no, you may not"))
     ran = bridge("uninstall", "--driver", D)
     assert (ran.status, "not known whether agents run or claims are in use: no, you may not" in ran.err) == (1, True)
 
 
-def test_check_before_the_agents_are_removed(world: World, bridge: Callable[..., Ran]) -> None:
+def test_check_before_the_agents_are_removed(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
     """It removes nothing; whether agents run is all the same, and claims that have devices are named, with status 1."""
-    world.agent("n1", deaf=True)
-    world.server.create(agent_pod("n1"))
+    nodes.agent("n1", deaf=True)
+    nodes.server.create(agent_pod("n1"))
     ran = bridge("uninstall", "--driver", D, "--check")
     assert (ran.status, ran.out) == (0, f"no claim has devices of {D}: the agents can be removed\n")
     status = {"allocation": {"devices": {"results": [{"driver": D, "pool": "n1", "device": "gpu-1", "request": "r"}]}}}
     claim = {"apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim", "metadata": {"name": "c", "namespace": "ml"}}
-    world.server.create({**claim, "status": status})
+    nodes.server.create({**claim, "status": status})
     ran = bridge("uninstall", "--driver", D, "--check")
     assert (ran.status, ran.out) == (1, "")
     assert ran.err == "claims have devices of these drivers: ml/c: their pods cannot end without the driver's agent\n"
-    assert len(world.server.objects("resourceslices")) == 1
+    assert len(nodes.server.objects("resourceslices")) == 1
 
 
-def test_uninstall_of_an_unknown_driver(world: World, bridge: Callable[..., Ran]) -> None:
+def test_uninstall_of_an_unknown_driver(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
     """A driver that nobody has is an error that names those that there are, and nothing is removed."""
-    world.agent("n1")
+    nodes.agent("n1")
     ran = bridge("uninstall", "--driver", D, "--driver", "gpu.example.org")
     assert (ran.status, ran.out) == (1, "")
     assert ran.err == f"no node has slices of driver gpu.example.org now (there are: {D}); {RESTARTING}\n"
-    assert len(world.server.objects()) == 1
+    assert len(nodes.server.objects()) == 1
 
 
 def test_uninstall_of_nothing(bridge: Callable[..., Ran], tmp_path: Path) -> None:
@@ -779,9 +779,9 @@ def test_uninstall_of_nothing(bridge: Callable[..., Ran], tmp_path: Path) -> Non
     assert bridge("uninstall", "--config", str(tmp_path / "none")).status == 2
 
 
-def test_uninstall_that_is_refused(world: World, bridge: Callable[..., Ran]) -> None:
+def test_uninstall_that_is_refused(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
     """What the API server refuses is said, with status 1."""
-    world.server.fail(lambda request: "resourceslices" in request.path, Fault(code=403, message="no, you may not"))
+    nodes.server.fail(lambda request: "resourceslices" in request.path, Fault(code=403, message="no, you may not"))
     ran = bridge("uninstall", "--driver", D)
     assert ran.status == 1
     assert "no, you may not" in ran.err
@@ -790,7 +790,7 @@ def test_uninstall_that_is_refused(world: World, bridge: Callable[..., Ran]) -> 
 # run
 
 
-def test_run_with_a_bad_config(tmp_path: Path, world: World, bridge: Callable[..., Ran]) -> None:
+def test_run_with_a_bad_config(tmp_path: Path, nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
     """`run` with a config that cannot be used ends with 2 and says why."""
     file = tmp_path / "config.yaml"
     file.write_text("resources: 5\n")
@@ -816,26 +816,26 @@ def test_run_without_an_api_server(tmp_path: Path, capsys: pytest.CaptureFixture
     assert not root.exists()
 
 
-def test_options_of_an_authors_agent(world: World, logs_restored: None) -> None:
+def test_options_of_an_authors_agent(nodes: FakeFleet, logs_restored: None) -> None:
     """An author's own agent takes the same options as `run`, without a config."""
     options = parse_run(
-        ["--node-name", "n7", "--cdi-dir", "/cdi", "--kubelet-root", "/k", "--kubeconfig", str(world.kubeconfig)]
+        ["--node-name", "n7", "--cdi-dir", "/cdi", "--kubelet-root", "/k", "--kubeconfig", str(nodes.kubeconfig)]
     )
     assert (options.node, options.paths.cdi_dir, options.paths.kubelet_root) == ("n7", Path("/cdi"), Path("/k"))
     assert options.metrics_address is None
     assert not options.claim_status
-    assert parse_run(["--claim-status", "--kubeconfig", str(world.kubeconfig)]).claim_status
-    assert parse_run(["--agent-name", "acme", "--kubeconfig", str(world.kubeconfig)]).agent_name == "acme"
+    assert parse_run(["--claim-status", "--kubeconfig", str(nodes.kubeconfig)]).claim_status
+    assert parse_run(["--agent-name", "acme", "--kubeconfig", str(nodes.kubeconfig)]).agent_name == "acme"
     with pytest.raises(SystemExit):
-        parse_run(["--agent-name", "../x", "--kubeconfig", str(world.kubeconfig)])
+        parse_run(["--agent-name", "../x", "--kubeconfig", str(nodes.kubeconfig)])
 
 
 # migrate
 
 
-def test_migrate_there_and_back(world: World, bridge: Callable[..., Ran]) -> None:
+def test_migrate_there_and_back(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
     """With --wait it ends when all devices are where they should be; default removes the annotation."""
-    agent = world.agent("n1")
+    agent = nodes.agent("n1")
     ran = bridge("migrate", "n1", "--driver", D, "--share", "50%", "--wait")
     assert ran.status == 0, ran
     assert agent.annotations == {SHARE: "50%"}
@@ -848,16 +848,16 @@ def test_migrate_there_and_back(world: World, bridge: Callable[..., Ran]) -> Non
     assert set(agent.states.values()) == {State.PLUGIN}
 
 
-def test_shares_are_written_as_they_are_read(world: World, bridge: Callable[..., Ran]) -> None:
+def test_shares_are_written_as_they_are_read(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
     """A number with a zero before it is the number."""
-    agent = world.agent("n1", deaf=True)
+    agent = nodes.agent("n1", deaf=True)
     assert bridge("migrate", "n1", "--driver", D, "--share", "02").out == "n1: share 2 requested\n"
     assert agent.annotations == {SHARE: "2"}
 
 
-def test_a_share_is_forced(world: World, bridge: Callable[..., Ran]) -> None:
+def test_a_share_is_forced(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
     """The word goes with the share; without one it is wrong usage."""
-    agent = world.agent("n1")
+    agent = nodes.agent("n1")
     ran = bridge("migrate", "n1", "--driver", D, "--share", "100%", "--force", "--wait")
     assert (ran.status, ran.out.splitlines()[0]) == (0, "n1: share all force requested")
     assert agent.annotations == {SHARE: "all force"}
@@ -865,17 +865,17 @@ def test_a_share_is_forced(world: World, bridge: Callable[..., Ran]) -> None:
     assert (ran.status, "--force belongs to a share" in ran.err) == (2, True)
 
 
-def test_a_timeout_without_waiting(world: World, bridge: Callable[..., Ran]) -> None:
+def test_a_timeout_without_waiting(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
     """A timeout of nothing is wrong usage, before anything is written."""
-    agent = world.agent("n1", deaf=True)
+    agent = nodes.agent("n1", deaf=True)
     ran = bridge("migrate", "n1", "--driver", D, "--share", "2", "--timeout", "1")
     assert (ran.status, ran.err) == (2, "dra-bridge migrate: --timeout needs --wait\n")
     assert agent.annotations == {}
 
 
-def test_migrate_without_wait(world: World, bridge: Callable[..., Ran]) -> None:
+def test_migrate_without_wait(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
     """Without --wait it only asks."""
-    agent = world.agent("n1", deaf=True)
+    agent = nodes.agent("n1", deaf=True)
     assert bridge("migrate", "n1", "--driver", D, "--share", "all").status == 0
     assert agent.annotations == {SHARE: "all"}
 
@@ -892,34 +892,34 @@ def test_migrate_without_wait(world: World, bridge: Callable[..., Ran]) -> None:
         (["n1", "--driver", D], "one of the arguments --share --unset is required"),
     ],
 )
-def test_what_cannot_be_asked_for(world: World, bridge: Callable[..., Ran], argv: list[str], said: str) -> None:
+def test_what_cannot_be_asked_for(nodes: FakeFleet, bridge: Callable[..., Ran], argv: list[str], said: str) -> None:
     """A wrong share or node is said with status 2, slices that are not there with 1, before anything is written."""
-    agent = world.agent("n1", deaf=True)
+    agent = nodes.agent("n1", deaf=True)
     for name in ("bare", "old"):
-        world.server.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}})
+        nodes.server.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}})
     pool = {"name": "old", "generation": 1, "resourceSliceCount": 1}
     body = {"metadata": {"name": "old-s"}, "spec": {"driver": D, "nodeName": "old", "pool": pool}}
-    world.server.create({"apiVersion": "resource.k8s.io/v1", "kind": "ResourceSlice", **body})
+    nodes.server.create({"apiVersion": "resource.k8s.io/v1", "kind": "ResourceSlice", **body})
     ran = bridge("migrate", *argv)
     missing = any(word in said for word in ("slices", "moves"))  # they may be there in a moment
     assert ran.status == (1 if missing else 2)
     assert said in ran.err
     assert agent.annotations == {}
-    assert [one for one in world.server.writes if one.method == "PATCH"] == []
+    assert [one for one in nodes.server.writes if one.method == "PATCH"] == []
 
 
-def test_migrate_without_the_right(world: World, bridge: Callable[..., Ran]) -> None:
+def test_migrate_without_the_right(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
     """Whoever may not write Nodes is told which right it takes."""
-    world.agent("n1")
-    world.server.fail(lambda request: request.method == "PATCH", Fault(code=403, message="nodes is forbidden"))
+    nodes.agent("n1")
+    nodes.server.fail(lambda request: request.method == "PATCH", Fault(code=403, message="nodes is forbidden"))
     ran = bridge("migrate", "n1", "--driver", D, "--share", "all")
     assert ran.status == 2
     assert ran.err == "node n1: nodes is forbidden; this takes the right to patch nodes\n"
 
 
-def test_migrate_that_takes_too_long(world: World, bridge: Callable[..., Ran]) -> None:
+def test_migrate_that_takes_too_long(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
     """After the timeout it says what each device waits for and who holds it, and ends with 1; the move goes on."""
-    agent = world.agent("n1", held={"gpu-2": "pod default/long"})
+    agent = nodes.agent("n1", held={"gpu-2": "pod default/long"})
     ran = bridge("migrate", "n1", "--driver", D, "--share", "all", "--wait", "--timeout", "0.5")
     assert ran.status == 1
     assert "n1: 3 of 4 devices moved" in ran.out or "n1: 0 of 1 devices moved" in ran.out
@@ -928,12 +928,12 @@ def test_migrate_that_takes_too_long(world: World, bridge: Callable[..., Ran]) -
     assert agent.annotations == {SHARE: "all"}
 
 
-def test_waiting_says_for_what(world: World, bridge: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_says_for_what(nodes: FakeFleet, bridge: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> None:
     """When nothing moves for a while it is said what the devices wait for, once, with the claims as they are now."""
     monkeypatch.setattr(rollout, "EXPLAIN", 0.2)
-    agent = world.agent("n1", count=2)
+    agent = nodes.agent("n1", count=2)
     agent.ask(dra_share="all")
-    world.wait_for(lambda: agent.told == "all")
+    nodes.wait_for(lambda: agent.told == "all")
     agent.held["gpu-1"] = "claim ml/c"
     ran = bridge("migrate", "n1", "--driver", D, "--share", "none", "--wait", "--timeout", "1.5")
     assert ran.status == 1
@@ -941,30 +941,30 @@ def test_waiting_says_for_what(world: World, bridge: Callable[..., Ran], monkeyp
 
 
 def test_rollout_says_what_it_waits_for(
-    world: World, bridge: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+    nodes: FakeFleet, bridge: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So does a rollout."""
     monkeypatch.setattr(rollout, "EXPLAIN", 0.1)
-    world.agent("n1", held={"gpu-3": "pod default/p"})
+    nodes.agent("n1", held={"gpu-3": "pod default/p"})
     ran = bridge("rollout", "--driver", D, "--share", "all", "-l", "pool=gpu", "--timeout-per-node", "1")
     assert ran.status == 1
     assert "\nn1: gpu-3 (to-dra) waits for its holder, held by pod default/p" in ran.out
 
 
-def test_migrate_of_a_dead_agent(world: World, bridge: Callable[..., Ran]) -> None:
+def test_migrate_of_a_dead_agent(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
     """An agent that does not take the share in is asked after."""
-    world.agent("n1", deaf=True)
+    nodes.agent("n1", deaf=True)
     ran = bridge("migrate", "n1", "--driver", D, "--share", "all", "--wait", "--timeout", "0.3")
     assert ran.status == 1
     assert "n1: its agent has not read the requested share yet; is it running?" in ran.out
 
 
-def test_migrate_that_is_overruled(world: World, bridge: Callable[..., Ran]) -> None:
+def test_migrate_that_is_overruled(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
     """If somebody else asks for another share meanwhile, waiting ends with 1."""
-    agent = world.agent("n1", deaf=True)
+    agent = nodes.agent("n1", deaf=True)
 
     def overrule() -> None:
-        world.wait_for(lambda: any(one.watch and "nodes" in one.path for one in world.server.log))
+        nodes.wait_for(lambda: any(one.watch and "nodes" in one.path for one in nodes.server.log))
         agent.ask(dra_share="1")
 
     thread = threading.Thread(target=overrule)
@@ -975,11 +975,11 @@ def test_migrate_that_is_overruled(world: World, bridge: Callable[..., Ran]) -> 
     assert "n1: share 1 requested meanwhile" in ran.out
 
 
-def test_migrate_interrupted(world: World) -> None:
+def test_migrate_interrupted(nodes: FakeFleet) -> None:
     """Ctrl-C ends the waiting with 130 and says that the move goes on."""
-    agent = world.agent("n1", deaf=True)
-    with started(world, "migrate", "n1", "--driver", D, "--share", "all", "--wait") as process:
-        world.wait_for(lambda: any(one.watch and "nodes" in one.path for one in world.server.log))
+    agent = nodes.agent("n1", deaf=True)
+    with started(nodes, "migrate", "n1", "--driver", D, "--share", "all", "--wait") as process:
+        nodes.wait_for(lambda: any(one.watch and "nodes" in one.path for one in nodes.server.log))
         process.send_signal(signal.SIGINT)
         out, _ = process.communicate(timeout=WAIT)
         assert process.returncode == 130
@@ -993,7 +993,11 @@ ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 def on_a_terminal(
-    world: World, *argv: str, columns: int = 90, rows: int = 24, interrupt: Callable[[str], bool] = lambda text: False
+    nodes: FakeFleet,
+    *argv: str,
+    columns: int = 90,
+    rows: int = 24,
+    interrupt: Callable[[str], bool] = lambda text: False,
 ) -> tuple[int, str]:
     """Run a command line on a terminal of this size; return the exit status and what was printed, escapes included.
 
@@ -1002,7 +1006,7 @@ def on_a_terminal(
     leader, follower = os.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
     env = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES")} | {"TERM": "xterm"}
-    command = [sys.executable, "-m", "tests.kubeconfigs", *argv, "--kubeconfig", str(world.kubeconfig)]
+    command = [sys.executable, "-m", "tests.kubeconfigs", *argv, "--kubeconfig", str(nodes.kubeconfig)]
     with running(command, stdout=follower, stderr=follower, env=env) as process:
         os.close(follower)
         text, pressed = b"", False
@@ -1017,22 +1021,22 @@ def on_a_terminal(
     return status, text.decode()
 
 
-def migrated_on_a_terminal(world: World, *, interrupt: bool = False) -> tuple[int, str]:
+def migrated_on_a_terminal(nodes: FakeFleet, *, interrupt: bool = False) -> tuple[int, str]:
     """Move all devices of n1, interrupted once bars are shown if so; return the exit status and what was printed."""
     argv = ("migrate", "n1", "--driver", D, "--share", "all", "--wait")
     return on_a_terminal(
-        world, *argv, interrupt=lambda text: interrupt and "share all requested" in text and "━" in text
+        nodes, *argv, interrupt=lambda text: interrupt and "share all requested" in text and "━" in text
     )
 
 
 @pytest.mark.parametrize("columns", [80, 120])
-def test_status_on_a_terminal(world: World, columns: int) -> None:
+def test_status_on_a_terminal(nodes: FakeFleet, columns: int) -> None:
     """Names of nodes, pods and resources are whole, and lines end between words."""
     node, pod = "ip-10-0-123-45.eu-central-1.compute.internal", "pod ml-team/a-training-job-with-a-long-name-worker-0"
-    agent = world.agent(node, held={"gpu-0": pod})
+    agent = nodes.agent(node, held={"gpu-0": pod})
     agent.ask(dra_share="all")
-    world.wait_for(lambda: agent.told == "all")
-    status, text = on_a_terminal(world, "status", columns=columns)
+    nodes.wait_for(lambda: agent.told == "all")
+    status, text = on_a_terminal(nodes, "status", columns=columns)
     lines = ESCAPES.sub("", text).split("\r\n")
     assert status == 0
     assert "…" not in text
@@ -1042,12 +1046,12 @@ def test_status_on_a_terminal(world: World, columns: int) -> None:
 
 
 @pytest.mark.parametrize(("count", "rows"), [(10, 10), pytest.param(30, 24, marks=pytest.mark.explore)])
-def test_rollout_of_many_nodes_on_a_terminal(world: World, count: int, rows: int) -> None:
+def test_rollout_of_many_nodes_on_a_terminal(nodes: FakeFleet, count: int, rows: int) -> None:
     """What moves and how far all nodes are stays on the screen, and why it stopped is the last that is printed."""
     for number in range(count):
-        world.agent(f"node-{number:02}", held={"gpu-0": "pod default/p"} if number == 7 else {})
+        nodes.agent(f"node-{number:02}", held={"gpu-0": "pod default/p"} if number == 7 else {})
     argv = ("rollout", "--driver", D, "--share", "all", "-l", "pool=gpu", "--max-unavailable", str(count - 2))
-    status, text = on_a_terminal(world, *argv, "--timeout-per-node", "10", columns=80, rows=rows)
+    status, text = on_a_terminal(nodes, *argv, "--timeout-per-node", "10", columns=80, rows=rows)
     assert status == 1
     frames = text.split(f"of {count} nodes")
     assert "1 moving, 0 not started" in frames[-2]
@@ -1060,13 +1064,13 @@ def test_rollout_of_many_nodes_on_a_terminal(world: World, count: int, rows: int
     assert "━" not in last[last.index("run the same command to continue") :]
 
 
-def test_status_again_and_again(world: World, bridge: Callable[..., Ran]) -> None:
+def test_status_again_and_again(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
     """--watch shows it in place, as much as the screen has room for, until it is interrupted."""
-    agent = world.agent("n1", count=30, held={"gpu-0": "pod default/p"})
+    agent = nodes.agent("n1", count=30, held={"gpu-0": "pod default/p"})
     agent.ask(dra_share="all")
-    world.wait_for(lambda: agent.told == "all")
+    nodes.wait_for(lambda: agent.told == "all")
     home = "\x1b[H\x1b[2J"
-    status, text = on_a_terminal(world, "status", "--watch", rows=10, interrupt=lambda text: text.count(home) > 2)
+    status, text = on_a_terminal(nodes, "status", "--watch", rows=10, interrupt=lambda text: text.count(home) > 2)
     assert status == 130
     _, *screens = text.split(home)
     assert all("more lines; --problems shows only nodes and devices with problems" in screen for screen in screens[:2])
@@ -1078,14 +1082,14 @@ def test_status_again_and_again(world: World, bridge: Callable[..., Ran]) -> Non
         assert "are for tables; JSON has everything" in ran.err
 
 
-def test_status_again_and_again_into_a_pipe(world: World) -> None:
+def test_status_again_and_again_into_a_pipe(nodes: FakeFleet) -> None:
     """Each time has its time of day above it, and an API server that is away for a moment ends nothing."""
-    world.agent("n1")
-    with started(world, "status", "--watch") as process:
+    nodes.agent("n1")
+    with started(nodes, "status", "--watch") as process:
         assert process.stdout is not None
         lines = iter(process.stdout.readline, "")
         assert next(lines).startswith("--- ")
-        world.server.fail(lambda request: request.path.endswith("/resourceslices"), Fault(code=503, message="injected"))
+        nodes.server.fail(lambda request: request.path.endswith("/resourceslices"), Fault(code=503, message="injected"))
         assert any("the API server does not answer: 503" in line for line in lines)
         assert any(line.startswith("n1 ") for line in lines)
         process.send_signal(signal.SIGINT)
@@ -1093,30 +1097,30 @@ def test_status_again_and_again_into_a_pipe(world: World) -> None:
         assert process.returncode == 130
 
 
-def test_status_of_problems_alone(world: World, bridge: Callable[..., Ran]) -> None:
+def test_status_of_problems_alone(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
     """--problems shows only nodes and devices with problems."""
-    world.agent("n1", count=3)
-    agent = world.agent("n2", held={"gpu-0": "pod default/p"})
+    nodes.agent("n1", count=3)
+    agent = nodes.agent("n2", held={"gpu-0": "pod default/p"})
     agent.ask(dra_share="all")
-    world.wait_for(lambda: agent.told == "all")
+    nodes.wait_for(lambda: agent.told == "all")
     out = bridge("status", "--problems").out
     assert not any(line.startswith("n1 ") for line in out.splitlines())
     assert [line.split()[2] for line in out.splitlines() if line.startswith("n2    ")] == ["gpu-0"]
     assert "not listed, as they need no attention: 6 devices\n" in out
 
 
-def test_migrate_with_bars(world: World) -> None:
+def test_migrate_with_bars(nodes: FakeFleet) -> None:
     """On a terminal there are progress bars."""
-    world.agent("n1")
-    status, text = migrated_on_a_terminal(world)
+    nodes.agent("n1")
+    status, text = migrated_on_a_terminal(nodes)
     assert status == 0
     assert "━" in text
 
 
-def test_bars_do_not_outlive_an_interrupt(world: World) -> None:
+def test_bars_do_not_outlive_an_interrupt(nodes: FakeFleet) -> None:
     """At Ctrl-C the progress bars are erased: what stays on the terminal is what was said."""
-    agent = world.agent("n1", held={"gpu-0": "pod default/p"})
-    status, text = migrated_on_a_terminal(world, interrupt=True)
+    agent = nodes.agent("n1", held={"gpu-0": "pod default/p"})
+    status, text = migrated_on_a_terminal(nodes, interrupt=True)
     assert status == 130
     assert agent.annotations == {SHARE: "all"}
     assert "interrupted" in text
@@ -1124,9 +1128,9 @@ def test_bars_do_not_outlive_an_interrupt(world: World) -> None:
     assert "\x1b[1A\x1b[2K" in after  # the cursor goes up to the bar, and its line is erased
 
 
-def test_share_of_more_devices_than_there_are(world: World, bridge: Callable[..., Ran]) -> None:
+def test_share_of_more_devices_than_there_are(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
     """A number that no node has is taken, as devices may be added, and warned of."""
-    world.agent("n1", count=3)
+    nodes.agent("n1", count=3)
     warning = f"warning: n1 has 3 {R}, the share is 99; all go to claims, also later ones"
     assert warning in bridge("migrate", "n1", "--driver", D, "--share", "99").out.splitlines()
     ran = bridge("rollout", "--driver", D, "--share", "4", "-l", "pool=gpu")
@@ -1137,13 +1141,13 @@ def test_share_of_more_devices_than_there_are(world: World, bridge: Callable[...
 # rollout
 
 
-def test_rollout_goes_node_after_node(world: World, bridge: Callable[..., Ran]) -> None:
+def test_rollout_goes_node_after_node(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
     """At most so many nodes are in the move at once, in their natural order, and what was before is kept."""
     for number in (10, 9, 1, 2):
-        world.agent(f"n{number}")
-    world.agents["n2"].ask(dra_share="1")
-    world.wait_for(lambda: world.agents["n2"].told == "1")  # one that moves already would be the first
-    world.most = 0
+        nodes.agent(f"n{number}")
+    nodes.agents["n2"].ask(dra_share="1")
+    nodes.wait_for(lambda: nodes.agents["n2"].told == "1")  # one that moves already would be the first
+    nodes.most = 0
     ran = bridge("rollout", "--driver", D, "--share", "all", "-l", "pool=gpu")
     assert ran.status == 0, ran
     asked = [line.split(":")[0] for line in ran.out.splitlines() if "share all requested" in line]
@@ -1152,31 +1156,31 @@ def test_rollout_goes_node_after_node(world: World, bridge: Callable[..., Ran]) 
     assert of_n1[-2] == "n1: 4 of 4 devices moved"
     assert of_n1[-1].startswith("n1: done after")
     assert "4 of 4 nodes done" in ran.out
-    assert world.most == 1
-    for agent in world.agents.values():
+    assert nodes.most == 1
+    for agent in nodes.agents.values():
         assert agent.annotations[SHARE] == "all"
         assert json.loads(agent.annotations[BEFORE])["share"] == ("1" if agent.node == "n2" else None)
 
 
-def test_undo_restores_exactly(world: World, bridge: Callable[..., Ran]) -> None:
+def test_undo_restores_exactly(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
     """--undo gives each node back the annotation that it had, or none, and leaves no trace."""
     for name in ("n1", "n2"):
-        world.agent(name)
-    world.agents["n2"].ask(dra_share="25%")
+        nodes.agent(name)
+    nodes.agents["n2"].ask(dra_share="25%")
     assert bridge("rollout", "--driver", D, "--share", "all", "-l", "pool=gpu", "--max-unavailable", "2").status == 0
     later = ["rollout", "--driver", D, "--share", "3", "-l", "pool=gpu", "--max-unavailable", "2"]
     assert bridge(*later, "--take-over").status == 0
     ran = bridge("rollout", "--driver", D, "--undo", "-l", "pool=gpu")
     assert ran.status == 0, ran
-    assert world.agents["n1"].annotations == {}
-    assert world.agents["n2"].annotations == {SHARE: "25%"}
+    assert nodes.agents["n1"].annotations == {}
+    assert nodes.agents["n2"].annotations == {SHARE: "25%"}
     again = bridge("rollout", "--driver", D, "--undo", "-l", "pool=gpu")
     assert (again.status, "there is nothing to undo" in again.out) == (0, True)
 
 
-def test_rollout_stops_at_a_stall_and_goes_on(world: World, bridge: Callable[..., Ran]) -> None:
+def test_rollout_stops_at_a_stall_and_goes_on(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
     """A node that is not done in time stops it with 1 and the reason; the same command continues where it stopped."""
-    first, second = world.agent("n1", held={"gpu-0": "pod default/p"}), world.agent("n2")
+    first, second = nodes.agent("n1", held={"gpu-0": "pod default/p"}), nodes.agent("n2")
     command = ["rollout", "--driver", D, "--share", "all", "-l", "pool=gpu"]
     ran = bridge(*command, "--timeout-per-node", "0.2")
     assert ran.status == 1
@@ -1188,25 +1192,25 @@ def test_rollout_stops_at_a_stall_and_goes_on(world: World, bridge: Callable[...
     assert second.annotations[SHARE] == "all"
 
 
-def test_contradicting_rollouts_do_not_fight(world: World, bridge: Callable[..., Ran]) -> None:
+def test_contradicting_rollouts_do_not_fight(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
     """The second of two users is told who is at work; if told to, it takes over, and the first one stops with 1.
 
     --undo restores the shares from before both.
     """
-    first, second = world.agent("n1", held={"gpu-0": "pod default/p"}), world.agent("n2")
+    first, second = nodes.agent("n1", held={"gpu-0": "pod default/p"}), nodes.agent("n2")
     first.ask(dra_share="2")
-    world.server.user = "alice"
+    nodes.server.user = "alice"
     theirs = ["rollout", "--driver", D, "--share", "none", "-l", "pool=gpu", "--timeout-per-node", "30"]
-    with started(world, "rollout", "--driver", D, "--share", "all", "-l", "pool=gpu") as process:
-        world.wait_for(lambda: first.annotations.get(SHARE) == "all")
-        world.server.user = "bob"
+    with started(nodes, "rollout", "--driver", D, "--share", "all", "-l", "pool=gpu") as process:
+        nodes.wait_for(lambda: first.annotations.get(SHARE) == "all")
+        nodes.server.user = "bob"
         ran = bridge(*theirs)
         assert ran.status == 1
         found = "stopped: n1: share all requested by the rollout of alice (share all); --take-over replaces it"
         assert ran.out.splitlines()[-1] == found
         assert process.poll() is None
         assert first.annotations[SHARE] == "all"
-        with started(world, *theirs, "--take-over") as second_process:
+        with started(nodes, *theirs, "--take-over") as second_process:
             out, _ = process.communicate(timeout=WAIT)
             assert process.returncode == 1
             assert (
@@ -1220,11 +1224,11 @@ def test_contradicting_rollouts_do_not_fight(world: World, bridge: Callable[...,
     assert (first.annotations, second.annotations) == ({SHARE: "2"}, {})
 
 
-def test_a_rollout_asks_a_node_once(world: World, bridge: Callable[..., Ran]) -> None:
+def test_a_rollout_asks_a_node_once(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
     """Whoever asks a node of a running rollout for another share stops it; it is not asked again and again."""
-    agent = world.agent("n1", held={"gpu-0": "pod default/p"})
-    with started(world, "rollout", "--driver", D, "--share", "all", "-l", "pool=gpu") as process:
-        world.wait_for(lambda: agent.annotations.get(SHARE) == "all")
+    agent = nodes.agent("n1", held={"gpu-0": "pod default/p"})
+    with started(nodes, "rollout", "--driver", D, "--share", "all", "-l", "pool=gpu") as process:
+        nodes.wait_for(lambda: agent.annotations.get(SHARE) == "all")
         assert bridge("migrate", "n1", "--driver", D, "--share", "1").status == 0
         out, _ = process.communicate(timeout=WAIT)
         assert process.returncode == 1
@@ -1234,21 +1238,21 @@ def test_a_rollout_asks_a_node_once(world: World, bridge: Callable[..., Ran]) ->
 
 
 @pytest.mark.parametrize("seen", [False, True], ids=["at-once", "after-it-was-missed"])
-def test_a_node_that_is_made_anew_is_begun_anew(world: World, bridge: Callable[..., Ran], seen: bool) -> None:
+def test_a_node_that_is_made_anew_is_begun_anew(nodes: FakeFleet, bridge: Callable[..., Ran], seen: bool) -> None:
     """A Node that was deleted and comes back without its annotations belongs to nobody: the rollout asks it again."""
-    agent = world.agent("n1", held={"gpu-0": "pod default/p"})
-    with started(world, "rollout", "--driver", D, "--share", "all", "-l", "pool=gpu") as process:
+    agent = nodes.agent("n1", held={"gpu-0": "pod default/p"})
+    with started(nodes, "rollout", "--driver", D, "--share", "all", "-l", "pool=gpu") as process:
         assert process.stdout is not None
-        world.wait_for(lambda: agent.told == "all")
-        node = world.server.get("nodes", "n1")
-        with world.lock:
-            world.server.delete("nodes", "n1")
+        nodes.wait_for(lambda: agent.told == "all")
+        node = nodes.server.get("nodes", "n1")
+        with nodes.lock:
+            nodes.server.delete("nodes", "n1")
             if seen:
                 gone = "n1: there is no such node with these labels any more; waiting for it\n"
                 assert gone in iter(process.stdout.readline, "")
             del node["metadata"]["annotations"], node["metadata"]["resourceVersion"], node["metadata"]["uid"]
-            world.server.create(node)
-        world.wait_for(lambda: agent.annotations.get(SHARE) == "all")
+            nodes.server.create(node)
+        nodes.wait_for(lambda: agent.annotations.get(SHARE) == "all")
         agent.held.clear()
         out, _ = process.communicate(timeout=WAIT)
         assert process.returncode == 0, out
@@ -1264,15 +1268,15 @@ def failed_pod(node: str, name: str, limits: Mapping[str, str]) -> dict[str, Any
     }
 
 
-def test_rollout_stops_when_pods_fail(world: World, bridge: Callable[..., Ran]) -> None:
+def test_rollout_stops_when_pods_fail(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
     """A pod for these devices that fails on a node in the move stops it; those that failed before do not."""
-    first, second = world.agent("n1", held={"gpu-0": "pod default/p"}), world.agent("n2")
-    world.server.create(failed_pod("n1", "earlier", {R: "1"}))
+    first, second = nodes.agent("n1", held={"gpu-0": "pod default/p"}), nodes.agent("n2")
+    nodes.server.create(failed_pod("n1", "earlier", {R: "1"}))
 
     def fail() -> None:
-        world.wait_for(lambda: SHARE in first.annotations)
-        world.server.create(failed_pod("n1", "other", {"cpu": "1"}))
-        world.server.create(failed_pod("n1", "later", {R: "1"}))
+        nodes.wait_for(lambda: SHARE in first.annotations)
+        nodes.server.create(failed_pod("n1", "other", {"cpu": "1"}))
+        nodes.server.create(failed_pod("n1", "later", {R: "1"}))
 
     thread = threading.Thread(target=fail)
     thread.start()
@@ -1285,13 +1289,13 @@ def test_rollout_stops_when_pods_fail(world: World, bridge: Callable[..., Ran]) 
     assert "--undo in place of --share takes it back" in ran.err
 
 
-def test_rollout_looks_once_more_at_the_end(world: World, bridge: Callable[..., Ran]) -> None:
+def test_rollout_looks_once_more_at_the_end(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
     """A pod that fails while the last node finishes is noticed before all is said to be well."""
-    agent = world.agent("n1", held={"gpu-0": "pod default/p"})
+    agent = nodes.agent("n1", held={"gpu-0": "pod default/p"})
 
     def fail() -> None:
-        world.wait_for(lambda: agent.states["gpu-0"] is State.TO_DRA and len(world.server.requests("GET", "/pods")) > 1)
-        world.server.create(failed_pod("n1", "late", {R: "1"}))
+        nodes.wait_for(lambda: agent.states["gpu-0"] is State.TO_DRA and len(nodes.server.requests("GET", "/pods")) > 1)
+        nodes.server.create(failed_pod("n1", "late", {R: "1"}))
         agent.held.clear()
 
     thread = threading.Thread(target=fail)
@@ -1302,42 +1306,42 @@ def test_rollout_looks_once_more_at_the_end(world: World, bridge: Callable[..., 
     assert "stopped: n1: pod default/late has failed" in ran.out
 
 
-def test_rollout_pauses(world: World, bridge: Callable[..., Ran]) -> None:
+def test_rollout_pauses(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
     """With --pause it ends after the first nodes, and the same command continues with the next ones."""
     for name in ("n1", "n2", "n3"):
-        world.agent(name)
+        nodes.agent(name)
     command = ["rollout", "--driver", D, "--share", "2", "-l", "pool=gpu", "--pause"]
     ran = bridge(*command)
     assert ran.status == 0
     assert "not started: n2, n3" in ran.out
-    assert [SHARE in agent.annotations for agent in world.agents.values()] == [True, False, False]
+    assert [SHARE in agent.annotations for agent in nodes.agents.values()] == [True, False, False]
     assert bridge(*command).status == 0
-    assert [SHARE in agent.annotations for agent in world.agents.values()] == [True, True, False]
+    assert [SHARE in agent.annotations for agent in nodes.agents.values()] == [True, True, False]
 
 
-def test_rollout_with_nothing_to_do(world: World, bridge: Callable[..., Ran]) -> None:
+def test_rollout_with_nothing_to_do(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
     """Nodes that are as they should be are left alone."""
-    agent = world.agent("n1")
+    agent = nodes.agent("n1")
     agent.ask(dra_share="1")
-    world.wait_for(lambda: agent.told == "1")
+    nodes.wait_for(lambda: agent.told == "1")
     ran = bridge("rollout", "--driver", D, "--share", "1", "-l", "pool=gpu")
     assert ran.status == 0
     assert agent.annotations == {SHARE: "1"}
 
 
-def test_rollout_over_nodes_without_an_agent(world: World, bridge: Callable[..., Ran]) -> None:
+def test_rollout_over_nodes_without_an_agent(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
     """Nodes that no agent serves are named at the end, and the status is 1."""
-    world.agent("n1")
-    world.server.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "n2", "labels": {"pool": "gpu"}}})
+    nodes.agent("n1")
+    nodes.server.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "n2", "labels": {"pool": "gpu"}}})
     ran = bridge("rollout", "--driver", D, "--share", "all", "-l", "pool=gpu")
     assert ran.status == 1
     assert f"no agent of {D} serves n2" in ran.out
-    assert "annotations" not in world.server.get("nodes", "n2")["metadata"]
+    assert "annotations" not in nodes.server.get("nodes", "n2")["metadata"]
 
 
-def test_rollout_of_a_wrong_selector_or_driver(world: World, bridge: Callable[..., Ran]) -> None:
+def test_rollout_of_a_wrong_selector_or_driver(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
     """A selector that no node has, and a driver that nobody has, are said with status 2."""
-    world.agent("n1")
+    nodes.agent("n1")
     ran = bridge("rollout", "--driver", D, "--share", "all", "-l", "pool=cpu")
     assert (ran.status, ran.err) == (2, "no node matches the selector 'pool=cpu'\n")
     ran = bridge("rollout", "--driver", "x.example.com", "--share", "all", "-l", "pool=gpu")
@@ -1345,25 +1349,25 @@ def test_rollout_of_a_wrong_selector_or_driver(world: World, bridge: Callable[..
     assert (ran.status, ran.err) == (1, found)
 
 
-def test_rollout_through_an_outage(world: World, bridge: Callable[..., Ran]) -> None:
+def test_rollout_through_an_outage(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
     """Requests that fail in between do not end it."""
     for name in ("n1", "n2"):
-        world.agent(name)
+        nodes.agent(name)
 
     def pods(request: LoggedRequest) -> bool:
         return request.method == "GET" and request.path.endswith("/pods")
 
-    world.server.fail(pods, Fault(code=503), times=2)
+    nodes.server.fail(pods, Fault(code=503), times=2)
     ran = bridge("rollout", "--driver", D, "--share", "all", "-l", "pool=gpu")
     assert ran.status == 0
     assert "the API server does not answer" in ran.out
 
 
-def test_rollout_interrupted(world: World) -> None:
+def test_rollout_interrupted(nodes: FakeFleet) -> None:
     """Ctrl-C ends it with 130 and says how to go on; no other node is begun."""
-    first, second = world.agent("n1", deaf=True), world.agent("n2")
-    with started(world, "rollout", "--driver", D, "--share", "all", "-l", "pool=gpu") as process:
-        world.wait_for(lambda: SHARE in first.annotations)
+    first, second = nodes.agent("n1", deaf=True), nodes.agent("n2")
+    with started(nodes, "rollout", "--driver", D, "--share", "all", "-l", "pool=gpu") as process:
+        nodes.wait_for(lambda: SHARE in first.annotations)
         process.send_signal(signal.SIGINT)
         out, _ = process.communicate(timeout=WAIT)
         assert process.returncode == 130

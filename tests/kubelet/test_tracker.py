@@ -37,7 +37,7 @@ WRITES = 3
 """Checkpoints that one question takes: one resource and the node's status may each have written one late."""
 
 
-class World:
+class TrackedKubelet:
     """A kubelet with a plugin, and a tracker."""
 
     def __init__(self, kubelet: FakeKubelet, plugin: BarePlugin) -> None:
@@ -89,12 +89,12 @@ class World:
 
 
 @pytest.fixture
-def world(fake_kubelet: FakeKubelet) -> Iterator[World]:
+def tracked(fake_kubelet: FakeKubelet) -> Iterator[TrackedKubelet]:
     plugin = BarePlugin(fake_kubelet.device_plugin_dir, "a", "b")
     plugin.register()
     fake_kubelet.wait_devices(R, 2)
     try:
-        yield World(fake_kubelet, plugin)
+        yield TrackedKubelet(fake_kubelet, plugin)
     finally:
         plugin.stop()
 
@@ -103,96 +103,98 @@ def allocation(pod: FakePod, device_id: str | None = None, container: str = "mai
     return Allocation(pod.uid, container, R, device_id or pod.device_ids[0])
 
 
-async def test_a_running_pod_costs_no_request(world: World) -> None:
+async def test_a_running_pod_costs_no_request(tracked: TrackedKubelet) -> None:
     """A pod that the checkpoint names and whose processes run is held; neither `List` nor a write is asked for."""
-    pod = await world.run_pod()
+    pod = await tracked.run_pod()
     for _ in range(3):
-        now = await world.scan()
+        now = await tracked.scan()
         assert set(now.held) == {allocation(pod)}
-    assert await world.scan(*pod.device_ids) == world.tracker.snapshot
-    assert (world.requests, world.lists) == (0, 0)
-    assert world.tracker.holders(R) == {pod.device_ids[0]: {PodContainer("default", "p", "main", pod.uid)}}
-    assert world.tracker.snapshot.at
+    assert await tracked.scan(*pod.device_ids) == tracked.tracker.snapshot
+    assert (tracked.requests, tracked.lists) == (0, 0)
+    assert tracked.tracker.holders(R) == {pod.device_ids[0]: {PodContainer("default", "p", "main", pod.uid)}}
+    assert tracked.tracker.snapshot.at
 
 
-async def test_a_pod_that_ended_is_let_go_with_the_next_scan(world: World) -> None:
+async def test_a_pod_that_ended_is_let_go_with_the_next_scan(tracked: TrackedKubelet) -> None:
     """`List` has the kubelet drop it, and the requests have it write checkpoints without it."""
-    pod = await world.run_pod()
-    await world.scan()
+    pod = await tracked.run_pod()
+    await tracked.scan()
     await asyncio.to_thread(pod.complete)
-    now = await world.scan()
+    now = await tracked.scan()
     assert (now.current, dict(now.held)) == (True, {})
-    assert (world.requests, world.lists) == (WRITES, 1)
-    assert world.tracker.holders(R) == {}
-    await world.scan()
-    assert (world.requests, world.lists) == (WRITES, 1)
+    assert (tracked.requests, tracked.lists) == (WRITES, 1)
+    assert tracked.tracker.holders(R) == {}
+    await tracked.scan()
+    assert (tracked.requests, tracked.lists) == (WRITES, 1)
 
 
-async def test_what_another_agents_copy_names_is_held_while_its_pod_runs(world: World) -> None:
+async def test_what_another_agents_copy_names_is_held_while_its_pod_runs(tracked: TrackedKubelet) -> None:
     """From when it is read, at a grant already; a scan decides, and what it finds over does not come back."""
-    pod = await world.run_pod()
-    await world.scan()
+    pod = await tracked.run_pod()
+    await tracked.scan()
     other = "example.com/other"
     hangs, over = Allocation(pod.uid, "main", other, "d0"), Allocation("gone", "main", other, "d1")
     what = {one: Wanted((other, one.device_id), f"boot:{boot_id()} n1", Amount("1")) for one in (hangs, over)}
 
     def held() -> set[str]:
-        return {one.unit[2] for one in world.tracker.foreign({other})}
+        return {one.unit[2] for one in tracked.tracker.foreign({other})}
 
     assert held() == set()
     for _ in range(2):
-        world.copied, woken = dict(what), world.woken
-        await world.tracker.reread()
-        assert world.woken > woken
+        tracked.copied, woken = dict(what), tracked.woken
+        await tracked.tracker.reread()
+        assert tracked.woken > woken
         assert held() == {"d0", "d1"}
-        assert (await world.scan("a")).current
-        assert world.tracker.granted(hangs) == what[hangs]
-        assert {one for one in world.tracker.snapshot.held if one.resource == other} == {hangs}
-        assert {one.unit[2] for one in world.tracker.foreign(())} == {"d0"}
+        assert (await tracked.scan("a")).current
+        assert tracked.tracker.granted(hangs) == what[hangs]
+        assert {one for one in tracked.tracker.snapshot.held if one.resource == other} == {hangs}
+        assert {one.unit[2] for one in tracked.tracker.foreign(())} == {"d0"}
     await asyncio.to_thread(pod.complete)
-    await world.scan("a")
-    assert not world.tracker.snapshot.held
-    assert world.tracker.granted(hangs) is None
+    await tracked.scan("a")
+    assert not tracked.tracker.snapshot.held
+    assert tracked.tracker.granted(hangs) is None
 
 
-async def test_what_the_register_forgets_between_two_scans_is_held_at_once(world: World) -> None:
+async def test_what_the_register_forgets_between_two_scans_is_held_at_once(tracked: TrackedKubelet) -> None:
     """What pods hold beside the register is decided anew when a record comes or goes, not at the next scan."""
-    pod = await world.run_pod()
+    pod = await tracked.run_pod()
     other = "example.com/other"
     one = Allocation(pod.uid, "main", other, "d0")
-    world.copied = {one: Wanted((other, "d0"), f"boot:{boot_id()} n1", Amount("1"))}
-    await world.scan()
+    tracked.copied = {one: Wanted((other, "d0"), f"boot:{boot_id()} n1", Amount("1"))}
+    await tracked.scan()
     record = AllocationRecord(other, "d0", "d0", 0.0, 1, identity=f"boot:{boot_id()} n1", holders=frozenset({one[:2]}))
     known: tuple[dict[tuple[str, str], AllocationRecord], ...] = ({}, {(other, "d0"): record}, {})
     for records in known:
-        world.register.store = store = MemoryStore()
+        tracked.register.store = store = MemoryStore()
         store.snapshot = RegisterSnapshot(allocations=records)
-        assert [use.key for use in world.tracker.foreign(())] == [(other, "d0")] * (not records)
+        assert [use.key for use in tracked.tracker.foreign(())] == [(other, "d0")] * (not records)
 
 
-async def test_a_free_device_is_asked_about(world: World) -> None:
+async def test_a_free_device_is_asked_about(tracked: TrackedKubelet) -> None:
     """Who wants to know whether an id is free gets a checkpoint that was written after the question."""
     before = time.monotonic()
-    now = await world.scan("a")
+    now = await tracked.scan("a")
     assert now.current
     assert now.at >= before
     assert now.registered is not None
     assert now.registered[R] == {"a", "b"}
-    assert world.requests == WRITES
+    assert tracked.requests == WRITES
 
 
-async def test_requests_about_the_same_holders_grow_rarer(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_about_the_same_holders_grow_rarer(
+    tracked: TrackedKubelet, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What no write settles is asked about at growing distances, with jitter, and not at every scan."""
     clock = 1000.0
     monkeypatch.setattr("deviceplugin.kubelet.tracker.time", SimpleNamespace(monotonic=lambda: clock))
-    monkeypatch.setattr(world.tracker.in_flight, "none_since", lambda moment: True)
-    world.listens = False
-    await world.register.add_holders([Allocation("ended", "main", R, "a")])
+    monkeypatch.setattr(tracked.tracker.in_flight, "none_since", lambda moment: True)
+    tracked.listens = False
+    await tracked.register.add_holders([Allocation("ended", "main", R, "a")])
     asked = []
     for _ in range(600):
-        before = world.requests
-        await world.scan()
-        if world.requests > before:
+        before = tracked.requests
+        await tracked.scan()
+        if tracked.requests > before:
             asked.append(clock)
         clock += 0.1
     gaps = [second - first for first, second in itertools.pairwise(asked)]
@@ -201,129 +203,131 @@ async def test_requests_about_the_same_holders_grow_rarer(world: World, monkeypa
     assert max(gaps) <= 1.2 * MOST_REQUEST + 0.1
     assert max(gaps) >= 0.8 * MOST_REQUEST - 0.1
     assert len(asked) < 15
-    assert set(world.tracker.snapshot.held) == {Allocation("ended", "main", R, "a")}
+    assert set(tracked.tracker.snapshot.held) == {Allocation("ended", "main", R, "a")}
 
 
-async def test_a_checkpoint_that_is_written_late(world: World) -> None:
+async def test_a_checkpoint_that_is_written_late(tracked: TrackedKubelet) -> None:
     """It was made up before a pod was admitted that has no process yet, and replaces those that name the pod."""
-    world.kubelet.hold_checkpoint_writes()
-    world.plugin.show("a", "b")
-    world.kubelet.wait_until(lambda: len(world.kubelet.updates(R)) == 2)
-    world.kubelet.lose_network()
-    pod = world.kubelet.start_pod("p", ONE)
-    world.kubelet.wait_until(lambda: pod.uid in world.kubelet.checkpoint.read_text())
-    assert {one.pod_uid for one in (await world.scan("a", "b")).held} == {pod.uid}
-    world.kubelet.land_checkpoint_writes()
-    now = await world.scan("a", "b")
+    tracked.kubelet.hold_checkpoint_writes()
+    tracked.plugin.show("a", "b")
+    tracked.kubelet.wait_until(lambda: len(tracked.kubelet.updates(R)) == 2)
+    tracked.kubelet.lose_network()
+    pod = tracked.kubelet.start_pod("p", ONE)
+    tracked.kubelet.wait_until(lambda: pod.uid in tracked.kubelet.checkpoint.read_text())
+    assert {one.pod_uid for one in (await tracked.scan("a", "b")).held} == {pod.uid}
+    tracked.kubelet.land_checkpoint_writes()
+    now = await tracked.scan("a", "b")
     assert now.current
     assert {one.pod_uid: holding.certain for one, holding in now.held.items()} == {pod.uid: False}
 
 
-async def test_a_plugin_that_nobody_listens_to_cannot_ask(world: World) -> None:
+async def test_a_plugin_that_nobody_listens_to_cannot_ask(tracked: TrackedKubelet) -> None:
     """Nothing is let go then, and the reason says so."""
-    pod = await world.run_pod()
-    await world.scan()
+    pod = await tracked.run_pod()
+    await tracked.scan()
     await asyncio.to_thread(pod.delete)
-    world.listens = False
-    now = await world.scan()
+    tracked.listens = False
+    now = await tracked.scan()
     assert not now.current
     assert "does not listen" in now.problem
     assert set(now.held) == {allocation(pod)}
 
 
-async def test_others_use_up_the_limit_of_pod_resources(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_others_use_up_the_limit_of_pod_resources(
+    tracked: TrackedKubelet, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`List` is tried again for a while; without it the checkpoint is written and believed all the same."""
     tries = []
 
     def counted(channel: grpc.aio.Channel) -> object:
         tries.append(1)
         if len(tries) == 3:
-            world.kubelet.pod_resources_refused = 0.0
+            tracked.kubelet.pod_resources_refused = 0.0
         return PodResourcesListerStub(channel)
 
     monkeypatch.setattr(podresources, "PodResourcesListerStub", counted)
-    pod = await world.run_pod()
-    await world.scan()
-    world.kubelet.pod_resources_refused = 1.0
+    pod = await tracked.run_pod()
+    await tracked.scan()
+    tracked.kubelet.pod_resources_refused = 1.0
     await asyncio.to_thread(pod.complete)
-    assert dict((await world.scan()).held) == {}
+    assert dict((await tracked.scan()).held) == {}
     assert len(tries) == 3
-    world.kubelet.pod_resources_refused = 1.0
+    tracked.kubelet.pod_resources_refused = 1.0
     monkeypatch.setattr(podresources, "LIST_TRIES", 3)
-    now = await world.scan("a", "b")
+    now = await tracked.scan("a", "b")
     assert now.current, "nothing safe depends on List"
 
 
-async def test_a_kubelet_that_is_away(world: World, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_kubelet_that_is_away(tracked: TrackedKubelet, caplog: pytest.LogCaptureFixture) -> None:
     """Held devices stay held, with one line in the log about `List`, until the kubelet is back."""
     caplog.set_level("INFO")
-    pod = await world.run_pod()
-    await world.scan()
-    await asyncio.to_thread(world.kubelet.stop)
-    world.listens = False
-    world.kubelet.cgroups.remove_pod(pod.uid)
+    pod = await tracked.run_pod()
+    await tracked.scan()
+    await asyncio.to_thread(tracked.kubelet.stop)
+    tracked.listens = False
+    tracked.kubelet.cgroups.remove_pod(pod.uid)
     for _ in range(3):
-        now = await world.scan("a", "b")
+        now = await tracked.scan("a", "b")
         assert not now.current
         assert set(now.held) == {allocation(pod)}
     assert sum("List failed" in record.getMessage() for record in caplog.records) == 1
-    assert not world.tracker.all_pods_listed
+    assert not tracked.tracker.all_pods_listed
 
 
 @pytest.mark.parametrize("damage", ["deleted", "empty", "torn", "unreadable"])
-async def test_a_checkpoint_that_cannot_be_read(world: World, damage: Damage) -> None:
+async def test_a_checkpoint_that_cannot_be_read(tracked: TrackedKubelet, damage: Damage) -> None:
     """It means unknown: what was held stays so, with the reason, until there is a whole one again."""
-    pod = await world.run_pod()
-    await world.scan()
-    world.kubelet.damage_checkpoint(damage)
-    world.listens = False  # so that nothing is written
-    now = await world.scan("a", "b")
+    pod = await tracked.run_pod()
+    await tracked.scan()
+    tracked.kubelet.damage_checkpoint(damage)
+    tracked.listens = False  # so that nothing is written
+    now = await tracked.scan("a", "b")
     assert (now.current, now.registered) == (False, None)
-    assert "kubelet_internal_checkpoint" in world.tracker.unnamed_reasons(R)[pod.device_ids[0]]
+    assert "kubelet_internal_checkpoint" in tracked.tracker.unnamed_reasons(R)[pod.device_ids[0]]
     assert set(now.held) == {allocation(pod)}
-    assert world.tracker.snapshot.unnamed(R) == set(pod.device_ids)
+    assert tracked.tracker.snapshot.unnamed(R) == set(pod.device_ids)
     if damage == "unreadable":
-        world.kubelet.checkpoint.rmdir()
-    world.listens = True
-    now = await world.scan("a", "b")
+        tracked.kubelet.checkpoint.rmdir()
+    tracked.listens = True
+    now = await tracked.scan("a", "b")
     assert now.current
-    assert dict(world.tracker.unnamed_reasons(R)) == {}
+    assert dict(tracked.tracker.unnamed_reasons(R)) == {}
     assert set(now.held) == {allocation(pod)}
 
 
-async def test_a_lost_checkpoint_of_a_restarted_kubelet(world: World) -> None:
+async def test_a_lost_checkpoint_of_a_restarted_kubelet(tracked: TrackedKubelet) -> None:
     """The kubelet does not know the holder any more; its processes do."""
-    pod = await world.run_pod()
-    await world.scan()
-    await asyncio.to_thread(world.kubelet.stop)
-    world.kubelet.damage_checkpoint("deleted")
-    await asyncio.to_thread(world.kubelet.start, wipe=False)
-    await asyncio.to_thread(world.plugin.register)
-    await asyncio.to_thread(world.kubelet.wait_devices, R, 2)
-    now = await world.scan(*pod.device_ids)
+    pod = await tracked.run_pod()
+    await tracked.scan()
+    await asyncio.to_thread(tracked.kubelet.stop)
+    tracked.kubelet.damage_checkpoint("deleted")
+    await asyncio.to_thread(tracked.kubelet.start, wipe=False)
+    await asyncio.to_thread(tracked.plugin.register)
+    await asyncio.to_thread(tracked.kubelet.wait_devices, R, 2)
+    now = await tracked.scan(*pod.device_ids)
     assert now.current
     assert set(now.held) == {allocation(pod)}
     assert "processes of its pod run" in now.held[allocation(pod)].reason
-    assert world.tracker.snapshot.unnamed(R) == set(pod.device_ids)
-    assert await world.tracker.still_held(R, ["a", "b"]) == {pod.device_ids[0]: "processes of pod default/p run"}
-    assert await world.tracker.still_held("example.com/other", ["a", "b"]) == {}
+    assert tracked.tracker.snapshot.unnamed(R) == set(pod.device_ids)
+    assert await tracked.tracker.still_held(R, ["a", "b"]) == {pod.device_ids[0]: "processes of pod default/p run"}
+    assert await tracked.tracker.still_held("example.com/other", ["a", "b"]) == {}
     await asyncio.to_thread(pod.delete)
-    assert await world.tracker.still_held(R, ["a", "b"]) == {}
-    assert dict((await world.scan(*pod.device_ids)).held) == {}
+    assert await tracked.tracker.still_held(R, ["a", "b"]) == {}
+    assert dict((await tracked.scan(*pod.device_ids)).held) == {}
 
 
-async def test_a_holder_is_known_at_the_next_grant_before_any_scan(world: World) -> None:
+async def test_a_holder_is_known_at_the_next_grant_before_any_scan(tracked: TrackedKubelet) -> None:
     """A pod that is deleted by force as soon as it runs: only the checkpoint that the kubelet is to write names it."""
-    pod = await world.run_pod()
-    assert not world.tracker.snapshot.held
+    pod = await tracked.run_pod()
+    assert not tracked.tracker.snapshot.held
     await asyncio.to_thread(pod.force_delete, hang=True)
-    assert set(await world.tracker.still_held(R, pod.device_ids)) == set(pod.device_ids)
-    now = await world.scan()
+    assert set(await tracked.tracker.still_held(R, pod.device_ids)) == set(pod.device_ids)
+    now = await tracked.scan()
     assert {one.device_id for one in now.held} == set(pod.device_ids), "it is remembered from then on"
 
 
 async def test_no_cgroup_is_searched_for_the_id_of_a_pod_that_is_gone(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    tracked: TrackedKubelet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where its cgroup was is enough; and a container that waits for devices anew is looked for in pods that run."""
     walks = 0
@@ -334,97 +338,101 @@ async def test_no_cgroup_is_searched_for_the_id_of_a_pod_that_is_gone(
         walks += 1
         return walk(root, own)
 
-    former, beside = await world.run_pod(), await world.run_pod("beside")
-    await world.scan()
+    former, beside = await tracked.run_pod(), await tracked.run_pod("beside")
+    await tracked.scan()
     await asyncio.to_thread(former.delete)
     monkeypatch.setattr(cgroups, "pod_cgroups", counted)
-    assert await world.tracker.still_held(R, former.device_ids) == {}
+    assert await tracked.tracker.still_held(R, former.device_ids) == {}
     assert not walks
-    assert set(await world.tracker.still_held(R, beside.device_ids)) == set(beside.device_ids)
+    assert set(await tracked.tracker.still_held(R, beside.device_ids)) == set(beside.device_ids)
     assert walks
 
 
-async def test_a_cgroup_that_is_hidden_is_not_gone(world: World) -> None:
+async def test_a_cgroup_that_is_hidden_is_not_gone(tracked: TrackedKubelet) -> None:
     """Where the whole tree cannot be seen, a pod that was deleted by force may run on."""
-    pod = await world.run_pod()
-    await world.scan()
+    pod = await tracked.run_pod()
+    await tracked.scan()
     await asyncio.to_thread(pod.force_delete, hang=True)
-    root = world.kubelet.paths.cgroup_root
+    root = tracked.kubelet.paths.cgroup_root
     hidden = root.with_name("hidden")
     root.rename(hidden)
     root.mkdir()
     try:
-        assert set(await world.tracker.still_held(R, pod.device_ids)) == set(pod.device_ids)
+        assert set(await tracked.tracker.still_held(R, pod.device_ids)) == set(pod.device_ids)
     finally:
         root.rmdir()
         hidden.rename(root)
 
 
-async def test_a_pod_that_is_about_to_start_holds_its_device(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_pod_that_is_about_to_start_holds_its_device(
+    tracked: TrackedKubelet, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The kubelet may give its device away (kubernetes#137534), and still names it in its checkpoint."""
     with monkeypatch.context() as no_network:
-        no_network.setattr(world.kubelet, "start_sandbox", fails)
-        pod = await asyncio.to_thread(world.kubelet.start_pod, "p", ONE)
-        await asyncio.to_thread(world.kubelet.wait_until, lambda: pod.containers["main"].message == "no network", 10)
-        (mine,) = world.kubelet.allocated(R)
-        found = await world.tracker.still_held(R, ["a", "b"])
+        no_network.setattr(tracked.kubelet, "start_sandbox", fails)
+        pod = await asyncio.to_thread(tracked.kubelet.start_pod, "p", ONE)
+        await asyncio.to_thread(tracked.kubelet.wait_until, lambda: pod.containers["main"].message == "no network", 10)
+        (mine,) = tracked.kubelet.allocated(R)
+        found = await tracked.tracker.still_held(R, ["a", "b"])
         assert found == {mine: f"pod {pod.uid} has not started a process yet and is named in the kubelet's checkpoint"}
-        world.listens = False
-        (why,) = (await world.tracker.still_held(R, [mine])).values()
+        tracked.listens = False
+        (why,) = (await tracked.tracker.still_held(R, [mine])).values()
         assert "cannot be asked" in why
-        world.listens = True
+        tracked.listens = True
     await asyncio.to_thread(pod.wait_running)
-    assert await world.tracker.still_held(R, ["a", "b"]) == {mine: f"processes of pod {pod.uid} run"}
+    assert await tracked.tracker.still_held(R, ["a", "b"]) == {mine: f"processes of pod {pod.uid} run"}
     await asyncio.to_thread(pod.complete)
-    assert await world.tracker.still_held(R, ["a", "b"]) == {}
+    assert await tracked.tracker.still_held(R, ["a", "b"]) == {}
 
 
 async def test_a_grant_waits_longer_for_the_checkpoint_than_a_scan(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    tracked: TrackedKubelet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a busy node the kubelet writes it late; a refusal would fail a pod though the former one has ended.
 
     The cgroup of that one is there for some time, without a process, as that of a pod that is about to start.
     """
-    monkeypatch.setattr(world.kubelet.cgroups, "remove_pod", lambda uid: None)
-    pod = await world.run_pod()
-    await world.scan()
+    monkeypatch.setattr(tracked.kubelet.cgroups, "remove_pod", lambda uid: None)
+    pod = await tracked.run_pod()
+    await tracked.scan()
     await asyncio.to_thread(pod.complete)
-    with grpc.insecure_channel(f"unix:{world.kubelet.pod_resources_socket}") as channel:
+    with grpc.insecure_channel(f"unix:{tracked.kubelet.pod_resources_socket}") as channel:
         # It makes the kubelet drop pods that have ended, as Allocate does.
         await asyncio.to_thread(PodResourcesListerStub(channel).List, podresources_pb2.ListPodResourcesRequest())
     monkeypatch.setattr("deviceplugin.kubelet.tracker.REWRITE", 0.0)
-    assert await world.tracker.still_held(R, pod.device_ids) == {}
+    assert await tracked.tracker.still_held(R, pod.device_ids) == {}
 
 
-async def test_the_cgroup_of_a_former_holder_hides_no_other_one(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_cgroup_of_a_former_holder_hides_no_other_one(
+    tracked: TrackedKubelet, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The kubelet removes a pod's cgroup some time after it has given its device to the next one."""
-    monkeypatch.setattr(world.kubelet.cgroups, "remove_pod", lambda uid: None)
-    former = [await world.run_pod(f"former-{number}") for number in range(2)]
+    monkeypatch.setattr(tracked.kubelet.cgroups, "remove_pod", lambda uid: None)
+    former = [await tracked.run_pod(f"former-{number}") for number in range(2)]
     for pod in former:
         await asyncio.to_thread(pod.complete)
-    monkeypatch.setattr(world.kubelet, "start_sandbox", fails)
-    pods = [await asyncio.to_thread(world.kubelet.start_pod, f"p-{number}", ONE) for number in range(2)]
+    monkeypatch.setattr(tracked.kubelet, "start_sandbox", fails)
+    pods = [await asyncio.to_thread(tracked.kubelet.start_pod, f"p-{number}", ONE) for number in range(2)]
     said = [pod.containers["main"] for pod in pods]
-    await asyncio.to_thread(world.kubelet.wait_until, lambda: all(one.message == "no network" for one in said), 10)
-    found = await world.tracker.still_held(R, ["a", "b"])
+    await asyncio.to_thread(tracked.kubelet.wait_until, lambda: all(one.message == "no network" for one in said), 10)
+    found = await tracked.tracker.still_held(R, ["a", "b"])
     assert found.keys() == {"a", "b"}
     assert not any(pod.uid in why for pod in former for why in found.values())
 
 
 async def test_a_pod_that_the_kubelet_dropped_before_it_started_holds_nothing(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    tracked: TrackedKubelet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its cgroup stays while its volumes are unmounted; the checkpoint does not name it any more."""
-    monkeypatch.setattr(world.kubelet.cgroups, "remove_pod", lambda uid: None)
+    monkeypatch.setattr(tracked.kubelet.cgroups, "remove_pod", lambda uid: None)
     with monkeypatch.context() as no_network:
-        no_network.setattr(world.kubelet, "start_sandbox", fails)
-        pod = await asyncio.to_thread(world.kubelet.start_pod, "p", ONE)
-        await asyncio.to_thread(world.kubelet.wait_until, lambda: pod.containers["main"].message == "no network", 10)
-        assert len(await world.tracker.still_held(R, ["a", "b"])) == 1
+        no_network.setattr(tracked.kubelet, "start_sandbox", fails)
+        pod = await asyncio.to_thread(tracked.kubelet.start_pod, "p", ONE)
+        await asyncio.to_thread(tracked.kubelet.wait_until, lambda: pod.containers["main"].message == "no network", 10)
+        assert len(await tracked.tracker.still_held(R, ["a", "b"])) == 1
         await asyncio.to_thread(pod.delete)
-    await asyncio.to_thread(world.kubelet.run_pod, "q", ONE)  # an admission drops pods that have ended
-    assert pod.uid not in "".join((await world.tracker.still_held(R, ["a", "b"])).values())
+    await asyncio.to_thread(tracked.kubelet.run_pod, "q", ONE)  # an admission drops pods that have ended
+    assert pod.uid not in "".join((await tracked.tracker.still_held(R, ["a", "b"])).values())
 
 
 def fails(pod: FakePod) -> None:
@@ -432,67 +440,67 @@ def fails(pod: FakePod) -> None:
     raise PluginCallError("no network")
 
 
-async def test_what_the_kubelet_would_give_away_is_withheld_from_it_soon(world: World) -> None:
+async def test_what_the_kubelet_would_give_away_is_withheld_from_it_soon(tracked: TrackedKubelet) -> None:
     """Its checkpoint on disk may name the holder for long after the kubelet has dropped it."""
-    pod = await world.run_pod()
-    await world.scan()
+    pod = await tracked.run_pod()
+    await tracked.scan()
     await asyncio.to_thread(pod.force_delete, hang=True)
-    await world.scan()
-    assert not world.tracker.snapshot.unnamed(R), "no request is made for a holder whose processes run"
-    await PodResources(world.kubelet.paths.pod_resources).list()  # the kubelet drops it
-    assert set(await world.tracker.still_held(R, pod.device_ids)) == set(pod.device_ids)
-    assert world.woken
-    assert world.tracker.unnamed_reasons(R).keys() == set(pod.device_ids), "the next list is without it"
-    assert world.tracker.unnamed_reasons("example.com/other") == {}
-    await world.scan()
-    assert world.tracker.snapshot.unnamed(R) == set(pod.device_ids)
+    await tracked.scan()
+    assert not tracked.tracker.snapshot.unnamed(R), "no request is made for a holder whose processes run"
+    await PodResources(tracked.kubelet.paths.pod_resources).list()  # the kubelet drops it
+    assert set(await tracked.tracker.still_held(R, pod.device_ids)) == set(pod.device_ids)
+    assert tracked.woken
+    assert tracked.tracker.unnamed_reasons(R).keys() == set(pod.device_ids), "the next list is without it"
+    assert tracked.tracker.unnamed_reasons("example.com/other") == {}
+    await tracked.scan()
+    assert tracked.tracker.snapshot.unnamed(R) == set(pod.device_ids)
     await asyncio.to_thread(pod.delete)
-    await world.scan(*pod.device_ids)
-    assert world.tracker.unnamed_reasons(R) == {}
+    await tracked.scan(*pod.device_ids)
+    assert tracked.tracker.unnamed_reasons(R) == {}
 
 
-async def test_an_empty_list_lets_nobody_go(world: World) -> None:
+async def test_an_empty_list_lets_nobody_go(tracked: TrackedKubelet) -> None:
     """A kubelet that the API server does not reach lists no pods; the checkpoint that it writes names them."""
-    pod = await world.run_pod()
-    await world.scan()
-    world.kubelet.hold_sources()
-    await asyncio.to_thread(world.kubelet.restart, wipe=False)
-    await asyncio.to_thread(world.plugin.register)
-    await asyncio.to_thread(world.kubelet.wait_devices, R, 2)
-    now = await world.scan("a", "b")
+    pod = await tracked.run_pod()
+    await tracked.scan()
+    tracked.kubelet.hold_sources()
+    await asyncio.to_thread(tracked.kubelet.restart, wipe=False)
+    await asyncio.to_thread(tracked.plugin.register)
+    await asyncio.to_thread(tracked.kubelet.wait_devices, R, 2)
+    now = await tracked.scan("a", "b")
     assert now.current
     assert set(now.held) == {allocation(pod)}
-    assert not world.tracker.all_pods_listed, "a pod that runs is not in it"
-    world.kubelet.release_sources()
+    assert not tracked.tracker.all_pods_listed, "a pod that runs is not in it"
+    tracked.kubelet.release_sources()
     async with asyncio.timeout(20):
-        while not world.tracker.all_pods_listed:
-            await world.scan("a", "b")
+        while not tracked.tracker.all_pods_listed:
+            await tracked.scan("a", "b")
 
 
-async def test_an_allocate_in_between_makes_a_scan_worthless(world: World) -> None:
+async def test_an_allocate_in_between_makes_a_scan_worthless(tracked: TrackedKubelet) -> None:
     """It returns nothing, and what was known stays."""
-    pod = await world.run_pod()
-    await world.scan()
-    before = world.tracker.snapshot
-    original = world.resend
+    pod = await tracked.run_pod()
+    await tracked.scan()
+    before = tracked.tracker.snapshot
+    original = tracked.resend
 
     def resend() -> bool:
-        with world.tracker.in_flight.busy():
+        with tracked.tracker.in_flight.busy():
             pass
         return original()
 
-    world.resend = resend  # type: ignore[method-assign]
-    assert await world.tracker.scan({(R, "a"), (R, "b")}) is None
-    assert world.tracker.snapshot is before
+    tracked.resend = resend  # type: ignore[method-assign]
+    assert await tracked.tracker.scan({(R, "a"), (R, "b")}) is None
+    assert tracked.tracker.snapshot is before
     assert set(before.held) == {allocation(pod)}
 
 
-async def test_what_is_known_from_before_a_restart(world: World) -> None:
+async def test_what_is_known_from_before_a_restart(tracked: TrackedKubelet) -> None:
     """At the start the checkpoint and the ledger tell; a holder that only the ledger knows is asked about."""
-    pod = await world.run_pod()
+    pod = await tracked.run_pod()
     ended = Allocation("ended", "main", R, "b")
-    again = world.made()
-    await world.register.add_holders([ended])
+    again = tracked.made()
+    await tracked.register.add_holders([ended])
     await again.start()
     assert set(again.snapshot.held) == {allocation(pod), ended}
     assert not again.snapshot.current
@@ -503,18 +511,18 @@ async def test_what_is_known_from_before_a_restart(world: World) -> None:
     assert set(now.held) == {allocation(pod)}
 
 
-async def test_where_cgroups_cannot_be_seen(world: World, caplog: pytest.LogCaptureFixture) -> None:
+async def test_where_cgroups_cannot_be_seen(tracked: TrackedKubelet, caplog: pytest.LogCaptureFixture) -> None:
     """A pod's directory decides, or for a plugin alone the checkpoint; without either nothing comes free."""
-    pod = await world.run_pod()
-    hidden = world.kubelet.cgroup_root.rename(world.kubelet.root / "hidden")
-    both, plugin_alone = world.made(), world.made(believe_checkpoint=True)
+    pod = await tracked.run_pod()
+    hidden = tracked.kubelet.cgroup_root.rename(tracked.kubelet.root / "hidden")
+    both, plugin_alone = tracked.made(), tracked.made(believe_checkpoint=True)
     for tracker in (both, plugin_alone):
         await tracker.start()
     assert "comes free only when its pod is deleted" in caplog.text
     assert "comes free when the kubelet counts its pod as ended" in caplog.text
-    hidden.rename(world.kubelet.cgroup_root)  # the kubelet needs it
+    hidden.rename(tracked.kubelet.cgroup_root)  # the kubelet needs it
     await asyncio.to_thread(pod.complete)
-    world.kubelet.cgroup_root.rename(hidden)
+    tracked.kubelet.cgroup_root.rename(hidden)
     wanted = {(R, "a"), (R, "b")}
     now = await both.scan(wanted)
     assert now is not None
@@ -522,70 +530,70 @@ async def test_where_cgroups_cannot_be_seen(world: World, caplog: pytest.LogCapt
     now = await plugin_alone.scan(wanted)
     assert now is not None
     assert dict(now.held) == {}
-    pods = (world.kubelet.root / "pods").rename(world.kubelet.root / "hidden pods")
+    pods = (tracked.kubelet.root / "pods").rename(tracked.kubelet.root / "hidden pods")
     now = await both.scan(wanted)
     assert now is not None
     assert "neither cgroups nor pod directories" in now.held[allocation(pod)].reason
     assert any("mount either, read-only" in line for line in both.missing())
-    pods.rename(world.kubelet.root / "pods")
-    hidden.rename(world.kubelet.cgroup_root)
+    pods.rename(tracked.kubelet.root / "pods")
+    hidden.rename(tracked.kubelet.cgroup_root)
 
 
 async def test_cgroups_without_the_agents_own_pod_are_not_believed(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    tracked: TrackedKubelet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The pod's directory decides then, as where no cgroups are visible; the agent says so at its start."""
     monkeypatch.setattr(cgroups, "own_pod", lambda kubelet_root: "own")
-    world.tracker = world.made()
-    pod = await world.run_pod()
+    tracked.tracker = tracked.made()
+    pod = await tracked.run_pod()
     await asyncio.to_thread(pod.complete)
-    now = await world.scan(*pod.device_ids)
+    now = await tracked.scan(*pod.device_ids)
     assert set(now.held) == {allocation(pod)}
-    assert any("of this kubelet" in line for line in world.tracker.missing())
+    assert any("of this kubelet" in line for line in tracked.tracker.missing())
     await asyncio.to_thread(pod.delete)
-    assert not (await world.scan(*pod.device_ids)).held
+    assert not (await tracked.scan(*pod.device_ids)).held
 
 
 async def test_cgroups_that_cannot_be_read_any_more_prove_nothing(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    tracked: TrackedKubelet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A read that fails, for want of descriptors say, is not a pod that has ended."""
-    pod = await world.run_pod()
-    await world.scan()
+    pod = await tracked.run_pod()
+    await tracked.scan()
     monkeypatch.setattr(cgroups, "pod_cgroups", lambda root, own: None)
-    assert set(await world.tracker.still_held(R, pod.device_ids)) == set(pod.device_ids)
+    assert set(await tracked.tracker.still_held(R, pod.device_ids)) == set(pod.device_ids)
     with pytest.raises(OSError, match="cannot be read now"):
-        world.tracker.pods.running()
+        tracked.tracker.pods.running()
 
 
-async def test_of_two_pods_of_one_name_a_list_does_not_tell_which(world: World) -> None:
+async def test_of_two_pods_of_one_name_a_list_does_not_tell_which(tracked: TrackedKubelet) -> None:
     """One was deleted by force and runs on: its devices count as perhaps in use after a restart of the agent."""
-    first = await world.run_pod()
+    first = await tracked.run_pod()
     await asyncio.to_thread(first.force_delete, hang=True)
-    second = await world.run_pod()
+    second = await tracked.run_pod()
     assert (first.namespace, first.name) == (second.namespace, second.name)
-    await world.scan("a", "b")
-    assert not world.tracker.all_pods_listed
-    other = await world.run_pod("other")
-    assert await world.tracker.listed(world.tracker.pods.running()) == {other.uid}
+    await tracked.scan("a", "b")
+    assert not tracked.tracker.all_pods_listed
+    other = await tracked.run_pod("other")
+    assert await tracked.tracker.listed(tracked.tracker.pods.running()) == {other.uid}
 
 
 async def test_pods_are_listed_while_the_kubelet_counts_them_as_active(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    tracked: TrackedKubelet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pod that was deleted by force is not, and none is while the kubelet cannot be asked."""
-    pods = [await world.run_pod(name) for name in ("p", "q")]
-    running = world.tracker.pods.running()
+    pods = [await tracked.run_pod(name) for name in ("p", "q")]
+    running = tracked.tracker.pods.running()
     assert running == {pod.uid for pod in pods}
-    assert await world.tracker.listed(running) == running
+    assert await tracked.tracker.listed(running) == running
     await asyncio.to_thread(pods[0].force_delete, hang=True)
-    assert world.tracker.pods.running() == running
-    assert await world.tracker.listed(running) == {pods[1].uid}
-    monkeypatch.setattr(world.tracker._names, "_directory", world.kubelet.root / "none")
-    assert not await world.tracker.listed(running)
+    assert tracked.tracker.pods.running() == running
+    assert await tracked.tracker.listed(running) == {pods[1].uid}
+    monkeypatch.setattr(tracked.tracker._names, "_directory", tracked.kubelet.root / "none")
+    assert not await tracked.tracker.listed(running)
     monkeypatch.undo()
-    await asyncio.to_thread(world.kubelet.stop)
-    assert not await world.tracker.listed(running)
+    await asyncio.to_thread(tracked.kubelet.stop)
+    assert not await tracked.tracker.listed(running)
 
 
 def test_pod_names_are_found_by_uid(tmp_path: Path) -> None:

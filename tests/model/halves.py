@@ -1,22 +1,22 @@
-"""All that can happen to two devices, tens of millions of worlds, without visiting each of them.
+"""All that can happen to two devices, tens of millions of states, without visiting each of them.
 
-A world is what belongs to no device (`Shared`) and two halves, each a device with its pod and its
+A state is what belongs to no device (`Shared`) and two halves, each a device with its pod and its
 claims. A step is one of two kinds. Most belong to one device: they change its half, whatever the
 other is like, and may be taken if there is room for one more pod or claim. The others belong to
 everybody (`FACTS`) and lead each half where its own state says, once some facts of the other are
-known; where such a step is not possible it changes nothing. Of worlds that differ in the
-second half only, one step therefore leads to worlds that differ in the second half only.
+known; where such a step is not possible it changes nothing. Of states that differ in the
+second half only, one step therefore leads to states that differ in the second half only.
 
-So the worlds with the same `Shared` are kept as a table: for each first half the set of second
+So the states with the same `Shared` are kept as a table: for each first half the set of second
 halves that were seen with it, a number's bits. A step takes a whole row along. As devices differ
 in their names only, the table is kept the same read by rows and by columns. Nothing is forgotten
-or merged, no two worlds are taken for one: in the end every world that can be reached is in the
+or merged, no two states are taken for one: in the end every state that can be reached is in the
 tables, and no other.
 
-The steps are those of `Small.successors`, tried on worlds of two halves; nothing of it is said
+The steps are those of `Small.successors`, tried on states of two halves; nothing of it is said
 here once more but the facts. That they are all that a half has to know of the other is what
-`Halves.after` is for: tests compare it with `Small.successors`, world by world, and of smaller
-nodes all worlds with those that `explore` finds. What is wrong with a world is wrong with one of
+`Halves.after` is for: tests compare it with `Small.successors`, state by state, and of smaller
+nodes all states with those that `explore` finds. What is wrong with a state is wrong with one of
 its devices, so each half is checked once, with a partner that nothing can be wrong with.
 """
 
@@ -30,7 +30,7 @@ from graphlib import CycleError, TopologicalSorter
 from typing import Final, NamedTuple
 
 from deviceplugin.register.records import State
-from tests.model.small import STATES, UNKNOWN, Device, Pod, Request, Small, Stage, Step, World
+from tests.model.small import STATES, UNKNOWN, Device, Pod, Request, Small, Stage, Step, SystemState
 
 TO_DRA: Final = STATES.index(State.TO_DRA)
 TO_PLUGIN: Final = STATES.index(State.TO_PLUGIN)
@@ -50,7 +50,7 @@ class Shared(NamedTuple):
 
 
 class Half(NamedTuple):
-    """What belongs to one device. pods, claims: as of device 0. The rest: as in the world."""
+    """What belongs to one device. pods, claims: as of device 0. The rest: as in the state."""
 
     device: Device
     pods: tuple[Pod, ...] = ()
@@ -70,21 +70,21 @@ IDLE_HALF: Final = Half(Device(STATES.index(State.PLUGIN)))
 SETTLED: Final = IDLE_HALF._replace(sent=True, received=True)
 
 
-def parted(world: World) -> Parts:
+def parted(system: SystemState) -> Parts:
     """Return what belongs to no device, and the halves."""
-    stage = world.stage
+    stage = system.stage
     halves = []
-    for number, device in enumerate(world.devices):
-        pods = sorted(pod._replace(device=0) for pod in world.pods if pod.at and pod.device == number)
-        claims = sorted(claim._replace(device=0) for claim in world.claims if claim.device == number)
+    for number, device in enumerate(system.devices):
+        pods = sorted(pod._replace(device=0) for pod in system.pods if pod.at and pod.device == number)
+        claims = sorted(claim._replace(device=0) for claim in system.claims if claim.device == number)
         half = Half(
             device,
             tuple(pods),
             tuple(claims),
-            bool(world.sent) and world.sent[number],
-            world.received[number],
-            bool(world.want) and world.want[number],
-            world.slice[number],
+            bool(system.sent) and system.sent[number],
+            system.received[number],
+            bool(system.want) and system.want[number],
+            system.slice[number],
             stage.moving[number],
             stage.first[number],
             stage.second[number],
@@ -94,23 +94,23 @@ def parted(world: World) -> Parts:
         stage.step,
         stage.written,
         stage.late,
-        world.alive,
-        bool(world.sent),
-        bool(world.want),
-        world.damaged,
-        world.writing,
+        system.alive,
+        bool(system.sent),
+        bool(system.want),
+        system.damaged,
+        system.writing,
     )
     return shared, halves[0], halves[1]
 
 
-def joined(shared: Shared, one: Half, two: Half) -> World:
-    """Return the world of two halves."""
+def joined(shared: Shared, one: Half, two: Half) -> SystemState:
+    """Return the state of two halves."""
     both = (one, two)
     pods = [pod._replace(device=number) for number, half in enumerate(both) for pod in half.pods]
     pods = sorted([*pods, Pod(), Pod()][:2])
     claims = [claim._replace(device=number) for number, half in enumerate(both) for claim in half.claims]
     claims = sorted([*claims, Request(), Request()][:2])
-    return World(
+    return SystemState(
         (one.device, two.device),
         (pods[0], pods[1]),
         (claims[0], claims[1]),
@@ -151,7 +151,7 @@ def unlisted(half: Half) -> bool:
     return any(pod.unlisted for pod in half.pods)
 
 
-Steps = Callable[[Small, World], Iterator[tuple[str, World]]]
+Steps = Callable[[Small, SystemState], Iterator[tuple[str, SystemState]]]
 
 FACTS: Final[dict[str, tuple[Steps, Callable[[Half], Hashable]]]] = {
     "receive": (Small.kubelet, nothing),
@@ -241,11 +241,11 @@ class Ways(dict[int, int]):
 
     def __missing__(self, number: int) -> int:
         block = self.block
-        world = joined(block.shared, block.halves[number], block.example[self.word][self.theirs])
-        steps = FACTS[self.word][0](block.all.small, world)
-        return self.learn(number, next((after for what, after in steps if what == self.word), world))
+        system = joined(block.shared, block.halves[number], block.example[self.word][self.theirs])
+        steps = FACTS[self.word][0](block.all.small, system)
+        return self.learn(number, next((after for what, after in steps if what == self.word), system))
 
-    def learn(self, number: int, after: World) -> int:
+    def learn(self, number: int, after: SystemState) -> int:
         """Take in where the step leads a half."""
         shared, half, _ = parted(after)
         block = self.block.all.block(shared)
@@ -255,7 +255,7 @@ class Ways(dict[int, int]):
 
 
 class Block:
-    """The worlds that share what belongs to no device."""
+    """The states that share what belongs to no device."""
 
     def __init__(self, halves: Halves, shared: Shared) -> None:
         self.all = halves
@@ -297,7 +297,7 @@ class Block:
         return found
 
     def add(self, number: int, partners: int) -> None:
-        """Take in worlds of a half with these partners."""
+        """Take in states of a half with these partners."""
         new = partners & ~self.rows[number]
         if new:
             if not self.rows[number] and not self.all.problem:
@@ -310,10 +310,10 @@ class Block:
         known = self._own.get(number)
         if known is None:
             half = self.halves[number]
-            world = joined(self.shared, half, IDLE_HALF)
+            system = joined(self.shared, half, IDLE_HALF)
             found: dict[int, None] = {}
-            everybodys = dict.fromkeys((word for word in self.words if FACTS[word][1] is nothing), world)
-            for what, after in self.all.small.successors(world):
+            everybodys = dict.fromkeys((word for word in self.words if FACTS[word][1] is nothing), system)
+            for what, after in self.all.small.successors(system):
                 if what in everybodys:
                     everybodys[what] = after
                 elif what not in FACTS:
@@ -334,7 +334,7 @@ class Block:
         return known
 
     def proceed(self) -> None:
-        """Take every step from the worlds that are new."""
+        """Take every step from the states that are new."""
         fresh, self.fresh = self.fresh, {}
         alike = defaultdict(list)
         for number, partners in fresh.items():
@@ -354,7 +354,7 @@ class Block:
                 self._together(word, ones, others)
 
     def _together(self, word: str, ones: list[int], others: list[int]) -> None:
-        """Take a step of everybody's from all worlds of one of these and one of those."""
+        """Take a step of everybody's from all states of one of these and one of those."""
         left, right = self._sorted(word, ones), self._sorted(word, others)
         for mine, some in left.items():
             for theirs, partners in right.items():
@@ -383,20 +383,20 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What was found: how many worlds (names apart), of how many halves, and what is wrong with one of them."""
+    """What was found: how many states (names apart), of how many halves, and what is wrong with one of them."""
 
-    worlds: int
+    states: int
     halves: int
     problem: str
 
 
 class Halves:
-    """Every world of two devices that the steps of a `Small` lead to.
+    """Every state of two devices that the steps of a `Small` lead to.
 
     wrong: what must not be, of one device; `Small.wrong` unless given.
     """
 
-    def __init__(self, small: Small, wrong: Callable[[World], str] | None = None) -> None:
+    def __init__(self, small: Small, wrong: Callable[[SystemState], str] | None = None) -> None:
         assert len(small.names) == 2
         self.small = small
         self.wrong = wrong or small.wrong
@@ -404,37 +404,37 @@ class Halves:
         self.blocks: dict[Shared, Block] = {}
 
     def block(self, shared: Shared) -> Block:
-        """Return the worlds that share this."""
+        """Return the states that share this."""
         known = self.blocks.get(shared)
         if known is None:
             known = self.blocks[shared] = Block(self, shared)
         return known
 
-    def explore(self, first: World) -> Found:
-        """Visit all worlds, until something is wrong."""
+    def explore(self, first: SystemState) -> Found:
+        """Visit all states, until something is wrong."""
         shared, one, two = parted(first)
         block = self.block(shared)
         block.add(block.number(one), 1 << block.number(two))
         # A gathering's later stages last, when much has come together that goes on together.
         while not self.problem and (waiting := [block for block in self.blocks.values() if block.fresh]):
             min(waiting, key=lambda block: (block.shared.step, block.shared.late)).proceed()
-        return Found(self.worlds(), sum(len(block.halves) for block in self.blocks.values()), self.problem)
+        return Found(self.states(), sum(len(block.halves) for block in self.blocks.values()), self.problem)
 
-    def worlds(self) -> int:
-        """Return how many worlds were seen, names apart."""
+    def states(self) -> int:
+        """Return how many states were seen, names apart."""
         rows = [(number, row) for block in self.blocks.values() for number, row in enumerate(block.rows)]
         return (sum(row.bit_count() for _, row in rows) + sum(row >> number & 1 for number, row in rows)) // 2
 
-    def seen(self, world: World) -> bool:
-        """Return whether a world was seen."""
-        shared, one, two = parted(world)
+    def seen(self, system: SystemState) -> bool:
+        """Return whether a state was seen."""
+        shared, one, two = parted(system)
         block = self.blocks.get(shared)
         if block is None or one not in block.numbers or two not in block.numbers:
             return False
         return bool(block.rows[block.numbers[one]] >> block.numbers[two] & 1)
 
-    def some(self, count: int, seed: int = 0) -> Iterator[World]:
-        """Return worlds at random, each as likely as any other."""
+    def some(self, count: int, seed: int = 0) -> Iterator[SystemState]:
+        """Return states at random, each as likely as any other."""
         rows = [(block, number) for block in self.blocks.values() for number in range(len(block.rows))]
         sizes = [block.rows[number].bit_count() for block, number in rows]
         chance = random.Random(seed)
@@ -442,9 +442,9 @@ class Halves:
             other = chance.choice(bits(block.rows[number]))
             yield joined(block.shared, block.halves[number], block.halves[other])
 
-    def after(self, world: World) -> set[Parts]:
-        """Return where the steps of a world that was seen lead, those left out that change nothing."""
-        shared, one, two = parted(world)
+    def after(self, system: SystemState) -> set[Parts]:
+        """Return where the steps of a state that was seen lead, those left out that change nothing."""
+        shared, one, two = parted(system)
         block = self.blocks[shared]
         here, there = block.numbers[one], block.numbers[two]
         found = set()
@@ -467,12 +467,12 @@ class Halves:
 
         It changes what is shared only forward: a gathering goes on to its end and none begins, the
         agent starts and says what it has not said yet. All that it does otherwise leads a half on
-        whatever its partner is like: if no half can come back to itself, no world can.
+        whatever its partner is like: if no half can come back to itself, no state can.
         """
         for shared, block in self.blocks.items():
             ways = {}
             for half in block.halves:
-                after = [parted(world) for world in self.small.ending(joined(shared, half, IDLE_HALF), serve=serve)]
+                after = [parted(system) for system in self.small.ending(joined(shared, half, IDLE_HALF), serve=serve)]
                 ways[half] = {one for here, one, _ in after if here == shared and one != half}
             try:
                 TopologicalSorter(ways).prepare()
@@ -480,8 +480,8 @@ class Halves:
                 return f"{shared}: {error.args[1]}"
         return ""
 
-    def ended(self, *, serve: bool) -> Iterator[World]:
-        """Return the worlds in which all has ended that was begun (`Small.ending`), names apart."""
+    def ended(self, *, serve: bool) -> Iterator[SystemState]:
+        """Return the states in which all has ended that was begun (`Small.ending`), names apart."""
         for shared, block in self.blocks.items():
             if not (shared.alive and shared.sent and shared.want) or shared.step:
                 continue

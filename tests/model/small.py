@@ -1,6 +1,6 @@
 """A node with two devices, two pods and two claims, small enough to see all that can happen to it.
 
-A world is a tuple of small numbers; `successors` are all worlds that one step leads to: of the
+A state is a tuple of small numbers; `successors` are all states that one step leads to: of the
 kubelet, the scheduler, the API server, the agent, or of fate. Whatever can be late is a step of
 its own, so that everything else may come in between. What the agent does is the real thing: the
 ledger's operations, the decision who holds a device (`deviceplugin.kubelet.holders`), the
@@ -203,7 +203,7 @@ UNDONE: Final = {OnNode.RESERVED: OnNode.NONE, OnNode.WRITTEN: OnNode.NONE, OnNo
 """Where a claim is on the node after the agent was killed in the middle of a call."""
 
 
-class World(NamedTuple):
+class SystemState(NamedTuple):
     """All of it. sent: healthy devices as the agent said last, () without a listener. received: as
     the kubelet has them. want: the devices in the slice that the agent wants, () before it has said.
     slice: as the API server has it. writing: a slow writer of the checkpoint is at work.
@@ -222,10 +222,10 @@ class World(NamedTuple):
     writing: bool = False
 
 
-def start(*states: State) -> World:
+def start(*states: State) -> SystemState:
     """Return a node on which nothing has happened."""
     one, *more = (Device(STATES.index(state)) for state in states)
-    return World(
+    return SystemState(
         (one, more[0] if more else Device(UNKNOWN)),
         (Pod(), Pod()),
         (Request(), Request()),
@@ -242,11 +242,11 @@ def start(*states: State) -> World:
 # The ledger's own words and back.
 
 
-def snapshot(world: World) -> RegisterSnapshot:
-    """Return the world's ledger as the ledger knows it."""
+def snapshot(system: SystemState) -> RegisterSnapshot:
+    """Return the state's ledger as the ledger knows it."""
     devices: dict[tuple[str, str], DeviceRecord] = {}
     held: list[tuple[str, tuple[str, str], Record]] = []
-    for name, device in zip(NAMES, world.devices, strict=True):
+    for name, device in zip(NAMES, system.devices, strict=True):
         if device.state < len(STATES):
             reason = "for claim default/c" if device.pulled else ""
             sequence = LATER if device.new else FORMER
@@ -254,14 +254,14 @@ def snapshot(world: World) -> RegisterSnapshot:
             driver = "" if state is State.PLUGIN else D
             devices[R, name] = DeviceRecord(R, name, state, 0.0, sequence, reason, driver)
         recorded = frozenset(
-            (str(uid), CONTAINER) for uid, pod in enumerate(world.pods) if pod.recorded and NAMES[pod.device] == name
+            (str(uid), CONTAINER) for uid, pod in enumerate(system.pods) if pod.recorded and NAMES[pod.device] == name
         )
         if recorded or device.pending:
             absent = (None, RECENT, OLD)[device.absent]
             sequence = LATER if device.fresh else FORMER
             one = AllocationRecord(R, name, name, 0.0, sequence, recorded, device.pending, absent, amount=WHOLE)
             held.append(("allocations", (R, name), one))
-    for uid, claim in zip("01", world.claims, strict=True):
+    for uid, claim in zip("01", system.claims, strict=True):
         if claim.record:
             result = "r" if claim.record is InLedger.PREPARED else None
             durable = claim.record is not InLedger.IN_MEMORY
@@ -285,11 +285,11 @@ UNKNOWN: Final = len(STATES)
 """The state of a device that the ledger does not know."""
 
 
-def written(world: World, now: RegisterSnapshot) -> World:
-    """Return the world with this ledger."""
-    scanning = world.stage.step in SCAN
+def written(system: SystemState, now: RegisterSnapshot) -> SystemState:
+    """Return the state with this ledger."""
+    scanning = system.stage.step in SCAN
     devices = []
-    for name, moving in zip(NAMES, world.stage.moving, strict=True):
+    for name, moving in zip(NAMES, system.stage.moving, strict=True):
         record, hold = now.devices.get((R, name)), now.allocations.get((R, name))
         device = Device(UNKNOWN)
         if record is not None:
@@ -299,11 +299,11 @@ def written(world: World, now: RegisterSnapshot) -> World:
             fresh = scanning and hold.sequence > FORMER
             device = device._replace(pending=hold.pending, fresh=fresh, absent=absent)
         devices.append(device)
-    pods = [pod._replace(recorded=named(now, str(uid), pod)) for uid, pod in enumerate(world.pods)]
+    pods = [pod._replace(recorded=named(now, str(uid), pod)) for uid, pod in enumerate(system.pods)]
     claims = []
-    for uid, claim in zip("01", world.claims, strict=True):
+    for uid, claim in zip("01", system.claims, strict=True):
         claims.append(claim._replace(record=in_ledger(now.claims.get((D, uid)))))
-    return world._replace(devices=tuple(devices), pods=(pods[0], pods[1]), claims=tuple(claims))
+    return system._replace(devices=tuple(devices), pods=(pods[0], pods[1]), claims=tuple(claims))
 
 
 def in_ledger(claim: Claim | None) -> InLedger:
@@ -336,15 +336,15 @@ def names(pair: tuple[bool, bool]) -> tuple[str, ...]:
     return tuple(name for name, there in zip(NAMES, pair, strict=True) if there)
 
 
-def at_stage(world: World, stage: Stage) -> World:
-    """Return the world at another stage, what is remembered of the sequence and of a scan made to fit."""
+def at_stage(system: SystemState, stage: Stage) -> SystemState:
+    """Return the state at another stage, what is remembered of the sequence and of a scan made to fit."""
     begins = stage.step in {Step.NONE, Step.REQUESTED, Step.WITHDRAWN}
     has_read = stage.step in {Step.READ, Step.READ_FIRST, Step.OBSERVED}
     devices = tuple(
-        device._replace(new=device.new and not begins, fresh=device.fresh and has_read) for device in world.devices
+        device._replace(new=device.new and not begins, fresh=device.fresh and has_read) for device in system.devices
     )
-    one, two = (pod if has_read else kept(pod._replace(seen=0)) for pod in world.pods)
-    return world._replace(stage=stage, devices=devices, pods=(one, two))
+    one, two = (pod if has_read else kept(pod._replace(seen=0)) for pod in system.pods)
+    return system._replace(stage=stage, devices=devices, pods=(one, two))
 
 
 ANY_FILE: Final = CheckpointVersion(frozenset(), {})
@@ -386,151 +386,153 @@ class Small:
         self.cgroups = cgroups
         self.slow = slow
         self.reasons = reasons
-        self._known: dict[Hashable, tuple[object, World]] = {}
+        self._known: dict[Hashable, tuple[object, SystemState]] = {}
 
-    def do(self, world: World, key: Hashable, operation: Callable[[], Operation[object]]) -> tuple[object, World]:
+    def do(
+        self, system: SystemState, key: Hashable, operation: Callable[[], Operation[object]]
+    ) -> tuple[object, SystemState]:
         """Let the ledger decide what it has not decided yet. key: tells the operation from others."""
-        holders_known = tuple((pod.device, pod.recorded) for pod in world.pods)
-        asked = (world.devices, holders_known, world.claims, world.stage.step, world.stage.moving, key)
+        holders_known = tuple((pod.device, pod.recorded) for pod in system.pods)
+        asked = (system.devices, holders_known, system.claims, system.stage.step, system.stage.moving, key)
         known = self._known.get(asked)
         if known is None:
-            now = snapshot(world)
+            now = snapshot(system)
             decision = operation()(now)
-            after = world
+            after = system
             if decision.changes:
-                after = written(world, now.with_changes(decision.changes, NOW + 1))
+                after = written(system, now.with_changes(decision.changes, NOW + 1))
                 if not self.reasons:
                     after = after._replace(devices=tuple(device._replace(pulled=False) for device in after.devices))
             if len(self._known) > 300_000:
                 self._known.clear()
             known = self._known[asked] = decision.answer, after
         answer, after = known
-        if after.devices == world.devices and after.pods == world.pods and after.claims == world.claims:
-            return answer, world
+        if after.devices == system.devices and after.pods == system.pods and after.claims == system.claims:
+            return answer, system
         one, two = (
-            kept(pod._replace(recorded=then.recorded)) for pod, then in zip(world.pods, after.pods, strict=True)
+            kept(pod._replace(recorded=then.recorded)) for pod, then in zip(system.pods, after.pods, strict=True)
         )
-        return answer, world._replace(devices=after.devices, pods=(one, two), claims=after.claims)
+        return answer, system._replace(devices=after.devices, pods=(one, two), claims=after.claims)
 
     # All that may come next.
 
-    def successors(self, world: World) -> Iterator[tuple[str, World]]:
+    def successors(self, system: SystemState) -> Iterator[tuple[str, SystemState]]:
         """Return every step that is possible, and where it leads."""
-        yield from self.kubelet(world)
-        yield from self.scheduler(world)
-        if world.alive:
-            yield from self.side(world)
-            yield from self.driver(world)
-            yield from self.offering(world)
-            yield from self.gathering(world)
-            if self.turns or world.stage == IDLE:
-                yield from self.moves(world)
-        yield from self.fate(world)
+        yield from self.kubelet(system)
+        yield from self.scheduler(system)
+        if system.alive:
+            yield from self.side(system)
+            yield from self.driver(system)
+            yield from self.offering(system)
+            yield from self.gathering(system)
+            if self.turns or system.stage == IDLE:
+                yield from self.moves(system)
+        yield from self.fate(system)
 
-    def kubelet(self, world: World) -> Iterator[tuple[str, World]]:
+    def kubelet(self, system: SystemState) -> Iterator[tuple[str, SystemState]]:
         """Choose devices, keep what was given in memory and in the checkpoint, run pods; take in the list."""
-        taken = {pod.device for pod in world.pods if pod.at in {At.CHOSEN, At.ANSWERED} or pod.memory}
-        more = sum(pod.at is not At.NONE for pod in world.pods) < self.pods
-        for number, pod in enumerate(world.pods):
+        taken = {pod.device for pod in system.pods if pod.at in {At.CHOSEN, At.ANSWERED} or pod.memory}
+        more = sum(pod.at is not At.NONE for pod in system.pods) < self.pods
+        for number, pod in enumerate(system.pods):
             if pod.at is At.NONE:
                 for device in TWO if more else ():
-                    if world.received[device] and device not in taken:
-                        yield f"choose p{number} {device}", with_pod(world, number, Pod(At.CHOSEN, device))
+                    if system.received[device] and device not in taken:
+                        yield f"choose p{number} {device}", with_pod(system, number, Pod(At.CHOSEN, device))
             elif pod.at is At.ANSWERED:
-                yield f"insert p{number}", with_pod(world, number, pod._replace(at=At.ADMITTED, memory=True))
+                yield f"insert p{number}", with_pod(system, number, pod._replace(at=At.ADMITTED, memory=True))
             elif pod.at is At.ADMITTED and not pod.unlisted:
-                yield f"start p{number}", with_pod(world, number, pod._replace(at=At.RUNS))
+                yield f"start p{number}", with_pod(system, number, pod._replace(at=At.RUNS))
             if pod.at in {At.ADMITTED, At.RUNS}:
-                yield f"end p{number}", with_pod(world, number, kept(pod._replace(at=At.OVER)))
+                yield f"end p{number}", with_pod(system, number, kept(pod._replace(at=At.OVER)))
             if pod.at is At.RUNS and pod.memory and pod.recorded and "force" in self.faults:
-                yield f"delete p{number}", with_pod(world, number, pod._replace(memory=False))
+                yield f"delete p{number}", with_pod(system, number, pod._replace(memory=False))
             if pod.at is At.OVER and pod.memory:
-                yield f"forget p{number}", with_pod(world, number, kept(pod._replace(memory=False)))
-        if world.sent and world.received != world.sent:
-            yield "receive", world._replace(received=world.sent)
-        after = self.filed(world, *(pod.memory for pod in world.pods))
-        if after != world:
+                yield f"forget p{number}", with_pod(system, number, kept(pod._replace(memory=False)))
+        if system.sent and system.received != system.sent:
+            yield "receive", system._replace(received=system.sent)
+        after = self.filed(system, *(pod.memory for pod in system.pods))
+        if after != system:
             yield "write", after
         if self.slow:
-            if world.writing:
-                yield "write late", drafted(self.filed(world, *(pod.draft for pod in world.pods)))
+            if system.writing:
+                yield "write late", drafted(self.filed(system, *(pod.draft for pod in system.pods)))
             else:
-                yield "draft", drafted(world, *(pod.memory for pod in world.pods))
-        for number, claim in enumerate(world.claims):
+                yield "draft", drafted(system, *(pod.memory for pod in system.pods))
+        for number, claim in enumerate(system.claims):
             if claim.node is OnNode.PREPARED:
-                yield f"start c{number}", changed(world, number, node=OnNode.RUNS)
+                yield f"start c{number}", changed(system, number, node=OnNode.RUNS)
             if claim.node in {OnNode.PREPARED, OnNode.RUNS}:
-                yield f"end c{number}", changed(world, number, node=OnNode.ENDED)
+                yield f"end c{number}", changed(system, number, node=OnNode.ENDED)
             elif claim.node is OnNode.FORGOTTEN:
-                yield f"end c{number}", changed(world, number, node=OnNode.NONE)
+                yield f"end c{number}", changed(system, number, node=OnNode.NONE)
             if claim.node in {OnNode.PREPARED, OnNode.RUNS} and "claims" in self.faults:
                 yield (
                     f"lose c{number}",
                     with_claim(
-                        world,
+                        system,
                         number,
                         claim._replace(node=OnNode.FORGOTTEN if claim.node is OnNode.RUNS else OnNode.NONE),
                     ),
                 )
-        if "lose" in self.faults and not any(pod.unrecorded for pod in world.pods):
-            after = world._replace(
-                stage=world.stage._replace(written=world.stage.written and world.stage.step not in WAITING)
+        if "lose" in self.faults and not any(pod.unrecorded for pod in system.pods):
+            after = system._replace(
+                stage=system.stage._replace(written=system.stage.written and system.stage.step not in WAITING)
             )
-            one, two = (kept(pod._replace(file=False)) for pod in world.pods)
+            one, two = (kept(pod._replace(file=False)) for pod in system.pods)
             after = after._replace(pods=(one, two))
-            if after != world:
+            if after != system:
                 yield "lose checkpoint", after
 
-    def filed(self, world: World, *names: bool) -> World:
-        """Return the world with a checkpoint that names these pods."""
-        one, two = (kept(pod._replace(file=name)) for pod, name in zip(world.pods, names, strict=True))
-        stage = world.stage._replace(written=True) if world.stage.step in WAITING else world.stage
-        return world._replace(pods=(one, two), stage=stage)
+    def filed(self, system: SystemState, *names: bool) -> SystemState:
+        """Return the state with a checkpoint that names these pods."""
+        one, two = (kept(pod._replace(file=name)) for pod, name in zip(system.pods, names, strict=True))
+        stage = system.stage._replace(written=True) if system.stage.step in WAITING else system.stage
+        return system._replace(pods=(one, two), stage=stage)
 
-    def scheduler(self, world: World) -> Iterator[tuple[str, World]]:
+    def scheduler(self, system: SystemState) -> Iterator[tuple[str, SystemState]]:
         """Choose devices for claims from the slice, write it down however late; take claims away."""
-        given = {claim.device for claim in world.claims if claim.api}
-        more = sum(claim != Request() for claim in world.claims) < self.claims
-        for number, claim in enumerate(world.claims):
+        given = {claim.device for claim in system.claims if claim.api}
+        more = sum(claim != Request() for claim in system.claims) < self.claims
+        for number, claim in enumerate(system.claims):
             if claim.api is InApi.NONE and not claim.node and not claim.file and not claim.record:
                 for device in TWO if more else ():
-                    if world.slice[device] and device not in given:
-                        yield f"pick c{number} {device}", with_claim(world, number, Request(InApi.CHOSEN, device))
+                    if system.slice[device] and device not in given:
+                        yield f"pick c{number} {device}", with_claim(system, number, Request(InApi.CHOSEN, device))
             elif claim.api is InApi.CHOSEN:
-                yield f"allocate c{number}", changed(world, number, api=InApi.ALLOCATED)
+                yield f"allocate c{number}", changed(system, number, api=InApi.ALLOCATED)
             elif claim.api is InApi.ALLOCATED:
                 # In whatever state it is here: a pod may be deleted by force.
-                yield f"deallocate c{number}", with_claim(world, number, gone(claim._replace(api=InApi.NONE)))
+                yield f"deallocate c{number}", with_claim(system, number, gone(claim._replace(api=InApi.NONE)))
 
-    def side(self, world: World) -> Iterator[tuple[str, World]]:
+    def side(self, system: SystemState) -> Iterator[tuple[str, SystemState]]:
         """Answer Allocate, unless a known holder runs; send the list."""
-        for number, pod in enumerate(world.pods):
+        for number, pod in enumerate(system.pods):
             if pod.at is At.CHOSEN:
                 name = NAMES[pod.device]
-                known, processes = [*recorded(world), *allocations(world, "file")], self.processes(world)
+                known, processes = [*recorded(system), *allocations(system, "file")], self.processes(system)
                 if holders.running(known, R, [name], {one.pod_uid for one in known if processes.may_run(one.pod_uid)}):
-                    yield f"refuse p{number}", with_pod(world, number, Pod())
+                    yield f"refuse p{number}", with_pod(system, number, Pod())
                     continue
                 wanted = {name: Wanted((R, name), "", WHOLE)}
-                answer, after = self.do(world, ("grant", name), partial(operations.grant, R, wanted, ALONE, 0.0))
+                answer, after = self.do(system, ("grant", name), partial(operations.grant, R, wanted, ALONE, 0.0))
                 then = Pod() if isinstance(answer, Refused | Excluded) else after.pods[number]._replace(at=At.ANSWERED)
                 yield f"grant p{number}", with_pod(after, number, then)
-        healthy = self.healthy(world)
-        if world.sent != healthy:
-            yield "send", world._replace(sent=healthy)
+        healthy = self.healthy(system)
+        if system.sent != healthy:
+            yield "send", system._replace(sent=healthy)
 
-    def healthy(self, world: World) -> tuple[bool, bool]:
+    def healthy(self, system: SystemState) -> tuple[bool, bool]:
         """Return what ListAndWatch shows."""
-        one, two = (d.state < UNKNOWN and STATES[d.state].healthy for d in world.devices)
+        one, two = (d.state < UNKNOWN and STATES[d.state].healthy for d in system.devices)
         return one, two
 
-    def driver(self, world: World) -> Iterator[tuple[str, World]]:
+    def driver(self, system: SystemState) -> Iterator[tuple[str, SystemState]]:
         """Prepare and unprepare, in the driver's steps; clear up what nobody wants."""
-        for number, claim in enumerate(world.claims):
+        for number, claim in enumerate(system.claims):
             uid = "01"[number]
             if claim.node is OnNode.NONE and claim.api is InApi.ALLOCATED:
                 _, after = self.do(
-                    world,
+                    system,
                     ("reserve", uid),
                     partial(operations.reserve, claim_of(uid, claim), ALONE, durable=False, pull=True),
                 )
@@ -539,13 +541,13 @@ class Small:
                         f"reserve c{number}",
                         changed(after, number, node=OnNode.RESERVED),
                     )
-                elif after != world:
+                elif after != system:
                     yield f"pull c{number}", after
             elif claim.node is OnNode.RESERVED:
-                yield f"file c{number}", changed(world, number, node=OnNode.WRITTEN, file=True)
+                yield f"file c{number}", changed(system, number, node=OnNode.WRITTEN, file=True)
             elif claim.node is OnNode.WRITTEN:
                 answer, after = self.do(
-                    world, ("prepare", uid), partial(operations.prepare, claim_of(uid, claim), ALONE, pull=True)
+                    system, ("prepare", uid), partial(operations.prepare, claim_of(uid, claim), ALONE, pull=True)
                 )
                 if isinstance(answer, Refused | Excluded):
                     undone = changed(after, number, node=OnNode.NONE, file=False)
@@ -557,74 +559,74 @@ class Small:
                         changed(after, number, node=OnNode.PREPARED),
                     )
             elif claim.node is OnNode.ENDED:
-                yield f"unfile c{number}", changed(world, number, node=OnNode.REMOVED, file=False)
+                yield f"unfile c{number}", changed(system, number, node=OnNode.REMOVED, file=False)
             elif claim.node is OnNode.REMOVED:
-                _, after = self.do(world, ("unprepare", uid), partial(operations.unprepare, D, uid))
+                _, after = self.do(system, ("unprepare", uid), partial(operations.unprepare, D, uid))
                 yield (
                     f"unprepare c{number}",
                     with_claim(after, number, gone(after.claims[number]._replace(node=OnNode.NONE))),
                 )
             over = claim.api is InApi.NONE and claim.record and claim.node not in UNDONE
             states = [uid] if claim.node in {OnNode.PREPARED, OnNode.ENDED, OnNode.RUNS} else []
-            if over and holders.claim_is_over(uid, [f"c{uid}"], states, self.processes(world)):
-                cleared = changed(world, number, file=False)
+            if over and holders.claim_is_over(uid, [f"c{uid}"], states, self.processes(system)):
+                cleared = changed(system, number, file=False)
                 _, after = self.do(cleared, ("unprepare", uid), partial(operations.unprepare, D, uid))
                 yield f"reconcile c{number}", with_claim(after, number, gone(after.claims[number]))
             if claim.node is OnNode.NONE and claim.file and not claim.record:
-                yield f"sweep c{number}", with_claim(world, number, gone(claim._replace(file=False)))
+                yield f"sweep c{number}", with_claim(system, number, gone(claim._replace(file=False)))
 
-    def offering(self, world: World) -> Iterator[tuple[str, World]]:
+    def offering(self, system: SystemState) -> Iterator[tuple[str, SystemState]]:
         """Say what the slice is to be; have it accepted."""
-        want = self.wanted(world)
-        if world.want != want:
-            yield "want", world._replace(want=want)
-        if world.want and world.slice != world.want:
-            yield "accept", world._replace(slice=world.want)
+        want = self.wanted(system)
+        if system.want != want:
+            yield "want", system._replace(want=want)
+        if system.want and system.slice != system.want:
+            yield "accept", system._replace(slice=system.want)
 
-    def wanted(self, world: World) -> tuple[bool, bool]:
+    def wanted(self, system: SystemState) -> tuple[bool, bool]:
         """Return what the slice is to be."""
-        one, two = (d.state < UNKNOWN and STATES[d.state].offered for d in world.devices)
+        one, two = (d.state < UNKNOWN and STATES[d.state].offered for d in system.devices)
         return one, two
 
-    def moves(self, world: World) -> Iterator[tuple[str, World]]:
+    def moves(self, system: SystemState) -> Iterator[tuple[str, SystemState]]:
         """Begin a move, or turn one round."""
         for name in self.names:
             for side in Side:
                 answer, after = self.do(
-                    world, ("move", name, side), partial(operations.begin_move, R, [name], side, 0.0, driver=D)
+                    system, ("move", name, side), partial(operations.begin_move, R, [name], side, 0.0, driver=D)
                 )
                 if answer:
                     yield f"begin {name} {side.value}", after
 
-    def gathering(self, world: World) -> Iterator[tuple[str, World]]:
+    def gathering(self, system: SystemState) -> Iterator[tuple[str, SystemState]]:
         """The handover's steps, one after the other."""
-        stage = world.stage
+        stage = system.stage
         if stage.step is Step.NONE:
-            if world.sent:
-                moving = MINE.in_state(snapshot(world), R, State.TO_DRA)
-                shown = shown_unhealthy(moving, (1.0, frozenset(names(world.sent))), str)
+            if system.sent:
+                moving = MINE.in_state(snapshot(system), R, State.TO_DRA)
+                shown = shown_unhealthy(moving, (1.0, frozenset(names(system.sent))), str)
                 if shown or not moving:
-                    yield "request", at_stage(world, Stage(Step.REQUESTED, flags(shown)))
-            now = snapshot(world)
+                    yield "request", at_stage(system, Stage(Step.REQUESTED, flags(shown)))
+            now = snapshot(system)
             moving = MINE.in_state(now, R, State.TO_PLUGIN)
             if free := [name for name in moving if not now.claims_on(R, (name,))]:
-                yield "withdrawn", self.withdrawn(world, moving, free)
+                yield "withdrawn", self.withdrawn(system, moving, free)
         elif stage.step is Step.REQUESTED:
-            pods = [pod._replace(seen=2 * pod.file) for pod in world.pods]
-            read = world._replace(pods=(pods[0], pods[1]))
-            one, two = (received and moved for received, moved in zip(world.received, stage.moving, strict=True))
+            pods = [pod._replace(seen=2 * pod.file) for pod in system.pods]
+            read = system._replace(pods=(pods[0], pods[1]))
+            one, two = (received and moved for received, moved in zip(system.received, stage.moving, strict=True))
             stage = stage._replace(step=Step.READ, first=(one, two))
             if self.slow and stage.written and not holders.shows_present([ANY_FILE]):
                 stage = stage._replace(step=Step.READ_FIRST, written=False)
             yield "read checkpoint", at_stage(read, stage)
         elif stage.step is Step.READ_FIRST:
-            pods = [pod._replace(seen=(pod.seen + 2 * pod.file) // 2) for pod in world.pods]
-            yield "read another", at_stage(world._replace(pods=(pods[0], pods[1])), stage._replace(step=Step.READ))
+            pods = [pod._replace(seen=(pod.seen + 2 * pod.file) // 2) for pod in system.pods]
+            yield "read another", at_stage(system._replace(pods=(pods[0], pods[1])), stage._replace(step=Step.READ))
         elif stage.step is Step.READ:
-            scan = self.scanned(world)
+            scan = self.scanned(system)
             seen = kubelet_snapshot(BEGUN, scan, R, str)
             asked = ("observe", scan.at, scan.current, *scan.held.items())
-            _, after = self.do(world, asked, partial(operations.observe, R, seen, 0.0))
+            _, after = self.do(system, asked, partial(operations.observe, R, seen, 0.0))
             held = {one.pod_uid for one in scan.held}
             pods = [
                 kept(pod._replace(seen=2 * (str(uid) in held and stage.moving[pod.device])))
@@ -638,71 +640,74 @@ class Small:
             )
         elif stage.step is Step.OBSERVED:
             moving = names(stage.moving)
-            still = dict.fromkeys(allocations(world, "seen"), holders.HoldReason(named=True, certain=True, reason=""))
+            still = dict.fromkeys(allocations(system, "seen"), holders.HoldReason(named=True, certain=True, reason=""))
             scan = HolderSnapshot(RECENT, True, still, {R: frozenset(names(stage.first))})
             seen = kubelet_snapshot(BEGUN, scan, R, str)
             evidence = KubeletEvidence(BEGUN, dict.fromkeys(moving, SHOWN), seen)
             _, after = self.do(
-                world, ("to dra", stage, *still), partial(operations.commit_to_dra, R, moving, evidence, 0.0)
+                system, ("to dra", stage, *still), partial(operations.commit_to_dra, R, moving, evidence, 0.0)
             )
             yield "commit to dra", at_stage(after, IDLE)
         elif stage.step is Step.WITHDRAWN:
-            yield "list claims", at_stage(world, stage._replace(step=Step.LISTED, second=flags(self.allocated(world))))
+            yield (
+                "list claims",
+                at_stage(system, stage._replace(step=Step.LISTED, second=flags(self.allocated(system)))),
+            )
         else:
             withdrawn = names(stage.first)
             allocated = dict.fromkeys(names(stage.second), "default/c")
             proof = ClusterEvidence(BEGUN, dict.fromkeys(withdrawn, 1.0), 2.0, allocated)
             _, after = self.do(
-                world, ("to plugin", stage), partial(operations.commit_to_plugin, R, withdrawn, proof, 0.0)
+                system, ("to plugin", stage), partial(operations.commit_to_plugin, R, withdrawn, proof, 0.0)
             )
             yield "commit to plugin", at_stage(after, IDLE)
 
-    def withdrawn(self, world: World, moving: Collection[str], free: Collection[str]) -> World:
+    def withdrawn(self, system: SystemState, moving: Collection[str], free: Collection[str]) -> SystemState:
         """Go on if the API server has taken the slice that the agent wants, without the devices."""
-        taken = bool(world.want) and world.want == world.slice
-        accepted = [name for name in free if taken and not world.slice[int(name)]]
-        return at_stage(world, Stage(Step.WITHDRAWN, flags(moving), first=flags(accepted))) if accepted else world
+        taken = bool(system.want) and system.want == system.slice
+        accepted = [name for name in free if taken and not system.slice[int(name)]]
+        return at_stage(system, Stage(Step.WITHDRAWN, flags(moving), first=flags(accepted))) if accepted else system
 
-    def allocated(self, world: World) -> Mapping[str, str]:
+    def allocated(self, system: SystemState) -> Mapping[str, str]:
         """Return what a list of claims says now."""
-        return {NAMES[claim.device]: "default/c" for claim in world.claims if claim.api is InApi.ALLOCATED}
+        return {NAMES[claim.device]: "default/c" for claim in system.claims if claim.api is InApi.ALLOCATED}
 
-    def processes(self, world: World) -> PodProcesses:
+    def processes(self, system: SystemState) -> PodProcesses:
         """Return of which pods processes run; pods of claims are named after these."""
-        running = {str(uid) for uid, pod in enumerate(world.pods) if pod.runs}
-        running |= {f"c{uid}" for uid, claim in enumerate(world.claims) if claim.node.container_runs}
+        running = {str(uid) for uid, pod in enumerate(system.pods) if pod.runs}
+        running |= {f"c{uid}" for uid, claim in enumerate(system.claims) if claim.node.container_runs}
         return PodProcesses(frozenset(running)) if self.cgroups else PodProcesses(directories=frozenset(running))
 
-    def scanned(self, world: World) -> HolderSnapshot:
+    def scanned(self, system: SystemState) -> HolderSnapshot:
         """Return what a scan comes to: the checkpoint as it was read, the processes as of now."""
-        stage = world.stage
+        stage = system.stage
         registered = {R: frozenset(names(stage.first))}
         checkpoints = [
             CheckpointVersion(
-                frozenset(one for one in allocations(world, "seen") if seen_in(world, one) >= count), registered
+                frozenset(one for one in allocations(system, "seen") if seen_in(system, one) >= count), registered
             )
             for count in (1, 2)
         ]
-        seen = HolderEvidence(checkpoints, stage.written, self.processes(world))
-        return holders.holders(recorded(world), seen, OLD if stage.late else RECENT)
+        seen = HolderEvidence(checkpoints, stage.written, self.processes(system))
+        return holders.holders(recorded(system), seen, OLD if stage.late else RECENT)
 
     # What befalls them.
 
-    def fate(self, world: World) -> Iterator[tuple[str, World]]:
+    def fate(self, system: SystemState) -> Iterator[tuple[str, SystemState]]:
         """Time passes; somebody dies."""
-        if any(d.absent == 1 for d in world.devices) and not any(pod.unlisted for pod in world.pods):
-            devices = tuple(d._replace(absent=2 if d.absent else 0) for d in world.devices)
-            late = world.stage._replace(late=world.stage.step in {Step.REQUESTED, Step.READ, Step.READ_FIRST})
-            yield "tick", world._replace(devices=devices, stage=late)
+        if any(d.absent == 1 for d in system.devices) and not any(pod.unlisted for pod in system.pods):
+            devices = tuple(d._replace(absent=2 if d.absent else 0) for d in system.devices)
+            late = system.stage._replace(late=system.stage.step in {Step.REQUESTED, Step.READ, Step.READ_FIRST})
+            yield "tick", system._replace(devices=devices, stage=late)
         if not self.crashes:
             return
-        after = restarted(world)
-        if after != world:
+        after = restarted(system)
+        if after != system:
             yield "kubelet restarts", after
-        if world.alive:
-            yield "agent dies", died(world)
-            if self.damage and not world.damaged and not any(pod.forgotten for pod in world.pods):
-                dead = died(world)
+        if system.alive:
+            yield "agent dies", died(system)
+            if self.damage and not system.damaged and not any(pod.forgotten for pod in system.pods):
+                dead = died(system)
                 lost = tuple(claim._replace(record=InLedger.NONE) for claim in dead.claims)
                 one, two = (kept(pod._replace(recorded=False)) for pod in dead.pods)
                 yield (
@@ -711,23 +716,23 @@ class Small:
                         devices=(Device(UNKNOWN), Device(UNKNOWN)), pods=(one, two), claims=lost, damaged=True
                     ),
                 )
-        elif not (world.damaged and any(pod.unlisted for pod in world.pods)):
-            yield "agent starts", self.started(world)
+        elif not (system.damaged and any(pod.unlisted for pod in system.pods)):
+            yield "agent starts", self.started(system)
 
-    def started(self, world: World) -> World:
+    def started(self, system: SystemState) -> SystemState:
         """Compare the ledger with what is held, by a checkpoint written at the agent's request."""
-        world = self.filed(world, *(pod.memory for pod in world.pods))
-        checkpoint = CheckpointVersion(frozenset(allocations(world, "file")), {})
-        now = holders.holders(recorded(world), HolderEvidence([checkpoint], True, self.processes(world)), RECENT)
+        system = self.filed(system, *(pod.memory for pod in system.pods))
+        checkpoint = CheckpointVersion(frozenset(allocations(system, "file")), {})
+        now = holders.holders(recorded(system), HolderEvidence([checkpoint], True, self.processes(system)), RECENT)
         held = kubelet_snapshot(0, now, R, str).held
-        fresh = all(device.state == UNKNOWN for device in world.devices)
+        fresh = all(device.state == UNKNOWN for device in system.devices)
         claims = [
             ClaimEvidence(D, uid, frozenset({NAMES[claim.device]}), prepared=claim.file)
-            for uid, claim in zip("01", world.claims, strict=True)
+            for uid, claim in zip("01", system.claims, strict=True)
             if (claim.file and not claim.record) or (fresh and claim.api is InApi.ALLOCATED and not claim.file)
         ]
         _, after = self.do(
-            world,
+            system,
             ("reconcile", *now.held.items(), *((claim.uid, claim.prepared) for claim in claims)),
             partial(
                 operations.reconcile_evidence, R, Evidence(held, claims, now.current), self.names, Side.PLUGIN, 0.0, D
@@ -737,46 +742,46 @@ class Small:
 
     # What must never be, and what must come.
 
-    def wrong(self, world: World) -> str:
-        """Say what is wrong with a world; "" if nothing is."""
-        if problem := self.doubled(world):
+    def wrong(self, system: SystemState) -> str:
+        """Say what is wrong with a state; "" if nothing is."""
+        if problem := self.doubled(system):
             return problem
         for device in range(len(self.names)):
-            if not world.damaged:
-                if (world.received[device] or (world.sent and world.sent[device])) and world.slice[device]:
+            if not system.damaged:
+                if (system.received[device] or (system.sent and system.sent[device])) and system.slice[device]:
                     return f"device {device} is offered on both sides"
-                if STATES[world.devices[device].state] is State.QUARANTINED:
+                if STATES[system.devices[device].state] is State.QUARANTINED:
                     return f"device {device} is quarantined without a reason"
         return ""
 
-    def doubled(self, world: World) -> str:
+    def doubled(self, system: SystemState) -> str:
         """Say which device containers of two holders have at the same time; "" if there is none."""
         for device in range(len(self.names)):
-            running = sum(pod.runs and pod.device == device for pod in world.pods)
-            running += sum(claim.node.container_runs and claim.device == device for claim in world.claims)
+            running = sum(pod.runs and pod.device == device for pod in system.pods)
+            running += sum(claim.node.container_runs and claim.device == device for claim in system.claims)
             if running > 1:
                 return f"device {device} has {running} holders"
         return ""
 
-    def through_both(self, world: World) -> str:
+    def through_both(self, system: SystemState) -> str:
         """Say which device a pod and a claim hold at the same time; "" if there is none."""
-        given = {pod.device for pod in world.pods if pod.runs}
-        given &= {claim.device for claim in world.claims if claim.node.container_runs}
+        given = {pod.device for pod in system.pods if pod.runs}
+        given &= {claim.device for claim in system.claims if claim.node.container_runs}
         return f"device {min(given)} is held on both sides" if given else ""
 
-    def ending(self, world: World, *, serve: bool = False) -> Iterator[World]:
+    def ending(self, system: SystemState, *, serve: bool = False) -> Iterator[SystemState]:
         """Return what comes next until all has ended that was begun, whatever share is asked for.
 
         serve: claims that are allocated stay, and the kubelet tries to prepare them.
         """
-        if not world.alive:
-            pods = (pod._replace(at=At.ADMITTED, memory=True) if pod.at is At.ANSWERED else pod for pod in world.pods)
+        if not system.alive:
+            pods = (pod._replace(at=At.ADMITTED, memory=True) if pod.at is At.ANSWERED else pod for pod in system.pods)
             one, two = pods
-            yield self.started(world._replace(pods=(one, two)))
+            yield self.started(system._replace(pods=(one, two)))
             return
-        stays = {f"c{number}" for number, claim in enumerate(world.claims) if serve and claim.api is InApi.ALLOCATED}
-        steps = [*self.kubelet(world), *self.scheduler(world), *self.side(world), *self.offering(world)]
-        steps += self.driver(world)
+        stays = {f"c{number}" for number, claim in enumerate(system.claims) if serve and claim.api is InApi.ALLOCATED}
+        steps = [*self.kubelet(system), *self.scheduler(system), *self.side(system), *self.offering(system)]
+        steps += self.driver(system)
         for what, after in steps:
             word, who, *_ = *what.split(), ""
             if word in {"end", "deallocate"} and who in stays:
@@ -786,94 +791,94 @@ class Small:
             if word in {"reserve", "pull"} and who not in stays:
                 continue
             yield after
-        if world.stage != IDLE:
-            yield from (after for _, after in self.gathering(world))
+        if system.stage != IDLE:
+            yield from (after for _, after in self.gathering(system))
 
-    def calming(self, world: World, share: Share, *, serve: bool = False) -> Iterator[World]:
+    def calming(self, system: SystemState, share: Share, *, serve: bool = False) -> Iterator[SystemState]:
         """Return what comes next when nobody dies and nothing new comes, most urgent first.
 
         Pods and claims end, and the agent goes on until it has nothing to do.
         """
-        yield from self.ending(world, serve=serve)
-        if not world.alive:
+        yield from self.ending(system, serve=serve)
+        if not system.alive:
             return
-        now = snapshot(world)
+        now = snapshot(system)
         in_use, expected = (frozenset(name for _, name in keys) for keys in held_and_expected(now))
         states = {name: record.state for name, record in now.of(R).items()}
         wish = plan(states, in_use, share, "cordon", (), expected)
         for devices, side in ((wish.to_dra, Side.DRA), (wish.to_plugin, Side.PLUGIN)):
             if devices:
                 yield self.do(
-                    world, ("moves", devices, side), partial(operations.begin_move, R, devices, side, 0.0, driver=D)
+                    system, ("moves", devices, side), partial(operations.begin_move, R, devices, side, 0.0, driver=D)
                 )[1]
-        yield from (after for what, after in self.fate(world) if what == "tick")
-        yield from (after for what, after in self.gathering(world) if what == "withdrawn" and after != world)
-        held = any(device.pending or device.state == STATES.index(State.TO_DRA) for device in world.devices)
-        if held or any(pod.recorded for pod in world.pods):
-            yield from (after for what, after in self.gathering(world) if what == "request")
-        if any(device.state == STATES.index(State.QUARANTINED) for device in world.devices):
-            yield self.started(world)
+        yield from (after for what, after in self.fate(system) if what == "tick")
+        yield from (after for what, after in self.gathering(system) if what == "withdrawn" and after != system)
+        held = any(device.pending or device.state == STATES.index(State.TO_DRA) for device in system.devices)
+        if held or any(pod.recorded for pod in system.pods):
+            yield from (after for what, after in self.gathering(system) if what == "request")
+        if any(device.state == STATES.index(State.QUARANTINED) for device in system.devices):
+            yield self.started(system)
 
-    def lost(self, world: World, share: Share) -> str:
+    def lost(self, system: SystemState, share: Share) -> str:
         """Say what is lost for ever when all is calm; "" if nothing is."""
         for device in range(len(self.names)):
-            plugin, dra = world.received[device], world.slice[device]
+            plugin, dra = system.received[device], system.slice[device]
             if plugin == dra:
                 return f"device {device} is offered on {'both sides' if plugin else 'no side'}"
-        if world.slice.count(True) != share.of(len(self.names)):
-            return f"the share is {share}, but the slice has {world.slice}"
+        if system.slice.count(True) != share.of(len(self.names)):
+            return f"the share is {share}, but the slice has {system.slice}"
         return ""
 
-    def unserved(self, world: World) -> str:
+    def unserved(self, system: SystemState) -> str:
         """Say which claim waits for ever for a device that nobody has; "" if none does."""
-        for number, claim in enumerate(world.claims):
+        for number, claim in enumerate(system.claims):
             if claim.api is InApi.ALLOCATED and claim.node not in {OnNode.PREPARED, OnNode.RUNS, OnNode.FORGOTTEN}:
                 return f"claim {number} is not prepared"
         return ""
 
 
 class Calm:
-    """Asks of each world what becomes of it when it is left alone, whatever share is asked for."""
+    """Asks of each state what becomes of it when it is left alone, whatever share is asked for."""
 
     def __init__(self, small: Small) -> None:
         self.small = small
         self._fine: set[tuple[Hashable, ...]] = set()
 
-    def __call__(self, world: World) -> None:
+    def __call__(self, system: SystemState) -> None:
         """Fail if something is lost for ever, or nothing ever comes to rest."""
         for count in range(len(self.small.names) + 1):
             for serve in (False, True):
-                self._rest(world, Share(count), serve=serve)
+                self._rest(system, Share(count), serve=serve)
 
-    def _rest(self, world: World, share: Share, *, serve: bool) -> None:
+    def _rest(self, system: SystemState, share: Share, *, serve: bool) -> None:
         way: list[tuple[Hashable, ...]] = []
-        first = world
+        first = system
         alike = len(self.small.names) == 2
         while True:
-            here = (hash(canonical(world, alike=alike)), share, serve)
+            here = (hash(canonical(system, alike=alike)), share, serve)
             if here in self._fine:
                 break
             assert len(way) < 300, f"{first} never rests"
             way.append(here)
-            step = next(self.small.calming(world, share, serve=serve), None)
+            step = next(self.small.calming(system, share, serve=serve), None)
             if step is None:
-                problem = self.small.unserved(world) if serve else self.small.lost(world, share)
-                assert not problem, f"{problem}\n{first}\n{world}"
+                problem = self.small.unserved(system) if serve else self.small.lost(system, share)
+                assert not problem, f"{problem}\n{first}\n{system}"
                 break
-            world = step
+            system = step
         self._fine.update(way)
 
 
-def died(world: World) -> World:
-    """Return the world after the agent was killed: what is on disk stays, what was answered was."""
-    devices = tuple(d._replace(new=False, fresh=False, absent=0) for d in world.devices)
-    one, two = (kept(pod._replace(seen=0)) for pod in world.pods)
+def died(system: SystemState) -> SystemState:
+    """Return the state after the agent was killed: what is on disk stays, what was answered was."""
+    devices = tuple(d._replace(new=False, fresh=False, absent=0) for d in system.devices)
+    one, two = (kept(pod._replace(seen=0)) for pod in system.pods)
     claims = []
-    for claim in world.claims:
+    for claim in system.claims:
         record = InLedger.NONE if claim.record is InLedger.IN_MEMORY else claim.record
         node = UNDONE.get(claim.node, claim.node)
         claims.append(gone(claim._replace(record=record, node=node)))
-    return world._replace(
+    return system._replace(
         devices=devices,
         pods=(one, two),
         claims=tuple(claims),
@@ -885,59 +890,59 @@ def died(world: World) -> World:
     )
 
 
-def restarted(world: World) -> World:
-    """Return the world after the kubelet was restarted: it knows what its checkpoint names."""
+def restarted(system: SystemState) -> SystemState:
+    """Return the state after the kubelet was restarted: it knows what its checkpoint names."""
     pods = []
-    for pod in world.pods:
+    for pod in system.pods:
         after = pod._replace(memory=pod.file, draft=False)
         if pod.at in {At.CHOSEN, At.ANSWERED} or (pod.at is At.ADMITTED and not pod.file):
             after = after._replace(at=At.OVER)
         pods.append(kept(after))
-    return world._replace(pods=(pods[0], pods[1]), sent=(), received=NOTHING, writing=False)
+    return system._replace(pods=(pods[0], pods[1]), sent=(), received=NOTHING, writing=False)
 
 
-def drafted(world: World, *names: bool) -> World:
-    """Return the world with a writer that has made up a checkpoint of these pods; with none if there are no names."""
-    one, two = (kept(pod._replace(draft=name)) for pod, name in zip(world.pods, names or (False, False), strict=True))
-    return world._replace(pods=(one, two), writing=bool(names))
+def drafted(system: SystemState, *names: bool) -> SystemState:
+    """Return the state with a writer that has made up a checkpoint of these pods; with none if there are no names."""
+    one, two = (kept(pod._replace(draft=name)) for pod, name in zip(system.pods, names or (False, False), strict=True))
+    return system._replace(pods=(one, two), writing=bool(names))
 
 
-def allocations(world: World, of: str) -> list[Allocation]:
+def allocations(system: SystemState, of: str) -> list[Allocation]:
     """Return the allocations of the pods of which something is so."""
     return [
         Allocation(str(uid), CONTAINER, R, NAMES[pod.device])
-        for uid, pod in enumerate(world.pods)
+        for uid, pod in enumerate(system.pods)
         if pod.at and getattr(pod, of)
     ]
 
 
-def seen_in(world: World, allocation: Allocation) -> int:
+def seen_in(system: SystemState, allocation: Allocation) -> int:
     """Return in how many of the checkpoints an allocation was seen."""
-    return world.pods[int(allocation.pod_uid)].seen
+    return system.pods[int(allocation.pod_uid)].seen
 
 
-def recorded(world: World) -> list[Allocation]:
+def recorded(system: SystemState) -> list[Allocation]:
     """Return the allocations that the ledger knows; the tracker counts them as held."""
-    return allocations(world, "recorded")
+    return allocations(system, "recorded")
 
 
-def with_pod(world: World, number: int, pod: Pod) -> World:
-    """Return the world with another pod."""
-    pods = list(world.pods)
+def with_pod(system: SystemState, number: int, pod: Pod) -> SystemState:
+    """Return the state with another pod."""
+    pods = list(system.pods)
     pods[number] = pod
-    return world._replace(pods=(pods[0], pods[1]))
+    return system._replace(pods=(pods[0], pods[1]))
 
 
-def with_claim(world: World, number: int, claim: Request) -> World:
-    """Return the world with another claim."""
-    claims = list(world.claims)
+def with_claim(system: SystemState, number: int, claim: Request) -> SystemState:
+    """Return the state with another claim."""
+    claims = list(system.claims)
     claims[number] = claim
-    return world._replace(claims=(claims[0], claims[1]))
+    return system._replace(claims=(claims[0], claims[1]))
 
 
-def changed(world: World, number: int, **fields: Any) -> World:
-    """Return the world with other fields of a claim."""
-    return with_claim(world, number, world.claims[number]._replace(**fields))
+def changed(system: SystemState, number: int, **fields: Any) -> SystemState:
+    """Return the state with other fields of a claim."""
+    return with_claim(system, number, system.claims[number]._replace(**fields))
 
 
 def gone(claim: Request) -> Request:
@@ -945,34 +950,34 @@ def gone(claim: Request) -> Request:
     return Request() if not (claim.api or claim.node or claim.file or claim.record) else claim
 
 
-def canonical(world: World, *, alike: bool = True) -> World:
-    """Return the same for worlds that differ in names only. alike: devices' names count as such."""
-    one, two = world.devices
+def canonical(system: SystemState, *, alike: bool = True) -> SystemState:
+    """Return the same for states that differ in names only. alike: devices' names count as such."""
+    one, two = system.devices
     if one > two and alike:
-        return swapped(world)
-    pods, claims = world.pods, world.claims
+        return swapped(system)
+    pods, claims = system.pods, system.claims
     if pods[0] > pods[1] or claims[0] > claims[1]:
-        world = world._replace(pods=tuple(sorted(pods)), claims=tuple(sorted(claims)))
-    return min(world, swapped(world)) if alike and one == two else world
+        system = system._replace(pods=tuple(sorted(pods)), claims=tuple(sorted(claims)))
+    return min(system, swapped(system)) if alike and one == two else system
 
 
-def swapped(world: World) -> World:
-    """Return the world with its devices' names exchanged."""
+def swapped(system: SystemState) -> SystemState:
+    """Return the state with its devices' names exchanged."""
 
     def swap(pair: tuple[bool, bool]) -> tuple[bool, bool]:
         return pair[1], pair[0]
 
-    pods = sorted(pod._replace(device=1 - pod.device) if pod.at else pod for pod in world.pods)
-    claims = sorted(c._replace(device=1 - c.device) if c.device >= 0 else c for c in world.claims)
-    stage = world.stage
-    return World(
-        (world.devices[1], world.devices[0]),
+    pods = sorted(pod._replace(device=1 - pod.device) if pod.at else pod for pod in system.pods)
+    claims = sorted(c._replace(device=1 - c.device) if c.device >= 0 else c for c in system.claims)
+    stage = system.stage
+    return SystemState(
+        (system.devices[1], system.devices[0]),
         (pods[0], pods[1]),
         (claims[0], claims[1]),
-        swap(world.sent) if world.sent else (),
-        swap(world.received),
-        swap(world.want) if world.want else (),
-        swap(world.slice),
+        swap(system.sent) if system.sent else (),
+        swap(system.received),
+        swap(system.want) if system.want else (),
+        swap(system.slice),
         Stage(
             stage.step,
             swap(stage.moving),
@@ -981,9 +986,9 @@ def swapped(world: World) -> World:
             stage.written,
             stage.late,
         ),
-        world.alive,
-        world.damaged,
-        world.writing,
+        system.alive,
+        system.damaged,
+        system.writing,
     )
 
 
@@ -991,7 +996,7 @@ def swapped(world: World) -> World:
 class Explored:
     """What an exploration found. whole: nothing is left to be seen. trace: the shortest way to harm."""
 
-    worlds: int
+    states: int
     depth: int
     whole: bool
     trace: tuple[str, ...] = ()
@@ -999,24 +1004,24 @@ class Explored:
 
 def explore(
     small: Small,
-    first: World,
+    first: SystemState,
     *,
     most: int = 10**9,
     seconds: float = 1e9,
-    wrong: Callable[[World], str] | None = None,
-    visit: Callable[[World], None] = lambda world: None,
+    wrong: Callable[[SystemState], str] | None = None,
+    visit: Callable[[SystemState], None] = lambda system: None,
     traced: bool = True,
 ) -> Explored:
-    """Visit all worlds, breadth first, until `most` are known or the time is over.
+    """Visit all states, breadth first, until `most` are known or the time is over.
 
-    wrong: what must not be, `Small.wrong` unless given. traced: remember the way to each world,
-    which takes much memory; else a world is remembered by 64 bits.
+    wrong: what must not be, `Small.wrong` unless given. traced: remember the way to each state,
+    which takes much memory; else a state is remembered by 64 bits.
     """
     wrong = wrong or small.wrong
     until = time.monotonic() + seconds
     alike = len(small.names) == 2
     root = canonical(first, alike=alike)
-    parents: dict[World, tuple[World, str]] = {}
+    parents: dict[SystemState, tuple[SystemState, str]] = {}
     seen = {hash(root)}
     frontier, depth = [root], 0
     while frontier:
@@ -1024,18 +1029,18 @@ def explore(
             return Explored(len(seen), depth, whole=False)
         depth += 1
         following = []
-        for world in frontier:
-            for what, after in small.successors(world):
+        for system in frontier:
+            for what, after in small.successors(system):
                 key = canonical(after, alike=alike)
                 number = hash(key)
                 if number in seen:
                     continue
                 seen.add(number)
                 if traced:
-                    parents[key] = world, what
+                    parents[key] = system, what
                 if problem := wrong(key):
                     steps = [problem]
-                    at: World | None = key
+                    at: SystemState | None = key
                     while at is not None and at in parents:
                         at, step = parents[at]
                         steps.append(step)

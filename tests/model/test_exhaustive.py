@@ -10,7 +10,7 @@ import pytest
 from deviceplugin.register.records import State
 from tests.model.halves import Found, Half, Halves, Shared, joined, parted
 from tests.model.mutations import BY_STATE, MUTATIONS, patched, without
-from tests.model.small import Calm, Explored, Small, World, explore, start
+from tests.model.small import Calm, Explored, Small, SystemState, explore, start
 
 AT_LENGTH = os.environ.get("DEVICEPLUGIN_MODEL") == "long"
 BOTH = (State.PLUGIN, State.DRA)
@@ -20,27 +20,27 @@ exploration = pytest.mark.explore
 
 def report(what: str, found: Explored) -> None:
     """Print how much was seen (pytest -s, or tox -e model)."""
-    print(f"{what}: {found.worlds} states, {'all there are' if found.whole else 'not all'}, {found.depth} steps deep")
+    print(f"{what}: {found.states} states, {'all there are' if found.whole else 'not all'}, {found.depth} steps deep")
 
 
 def report_two(what: str, found: Found) -> None:
     """Print how much of two devices was seen."""
     whole = "not all" if found.problem else "all there are"
-    print(f"two devices, {what}: {found.worlds} states, {whole}, of {found.halves} halves")
+    print(f"two devices, {what}: {found.states} states, {whole}, of {found.halves} halves")
 
 
 def agree(halves: Halves, count: int) -> None:
-    """Fail if the halves lead some world elsewhere than the model does, or devices' names matter; at random."""
-    for world in halves.some(count):
-        here = parted(world)
-        after = {parted(after) for _, after in halves.small.successors(world)} - {here}
-        assert after == halves.after(world)
+    """Fail if the halves lead some state elsewhere than the model does, or devices' names matter; at random."""
+    for system in halves.some(count):
+        here = parted(system)
+        after = {parted(after) for _, after in halves.small.successors(system)} - {here}
+        assert after == halves.after(system)
         other = {parted(after) for _, after in halves.small.successors(mirrored(*here))} - {parted(mirrored(*here))}
         assert other == {(shared, two, one) for shared, one, two in after}
 
 
-def mirrored(shared: Shared, one: Half, two: Half) -> World:
-    """Return the world of two halves with the devices' names exchanged."""
+def mirrored(shared: Shared, one: Half, two: Half) -> SystemState:
+    """Return the state of two halves with the devices' names exchanged."""
     return joined(shared, two, one)
 
 
@@ -66,7 +66,7 @@ def test_one_device_never_has_two_holders_whatever_happens(
     if long and not AT_LENGTH:
         pytest.skip("minutes; tox -e model")
     small = Small(devices=1, **options)
-    found = explore(small, start(state), visit=Calm(small) if AT_LENGTH else lambda world: None)
+    found = explore(small, start(state), visit=Calm(small) if AT_LENGTH else lambda system: None)
     report(f"one device, {what}, from {state.value}", found)
     assert found.trace == ()
     assert found.whole
@@ -131,8 +131,8 @@ def test_two_devices_never_go_wrong_whatever_happens() -> None:
     """Two devices, a pod, all faults; two pods, two claims and crashes at length: every state there is.
 
     No device with two holders, none offered on both sides; none lost for ever either: whatever
-    world is left alone comes to one where all has ended that was begun, and from each of these
-    on to rest. That it comes there is shown at length, else tried with worlds at random.
+    state is left alone comes to one where all has ended that was begun, and from each of these
+    on to rest. That it comes there is shown at length, else tried with states at random.
     """
     small = Small() if AT_LENGTH else Small(pods=1, claims=0, crashes=False)
     halves = Halves(small)
@@ -141,15 +141,15 @@ def test_two_devices_never_go_wrong_whatever_happens() -> None:
     assert found.problem == ""
     agree(halves, 20_000 if AT_LENGTH else 100)
     calm = Calm(small)
-    ended: dict[bool, set[World]] = {serve: set(halves.ended(serve=serve)) for serve in (False, True)}
-    for world in ended[False] | ended[True]:
-        calm(world)
-    for serve, worlds in ended.items():
+    ended: dict[bool, set[SystemState]] = {serve: set(halves.ended(serve=serve)) for serve in (False, True)}
+    for system in ended[False] | ended[True]:
+        calm(system)
+    for serve, states in ended.items():
         assert not AT_LENGTH or halves.endless(serve=serve) == ""
-        for world in halves.some(1000 if AT_LENGTH else 50, seed=1):
-            while after := next(small.ending(world, serve=serve), None):
-                world = after
-            assert joined(*parted(world)) in worlds or mirrored(*parted(world)) in worlds
+        for system in halves.some(1000 if AT_LENGTH else 50, seed=1):
+            while after := next(small.ending(system, serve=serve), None):
+                system = after
+            assert joined(*parted(system)) in states or mirrored(*parted(system)) in states
     print(f"  left alone they come to {len(ended[False] | ended[True])} states, and on to rest")
 
 
@@ -183,19 +183,19 @@ SMALLER = [(0, 0, True, False), (1, 0, True, False), (0, 1, True, True), (1, 1, 
 @exploration
 @pytest.mark.parametrize(("pods", "claims", "crashes", "damage"), SMALLER if AT_LENGTH else SMALLER[:1])
 def test_halves_are_all_worlds_and_no_other(pods: int, claims: int, crashes: bool, damage: bool) -> None:
-    """Of smaller nodes the halves make up the very worlds that are found when each is visited."""
+    """Of smaller nodes the halves make up the very states that are found when each is visited."""
     small = Small(pods=pods, claims=claims, crashes=crashes, damage=damage)
     halves = Halves(small)
     found = halves.explore(start(*BOTH))
     first = start(*BOTH)
 
-    def visit(world: World) -> None:
-        assert halves.seen(world)
+    def visit(system: SystemState) -> None:
+        assert halves.seen(system)
 
     plain = explore(small, first, visit=visit, traced=False)
     report(f"two devices, {pods} pods, {claims} claims, one by one", plain)
     assert plain.whole
-    assert plain.worlds == found.worlds
+    assert plain.states == found.states
     assert halves.seen(first)
 
 

@@ -1,4 +1,4 @@
-"""Fixtures: the fake library, compiled once, and a world that it tells of, one for each test."""
+"""Fixtures: the fake library, compiled once, and GPUs that it tells of, others for each test."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from deviceplugin.device import Device
-from tests.nvml.world import World, build
+from tests.nvml.gpus import FakeGpus, build
 
 
 @pytest.fixture(scope="session")
@@ -18,8 +18,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def world(tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    made = World(tmp_path / "world", library)
+def gpus(tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpus]:
+    made = FakeGpus(tmp_path / "gpus", library)
     monkeypatch.setenv("FAKE_NVML", str(made.state))
     unload()
     yield made

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.gpu.__main__ import main
-from tests.nvml import world as worlds
-from tests.nvml.world import World
+from tests.nvml import gpus as machines
+from tests.nvml.gpus import FakeGpus
 
 
 @pytest.fixture
@@ -18,15 +18,15 @@ def report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "report.json"
 
 
-def test_checks_pass_on_a_sound_machine_and_record_it(world: World, report: Path) -> None:
+def test_checks_pass_on_a_sound_machine_and_record_it(gpus: FakeGpus, report: Path) -> None:
     """Eight GPUs are described, chosen among, measured and served, and all of it is in the record."""
-    uuids = worlds.dgx_a100(world)
+    uuids = machines.dgx_a100(gpus)
     for name in ("nvidiactl", "nvidia-uvm"):
-        (Path(world.places.dev) / name).touch()
+        (Path(gpus.places.dev) / name).touch()
     for index in range(8):
-        world.set(f"gpu{index}.util", 10)
-    world.write()
-    assert main(["--record", str(report), "--seconds", "1"], world.places) == 0, report.read_text()
+        gpus.set(f"gpu{index}.util", 10)
+    gpus.write()
+    assert main(["--record", str(report), "--seconds", "1"], gpus.places) == 0, report.read_text()
     seen = json.loads(report.read_text())
     assert set(seen["results"].values()) == {"ok"}
     assert [device["id"] for device in seen["devices"]] == uuids
@@ -35,18 +35,18 @@ def test_checks_pass_on_a_sound_machine_and_record_it(world: World, report: Path
     assert seen["follow"]["readings"] > 0
 
 
-def test_checks_fail_without_a_gpu(world: World, report: Path) -> None:
+def test_checks_fail_without_a_gpu(gpus: FakeGpus, report: Path) -> None:
     """On a machine without a GPU the checks fail at once and say so."""
-    assert main(["--record", str(report), "--seconds", "1"], world.places) == 1
+    assert main(["--record", str(report), "--seconds", "1"], gpus.places) == 1
     assert json.loads(report.read_text())["results"] == {"look": "failed: there is no GPU"}
 
 
-def test_checks_find_a_broken_gpu(world: World, report: Path) -> None:
+def test_checks_find_a_broken_gpu(gpus: FakeGpus, report: Path) -> None:
     """A GPU that has no node and does not answer well makes checks fail."""
-    world.gpu(0)
-    world.write(gpu0__temp=200)
-    Path(world.places.dev, "nvidia0").unlink()
-    assert main(["--record", str(report), "--seconds", "1"], world.places) == 1
+    gpus.gpu(0)
+    gpus.write(gpu0__temp=200)
+    Path(gpus.places.dev, "nvidia0").unlink()
+    assert main(["--record", str(report), "--seconds", "1"], gpus.places) == 1
     results = json.loads(report.read_text())["results"]
     assert results["nodes"].startswith("failed: there is no")
     assert results["measure"].startswith("failed")

@@ -11,19 +11,19 @@ from deviceplugin import config, sources
 from deviceplugin.sources import ConfiguredSource
 from deviceplugin.testing import FakeKubelet
 from deviceplugin.testing.plugin import Served
-from tests.nvml import world as worlds
-from tests.nvml.world import World
+from tests.nvml import gpus as machines
+from tests.nvml.gpus import FakeGpus
 
-# `world` comes first in the tests: it must outlive the agent.
+# `gpus` comes first in the tests: it must outlive the agent.
 Serve = Callable[..., Served]
 
 
 @pytest.fixture
-def configured(world: World, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ConfiguredSource]:
+def configured(gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ConfiguredSource]:
     """Build a source of nvidia.com/gpu from the config file, on the made machine."""
     from deviceplugin.sources import nvidia
 
-    monkeypatch.setattr(nvidia, "Places", lambda **_: world.places)
+    monkeypatch.setattr(nvidia, "Places", lambda **_: gpus.places)
 
     def build(fields: str, entry: str = "{}") -> ConfiguredSource:
         text = f"resources: [{{name: nvidia.com/gpu, devices: [{{nvidia: {entry}}}], health: {{period: 1}}, {fields}}}]"
@@ -36,56 +36,58 @@ Configured = Callable[..., ConfiguredSource]
 
 
 def test_pod_gets_gpus_that_are_linked_and_their_names(
-    world: World, fake_kubelet: FakeKubelet, served: Serve, configured: Configured
+    gpus: FakeGpus, fake_kubelet: FakeKubelet, served: Serve, configured: Configured
 ) -> None:
     """On a DGX-1V two GPUs are a pair with two NVLinks, by UUID in the container's variable, with their NUMA nodes."""
-    uuids = worlds.dgx_1v(world)
+    uuids = machines.dgx_1v(gpus)
     served(configured(""))
     fake_kubelet.wait_allocatable("nvidia.com/gpu", 8)
     pod = fake_kubelet.run_pod("pod", {"nvidia.com/gpu": 2})
     given = pod.container().env["NVIDIA_VISIBLE_DEVICES"].split(",")
     assert set(given) == set(pod.devices["nvidia.com/gpu"])
     one, other = map(uuids.index, given)
-    assert worlds.DGX1V[one][other] == 2
+    assert machines.DGX1V[one][other] == 2
     assert fake_kubelet.devices("nvidia.com/gpu")[uuids[7]].numa == (1,)
 
 
 def test_broken_gpu_is_withdrawn_alone(
-    world: World, fake_kubelet: FakeKubelet, served: Serve, configured: Configured
+    gpus: FakeGpus, fake_kubelet: FakeKubelet, served: Serve, configured: Configured
 ) -> None:
     """An XID takes one GPU out of what the kubelet gives out; capacity stays."""
-    worlds.dgx_a100(world)
+    machines.dgx_a100(gpus)
     served(configured(""))
     fake_kubelet.wait_allocatable("nvidia.com/gpu", 8)
-    world.xid(3, 79)
+    gpus.xid(3, 79)
     fake_kubelet.wait_allocatable("nvidia.com/gpu", 7)
     assert fake_kubelet.capacity("nvidia.com/gpu") == 8
 
 
 def test_mixed_serves_whole_gpus_and_each_profile(
-    world: World, fake_kubelet: FakeKubelet, served: Serve, configured: Configured
+    gpus: FakeGpus, fake_kubelet: FakeKubelet, served: Serve, configured: Configured
 ) -> None:
     """One entry with mig: mixed gives a resource for whole GPUs and one for each profile, from the kubelet to the
     container; a profile that is made later is served then.
     """
     for index in range(2):
-        world.gpu(index)
-    small = [world.partition(1, index, "1g.10gb") for index in range(2)]
+        gpus.gpu(index)
+    small = [gpus.partition(1, index, "1g.10gb") for index in range(2)]
     served(configured("", "{mig: mixed}"))
     fake_kubelet.wait_allocatable("nvidia.com/gpu", 1)
     fake_kubelet.wait_allocatable("nvidia.com/mig-1g.10gb", 2)
     pod = fake_kubelet.run_pod("pod", {"nvidia.com/mig-1g.10gb": 1})
     assert pod.container().env["NVIDIA_VISIBLE_DEVICES"] in small
-    large = world.partition(1, 2, "3g.40gb")
-    world.xid(1, -1)
+    large = gpus.partition(1, 2, "3g.40gb")
+    gpus.xid(1, -1)
     fake_kubelet.wait_allocatable("nvidia.com/mig-3g.40gb", 1)
     assert set(fake_kubelet.devices("nvidia.com/mig-3g.40gb")) == {large}
 
 
-def test_replicas_go_by_product(world: World, fake_kubelet: FakeKubelet, served: Serve, configured: Configured) -> None:
+def test_replicas_go_by_product(
+    gpus: FakeGpus, fake_kubelet: FakeKubelet, served: Serve, configured: Configured
+) -> None:
     """`replicas: {a100: 4}` offers each A100 four times and every other GPU once."""
-    world.gpu(0)
-    world.gpu(1, "Tesla T4", memory=15360)
+    gpus.gpu(0)
+    gpus.gpu(1, "Tesla T4", memory=15360)
     served(configured("sharing: {replicas: {a100: 4}}"))
     fake_kubelet.wait_allocatable("nvidia.com/gpu", 5)
 
@@ -99,10 +101,10 @@ def test_replicas_go_by_product(world: World, fake_kubelet: FakeKubelet, served:
     ],
 )
 def test_gpus_are_chosen_by_address_or_uuid(
-    world: World, fake_kubelet: FakeKubelet, served: Serve, configured: Configured, fields: str, left: Any
+    gpus: FakeGpus, fake_kubelet: FakeKubelet, served: Serve, configured: Configured, fields: str, left: Any
 ) -> None:
     """include and exclude take UUIDs and PCI addresses, with wildcards; exclude wins."""
-    uuids = [world.gpu(index) for index in range(3)]
+    uuids = [gpus.gpu(index) for index in range(3)]
     served(configured(fields))
     fake_kubelet.wait_allocatable("nvidia.com/gpu", len(left))
     assert set(fake_kubelet.devices("nvidia.com/gpu")) == {uuids[index] for index in left}

@@ -1,4 +1,4 @@
-"""Drives a whole agent through random configurations, lists, pods, claims, restarts and losses; see `world`.
+"""Drives a whole agent through random configurations, lists, pods, claims, restarts and losses; see `checked`.
 
 What is drawn depends on nothing that takes its own time: a step that cannot be done now does nothing.
 """
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from tests.register.agent import Config, Kind, Settings
-from tests.register.world import HARDWARE, A, B, D, E, End, File, PodKind, Started, World
+from tests.register.checked import HARDWARE, A, B, CheckedNode, D, E, End, File, PodKind, Started
 
 __all__ = ["Machine"]
 
@@ -41,25 +41,25 @@ class Machine(RuleBasedStateMachine):
 
     both = True
     check_lost = True
-    world: World | None = None
+    _here: CheckedNode | None = None
 
     @initialize(kind=st.sampled_from(get_args(Kind)), config=CONFIGS, period=st.sampled_from([0.02, 1.0]))
     def begin(self, kind: Kind, config: Config, period: float) -> None:
-        self.world = World(kind, both=self.both, period=period, config=config)
+        self._here = CheckedNode(kind, both=self.both, period=period, config=config)
 
     def teardown(self) -> None:
-        if self.world is None:
+        if self._here is None:
             return
         try:
-            if self.check_lost and not self.world.node.doubles:
-                self.world.leave_alone()
+            if self.check_lost and not self._here.node.doubles:
+                self._here.leave_alone()
         finally:
-            self.world.close()
+            self._here.close()
 
     @property
-    def here(self) -> World:
-        assert self.world is not None
-        return self.world
+    def here(self) -> CheckedNode:
+        assert self._here is not None
+        return self._here
 
     def recent(self, which: int) -> Started | None:
         there = [one for one in self.here.started if not one.pod.gone]

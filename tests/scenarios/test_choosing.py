@@ -11,7 +11,7 @@ from deviceplugin.device import Device
 from deviceplugin.source import DeviceSource
 from deviceplugin.testing import FakeKubelet
 from deviceplugin.testing.plugin import Served
-from tests.nvml.world import DGX1V
+from tests.nvml.gpus import DGX1V
 
 Serve = Callable[..., Served]
 

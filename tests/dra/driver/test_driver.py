@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 import logging
 import math
 import os
@@ -13,7 +12,6 @@ import shutil
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deviceplugin import cdi, claim_files
+from deviceplugin import cdi
 from deviceplugin.claim_files import ClaimFile, FiledDevice
 from deviceplugin.device import ContainerEdits, Device, Health
 from deviceplugin.inventory import Inventory
@@ -34,8 +32,6 @@ from deviceplugin.register.question import View
 from deviceplugin.register.records import UNKNOWN, WHOLE, Claim, ClaimDevice, LedgerError, Side, State
 from deviceplugin.register.register import Register
 from deviceplugin.register.rules import ClaimEvidence, Evidence
-from deviceplugin.sharing import shares
-from deviceplugin.source import DeviceSource
 from dra_bridge.driver import (
     ClaimError,
     ClaimRef,
@@ -52,17 +48,13 @@ from dra_bridge.driver import (
 from dra_bridge.driver.claims import ClaimConfig, Opaque, decoded_config
 from dra_bridge.driver.records import is_over
 from dra_bridge.kube import Cluster
-from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.testing.apiserver import FakeApiServer, Fault
 from dra_bridge.wire import dra_v1_pb2, dra_v1beta1_pb2
 from dra_bridge.wire.dra_v1_pb2_grpc import DRAPluginStub
 from dra_bridge.wire.dra_v1beta1_pb2_grpc import DRAPluginStub as BetaStub
+from tests.dra.driver.served import NODE, T0, D, Plain, R, ServedDriver, claim, opaque, ref, result, served_driver
 from tests.dra.ledger.samples import adopt
 
-R = "example.com/fpga"
-D = "fpga.example.com"
-NODE = "node-1"
-T0 = 1_700_000_000.0
 ENDED = PodProcesses(frozenset())
 """No process of any pod runs."""
 Hook = Callable[..., Any]
@@ -78,186 +70,17 @@ class Params(msgspec.Struct):
     inner: Inner = msgspec.field(default_factory=Inner)
 
 
-def result(device: str, request: str = "fpga", **more: Any) -> dict[str, Any]:
-    """Return one allocated device; one with a share ID has one share of its device."""
-    if "shareID" in more:
-        more = {"consumedCapacity": {f"{D}/shares": "1"}, **more}
-    return {"request": request, "driver": D, "pool": NODE, "device": device, **more}
-
-
-def opaque(parameters: Any, *requests: str, source: str = "FromClaim", driver: str = D) -> dict[str, Any]:
-    return {"source": source, "requests": list(requests), "opaque": {"driver": driver, "parameters": parameters}}
-
-
-def claim(
-    uid: str, *results: Mapping[str, Any], config: Sequence[Mapping[str, Any]] = (), name: str = ""
-) -> dict[str, Any]:
-    return {
-        "apiVersion": "resource.k8s.io/v1",
-        "kind": "ResourceClaim",
-        "metadata": {"namespace": "default", "name": name or f"claim-{uid}", "uid": uid},
-        "status": {
-            "reservedFor": [{"resource": "pods", "name": "p", "uid": "pod-uid"}],
-            "allocation": {"devices": {"results": list(results), "config": list(config)}},
-        },
-    }
-
-
-def ref(uid: str, name: str = "") -> ClaimRef:
-    return ClaimRef("default", name or f"claim-{uid}", uid)
-
-
-@dataclass
-class FakeClaims(ClusterClaims):
-    """The API server as far as a driver sees it."""
-
-    claims: dict[str, dict[str, Any]] = field(default_factory=dict)
-    statuses: list[Any] = field(default_factory=list)
-    events: list[str] = field(default_factory=list)
-    gets: int = 0
-    broken: Exception | None = None
-    gate: asyncio.Event | None = None
-    word: asyncio.Condition = field(default_factory=asyncio.Condition)
-
-    def add(self, *claims: dict[str, Any]) -> None:
-        for made in claims:
-            self.claims[made["metadata"]["name"]] = made
-
-    async def asked(self, times: int) -> None:
-        async with self.word:
-            await self.word.wait_for(lambda: self.gets >= times)
-
-    async def get_claim(self, namespace: str, name: str) -> Mapping[str, Any] | None:
-        async with self.word:
-            self.gets += 1
-            self.word.notify_all()
-        if self.gate is not None:
-            await self.gate.wait()
-        if self.broken is not None:
-            raise self.broken
-        return self.claims.get(name)
-
-    async def set_devices(self, claim: ClaimRef, driver: str, devices: Sequence[Mapping[str, Any]]) -> None:
-        self.statuses.append((claim.uid, driver, devices))
-
-    async def claim_event(self, claim: ClaimRef, reason: str, message: str) -> None:
-        self.events.append(f"{claim.name} {reason}: {message}")
-
-
-class Plain(DeviceSource):
-    """A source without hooks."""
-
-    resource = R
-    driver = D
-    replicas = 2
-
-
-@dataclass
-class World:
-    """A driver with all around it."""
-
-    driver: Driver
-    async_ledger: AsyncLedger
-    claims: FakeClaims
-    inventory: Inventory
-    cdi: Path
-    path: str
-
-    async def prepare(self, *uids: str) -> dict[str, Prepared | ClaimError]:
-        return await self.driver.prepare([ref(uid) for uid in uids])
-
-    async def prepared(self, uid: str) -> Prepared:
-        answer = (await self.prepare(uid))[uid]
-        assert isinstance(answer, Prepared), answer
-        return answer
-
-    async def refused(self, uid: str) -> str:
-        answer = (await self.prepare(uid))[uid]
-        assert isinstance(answer, ClaimError)
-        assert not self.all_files, "an error leaves no file behind"
-        assert not self.async_ledger.snapshot.claims, "an error leaves no record behind"
-        return str(answer)
-
-    async def unprepare(self, uid: str) -> ClaimError | None:
-        return (await self.driver.unprepare([ref(uid)]))[uid]
-
-    @property
-    def all_files(self) -> list[str]:
-        return sorted(os.listdir(self.cdi)) if self.cdi.is_dir() else []
-
-    @property
-    def files(self) -> list[str]:
-        return [name for name in self.all_files if name.endswith(".json")]
-
-    @property
-    def own(self) -> dict[str, ClaimFile]:
-        """The claims' own files by UID."""
-        return {file.uid: file for file in claim_files.read_all(str(self.cdi))}
-
-    def edits(self, *ids: str) -> list[dict[str, Any]]:
-        """Return what containers with these CDI ids get."""
-        known: dict[str, dict[str, Any]] = {}
-        for name in self.files:
-            spec = json.loads((self.cdi / name).read_bytes())
-            known |= {f"{spec['kind']}={device['name']}": device["containerEdits"] for device in spec["devices"]}
-        return [known[name] for name in ids]
-
-    async def again(self, source: DeviceSource | None = None, **options: Any) -> World:
-        """Return the world after a restart of the agent, as if it had been killed."""
-        await self.driver.close()
-        await self.async_ledger.close()
-        return await world(
-            self.cdi.parent, source or self.driver.devices.resources[0].source, claims=self.claims, **options
-        )
-
-
-async def world(
-    directory: Path,
-    source: DeviceSource | None = None,
-    *,
-    claims: FakeClaims | None = None,
-    side: Side = Side.DRA,
-    devices: Sequence[Device] = (),
-    boot: str = "1",
-    report: bool = False,
-    **options: Any,
-) -> World:
-    source = source or Plain()
-    inventory = Inventory(source.resource)
-    listed = devices or [
-        Device(f"d{n}", nodes=["/dev/null"], edits=ContainerEdits({f"FPGA_{n}": "1"})) for n in range(4)
-    ]
-    inventory.publish(listed, replicas=shares(source, listed))
-    path = str(directory / "ledger.db")
-    async_ledger = await AsyncLedger.open(path)
-    await async_ledger.do(adopt(source.resource, inventory.snapshot.devices, side, T0))
-    api = claims or FakeClaims()
-    made = Driver(
-        D,
-        DriverNode(NODE, Register(store=async_ledger), api, str(directory / "cdi"), boot=boot, report=report),
-        [ServedResource(source, inventory)],
-        **options,
-    )
-    return World(made, async_ledger, api, inventory, directory / "cdi", path)
-
-
 @pytest.fixture
-async def here(tmp_path: Path) -> AsyncIterator[World]:
-    made = await world(tmp_path)
+async def here(tmp_path: Path) -> AsyncIterator[ServedDriver]:
+    made = await served_driver(tmp_path)
     yield made
-    await made.driver.close()
-    await made.async_ledger.close()
-
-
-async def end(made: World) -> None:
-    await made.driver.close()
-    await made.async_ledger.close()
+    await made.end()
 
 
 # What a claim gets.
 
 
-async def test_a_claim_gets_its_device_and_is_recorded(here: World) -> None:
+async def test_a_claim_gets_its_device_and_is_recorded(here: ServedDriver) -> None:
     """The answer names request, pool, device and a CDI device with the edits of the plugin side."""
     here.claims.add(claim("1", result("d0")))
     answer = await here.prepared("1")
@@ -273,7 +96,7 @@ async def test_a_claim_gets_its_device_and_is_recorded(here: World) -> None:
     assert here.driver.statistics.prepare.done == 1
 
 
-async def test_prepare_again_answers_the_same(here: World) -> None:
+async def test_prepare_again_answers_the_same(here: ServedDriver) -> None:
     """The kubelet asks again if it lost the answer; the claim is read, and the devices are not set up again."""
     here.claims.add(claim("1", result("d0", "fpga/big", shareID="s")))
     first = await here.prepared("1")
@@ -283,7 +106,7 @@ async def test_prepare_again_answers_the_same(here: World) -> None:
     assert (here.claims.gets, here.driver.statistics.prepared_again) == (2, 1)
 
 
-async def test_a_claim_that_cannot_be_read_is_not_answered_from_the_record(here: World) -> None:
+async def test_a_claim_that_cannot_be_read_is_not_answered_from_the_record(here: ServedDriver) -> None:
     """It may be allocated elsewhere by now; the kubelet, which reads it first itself, tries again."""
     here.claims.add(claim("1", result("d0")))
     first = await here.prepared("1")
@@ -296,7 +119,7 @@ async def test_a_claim_that_cannot_be_read_is_not_answered_from_the_record(here:
     assert await here.prepared("1") == first
 
 
-async def test_each_request_has_a_cdi_device_of_its_own(here: World) -> None:
+async def test_each_request_has_a_cdi_device_of_its_own(here: ServedDriver) -> None:
     """A container gets the devices of its own requests only; several devices of one share one."""
     here.claims.add(claim("1", result("d0", "left"), result("d1", "left"), result("d2", "right")))
     answer = await here.prepared("1")
@@ -306,7 +129,7 @@ async def test_each_request_has_a_cdi_device_of_its_own(here: World) -> None:
     assert here.edits(*right.cdi_ids)[0]["env"] == ["FPGA_2=1"]
 
 
-async def test_subrequests_are_stripped_and_shares_named(here: World) -> None:
+async def test_subrequests_are_stripped_and_shares_named(here: ServedDriver) -> None:
     """firstAvailable and consumable capacity."""
     share = "a671734a-e8e5-11e4-8fde-42010af09327"
     here.claims.add(claim("1", result("d0", "fpga/big", shareID=share)), claim("2", result("d0", shareID="other")))
@@ -316,7 +139,7 @@ async def test_subrequests_are_stripped_and_shares_named(here: World) -> None:
     assert len(here.async_ledger.snapshot.claims_on(R, ["d0"])) == 2
 
 
-async def test_administrative_access_holds_nothing(here: World) -> None:
+async def test_administrative_access_holds_nothing(here: ServedDriver) -> None:
     """Also on a device of the plugin's side."""
     await here.async_ledger.do(adopt(R, ["p"], Side.PLUGIN, T0))
     here.inventory.publish([*here.inventory.snapshot.devices.values(), Device("p", nodes=["/dev/zero"])])
@@ -330,21 +153,21 @@ async def test_administrative_access_holds_nothing(here: World) -> None:
 async def test_administrative_access_disturbs_nobody(tmp_path: Path) -> None:
     """It resets nothing under a holder's feet, and reaches broken devices: to inspect them is what it is for."""
     source = Hooked()
-    here = await world(tmp_path, source)
+    here = await served_driver(tmp_path, source)
     devices = list(here.inventory.snapshot.devices.values())
     here.inventory.publish([devices[0].with_health(Health.UNHEALTHY, "sick"), *devices[1:]])
     here.claims.add(claim("1", result("d0", adminAccess=True), result("d1", adminAccess=True)))
     await here.prepared("1")
     assert await here.unprepare("1") is None
     assert [call[0] for call in source.calls] == ["edits"]
-    await end(here)
+    await here.end()
 
 
 @pytest.mark.parametrize("how", ["ends", "fails", "is over"])
 async def test_administrative_access_does_not_undo_what_is_set_up_for_another_claim(tmp_path: Path, how: str) -> None:
     """Neither with its end, nor if it cannot be prepared, nor when it is found to be over."""
     source = Hooked()
-    here = await world(tmp_path, source)
+    here = await served_driver(tmp_path, source)
     parameters = [opaque({"mode": "other"})]
     here.claims.add(claim("1", result("d0")), claim("2", result("d0", adminAccess=True), config=parameters))
     await here.prepared("1")
@@ -361,16 +184,16 @@ async def test_administrative_access_does_not_undo_what_is_set_up_for_another_cl
             assert await here.driver.reconciler.reconcile({"1"}, ENDED) == {"unprepared": ["2"]}
     assert list(here.async_ledger.snapshot.claims) == [(D, "1")]
     assert [call[0] for call in source.calls] == ["edits"]
-    await end(here)
+    await here.end()
 
 
 async def test_devices_without_edits_need_no_file(tmp_path: Path) -> None:
     """CDI refuses empty devices."""
-    here = await world(tmp_path, devices=[Device("d0")])
+    here = await served_driver(tmp_path, devices=[Device("d0")])
     here.claims.add(claim("1", result("d0")))
     assert (await here.prepared("1")).devices[0].cdi_ids == ()
     assert here.files == []
-    await end(here)
+    await here.end()
 
 
 class Hooked(Plain):
@@ -408,7 +231,7 @@ class Hooked(Plain):
 async def test_hooks_run_in_order_with_the_requests_devices_and_parameters(tmp_path: Path) -> None:
     """reset, edits, prepare; at the end unprepare and released."""
     source = Hooked()
-    here = await world(tmp_path, source)
+    here = await served_driver(tmp_path, source)
     config = [
         opaque({"mode": "fast"}, "other"),
         opaque({"threads": 8}, "fpga"),
@@ -435,24 +258,24 @@ async def test_hooks_run_in_order_with_the_requests_devices_and_parameters(tmp_p
     assert source.calls == [("unprepare", ["d0", "d1"]), ("released", ["d0", "d1"])]
     assert here.files == []
     assert not here.async_ledger.snapshot.claims
-    await end(here)
+    await here.end()
 
 
 async def test_a_device_that_a_request_has_twice_is_one_device(tmp_path: Path) -> None:
     """Two shares of one device: hooks see it once, the answer names both shares."""
     source = Hooked()
-    here = await world(tmp_path, source)
+    here = await served_driver(tmp_path, source)
     here.claims.add(claim("1", result("d0", shareID="x"), result("d0", shareID="y")))
     prepared = await here.prepared("1")
     assert [device.share for device in prepared.devices] == ["x", "y"]
     assert [call[:2] for call in source.calls] == [(name, ["d0"]) for name in ("reset", "edits", "prepare")]
-    await end(here)
+    await here.end()
 
 
 async def test_a_device_that_another_claim_shares_is_not_reset(tmp_path: Path) -> None:
     """Nor released with the first of the two."""
     source = Hooked()
-    here = await world(tmp_path, source)
+    here = await served_driver(tmp_path, source)
     here.claims.add(claim("1", result("d0", shareID="x")), claim("2", result("d0", shareID="y")))
     await here.prepared("1")
     await here.prepared("2")
@@ -461,14 +284,14 @@ async def test_a_device_that_another_claim_shares_is_not_reset(tmp_path: Path) -
     await here.unprepare("2")
     await here.driver._tasks.wait()
     assert [call for call in source.calls if call[0] == "released"] == [("released", ["d0"])]
-    await end(here)
+    await here.end()
 
 
 @pytest.mark.parametrize("how", ["one after the other", "at once", "one fails"])
 async def test_a_shared_device_is_unprepared_when_its_last_claim_ends(tmp_path: Path, how: str) -> None:
     """What is set up is that of all its claims, and what one of them has alone is undone with it."""
     source = Hooked()
-    here = await world(tmp_path, source)
+    here = await served_driver(tmp_path, source)
     here.claims.add(claim("1", result("d0", shareID="x"), result("d1", "own")), claim("2", result("d0", shareID="y")))
     await here.prepared("1")
     if how == "one fails":
@@ -488,14 +311,14 @@ async def test_a_shared_device_is_unprepared_when_its_last_claim_ends(tmp_path: 
         calls = [call for call in source.calls if call[0] == "unprepare"]
         assert calls == [("unprepare", ["d1"]), ("unprepare", ["d0"])]
     assert not here.async_ledger.snapshot.claims
-    await end(here)
+    await here.end()
 
 
 @pytest.mark.parametrize("sharer", ["another claim", "the same claim"])
 async def test_a_device_is_not_shared_with_other_parameters(tmp_path: Path, sharer: str) -> None:
     """The error names the claim that has it; with the same ones, and after that claim, it is set up."""
     source = Hooked()
-    here = await world(tmp_path, source)
+    here = await served_driver(tmp_path, source)
 
     def sharing(uid: str, **parameters: Any) -> dict[str, Any]:
         return claim(uid, result("d0", shareID=uid), config=[opaque(parameters)])
@@ -505,7 +328,7 @@ async def test_a_device_is_not_shared_with_other_parameters(tmp_path: Path, shar
         here.claims.add(claim("1", result("d0", "a", shareID="x"), result("d0", "b", shareID="y"), config=both))
         assert "with claim default/claim-1, which has it with other parameters" in await here.refused("1")
         assert source.calls == []
-        await end(here)
+        await here.end()
         return
     here.claims.add(sharing("1", mode="fast"), sharing("2", mode="slow"), sharing("3", threads=1, mode="fast"))
     await here.prepared("1")
@@ -520,17 +343,17 @@ async def test_a_device_is_not_shared_with_other_parameters(tmp_path: Path, shar
     assert [await here.unprepare(uid) for uid in "13"] == [None, None]
     await here.prepared("2")
     assert ("prepare", ["d0"], Params("slow")) in source.calls
-    await end(here)
+    await here.end()
 
 
 async def test_of_two_claims_at_once_with_other_parameters_one_gets_the_shared_device(tmp_path: Path) -> None:
     """The other one is refused, whichever it is."""
-    here = await world(tmp_path, Hooked())
+    here = await served_driver(tmp_path, Hooked())
     for uid in "12":
         here.claims.add(claim(uid, result("d0", shareID=uid), config=[opaque({"threads": int(uid)})]))
     answers = await here.prepare("1", "2")
     assert sorted(type(answer).__name__ for answer in answers.values()) == ["ClaimError", "Prepared"]
-    await end(here)
+    await here.end()
 
 
 async def test_parameters_that_set_nothing_up_are_each_claims_own(tmp_path: Path) -> None:
@@ -539,11 +362,11 @@ async def test_parameters_that_set_nothing_up_are_each_claims_own(tmp_path: Path
     class Reading(Plain):
         config_type = Params
 
-    here = await world(tmp_path, Reading())
+    here = await served_driver(tmp_path, Reading())
     for uid in "12":
         here.claims.add(claim(uid, result("d0", shareID=uid), config=[opaque({"threads": int(uid)})]))
         await here.prepared(uid)
-    await end(here)
+    await here.end()
 
 
 @pytest.mark.parametrize("hook", ["reset", "prepare", "unprepare"])
@@ -567,7 +390,7 @@ async def test_a_hook_that_works_on_after_its_timeout_has_the_device_to_itself(t
                 working.clear()
 
     source = Slow()
-    here = await world(tmp_path, source)
+    here = await served_driver(tmp_path, source)
     here.claims.add(claim("1", result("d0")), claim("2", result("d0")), claim("3", result("d1")))
     if hook == "unprepare":
         await here.prepared("1")
@@ -595,14 +418,14 @@ async def test_a_hook_that_works_on_after_its_timeout_has_the_device_to_itself(t
             pass
     assert source.calls[calls][0] == "unprepare"
     await here.prepared("2")
-    await end(here)
+    await here.end()
 
 
 @pytest.mark.parametrize("hook", ["edits", "reset", "prepare"])
 async def test_a_hook_that_fails_costs_its_claim_only_and_is_undone(tmp_path: Path, hook: str) -> None:
     """The message is the author's; the next try starts clean."""
     source = Hooked()
-    here = await world(tmp_path, source)
+    here = await served_driver(tmp_path, source)
     here.claims.add(claim("1", result("d0")))
     source.fails.add(hook)
     assert f"{hook} is out of order" in await here.refused("1")
@@ -616,7 +439,7 @@ async def test_a_hook_that_fails_costs_its_claim_only_and_is_undone(tmp_path: Pa
     assert here.async_ledger.snapshot.claims, "it is still ours"
     source.fails.clear()
     assert await here.unprepare("1") is None
-    await end(here)
+    await here.end()
 
 
 # The errors of a claim.
@@ -632,7 +455,7 @@ async def test_a_hook_that_fails_costs_its_claim_only_and_is_undone(tmp_path: Pa
         ({"metadata": 7}, "cannot be parsed"),
     ],
 )
-async def test_a_claim_that_is_not_the_one_meant_is_refused(here: World, change: Any, message: str) -> None:
+async def test_a_claim_that_is_not_the_one_meant_is_refused(here: ServedDriver, change: Any, message: str) -> None:
     """Each with the reason that a user reads in the pod's events."""
     here.claims.add({**claim("1", result("d0")), **change} if "metadata" not in change else claim("1"))
     here.claims.claims["claim-1"].update(change)
@@ -648,7 +471,7 @@ async def test_a_claim_that_is_not_the_one_meant_is_refused(here: World, change:
         (result("sick"), "unhealthy: it smokes"),
     ],
 )
-async def test_a_device_that_cannot_be_had_is_named(here: World, what: dict[str, Any], message: str) -> None:
+async def test_a_device_that_cannot_be_had_is_named(here: ServedDriver, what: dict[str, Any], message: str) -> None:
     """Missing, foreign, elsewhere or broken."""
     sick = Device("sick", health=Health.UNHEALTHY, message="it smokes")
     here.inventory.publish([*here.inventory.snapshot.devices.values(), sick])
@@ -656,7 +479,7 @@ async def test_a_device_that_cannot_be_had_is_named(here: World, what: dict[str,
     assert message in await here.refused("1")
 
 
-async def test_an_unhealthy_device_is_given_to_who_tolerates_it(here: World) -> None:
+async def test_an_unhealthy_device_is_given_to_who_tolerates_it(here: ServedDriver) -> None:
     """As the scheduler has it; a device that is gone is given to nobody."""
     devices = list(here.inventory.snapshot.devices.values())
     here.inventory.publish([*devices[1:], devices[0].with_health(Health.UNHEALTHY, "sick")])
@@ -668,7 +491,7 @@ async def test_an_unhealthy_device_is_given_to_who_tolerates_it(here: World) -> 
     assert "gone" in await here.refused("2")
 
 
-async def test_missing_unreserved_and_unreachable_claims_are_told_apart(here: World) -> None:
+async def test_missing_unreserved_and_unreachable_claims_are_told_apart(here: ServedDriver) -> None:
     """A late Prepare for a claim that nobody uses any more is refused (nvidia k8s-dra-driver-gpu#1162)."""
     assert "does not exist" in await here.refused("1")
     here.claims.add(claim("1", result("d0")))
@@ -691,13 +514,13 @@ async def test_missing_unreserved_and_unreachable_claims_are_told_apart(here: Wo
 )
 async def test_wrong_parameters_name_the_field_and_the_request(tmp_path: Path, parameters: Any, message: str) -> None:
     """In the pod's event a user reads which field of which request is wrong."""
-    here = await world(tmp_path, Hooked())
+    here = await served_driver(tmp_path, Hooked())
     here.claims.add(claim("1", result("d0", "fpga/big"), config=[opaque(parameters, "fpga")]))
     text = await here.refused("1")
     assert message in text
     assert "'fpga/big'" in text
     assert "parameters of the claim" in text
-    await end(here)
+    await here.end()
 
 
 @pytest.mark.parametrize(
@@ -730,13 +553,13 @@ def test_parameters_of_a_subrequest_are_for_it_alone() -> None:
     assert decoded_config(Params, pieces, "fpga/small") == Params("fast", 1)
 
 
-async def test_a_driver_without_parameters_refuses_them(here: World) -> None:
+async def test_a_driver_without_parameters_refuses_them(here: ServedDriver) -> None:
     """Silence would let a user believe that they count."""
     here.claims.add(claim("1", result("d0"), config=[opaque({"mode": "fast"})]))
     assert "takes none" in await here.refused("1")
 
 
-async def test_a_failure_that_repeats_is_logged_once(here: World, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failure_that_repeats_is_logged_once(here: ServedDriver, caplog: pytest.LogCaptureFixture) -> None:
     """The kubelet tries again and again; another reason, and the same one after a success, is another line."""
 
     def said() -> int:
@@ -761,17 +584,17 @@ def test_parameters_may_carry_a_kind_and_a_version() -> None:
 
 async def test_a_device_of_the_plugins_side_is_refused_and_pulled(tmp_path: Path) -> None:
     """An error for this claim, an event, and the move begins so that another try succeeds."""
-    here = await world(tmp_path, side=Side.PLUGIN)
+    here = await served_driver(tmp_path, side=Side.PLUGIN)
     here.claims.add(claim("1", result("d0")))
     assert "device 'd0' of example.com/fpga is moving" in await here.refused("1")
     assert here.async_ledger.snapshot.device(R, "d0").state is State.TO_DRA
     await here.refused("1")
     await here.driver._tasks.wait()
     assert len(here.claims.events) == 1, "said once"
-    await end(here)
+    await here.end()
 
 
-async def test_every_claim_of_a_call_is_answered_on_its_own(here: World) -> None:
+async def test_every_claim_of_a_call_is_answered_on_its_own(here: ServedDriver) -> None:
     """A wrong one beside good ones, in parallel."""
     here.claims.add(*(claim(str(n), result(f"d{n}")) for n in range(3)), claim("bad", result("nope")))
     answers = await here.prepare("0", "1", "2", "bad", "../etc/passwd", "")
@@ -791,11 +614,11 @@ async def test_every_claim_of_a_call_is_answered_on_its_own(here: World) -> None
 
 async def test_a_claim_is_given_up_well_before_the_kubelet_does(tmp_path: Path) -> None:
     """The API server hangs: an error, and nothing left."""
-    here = await world(tmp_path, deadline=0.05)
+    here = await served_driver(tmp_path, deadline=0.05)
     here.claims.add(claim("1", result("d0")))
     here.claims.gate = asyncio.Event()
     assert "not done within 0.05 s" in await here.refused("1")
-    await end(here)
+    await here.end()
 
 
 async def test_a_call_is_answered_in_time_though_the_undoing_of_a_claim_hangs(tmp_path: Path) -> None:
@@ -811,7 +634,7 @@ async def test_a_call_is_answered_in_time_though_the_undoing_of_a_claim_hangs(tm
     source = Stuck()
     source.fails.add("prepare")
     # Only what hangs reaches a limit, also on a busy machine: the rest of the call is done well before.
-    here = await world(tmp_path, source, deadline=20.0, patience=1.5)
+    here = await served_driver(tmp_path, source, deadline=20.0, patience=1.5)
     here.claims.add(claim("1", result("d0")))
     answers = await here.prepare("1", "none")
     assert str(answers["1"]) == "claim default/claim-1: not done within 1.5 s; it goes on"
@@ -821,10 +644,10 @@ async def test_a_call_is_answered_in_time_though_the_undoing_of_a_claim_hangs(tm
     async with asyncio.timeout(20):
         while not isinstance((await here.prepare("1"))["1"], Prepared):
             pass
-    await end(here)
+    await here.end()
 
 
-async def test_prepares_of_one_claim_wait_for_each_other_and_of_two_do_not(here: World) -> None:
+async def test_prepares_of_one_claim_wait_for_each_other_and_of_two_do_not(here: ServedDriver) -> None:
     """A retry while the first try is still under way waits for it, and finds it done."""
     here.claims.add(claim("1", result("d0")), claim("2", result("d1")))
     here.claims.gate = asyncio.Event()
@@ -848,7 +671,7 @@ async def test_an_unprepare_ends_a_prepare_under_way_and_nothing_is_left(tmp_pat
             return ContainerEdits()
 
     source = Slow()
-    here = await world(tmp_path, source)
+    here = await served_driver(tmp_path, source)
     here.claims.add(claim("1", result("d0")))
     late = asyncio.create_task(here.prepare("1"))
     await begun.wait()
@@ -860,12 +683,12 @@ async def test_an_unprepare_ends_a_prepare_under_way_and_nothing_is_left(tmp_pat
     assert ("unprepare", ["d0"]) in source.calls
     assert here.files == []
     assert not here.async_ledger.snapshot.claims
-    await end(here)
+    await here.end()
 
 
 @pytest.mark.parametrize("known", [False, True])
 async def test_an_unprepare_waits_for_a_file_that_is_being_written(
-    here: World, monkeypatch: pytest.MonkeyPatch, known: bool
+    here: ServedDriver, monkeypatch: pytest.MonkeyPatch, known: bool
 ) -> None:
     """A file whose write has begun in a thread is removed after that write, at a first and at a repeated Prepare."""
     writing, go, write = threading.Event(), threading.Event(), cdi.CdiStore.write
@@ -892,7 +715,9 @@ async def test_an_unprepare_waits_for_a_file_that_is_being_written(
     assert not here.async_ledger.snapshot.claims
 
 
-async def test_a_prepare_waits_for_a_file_that_is_being_removed(here: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_prepare_waits_for_a_file_that_is_being_removed(
+    here: ServedDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An Unprepare that took too long removes nothing of the Prepare that follows."""
     removing, go, remove = threading.Event(), threading.Event(), cdi.CdiStore.remove
 
@@ -914,10 +739,10 @@ async def test_a_prepare_waits_for_a_file_that_is_being_removed(here: World, mon
     monkeypatch.undo()
     await here.prepared("1")
     assert len(here.files) == 1
-    await end(here)
+    await here.end()
 
 
-async def test_a_caller_that_goes_away_does_not_stop_the_work(here: World) -> None:
+async def test_a_caller_that_goes_away_does_not_stop_the_work(here: ServedDriver) -> None:
     """The kubelet's next try finds it done."""
     here.claims.add(claim("1", result("d0")))
     here.claims.gate = asyncio.Event()
@@ -931,13 +756,13 @@ async def test_a_caller_that_goes_away_does_not_stop_the_work(here: World) -> No
     assert here.driver.statistics.prepared_again == 1
 
 
-async def test_unprepare_of_claims_never_seen_succeeds(here: World) -> None:
+async def test_unprepare_of_claims_never_seen_succeeds(here: ServedDriver) -> None:
     """With any name at all: the kubelet would ask for ever."""
     answers = await here.driver.unprepare([ClaimRef("", "", ""), ClaimRef("n", "x", "../.."), ref("never")])
     assert set(answers.values()) == {None}
 
 
-async def test_a_full_disk_prepares_nothing(here: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_full_disk_prepares_nothing(here: ServedDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     """What could not be recorded is not answered and leaves no file."""
     here.claims.add(claim("1", result("d0")))
     do = here.async_ledger.ledger.do_all
@@ -956,7 +781,7 @@ async def test_a_full_disk_prepares_nothing(here: World, monkeypatch: pytest.Mon
     await here.prepared("1")
 
 
-async def test_a_cdi_directory_that_cannot_be_written_is_the_claims_error(here: World) -> None:
+async def test_a_cdi_directory_that_cannot_be_written_is_the_claims_error(here: ServedDriver) -> None:
     """And heals by itself."""
     here.cdi.write_text("in the way")
     here.claims.add(claim("1", result("d0")))
@@ -971,7 +796,7 @@ async def test_a_cdi_directory_that_cannot_be_written_is_the_claims_error(here: 
 # Restarts.
 
 
-async def test_a_restart_answers_the_same_and_writes_lost_files_again(here: World) -> None:
+async def test_a_restart_answers_the_same_and_writes_lost_files_again(here: ServedDriver) -> None:
     """Killed between prepare and unprepare; /var/run emptied; leftovers of a crash removed."""
     here.claims.add(claim("1", result("d0")))
     first = await here.prepared("1")
@@ -983,13 +808,13 @@ async def test_a_restart_answers_the_same_and_writes_lost_files_again(here: Worl
     assert after.files == [kept]
     assert await after.prepared("1") == first
     assert await after.driver.reconciler.reconcile((), ENDED) == {}
-    await end(after)
+    await after.end()
 
 
 async def test_after_a_reboot_devices_are_set_up_again(tmp_path: Path) -> None:
     """The record is not believed (nvidia k8s-dra-driver-gpu#951), but the device stays held."""
     source = Hooked()
-    here = await world(tmp_path, source)
+    here = await served_driver(tmp_path, source)
     here.claims.add(claim("1", result("d0")))
     await here.prepared("1")
     source.calls.clear()
@@ -1000,11 +825,11 @@ async def test_after_a_reboot_devices_are_set_up_again(tmp_path: Path) -> None:
     assert [name for name, *_ in source.calls] == ["reset", "edits", "prepare"]
     third = await after.again(source, boot="3")
     assert (await third.prepared("1")).boot == "3", "also without a reconcile before"
-    await end(third)
+    await third.end()
 
 
 async def test_files_that_vanish_are_written_again_at_once(
-    here: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    here: ServedDriver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Those of prepared claims alone, also after the whole directory was removed or could not be written."""
     monkeypatch.setattr("dra_bridge.driver.claim_files.SETTLE", 0.01)
@@ -1041,7 +866,7 @@ async def test_files_that_vanish_are_written_again_at_once(
 async def test_claims_that_went_away_while_the_agent_was_down_are_unprepared(tmp_path: Path, how: str) -> None:
     """One recreated under the same name is another claim."""
     source = Hooked()
-    here = await world(tmp_path, source)
+    here = await served_driver(tmp_path, source)
     here.claims.add(claim("1", result("d0")), claim("2", result("d1")))
     await here.prepared("1")
     await here.prepared("2")
@@ -1067,13 +892,13 @@ async def test_claims_that_went_away_while_the_agent_was_down_are_unprepared(tmp
     assert await after.driver.reconciler.reconcile((), ENDED) == {"unprepared": ["1"]}
     assert ("unprepare", ["d0"]) in source.calls
     assert list(after.async_ledger.snapshot.claims) == [(D, "2")]
-    await end(after)
+    await after.end()
 
 
 async def test_a_prepare_that_a_crash_cut_short_can_be_undone_and_done_again(tmp_path: Path) -> None:
     """What the hook did is on record before it runs: its traces do not leak (nvidia k8s-dra-driver-gpu#840)."""
     source = Hooked()
-    here = await world(tmp_path, source)
+    here = await served_driver(tmp_path, source)
     for uid, device in (("1", "d0"), ("2", "d1")):
         here.claims.add(claim(uid, result(device)))
         started = Claim(D, uid, "default", f"claim-{uid}", (ClaimDevice(R, device),), None, T0)
@@ -1084,10 +909,10 @@ async def test_a_prepare_that_a_crash_cut_short_can_be_undone_and_done_again(tmp
     assert ("unprepare", ["d0"]) in source.calls
     await after.prepared("2")
     assert ("prepare", ["d1"], Params()) in source.calls
-    await end(after)
+    await after.end()
 
 
-async def test_cdi_files_are_evidence_for_a_lost_ledger(here: World) -> None:
+async def test_cdi_files_are_evidence_for_a_lost_ledger(here: ServedDriver) -> None:
     """They tell the devices; the claim holds them until it is unprepared or prepared again."""
     here.claims.add(claim("1", result("d0"), result("d2", "other")))
     first = await here.prepared("1")
@@ -1101,7 +926,7 @@ async def test_cdi_files_are_evidence_for_a_lost_ledger(here: World) -> None:
     assert after.async_ledger.snapshot.claims[D, "1"].held == {(R, "d0"), (R, "d2")}
     assert await after.driver.reconciler.reconcile((), ENDED) == {}
     assert await after.prepared("1") == first
-    await end(after)
+    await after.end()
 
 
 # The claims' own files.
@@ -1109,7 +934,7 @@ async def test_cdi_files_are_evidence_for_a_lost_ledger(here: World) -> None:
 
 async def test_each_claim_has_a_file_of_its_own(tmp_path: Path) -> None:
     """Also one without edits: it says what the claim has, and goes with the CDI file."""
-    here = await world(tmp_path, Hooked())
+    here = await served_driver(tmp_path, Hooked())
     await here.async_ledger.do(adopt(R, ["bare"], Side.DRA, T0))
     here.inventory.publish([*here.inventory.snapshot.devices.values(), Device("bare")])
     here.claims.add(
@@ -1145,11 +970,11 @@ async def test_each_claim_has_a_file_of_its_own(tmp_path: Path) -> None:
     await here.unprepare("1")
     await here.unprepare("2")
     assert here.all_files == []
-    await end(here)
+    await here.end()
 
 
 async def test_a_claims_file_is_there_before_its_answer_is_recorded(
-    here: World, monkeypatch: pytest.MonkeyPatch
+    here: ServedDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A crash after the answer leaves evidence; a Prepare whose file cannot be written fails."""
     seen: list[list[str]] = []
@@ -1169,7 +994,7 @@ async def test_a_claims_file_is_there_before_its_answer_is_recorded(
     assert answer.reason == "cdi"
 
 
-async def test_a_claims_file_has_what_is_learned_later(here: World) -> None:
+async def test_a_claims_file_has_what_is_learned_later(here: ServedDriver) -> None:
     """Pods that share the claim; a claim that has ended gets no file again."""
     here.claims.add(claim("1", result("d0")))
     await here.prepared("1")
@@ -1184,7 +1009,9 @@ async def test_a_claims_file_has_what_is_learned_later(here: World) -> None:
     assert here.own["1"].pods == {"pod-uid", "second"}
 
 
-async def test_an_own_file_that_vanishes_is_written_again_at_once(here: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_own_file_that_vanishes_is_written_again_at_once(
+    here: ServedDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also of a claim without edits, and of one that holds its devices only while processes run."""
     monkeypatch.setattr("dra_bridge.driver.claim_files.SETTLE", 0.01)
     await here.async_ledger.do(adopt(R, ["bare"], Side.DRA, T0))
@@ -1205,7 +1032,7 @@ async def test_an_own_file_that_vanishes_is_written_again_at_once(here: World, m
         await keeping
 
 
-async def test_a_claims_file_says_what_its_device_is(here: World) -> None:
+async def test_a_claims_file_says_what_its_device_is(here: ServedDriver) -> None:
     """By the tokens that the device is listed with, in this boot."""
     devices = list(here.inventory.snapshot.devices.values())
     here.inventory.publish(devices, {"d0": frozenset({"uuid:1", "char:240:0"})})
@@ -1215,8 +1042,8 @@ async def test_a_claims_file_says_what_its_device_is(here: World) -> None:
     assert device.identity == "boot:1 char:240:0 uuid:1"
 
 
-async def lost(here: World, *prepared: PreparedClaim) -> World:
-    """Return the world after the ledger was lost and rebuilt from evidence. prepared: by the claim state."""
+async def lost(here: ServedDriver, *prepared: PreparedClaim) -> ServedDriver:
+    """Return the driver after the ledger was lost and rebuilt from evidence. prepared: by the claim state."""
     await here.async_ledger.close()
     os.remove(here.path)
     after = await here.again()
@@ -1237,7 +1064,7 @@ SHARE: dict[str, Any] = {"shareID": "s", "consumedCapacity": {"shares": "1"}}
 @pytest.mark.parametrize("named", [False, True], ids=["files alone", "claim state, too"])
 async def test_a_lost_ledger_knows_what_claims_share(tmp_path: Path, *, named: bool) -> None:
     """Who shares a device is granted beside a sharer, and refused beside who has it alone; by any evidence."""
-    here = await world(tmp_path, Halves())
+    here = await served_driver(tmp_path, Halves())
     here.claims.add(claim("1", result("d0", **SHARE)), claim("2", result("d1")))
     await here.prepared("1")
     await here.prepared("2")
@@ -1255,22 +1082,22 @@ async def test_a_lost_ledger_knows_what_claims_share(tmp_path: Path, *, named: b
     after.claims.add(claim("3", result("d0", **other)), claim("4", result("d1", **other)), claim("5", result("d0")))
     answers = await after.prepare("3", "4", "5")
     assert {uid for uid, answer in answers.items() if isinstance(answer, Prepared)} == {"3"}
-    await end(after)
+    await after.end()
 
 
 async def test_a_claim_whose_file_is_lost_shares_with_nobody(tmp_path: Path) -> None:
     """Its CDI file does not say how much of the device it has."""
-    here = await world(tmp_path, Halves())
+    here = await served_driver(tmp_path, Halves())
     here.claims.add(claim("1", result("d0", **SHARE)), claim("2", result("d0", **{**SHARE, "shareID": "t"})))
     await here.prepared("1")
     os.remove(here.cdi / f"{D}_1.claim")
     after = await lost(here)
     assert (D, "1") in after.async_ledger.snapshot.claims
     assert isinstance((await after.prepare("2"))["2"], ClaimError)
-    await end(after)
+    await after.end()
 
 
-async def test_a_claims_file_needs_no_published_name(here: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_claims_file_needs_no_published_name(here: ServedDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names were made anew, also such that another device has the old name; the claim state has the old ones."""
     here.claims.add(claim("1", result("d0"), result("d1", "seen", adminAccess=True)))
     await here.prepared("1")
@@ -1285,7 +1112,7 @@ async def test_a_claims_file_needs_no_published_name(here: World, monkeypatch: p
     assert (found.devices, [one.device for one in found.granted]) == (frozenset(), ["d0", "d1"])
 
 
-async def test_pods_of_file_and_claim_state_count(here: World) -> None:
+async def test_pods_of_file_and_claim_state_count(here: ServedDriver) -> None:
     """Either may know one that the other has not."""
     here.claims.add(claim("1", result("d0")))
     await here.prepared("1")
@@ -1294,7 +1121,7 @@ async def test_pods_of_file_and_claim_state_count(here: World) -> None:
     assert found.pods == {"pod-uid", "second"}
 
 
-async def test_a_damaged_file_says_nothing_where_no_other_does(here: World) -> None:
+async def test_a_damaged_file_says_nothing_where_no_other_does(here: ServedDriver) -> None:
     """The CDI file or the claim state tell the devices; without them they are not known, unless the ledger knows."""
     here.claims.add(claim("1", result("d0")))
     await here.prepared("1")
@@ -1310,7 +1137,7 @@ async def test_a_damaged_file_says_nothing_where_no_other_does(here: World) -> N
         here.driver.claim_evidence([], R)
 
 
-async def test_a_claim_without_known_pods_runs_until_the_next_boot(here: World) -> None:
+async def test_a_claim_without_known_pods_runs_until_the_next_boot(here: ServedDriver) -> None:
     """It is known from its CDI file alone, or was never for a pod."""
     here.claims.add(claim("1", result("d0")))
     await here.prepared("1")
@@ -1327,10 +1154,10 @@ async def test_a_claim_without_known_pods_runs_until_the_next_boot(here: World) 
     assert is_over(known, "1", (), ENDED)
     assert not is_over(known, "1", (), PodProcesses(frozenset({"p"})))
     assert not is_over(known, "1", (), PodProcesses(frozenset({"q"})), ["q"]), "it may be one of its pods"
-    await end(after)
+    await after.end()
 
 
-async def test_files_of_claims_that_the_kubelet_counts_as_prepared_are_not_swept(here: World) -> None:
+async def test_files_of_claims_that_the_kubelet_counts_as_prepared_are_not_swept(here: ServedDriver) -> None:
     """The ledger may be the one that is wrong."""
     here.claims.add(claim("1", result("d0")))
     await here.prepared("1")
@@ -1351,7 +1178,7 @@ def in_claim_state(*devices: tuple[str, str, str], admin: Sequence[str] = ()) ->
     return PreparedClaim("1", "default", "claim-1", pods, {D: frozenset(devices)}, cdi_ids, requests)
 
 
-async def test_the_kubelets_claim_state_is_evidence(here: World) -> None:
+async def test_the_kubelets_claim_state_is_evidence(here: ServedDriver) -> None:
     """Of this driver's devices in this pool that the claim holds, with shares, pods and the claim's name."""
     state = in_claim_state((NODE, "d0", ""), (NODE, "d1", "s"), (NODE, "d2", ""), (NODE, "x", ""), admin=["d2"])
     elsewhere = in_claim_state(("other-pool", "d3", ""))
@@ -1373,7 +1200,7 @@ async def test_a_claim_over_two_resources_is_unprepared_on_both_after_the_ledger
         resource = "example.com/nic"
 
     fpga, nic = Hooked(), Nic()
-    here = await world(tmp_path, fpga)
+    here = await served_driver(tmp_path, fpga)
     inventory = Inventory("example.com/nic")
     inventory.publish([Device("n0")])
     here.driver.devices.replace([*here.driver.devices.resources, ServedResource(nic, inventory)])
@@ -1388,7 +1215,7 @@ async def test_a_claim_over_two_resources_is_unprepared_on_both_after_the_ledger
     assert ("unprepare", ["d0"]) in fpga.calls
     assert ("unprepare", ["n0"]) in nic.calls
     assert not here.async_ledger.snapshot.claims
-    await end(here)
+    await here.end()
 
 
 async def test_two_resources_of_one_driver_and_two_drivers_share_a_ledger(tmp_path: Path) -> None:
@@ -1397,7 +1224,7 @@ async def test_two_resources_of_one_driver_and_two_drivers_share_a_ledger(tmp_pa
     class Other(Plain):
         resource = "example.com/nic"
 
-    here = await world(tmp_path)
+    here = await served_driver(tmp_path)
     inventory = Inventory("example.com/nic")
     inventory.publish([Device("d0", nodes=["/dev/zero"])])
     await here.async_ledger.do(adopt("example.com/nic", ["d0"], Side.DRA, T0))
@@ -1414,12 +1241,12 @@ async def test_two_resources_of_one_driver_and_two_drivers_share_a_ledger(tmp_pa
     for resource in (R, "example.com/nic"):
         assert [found.devices for found in both.claim_evidence((), resource)] == [frozenset({"d0"})]
     await both.close()
-    await end(here)
+    await here.end()
 
 
 async def test_the_claims_status_is_written_in_the_background_if_wanted(tmp_path: Path) -> None:
     """By default no request goes to the API server after a Prepare; with `report` one does, and delays nothing."""
-    here = await world(tmp_path)
+    here = await served_driver(tmp_path)
     here.claims.add(claim("1", result("d0", shareID="s")))
     await here.prepared("1")
     await here.driver._tasks.wait()
@@ -1432,13 +1259,13 @@ async def test_the_claims_status_is_written_in_the_background_if_wanted(tmp_path
     assert (uid, driver) == ("1", D)
     assert (entry["device"], entry["shareID"]) == ("d0", "s")
     assert entry["conditions"][0]["type"] == "Ready"
-    await end(here)
+    await here.end()
 
 
 # gRPC.
 
 
-async def test_both_versions_of_the_api_answer_alike(here: World, tmp_path: Path) -> None:
+async def test_both_versions_of_the_api_answer_alike(here: ServedDriver, tmp_path: Path) -> None:
     """v1 has shares, v1beta1 does not; errors are inside the map."""
     here.claims.add(claim("1", result("d0", "fpga/big", shareID="s")), claim("2", result("d9")))
     server = grpc.aio.server()
@@ -1544,7 +1371,7 @@ async def test_an_api_server_that_is_away_is_the_claims_error(tmp_path: Path, se
     """In words, and over as soon as it is back."""
     made = server.create({**claim("1", result("d0")), "metadata": {"namespace": "default", "name": "claim-1"}})
     one = ref(made["metadata"]["uid"], "claim-1")
-    here = await world(tmp_path)
+    here = await served_driver(tmp_path)
     async with Cluster.from_server(server.url, deadline=1.0) as api:
         driver = Driver(
             D,
@@ -1557,7 +1384,7 @@ async def test_an_api_server_that_is_away_is_the_claims_error(tmp_path: Path, se
             assert "claim default/claim-1" in str(answer)
         assert isinstance((await driver.prepare([one]))[one.uid], Prepared)
         await driver.close()
-    await end(here)
+    await here.end()
 
 
 # Anything at all.
@@ -1630,7 +1457,7 @@ def test_any_claim_is_answered_and_an_error_leaves_nothing(
         source = Hooked() if hooked else Plain()
         if isinstance(source, Hooked):
             source.fails.add(fails)
-        here = await world(tmp_path_factory.mktemp("any"), source)
+        here = await served_driver(tmp_path_factory.mktemp("any"), source)
         here.claims.claims["claim-1"] = found
         answer = (await here.prepare("1"))["1"]
         if isinstance(answer, ClaimError):
@@ -1647,7 +1474,7 @@ def test_any_claim_is_answered_and_an_error_leaves_nothing(
         assert await here.unprepare("1") is None
         assert here.files == []
         assert not here.async_ledger.snapshot.claims
-        await end(here)
+        await here.end()
 
     asyncio.run(run())
 
@@ -1658,14 +1485,14 @@ def test_any_request_is_answered_in_full(tmp_path_factory: pytest.TempPathFactor
     """An answer for each UID, whatever it is."""
 
     async def run() -> None:
-        here = await world(tmp_path_factory.mktemp("any"))
+        here = await served_driver(tmp_path_factory.mktemp("any"))
         uids = {one.uid for one in refs}
         answers = await here.driver.prepare(refs)
         assert set(answers) == uids
         assert all(isinstance(answer, ClaimError) for answer in answers.values())
         assert await here.driver.unprepare(refs) == dict.fromkeys(uids)
         assert here.files == []
-        await end(here)
+        await here.end()
 
     asyncio.run(run())
 
@@ -1694,13 +1521,13 @@ async def test_why_a_device_is_not_given_yet(
     tmp_path: Path, *, ready: bool, bypassed: bool, reason: str, text: str
 ) -> None:
     """Its holder is not known yet, or pods may just be given it past this agent."""
-    here = await world(tmp_path, host=NotYet(ready=ready, bypassed=bypassed))
+    here = await served_driver(tmp_path, host=NotYet(ready=ready, bypassed=bypassed))
     here.claims.add(claim("1", result("d0")))
     error = (await here.prepare("1"))["1"]
     assert isinstance(error, ClaimError)
     assert error.reason == reason
     assert text in str(error)
-    await end(here)
+    await here.end()
 
 
 class Pods(DriverHost):
@@ -1722,7 +1549,7 @@ class Pods(DriverHost):
 async def test_a_claim_whose_pods_processes_run_is_not_unprepared(tmp_path: Path) -> None:
     """The kubelet unprepares claims of pods deleted by force while their containers hang; it has to try again."""
     pods = Pods("pod-uid")
-    here = await world(tmp_path, host=pods)
+    here = await served_driver(tmp_path, host=pods)
     here.claims.add(claim("1", result("d0")))
     await here.prepared("1")
     error = await here.unprepare("1")
@@ -1733,7 +1560,7 @@ async def test_a_claim_whose_pods_processes_run_is_not_unprepared(tmp_path: Path
     pods.end()
     assert await here.unprepare("1") is None
     assert not here.async_ledger.snapshot.claims
-    await end(here)
+    await here.end()
 
 
 @pytest.mark.parametrize("unlisted", [False, True])
@@ -1743,7 +1570,7 @@ async def test_a_claim_whose_pods_processes_run_on_is_answered_as_unprepared_and
     """The kubelet kills what is left in a pod's cgroup only after its claims are unprepared."""
     pod = "other" if unlisted else "pod-uid"
     pods = Pods(pod, unlisted=[pod] if unlisted else [])
-    here = await world(tmp_path, host=pods)
+    here = await served_driver(tmp_path, host=pods)
     here.claims.add(claim("1", result("d0")))
     await here.prepared("1")
     assert await here.unprepare("1") is not None
@@ -1767,7 +1594,7 @@ async def test_a_claim_whose_pods_processes_run_on_is_answered_as_unprepared_and
     pods.end()
     assert await here.driver.reconciler.reconcile((), PodProcesses(frozenset())) == {"unprepared": ["1"]}
     await here.prepared("2")
-    await end(here)
+    await here.end()
 
 
 async def test_a_claim_that_is_allocated_anew_gets_its_devices_once_processes_have_ended(
@@ -1775,7 +1602,7 @@ async def test_a_claim_that_is_allocated_anew_gets_its_devices_once_processes_ha
 ) -> None:
     """What it had before is undone first."""
     pods = Pods("pod-uid")
-    here = await world(tmp_path, host=pods)
+    here = await served_driver(tmp_path, host=pods)
     here.claims.add(claim("1", result("d0")))
     await here.prepared("1")
     monkeypatch.setattr(preparation, "PATIENCE", 0.0)
@@ -1784,7 +1611,7 @@ async def test_a_claim_that_is_allocated_anew_gets_its_devices_once_processes_ha
     here.claims.add(claim("1", result("d1")))
     await here.prepared("1")
     assert here.async_ledger.snapshot.claims[D, "1"].held == {(R, "d1")}
-    await end(here)
+    await here.end()
 
 
 def allocated_anew(uid: str, *results: Mapping[str, Any], pod: str = "new") -> dict[str, Any]:
@@ -1799,7 +1626,7 @@ async def test_a_prepared_claim_that_is_allocated_anew_is_prepared_anew(tmp_path
     """It gets its present devices once no process of the pods runs that have the former ones, which are undone."""
     pod = "other" if unlisted else "pod-uid"
     source, pods = Hooked(), Pods(pod, unlisted=[pod] if unlisted else [])
-    here = await world(tmp_path, source, host=pods)
+    here = await served_driver(tmp_path, source, host=pods)
     here.claims.add(claim("1", result("d0")))
     (before,) = (await here.prepared("1")).devices
     source.calls.clear()
@@ -1825,11 +1652,11 @@ async def test_a_prepared_claim_that_is_allocated_anew_is_prepared_anew(tmp_path
     pods.now = RunningPods(frozenset({"new"}))
     assert (await here.prepared("1")).devices == (device,)
     await here.prepared("2")
-    await end(here)
+    await here.end()
 
 
 @pytest.mark.parametrize("change", ["device", "request", "share", "one more"])
-async def test_any_difference_of_the_allocation_is_a_new_preparation(here: World, change: str) -> None:
+async def test_any_difference_of_the_allocation_is_a_new_preparation(here: ServedDriver, change: str) -> None:
     """Of requests, devices and shares."""
     here.claims.add(claim("1", result("d0", shareID="x")))
     await here.prepared("1")
@@ -1849,7 +1676,7 @@ async def test_any_difference_of_the_allocation_is_a_new_preparation(here: World
 
 async def test_a_claim_that_is_allocated_anew_waits_for_pods_that_are_not_known(tmp_path: Path) -> None:
     """Nobody can say whether they run; an Unprepare ends it."""
-    here = await world(tmp_path)
+    here = await served_driver(tmp_path)
     made = claim("1", result("d0"))
     made["status"]["reservedFor"] = [{"resource": "jobs", "apiGroup": "batch", "uid": "j"}]
     here.claims.add(made)
@@ -1860,13 +1687,13 @@ async def test_a_claim_that_is_allocated_anew_waits_for_pods_that_are_not_known(
     assert "it is not known which pods have the devices that it had before" in str(refusal)
     assert await here.unprepare("1") is None
     await here.prepared("1")
-    await end(here)
+    await here.end()
 
 
 async def test_after_a_reboot_a_claim_that_is_allocated_anew_waits_for_nobody(tmp_path: Path) -> None:
     """No process runs that had its former devices; what was set up is undone, for it may have outlived the boot."""
     source = Hooked()
-    here = await world(tmp_path, source)
+    here = await served_driver(tmp_path, source)
     here.claims.add(claim("1", result("d0")))
     await here.prepared("1")
     here.claims.add(allocated_anew("1", result("d1")))
@@ -1875,7 +1702,7 @@ async def test_after_a_reboot_a_claim_that_is_allocated_anew_waits_for_nobody(tm
     await after.prepared("1")
     assert ("unprepare", ["d0"]) in source.calls
     assert after.async_ledger.snapshot.claims[D, "1"].held == {(R, "d1")}
-    await end(after)
+    await after.end()
 
 
 async def test_pods_that_came_to_share_a_claim_count_before_it_is_unprepared(tmp_path: Path) -> None:
@@ -1887,7 +1714,7 @@ async def test_pods_that_came_to_share_a_claim_count_before_it_is_unprepared(tmp
             return self.now
 
     pods = Recorded("later")
-    here = made = await world(tmp_path, host=pods)
+    here = made = await served_driver(tmp_path, host=pods)
     here.claims.add(claim("1", result("d0")))
     await here.prepared("1")
     error = await here.unprepare("1")
@@ -1895,27 +1722,27 @@ async def test_pods_that_came_to_share_a_claim_count_before_it_is_unprepared(tmp
     assert "processes of pod later run" in str(error)
     pods.end()
     assert await here.unprepare("1") is None
-    await end(here)
+    await here.end()
 
 
 async def test_a_pod_that_ran_before_a_claim_was_prepared_does_not_use_it(tmp_path: Path) -> None:
     """The kubelet has a claim prepared before it makes the sandbox of its pod."""
     pods = Pods("bystander", unlisted=["bystander"])
     pods.now.unlisted["bystander"] = time.monotonic()  # type: ignore[index]
-    here = await world(tmp_path, host=pods)
+    here = await served_driver(tmp_path, host=pods)
     here.claims.add(claim("1", result("d0")))
     await here.prepared("1")
     assert await here.unprepare("1") is None
     await here.prepared("1")
     here = await here.again(host=pods)
     assert await here.unprepare("1") is not None, "an agent that starts does not know what ran before"
-    await end(here)
+    await here.end()
 
 
 async def test_a_claim_stays_prepared_while_a_pod_runs_that_may_use_it(tmp_path: Path) -> None:
     """A pod that the kubelet does not list may be one that it has dropped from any claim."""
     pods = Pods("forgotten", "listed", unlisted=["forgotten"])
-    here = await world(tmp_path, host=pods)
+    here = await served_driver(tmp_path, host=pods)
     here.claims.add(claim("1", result("d0")))
     await here.prepared("1")
     error = await here.unprepare("1")
@@ -1928,14 +1755,14 @@ async def test_a_claim_stays_prepared_while_a_pod_runs_that_may_use_it(tmp_path:
     pods.now = RunningPods(frozenset({"listed"}))
     assert await here.unprepare("1") is None
     assert not here.async_ledger.snapshot.claims
-    await end(here)
+    await here.end()
 
 
 @pytest.mark.parametrize("error", [ClaimStateError("torn"), OSError("cgroups"), LedgerError("full")])
 async def test_a_claim_stays_prepared_while_its_pods_cannot_be_known(tmp_path: Path, error: Exception) -> None:
     """Also a claim of which some pods are known: others may have come to share it."""
     pods = Pods()
-    here = await world(tmp_path, host=pods)
+    here = await served_driver(tmp_path, host=pods)
     here.claims.add(claim("1", result("d0")))
     await here.prepared("1")
     assert here.async_ledger.snapshot.claims[D, "1"].pods
@@ -1946,12 +1773,12 @@ async def test_a_claim_stays_prepared_while_its_pods_cannot_be_known(tmp_path: P
     assert (D, "1") in here.async_ledger.snapshot.claims
     pods.error = None
     assert await here.unprepare("1") is None
-    await end(here)
+    await here.end()
 
 
 async def test_a_claim_of_an_older_ledger_is_not_ended_without_the_kubelet(tmp_path: Path) -> None:
     """Its pods are not known: whether containers of this boot use the claim is not known."""
-    here = await world(tmp_path)
+    here = await served_driver(tmp_path)
     here.claims.add(claim("1", result("d0")))
     await here.prepared("1")
     record = dataclasses.replace(here.async_ledger.snapshot.claims[D, "1"], pods=frozenset())
@@ -1962,4 +1789,4 @@ async def test_a_claim_of_an_older_ledger_is_not_ended_without_the_kubelet(tmp_p
     assert (D, "1") in here.async_ledger.snapshot.claims
     assert await here.unprepare("1") is None
     assert not here.async_ledger.snapshot.claims
-    await end(here)
+    await here.end()

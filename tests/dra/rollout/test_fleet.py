@@ -281,7 +281,7 @@ def test_begin_keeps_the_first_record() -> None:
 
 
 @dataclass
-class World:
+class NodesOfAServer:
     """Nodes as a server has them, and agents that do what they are asked for when they are let."""
 
     annotations: dict[str, dict[str, str]]
@@ -360,14 +360,14 @@ def test_rollouts_end_and_undo_restores(
     """Whatever was before, whoever is slow, whenever the command dies and is run again: never more than N nodes are in
     the move, all nodes end as asked for, and undo leaves every annotation exactly as it was."""
     at_first = {f"n{number}": {SHARE: text} if text else {} for number, text in enumerate(before)}
-    world = World({name: dict(found) for name, found in at_first.items()})
+    nodes = NodesOfAServer({name: dict(found) for name, found in at_first.items()})
     for share in shares:
-        world.roll(Goal(share, owner=f"me (share {share})", take_over=True), RolloutLimits(most), choices, crash)
-        assert all(found.get(SHARE) == share for found in world.annotations.values())
-        assert not world.moving()
-    world.roll(Goal(undo=True, owner="me (undo)"), RolloutLimits(most), choices, crash)
-    assert world.annotations == at_first
-    assert not world.moving()
+        nodes.roll(Goal(share, owner=f"me (share {share})", take_over=True), RolloutLimits(most), choices, crash)
+        assert all(found.get(SHARE) == share for found in nodes.annotations.values())
+        assert not nodes.moving()
+    nodes.roll(Goal(undo=True, owner="me (undo)"), RolloutLimits(most), choices, crash)
+    assert nodes.annotations == at_first
+    assert not nodes.moving()
 
 
 ALICE, BOB = Goal("all", owner="alice (share all)"), Goal("none", owner="bob (share none)")

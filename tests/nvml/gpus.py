@@ -23,7 +23,7 @@ def build(directory: Path, driver: str = DRIVER) -> Path:
     return path
 
 
-class World:
+class FakeGpus:
     """What the fake library answers; a change counts once `write` is called (the methods do)."""
 
     def __init__(self, directory: Path, library: Path) -> None:
@@ -129,41 +129,41 @@ DGX1V = (
 """NVLinks between the V100s of a DGX-1V, six of each."""
 
 
-def _levels(world: World, switch: int) -> None:
+def _levels(gpus: FakeGpus, switch: int) -> None:
     """Two GPUs behind a switch, two switches at a CPU's bridges, two CPUs."""
     for one in range(8):
         for other in range(one + 1, 8):
             same = 50 if one // 4 != other // 4 else 40 if one // 2 != other // 2 else switch
-            world.level(one, other, same)
+            gpus.level(one, other, same)
 
 
-def dgx_1v(world: World) -> list[str]:
+def dgx_1v(gpus: FakeGpus) -> list[str]:
     """Eight V100s in a hybrid cube mesh."""
     uuids = [
-        world.gpu(n, "Tesla V100-SXM2-32GB", memory=32768, node=n // 4, arch=5, major=7, mig=None) for n in range(8)
+        gpus.gpu(n, "Tesla V100-SXM2-32GB", memory=32768, node=n // 4, arch=5, major=7, mig=None) for n in range(8)
     ]
     for one in range(8):
         for other in range(one + 1, 8):
             if DGX1V[one][other]:
-                world.link(one, other, DGX1V[one][other])
-    _levels(world, 10)
-    world.write()
+                gpus.link(one, other, DGX1V[one][other])
+    _levels(gpus, 10)
+    gpus.write()
     return uuids
 
 
-def dgx_a100(world: World) -> list[str]:
+def dgx_a100(gpus: FakeGpus) -> list[str]:
     """Eight A100s, each with twelve NVLinks to switches."""
-    uuids = [world.gpu(n, node=n // 4, switch=12) for n in range(8)]
-    _levels(world, 20)
-    world.write()
+    uuids = [gpus.gpu(n, node=n // 4, switch=12) for n in range(8)]
+    _levels(gpus, 20)
+    gpus.write()
     return uuids
 
 
-def hgx_h100(world: World) -> list[str]:
+def hgx_h100(gpus: FakeGpus) -> list[str]:
     """Eight H100s, each with eighteen NVLinks to switches."""
     uuids = [
-        world.gpu(n, "NVIDIA H100 80GB HBM3", memory=81559, node=n // 4, arch=9, major=9, switch=18) for n in range(8)
+        gpus.gpu(n, "NVIDIA H100 80GB HBM3", memory=81559, node=n // 4, arch=9, major=9, switch=18) for n in range(8)
     ]
-    _levels(world, 40)
-    world.write()
+    _levels(gpus, 40)
+    gpus.write()
     return uuids

@@ -221,7 +221,7 @@ class Started:
         return pod.running or pod.terminal or pod.gone or pod.deleting or bool(pod.waits_for)
 
 
-class World:
+class CheckedNode:
     """A node, its agent and what is on it.
 
     kind: see `agent.Kind`. both: a bridge; otherwise the plugin side alone. period: seconds between two looks of the
