@@ -28,7 +28,7 @@ from dra_bridge.testing.apiserver import FakeApiServer
 from dra_bridge.testing.kubelet import PodError
 from dra_bridge.testing.node import FakeNode
 from dra_bridge.testing.serving import device_class as class_of_resource
-from tests.dra.classes import device_class
+from tests.dra.objects import allocated_claim, device_class
 
 NODE: Final = "node"
 R, D = "example.com/fpga", "fpga.example.com"
@@ -195,13 +195,7 @@ class AgentOnNode:
 
     def allocate(self, name: str, driver: str, device: str, *, pod: str = "q", **result: Any) -> DevicesOfClaim:
         """Make a claim that was allocated a device by its published name, whatever is in the slices."""
-        made = self.node.server.create(claim_body(name, driver))
-        allocation = {"request": "r", "driver": driver, "pool": NODE, "device": device, **result}
-        made["status"] = {
-            "allocation": {"devices": {"results": [allocation]}},
-            "reservedFor": [{"resource": "pods", "name": pod, "uid": pod}],
-        }
-        self.node.server.replace(made)
+        made = self.node.server.create(allocated_claim(name, driver, NODE, device, pod, **result))
         return DevicesOfClaim("default", name, made["metadata"]["uid"], {driver: []})
 
     async def prepare(self, driver: str, claim: DevicesOfClaim) -> str:
@@ -219,16 +213,6 @@ class AgentOnNode:
         except PodError as error:
             return str(error)
         return str(answers[claim.uid].error)
-
-
-def claim_body(name: str, driver: str, **exactly: Any) -> dict[str, Any]:
-    """Return a claim for a device of a driver's class."""
-    return {
-        "apiVersion": "resource.k8s.io/v1",
-        "kind": "ResourceClaim",
-        "metadata": {"name": name, "namespace": "default"},
-        "spec": {"devices": {"requests": [{"name": "r", "exactly": {"deviceClassName": driver, **exactly}}]}},
-    }
 
 
 def bridge(

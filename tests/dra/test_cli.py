@@ -35,6 +35,7 @@ from dra_bridge.rollout import progress, reporter, rollout
 from dra_bridge.rollout.fleet import RESTARTING
 from dra_bridge.rollout.progress import DeviceProgress, Progress, ResourceProgress
 from dra_bridge.testing.apiserver import FakeApiServer, Fault, LoggedRequest
+from tests.dra.objects import allocated_claim, node_body
 from tests.dra.rollout.test_agents import binding
 from tests.kubeconfigs import written
 from tests.programs import running
@@ -64,8 +65,7 @@ class FakeAgent:
 
     def __post_init__(self) -> None:
         self.states = {f"gpu-{number}": State.PLUGIN for number in range(self.count)}
-        body = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": self.node, "labels": {"pool": "gpu"}}}
-        self.server.create(body)
+        self.server.create(node_body(self.node, labels={"pool": "gpu"}))
         self.tell()
 
     @property
@@ -482,19 +482,7 @@ def test_status_tells_devices_and_holders(nodes: FakeFleet, bridge: Callable[...
     agent = nodes.agent("n1", count=3, held={"gpu-0": "pod default/p"})
     agent.ask(dra_share="all")
     nodes.wait_for(lambda: agent.told == "all")
-    nodes.server.create(
-        {
-            "apiVersion": "resource.k8s.io/v1",
-            "kind": "ResourceClaim",
-            "metadata": {"name": "c", "namespace": "ml"},
-            "status": {
-                "reservedFor": [{"resource": "pods", "name": "q", "uid": "1"}],
-                "allocation": {
-                    "devices": {"results": [{"driver": D, "pool": "n1", "device": "gpu-1", "request": "r"}]}
-                },
-            },
-        }
-    )
+    nodes.server.create(allocated_claim("c", D, "n1", "gpu-1", "q"))
     ran = bridge("status", "-o", "json")
     assert ran.status == 0
     (node,) = json.loads(ran.out)["nodes"]
@@ -504,14 +492,16 @@ def test_status_tells_devices_and_holders(nodes: FakeFleet, bridge: Callable[...
     assert resource["counts"] == {"to-dra": 1, "dra": 2}
     assert [(one["name"], one["side"], one["state"], one["holder"], one["pods"]) for one in resource["devices"]] == [
         ("gpu-0", "plugin", "to-dra", None, []),  # no agent is there to be asked
-        ("gpu-1", "dra", "dra", "claim ml/c", ["q"]),
+        ("gpu-1", "dra", "dra", "claim default/c", ["q"]),
         ("gpu-2", "dra", "dra", None, []),
     ]
     assert resource["devices"][0]["since"] == "2023-11-14T22:13:20Z"
     table = bridge("status").out
-    assert table.splitlines()[0] == "NODE  RESOURCE         DEVICE  SIDE    STATE   HOLDER            HEALTH  SINCE"
-    assert "n1    example.com/gpu  gpu-1   dra     dra     claim ml/c for q  ?       " in table
-    assert "n1    example.com/gpu  gpu-2   dra     dra     ?                 ?       " in table
+    assert (
+        table.splitlines()[0] == "NODE  RESOURCE         DEVICE  SIDE    STATE   HOLDER                 HEALTH  SINCE"
+    )
+    assert "n1    example.com/gpu  gpu-1   dra     dra     claim default/c for q  ?       " in table
+    assert "n1    example.com/gpu  gpu-2   dra     dra     ?                      ?       " in table
     why = "no pod with the label app.kubernetes.io/managed-by=dra-bridge in namespace dra-bridge runs there"
     assert table.splitlines()[-1] == f"not known (?) of n1: {why}"
     assert f"n1 {D}: share all requested; {R}: 2 dra, 1 to-dra (share all)" in table
@@ -633,7 +623,7 @@ def test_status_of_some_nodes(nodes: FakeFleet, bridge: Callable[..., Ran]) -> N
 @pytest.mark.parametrize(("options", "of"), [([], ""), (["--node", "n1"], " of node n1"), (["-o", "json"], "")])
 def test_status_without_anything(nodes: FakeFleet, bridge: Callable[..., Ran], options: list[str], of: str) -> None:
     """Where no agent tells anything, it is an error that says what was looked for."""
-    nodes.server.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "n1"}})
+    nodes.server.create(node_body("n1"))
     ran = bridge("status", *options)
     assert (ran.status, ran.out) == (1, "")
     assert ran.err.startswith(f"no ResourceSlice{of} has the annotation DRIVER/handover, ")
@@ -730,15 +720,12 @@ def test_uninstall_beside_agents_is_refused(nodes: FakeFleet, bridge: Callable[.
         nodes.agent(name, deaf=True)
     for name in ("n1", "n2"):
         nodes.server.create(agent_pod(name))
-    results = [{"driver": D, "pool": "n2", "device": "gpu-1", "request": "r"}]
-    status = {"allocation": {"devices": {"results": results}}}
-    claim = {"apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim", "metadata": {"name": "c", "namespace": "ml"}}
-    nodes.server.create({**claim, "status": status})
+    nodes.server.create(allocated_claim("c", D, "n2", "gpu-1"))
     agents = "agents run on n1: they publish slices again; delete the DaemonSet first\n"
     ran = bridge("uninstall", "--driver", D, "--node", "n1")
     assert (ran.status, ran.out, ran.err) == (1, "", f"nothing was removed; --force removes all the same\n{agents}")
     ran = bridge("uninstall", "--driver", D, "--node", "n2")
-    claims = "claims have devices of these drivers: ml/c: their pods cannot end without the driver's agent\n"
+    claims = "claims have devices of these drivers: default/c: their pods cannot end without the driver's agent\n"
     assert (ran.status, claims in ran.err) == (1, True)
     assert len(nodes.server.objects("resourceslices")) == 3
     ran = bridge("uninstall", "--driver", D, "--node", "n1", "--force")
@@ -755,12 +742,12 @@ def test_check_before_the_agents_are_removed(nodes: FakeFleet, bridge: Callable[
     nodes.server.create(agent_pod("n1"))
     ran = bridge("uninstall", "--driver", D, "--check")
     assert (ran.status, ran.out) == (0, f"no claim has devices of {D}: the agents can be removed\n")
-    status = {"allocation": {"devices": {"results": [{"driver": D, "pool": "n1", "device": "gpu-1", "request": "r"}]}}}
-    claim = {"apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim", "metadata": {"name": "c", "namespace": "ml"}}
-    nodes.server.create({**claim, "status": status})
+    nodes.server.create(allocated_claim("c", D, "n1", "gpu-1"))
     ran = bridge("uninstall", "--driver", D, "--check")
     assert (ran.status, ran.out) == (1, "")
-    assert ran.err == "claims have devices of these drivers: ml/c: their pods cannot end without the driver's agent\n"
+    assert (
+        ran.err == "claims have devices of these drivers: default/c: their pods cannot end without the driver's agent\n"
+    )
     assert len(nodes.server.objects("resourceslices")) == 1
 
 
@@ -896,7 +883,7 @@ def test_what_cannot_be_asked_for(nodes: FakeFleet, bridge: Callable[..., Ran], 
     """A wrong share or node is said with status 2, slices that are not there with 1, before anything is written."""
     agent = nodes.agent("n1", deaf=True)
     for name in ("bare", "old"):
-        nodes.server.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}})
+        nodes.server.create(node_body(name))
     pool = {"name": "old", "generation": 1, "resourceSliceCount": 1}
     body = {"metadata": {"name": "old-s"}, "spec": {"driver": D, "nodeName": "old", "pool": pool}}
     nodes.server.create({"apiVersion": "resource.k8s.io/v1", "kind": "ResourceSlice", **body})
@@ -934,10 +921,10 @@ def test_waiting_says_for_what(nodes: FakeFleet, bridge: Callable[..., Ran], mon
     agent = nodes.agent("n1", count=2)
     agent.ask(dra_share="all")
     nodes.wait_for(lambda: agent.told == "all")
-    agent.held["gpu-1"] = "claim ml/c"
+    agent.held["gpu-1"] = "claim default/c"
     ran = bridge("migrate", "n1", "--driver", D, "--share", "none", "--wait", "--timeout", "1.5")
     assert ran.status == 1
-    assert ran.out.count("n1: gpu-1 (to-plugin) waits for its holder, held by claim ml/c") == 1
+    assert ran.out.count("n1: gpu-1 (to-plugin) waits for its holder, held by claim default/c") == 1
 
 
 def test_rollout_says_what_it_waits_for(
@@ -1332,7 +1319,7 @@ def test_rollout_with_nothing_to_do(nodes: FakeFleet, bridge: Callable[..., Ran]
 def test_rollout_over_nodes_without_an_agent(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
     """Nodes that no agent serves are named at the end, and the status is 1."""
     nodes.agent("n1")
-    nodes.server.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "n2", "labels": {"pool": "gpu"}}})
+    nodes.server.create(node_body("n2", labels={"pool": "gpu"}))
     ran = bridge("rollout", "--driver", D, "--share", "all", "-l", "pool=gpu")
     assert ran.status == 1
     assert f"no agent of {D} serves n2" in ran.out

@@ -25,7 +25,7 @@ from deviceplugin.testing import claim_state as claim_states
 from dra_bridge.testing.apiserver import FakeApiServer
 from dra_bridge.testing.kubelet import AnsweredDevice, DevicesOfClaim, PodError
 from dra_bridge.testing.node import FakeNode
-from tests.dra.classes import device_class
+from tests.dra.objects import claim_body, device_class
 from tests.register.agent import Card, Config, Kind, Place, Process, variable
 
 A: Final = "example.com/a"
@@ -400,15 +400,7 @@ class CheckedNode:
         name = f"c{self._numbers}"
         if not admin:
             return self._follow(Started(self.node.start_pod(name, template={driver: count})))
-        request = {"name": "r0", "exactly": {"deviceClassName": driver, "count": count, "adminAccess": True}}
-        self.server.create(
-            {
-                "apiVersion": "resource.k8s.io/v1",
-                "kind": "ResourceClaim",
-                "metadata": {"name": name, "namespace": "default"},
-                "spec": {"devices": {"requests": [request]}},
-            }
-        )
+        self.server.create(claim_body(name, driver, count=count, adminAccess=True))
         return self._follow(Started(self.node.start_pod(name, claims=[name]), name))
 
     def user(self, claim: str, driver: str) -> Started:

@@ -16,7 +16,7 @@ from deviceplugin.testing.claim_state import AnsweredDevice, DevicesOfClaim
 from dra_bridge.driver import preparation
 from dra_bridge.testing.node import FakeNode
 from tests.dra.agents import NODE, Listed
-from tests.dra.classes import unserved
+from tests.dra.objects import unserved
 from tests.register.node import (
     SHARE,
     TOKENS,

@@ -20,7 +20,7 @@ from dra_bridge.driver import preparation
 from dra_bridge.node import claim_reconciliation
 from dra_bridge.testing.node import FakeNode, Holding, overlaps
 from tests import kubeconfigs
-from tests.dra.classes import device_class
+from tests.dra.objects import device_class
 from tests.programs import ANY_CONFIG
 from tests.register.files import lose_register
 from tests.scenarios import quick

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.scenarios.adopted import AdoptedScenarios, adopting
 from tests.scenarios.fake import FakeNode
 from tests.scenarios.faults import FaultScenarios
 from tests.scenarios.node import FaultyNode
@@ -24,3 +26,16 @@ class TestOnFake(PluginScenarios):
 
 class TestFaultsOnFake(FaultScenarios):
     """The scenarios in which the kubelet errs, on the fake kubelet."""
+
+
+class TestAdoptedOnFake(AdoptedScenarios):
+    """The scenarios of device plugins, with an agent between plugin and kubelet that adopts the plugin."""
+
+    @pytest.fixture
+    def node(self, node: FakeNode) -> Iterator[FakeNode]:
+        with (
+            tempfile.TemporaryDirectory(prefix="adopt-") as where,
+            adopting(Path(where), node.kubelet.arguments) as options,
+        ):
+            node.options = options
+            yield node

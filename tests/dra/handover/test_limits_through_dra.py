@@ -13,6 +13,7 @@ from deviceplugin.testing.pods import FakePod
 from dra_bridge.node.share import HandoverPolicy
 from dra_bridge.testing.node import FakeNode
 from tests.dra.agents import AgentOnNode, D, Listed, R, fpgas, on_node
+from tests.dra.objects import allocated_claim
 
 PLUGIN, TO_DRA, DRA, TO_PLUGIN = State.PLUGIN, State.TO_DRA, State.DRA, State.TO_PLUGIN
 
@@ -84,18 +85,8 @@ async def test_an_allocation_by_limits_that_is_not_prepared_keeps_devices(node: 
         (pool,) = node.server.objects("resourceslices")
         names = here.bridge.drivers[D].driver.devices.by_name
         name = next(name for name, (_, device) in names.items() if device.id == "d0")
-        result = {"request": "r", "driver": D, "pool": pool["spec"]["pool"]["name"], "device": name}
-        claim = {
-            "apiVersion": "resource.k8s.io/v1",
-            "kind": "ResourceClaim",
-            "metadata": {
-                "name": "late",
-                "namespace": "default",
-                "annotations": {"resource.kubernetes.io/extended-resource-claim": "true"},
-            },
-            "spec": {},
-            "status": {"allocation": {"devices": {"results": [result]}}},
-        }
+        claim = allocated_claim("late", D, pool["spec"]["pool"]["name"], name)
+        claim["metadata"]["annotations"] = {"resource.kubernetes.io/extended-resource-claim": "true"}
         node.server.create(claim)
         here.ask("none")
         await here.until(lambda: here.waiting.get("d0") == "claim default/late")

@@ -27,6 +27,7 @@ from dra_bridge.kube import auth as access
 from dra_bridge.kube.auth import from_environment
 from dra_bridge.kube.kubeconfig import KubeConfigError
 from dra_bridge.testing.apiserver import FakeApiServer
+from tests.dra.objects import node_body
 from tests.kubeconfigs import written
 
 HERE = pytest.mark.usefixtures("read_here")
@@ -229,7 +230,7 @@ async def test_a_plugin_that_waits_for_a_person(tmp_path: Path) -> None:
     """A plugin may take longer than a request's deadline: a person may have to log in."""
     os.mkfifo(tmp_path / "login")
     with FakeApiServer() as server:
-        server.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "a"}})
+        server.create(node_body("a"))
         file = plugin_file(tmp_path, f"cat {tmp_path / 'login'}\n" + printed(r"\"token\": \"t\""))
         file.write_text(file.read_text().replace("http://server.example", server.url))
         async with Cluster.from_environment(file, deadline=0.5) as cluster, asyncio.timeout(60):

@@ -36,6 +36,7 @@ from dra_bridge.kube import (
 )
 from dra_bridge.kube.api import GoneError, error_of
 from dra_bridge.testing.apiserver import FakeApiServer, Fault
+from tests.dra.objects import node_body
 from tests.kubeconfigs import written
 
 
@@ -50,10 +51,6 @@ async def connected(server: FakeApiServer, **options: Any) -> AsyncIterator[Clus
     async with Cluster.from_server(server.url, **{"backoff": Backoff(0.01, 0.05), "deadline": 2.0, **options}) as one:
         async with asyncio.timeout(20):
             yield one
-
-
-def node(name: str) -> dict[str, Any]:
-    return {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}}
 
 
 # --- requests -------------------------------------------------------------------------------------
@@ -95,10 +92,10 @@ async def test_status_is_patched_alone(server: FakeApiServer) -> None:
 
 async def test_conflicts(server: FakeApiServer) -> None:
     """An object that exists, one that changed and one with another UID are conflicts of their own kinds."""
-    made = server.create(node("a"))
+    made = server.create(node_body("a"))
     async with connected(server) as cluster:
         with pytest.raises(ConflictError, match="409 AlreadyExists"):
-            await cluster.create(NODES, node("a"))
+            await cluster.create(NODES, node_body("a"))
         await cluster.patch(NODES, "a", {"metadata": {"labels": {"x": "1"}}})
         with pytest.raises(ConflictError):
             await cluster.replace(NODES, made)
@@ -202,12 +199,12 @@ async def test_a_404_that_does_not_name_the_object_is_no_answer(server: FakeApiS
 )
 async def test_an_answer_to_another_question_is_no_answer(server: FakeApiServer, body: str) -> None:
     """A 200 with something else than what was asked for is neither an object, an empty list nor an accepted write."""
-    server.create(node("a"))
+    server.create(node_body("a"))
     async with connected(server) as cluster:
         for call in (
             lambda: cluster.get(NODES, "a"),
             lambda: cluster.list(NODES),
-            lambda: cluster.replace(NODES, node("a")),
+            lambda: cluster.replace(NODES, node_body("a")),
             lambda: cluster.delete(NODES, "a"),
         ):
             server.fail(lambda request: True, Fault(code=200, body=body))
@@ -228,7 +225,7 @@ async def test_a_proxy_that_does_not_know_the_group_is_no_server_without_dra(ser
 
 async def test_deadline(server: FakeApiServer) -> None:
     """A server that takes a request and does not answer is unavailable once the deadline is over."""
-    server.create(node("a"))
+    server.create(node_body("a"))
     async with connected(server, deadline=0.5) as cluster:
         server.fail(lambda request: True, Fault(delay=30.0), times=9)
         with pytest.raises(UnavailableError, match="no answer in time"):
@@ -241,7 +238,7 @@ async def test_deadline(server: FakeApiServer) -> None:
 
 async def test_a_closed_connection_is_no_outage(server: FakeApiServer) -> None:
     """A read on a kept connection that the server closed is done again on a new one."""
-    server.create(node("a"))
+    server.create(node_body("a"))
     async with connected(server) as cluster:
         server.fail(lambda request: True, Fault())
         await cluster.get(NODES, "a")
@@ -251,7 +248,7 @@ async def test_a_closed_connection_is_no_outage(server: FakeApiServer) -> None:
 async def test_pages_are_one_list(server: FakeApiServer) -> None:
     """A list is asked for in pages and returned whole."""
     for number in range(5):
-        server.create(node(f"n{number}"))
+        server.create(node_body(f"n{number}"))
     async with connected(server) as cluster:
         listing = await cluster.list(NODES, page=2)
         assert [one["metadata"]["name"] for one in listing.items] == [f"n{number}" for number in range(5)]
@@ -263,7 +260,7 @@ async def test_pages_whose_moment_is_gone_are_asked_for_all_at_once(
 ) -> None:
     """What came with the first pages is not in the list twice."""
     for number in range(5):
-        server.create(node(f"n{number}"))
+        server.create(node_body(f"n{number}"))
     async with connected(server) as cluster:
         real, pages = cluster._request, 0
 
@@ -350,14 +347,14 @@ def name_of(event: object) -> tuple[str, str]:
 
 async def test_follow(server: FakeApiServer) -> None:
     """First all there is, then each change, by the selector."""
-    server.create(node("a"))
+    server.create(node_body("a"))
     follow = {"field_selector": "metadata.name=a"}
     async with connected(server) as cluster, aclosing(cluster.follow(NODES, **follow)) as events:
         first = await anext(events)
         assert isinstance(first, Listed)
         assert [one["metadata"]["name"] for one in first.items] == ["a"]
-        server.create(node("b"))
-        server.replace({**node("a"), "x": 1})
+        server.create(node_body("b"))
+        server.replace({**node_body("a"), "x": 1})
         assert name_of(await anext(events)) == ("MODIFIED", "a")
         server.delete("nodes", "a")
         assert name_of(await anext(events)) == ("DELETED", "a")
@@ -381,10 +378,10 @@ async def test_a_lost_connection_is_listed_again(server: FakeApiServer) -> None:
     """After an outage everything is listed, and nothing that happened meanwhile is missed."""
     async with connected(server) as cluster, aclosing(cluster.follow(NODES)) as events:
         assert names(await anext(events)) == []
-        server.create(node("a"))
+        server.create(node_body("a"))
         assert name_of(await anext(events)) == ("ADDED", "a")
         with server.outage():
-            server.create(node("b"))
+            server.create(node_body("b"))
             server.delete("nodes", "a")
         assert names(await anext(events)) == ["b"]
 
@@ -398,14 +395,14 @@ async def test_a_watch_that_ends_as_asked_is_resumed(server: FakeApiServer) -> N
         assert names(await anext(events)) == []
         coming = asyncio.ensure_future(anext(events))
         await watched(server, 2)
-        server.create(node("a"))
+        server.create(node_body("a"))
         assert name_of(await coming) == ("ADDED", "a")
         assert lists(server) == 1
 
 
 async def test_restored_storage_is_listed_again(server: FakeApiServer) -> None:
     """After the server went back to an older snapshot, what is known is what it has, at once."""
-    server.create(node("a"))
+    server.create(node_body("a"))
     snapshot = server.snapshot()
     async with connected(server) as cluster, aclosing(cluster.follow(NODES)) as events:
         assert names(await anext(events)) == ["a"]
@@ -413,14 +410,14 @@ async def test_restored_storage_is_listed_again(server: FakeApiServer) -> None:
         assert name_of(await anext(events)) == ("DELETED", "a")
         server.restore(snapshot)
         assert names(await anext(events)) == ["a"]
-        server.create(node("b"))
+        server.create(node_body("b"))
         assert name_of(await anext(events)) == ("ADDED", "b")
 
 
 async def test_a_silent_watch_is_listed_again(server: FakeApiServer) -> None:
     """A watch on which neither an event nor a bookmark comes for long is not believed; that is no failure."""
     snapshot = server.snapshot()
-    server.create(node("a"))
+    server.create(node_body("a"))
     async with (
         connected(server, silence=(0.2, 0.3)) as cluster,
         aclosing(cluster.follow(NODES)) as events,
@@ -429,7 +426,7 @@ async def test_a_silent_watch_is_listed_again(server: FakeApiServer) -> None:
         coming = asyncio.ensure_future(anext(events))
         await watched(server)
         server.restore(snapshot, end_streams=False)
-        server.create(node("b"))  # at the resourceVersion that the node before had: no watch tells of it
+        server.create(node_body("b"))  # at the resourceVersion that the node before had: no watch tells of it
         found = names(await coming)
         while found != ["b"]:
             found = names(await anext(events))
@@ -447,7 +444,7 @@ async def test_what_went_wrong_once_cuts_no_watch(server: FakeApiServer, monkeyp
 
     async with connected(server) as cluster, aclosing(cluster.follow(NODES)) as events:
         assert isinstance(await anext(events), Listed)
-        server.create(node("a"))
+        server.create(node_body("a"))
         await anext(events)
         with server.outage():
             pass
@@ -484,11 +481,11 @@ async def test_bookmarks_move_the_position(server: FakeApiServer) -> None:
         assert names(await anext(events)) == []
         coming = asyncio.ensure_future(anext(events))
         await watched(server)
-        server.create(node("b"))
+        server.create(node_body("b"))
         server.bookmark()
         server.compact()
         await watched(server, 2)
-        server.create(node("a"))
+        server.create(node_body("a"))
         assert name_of(await coming) == ("ADDED", "a")
         assert lists(server) == 1
 
@@ -519,7 +516,7 @@ async def test_gone_is_listed_again(server: FakeApiServer) -> None:
         coming = asyncio.ensure_future(anext(events))
         await watched(server)
         server.fail(lambda request: request.watch, Fault(code=410))
-        server.create(node("a"))
+        server.create(node_body("a"))
         assert name_of(await coming) == ("ADDED", "a")
         coming = asyncio.ensure_future(anext(events))
         await watched(server, 2)
@@ -572,7 +569,7 @@ async def test_a_watch_that_ends_at_once_is_not_reopened_at_once(server: FakeApi
         return low / 100
 
     async with connected(server, backoff=Backoff(0.1, 1.0, draw=draw)) as cluster:
-        server.create(node("a"))
+        server.create(node_body("a"))
 
         async def follow() -> None:
             async with aclosing(cluster.follow(NODES)) as events:
@@ -628,7 +625,7 @@ async def test_a_long_outage_is_not_hammered() -> None:
             assert draws == pytest.approx([0.01 * 2**tries for tries in range(8)])
             assert cluster.statistics.failures <= len(draws) + 1  # the end of the watch, and one for each try
             server.start()
-            server.create(node("a"))
+            server.create(node_body("a"))
             await cluster.get(NODES, "a")  # another request is answered: the wait ends
             assert names(await coming) == ["a"]
 
@@ -640,7 +637,7 @@ async def test_a_long_outage_is_not_hammered() -> None:
 async def test_kubeconfig(server: FakeApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kubeconfig file is used when it is named, or found by KUBECONFIG."""
     file = written(tmp_path / "config", server.url, {"token": "t"})
-    server.create(node("a"))
+    server.create(node_body("a"))
     async with Cluster.from_environment(file) as cluster:
         await cluster.get(NODES, "a")
     monkeypatch.setenv("KUBECONFIG", f"{tmp_path / 'missing'}:{file}")
@@ -661,7 +658,7 @@ async def test_a_token_is_read_again(server: FakeApiServer, tmp_path: Path) -> N
     token = tmp_path / "token"
     token.write_text("old")
     file = written(tmp_path / "config", server.url, {"tokenFile": str(token)})
-    server.create(node("a"))
+    server.create(node_body("a"))
     async with Cluster.from_environment(file) as cluster:
         await cluster.get(NODES, "a")
         server.fail(lambda request: True, Fault(code=401))
@@ -676,7 +673,7 @@ async def test_another_kubeconfig_is_read_after_an_outage(
     """A server that cannot be reached is looked up again: its address, CA or credentials may have changed."""
     monkeypatch.setattr(auth, "RENEW", 0.0)
     file = written(tmp_path / "config", "http://127.0.0.1:1", {"token": "t"})
-    server.create(node("a"))
+    server.create(node_body("a"))
     async with Cluster.from_environment(file) as cluster:
         with pytest.raises(UnavailableError):
             await cluster.get(NODES, "a")

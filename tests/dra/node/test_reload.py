@@ -26,8 +26,8 @@ from dra_bridge.node.share import NONE, HandoverPolicy
 from dra_bridge.testing.node import FakeNode
 from tests.dra import agents
 from tests.dra.agents import NODE, Listed, healthy, running, sliced, until
-from tests.dra.classes import unserved
 from tests.dra.ledger.samples import DirectLedger
+from tests.dra.objects import unserved
 
 A, B = "example.com/a", "example.com/b"
 D, E = "d.example.com", "e.example.com"

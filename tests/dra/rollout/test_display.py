@@ -25,7 +25,7 @@ def device(name: str, state: State = State.PLUGIN, holder: str = "", **more: Any
     return ReportedDevice(state, 995, holder, resource=R, name=name, **fields)
 
 
-def node(name: str, *devices: ReportedDevice, asked: str | None = None) -> NodeView:
+def view(name: str, *devices: ReportedDevice, asked: str | None = None) -> NodeView:
     states = [one.state.value for one in devices]
     counts = {state: states.count(state) for state in states}
     told = {one.name: DeviceProgress(one.state, one.since) for one in devices}
@@ -39,7 +39,7 @@ def shown(status: FleetStatus, width: int | None = None, **more: bool) -> list[s
 
 HELD = device("gpu-0", State.TO_DRA, "pod ml/training-0", waits="pod ml/training-0")
 BROKEN = device("gpu-1", health="unhealthy", message="XID 79: it has fallen off the bus")
-FEW = FleetStatus([node("ip-10-0-123-45.compute.internal", HELD, BROKEN, asked="1")], ["the agent of x: not ready"])
+FEW = FleetStatus([view("ip-10-0-123-45.compute.internal", HELD, BROKEN, asked="1")], ["the agent of x: not ready"])
 
 
 def test_without_a_width_all_columns_are_there() -> None:
@@ -72,7 +72,7 @@ def test_what_is_long_gets_a_line_of_its_own() -> None:
         Line("  gpu-1   plugin  unhealthy  5s", bad=True),
         Line("      XID 79: it has fallen off the bus", bad=True),
     ]
-    unknown = FleetStatus([node("n", device("a", known=False, message="x" * 80))])
+    unknown = FleetStatus([view("n", device("a", known=False, message="x" * 80))])
     assert "      it is not known who holds it" in shown(unknown, 60)
 
 
@@ -82,7 +82,7 @@ names = st.text("abcdefghij0123456789-./", min_size=1, max_size=70)
 @given(st.lists(st.tuples(names, names, names), min_size=1, max_size=20), st.sampled_from([80, 120, 140]))
 def test_nothing_is_cut(found: list[tuple[str, str, str]], width: int) -> None:
     """At any width all names are there as a whole, and a line is longer than the terminal only for one of them."""
-    status = FleetStatus([node(name, device(one, State.TO_DRA, f"pod {holder}")) for name, one, holder in found])
+    status = FleetStatus([view(name, device(one, State.TO_DRA, f"pod {holder}")) for name, one, holder in found])
     lines = shown(status, width)
     for name, one, holder in found:
         for word in (name, one, holder):
@@ -93,8 +93,8 @@ def test_nothing_is_cut(found: list[tuple[str, str, str]], width: int) -> None:
 
 def test_many_nodes_begin_with_their_numbers() -> None:
     """On a terminal devices follow that need attention, and nodes that are not done; a pipe gets all."""
-    fine = [node(f"n{number}", device("a", State.DRA), device("b", State.DRA), asked="all") for number in range(40)]
-    waiting = node("n99", HELD, BROKEN, asked="1")
+    fine = [view(f"n{number}", device("a", State.DRA), device("b", State.DRA), asked="all") for number in range(40)]
+    waiting = view("n99", HELD, BROKEN, asked="1")
     lines = shown(FleetStatus([*fine, waiting]), 120)
     assert lines == [
         f"{D}: 41 nodes, 40 done, 1 not",
@@ -130,7 +130,7 @@ def test_many_nodes_begin_with_their_numbers() -> None:
 )
 def test_problems_alone(seen: ReportedDevice) -> None:
     """What is not as it should be is listed; the rest is a number."""
-    status = FleetStatus([node("n1", device("fine"), asked="none"), node("n2", seen)])
+    status = FleetStatus([view("n1", device("fine"), asked="none"), view("n2", seen)])
     lines = shown(status, problems=True)
     assert not any("fine" in line for line in lines)
     assert any(line.startswith("n2 ") for line in lines)

@@ -17,6 +17,7 @@ from dra_bridge.handover.share import parse_share
 from dra_bridge.rollout import fleet, progress
 from dra_bridge.rollout.fleet import Before, Goal, NodeView, Phase, RolloutLimits
 from dra_bridge.rollout.progress import DeviceProgress, Progress, ResourceProgress
+from tests.dra.objects import node_body
 
 D = "gpu.example.com"
 R = "example.com/gpu"
@@ -74,10 +75,8 @@ def test_gone_devices_do_not_count() -> None:
 
 
 def node(name: str, annotations: Mapping[str, str] | None = None, ready: str = "True") -> dict[str, Any]:
-    return {
-        "metadata": {"name": name, "annotations": dict(annotations or {}), "resourceVersion": "7"},
-        "status": {"conditions": [{"type": "Ready", "status": ready}]},
-    }
+    made = node_body(name, annotations=annotations, conditions=[{"type": "Ready", "status": ready}])
+    return {**made, "metadata": {**made["metadata"], "resourceVersion": "7"}}
 
 
 def slice_of(name: str, said: Progress | None) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +15,7 @@ from dra_bridge.rollout.fleet import NodeView, ReportedDevice
 from dra_bridge.rollout.progress import Progress, ResourceProgress
 from dra_bridge.rollout.waiting import Room, contested_names, moves_for
 from dra_bridge.testing.apiserver import FakeApiServer
+from tests.dra.objects import claim_body, node_body
 
 D = "gpu.example.com"
 R = "example.com/gpu"
@@ -58,15 +58,6 @@ def pod(name: str, count: int = 0, node: str = "", claim: str = "", **status: An
     }
 
 
-def claim(name: str, count: int) -> dict[str, Any]:
-    return {
-        "apiVersion": "resource.k8s.io/v1",
-        "kind": "ResourceClaim",
-        "metadata": {"name": name, "namespace": "default"},
-        "spec": {"devices": {"requests": [{"name": "r", "exactly": {"deviceClassName": D, "count": count}}]}},
-    }
-
-
 def view(**states: State) -> NodeView:
     devices = tuple(
         ReportedDevice(resource=R, name=name, state=state, since=0, holder="claim x/y" if name == "held" else "")
@@ -78,15 +69,14 @@ def view(**states: State) -> NodeView:
 FOUR_EACH = {f"d{number}": State.PLUGIN for number in range(4)} | {f"e{number}": State.DRA for number in range(3)}
 
 
-def node(numbers: Mapping[str, str]) -> dict[str, Any]:
-    status = {"capacity": {R: "8"}, "allocatable": dict(numbers)}
-    return {"apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE}, "status": status}
+def node(number: int) -> dict[str, Any]:
+    return node_body(NODE, capacity={R: "8"}, allocatable={R: str(number)})
 
 
 async def test_a_pod_that_asks_for_more_than_either_side_has() -> None:
     """One device of four is in use on each side: one move lets a pod start that wants four."""
     with FakeApiServer() as server:
-        server.create(node({R: "4"}))
+        server.create(node(4))
         server.create(pod("runs", 1, NODE, phase="Running"))
         server.create(pod("over", 1, NODE, phase="Succeeded"))
         server.create(pod("waits", 4))
@@ -105,17 +95,17 @@ def test_devices_that_are_withheld_explain_why_none_is_free() -> None:
     withheld = msgspec.structs.replace(first, withheld="not known")
     here = replace(view(), devices=(withheld, *others))
     waits = [waiting.wait_of(pod("waits", 1), ())]
-    (hint,) = waiting.hints_of(here, node({R: "1"}), [pod("runs", 1, NODE, phase="Running")], waits)
+    (hint,) = waiting.hints_of(here, node(1), [pod("runs", 1, NODE, phase="Running")], waits)
     assert "; 0 are free on the plugin side and 1 on the DRA side; withheld: a. 1 more device on the plugin" in hint
-    assert "withheld" not in waiting.hints_of(view(c=State.DRA), node({R: "0"}), [], waits)[0]
+    assert "withheld" not in waiting.hints_of(view(c=State.DRA), node(0), [], waits)[0]
 
 
 async def test_a_pod_whose_claim_asks_for_more_than_is_idle() -> None:
     """The hint names the larger share; a claim that has its devices is not waited for."""
     with FakeApiServer() as server:
-        server.create(node({R: "4"}))
+        server.create(node(4))
         server.create(pod("waits", claim="c"))
-        server.create(claim("c", 5))
+        server.create(claim_body("c", D, count=5))
         here = view(**FOUR_EACH, held=State.DRA)
         async with Cluster.from_server(server.url) as cluster:
             (hint,) = await waiting.hints(cluster, [here])
@@ -128,7 +118,7 @@ async def test_a_pod_whose_claim_asks_for_more_than_is_idle() -> None:
 async def test_where_no_pod_waits_one_list_is_read() -> None:
     """A fleet without waiting pods costs one request."""
     with FakeApiServer() as server:
-        server.create(node({R: "4"}))
+        server.create(node(4))
         async with Cluster.from_server(server.url) as cluster:
             assert await waiting.hints(cluster, [view(**FOUR_EACH)]) == []
         assert [one.path for one in server.requests("GET") if "pods" in one.path or "nodes" in one.path] == [

@@ -6,12 +6,13 @@ from dra_bridge.kube import NODES, Cluster
 from dra_bridge.rollout.reporter import Reporter
 from dra_bridge.rollout.rollout import _Fleet
 from dra_bridge.testing.apiserver import FakeApiServer
+from tests.dra.objects import node_body
 
 
 async def test_an_answer_that_comes_after_the_nodes_end_brings_it_not_back() -> None:
     """The watch may tell of the end before a PATCH is answered."""
     with FakeApiServer() as server:
-        node = server.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "n1"}})
+        node = server.create(node_body("n1"))
         async with (
             Cluster.from_server(server.url) as cluster,
             _Fleet(cluster, "fpga.example.com", Reporter(print)).watched() as fleet,
@@ -23,7 +24,7 @@ async def test_an_answer_that_comes_after_the_nodes_end_brings_it_not_back() -> 
                 fleet._changed.clear()
             fleet.put(NODES, node)
             assert not fleet.views()
-            server.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "n1"}})
+            server.create(node_body("n1"))
             while not fleet.views():
                 await fleet._changed.wait()
                 fleet._changed.clear()

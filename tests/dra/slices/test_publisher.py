@@ -23,6 +23,7 @@ from dra_bridge.slices.desired import Offer, Pool, desired, slice_name
 from dra_bridge.slices.plan import fingerprint, in_version, neutral, plan
 from dra_bridge.slices.publisher import Publisher, remove_slices
 from dra_bridge.testing.apiserver import FEATURES, FakeApiServer, Fault
+from tests.dra.objects import node_body
 
 DRIVER = "gpu.example.com"
 NODE = "node1"
@@ -397,7 +398,7 @@ def test_plans_converge_and_pools_are_never_wrong(made: list[Recipe], cuts: list
 @pytest.fixture
 def server() -> Iterator[FakeApiServer]:
     with FakeApiServer() as running:
-        running.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE}})
+        running.create(node_body(NODE))
         running.forget_log()
         yield running
 
@@ -504,7 +505,7 @@ async def test_slices_follow_a_node_that_was_made_anew(server: FakeApiServer) ->
         (old,) = server.objects()
     node = server.get("nodes", NODE)
     server.delete("nodes", NODE)
-    new = server.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE}})
+    new = server.create(node_body(NODE))
     assert new["metadata"]["uid"] != node["metadata"]["uid"]
     async with publishing(server, pool(*many(3))):
         (now,) = server.objects()
@@ -519,7 +520,7 @@ async def test_slices_that_go_with_their_node_come_back_with_the_new_one(server:
     """A Node that is deleted takes its slices along; what is written then belongs to the one that there is now."""
     async with publishing(server, pool(*many(3))):
         server.delete("nodes", NODE)
-        new = server.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE}})
+        new = server.create(node_body(NODE))
         assert server.wipe(NODE) == 1
         await asyncio.to_thread(server.wait_for, lambda it: len(it.objects()) == 1)
         (now,) = server.objects()
@@ -566,7 +567,7 @@ async def test_dropped_fields_are_noticed(missing: str, caplog: pytest.LogCaptur
     """What the server drops is found by a dry run, reported once, and not sent again and again."""
     caplog.set_level(logging.WARNING)
     with FakeApiServer(features=FEATURES - {missing}) as server:
-        server.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE}})
+        server.create(node_body(NODE))
         wanted = pool(*partitions(), Device("bad", health=Health.UNHEALTHY), replicas=2)
         async with publishing(server, wanted) as publisher:
             assert publisher.state(DRIVER).unsupported == {missing}
@@ -608,7 +609,7 @@ async def test_a_feature_that_comes_is_used(server: FakeApiServer) -> None:
 async def test_versions(version: str) -> None:
     """Slices are written in the best version that the server has."""
     with FakeApiServer(versions=[version]) as server:
-        server.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE}})
+        server.create(node_body(NODE))
         async with publishing(server, pool(*many(3), Device("x", health=Health.UNHEALTHY))) as publisher:
             assert len(published(server)) == 4
             await became(publisher, pool(*many(2)))
@@ -806,7 +807,7 @@ async def test_no_node_yet() -> None:
             ticket = publisher.want(pool(*many(3)))
             task = asyncio.create_task(publisher.run())
             await asyncio.to_thread(server.wait_for, lambda it: bool(it.requests("GET", "/nodes/")))
-            server.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE}})
+            server.create(node_body(NODE))
             async with asyncio.timeout(10):
                 await publisher.accepted(DRIVER, ticket)
             task.cancel()
@@ -894,7 +895,7 @@ def test_publisher_reaches_what_is_wanted(
 
     threads = threading.active_count()
     with FakeApiServer(features=frozenset(features)) as server:
-        server.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE}})
+        server.create(node_body(NODE))
         asyncio.run(go(server))
     assert threading.active_count() <= threads + 40
 
