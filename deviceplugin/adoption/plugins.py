@@ -28,7 +28,7 @@ from deviceplugin.adoption.watcher import PluginWatcher, RefusedError
 from deviceplugin.device import printable
 from deviceplugin.files import FileIdentity, file_identity
 from deviceplugin.kubelet.podresources import CHANNEL_OPTIONS, SERVER_OPTIONS, unix_address
-from deviceplugin.kubelet.registration import KUBELET_SOCKET, VERSION
+from deviceplugin.kubelet.registration import KUBELET_SOCKET, VERSION, InstanceLock, RegistrationError
 from deviceplugin.kubelet.status import VendorConnection
 from deviceplugin.wire import deviceplugin_pb2 as pb
 from deviceplugin.wire.deviceplugin_pb2_grpc import RegistrationServicer, add_RegistrationServicer_to_server
@@ -47,6 +47,8 @@ KEPT: Final = 45.0
 """Seconds for which an answer to a claim is kept that nobody has waited for: the kubelet's for one call."""
 GRACE: Final = 300.0
 """Seconds for which devices that a plugin has listed are shown Unhealthy after it lists none, or has gone."""
+TAKEOVER: Final = 5.0
+"""Seconds that an agent waits for another one of the same directory to end, before it gives up."""
 _SERVICE: Final = "/v1beta1.DevicePlugin/"
 
 
@@ -302,16 +304,27 @@ class VendorPlugins(RegistrationServicer):
         """Serve until cancelled. Raises AdoptionError: that is not possible here."""
         server = grpc.aio.server(options=SERVER_OPTIONS)
         add_RegistrationServicer_to_server(self, server)
+        lock = InstanceLock(self.directory, KUBELET_SOCKET)
         try:
-            await self._serve(server)
+            await self._serve(server, lock)
             await PluginWatcher(self.directory / REGISTRY, self.directory, self._take).run()
         finally:
             await server.stop(0)
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
+            lock.release()
 
-    async def _serve(self, server: grpc.aio.Server) -> None:
+    async def _lock(self, lock: InstanceLock) -> None:
+        """Have the directory for this agent: another one's plugins would come here, and not find back to it."""
+        until = time.monotonic() + TAKEOVER
+        while not lock.acquire():
+            if time.monotonic() > until:
+                owner = f"another agent ({lock.owner()}, which has locked {lock.path})"
+                raise AdoptionError(f"--adopt: plugins register in {self.directory} with {owner}; stop one of them")
+            await asyncio.sleep(0.1)  # flock has no wait with a deadline
+
+    async def _serve(self, server: grpc.aio.Server, lock: InstanceLock) -> None:
         """Remove the plugins' sockets, then make kubelet.sock, as a kubelet that starts does.
 
         gRPC unlinks by its path what it has made, so kubelet.sock is a second name of a socket that has one of its own.
@@ -323,6 +336,7 @@ class VendorPlugins(RegistrationServicer):
             raise AdoptionError(f"--adopt: {self.directory} is too long for a socket in it; use a shorter directory")
         try:
             self.directory.mkdir(mode=0o750, parents=True, exist_ok=True)
+            await self._lock(lock)
             (self.directory / REGISTRY).mkdir(mode=0o750, exist_ok=True)
             for path in self.directory.iterdir():
                 if path.is_socket() and path.name != KUBELET_SOCKET:
@@ -331,7 +345,7 @@ class VendorPlugins(RegistrationServicer):
             await server.start()
             os.link(own, link)
             link.replace(public)
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, RegistrationError) as error:
             why = os.strerror(error.errno or errno.EIO) if isinstance(error, OSError) else error
             raise AdoptionError(f"--adopt: plugins cannot register in {self.directory}: {why}") from error
         _LOG.info("plugins can register in %s", self.directory)

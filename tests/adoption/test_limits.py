@@ -201,6 +201,25 @@ def test_the_agent_restarts(node: Node, quirks: Mapping[str, Any], ends: int | N
     assert {*first.device_ids, *second.device_ids} == {"g0", "g1"}
 
 
+@pytest.mark.parametrize("trigger", ["create", "own-socket", "poll"])
+def test_a_second_agent_of_the_directory_takes_no_plugin(node: Node, trigger: str) -> None:
+    """It ends, as it does for any resource that another one serves; the first one and its plugins notice nothing."""
+    first = node.agent()
+    vendor = node.vendor(trigger=trigger)
+    node.kubelet.wait_allocatable(RESOURCE, 2)
+    other = node.where / "other.yaml"
+    other.write_text(json.dumps({"resources": [{"name": "example.com/sim", "devices": [{"simulated": {"count": 1}}]}]}))
+    arguments = ["-m", "deviceplugin", "run", "--config", str(other), "--adopt", str(node.directory)]
+    second = AgentProcess([*arguments, *node.kubelet.arguments], other, node.where / "second.log")
+    assert second.process.wait(20) == 1
+    assert f"--adopt: plugins register in {node.directory} with another agent (pid " in second.log()
+    assert node.kubelet.allocatable(RESOURCE) == 2
+    assert len(vendor.calls("ListAndWatch")) == 1
+    first.kill()
+    node.agent()
+    node.kubelet.wait_allocatable(RESOURCE, 2)
+
+
 def test_the_kubelet_restarts(node: Node) -> None:
     """The plugin does not notice; the agent registers again at once."""
     node.agent()

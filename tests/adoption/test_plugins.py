@@ -226,7 +226,7 @@ async def test_an_endpoint_that_is_not_there_is_refused(directory: Path) -> None
 
 
 async def test_a_successor_keeps_its_socket(directory: Path) -> None:
-    """An agent that ends does not take kubelet.sock from the next one; sockets are removed, and nothing else is."""
+    """An agent waits until the one before has ended; sockets are removed then, and nothing else is."""
     (directory / "notes").touch()
     async with contextlib.AsyncExitStack() as stack:
         first = stack.enter_async_context(serving(directory))
@@ -234,11 +234,10 @@ async def test_a_successor_keeps_its_socket(directory: Path) -> None:
         async with plugin(directory) as vendor:
             before = (directory / "kubelet.sock").stat().st_ino
             async with serving(directory) as vendors:
+                await stack.aclose()
                 await until(lambda: (directory / "kubelet.sock").stat().st_ino != before)
                 assert not (directory / "vendor.sock").exists()
                 assert (directory / "notes").exists()
-                await stack.aclose()
-                assert (directory / "kubelet.sock").exists()
                 async with plugin(directory) as again:
                     await again.register()
                     assert vendors.plugin(RESOURCE) is not None
