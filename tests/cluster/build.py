@@ -53,7 +53,6 @@ PEER_PROGRAMS = "PEER_PROGRAMS"
 """The variable that names a directory of finished programs, for peers that are no Go modules here."""
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-DEBIAN = "http://deb.debian.org/debian"
 DEBIAN_KEYS = "/usr/share/keyrings/debian-archive-keyring.gpg"
 CNI_DIRECTORIES = ("/usr/lib/cni", "/opt/cni/bin")
 CNI_PLUGINS = ("ptp", "host-local", "loopback")

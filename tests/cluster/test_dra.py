@@ -149,22 +149,6 @@ def test_two_requests_two_containers(cluster: Cluster) -> None:
         assert "FPGA_MODE" not in card_env
 
 
-def test_selectors(bridge: Bridge) -> None:
-    """Claims select on attributes and capacity as a user writes them; what fits nowhere stays pending."""
-    family = f'device.attributes["{DRIVER}"].family == "Arc"'
-    memory = f'device.capacity["{DRIVER}"].memory.compareTo(quantity("16Gi")) >= 0'
-    more = f'device.capacity["{DRIVER}"].memory.compareTo(quantity("32Gi")) >= 0'
-
-    def selecting(*expressions: str) -> list[dict[str, Any]]:
-        return [{"cel": {"expression": expression}} for expression in expressions]
-
-    bridge.claim("fits", bridge.one(selectors=selecting(family, memory)))
-    bridge.claim("too-much", bridge.one(selectors=selecting(family, more)))
-    good = bridge.pod("good", {"fpga": "fits"}).wait_running()
-    bridge.pod("bad", {"fpga": "too-much"}).wait_unschedulable()
-    assert env_of(good)["FPGA_MODE"] == "fast"
-
-
 def test_match_attribute_and_counts(bridge: Bridge) -> None:
     """Two devices of one NUMA node are found by matchAttribute, all devices by allocationMode All."""
     bridge.claim(
@@ -690,19 +674,6 @@ def test_no_execute(cluster: Cluster) -> None:
         pod = bridge.pod("one", {"fpga": "mine"}).wait_running()
         sick.write_text(f"{bridge.allocated('mine')[0]} smells of smoke\n")
         pod.wait_gone(60)
-
-
-def test_three_hundred_devices(cluster: Cluster) -> None:
-    """300 devices make several slices of one generation, and any of them can be had."""
-    with Bridge.running(cluster, fpga(300)) as bridge:
-        bridge.wait_offered(300)
-        slices = bridge.slices()
-        assert len(slices) == 5
-        assert len({one["spec"]["pool"]["generation"] for one in slices}) == 1
-        assert {one["spec"]["pool"]["resourceSliceCount"] for one in slices} == {5}
-        bridge.claim("many", bridge.one(allocationMode="ExactCount", count=20))
-        bridge.pod("one", {"fpga": "many"}).wait_running()
-        assert len(bridge.allocated("many")) == 20
 
 
 def test_two_drivers(cluster: Cluster) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -217,28 +216,6 @@ async def test_selectors(cluster: Cluster) -> None:
             assert (result["driver"], result["pool"], result["device"]) == (DRIVER, cluster.node_name, device)
 
 
-async def test_unhealthy_devices_are_not_allocated(cluster: Cluster) -> None:
-    """A claim does not get a tainted device, and gets it once the taint is gone."""
-    async with publishing(cluster, pool(cluster, Device("a", health=Health.UNHEALTHY))) as publisher:
-        if cluster.minor >= 33:
-            (device,) = devices_of(cluster).values()
-            assert device["taints"][0]["timeAdded"]
-        else:
-            assert publisher.state(DRIVER).unsupported == {"taints"}
-            assert devices_of(cluster) == {}
-        cluster.api.create(device_class(cluster))
-        cluster.api.create(claim(cluster, "waits"))
-        cluster.api.create(pod("waits", "waits"))
-        await asyncio.to_thread(cluster.pod("waits").wait_unschedulable)
-        await became(publisher, pool(cluster, Device("a")))
-        await asyncio.to_thread(
-            cluster.wait_for,
-            lambda: (cluster.get("resourceclaim", "waits").get("status") or {}).get("allocation"),
-            30.0,
-            "the claim is allocated",
-        )
-
-
 async def test_shared_device(cluster: Cluster) -> None:
     """A device with three replicas goes to three claims at a time, each with a fair part, and not to a fourth."""
     if cluster.minor < 34:
@@ -276,38 +253,6 @@ async def test_partitions(cluster: Cluster) -> None:
         assert result["device"] in {"half0", "half1"}
         cluster.api.create(pod("whole", "whole"))
         await asyncio.to_thread(cluster.pod("whole").wait_unschedulable)
-
-
-async def test_kubelet_restart(cluster: Cluster) -> None:
-    """After the kubelet wiped the slices at its start they are back within 2 s."""
-    async with publishing(cluster, pool(cluster, *many(3))):
-        (before,) = published(cluster)
-        events: asyncio.Queue[tuple[float, str]] = asyncio.Queue()
-
-        async def look() -> None:
-            async with kube.Cluster.from_environment(cluster.kubeconfig) as connection:
-                async for event in connection.follow(kube.RESOURCE_SLICES, field_selector=f"spec.driver={DRIVER}"):
-                    if isinstance(event, kube.Changed):
-                        events.put_nowait((time.monotonic(), event.type))
-                    else:
-                        events.put_nowait((time.monotonic(), "LISTED"))
-
-        looking = asyncio.create_task(look())
-        try:
-            assert (await events.get())[1] == "LISTED"
-            await asyncio.to_thread(cluster.restart_kubelet)
-            async with asyncio.timeout(60):
-                gone, event = await events.get()
-                assert event == "DELETED"
-                back, event = await events.get()
-            assert event == "ADDED"
-            assert back - gone < 2.0
-            print(f"slices were away for {back - gone:.3f} s")
-            (after,) = published(cluster)
-            assert after["spec"]["devices"] == before["spec"]["devices"]
-        finally:
-            looking.cancel()
-            await asyncio.wait([looking])
 
 
 async def test_apiserver_restart(cluster: Cluster) -> None:

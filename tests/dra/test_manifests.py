@@ -10,8 +10,6 @@ import yaml
 from deviceplugin.config import Config, ResourceConfig, parse
 from dra_bridge.manifests import Deployment, manifests, to_yaml
 
-CONFIG_ARGUMENT = "--config=/etc/dra-bridge/config.yaml"
-
 TEXT = """\
 # the lab's devices
 resources:

@@ -193,12 +193,6 @@ def test_further_holders_are_recorded_beside_those_before() -> None:
     assert known.store.snapshot.sequence == sequence
 
 
-def test_an_id_that_is_granted_anew_has_the_larger_amount() -> None:
-    """Its former holder may run on, and had more of it."""
-    known = Known().granted(["a"], amount=WHOLE).granted(["a"], amount=HALF)
-    assert known.record("a").amount == WHOLE
-
-
 def test_a_pod_that_holds_what_is_on_the_other_side_quarantines_it() -> None:
     """An old checkpoint alone does not contradict the register."""
     for sure in (False, True):

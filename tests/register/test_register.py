@@ -9,8 +9,6 @@ from fractions import Fraction
 from typing import Any, TypeVar
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from deviceplugin.device import Device
 from deviceplugin.exclusion import DeviceConflictError, DeviceKey, Things, thing_of
@@ -139,50 +137,6 @@ async def test_aliases_exclude_each_other() -> None:
     await here.grant("a", "c")
 
 
-async def test_one_holder_does_not_get_one_thing_twice() -> None:
-    """Neither by two ids of it, nor by parts that together are more than the whole."""
-    await RegisterInMemory(a="n1", b="n1 x").refused("a", "b", why="the same hardware")
-    await RegisterInMemory(part("whole", 10), part("half", 5)).refused("whole", "half", why="does not fit")
-
-
-async def test_parts_fit_while_counters_suffice() -> None:
-    """Halves fit beside each other, the whole beside nothing, and a third not beside two."""
-
-    def parts() -> RegisterInMemory:
-        return RegisterInMemory(part("whole", 10), part("half", 5), part("other", 5), part("third", 1))
-
-    here = parts()
-    await here.grant("half", "other")
-    await here.refused("third", why=r"third .* does not fit beside half .*, other .* \(counter memory of gpu\)")
-    await here.grant("half")
-    here = parts()
-    await here.grant("half")
-    await here.grant("other")
-    here = parts()
-    await here.grant("whole")
-    await here.refused("half", why="whole")
-    here = parts()
-    await here.grant("third")
-    await here.refused("whole", why="third")
-
-
-@pytest.mark.parametrize("one", [part("a", 1, brings=None), part("a", "-1")], ids=["no capacity", "negative"])
-async def test_parts_of_what_is_not_known_exclude_each_other(one: Device) -> None:
-    """Without a capacity, or with an amount that is none, nothing fits beside."""
-    here = RegisterInMemory(one, part("b", 1, brings=None))
-    await here.grant("a")
-    await here.refused("b", why="does not fit beside a")
-
-
-async def test_counter_sets_belong_to_a_driver() -> None:
-    """The same name of another driver is another set."""
-    here = RegisterInMemory(part("a", 10))
-    here.add("example.com/s", part("b", 10), driver="e.example.com")
-    await here.grant("a")
-    await here.grant("b", resource="example.com/s")
-    assert not here.register.listed.now().related
-
-
 async def test_counters_that_were_taken_before_a_driver_was_renamed_are_still_taken() -> None:
     """Of a partition that is held the scope is that of its resource now; of a resource that is gone its name then."""
     here = RegisterInMemory(part("half", 5), part("whole", 10))
@@ -201,29 +155,6 @@ async def test_an_id_that_changes_while_it_is_held_excludes_what_it_was_and_is()
     assert here.withheld() == {"a", "b", "c"}
 
 
-async def test_a_held_device_that_is_not_listed_excludes_what_it_was() -> None:
-    """A link that replaces another one to the same node is the same device."""
-    here = RegisterInMemory(a="n1")
-    await here.grant("a")
-    here.list(b="n1")
-    await here.refused("b", why="the same hardware")
-
-
-async def test_ids_of_one_thing_share_its_parts() -> None:
-    """Where its ids have several holders each, all of them together get no more than the whole."""
-    here = RegisterInMemory(a="n1", b="n1", replicas=2)
-    await here.grant("a::0")
-    await here.grant("b::0")
-    for name in ("a::1", "b::1"):
-        await here.refused(name, why="the same hardware|is held by")
-    assert here.withheld() == {"a::1", "b::1"}
-    alone = here.add("example.com/alone", x="n1")
-    await here.refused("x", why="the same hardware", resource="example.com/alone")
-    await here.end("b::0")
-    await here.grant("a::1")
-    assert alone.ids_now(Device("x")) == ("x",)
-
-
 def test_groups_reach_through_others() -> None:
     """Devices that consume from one counter set belong together, also through a third; aliases do, too."""
     now = things(
@@ -235,56 +166,6 @@ def test_groups_reach_through_others() -> None:
     assert now.group(key("b"), now.related) == (key("a"), key("b"), key("c"))
     assert now.group(key("b"), ()) == (key("b"),)
     assert now.group(key("d"), now.related) == (key("d"),)
-
-
-DEVICES = st.dictionaries(
-    st.sampled_from("abcdef"),
-    st.tuples(st.frozensets(st.sampled_from(["n1", "n2", "n3"]), max_size=2), st.integers(0, 4)),
-    max_size=6,
-)
-
-
-@given(DEVICES, st.lists(st.sets(st.sampled_from("abcdef"), min_size=1, max_size=2)))
-def test_whatever_is_granted_in_turn_never_overlaps(
-    devices: dict[str, tuple[Tokens, int]], wanted: list[set[str]]
-) -> None:
-    """Holders that come one after the other have no token in common and stay within the counters.
-
-    What is offered is what can be granted.
-    """
-
-    async def run() -> None:
-        here = RegisterInMemory()
-        listed = [
-            Device(name, consumes={"s": {"m": amount}} if amount else {}, counters={"s": {"m": 4}})
-            for name, (_, amount) in devices.items()
-        ]
-        tokens_now = {name: tokens for name, (tokens, _) in devices.items()}
-        here.services[R].inventory.publish(
-            [
-                Device(
-                    one.id, identity=min(tokens_now[one.id], default=""), consumes=one.consumes, counters=one.counters
-                )
-                for one in listed
-            ],
-            tokens_now,
-        )
-        held: set[str] = set()
-        for names in wanted:
-            if not names <= devices.keys() - held:
-                continue
-            offered = names.isdisjoint(here.register.withheld(R, "plugin"))
-            try:
-                await here.grant(*sorted(names))
-            except DeviceConflictError:
-                assert not (offered and len(names) == 1)
-            else:
-                held |= names
-        tokens = [token for name in held for token in devices[name][0]]
-        assert len(tokens) == len(set(tokens))
-        assert sum(devices[name][1] for name in held) <= 4
-
-    asyncio.run(run())
 
 
 # What was granted, and by whom.

@@ -11,7 +11,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,6 @@ from tests.dra.ledger.samples import adopt
 
 ENDED = PodProcesses(frozenset())
 """No process of any pod runs."""
-Hook = Callable[..., Any]
 
 
 class Inner(msgspec.Struct):

@@ -42,7 +42,6 @@ from tests.dra.ledger.samples import (
     claim,
     cluster,
     grant,
-    held_by,
     kubelet,
     prepare,
     reserve,
@@ -97,16 +96,6 @@ def test_allocate_is_refused_elsewhere_and_says_which_device_where_since_when(st
     assert to.text in refusal.message
     assert "2023-11-14T22:13:20Z" in refusal.message
     assert not store.snapshot.allocations_on(R, ["b"]), "all or none"
-
-
-def test_an_id_given_again_is_a_new_grant(store: DirectLedger) -> None:
-    """The kubelet takes devices back without a word and gives them to the next pod."""
-    records = []
-    for now in (T0, T0 + 1):
-        assert store.do(grant(R, {"a": "a"}, now)) is None
-        records += store.snapshot.allocations_on(R, ["a"])
-    first, second = records
-    assert second.sequence > first.sequence
 
 
 def test_replicas_hold_one_device_together(store: DirectLedger) -> None:
@@ -328,30 +317,6 @@ def test_a_move_to_the_plugin_ends_only_with_all_of_its_evidence(store: DirectLe
     assert store.do(operations.commit_to_plugin(R, ["a"], good, T0)).devices == ("a",)
 
 
-def test_a_grant_never_seen_takes_two_snapshots_well_apart(store: DirectLedger) -> None:
-    """The pod may be on its way from Allocate to where the kubelet remembers it."""
-    before = seen(store, 0.0)
-    store.do(grant(R, {"a": "a"}, T0))
-    empty = seen(store)
-    for snapshot, at, released in (
-        (before, 1.0, ()),  # began before the grant: says nothing
-        (replace(empty, current=False), 1.0, ()),
-        (empty, 1.0, ()),
-        (empty, 2.0, ()),
-        (replace(empty, current=False), 12.0, ()),
-        (empty, 12.0, ("a",)),
-    ):
-        assert store.do(operations.observe(R, replace(snapshot, at=at), T0)).released == released
-
-
-def test_a_snapshot_that_is_looked_at_late_is_as_old_as_it_is(store: DirectLedger) -> None:
-    """A slow disk between two snapshots close together does not set them apart."""
-    store.do(grant(R, {"a": "a"}, T0))
-    empty = seen(store)
-    store.do(operations.observe(R, empty, T0))
-    assert store.do(operations.observe(R, replace(empty, at=2.0), T0 + 3600)).released == ()
-
-
 def test_a_device_that_is_not_shared_has_one_claim(store: DirectLedger) -> None:
     """The API server forgets the claim of a pod that is deleted by force; its container may still run."""
     to_dra(store)
@@ -364,62 +329,6 @@ def test_a_device_that_is_not_shared_has_one_claim(store: DirectLedger) -> None:
     assert isinstance(store.do(prepare(claim("2", "a", admin=True))), Claim)
     store.do(operations.unprepare(D, "1"))
     assert isinstance(store.do(prepare(claim("3", "a"))), Claim)
-
-
-def test_a_grant_that_was_seen_is_released_with_the_first_snapshot_without_it(store: DirectLedger) -> None:
-    """A pod that is gone frees its device at once, so that moves are quick."""
-    store.do(grant(R, {"a": "a"}, T0))
-    store.do(operations.observe(R, seen(store, a="u1/main"), T0))
-    record = store.snapshot.allocations[R, "a"]
-    assert (record.pod, record.holders, record.pending) == ("default/u1", frozenset({("u1", "main")}), False)
-    assert store.do(operations.observe(R, seen(store), T0)).released == ("a",)
-
-
-def test_a_snapshot_from_before_a_grant_says_nothing_of_its_pod(store: DirectLedger) -> None:
-    """It shows the pod before, which had the device, too; the new one is still to be seen."""
-    store.do(grant(R, {"a": "a"}, T0))
-    before = seen(store, a="former/main")
-    store.do(grant(R, {"a": "a"}, T0))
-    store.do(operations.observe(R, before, T0))
-    assert store.snapshot.allocations[R, "a"].holders == frozenset()
-    assert store.do(operations.observe(R, seen(store, 2.0), T0)).released == ()
-
-
-def test_a_grant_to_the_next_pod_waits_though_the_former_pod_has_ended(store: DirectLedger) -> None:
-    """Its own container is still to be named; that the former one is named no more proves nothing of it."""
-    store.do(grant(R, {"a": "a"}, T0))
-    store.do(operations.observe(R, seen(store, 1.0, a="u1/main"), T0))
-    store.do(grant(R, {"a": "a"}, T0))
-    for snapshot in (seen(store, 2.0, a="u1/main"), seen(store, 3.0)):
-        assert store.do(operations.observe(R, snapshot, T0)).released == ()
-    record = store.snapshot.allocations[R, "a"]
-    assert (record.holders, record.pending) == (frozenset(), True)
-    store.do(operations.observe(R, seen(store, 4.0, a="u2/main"), T0))
-    assert store.do(operations.observe(R, seen(store, 5.0), T0)).released == ("a",)
-
-
-def test_an_init_container_named_like_an_earlier_pods_container_holds(store: DirectLedger) -> None:
-    """A holder is a pod's UID and a container, never a name alone."""
-    store.do(grant(R, {"a": "a"}, T0))
-    store.do(operations.observe(R, seen(store, 1.0, a="u1/main"), T0))
-    store.do(grant(R, {"a": "a"}, T0))
-    store.do(operations.observe(R, seen(store, 2.0, a="u1/main u2/main"), T0))
-    assert store.do(operations.observe(R, seen(store, 3.0, a="u2/main"), T0)).released == ()
-    assert store.snapshot.allocations[R, "a"].holders == {("u2", "main")}
-    store.do(operations.begin_move(R, ["a"], Side.DRA, T0))
-    done = store.do(operations.commit_to_dra(R, ["a"], kubelet(store, held={"a": held_by("a", "u2/main")}), T0))
-    assert done.waiting == {"a": "pod default/u2"}
-
-
-def test_init_and_app_container_of_a_pod_hold_one_id_one_after_the_other(store: DirectLedger) -> None:
-    """The kubelet calls Allocate for each; the id is free when the checkpoint names neither."""
-    store.do(grant(R, {"a": "a"}, T0))
-    store.do(operations.observe(R, seen(store, 1.0, a="u1/init"), T0))
-    store.do(grant(R, {"a": "a"}, T0))
-    store.do(operations.observe(R, seen(store, 2.0, a="u1/init u1/main"), T0))
-    assert not store.snapshot.allocations[R, "a"].pending
-    assert store.do(operations.observe(R, seen(store, 3.0, a="u1/main"), T0)).released == ()
-    assert store.do(operations.observe(R, seen(store, 4.0), T0)).released == ("a",)
 
 
 def test_a_grant_whose_pod_was_refused_is_over_while_an_old_holder_stays(store: DirectLedger) -> None:
@@ -646,27 +555,6 @@ def test_holdings_of_unknown_identity_adopt_what_their_devices_are_now(store: Di
         assert known() == expected
     assert {"n5", "n6"} <= store.snapshot.index.keys()
     assert "n1" not in store.snapshot.index
-
-
-def test_evidence_completes_what_is_not_known_of_an_allocation(store: DirectLedger) -> None:
-    """The answer to Allocate is in the checkpoint; what was recorded at the grant stays."""
-    told = replace(held_by("a", "u1/main"), identity=N1, amount=HALF)
-    store.do(operations.add_holders([("u1", "main", R, "a")], T0))
-    assert store.snapshot.allocations[R, "a"].amount == UNKNOWN
-    for one in (told, replace(told, identity=N2, amount=WHOLE)):
-        store.do(operations.observe(R, KubeletSnapshot(store.snapshot.sequence, 1.0, True, {"a": one}), T0))
-        record = store.snapshot.allocations[R, "a"]
-        assert (record.identity, record.amount, record.holders) == (N1, HALF, frozenset({("u1", "main")}))
-
-
-def test_further_holders_hold_as_the_first_ones(store: DirectLedger) -> None:
-    """Evidence shows that their pods may run. A grant keeps what it has; an id that is not known is not awaited."""
-    store.do(grant(R, {"a::1": "a"}, amount=HALF))
-    store.do(operations.add_holders([("u1", "", R, "a::1"), ("u2", "", R, "a::1"), ("u3", "main", R, "b")], T0))
-    first, second = (store.snapshot.allocations[R, name] for name in ("a::1", "b"))
-    assert (first.holders, first.pending, first.amount) == (frozenset({("u1", ""), ("u2", "")}), True, HALF)
-    assert (second.device, second.holders, second.pending) == ("b", frozenset({("u3", "main")}), False)
-    assert isinstance(store.do(grant(R, {"b::0": "b"}, amount=HALF)), Excluded), "it may have all of it"
 
 
 def test_a_reservation_that_was_durable_stays_so(store: DirectLedger, path: str) -> None:
