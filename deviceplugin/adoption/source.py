@@ -186,10 +186,12 @@ class AdoptedEndpoint(Endpoint):
         """The ids of devices that claims hold, or may get: a plugin that registers past the agent would give them.
 
         The plugin that registers last gets the kubelet's Allocates, and here they are refused. What is for claims
-        was not healthy in the last list of a former agent (R5).
+        was not healthy in the last list of a former agent (R5). A claim that is known by its file has no record beside.
         """
-        records = self._register.snapshot.of(self.resource).values()
-        return frozenset(record.device for record in records if not record.state.allocates)
+        snapshot = self._register.snapshot
+        for_claims = {record.device for record in snapshot.of(self.resource).values() if not record.state.allocates}
+        held = (device for claim in snapshot.claims.values() for device in claim.devices)
+        return frozenset(for_claims.union(device.device for device in held if device.resource == self.resource))
 
     def _lines_if_listed(self) -> tuple[Entry, ...] | None:
         lines = super()._lines_if_listed()

@@ -87,13 +87,13 @@ class Agent(RegisterHost):
         cdi_directory = str(self.paths.cdi_dir)
         self.claims = OrphanedClaims(self.paths.kubelet_root, side.drivers, cdi_directory, self.tracker.pods)
         self.scanner = HolderScanner(services, self.tracker, self.register, scan_wanted, period, always=report_holders)
+        self._adopts = vendors is not None
+        self._vendors = vendors = vendors or VendorPlugins(self.paths.plugins)  # with none that could register
+        vendors.registered = self._vendor_registered
         context = ServiceContext(self.paths.plugins, self.tracker, self.register, side, vendors, timing, scan_wanted)
         self._supervisor = Supervisor(services, context, self.fail)
         for source in sources:
             services[source.resource] = Service(source, context)
-        self._vendors = vendors
-        if vendors is not None:
-            vendors.registered = self._vendor_registered
         self.register.subscribe(self._refresh)
 
     def status(self) -> AgentStatus:
@@ -160,27 +160,24 @@ class Agent(RegisterHost):
         """
         await self.begun.wait()
         wanted = dict(wanted)
-        if self._vendors is not None:
-            kept = {name for name in self._held_by_claims() if self.adopted(name)}
-            for resource in (self._vendors.registered_resources | kept) - {*wanted, *unchanged}:
-                wanted[resource] = AdoptedSource(resource, self._vendors)  # passed through
+        kept = {name for name in self._held_by_claims() if self.adopted(name)}
+        for resource in (self._vendors.registered_resources | kept) - {*wanted, *unchanged}:
+            wanted[resource] = AdoptedSource(resource, self._vendors)  # passed through
         await self._supervisor.reconfigure(wanted, unchanged)
-        if self._vendors is not None:
-            for resource in self._vendors.registered_resources - self.services.keys():
-                self._vendor_registered(resource)  # while the service that it had was ending
+        for resource in self._vendors.registered_resources - self.services.keys():
+            self._vendor_registered(resource)  # while the service that it had was ending
 
     def _held_by_claims(self) -> set[str]:
         """Return the resources of which claims hold devices that may be vendors', which have no identity."""
         held = (device for claim in self.register.snapshot.claims.values() for device in claim.devices)
-        return {device.resource for device in held if not device.identity}
+        return {device.resource for device in held if not device.identity.split()[1:]}  # beside the boot
 
     def keep_from_pods(self) -> None:
         """Serve adopted resources that no config names while claims hold devices of them; before `run`.
 
-        Their plugin may have registered past this agent, which only an agent that serves the resource notices.
+        Their plugin may have registered past this agent, which only an agent that serves the resource notices; also one
+        that adopts nothing any more.
         """
-        if self._vendors is None:
-            return
         for resource in self._held_by_claims() - self.services.keys():
             text = "the config does not name it, but claims hold devices of it; pods with limits get none of these"
             _LOG.warning(text, extra={"resource": resource})
@@ -190,7 +187,7 @@ class Agent(RegisterHost):
     async def _adopt(self) -> None:
         """Let vendors' plugins register here, if that is wanted."""
         try:
-            if self._vendors is not None:
+            if self._adopts:
                 await self._vendors.run()
         except AdoptionError as error:
             self.fail(str(error))
@@ -200,7 +197,6 @@ class Agent(RegisterHost):
 
     def _vendor_registered(self, resource: str) -> None:
         """Serve a resource that a vendor's plugin has registered; also one that no config names, as it is."""
-        assert self._vendors is not None
         if resource not in self.services:
             text = "the config does not name it; its plugin serves pods by limits only"
             _LOG.warning(text, extra={"resource": resource})

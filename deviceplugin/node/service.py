@@ -49,7 +49,7 @@ class ServiceContext:
     tracker: HolderTracker
     register: Register
     claim_side: ClaimSide
-    vendors: VendorPlugins | None
+    vendors: VendorPlugins
     timing: RegistrationTiming | None
     scan_wanted: asyncio.Event
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -114,8 +114,7 @@ class Service(EndpointHost):
     def contested(self, reason: str) -> None:
         """Take that another plugin has registered the resource."""
         self._context.scan_wanted.set()
-        if self._context.vendors is not None:
-            self._context.vendors.bypassed(self.resource)
+        self._context.vendors.bypassed(self.resource)
         self._context.claim_side.contested(self.resource, reason)
 
     # What the follower of the source tells.

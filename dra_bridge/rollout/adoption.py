@@ -328,6 +328,6 @@ async def advise(cluster: Cluster, name: str, namespace: str, agents_in: str, *,
     nodes = {node for pod in owned if (node := pod["spec"].get("nodeName"))}
     if not back:
         return adopt(daemon_set, agents, nodes)
-    with_claims = {agent.node for agent in agents if agent.claims and agent.directory and agent.node in nodes}
+    with_claims = {agent.node for agent in agents if agent.claims and agent.node in nodes}  # also without --adopt now
     answers = await ask_agents(cluster, with_claims, agents_in)
     return undo(daemon_set, agents, in_use(answers, agents, nodes))

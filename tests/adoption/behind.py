@@ -27,11 +27,13 @@ class Adopted:
         new.write_text(json.dumps({"resources": resources}))
         new.replace(self.config)
 
-    def run_agent(self, module: str, *options: str) -> AgentProcess:
-        """Start `MODULE run`, and wait until plugins can register."""
-        arguments = ["-m", module, "run", "--config", str(self.config), "--adopt", str(self.directory), *options]
+    def run_agent(self, module: str, *options: str, adopts: bool = True) -> AgentProcess:
+        """Start `MODULE run`, and wait until plugins can register, if it adopts them."""
+        arguments = ["-m", module, "run", "--config", str(self.config), *options]
+        arguments += ["--adopt", str(self.directory)] if adopts else []
         self.agents.append(AgentProcess(arguments, self.config, self.where / f"agent-{len(self.agents)}.log"))
-        self.wait_log("plugins can register")
+        if adopts:
+            self.wait_log("plugins can register")
         return self.agents[-1]
 
     def vendor(self, *resources: Mapping[str, Any], **quirks: Any) -> Vendor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import socket
 import tempfile
@@ -41,10 +42,10 @@ class Scene(Adopted):
         one = {"name": RESOURCE, "driver": D, "devices": [{"plugin": {"claims": True, **(plugin or {})}}]}
         self.write_config({**one, "dra": {"share": "all"}, **more})
 
-    def agent(self, *more: str) -> AgentProcess:
-        """Start the agent, and wait until plugins can register. more: options."""
+    def agent(self, *more: str, adopts: bool = True) -> AgentProcess:
+        """Start the agent, and wait until plugins can register, if it adopts them. more: options."""
         options = [*self.node.arguments, "--cdi-dir", str(self.node.cdi), "--kubeconfig", str(self.kubeconfig)]
-        return self.run_agent("tests.kubeconfigs", *options, "--node-name", self.node.name, *more)
+        return self.run_agent("tests.kubeconfigs", *options, "--node-name", self.node.name, *more, adopts=adopts)
 
     def wait_offered(self, count: int) -> list[dict[str, Any]]:
         """Wait until slices offer so many devices; return them."""
@@ -271,17 +272,25 @@ def test_an_agent_that_starts_after_the_path_was_reverted(scene: Scene) -> None:
     scene.node.wait_allocatable(RESOURCE, 3)
 
 
-@pytest.mark.parametrize("how", ["reload", "two reloads", "restart"])
+@pytest.mark.parametrize(
+    "how", ["reload", "two reloads", "restart", "restart that adopts nothing", "restart without ledger"]
+)
 def test_a_reverted_path_after_the_config_has_dropped_the_resource(scene: Scene, how: str) -> None:
-    """What claims have is kept from pods, and the alarm is raised, as if the config still named the resource."""
+    """What claims have is kept from pods, and the alarm is raised, as if the config still named the resource.
+
+    What is made of a config without an adopted resource (manifests, chart) has no `--adopt`.
+    """
+    adopts = how != "restart that adopts nothing"
     agent = scene.agent()
     vendor = scene.vendor(resource("g0", "g1", env={"GADGETS": "{ids}"}))
     scene.wait_offered(2)
     claimed = scene.pod().wait_running()
     other = {"name": "example.com/sim", "devices": [{"simulated": {"count": 1}}]}
-    if how == "restart":
+    if how.startswith("restart"):
         agent.terminate()
         scene.write_config(other)
+        if how == "restart without ledger":
+            shutil.rmtree(scene.node.root / "plugins" / "dra-bridge")
     else:
         agent.reload(json.dumps({"resources": [other]}))
         scene.wait_log("was read again")
@@ -292,13 +301,23 @@ def test_a_reverted_path_after_the_config_has_dropped_the_resource(scene: Scene,
         scene.wait_log("was read again", 2)
     vendor.directory = scene.node.device_plugin_dir
     vendor.start()
-    if how == "restart":
+    if how.startswith("restart"):
         scene.node.wait_allocatable(RESOURCE, 2)
-        scene.agent()
-    scene.wait_log("past this agent, while claims have devices")
+        agent = scene.agent(adopts=adopts)
+    if not adopts:
+        scene.wait_log("past this agent, while claims have devices")
+        agent.reload(json.dumps({"resources": [{**other, "name": "example.com/other"}]}))
+        scene.wait_log("was read again")
+    scene.wait_log("another plugin has registered this resource with the kubelet")
     scene.node.wait_allocatable(RESOURCE, 0)
     kept_from_pods(scene, vendor)
-    wait_for("the Event", lambda: "AdoptedPluginBypassed" in events(scene), 10)
+    if how != "restart without ledger":  # else no driver has the resource
+        wait_for("the Event", lambda: "AdoptedPluginBypassed" in events(scene), 10)
+        scene.wait_log("past this agent, while claims have devices")
+    if not adopts:  # the plugin is where it belongs
+        claimed.delete()
+        scene.node.wait_until(lambda: scene.node.streams(RESOURCE) == 1)
+        return
     # Put right again: what comes back goes to pods.
     vendor.stop()
     vendor.directory = scene.directory

@@ -343,8 +343,14 @@ def test_a_reverted_path_while_claims_hold_devices(scene: Scene, vendors: dict[s
     scene.after = 2
 
 
-def test_a_reverted_path_after_the_config_has_dropped_the_resource(scene: Scene, vendors: dict[str, Vendor]) -> None:
-    """An agent that starts then keeps from pods what claims have, which only its register knows of."""
+@pytest.mark.parametrize("adopts", [True, False])
+def test_a_reverted_path_after_the_config_has_dropped_the_resource(
+    scene: Scene, vendors: dict[str, Vendor], monkeypatch: pytest.MonkeyPatch, *, adopts: bool
+) -> None:
+    """An agent that starts then keeps from pods what claims have, which only its register knows of.
+
+    What is made of a config without adopted resources has no `--adopt`.
+    """
     cluster = scene.cluster
     for letter in "ab":
         scene.nodes(letter, 2)
@@ -355,6 +361,9 @@ def test_a_reverted_path_after_the_config_has_dropped_the_resource(scene: Scene,
     scene.before = 2
     scene.agents.stop()
     del scene.agents.resources[0]
+    if not adopts:
+        scene.agents.resources[0] = {**adopted("b", "none"), "devices": [{"path": f"{locks.NODES}/b/*"}]}
+        monkeypatch.setattr(Agents, "command", lambda agents: command(agents)[:-2])
     scene.agents.write()
     vendor, before = vendors["a"], len(calls(vendors["a"], "Allocate"))
     reverted(scene, vendor)
@@ -365,12 +374,15 @@ def test_a_reverted_path_after_the_config_has_dropped_the_resource(scene: Scene,
     refused(scene, "limits")
     cluster.wait_allocatable(named("a"), 0)
     assert len(calls(vendor, "Allocate")) == before
-    # Put right again.
+    # Put right again, or what the plugin is to serve alone.
     vendor.stop()
-    vendor.directory = DIRECTORY
-    vendor.start()
     for pod in held:
         pod.delete()
+    if adopts:
+        vendor.directory = DIRECTORY
+    else:
+        cluster.wait_for(lambda: "waiting for its plugin" in scene.agents.log(), LIMIT, "the agent has left")
+    vendor.start()
     cluster.wait_allocatable(named("a"), 2)
     scene.running(scene.pod("next", "a"))
     scene.after = 1

@@ -314,10 +314,17 @@ def test_it_prints_and_changes_nothing(server: FakeApiServer, command: Callable[
     assert paths(applied(server.get("daemonsets", "gadgets", "vendor"), found["commands"][0])) == paths(body)
 
 
-def test_the_way_back_asks_the_agents(server: FakeApiServer, command: Callable[..., tuple[int, str, str]]) -> None:
-    """Where an agent that serves claims has no page, it is not known whether claims have devices."""
-    server.create(daemon_set(OURS))
-    pod, agent = plugin_pod(), agent_pod()
+@pytest.mark.parametrize("option", [f"--adopt={OURS}", "--config=/etc/dra-bridge/config.yaml"])
+def test_the_way_back_asks_the_agents(
+    server: FakeApiServer, command: Callable[..., tuple[int, str, str]], option: str
+) -> None:
+    """Where an agent that serves claims has no page, it is not known whether claims have devices.
+
+    Nor is it where the agents were changed first, so that they adopt nothing any more.
+    """
+    before = {"hostPaths": {"v0": {"path": PLUGINS, "type": ""}}}
+    server.create(daemon_set(OURS, metadata={"annotations": {adoption.BEFORE: json.dumps(before)}}))
+    pod, agent = plugin_pod(), agent_pod("n1", option)
     pod["metadata"]["ownerReferences"][0]["uid"] = server.get("daemonsets", "gadgets", "vendor")["metadata"]["uid"]
     agent["spec"]["containers"][0]["command"] = ["dra-bridge"]
     server.create(pod)
