@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import shutil
 import stat
@@ -16,8 +15,7 @@ from typing import Self
 from tests.cluster import isolate
 from tests.cluster.node import Cluster, ExecError
 from tests.cluster.node import Pod as ClusterPod
-from tests.programs import ANY_CONFIG
-from tests.scenarios.fake import AgentProcess
+from tests.scenarios.fake import NodeWithAgents
 
 __all__ = ["RealNode"]
 
@@ -75,18 +73,14 @@ class RealPod:
         self.pod.wait_gone()
 
 
-class RealNode:
+class RealNode(NodeWithAgents):
     """The node of the session's cluster, with a directory and agents of one scenario."""
 
     patience = 60.0
 
     def __init__(self, cluster: Cluster, directory: Path) -> None:
+        super().__init__(directory, [], ["--cgroup-root", str(isolate.POD_CGROUPS)], forked=False)
         self.cluster = cluster
-        self.directory = directory
-        self.agents: list[AgentProcess] = []
-        self.options: tuple[str, ...] = ()
-        """Further options of agents."""
-        self._numbers = itertools.count()
 
     @classmethod
     @contextmanager
@@ -97,10 +91,7 @@ class RealNode:
         try:
             yield node
         finally:
-            for agent in node.agents:
-                if agent.process.poll() is None:
-                    agent.kill()
-                print(f"--- agent {agent.process.pid}: {agent.process.returncode}\n{agent.log()}")
+            node.end_agents()
             for pod in cluster.pods("default"):
                 pod.delete()
             for pod in cluster.pods("default"):
@@ -113,23 +104,6 @@ class RealNode:
         """Whether the node's status says so of all extended resources of tests."""
         allocatable = self.cluster.node()["status"]["allocatable"]
         return all(count == "0" for name, count in allocatable.items() if name.startswith("example."))
-
-    def start_agent(self, *, config: str = "", script: str = "") -> AgentProcess:
-        number = next(self._numbers)
-        file = self.directory / f"agent-{number}.{'py' if script else 'yaml'}"
-        file.write_text(script or config)
-        agent = AgentProcess(
-            [
-                *([str(file)] if script else ["-m", "deviceplugin", "run", "--config", str(file), *ANY_CONFIG]),
-                *("--cgroup-root", str(isolate.POD_CGROUPS)),
-                *self.options,
-            ],
-            None if script else file,
-            self.directory / f"agent-{number}.log",
-            forked=False,
-        )
-        self.agents.append(agent)
-        return agent
 
     def start_pod(self, name: str, limits: Mapping[str, int]) -> RealPod:
         return RealPod(self.cluster.start_pod(name, limits))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
@@ -16,7 +15,7 @@ from deviceplugin.testing import FakeKubelet, FakePod
 from tests.forks import Forked
 from tests.programs import ANY_CONFIG
 
-__all__ = ["AgentProcess", "FakeNode", "FakeNodePod"]
+__all__ = ["AgentProcess", "FakeNode", "FakeNodePod", "NodeWithAgents"]
 
 
 class AgentProcess:
@@ -115,16 +114,44 @@ class FakeNodePod:
         return None
 
 
-class FakeNode:
-    patience = 20.0
+class NodeWithAgents:
+    """A node's directory and agents of one scenario. program: what runs them, and what all of them are told."""
 
-    def __init__(self, kubelet: FakeKubelet, directory: Path) -> None:
-        self.kubelet = kubelet
+    def __init__(self, directory: Path, program: Sequence[str], arguments: Sequence[str], *, forked: bool) -> None:
         self.directory = directory
         self.agents: list[AgentProcess] = []
         self.options: tuple[str, ...] = ()
         """Further options of agents."""
-        self._numbers = itertools.count()
+        self._program, self._arguments, self._forked = program, arguments, forked
+
+    def start_agent(self, *, config: str = "", script: str = "") -> AgentProcess:
+        number = len(self.agents)
+        file = self.directory / f"agent-{number}.{'py' if script else 'yaml'}"
+        file.write_text(script or config)
+        run = [str(file)] if script else ["-m", "deviceplugin", "run", "--config", str(file), *ANY_CONFIG]
+        agent = AgentProcess(
+            [*self._program, *run, *self._arguments, *self.options],
+            None if script else file,
+            self.directory / f"agent-{number}.log",
+            forked=self._forked,
+        )
+        self.agents.append(agent)
+        return agent
+
+    def end_agents(self) -> None:
+        """Kill those that run, and print what each has said for whoever looks."""
+        for agent in self.agents:
+            if agent.process.poll() is None:
+                agent.kill()
+            print(f"--- agent {agent.process.pid}: {agent.process.returncode}\n{agent.log()}")
+
+
+class FakeNode(NodeWithAgents):
+    patience = 20.0
+
+    def __init__(self, kubelet: FakeKubelet, directory: Path) -> None:
+        super().__init__(directory, ["-m", "tests.scenarios.quick"], kubelet.arguments, forked=True)
+        self.kubelet = kubelet
 
     @classmethod
     @contextmanager
@@ -135,23 +162,7 @@ class FakeNode:
             try:
                 yield node
             finally:
-                for agent in node.agents:
-                    if agent.process.poll() is None:
-                        agent.kill()
-                    print(f"--- agent {agent.process.pid}: {agent.process.returncode}\n{agent.log()}")
-
-    def start_agent(self, *, config: str = "", script: str = "") -> AgentProcess:
-        number = next(self._numbers)
-        file = self.directory / f"agent-{number}.{'py' if script else 'yaml'}"
-        file.write_text(script or config)
-        arguments = [str(file)] if script else ["-m", "deviceplugin", "run", "--config", str(file), *ANY_CONFIG]
-        agent = AgentProcess(
-            ["-m", "tests.scenarios.quick", *arguments, *self.kubelet.arguments, *self.options],
-            None if script else file,
-            self.directory / f"agent-{number}.log",
-        )
-        self.agents.append(agent)
-        return agent
+                node.end_agents()
 
     def start_pod(self, name: str, limits: Mapping[str, int]) -> FakeNodePod:
         return FakeNodePod(self.kubelet.start_pod(name, limits), self.patience)

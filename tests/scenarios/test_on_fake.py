@@ -28,14 +28,18 @@ class TestFaultsOnFake(FaultScenarios):
     """The scenarios in which the kubelet errs, on the fake kubelet."""
 
 
+@pytest.fixture
+def plugins() -> Iterator[Path]:
+    """A directory for plugins' sockets, whose paths in pytest's own would be too long."""
+    with tempfile.TemporaryDirectory(prefix="adopt-") as where:
+        yield Path(where)
+
+
 class TestAdoptedOnFake(AdoptedScenarios):
     """The scenarios of device plugins, with an agent between plugin and kubelet that adopts the plugin."""
 
     @pytest.fixture
-    def node(self, node: FakeNode) -> Iterator[FakeNode]:
-        with (
-            tempfile.TemporaryDirectory(prefix="adopt-") as where,
-            adopting(Path(where), node.kubelet.arguments) as options,
-        ):
+    def node(self, plugins: Path, node: FakeNode) -> Iterator[FakeNode]:  # its agents end before the directory goes
+        with adopting(plugins, node.kubelet.arguments) as options:
             node.options = options
             yield node
