@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import random
@@ -132,13 +133,21 @@ class ClaimReconciliation:
                 await self._pause(ending)
 
     async def _pause(self, ending: Backoff) -> None:
-        """Wait until the next reconciliation is due: earlier if a claim ends with the processes of its pods."""
+        """Wait until the next reconciliation is due: earlier if a claim ends with the processes of its pods.
+
+        Meanwhile pods that begin to run with a claim are recorded, so that no Unprepare has to ask the kubelet for them.
+        """
         until = time.monotonic() + RECONCILE * random.uniform(0.8, 1.2)  # noqa: S311  # jitter
         while (rest := until - time.monotonic()) > 0:
-            if any(claim.result is None for claim in self.driver.records.all()):
+            claims = self.driver.records.all()
+            if any(claim.result is None for claim in claims):
                 await asyncio.sleep(min(rest, ending.next()))
                 return
             ending.reset()
+            since = time.time() - RECONCILE
+            if any(claim.since > since and not claim.pods <= self.pods.recorded for claim in claims):
+                with contextlib.suppress(ClaimStateError, LedgerError, OSError):  # the next reconciliation logs it
+                    await self.pods.running()
             await asyncio.sleep(min(rest, NOTICE))
 
     async def reconcile(self, *, sweep: bool) -> None:

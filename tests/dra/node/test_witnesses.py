@@ -154,6 +154,16 @@ async def test_a_pod_that_joins_a_claim_is_in_the_claims_file(node: FakeNode) ->
         assert file.pods == {pod.uid for pod in pods}
 
 
+async def test_a_pod_is_recorded_before_its_claim_ends(node: FakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kubelet is asked for its pods soon after a pod of a claim runs, so that Unprepare need not ask."""
+    monkeypatch.setattr(claim_reconciliation, "RECONCILE", 3600.0)
+    async with witnessed(node) as (here, _):
+        here.ask("all")
+        await here.settle(State.DRA)
+        pod = await here.claimant("c")
+        await here.until(lambda: pod.uid in here.bridge.drivers[D].claims.pods.recorded)
+
+
 async def test_a_claim_ends_soon_after_the_processes_that_outlive_it(
     node: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,8 +183,11 @@ async def test_a_claim_ends_soon_after_the_processes_that_outlive_it(
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-async def test_a_claims_second_pod_that_the_kubelet_has_forgotten(node: FakeNode, restarted: bool) -> None:
+async def test_a_claims_second_pod_that_the_kubelet_has_forgotten(
+    node: FakeNode, restarted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It joined the claim and was deleted by force before the agent knew of it, and its container hangs."""
+    monkeypatch.setattr(claim_reconciliation, "NOTICE", 3600.0)
     source = Wiped(1, node)
     async with contextlib.AsyncExitStack() as agents:
         here = await agents.enter_async_context(on_node(node, source))
