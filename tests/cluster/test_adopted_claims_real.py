@@ -404,7 +404,12 @@ def test_a_reverted_plugin_that_comes_again_and_again(scene: Scene, vendors: dic
     for number in range(8):
         cluster.wait_for(lambda: scene.agents.log().count(told) > number, LIMIT, "it is noticed again")  # noqa: B023
         assert vendor.process is not None
-        assert vendor.process.wait(LIMIT) == 1
+        # When a stream ends the kubelet disconnects whoever is registered then. If that is the agent again already, the
+        # plugin stays connected (kubelet 1.36.3, devicemanager/plugin/v1beta1/handler.go: runClient).
+        try:
+            assert vendor.process.wait(5) == 1
+        except subprocess.TimeoutExpired:
+            vendor.stop()
         vendor.start()
     cluster.wait_for(lambda: scene.agents.log().count(told) > 8, LIMIT, "it is noticed again")
     cluster.wait_for(lambda: not healthy(), LIMIT, "the kubelet counts no device as healthy")

@@ -413,7 +413,13 @@ class Scene(sides.Scene):
     def handed_on(self, end: Callable[[], object], old: Iterable[str], *new: str, limit: float = LIMIT) -> None:
         """End holders (their pods' UIDs) and wait until waiting pods have got the devices; note how long it took."""
         uids = set(old)
-        keys = {one.key for one in locks.notes() if one.what == "got" and one.uid in uids}
+
+        def noted() -> list[locks.Note]:
+            return [note for note in locks.notes() if note.what == "got" and note.uid in uids]
+
+        # A process that has only begun has not noted what it got.
+        self.cluster.wait_for(lambda: {note.uid for note in noted()} == uids, LIMIT, "the holders have their locks")
+        keys = {note.key for note in noted()}
         end()
         self.cluster.wait_for(lambda: not any(map(locks.pids, uids)), LIMIT, "the containers have ended")
         ended = time.clock_gettime(time.CLOCK_BOOTTIME)
