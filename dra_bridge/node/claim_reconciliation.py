@@ -135,7 +135,7 @@ class ClaimReconciliation:
     async def _pause(self, ending: Backoff) -> None:
         """Wait until the next reconciliation is due: earlier if a claim ends with the processes of its pods.
 
-        Meanwhile pods that begin to run with a claim are recorded, so that no Unprepare has to ask the kubelet for them.
+        Meanwhile pods that begin to run with a claim are recorded: no Unprepare has to ask the kubelet for them.
         """
         until = time.monotonic() + RECONCILE * random.uniform(0.8, 1.2)  # noqa: S311  # jitter
         while (rest := until - time.monotonic()) > 0:

@@ -517,9 +517,11 @@ class Cluster:
 
         What the node's status says is the former kubelet's until this one has written it; ``reported`` waits for that.
         """
-        before = self._heartbeat() if reported else ""
         self.stop_kubelet()
         time.sleep(downtime)
+        before = self._heartbeat() if reported else ""
+        if reported:  # a heartbeat has whole seconds, and one of this kubelet in the same second would be no other one
+            self.wait_for(lambda: time.strftime("%FT%TZ", time.gmtime()) > before, 5.0, "the next second")
         self.start_kubelet()
         # Kubelet 1.32 writes no status after its start until something has changed.
         if reported and self.minor >= 33:
