@@ -28,8 +28,8 @@ from deviceplugin.sharing import shares
 from deviceplugin.source import DeviceSource
 from deviceplugin.wire import deviceplugin_pb2 as pb
 from dra_bridge.driver import ClaimError, ClaimRef, Prepared, claim_files, preparation
-from dra_bridge.handover import moves
-from dra_bridge.handover.share import Share
+from dra_bridge.handover import ends
+from dra_bridge.handover.share import Drain, Share
 from dra_bridge.kube import ClusterError
 from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.node.bridge import Bridge
@@ -45,11 +45,17 @@ _T = TypeVar("_T")
 
 
 class Setting(NamedTuple):
-    """What the configuration says of a resource. driver: "" for none. share: how many devices claims are to have."""
+    """What the configuration says of a resource.
+
+    driver: "" for none. share: how many devices claims are to have. prepares: whether Prepare leaves traces, so that
+    claims are reserved on disk first.
+    """
 
     driver: str = D
     replicas: int = 1
     share: int = 0
+    drain: Drain = "cordon"
+    prepares: bool = False
 
 
 Config = Mapping[str, Setting]
@@ -82,6 +88,22 @@ class Cards(DeviceSource):
                 await done.wait()
             except asyncio.CancelledError:
                 continue
+
+
+class PreparedCards(Cards):
+    """A source whose Prepare leaves traces."""
+
+    def prepare(self, devices: Sequence[Device], config: object) -> None:
+        """Set nothing up."""
+
+    def unprepare(self, devices: Sequence[Device]) -> None:
+        """Undo nothing."""
+
+
+def _sources(config: Config, outside: Outside) -> dict[str, Cards]:
+    return {
+        name: (PreparedCards if setting.prepares else Cards)(name, setting, outside) for name, setting in config.items()
+    }
 
 
 class SlowLedger:
@@ -142,7 +164,7 @@ def modelled(outside: Outside) -> Iterator[None]:
             (asyncio, "to_thread", _at_once),
             (claim_files, "in_thread", _at_once),
             (hook_runs, "CANCELLED", 0.0),
-            (moves, "Backoff", lambda **_: Backoff(first=0.0, most=0.0)),
+            (ends, "Backoff", lambda **_: Backoff(first=0.0, most=0.0)),
             (podresources, "time", clock),
             (preparation, "PATIENCE", 0.0),
             (tracker, "time", clock),
@@ -158,7 +180,7 @@ class Life(Bridge):
         paths = Paths(outside.root, cgroup_root=outside.home, pod_log_dir=outside.logs, cdi_dir=outside.home / "cdi")
         self.outside = outside
         self.ledger: DirectLedger | None = None
-        self.sources = sources = [Cards(name, setting, outside) for name, setting in config.items()]
+        self.sources = sources = [*_sources(config, outside).values()]
         super().__init__(sources, _policies(config), BridgeOptions(paths, None, cast("Any", outside), NODE))
         self.agent.claims.fresh = 0.0
         self.publisher = cast("Any", outside)
@@ -180,7 +202,9 @@ class Life(Bridge):
 
     async def _open_ledger(self) -> AsyncLedger:
         path = self.ledger_path
-        self.ledger = DirectLedger(str(path), f"{self.node.drivers.cdi_directory}/{AGENT}.allocations")
+        self.ledger = DirectLedger(
+            str(path), f"{self.node.drivers.cdi_directory}/{AGENT}.allocations", connect=self.outside.connect
+        )
         return cast("AsyncLedger", SlowLedger(self.ledger, self.outside))
 
     async def begin(self) -> None:
@@ -211,7 +235,7 @@ class Life(Bridge):
         services = cast("dict[str, Service]", self.agent.services)
         for name in services.keys() - config.keys():
             del services[name]
-        sources = {name: Cards(name, setting, self.outside) for name, setting in config.items()}
+        sources = _sources(config, self.outside)
         self.sources += sources.values()
         await self.reconfigure(cast("Any", sources), _policies(config), ())
         for name in config:
@@ -314,7 +338,7 @@ class Life(Bridge):
         sweep = all(one.reconciled.is_set() or one.leaving for one in runtime.resources.values())
         try:
             await runtime.claims.reconcile(sweep=sweep)
-        except EVIDENCE_ERRORS:
+        except (*EVIDENCE_ERRORS, LedgerError):
             return
 
     def publish(self, runtime: DriverRuntime) -> None:
@@ -328,7 +352,7 @@ async def _nothing(uid: str) -> None:
 
 
 def _policies(config: Config) -> dict[str, HandoverPolicy]:
-    return {name: HandoverPolicy(Share(setting.share)) for name, setting in config.items()}
+    return {name: HandoverPolicy(Share(setting.share), setting.drain) for name, setting in config.items()}
 
 
 def _base64(message: pb.ContainerAllocateResponse) -> str:

@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import re
+import sqlite3
 import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -178,9 +179,13 @@ class Outside:
         self.stuck = False
         self.registered: dict[str, frozenset[str]] = {}
         self.checkpoint: CheckpointVersion | None = CheckpointVersion(frozenset(), {})
+        self.drafts: list[CheckpointVersion] = []
+        """Checkpoints that writers of the kubelet have made up and will write late."""
         self.prompt = False
         self.slices: dict[str, Slices] = {}
         self.server_up = True
+        self.disk_fails = 0
+        """So many commits to come fail, every second one of them although it is on disk."""
         self.write_state()
 
     def number(self) -> str:
@@ -211,12 +216,19 @@ class Outside:
             os.utime(logs, (0, 0))
         return uid
 
-    def write_checkpoint(self) -> None:
-        """Write the device manager's checkpoint."""
-        named = [pod for pod in self.pods if pod.memory]
-        answers = {pod.allocation: pod.response for pod in named}
+    def connect(self, path: str) -> Any:
+        """Open the database of the register on a disk that may fail."""
+        return FailingDisk(self, path)
+
+    def made_up(self) -> CheckpointVersion:
+        """Return what the device manager's checkpoint is to say."""
+        answers = {pod.allocation: pod.response for pod in self.pods if pod.memory}
         file: Any = object()  # each is another file
-        self.checkpoint = CheckpointVersion(frozenset(answers), dict(self.registered), file, answers)
+        return CheckpointVersion(frozenset(answers), dict(self.registered), file, answers)
+
+    def write_checkpoint(self, draft: CheckpointVersion | None = None) -> None:
+        """Write the device manager's checkpoint, as it is now or as it was made up."""
+        self.checkpoint = draft or self.made_up()
         self.forget_pods()
 
     def names(self, pod: Pod) -> bool:
@@ -377,6 +389,27 @@ class Checkpoints(CheckpointReader):
             return None
         self.outside.write_checkpoint()
         return self.outside.checkpoint
+
+
+class FailingDisk:
+    """A connection whose commits fail while `disk_fails` says so."""
+
+    def __init__(self, outside: Outside, path: str) -> None:
+        self._outside = outside
+        self._inner = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+
+    def execute(self, sql: str, *args: Any) -> Any:
+        """Execute a statement, or raise."""
+        if sql.startswith("COMMIT") and self._outside.disk_fails:
+            self._outside.disk_fails -= 1
+            if self._outside.disk_fails % 2:
+                self._inner.execute(sql)
+            raise sqlite3.OperationalError("disk I/O error")
+        return self._inner.execute(sql, *args)
+
+    def close(self) -> None:
+        """Close it."""
+        self._inner.close()
 
 
 def free_shares(entry: Entry, name: str, driver: str, claims: Collection[Claim]) -> bool:

@@ -182,7 +182,7 @@ SMALLER = [(0, 0, True, False), (1, 0, True, False), (0, 1, True, True), (1, 1, 
 
 @exploration
 @pytest.mark.parametrize(("pods", "claims", "crashes", "damage"), SMALLER if AT_LENGTH else SMALLER[:1])
-def test_halves_are_all_worlds_and_no_other(pods: int, claims: int, crashes: bool, damage: bool) -> None:
+def test_halves_are_all_states_and_no_other(pods: int, claims: int, crashes: bool, damage: bool) -> None:
     """Of smaller nodes the halves make up the very states that are found when each is visited."""
     small = Small(pods=pods, claims=claims, crashes=crashes, damage=damage)
     halves = Halves(small)

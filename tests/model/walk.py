@@ -29,7 +29,12 @@ MEMORY: Final = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 TURNS: Final = 60
 """So many turns of the loop bring every task to where it waits."""
 SETTINGS: Final = st.builds(
-    Setting, st.sampled_from([D, D, E, ""]), st.sampled_from([1, 1, 2, 3]), st.sampled_from([0, 1, 2])
+    Setting,
+    st.sampled_from([D, D, E, ""]),
+    st.sampled_from([1, 1, 2, 3]),
+    st.sampled_from([0, 1, 2]),
+    st.sampled_from(["cordon", "wait"]),
+    st.booleans(),
 )
 CONFIGS: Final = st.one_of(
     st.fixed_dictionaries({R: SETTINGS}),
@@ -176,6 +181,7 @@ class Walk(RuleBasedStateMachine):
     @rule(losses=LOSSES, config=st.none() | CONFIGS)
     def agent_starts(self, losses: frozenset[str] = frozenset(), config: Config | None = None) -> None:
         outside = self.outside
+        outside.disk_fails = 0
         there = [pod for pod in outside.pods if pod.at in {"admitted", "runs"}]
         if "copy" in losses and not all(pod.memory and outside.names(pod) for pod in there):
             losses = frozenset()
@@ -193,6 +199,7 @@ class Walk(RuleBasedStateMachine):
             self.state_is_lost()
         if "checkpoint" in losses:
             outside.checkpoint = None
+            outside.drafts.clear()
             outside.forget_pods()
         for mine in outside.slices.values():
             mine.ticket, mine.pool, mine.accepted = mine.ticket + 1, None, min(mine.accepted, 1)
@@ -373,6 +380,21 @@ class Walk(RuleBasedStateMachine):
     def checkpoint_is_written(self) -> None:
         self.outside.write_checkpoint()
 
+    @precondition(lambda self: len(self.outside.drafts) < 2)
+    @rule()
+    def checkpoint_is_made_up(self) -> None:
+        """A writer has made up its contents and writes the file late; the kubelet has two writers."""
+        self.outside.drafts.append(self.outside.made_up())
+
+    @precondition(lambda self: self.outside.drafts)
+    @rule(index=st.integers(0, 1))
+    def checkpoint_is_written_late(self, index: int) -> None:
+        draft = self.outside.drafts[index % len(self.outside.drafts)]
+        there = [pod for pod in self.outside.pods if pod.at in {"admitted", "runs"}]
+        if all(self.recorded(pod) or pod.allocation in draft.allocations for pod in there):
+            self.outside.drafts.remove(draft)
+            self.outside.write_checkpoint(draft)
+
     @rule(index=SOME)
     def pod_runs(self, index: int = 0) -> None:
         there = [
@@ -430,9 +452,14 @@ class Walk(RuleBasedStateMachine):
     def kubelet_writes_when_asked(self, prompt: bool) -> None:
         self.outside.prompt = prompt
 
+    @rule(times=st.integers(1, 3))
+    def disk_fails_for_a_while(self, times: int) -> None:
+        self.outside.disk_fails = times
+
     @precondition(lambda self: not self.unlisted())
     @rule()
     def kubelet_restarts(self) -> None:
+        self.outside.drafts.clear()
         for pod in self.outside.pods:
             pod.memory = self.outside.names(pod)
             if pod.at == "chosen" or (pod.at == "admitted" and not pod.memory):
@@ -677,7 +704,8 @@ class Walk(RuleBasedStateMachine):
 
     def leave_alone(self) -> None:
         """Let everything end and nothing fail, with the plain configuration; then nothing may be lost."""
-        self.outside.server_up, self.outside.prompt = True, True
+        self.outside.server_up, self.outside.prompt, self.outside.disk_fails = True, True, 0
+        self.outside.drafts.clear()
         self.hooks_hang(stuck=False)
         self.hooks_end()
         self.finish()
