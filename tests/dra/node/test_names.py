@@ -31,25 +31,6 @@ def running(
     return agents.running(agents.bridge(node, [Listed(name, D, *ids) for name in resources], share))
 
 
-async def test_a_running_claim_is_recognised_after_names_were_made_anew(node: FakeNode) -> None:
-    """The ledger and the slices are lost, and another resource has come: its device goes to nobody else."""
-    async with running(node, A) as bridge:
-        await until(lambda: published(node) == {name: of for name, (of, _) in ALONE.items()})
-        pod = await asyncio.to_thread(lambda: node.start_pod("p", template={D: 1}).wait_running(60))
-        (device,) = node.devices_of(pod)
-        path = bridge.ledger_path
-    await asyncio.to_thread(node.stop)
-    for file in path.parent.glob(f"{path.name}*"):
-        file.unlink()
-    await asyncio.to_thread(node.start)
-    async with running(node, A, B, share=NONE) as bridge:
-        await until(lambda: {one.health for one in node.devices(B).values()} == {"Healthy"})
-        await until(lambda: any(one.health == "Healthy" for one in node.devices(A).values()))
-        assert node.devices(A)[device].health == "Unhealthy"
-        (claim,) = bridge.drivers[D].async_ledger.snapshot.claims.values()
-        assert claim.held == {(A, device)}
-
-
 @pytest.mark.parametrize("damaged", [False, True])
 async def test_a_claim_is_known_by_its_file_when_no_device_has_its_name(
     node: FakeNode, caplog: pytest.LogCaptureFixture, *, damaged: bool
