@@ -92,6 +92,7 @@ def test_allocate_is_refused_elsewhere_and_says_which_device_where_since_when(st
     refusal = store.do(grant(R, {"b": "b", "a": "a"}, T0))
     assert isinstance(refusal, Refused)
     assert (refusal.record.device, refusal.record.state, refusal.record.since) == ("a", to, T0)
+    assert refusal.moving is (to is State.TO_PLUGIN)
     assert "'a'" in refusal.message
     assert to.text in refusal.message
     assert "2023-11-14T22:13:20Z" in refusal.message
