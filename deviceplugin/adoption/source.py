@@ -157,9 +157,12 @@ class AdoptedEndpoint(Endpoint):
 
     @property
     def options(self) -> pb.DevicePluginOptions:
-        """What the plugin wants."""
-        plugin = self.source.plugins.plugin(self.resource)
-        return plugin.options if plugin is not None else pb.DevicePluginOptions()
+        """What the plugin wants, PreStartContainer while pods may have its devices."""
+        plugin, options = self.source.plugins.plugin(self.resource), pb.DevicePluginOptions()
+        if plugin is not None:
+            options.CopyFrom(plugin.options)
+            options.pre_start_required &= self._register.snapshot.serves_pods(self.resource)
+        return options
 
     @property
     def ready(self) -> bool:

@@ -318,7 +318,7 @@ class PluginRegistration:
             # The kubelet replaces its checkpoint several times for a pod.
             gather = filewatch.Gather(LOOK_FOR_CLAIMS, prompt=".sock")
             with filewatch.shared().watch([str(self._kubelet.parent)], gather=gather) as watch:
-                self.wake = watch.wake
+                self.wake = self.endpoint.wake = watch.wake
                 self.endpoint.streams.start(watch.wake)
                 await self._loop(watch)
         finally:

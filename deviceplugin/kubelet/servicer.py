@@ -125,6 +125,10 @@ class Endpoint(DevicePluginServicer):
         """Calls of the kubelet that it should not be cut off from."""
         self._asked_for: Counter[str] = Counter()
         """Devices of which Allocate is in flight: a list without the id makes the kubelet crash then."""
+        self._announced: pb.DevicePluginOptions | None = None
+        """What the kubelet was last told of this resource."""
+        self.wake: Callable[[], None] = lambda: None
+        """Has its registration look again."""
         self._failed_starts: dict[frozenset[str], str] = {}
         """Why containers of these ids could not start the last time."""
         self.host: Final = host or EndpointHost()
@@ -134,8 +138,8 @@ class Endpoint(DevicePluginServicer):
 
     @property
     def options(self) -> pb.DevicePluginOptions:
-        """What this resource announces: only hooks that are really there."""
-        reset = "reset" in self.source.hooks
+        """What this resource announces: only hooks that are really there, while they may be needed."""
+        reset = "reset" in self.source.hooks and self._register.snapshot.serves_pods(self.resource)
         return pb.DevicePluginOptions(pre_start_required=reset, get_preferred_allocation_available=True)
 
     @property
@@ -170,7 +174,9 @@ class Endpoint(DevicePluginServicer):
         self.refresh()
 
     def refresh(self) -> None:
-        """Have every stream send the list again if it has changed."""
+        """Have every stream send the list again if it has changed; and the kubelet be told of other options."""
+        if self._announced is not None and self._announced != self.options:
+            self.wake()
         self.streams.refresh()
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -181,7 +187,8 @@ class Endpoint(DevicePluginServicer):
 
     async def GetDevicePluginOptions(self, request: pb.Empty, context: object) -> pb.DevicePluginOptions:  # noqa: N802
         """Answer which of the optional calls this plugin wants."""
-        return self.options
+        self._announced = self.options
+        return self._announced
 
     async def ListAndWatch(  # noqa: N802
         self, request: pb.Empty, context: object
@@ -300,9 +307,14 @@ class Endpoint(DevicePluginServicer):
         return device in self._asked_for or self._register.is_held((self.resource, device))
 
     def _lines_if_listed(self) -> tuple[Entry, ...] | None:
-        """Return the list as the kubelet is to see it now; None before the source's first list."""
+        """Return the list as the kubelet is to see it now; None before the source's first list.
+
+        Nothing is offered to a kubelet that would start containers without PreStartContainer: it asks at Register.
+        """
         if not self.inventory.snapshot.listed:
             return None
+        if self._announced is not None and self.options.pre_start_required > self._announced.pre_start_required:
+            return self.ids.entries(lambda device: False, ())
         withheld = set(self._register.withheld(self.resource, "plugin"))
         if self._holders is not None:
             withheld.update(self._holders.unnamed_reasons(self.resource))

@@ -268,6 +268,16 @@ class RegisterSnapshot:
         """Return the devices of a resource by id."""
         return {record.device: record for record in self.devices.values() if record.resource == resource}
 
+    def serves_pods(self, resource: str) -> bool:
+        """Return whether pods have, or may soon get, devices of a resource by the plugin's side.
+
+        Where they do not, PreStartContainer must not be asked for: the kubelet calls it for pods, too, that DRA serves
+        by their `limits`, and starts none of their containers, since they have no devices of the plugin's (kubelet
+        1.36.3 and 1.37.1, devicemanager/manager.go: callPreStartContainerIfNeeded).
+        """
+        states = {record.state for record in self.devices.values() if record.resource == resource}
+        return states != {State.DRA}
+
     def allocations_on(self, resource: str, devices: Iterable[str]) -> list[AllocationRecord]:
         """Return the allocations of these devices."""
         entries = {entry for device in devices for entry in self.index.get((resource, device), ())}

@@ -172,6 +172,20 @@ def test_a_plugin_that_ends_while_a_pod_is_admitted(scene: Scene, call: str, *, 
     assert claimed.running
 
 
+def test_pods_with_limits_through_dra_start_though_their_plugin_wants_pre_start_container(scene: Scene) -> None:
+    """The kubelet would want it for them, too, and start nothing; pods of the plugin's side have it afterwards."""
+    scene.write({"pre_start": "once"})
+    scene.agent()
+    vendor = scene.vendor(resource("g0"), pre_start=True)
+    scene.wait_offered(1)
+    scene.node.start_pod("through-dra", {RESOURCE: 1}).wait_running(20).delete()
+    scene.write({"pre_start": "once"}, dra={"share": "none"})
+    scene.node.wait_allocatable(RESOURCE, 1)
+    scene.node.run_pod("plain", {RESOURCE: 1})
+    assert len(vendor.calls("Allocate")) == 2
+    assert [one["ids"] for one in vendor.calls("PreStartContainer")] == [["g0"], ["g0"]]
+
+
 @pytest.mark.parametrize("reload", [False, True])
 def test_devices_of_a_resource_that_is_passed_through_return(scene: Scene, *, reload: bool) -> None:
     """The config named a driver for them before; the plugin comes after the agent knows that it does so no more."""

@@ -215,6 +215,88 @@ def test_a_plugin_that_ends_while_a_pod_is_admitted(
     scene.after = 2
 
 
+@pytest.mark.parametrize(
+    ("side", "call", "grace", "then", "how"),
+    [
+        ("pod", "Allocate", 1, "other", "answers"),
+        ("pod", "PreStartContainer", 0, "other", "killed"),
+        ("claim", "Allocate", 0, "other", "answers"),
+        ("claim", "PreStartContainer", 0, "same", "killed"),
+    ],
+)
+def test_a_pod_is_deleted_while_its_plugin_hangs(
+    scene: Scene, vendors: dict[str, Vendor], side: str, call: str, grace: int, then: str, how: str
+) -> None:
+    """What the plugin answers later gives the device to nobody: the next pod or claim gets it, once."""
+    cluster = scene.cluster
+    scene.nodes("a", 1)
+    hold = isolate.DEVICES / "hold"
+    scene.stack.callback(hold.unlink, missing_ok=True)
+    share = {"pod": "none", "claim": "all"}
+    once = {"devices": [{"plugin": {"claims": True, "pre_start": "once"}}]}
+    scene.serve({**adopted("a", share[side]), **once})
+    vendor = vendors["a"]
+    vendor.stop()
+    hold.touch()
+    vendor.quirks = {"hold": str(hold), "held": call, "pre_start": call == "PreStartContainer"}
+    vendor.start()
+    if side == "claim":
+        scene.agents.wait_offered(1)
+    else:
+        cluster.wait_for(lambda: len(healthy()) == 1, LIMIT, "the kubelet counts the device as healthy")
+    first = scene.pod("first", "a") if side == "pod" else scene.claimer("first", "a")
+    cluster.wait_for(lambda: calls(vendor, call), LIMIT, f"the plugin is in {call}")
+    first.delete(grace)
+    after = side if then == "same" else {"pod": "claim", "claim": "pod"}[side]
+    if then == "other":
+        scene.share(a=share[after])
+    manifest = plain("next", "a") if after == "pod" else claimer("next", "a")
+    scene.waiting["next"] = manifest
+    scene.make(manifest)
+    scene.observe(3)
+    if how == "killed":
+        vendor.stop(signal.SIGKILL)
+        hold.unlink()
+        vendor.start()
+    else:
+        hold.unlink()
+
+    def got() -> bool:
+        scene.check()
+        scene.urge()
+        return any(one.pod == "next" for one in locks.holders())
+
+    cluster.wait_for(got, 120, "the next pod has the device")
+    scene.waiting.pop("next")
+    assert not [one for one in locks.holders() if one.uid == first.uid]
+    scene.after = 1
+
+
+def test_pods_with_limits_through_dra_start_though_their_plugin_wants_pre_start_container(
+    scene: Scene, vendors: dict[str, Vendor]
+) -> None:
+    """The kubelet would want it for them, too, and start nothing; pods of the plugin's side have it afterwards."""
+    cluster = scene.cluster
+    scene.nodes("a", 1)
+    once = {"devices": [{"plugin": {"claims": True, "pre_start": "once"}}]}
+    scene.serve({**adopted("a", "all"), **once})
+    vendor = vendors["a"]
+    vendor.stop()
+    vendor.quirks = {"pre_start": True}
+    vendor.start()
+    scene.agents.wait_offered(1)
+    pod = scene.pod("through-dra", "a")
+    scene.running(pod)
+    assert len(calls(vendor, "PreStartContainer")) == 1
+    pod.delete()
+    pod.wait_gone()
+    scene.share(a="none")
+    cluster.wait_for(lambda: len(healthy()) == 1, LIMIT, "the kubelet counts the device as healthy")
+    scene.running(scene.pod("plain", "a"))
+    assert len(calls(vendor, "PreStartContainer")) == 2
+    scene.after = 1
+
+
 # Moves and restarts.
 
 

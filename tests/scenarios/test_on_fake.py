@@ -43,3 +43,4 @@ class TestAdoptedOnFake(AdoptedScenarios):
         with adopting(plugins, node.kubelet.arguments) as options:
             node.options = options
             yield node
+            node.end_agents()  # they make their sockets anew in a directory that is being removed
