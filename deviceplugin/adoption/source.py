@@ -161,7 +161,8 @@ class AdoptedEndpoint(Endpoint):
         plugin, options = self.source.plugins.plugin(self.resource), pb.DevicePluginOptions()
         if plugin is not None:
             options.CopyFrom(plugin.options)
-            options.pre_start_required &= self._register.snapshot.serves_pods(self.resource)
+            if options.pre_start_required:
+                options.pre_start_required = self._register.snapshot.serves_pods(self.resource)
         return options
 
     @property

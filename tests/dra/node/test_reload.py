@@ -24,6 +24,7 @@ from dra_bridge.node.bridge import Bridge
 from dra_bridge.node.device_reconciliation import EvidenceReader
 from dra_bridge.node.share import NONE, HandoverPolicy
 from dra_bridge.testing.node import FakeNode
+from dra_bridge.testing.serving import device_class
 from tests.dra import agents
 from tests.dra.agents import NODE, Listed, healthy, running, sliced, until
 from tests.dra.ledger.samples import DirectLedger
@@ -233,6 +234,34 @@ async def test_claims_of_a_former_driver_keep_their_devices(
     with DirectLedger(str(agent.ledger_path)) as ledger:
         assert ledger.snapshot.claims_on(A, [device]), "the claim is as it was"
         assert ledger.snapshot.device(A, device).driver == D
+
+
+class Reset(Listed):
+    """With a hook for each start of a container."""
+
+    def __init__(self, resource: str, driver: str) -> None:
+        super().__init__(resource, driver)
+        self.calls = 0
+
+    def reset(self, devices: Sequence[Device]) -> None:
+        self.calls += 1
+
+
+async def test_pods_with_limits_through_dra_start_where_the_resource_has_reset(node: FakeNode) -> None:
+    """The kubelet would call it for them, too, and start nothing; it is asked to once pods may have a device again."""
+    node.server.create(device_class(A, D))
+    source = Reset(A, D)
+    agent = bridge(node, source, share=Share(part=1.0))
+    async with running(agent):
+        await until(lambda: sliced(node, D) == {"d0", "d1"})
+        pod = node.start_pod("through-dra", {A: 1})
+        await asyncio.to_thread(pod.wait_running, 30)
+        assert source.calls == 1
+        await asyncio.to_thread(pod.delete)
+        await agent.reconfigure({}, {A: HandoverPolicy()}, [A])
+        await until(lambda: healthy(node, A) == {"d0", "d1"})
+        await asyncio.to_thread(node.run_pod, "plain", {A: 1})
+        assert source.calls == 2
 
 
 async def test_a_claim_of_a_former_driver_that_the_kubelet_has_forgotten(
