@@ -137,7 +137,10 @@ class ServedDriver:
         return str(answer)
 
     async def unprepare(self, uid: str) -> ClaimError | None:
-        return (await self.driver.unprepare([ref(uid)]))[uid]
+        """Return the answer once the ledger has dropped what it drops."""
+        answer = (await self.driver.unprepare([ref(uid)]))[uid]
+        async with self.driver.records.locked(uid):
+            return answer
 
     @property
     def all_files(self) -> list[str]:
