@@ -149,6 +149,22 @@ def test_two_requests_two_containers(cluster: Cluster) -> None:
         assert "FPGA_MODE" not in card_env
 
 
+def test_selectors(bridge: Bridge) -> None:
+    """Claims select on attributes and capacity as a user writes them; what fits nowhere stays pending."""
+    family = f'device.attributes["{DRIVER}"].family == "Arc"'
+    memory = f'device.capacity["{DRIVER}"].memory.compareTo(quantity("16Gi")) >= 0'
+    more = f'device.capacity["{DRIVER}"].memory.compareTo(quantity("32Gi")) >= 0'
+
+    def selecting(*expressions: str) -> list[dict[str, Any]]:
+        return [{"cel": {"expression": expression}} for expression in expressions]
+
+    bridge.claim("fits", bridge.one(selectors=selecting(family, memory)))
+    bridge.claim("too-much", bridge.one(selectors=selecting(family, more)))
+    good = bridge.pod("good", {"fpga": "fits"}).wait_running()
+    bridge.pod("bad", {"fpga": "too-much"}).wait_unschedulable()
+    assert env_of(good)["FPGA_MODE"] == "fast"
+
+
 def test_match_attribute_and_counts(bridge: Bridge) -> None:
     """Two devices of one NUMA node are found by matchAttribute, all devices by allocationMode All."""
     bridge.claim(

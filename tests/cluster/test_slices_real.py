@@ -216,6 +216,28 @@ async def test_selectors(cluster: Cluster) -> None:
             assert (result["driver"], result["pool"], result["device"]) == (DRIVER, cluster.node_name, device)
 
 
+async def test_unhealthy_devices_are_not_allocated(cluster: Cluster) -> None:
+    """A claim does not get a tainted device, and gets it once the taint is gone."""
+    async with publishing(cluster, pool(cluster, Device("a", health=Health.UNHEALTHY))) as publisher:
+        if cluster.minor >= 33:
+            (device,) = devices_of(cluster).values()
+            assert device["taints"][0]["timeAdded"]
+        else:
+            assert publisher.state(DRIVER).unsupported == {"taints"}
+            assert devices_of(cluster) == {}
+        cluster.api.create(device_class(cluster))
+        cluster.api.create(claim(cluster, "waits"))
+        cluster.api.create(pod("waits", "waits"))
+        await asyncio.to_thread(cluster.pod("waits").wait_unschedulable)
+        await became(publisher, pool(cluster, Device("a")))
+        await asyncio.to_thread(
+            cluster.wait_for,
+            lambda: (cluster.get("resourceclaim", "waits").get("status") or {}).get("allocation"),
+            30.0,
+            "the claim is allocated",
+        )
+
+
 async def test_shared_device(cluster: Cluster) -> None:
     """A device with three replicas goes to three claims at a time, each with a fair part, and not to a fourth."""
     if cluster.minor < 34:
