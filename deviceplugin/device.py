@@ -12,6 +12,7 @@ from typing import Any, Final, TypeVar
 
 _T = TypeVar("_T")
 _NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
+_DIGITS: Final = re.compile(r"([0-9]+)")
 CDI_NAME: Final = (
     r"[a-zA-Z0-9](?:[-a-zA-Z0-9_.]*[a-zA-Z0-9])?/[a-zA-Z](?:[-a-zA-Z0-9_]*[a-zA-Z0-9])?"
     r"=[a-zA-Z0-9](?:[-a-zA-Z0-9_.:]*[a-zA-Z0-9])?"
@@ -61,6 +62,15 @@ def counted(number: int, what: str = "device") -> str:
 def printable(text: str) -> str:
     """Return text with its control and other unprintable characters escaped."""
     return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def natural(device: str) -> tuple[object, ...]:
+    """Return a sort key that compares runs of digits by value: sim-2, sim-02, sim-10."""
+    parts: list[object] = _DIGITS.split(device)
+    for at in range(1, len(parts), 2):
+        number = str(parts[at]).lstrip("0")
+        parts[at] = (len(number), number)
+    return tuple(parts), device
 
 
 _STRING: Final = "a string such as {!r}"

@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Final
 
-from deviceplugin.device import Device
+from deviceplugin.device import Device, natural
 from deviceplugin.identity import Tokens
 from deviceplugin.naming import parse_quantity
-from deviceplugin.topology import natural
 
 DeviceKey = tuple[str, str]
 """(resource, device)."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import enum
 import heapq
 import math
-import re
 import sys
 import time
 from array import array
@@ -20,13 +19,14 @@ from operator import add, neg, or_, sub
 from types import MappingProxyType
 from typing import Any, Final
 
+from deviceplugin.device import natural
+
 _NOTHING: Final[Mapping[Any, Any]] = MappingProxyType({})
 Ids = Collection[str]
 Matrix = Sequence[Sequence[int]]
 Score = Mapping[frozenset[str], float]
 """How close two devices are, by frozenset({a, b}); higher is closer, a pair that is missing has 0."""
 
-_DIGITS: Final = re.compile(r"([0-9]+)")
 _WIDTHS: Final = {16: "H", 32: "I", 64: "Q"}  # bits of a number, and the type code of an array of such numbers
 _EXACT: Final = 1 << 16  # sets of devices (interchangeable ones counted) up to which all are compared
 _USUAL: Final = ((4, 2), (2, 4))  # requests that may follow one for a single device: their size, and how many
@@ -46,15 +46,6 @@ class Link(enum.IntEnum):
     HOST_BRIDGE = 30
     SAME_CPU = 20
     CROSS_CPU = 10
-
-
-def natural(device: str) -> tuple[object, ...]:
-    """Return a sort key that compares runs of digits by value: sim-2, sim-02, sim-10."""
-    parts: list[object] = _DIGITS.split(device)
-    for at in range(1, len(parts), 2):
-        number = str(parts[at]).lstrip("0")
-        parts[at] = (len(number), number)
-    return tuple(parts), device
 
 
 def _in_order(devices: Iterable[str]) -> list[str]:

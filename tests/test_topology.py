@@ -14,13 +14,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from deviceplugin import topology
+from deviceplugin.device import natural
 from deviceplugin.topology import (
     Link,
     arranged,
     choose,
     distributed,
     links,
-    natural,
     numa_compact,
     numa_scores,
     packed,

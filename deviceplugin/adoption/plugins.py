@@ -233,18 +233,24 @@ class VendorPlugins(RegistrationServicer):
 
     async def _in_turn(self, plugin: VendorPlugin, work: Callable[[], Coroutine[Any, Any, bytes]]) -> bytes:
         """Have a plugin work while no other does; one that hangs holds up only its own endpoint in the end."""
+        ended = False
+
+        def end_turn() -> None:
+            nonlocal ended
+            ended = True
+            self._turn.release()
+            text = "its plugin has not answered Allocate for %g s; other plugins are asked meanwhile"
+            _LOG.warning(text, TURN, extra={"resource": plugin.resource})
+
         async with plugin.turn:
-            async with self._turn:
-                task = asyncio.create_task(work(), name=f"allocate {plugin.resource}")
-                try:
-                    await asyncio.wait({task}, timeout=TURN)
-                except asyncio.CancelledError:
-                    task.cancel()
-                    raise
-            if not task.done():
-                text = "its plugin has not answered Allocate for %g s; other plugins are asked meanwhile"
-                _LOG.warning(text, TURN, extra={"resource": plugin.resource})
-            return await task
+            await self._turn.acquire()
+            timer = asyncio.get_running_loop().call_later(TURN, end_turn)
+            try:
+                return await work()
+            finally:
+                timer.cancel()
+                if not ended:
+                    self._turn.release()
 
     async def allocate_claim(self, plugin: VendorPlugin, uid: str, ids: Sequence[str], timeout: float) -> bytes:
         """Allocate devices to a claim, and call PreStartContainer if the plugin wants that; return the answer.

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from typing import Final
 
-from deviceplugin import topology
 from deviceplugin.inventory import InventorySnapshot
 from deviceplugin.kubelet.device_list import DeviceIds
 from deviceplugin.source import DeviceSource
@@ -36,6 +35,8 @@ def choice(
     size: int,
 ) -> list[str]:
     """Return what the source's policy chooses."""
+    from deviceplugin import topology  # not before the kubelet asks: vendors' plugins answer by themselves
+
     devices = snapshot.devices
     physical = {name: ids.offered_as(name) for name in (*available, *must_include)}
     numa = {name: devices[name].numa_nodes for name in set(physical.values()) if name in devices and source.topology}

@@ -105,7 +105,7 @@ def forget(state: RegisterSnapshot, resource: str, devices: Collection[str]) -> 
 def adopt(state: RegisterSnapshot, identities: Mapping[RecordKey, str], boot: str) -> Decision[None]:
     """Give holdings whose identity is not known, or is of another boot, the one that their devices have now.
 
-    So of those of which all nodes of an answer are known, if one of these is the device's.
+    An identity that has all nodes of an answer to Allocate is replaced as well, if one of these nodes is the device's.
     """
     changes: list[Change] = []
 

@@ -110,7 +110,7 @@ def takes_recorded(amount: Amount, scope: str = "") -> dict[Counter, Fraction]:
 def in_scopes(use: Use, scopes: Mapping[str, str]) -> Use:
     """Return a use whose takes count in the scope that was recorded, and in that of its resource now.
 
-    Where neither is known, it may have got it in any scope.
+    Where neither is known they count in the scopes of all resources.
     """
     now = scopes.get(use.key[0], "") if use.key else ""
     takes: dict[Counter, Fraction] = {}
@@ -184,7 +184,7 @@ def doubts(
 
 
 def is_given_by_others(allocation: AllocationRecord) -> bool:
-    """Return whether another plugin has given a pod what is recorded: how much of the device is not known."""
+    """Return whether another plugin made an allocation: its record does not say how much of the device it has."""
     return not (allocation.amount.part or allocation.pending)
 
 
@@ -241,8 +241,8 @@ def refusal(
             same = [each for each in wanted if counter in each.takes]
             taken = [each.takes[counter] for each in (*of_counter, *same)]
             if len(taken) > 1 and (min(taken) < 0 or sum(taken) > view.limits.get(counter, Fraction(-1))):
-                beside = of_counter or [each for each in same if each is not use]
-                names = ", ".join(sorted({_titled(each) for each in beside})[:3])
+                takers = of_counter or [each for each in same if each is not use]
+                names = ", ".join(sorted({_titled(each) for each in takers})[:3])
                 counts = ", which counts as held" if of_counter else ", requested with it"
                 return f"{_titled(use)} does not fit beside {names}{counts} (counter {counter[2]} of {counter[1]})"
     return ""

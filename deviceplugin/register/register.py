@@ -290,7 +290,7 @@ class Register:
 
         An id is requested beside all holdings but its own, a device for claims beside all but those of its driver's
         claims: what they hold stays offered, and the scheduler itself fits parts beside others that claims hold. Ids
-        are walked in order; an idle one that is offered counts for the rest.
+        are decided in order; an idle one that is offered counts as held for those after it.
         """
         services = self.listed.served
         if resource not in services:
@@ -336,7 +336,7 @@ class Register:
         return withheld
 
     def _by_itself(self, key: DeviceKey, ids: Sequence[str], entries: Collection[tuple[str, DeviceKey]]) -> bool:
-        """Return whether a device's only id is all that is held of it, and it is what was granted: the usual case."""
+        """Return whether only the device's one id is held, and the device is what was granted: the usual case."""
         if len(ids) > 1 or entries != {("allocations", (key[0], ids[0]))}:
             return False
         allocation = self.snapshot.allocations[key[0], ids[0]]

@@ -18,10 +18,9 @@ from fnmatch import translate
 from typing import Final
 
 from deviceplugin import identity
-from deviceplugin.device import NO_EDITS, ContainerEdits, Device, DeviceNode, Mount
+from deviceplugin.device import NO_EDITS, ContainerEdits, Device, DeviceNode, Mount, natural
 from deviceplugin.sources.scanned import Scan, ScannedSource
 from deviceplugin.sources.sysfs import numa_node_above
-from deviceplugin.topology import natural
 
 _LOG: Final = logging.getLogger(__name__)
 LONGEST_ID: Final = 52

@@ -6,10 +6,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from deviceplugin.device import Device
+from deviceplugin.device import Device, natural
 from deviceplugin.exclusion import DeviceKey
 from deviceplugin.register.records import DeviceRecord, RegisterSnapshot, Side, State
-from deviceplugin.topology import natural
 from dra_bridge.handover.share import Drain, Share
 
 

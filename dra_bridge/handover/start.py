@@ -9,11 +9,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from deviceplugin.device import counted
+from deviceplugin.device import counted, natural
 from deviceplugin.register import operations
 from deviceplugin.register.records import RegisterSnapshot, Side, State
 from deviceplugin.register.rules import HolderWait
-from deviceplugin.topology import natural
 from dra_bridge.handover.admission import counts_of, may_leave, resources_served_by_dra
 from dra_bridge.handover.allocatable import AllocatableStatus
 from dra_bridge.handover.moved import MovedResource

@@ -13,10 +13,10 @@ from typing import Any, Final
 
 import msgspec
 
+from deviceplugin.device import natural
 from deviceplugin.exclusion import DeviceKey
 from deviceplugin.naming import NamingError, parse_quantity, published_names
 from deviceplugin.register.records import NONE, State
-from deviceplugin.topology import natural
 from dra_bridge.handover.share import Share, ShareError, parse_asked
 from dra_bridge.rollout.agents import Answers
 from dra_bridge.rollout.progress import DeviceProgress, Progress, annotation, read, share_annotation

@@ -14,7 +14,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, Final, Self
 
-from deviceplugin.topology import natural
+from deviceplugin.device import natural
 from dra_bridge import kube
 from dra_bridge.kube import NODES, RESOURCE_CLAIMS, RESOURCE_SLICES, Cluster, Object
 from dra_bridge.rollout import fleet

@@ -12,10 +12,9 @@ from fractions import Fraction
 from typing import Any, Final, Literal, TypeVar
 
 from deviceplugin import naming
-from deviceplugin.device import AttributeValue, Device, Version
+from deviceplugin.device import AttributeValue, Device, Version, natural
 from deviceplugin.inventory import InventorySnapshot
 from deviceplugin.naming import NamingError
-from deviceplugin.topology import natural
 from dra_bridge.kube import Object
 
 _T = TypeVar("_T")
