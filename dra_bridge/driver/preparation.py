@@ -330,26 +330,16 @@ class ClaimPreparation:
 
         Where they run on for `PATIENCE` the kubelet is answered that the claim is unprepared, and the ledger keeps it:
         its devices are held until no process of its pods runs (`ClaimReconciler`).
-
-        The answer does not wait until the ledger has dropped the record: a claim that it keeps without need is ended by
-        `ClaimReconciler`. Until then the claim is locked.
         """
+        driver = self.records.driver
         for task, uid in self.preparing.items():
             if uid == ref.uid:
                 task.cancel(_OVERTAKEN)
-        undone = asyncio.get_running_loop().create_future()
-        work = self.tasks.start(self._unprepare(ref, undone))
-        await asyncio.wait((work, undone), return_when=asyncio.FIRST_COMPLETED)
-        return work.result() if work.done() else None
-
-    async def _unprepare(self, ref: ClaimRef, undone: asyncio.Future[None]) -> ClaimError | None:
-        """Do what `unprepare` says. undone: done when nothing of the claim is left but its record."""
-        driver = self.records.driver
         try:
             async with self._working("unprepare", self.statistics.unprepare, ref):
                 users, unlisted = await self._users(ref)
                 if not (users or unlisted):
-                    await self.end(ref.uid, undone)
+                    await self.end(ref.uid)
                 else:
                     now = time.monotonic()
                     error = _still_running(ref, users, unlisted)
@@ -478,17 +468,14 @@ class ClaimPreparation:
         begun = self.begun.get(uid, -math.inf)
         return frozenset(pod for pod, since in unlisted.items() if since >= begun)
 
-    async def end(self, uid: str, undone: asyncio.Future[None] | None = None) -> None:
-        """Undo all that was prepared for a claim. The caller has its lock, and knows that no container uses it.
-
-        undone: see `_unprepare`.
-        """
+    async def end(self, uid: str) -> None:
+        """Undo all that was prepared for a claim. The caller has its lock, and knows that no container uses it."""
         self.refused.pop(uid, None)
         self.begun.pop(uid, None)
         self.devices.forget(uid)
         record = self.records.get(uid)
         if record is not None:
-            await self._take_back(record, undone)
+            await self._take_back(record)
             self.statistics.unprepare.done += 1
             self.host.claims_changed()
             self.devices.released(record)
@@ -496,16 +483,13 @@ class ClaimPreparation:
         elif cdi.UID.fullmatch(uid):
             await self.files.remove(uid)
 
-    async def _take_back(self, claim: Claim, undone: asyncio.Future[None] | None = None) -> None:
-        """Undo what was set up for a claim; its record is dropped last. undone: see `_unprepare`."""
+    async def _take_back(self, claim: Claim) -> None:
+        """Undo what was set up for a claim; its record is dropped last."""
         self.devices.ending.add(claim.uid)
         try:
             await self.devices.unprepare(claim)
             await self.files.remove(claim.uid)
-            if undone is not None:
-                undone.set_result(None)
-            drop = self.records.ledger.do(operations.unprepare(self.records.driver, claim.uid))
-            await ended(asyncio.ensure_future(drop))  # a Prepare of this claim must not find the record before it goes
+            await self.records.ledger.do(operations.unprepare(self.records.driver, claim.uid))
         finally:
             self.devices.ending.discard(claim.uid)
 

@@ -26,8 +26,6 @@ class AsyncLedger:
         self.write_failures = 0
         """How often something could not be recorded."""
         self._asked: list[tuple[Operation[Any], asyncio.Future[Any]]] = []
-        self._in_order = 0
-        """Operations that are not decided yet; later ones are decided after them."""
         self._answering: asyncio.Task[None] | None = None
         self._executor = ThreadPoolExecutor(1, "ledger")
 
@@ -54,11 +52,10 @@ class AsyncLedger:
 
         When the caller is cancelled, the operation may be done all the same.
         """
-        if not self._in_order and (decision := self.ledger.do_in_memory(operation)) is not None:
+        if (decision := self.ledger.do_in_memory(operation)) is not None:
             return decision.answer
         answered: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
         self._asked.append((operation, answered))
-        self._in_order += 1
         if self._answering is None or self._answering.done():
             self._answering = asyncio.create_task(self._answer())
         return await answered
@@ -87,7 +84,6 @@ class AsyncLedger:
             except Exception as error:  # a LedgerError for all of them
                 self.write_failures += 1
                 answers = [error] * len(batch)
-            self._in_order -= len(batch)
             for (_, answered), answer in zip(batch, answers, strict=True):
                 if isinstance(answer, LedgerLostError):
                     self.lost.set()

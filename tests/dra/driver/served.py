@@ -137,10 +137,7 @@ class ServedDriver:
         return str(answer)
 
     async def unprepare(self, uid: str) -> ClaimError | None:
-        """Return the answer once the ledger has dropped what it drops."""
-        answer = (await self.driver.unprepare([ref(uid)]))[uid]
-        async with self.driver.records.locked(uid):
-            return answer
+        return (await self.driver.unprepare([ref(uid)]))[uid]
 
     @property
     def all_files(self) -> list[str]:

@@ -304,7 +304,7 @@ async def test_a_shared_device_is_unprepared_when_its_last_claim_ends(tmp_path: 
         await here.prepared("2")
         assert [call[1] for call in source.calls if call[0] == "prepare"] == [["d0"], ["d1"], ["d0"]]
         if how == "at once":
-            assert [*await asyncio.gather(*map(here.unprepare, "12"))] == [None, None]
+            assert await here.driver.unprepare([ref("1"), ref("2")]) == {"1": None, "2": None}
         else:
             assert [await here.unprepare(uid) for uid in "12"] == [None, None]
         calls = [call for call in source.calls if call[0] == "unprepare"]
@@ -738,41 +738,6 @@ async def test_a_prepare_waits_for_a_file_that_is_being_removed(
     monkeypatch.undo()
     await here.prepared("1")
     assert len(here.files) == 1
-    await here.end()
-
-
-async def test_unprepare_does_not_wait_for_the_disk(here: ServedDriver) -> None:
-    """It is answered when nothing but the record is left; who wants the device next waits for the ledger."""
-    here.claims.add(claim("1", result("d0")), claim("2", result("d0")))
-    await here.prepared("1")
-    disk = threading.Event()
-    here.async_ledger._executor.submit(disk.wait, 60)
-    assert await here.driver.unprepare([ref("1")]) == {"1": None}
-    assert not here.all_files
-    preparing = asyncio.create_task(here.prepared("2"))
-    done, _ = await asyncio.wait([preparing], timeout=0.3)
-    assert not done
-    assert here.async_ledger.snapshot.claims.keys() == {(D, "1")}
-    disk.set()
-    await preparing
-    assert here.async_ledger.snapshot.claims.keys() == {(D, "2")}
-
-
-async def test_a_claim_is_not_prepared_while_its_record_goes(here: ServedDriver) -> None:
-    """The record says that it is prepared; also an Unprepare that has taken too long keeps the claim locked."""
-    here.claims.add(claim("1", result("d0")))
-    await here.prepared("1")
-    here = await here.again(deadline=0.1)
-    disk = threading.Event()
-    here.async_ledger._executor.submit(disk.wait, 60)
-    assert await here.driver.unprepare([ref("1")]) == {"1": None}
-    for _ in range(3):
-        assert "not done within" in str((await here.prepare("1"))["1"])
-    disk.set()
-    async with here.driver.records.locked("1"):
-        assert not here.async_ledger.snapshot.claims
-    await here.prepared("1")
-    assert here.files
     await here.end()
 
 
