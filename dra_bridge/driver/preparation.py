@@ -489,7 +489,8 @@ class ClaimPreparation:
         try:
             await self.devices.unprepare(claim)
             await self.files.remove(claim.uid)
-            await self.records.ledger.do(operations.unprepare(self.records.driver, claim.uid))
+            drop = self.records.ledger.do(operations.unprepare(self.records.driver, claim.uid))
+            await ended(asyncio.ensure_future(drop))  # a Prepare of this claim must not find the record before it goes
         finally:
             self.devices.ending.discard(claim.uid)
 

@@ -741,6 +741,25 @@ async def test_a_prepare_waits_for_a_file_that_is_being_removed(
     await here.end()
 
 
+async def test_a_claim_is_not_prepared_while_its_record_goes(here: ServedDriver) -> None:
+    """The record says that it is prepared: also an Unprepare that takes too long keeps the claim locked."""
+    here.claims.add(claim("1", result("d0")))
+    await here.prepared("1")
+    here = await here.again(deadline=0.1)
+    disk = threading.Event()
+    here.async_ledger._executor.submit(disk.wait, 60)
+    unpreparing = asyncio.create_task(here.unprepare("1"))
+    await asyncio.wait({unpreparing}, timeout=0.3)
+    for _ in range(3):
+        assert "not done within" in str((await here.prepare("1"))["1"])
+    disk.set()
+    assert "not done within" in str(await unpreparing)
+    assert not here.async_ledger.snapshot.claims
+    await here.prepared("1")
+    assert here.files
+    await here.end()
+
+
 async def test_a_caller_that_goes_away_does_not_stop_the_work(here: ServedDriver) -> None:
     """The kubelet's next try finds it done."""
     here.claims.add(claim("1", result("d0")))
