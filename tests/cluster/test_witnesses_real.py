@@ -536,8 +536,13 @@ def test_a_container_restarts_after_the_checkpoint_was_lost(scene: Scene, count:
     )
     scene.cluster.wait_for(lambda: pod.restarts() > restarts, LIMIT, "the kubelet reports the restart")
     if count > 1:
-        scene.wait(plain("wants-a", "a"))
-        scene.cluster.wait_for(lambda: len(locks.holders()) == count, LIMIT, "another pod has the other device")
+        scene.wants("pod", "a", scheduled=True)
+
+        def both_held() -> bool:
+            scene.urge()
+            return len(locks.holders()) == count
+
+        scene.cluster.wait_for(both_held, LIMIT, "another pod has the other device")
         scene.waiting.pop("wants-a")
     assert len({one.key for one in locks.holders()}) == len(locks.holders()) == count
 
