@@ -11,7 +11,8 @@
 * The node has the addresses ``NODE_IP`` and ``SERVICE_IP`` and a default route, because the kube-apiserver refuses to
   start without one; the route leads nowhere. Names that are not in its ``/etc/hosts`` fail at once: with a name server
   that does not answer a node takes half a minute to come up. All ports are free.
-* The kernel settings that a kubelet changes (``SETTINGS``) are files there; the host's stay as they are.
+* The kernel settings that a kubelet changes (``SETTINGS``) and the boot id (``BOOT_ID``) are files there; the host's
+  stay as they are.
 * The kubelet gets a cgroup of its own, see ``cgroup``.
 
 How it ends. The command's exit status is that of the run. Its end is the end of the first process of the pid namespace,
@@ -77,6 +78,9 @@ SETTINGS = (
     "kernel/keys/root_maxkeys",
     "kernel/keys/root_maxbytes",
 )
+
+BOOT_ID = STATE / "etc" / "kernel.random.boot_id"
+"""What processes outside of containers read as /proc/sys/kernel/random/boot_id. For a reboot tests write another."""
 
 _PREFIX = "deviceplugin-cluster-"
 _ENVIRONMENT = "DEVICEPLUGIN_CLUSTER_RUN"
@@ -233,7 +237,7 @@ def _set_up() -> None:
         target = Path(os.path.realpath(f"/etc/{name}"))
         if target.exists():
             _mount("--bind", str(etc / name), str(target))
-    for setting in SETTINGS:
+    for setting in (*SETTINGS, "kernel/random/boot_id"):
         real = Path("/proc/sys") / setting
         if real.exists():
             copy = etc / setting.replace("/", ".")

@@ -17,12 +17,14 @@ import sys
 import sysconfig
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.cluster import isolate
 from tests.cluster.bridge import Bridge, env_of, seconds_until
 from tests.cluster.node import PLUGINS, PLUGINS_REGISTRY, Cluster
 from tests.programs import ANY_CONFIG
@@ -515,13 +517,11 @@ def test_a_driver_with_many_slices_is_renamed(cluster: Cluster) -> None:
         assert not bridge.slices(DRIVER)
 
 
-def test_a_reboot(bridge: Bridge, tmp_path: Path) -> None:
+def test_a_reboot(bridge: Bridge) -> None:
     """After a reboot, with all containers and CDI files gone, devices are set up again and the pod runs again."""
     bridge.claim("mine")
     pod = bridge.pod("one", {"fpga": "mine"}).wait_running()
     cluster = bridge.cluster
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    (tmp_path / "boot_id").write_text("00000000-1111-2222-3333-444444444444\n")
     bridge.kill()
     cluster.stop_kubelet()
     first = pod.container_id()
@@ -529,22 +529,19 @@ def test_a_reboot(bridge: Bridge, tmp_path: Path) -> None:
         cluster._ctr("tasks", "kill", "--signal", "SIGKILL", container)
     for file in CDI.glob("*"):
         file.unlink()
-    subprocess.run(["mount", "--bind", str(tmp_path / "boot_id"), str(boot)], check=True)
-    try:
-        cluster.start_kubelet()
-        bridge.start()
-        bridge.wait_registered()
-        cluster.wait_for(
-            lambda: (
-                pod.container_id() != first and "running" in pod.status["containerStatuses"][0]["state"] and env_of(pod)
-            ),
-            120,
-            "the pod runs again",
-        )
-        assert env_of(pod)["FPGA_MODE"] == "fast"
-        assert list(CDI.glob("*.json"))
-    finally:
-        subprocess.run(["umount", str(boot)], check=True)
+    isolate.BOOT_ID.write_text(f"{uuid.uuid4()}\n")
+    cluster.start_kubelet()
+    bridge.start()
+    bridge.wait_registered()
+    cluster.wait_for(
+        lambda: (
+            pod.container_id() != first and "running" in pod.status["containerStatuses"][0]["state"] and env_of(pod)
+        ),
+        120,
+        "the pod runs again",
+    )
+    assert env_of(pod)["FPGA_MODE"] == "fast"
+    assert list(CDI.glob("*.json"))
 
 
 def test_the_registry_is_recreated(bridge: Bridge) -> None:

@@ -1050,11 +1050,7 @@ def reboot(scene: Scene, agent: str = "after the kubelet") -> None:
     for path in wiped[:-1]:
         for entry in path.iterdir():
             shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
-    boot = isolate.STATE / "boot_id"
-    if not boot.exists():
-        boot.touch()
-        subprocess.run(["mount", "--bind", str(boot), "/proc/sys/kernel/random/boot_id"], check=True)
-    boot.write_text(f"{uuid.uuid4()}\n")
+    isolate.BOOT_ID.write_text(f"{uuid.uuid4()}\n")
     cluster.start_component("containerd")
     cluster.wait_for(lambda: cluster._ctr("version").returncode == 0, LIMIT, "containerd answers", log="containerd")
     if agent == "before the kubelet":
