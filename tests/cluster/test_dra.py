@@ -19,6 +19,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -246,6 +247,52 @@ def test_extended_resource_through_dra(bridge: Bridge) -> None:
     assert env_of(pod)["FPGA_MODE"] == "fast"
     (claim,) = bridge.cluster.list("ResourceClaim", api_version=bridge.api_version)
     assert len(claim["status"]["allocation"]["devices"]["results"]) == 2
+
+
+RESET = """
+from pathlib import Path
+from deviceplugin import Device, DeviceSource
+from dra_bridge import run
+
+class Fpga(DeviceSource):
+    resource = "example.com/fpga"
+    driver = "fpga.example.com"
+
+    async def watch(self):
+        yield [Device("sim-0")]
+
+    def reset(self, devices):
+        with Path(__file__).with_name("resets").open("a") as notes:
+            notes.write("reset\\n")
+
+run(Fpga(), share="all")
+"""
+
+
+def test_extended_resource_through_dra_of_a_source_with_reset(cluster: Cluster) -> None:
+    """The kubelet would ask for PreStartContainer of a pod that DRA serves, too, and start nothing of it."""
+    if cluster.minor < 35:
+        pytest.skip("1.34 leaves extended resources to DRA only where the node does not name them at all")
+
+    def share(wanted: str | None) -> None:
+        annotation = {"metadata": {"annotations": {f"{DRIVER}/dra-share": wanted}}}
+        cluster.api.patch("Node", cluster.node_name, annotation)
+
+    with Bridge.running(cluster, fpga(1), script=RESET) as bridge, ExitStack() as stack:
+        bridge.wait_offered(1)
+        resets = bridge.directory / "resets"
+        for number in (1, 2):  # the kubelet would remember an earlier registration
+            pod = cluster.start_pod(f"through-dra-{number}", {RESOURCE: 1}).wait_running()
+            assert "extendedResourceClaimStatus" in pod.status
+            assert resets.read_text().splitlines() == ["reset"] * number
+            pod.delete()
+            pod.wait_gone()
+        share("none")
+        stack.callback(share, None)
+        cluster.wait_allocatable(RESOURCE, 1)
+        pod = cluster.start_pod("plain", {RESOURCE: 1}).wait_running()
+        assert "extendedResourceClaimStatus" not in pod.status
+        assert resets.read_text().splitlines() == ["reset"] * 3
 
 
 def test_a_pod_bound_by_name(bridge: Bridge) -> None:
