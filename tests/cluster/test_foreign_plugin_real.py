@@ -123,7 +123,7 @@ def test_the_kubelet_hangs_when_it_is_noticed(scene: Scene) -> None:
         finally:
             os.kill(kubelet, signal.SIGCONT)
     cluster.wait_for(lambda: not scene.agents.lacks(), 60, "the agent is ready")
-    assert metric(scene, "registered") == 1
+    cluster.wait_for(lambda: metric(scene, "registered") == 1, 10, "its metric says so")  # pages live for 0.5 s
     cluster.wait_reported()
     cluster.wait_allocatable(named("a"), 2)
     scene.running(scene.pod("after", "a"))
