@@ -489,8 +489,9 @@ class ClaimPreparation:
         try:
             await self.devices.unprepare(claim)
             await self.files.remove(claim.uid)
+            # A Prepare of this claim must not find the record before it goes.
             drop = self.records.ledger.do(operations.unprepare(self.records.driver, claim.uid))
-            await ended(asyncio.ensure_future(drop))  # a Prepare of this claim must not find the record before it goes
+            await ended(asyncio.ensure_future(drop))
         finally:
             self.devices.ending.discard(claim.uid)
 

@@ -1,8 +1,12 @@
 """Class `Ledger` keeps the records in one SQLite file and applies the changes of operations to it.
 
-SQLite runs in WAL mode with synchronous=FULL: a commit takes one fdatasync, where a rollback journal takes three or
-four. In exclusive locking mode there is no shared memory file. One agent at a time has the ledger, by a lock file with
-flock; a second one (a rolling update) waits.
+SQLite runs in WAL mode. In exclusive locking mode there is no shared memory file. One agent at a time has the ledger,
+by a lock file with flock; a second one (a rolling update) waits.
+
+What is answered survives the death of the process. What must also survive the machine's is synced first, with one
+fdatasync (`outlives_boot`): on which side a device is, settings, and what a `prepare` hook is about to change. Who
+holds a device is not synced, since no holder survives the machine. What such a loss leaves behind is from before, by
+its boot, and the kubelet's checkpoint and claim state name what they give out again.
 
 A file that is damaged or of another schema is put aside and the ledger starts empty; `reconcile_evidence` then rebuilds
 it from evidence. SQLite's own check does not see a changed byte in a row, so one seal (the XOR of all rows' digests) is
@@ -47,11 +51,13 @@ _KEEP_ASIDE: Final = 5
 _PRAGMAS: Final = (
     "locking_mode = EXCLUSIVE",
     "journal_mode = WAL",
-    "synchronous = FULL",
     "cache_size = -256",
-    "wal_autocheckpoint = 256",
+    "wal_autocheckpoint = 0",
     "journal_size_limit = 2097152",
 )
+
+_CHECKPOINT: Final = 100
+"""Commits after which SQLite's log is copied into the database; one has two to four pages."""
 
 _RECORDS: Final = {
     "devices": records.DeviceRecord,
@@ -135,6 +141,12 @@ def connected(path: str) -> sqlite3.Connection:
     return sqlite3.connect(path, timeout=1.0, isolation_level=None, check_same_thread=False, cached_statements=32)
 
 
+def outlives_boot(change: Change) -> bool:
+    """Whether a change is still of use after the machine has died."""
+    is_reservation = isinstance(change.record, records.Claim) and change.record.result is None
+    return change.durable and (change.table in ("devices", "settings") or is_reservation)
+
+
 class Ledger:
     """The file. Synchronous and thread-safe; `AsyncLedger` is for event loops.
 
@@ -157,8 +169,9 @@ class Ledger:
         self._seal = 0
         self._files: tuple[tuple[int, int] | None, ...] = ()
         self._lost = ""
-        self.copy_is_old = False
-        """Whether allocations were recorded since `write_copy`."""
+        self._copy_is_old = False
+        self._logged = 0
+        """Commits since SQLite's log was copied into the database."""
         try:
             os.makedirs(os.path.dirname(path) or ".", mode=0o750, exist_ok=True)
             self._lock_file = locked(path + ".lock", wait=True)
@@ -177,10 +190,27 @@ class Ledger:
                 # What comes is newer than the copy, and than the evidence of whoever wrote it.
                 self.snapshot = replace(self.snapshot, sequence=copied.sequence)
                 self.do_all([lambda state: Decision(None, changes)])
-            self.write_copy()
+            self._write_copy()
         except BaseException:
             self.close()
             raise
+
+    @property
+    def must_tidy(self) -> bool:
+        """Whether `tidy` has something to do."""
+        return self._copy_is_old or self._logged >= _CHECKPOINT
+
+    def tidy(self) -> None:
+        """Copy the allocations if they have changed, and SQLite's log into the database if it has grown. Blocks."""
+        if self._copy_is_old:
+            self._write_copy()
+        with self._guard:
+            if self._logged < _CHECKPOINT:
+                return
+            self._logged = 0
+            if self._connection is not None:
+                with contextlib.suppress(sqlite3.Error):  # the log grows on; what cannot be recorded then is an error
+                    self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
 
     def do_all(self, operations: Sequence[Operation[Any]]) -> list[Any]:
         """Decide one after the other and record all in one transaction; return an answer each.
@@ -215,21 +245,27 @@ class Ledger:
             if after.sequence != self.snapshot.sequence:
                 self._write(after.sequence, changes)
             self.snapshot = after
-            self.copy_is_old |= any(change.table == "allocations" and change.durable for change in changes)
             return answers
 
-    def do_in_memory(self, operation: Operation[_T]) -> Decision[_T] | None:
-        """Decide, and apply what only this process is to know; None if that is not all, or if `do_all` works now."""
+    def do_at_once(self, operation: Operation[_T]) -> Decision[_T] | None:
+        """Decide and record without waiting for the disk; None if that is not possible, and nothing was done.
+
+        It is not while `do_all` works, and for what must outlive the boot. Raises LedgerError as `do_all` does.
+        """
         if not self._guard.acquire(blocking=False):
             return None
         try:
             if self._lost or self._connection is None or self._found_files() != self._files:
                 return None
             decision = operation(self.snapshot)
-            if any(change.durable for change in decision.changes):
+            if any(map(outlives_boot, decision.changes)):
                 return None
             if decision.changes:
-                self.snapshot = self.snapshot.with_changes(decision.changes, self.snapshot.sequence)
+                grows = any(change.durable for change in decision.changes)
+                after = self.snapshot.with_changes(decision.changes, self.snapshot.sequence + grows)
+                if grows:
+                    self._write(after.sequence, decision.changes)
+                self.snapshot = after
             return decision
         finally:
             self._guard.release()
@@ -265,6 +301,7 @@ class Ledger:
         last = {(change.table, change.key): change.record for change in changes if change.durable}
         seal = self._seal
         try:
+            connection.execute(f"PRAGMA synchronous = {'FULL' if any(map(outlives_boot, changes)) else 'NORMAL'}")
             connection.execute("BEGIN IMMEDIATE")
             for (table, key), record in last.items():
                 old = getattr(self.snapshot, table).get(key)
@@ -286,10 +323,12 @@ class Ledger:
             self._disconnect()
             raise LedgerError(f"cannot write the ledger {self.path}: {error}") from error
         self._seal = seal
+        self._logged += 1
+        self._copy_is_old |= any(table == "allocations" for table, _ in last)
 
-    def write_copy(self) -> None:
+    def _write_copy(self) -> None:
         """Copy the allocations; where that is not possible, the ledger and the checkpoint have to do."""
-        self.copy_is_old = False
+        self._copy_is_old = False
         if not self._copy:
             return
         now = self.snapshot

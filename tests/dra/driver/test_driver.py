@@ -746,8 +746,15 @@ async def test_a_claim_is_not_prepared_while_its_record_goes(here: ServedDriver)
     here.claims.add(claim("1", result("d0")))
     await here.prepared("1")
     here = await here.again(deadline=0.1)
-    disk = threading.Event()
-    here.async_ledger._executor.submit(disk.wait, 60)
+    disk, taken = threading.Event(), threading.Event()
+
+    def work() -> None:
+        with here.async_ledger.ledger._guard:
+            taken.set()
+            disk.wait(60)
+
+    here.async_ledger._executor.submit(work)
+    await asyncio.to_thread(taken.wait, 60)
     unpreparing = asyncio.create_task(here.unprepare("1"))
     await asyncio.wait({unpreparing}, timeout=0.3)
     for _ in range(3):
@@ -783,17 +790,11 @@ async def test_unprepare_of_claims_never_seen_succeeds(here: ServedDriver) -> No
 async def test_a_full_disk_prepares_nothing(here: ServedDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     """What could not be recorded is not answered and leaves no file."""
     here.claims.add(claim("1", result("d0")))
-    do = here.async_ledger.ledger.do_all
 
-    def full(operations: Any) -> Any:
-        before = here.async_ledger.snapshot
-        for operation in operations:
-            decision = operation(before)
-            if any(change.durable for change in decision.changes):
-                raise LedgerError("cannot write the ledger: database or disk is full")
-        return do(operations)
+    def full(*_: object) -> None:
+        raise LedgerError("cannot write the ledger: database or disk is full")
 
-    monkeypatch.setattr(here.async_ledger.ledger, "do_all", full)
+    monkeypatch.setattr(here.async_ledger.ledger, "_write", full)
     assert "disk is full" in await here.refused("1")
     monkeypatch.undo()
     await here.prepared("1")

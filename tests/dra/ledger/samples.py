@@ -42,7 +42,7 @@ class DirectLedger(Ledger):
     def do(self, operation: Operation[_T]) -> _T:
         """Decide and record one operation; raise what it fails with."""
         (answer,) = self.do_all([operation])
-        self.write_copy()
+        self.tidy()
         if isinstance(answer, Exception):
             raise answer
         return cast("_T", answer)

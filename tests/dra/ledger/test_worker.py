@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import sqlite3
 import threading
@@ -10,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from deviceplugin.register.records import LedgerError, LedgerLostError, Side
+from deviceplugin.register import operations
+from deviceplugin.register.records import LedgerError, LedgerLostError, Side, State
 from dra_bridge.ledger.store import Ledger
 from dra_bridge.ledger.worker import AsyncLedger
-from tests.dra.ledger.samples import T0, Flaky, R, Watched, adopt, claim, grant, prepare, reserve
+from tests.dra.ledger.samples import T0, Flaky, R, Watched, adopt, claim, grant, reserve
 
 
 async def test_a_lost_ledger_is_reported_to_its_owner(path: str) -> None:
@@ -77,17 +79,19 @@ def slow(path: str) -> tuple[AsyncLedger, SlowDisk]:
 
 
 async def test_what_is_asked_together_is_committed_together(path: str) -> None:
-    """Eight Allocates at once do not wait for eight disks."""
+    """Seven moves and an Allocate that come while the disk works on another move do not wait for eight disks."""
     async_ledger, disk = slow(path)
     await async_ledger.do(adopt(R, [str(n) for n in range(9)], Side.PLUGIN, T0))
     disk.hold()
-    first = asyncio.create_task(async_ledger.do(grant(R, {"8": "8"}, T0)))
+    first = async_ledger.do(operations.begin_move(R, ["8"], Side.DRA, T0))
     await asyncio.to_thread(disk.begun.wait, 10)
-    others = [asyncio.create_task(async_ledger.do(grant(R, {str(n): str(n)}, T0))) for n in range(8)]
-    await asyncio.sleep(0)
+    others = [async_ledger.do(operations.begin_move(R, [str(n)], Side.DRA, T0)) for n in range(7)]
+    granted = async_ledger.do(grant(R, {"7": "7"}, T0))
+    assert not granted.done()
     disk.go_on.set()
-    assert await asyncio.gather(first, *others) == [None] * 9
+    await asyncio.gather(first, *others, granted)
     assert disk.commits == 2
+    assert {record.state for record in async_ledger.snapshot.of(R).values()} == {State.PLUGIN, State.TO_DRA}
     with pytest.raises(ZeroDivisionError):
         await async_ledger.do(lambda now: 1 // 0)  # type: ignore[arg-type, return-value]
     await async_ledger.close()
@@ -95,21 +99,36 @@ async def test_what_is_asked_together_is_committed_together(path: str) -> None:
         await async_ledger.do(grant(R, {"1": "1"}, T0))
 
 
+async def test_a_grant_does_not_wait_for_a_thread(path: str) -> None:
+    """Who holds a device ends with the machine: it is recorded at once, and the log is emptied later."""
+    async_ledger, disk = slow(path)
+    await async_ledger.do(adopt(R, ["a"], Side.PLUGIN, T0))
+    disk.commits = 0
+    for number in range(500):
+        assert async_ledger.do(grant(R, {"a": "a"}, T0 + number)).done()
+        assert async_ledger.snapshot.allocations[R, "a"].since == T0 + number
+        if number % 100 == 99 and async_ledger._answering is not None:
+            await asyncio.wait({async_ledger._answering})
+    assert disk.commits == 500
+    assert os.path.getsize(f"{path}-wal") < 250 * 3 * 4096, "a commit has three pages"
+    await async_ledger.close()
+    reopened = Ledger(path)
+    assert reopened.snapshot.allocations[R, "a"].since == T0 + 499
+    reopened.close()
+
+
 async def test_what_only_this_process_is_to_know_needs_no_commit(path: str) -> None:
     """A reservation is answered at once; one that comes during a commit, after the commit."""
     async_ledger, disk = slow(path)
     await async_ledger.do(adopt(R, ["a", "b", "c"], Side.DRA, T0))
     disk.commits = 0
-    reserved = async_ledger.do(reserve(claim("1", "a", result=None), durable=False))
-    with pytest.raises(StopIteration):
-        reserved.send(None)
+    assert async_ledger.do(reserve(claim("1", "a", result=None), durable=False)).done()
     assert [one.uid for one in async_ledger.snapshot.claims_on(R, ["a"])] == ["1"]
     assert not disk.commits
     disk.hold()
-    prepared = asyncio.create_task(async_ledger.do(prepare(claim("2", "b"))))
+    prepared = async_ledger.do(reserve(claim("2", "b", result=None), durable=True))
     await asyncio.to_thread(disk.begun.wait, 10)
-    other = asyncio.create_task(async_ledger.do(reserve(claim("3", "c", result=None), durable=False)))
-    await asyncio.sleep(0)
+    other = async_ledger.do(reserve(claim("3", "c", result=None), durable=False))
     assert not other.done()
     disk.go_on.set()
     await asyncio.gather(prepared, other)
@@ -121,7 +140,7 @@ async def test_what_only_this_process_is_to_know_needs_no_commit(path: str) -> N
 
 
 async def test_the_async_ledger_passes_on_that_a_write_failed(path: str) -> None:
-    """Each caller of the batch gets the error."""
+    """Each caller gets the error, and the failure is counted."""
     fails: set[str] = set()
     store = Ledger(path, connect=lambda where: Flaky(where, fails))  # type: ignore[arg-type,return-value]
     async_ledger = AsyncLedger(store)
@@ -131,6 +150,7 @@ async def test_the_async_ledger_passes_on_that_a_write_failed(path: str) -> None
         return_exceptions=True,
     )
     assert all(isinstance(answer, LedgerError) for answer in answers)
+    assert async_ledger.write_failures == 2
     fails.clear()
     await async_ledger.close()
 
