@@ -11,7 +11,7 @@ import functools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
 from types import MappingProxyType
@@ -102,7 +102,7 @@ class Store(Protocol):
     def snapshot(self) -> RegisterSnapshot:
         """Everything as of the last operation."""
 
-    async def do(self, operation: Operation[_T]) -> _T:
+    def do(self, operation: Operation[_T]) -> Awaitable[_T]:
         """Decide and record."""
 
 
@@ -193,6 +193,7 @@ class Register:
         self.hooks: Final = HookRuns(self)
         self._subscribers: list[Callable[[], None]] = []
         self._noticed: object = None
+        self._noticed_view: View | None = None
         self._withheld: dict[tuple[str, Side], Mapping[str, str]] = {}
         self._view: tuple[tuple[Things, tuple[Use, ...], Mapping[DeviceKey, str]] | None, View] = (None, View())
         self._doubts: tuple[object, object, tuple[Use, ...]] = (None, None, ())
@@ -453,13 +454,17 @@ class Register:
 
     @contextmanager
     def _granting(self, keys: Collection[DeviceKey]) -> Iterator[None]:
-        """Let no `released` hook begin on devices while they are granted."""
+        """Let no `released` hook begin on devices while they are granted.
+
+        A grant of a device that shares nothing with others changes what is offered of that device alone.
+        """
         self._granted_now.update(keys)
         try:
             yield
         finally:
             self._granted_now.subtract(keys)
-            self.notify()
+            if self._view[1] is not self._noticed_view or not self.listed.now().related.isdisjoint(keys):
+                self.notify()
 
     def is_held(self, key: DeviceKey) -> bool:
         """Return whether a pod or a claim holds any of a device, by this name."""
@@ -568,6 +573,7 @@ class Register:
     def notify(self) -> None:
         """Tell the subscribers if other devices may be offered now; most grants concern the device itself alone."""
         things, state, view = self.listed.now(), self.snapshot, self.view()
+        self._noticed_view = view
         foreign: dict[Point, object] = {}
         for point, entries in state.index.items():
             if isinstance(point, str):
