@@ -11,10 +11,12 @@ runs in a pod of its kubelet finds out: the tree must show that pod.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -24,6 +26,12 @@ _KUBEPODS: Final = re.compile(r"(?:.*-)?kubepods(?:\.slice)?")
 _ETC_HOSTS: Final = re.compile(r".*/pods/([^/]+)/etc-hosts")
 _DEPTH: Final = 6
 """Levels below the cgroup file system in which `kubepods` is searched."""
+TREES: Final = 1.0
+"""Seconds for which trees that were found are not searched again, which takes longer than reading them.
+
+A kubelet that comes with another tree takes longer to prepare the first claim: only once a second does it look for
+drivers (kubelet 1.36, pluginmanager/plugin_manager.go).
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +84,9 @@ class PodReader:
         self.seen: Mapping[str, float] = {}
         """Since when each pod that runs has been seen to run (monotonic seconds), by UID."""
         self._paths: Mapping[str, tuple[str, ...]] = {}
+        self._trees: Sequence[str] = ()
+        self._searched = -math.inf
+        """When the trees were searched (monotonic seconds)."""
 
     def read(self) -> PodProcesses:
         """Return which pods' processes run now."""
@@ -94,7 +105,12 @@ class PodReader:
         return None if seen is None else seen.running
 
     def _read_cgroups(self) -> PodProcesses | None:
-        now, before, seen = time.monotonic(), self.seen, pod_cgroups(self._cgroups, self.own_pod)
+        now, before = time.monotonic(), self.seen
+        if now - self._searched >= TREES or not all(map(os.path.isdir, self._trees)):
+            self._trees, self._searched = cgroup_trees(self._cgroups), now
+        seen = pod_cgroups(self._trees, self.own_pod)
+        if seen is None:
+            self._searched = -math.inf
         if seen is not None and seen.running is not None:
             self.seen = {uid: before.get(uid, now) for uid in seen.running}
         self._paths = seen.paths if seen is not None else {}
@@ -139,12 +155,11 @@ class PodReader:
         )
 
 
-def pod_cgroups(root: Path, own: str = "") -> PodProcesses | None:
+def pod_cgroups(trees: Sequence[str], own: str = "") -> PodProcesses | None:
     """Return which pods' cgroups have a process, and which none; None if not visible. own: the own pod's UID or ""."""
     runs: dict[str, bool] = {}
     paths: dict[str, tuple[str, ...]] = {}
     try:
-        trees = _trees(str(root))
         for tree in trees:
             for uid, path in _pods(tree):
                 runs[uid] = runs.get(uid, False) or _populated(path)
@@ -157,8 +172,17 @@ def pod_cgroups(root: Path, own: str = "") -> PodProcesses | None:
     return PodProcesses(running, empty=frozenset(runs.keys() - running), paths=paths)
 
 
+def cgroup_trees(root: Path) -> list[str]:
+    """Return the directories `kubepods`; of cgroup v1 those of the hierarchy `pids`, or the first that has any.
+
+    There are none if a part of the tree cannot be read.
+    """
+    with contextlib.suppress(OSError):
+        return _trees(str(root))
+    return []
+
+
 def _trees(root: str) -> list[str]:
-    """Return the directories `kubepods`; of cgroup v1 those of the hierarchy `pids`, or the first that has any."""
     if os.path.exists(os.path.join(root, "cgroup.controllers")):
         return _kubepods(root)
     hierarchies = sorted(_subdirectories(root), key=lambda named: (named[0] != "pids", named))

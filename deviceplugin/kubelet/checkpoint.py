@@ -8,12 +8,13 @@ does nothing before all of the kubelet's pod sources are ready.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
+
+import msgspec
 
 from deviceplugin.files import FileIdentity, file_identity
 
@@ -50,7 +51,7 @@ def parse(text: bytes, file: FileIdentity | None = None) -> CheckpointVersion:
     kubelet can compute. Raises CheckpointError: it is not such a file.
     """
     try:
-        data = json.loads(text)["Data"]
+        data = msgspec.json.decode(text)["Data"]
         responses = {
             allocation: str(entry.get("AllocResp") or "")
             for entry in data["PodDeviceEntries"] or ()
@@ -59,7 +60,7 @@ def parse(text: bytes, file: FileIdentity | None = None) -> CheckpointVersion:
         registered = {
             str(resource): frozenset(map(str, ids or ())) for resource, ids in (data["RegisteredDevices"] or {}).items()
         }
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (msgspec.DecodeError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"not a device manager checkpoint: {type(error).__name__}: {error}") from error
     return CheckpointVersion(frozenset(responses), registered, file, responses)
 

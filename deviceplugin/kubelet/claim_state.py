@@ -7,12 +7,13 @@ the kubelet's first start on. Before NodePrepareResources has answered, a claim 
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
+
+import msgspec
 
 FILE_NAME: Final = "dra_manager_state"
 
@@ -50,12 +51,12 @@ class PreparedClaim:
 def parse(text: bytes) -> tuple[PreparedClaim, ...]:
     """Read `{"Data": JSON, "Checksum": its crc32}` (kubelet 1.36, dra/state/checkpoint.go); raise ClaimStateError."""
     try:
-        outer = json.loads(text)
+        outer = msgspec.json.decode(text)
         data = outer["Data"]
         if zlib.crc32(data.encode()) != outer["Checksum"]:
             raise ClaimStateError("its checksum does not fit its contents")
-        return tuple(_claim(entry) for entry in json.loads(data)["ClaimInfoStateList"] or ())
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return tuple(_claim(entry) for entry in msgspec.json.decode(data)["ClaimInfoStateList"] or ())
+    except (msgspec.DecodeError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ClaimStateError(f"not the kubelet's claim state: {type(error).__name__}: {error}") from error
 
 

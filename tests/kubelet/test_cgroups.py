@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from deviceplugin.kubelet.cgroups import PodProcesses, own_pod, pod_cgroups, read_directories
+from deviceplugin.kubelet.cgroups import PodProcesses, cgroup_trees, own_pod, pod_cgroups, read_directories
 from deviceplugin.testing.cgroups import CgroupLayout, CgroupTree
 
 U1 = "5f0a3b1e-8d1c-4a52-9a63-0d7f3f1f2b11"
@@ -19,7 +19,7 @@ LAYOUTS: list[CgroupLayout] = ["v2", "v2-systemd", "v1", "v1-systemd"]
 
 
 def running(root: Path, own: str = "") -> set[str] | None:
-    if (found := pod_cgroups(root, own)) is None:
+    if (found := pod_cgroups(cgroup_trees(root), own)) is None:
         return None
     assert found.running is not None
     return set(found.running)
