@@ -26,12 +26,12 @@ from deviceplugin.files import inode_of
 
 _LOG: Final = logging.getLogger(__name__)
 _Events = frozenset[type[events.FileSystemEvent]]
-REMOVALS: Final[_Events] = frozenset({events.DirDeletedEvent, events.FileDeletedEvent})
-"""Names that are deleted."""
-NAMES: Final[_Events] = REMOVALS | {
-    *(events.DirCreatedEvent, events.DirMovedEvent),
-    *(events.FileCreatedEvent, events.FileMovedEvent),
-}
+NAMES: Final[_Events] = frozenset(
+    {
+        *(events.DirCreatedEvent, events.DirDeletedEvent, events.DirMovedEvent),
+        *(events.FileCreatedEvent, events.FileDeletedEvent, events.FileMovedEvent),
+    }
+)
 """Names that come and go."""
 NAMES_AND_WRITES: Final[_Events] = NAMES | {events.FileClosedEvent}
 """Also files that were written. Not for device directories: every close of /dev/null would be one."""
@@ -70,7 +70,7 @@ class Watcher:
         self._complained = False
 
     def watch(self, directories: Iterable[str], hints: _Events = NAMES, gather: Gather = AT_ONCE) -> Watch:
-        """Watch for `NAMES`, `NAMES_AND_WRITES` or `REMOVALS`; a context manager, in a running loop."""
+        """Watch for `NAMES` or `NAMES_AND_WRITES`; a context manager, in a running loop."""
         return Watch(self, directories, hints, gather)
 
     @functools.cached_property

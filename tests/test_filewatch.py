@@ -94,17 +94,6 @@ async def test_writes_are_hints_only_if_wanted(watching: Watching, tmp_path: Pat
     assert not await names.wait(0.05)
 
 
-async def test_files_that_come_are_no_hints_where_removals_are_wanted(watching: Watching, tmp_path: Path) -> None:
-    """Whoever only writes missing files again hears of a removed file, and not of those that it puts into place."""
-    watch = watching(tmp_path, hints=filewatch.REMOVALS)
-    await in_flight(watch)
-    (tmp_path / ".draft").touch()
-    (tmp_path / ".draft").rename(tmp_path / "file")
-    assert not await watch.wait(0.2)
-    (tmp_path / "file").unlink()
-    assert await watch.wait(LONG)
-
-
 @pytest.mark.parametrize("first", [True, False])
 async def test_who_wants_writes_hears_of_them_whoever_else_watches_the_directory(
     watching: Watching, tmp_path: Path, first: bool

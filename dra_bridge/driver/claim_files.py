@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, TypeVar
 
-from deviceplugin import cdi, claim_files, filewatch
+from deviceplugin import cdi, claim_files
 from deviceplugin.backoff import Backoff
 from deviceplugin.device import ContainerEdits, EditConflictError
 from deviceplugin.register.records import Claim
@@ -24,11 +24,12 @@ from dra_bridge.driver.tasks import in_thread
 _LOG: Final = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-CHECK: Final = 30.0
-"""Seconds between two checks for missing CDI files, should the file watch miss every change."""
+CHECK: Final = 1.0
+"""Seconds between two checks for missing files.
 
-SETTLE: Final = 0.5
-"""Seconds from a change of CDI files to the check for missing ones; many changes make one check."""
+A file watch would notice each file that this process itself writes or removes, and its threads then work while the
+kubelet waits for the answer to the next Prepare.
+"""
 
 _IN_MEMORY: Final = ("/run/", "/var/run/")
 
@@ -166,16 +167,14 @@ class ClaimFiles:
         directory was deleted on the host while it is mounted here: this mount shows the deleted one ever after.
         """
         backoff = Backoff(first=1.0, most=60.0)
-        with filewatch.shared().watch([os.path.realpath(self._store.directory)], filewatch.REMOVALS) as watch:
-            while not await in_thread(self._store.deleted):
-                missing = await in_thread(self._missing)
-                if errors := list(filter(None, await asyncio.gather(*map(self._restore, missing)))):
-                    _LOG.warning("CDI files are missing: %s", errors[0], extra={"driver": self._driver})
-                    await asyncio.sleep(backoff.next())
-                    continue
-                backoff.reset()
-                if await watch.wait(CHECK):
-                    await asyncio.sleep(SETTLE)
+        while not await in_thread(self._store.deleted):
+            missing = await in_thread(self._missing)
+            if errors := list(filter(None, await asyncio.gather(*map(self._restore, missing)))):
+                _LOG.warning("CDI files are missing: %s", errors[0], extra={"driver": self._driver})
+                await asyncio.sleep(backoff.next())
+                continue
+            backoff.reset()
+            await asyncio.sleep(CHECK)
 
     def _missing(self) -> list[str]:
         """Return the claims of the ledger that lack a file."""

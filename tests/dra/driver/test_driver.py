@@ -851,7 +851,7 @@ async def test_files_that_vanish_are_written_again_at_once(
     here: ServedDriver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Those of prepared claims alone, also after the whole directory was removed or could not be written."""
-    monkeypatch.setattr("dra_bridge.driver.claim_files.SETTLE", 0.01)
+    monkeypatch.setattr("dra_bridge.driver.claim_files.CHECK", 0.01)
 
     async def until(*uids: str) -> None:
         async with asyncio.timeout(20):
@@ -1032,7 +1032,7 @@ async def test_an_own_file_that_vanishes_is_written_again_at_once(
     here: ServedDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also of a claim without edits, and of one that holds its devices only while processes run."""
-    monkeypatch.setattr("dra_bridge.driver.claim_files.SETTLE", 0.01)
+    monkeypatch.setattr("dra_bridge.driver.claim_files.CHECK", 0.01)
     await here.async_ledger.do(adopt(R, ["bare"], Side.DRA, T0))
     here.inventory.publish([*here.inventory.snapshot.devices.values(), Device("bare")])
     here.claims.add(claim("1", result("d0")), claim("2", result("bare")))
