@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +76,12 @@ class Scene:
             self.where, self.source(**adopted), devices=[Device(f"g{number}") for number in range(4)]
         )
 
+    @property
+    def plugin(self) -> VendorPlugin:
+        found = self.vendors.plugin(RESOURCE)
+        assert found is not None
+        return found
+
     def source(self, **adopted: Any) -> AdoptedSource:
         return AdoptedSource(RESOURCE, self.vendors, Adopted(D, **adopted))
 
@@ -90,13 +95,10 @@ class Scene:
         answer = await self.driver.prepared(uid)
         return [one for device in answer.devices for one in self.driver.edits(*device.cdi_ids)]
 
-    async def answered_late(self) -> VendorPlugin:
+    async def answered_late(self) -> None:
         """Have the plugin answer what nobody waits for any more."""
         self.vendor.answers.set()
-        plugin = self.vendors.plugin(RESOURCE)
-        assert plugin is not None
-        await until(lambda: all(task.done() for task in plugin.claimed.values()))
-        return plugin
+        await until(lambda: all(task.done() for task in self.plugin.claimed.values()))
 
     async def refused(self, uid: str) -> ClaimError:
         """Prepare a claim, which is refused; nothing of it is left."""
@@ -107,8 +109,9 @@ class Scene:
         return answer
 
 
-@asynccontextmanager
-async def running() -> AsyncIterator[Scene]:
+@pytest.fixture
+async def scene() -> AsyncIterator[Scene]:
+    """A scene that a test begins."""
     with tempfile.TemporaryDirectory(prefix="adopt-") as where:  # pytest's paths are too long for sockets
         directory = Path(where) / "p"
         async with serving(directory) as vendors:
@@ -124,149 +127,140 @@ async def running() -> AsyncIterator[Scene]:
                 await vendor.server.stop(0)
 
 
+@pytest.fixture
+async def here(scene: Scene) -> Scene:
+    """A scene that has begun."""
+    await scene.begin()
+    return scene
+
+
 def ids(*names: str, request: str = "fpga") -> Sequence[Any]:
     return [result(name, request) for name in names]
 
 
-async def test_one_allocate_for_each_request() -> None:
+async def test_one_allocate_for_each_request(here: Scene) -> None:
     """With the ids of the request; each request's containers get the answer to it."""
-    async with running() as here:
-        here.vendor.answer = AllocateAnswer(env={"G_{ids}": "1"}, control=[("/dev/null", "/dev/ctl", "rw")])
-        await here.begin()
-        here.driver.claims.add(claim("1", *ids("g1", "g0", request="left"), *ids("g2", request="right")))
-        left, right = await here.prepared("1")
-        assert here.vendor.asked == [("g1", "g0"), ("g2",)]
-        assert (left["env"], right["env"]) == (["G_{ids}=1"], ["G_{ids}=1"])
+    here.vendor.answer = AllocateAnswer(env={"G_{ids}": "1"}, control=[("/dev/null", "/dev/ctl", "rw")])
+    here.driver.claims.add(claim("1", *ids("g1", "g0", request="left"), *ids("g2", request="right")))
+    left, right = await here.prepared("1")
+    assert here.vendor.asked == [("g1", "g0"), ("g2",)]
+    assert (left["env"], right["env"]) == (["G_{ids}=1"], ["G_{ids}=1"])
 
 
-async def test_an_answer_is_kept_for_one_boot() -> None:
+async def test_an_answer_is_kept_for_one_boot(here: Scene) -> None:
     """Prepare again, and an agent that starts again, ask nothing; after a reboot the plugin is asked again."""
-    async with running() as here:
-        await here.begin()
-        here.driver.claims.add(claim("1", *ids("g0")))
-        first = await here.prepared("1")
-        assert await here.prepared("1") == first
-        await here.again()
-        assert await here.prepared("1") == first
-        assert here.vendor.asked == [("g0",)]
-        here.vendor.answer = AllocateAnswer(env={"GADGETS": "after the reboot"})
-        await here.again(boot="2")
-        (after,) = await here.prepared("1")
-        assert after["env"] == ["GADGETS=after the reboot"]
-        assert here.vendor.asked == [("g0",), ("g0",)]
+    here.driver.claims.add(claim("1", *ids("g0")))
+    first = await here.prepared("1")
+    assert await here.prepared("1") == first
+    await here.again()
+    assert await here.prepared("1") == first
+    assert here.vendor.asked == [("g0",)]
+    here.vendor.answer = AllocateAnswer(env={"GADGETS": "after the reboot"})
+    await here.again(boot="2")
+    (after,) = await here.prepared("1")
+    assert after["env"] == ["GADGETS=after the reboot"]
+    assert here.vendor.asked == [("g0",), ("g0",)]
 
 
-async def test_a_retry_joins_the_call_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_retry_joins_the_call_in_flight(here: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plugin that does not answer is called once, and its late answer is that of the next try."""
     monkeypatch.setattr(adoption, "ANSWER", 0.05)
-    async with running() as here:
-        await here.begin()
-        here.vendor.answers.clear()
-        here.driver.claims.add(claim("1", *ids("g0")))
-        error = await here.refused("1")
-        assert (error.reason, "has not answered Allocate of 1 device for 0.05 s" in str(error)) == ("plugin", True)
-        await here.refused("1")
-        monkeypatch.undo()
-        plugin = await here.answered_late()
-        (edits,) = await here.prepared("1")
-        assert edits["env"] == ["GADGETS=g0"]
-        assert here.vendor.asked == [("g0",)]
-        assert not plugin.claimed
+    here.vendor.answers.clear()
+    here.driver.claims.add(claim("1", *ids("g0")))
+    error = await here.refused("1")
+    assert (error.reason, "has not answered Allocate of 1 device for 0.05 s" in str(error)) == ("plugin", True)
+    await here.refused("1")
+    monkeypatch.undo()
+    await here.answered_late()
+    (edits,) = await here.prepared("1")
+    assert edits["env"] == ["GADGETS=g0"]
+    assert here.vendor.asked == [("g0",)]
+    assert not here.plugin.claimed
 
 
 async def test_a_late_answer_is_not_believed_once_its_device_was_given_to_others(
-    monkeypatch: pytest.MonkeyPatch,
+    here: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A plugin may keep state: of two Allocates of one device the last one counts."""
     monkeypatch.setattr(adoption, "ANSWER", 0.05)
-    async with running() as here:
-        await here.begin()
-        here.vendor.answers.clear()
-        here.driver.claims.add(claim("1", *ids("g0", "g1")))
-        await here.refused("1")
-        monkeypatch.undo()
-        plugin = await here.answered_late()
-        await here.vendors.allocate(plugin, [["g1"]])
-        await here.prepared("1")
-        assert here.vendor.asked == [("g0", "g1"), ("g1",), ("g0", "g1")]
+    here.vendor.answers.clear()
+    here.driver.claims.add(claim("1", *ids("g0", "g1")))
+    await here.refused("1")
+    monkeypatch.undo()
+    await here.answered_late()
+    await here.vendors.allocate(here.plugin, [["g1"]])
+    await here.prepared("1")
+    assert here.vendor.asked == [("g0", "g1"), ("g1",), ("g0", "g1")]
 
 
 @pytest.mark.parametrize("end", ["unprepare", "list", "claim", "age"])
-async def test_a_late_answer_that_nobody_takes_is_dropped(monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+async def test_a_late_answer_that_nobody_takes_is_dropped(
+    here: Scene, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
     """At Unprepare, by a list without its device, for another claim, and when it is old."""
     monkeypatch.setattr(adoption, "ANSWER", 0.05)
-    async with running() as here:
-        await here.begin()
-        here.vendor.answers.clear()
-        here.driver.claims.add(claim("1", *ids("g0")), claim("2", *ids("g0")))
-        await here.refused("1")
-        monkeypatch.undo()
-        if end == "age":
-            monkeypatch.setattr(adopted_plugins, "KEPT", 0.05)
-        plugin = await here.answered_late()
-        if end == "unprepare":
-            assert await here.driver.unprepare("1") is None
-        elif end == "list":
-            here.vendor.show("g1")
-            await until(lambda: "g0" not in (plugin.devices or {}))
-            here.vendor.show("g0", "g1")
-            await until(lambda: "g0" in (plugin.devices or {}))
-        elif end == "age":
-            await until(lambda: not plugin.claimed)
-        await here.prepared("2" if end == "claim" else "1")
-        assert here.vendor.asked == [("g0",), ("g0",)]
-        assert not plugin.claimed
-
-
-async def test_an_answer_is_not_believed_if_its_device_went_meanwhile() -> None:
-    """The plugin may list the same id again, and mean other hardware; the next try asks again."""
-    async with running() as here:
-        await here.begin()
-        here.vendor.answers.clear()
-        here.driver.claims.add(claim("1", *ids("g0")), claim("2", *ids("g1")))
-        preparing = asyncio.create_task(here.refused("1"))
-        await until(lambda: here.vendor.asked)
-        waiting = asyncio.create_task(here.refused("2"))  # for its turn
-        plugin = here.vendors.plugin(RESOURCE)
-        assert plugin is not None
-        await until(lambda: len(plugin.claimed) == 2)
-        here.vendor.show("g2")
-        await until(lambda: len(plugin.devices or ()) == 1)
+    here.vendor.answers.clear()
+    here.driver.claims.add(claim("1", *ids("g0")), claim("2", *ids("g0")))
+    await here.refused("1")
+    monkeypatch.undo()
+    if end == "age":
+        monkeypatch.setattr(adopted_plugins, "KEPT", 0.05)
+    await here.answered_late()
+    if end == "unprepare":
+        assert await here.driver.unprepare("1") is None
+    elif end == "list":
+        here.vendor.show("g1")
+        await until(lambda: "g0" not in (here.plugin.devices or {}))
         here.vendor.show("g0", "g1")
-        await until(lambda: len(plugin.devices or ()) == 2)
-        here.vendor.answers.set()
-        for refused in (preparing, waiting):
-            assert "its plugin has listed the devices anew" in str(await refused)
-        assert here.vendor.asked == [("g0",)]
-        await here.prepared("1")
-        assert here.vendor.asked == [("g0",), ("g0",)]
+        await until(lambda: "g0" in (here.plugin.devices or {}))
+    elif end == "age":
+        await until(lambda: not here.plugin.claimed)
+    await here.prepared("2" if end == "claim" else "1")
+    assert here.vendor.asked == [("g0",), ("g0",)]
+    assert not here.plugin.claimed
 
 
-async def test_a_plugin_is_asked_for_one_claim_after_the_other() -> None:
+async def test_an_answer_is_not_believed_if_its_device_went_meanwhile(here: Scene) -> None:
+    """The plugin may list the same id again, and mean other hardware; the next try asks again."""
+    here.vendor.answers.clear()
+    here.driver.claims.add(claim("1", *ids("g0")), claim("2", *ids("g1")))
+    preparing = asyncio.create_task(here.refused("1"))
+    await until(lambda: here.vendor.asked)
+    waiting = asyncio.create_task(here.refused("2"))  # for its turn
+    await until(lambda: len(here.plugin.claimed) == 2)
+    here.vendor.show("g2")
+    await until(lambda: len(here.plugin.devices or ()) == 1)
+    here.vendor.show("g0", "g1")
+    await until(lambda: len(here.plugin.devices or ()) == 2)
+    here.vendor.answers.set()
+    for refused in (preparing, waiting):
+        assert "its plugin has listed the devices anew" in str(await refused)
+    assert here.vendor.asked == [("g0",)]
+    await here.prepared("1")
+    assert here.vendor.asked == [("g0",), ("g0",)]
+
+
+async def test_a_plugin_is_asked_for_one_claim_after_the_other(here: Scene) -> None:
     """As the kubelet asks for one container after the other."""
-    async with running() as here:
-        await here.begin()
-        here.vendor.answers.clear()
-        here.driver.claims.add(claim("1", *ids("g0")), claim("2", *ids("g1")))
-        preparing = [asyncio.create_task(here.driver.prepared(uid)) for uid in "12"]
-        await until(lambda: here.vendor.asked)
-        assert len(here.vendor.asked) == 1
-        here.vendor.answers.set()
-        await asyncio.gather(*preparing)
-        assert sorted(here.vendor.asked) == [("g0",), ("g1",)]
+    here.vendor.answers.clear()
+    here.driver.claims.add(claim("1", *ids("g0")), claim("2", *ids("g1")))
+    preparing = [asyncio.create_task(here.driver.prepared(uid)) for uid in "12"]
+    await until(lambda: here.vendor.asked)
+    assert len(here.vendor.asked) == 1
+    here.vendor.answers.set()
+    await asyncio.gather(*preparing)
+    assert sorted(here.vendor.asked) == [("g0",), ("g1",)]
 
 
-async def test_a_plugin_that_hangs_holds_up_itself_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_plugin_that_hangs_holds_up_itself_alone(here: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """After `TURN` seconds the others are asked; its own next call waits for its answer."""
     monkeypatch.setattr(adopted_plugins, "TURN", 0.05)
-    async with running() as here, plugin(here.vendors.directory, "other.sock", Allocating) as other:
-        await here.begin()
+    async with plugin(here.vendors.directory, "other.sock", Allocating) as other:
         await other.register("vendor.example/other")
-        mine, others = (here.vendors.plugin(name) for name in (RESOURCE, "vendor.example/other"))
-        assert mine is not None
+        others = here.vendors.plugin("vendor.example/other")
         assert others is not None
         here.vendor.answers.clear()
-        pods = [asyncio.create_task(here.vendors.allocate(mine, [[name]])) for name in ("g0", "g1")]
+        pods = [asyncio.create_task(here.vendors.allocate(here.plugin, [[name]])) for name in ("g0", "g1")]
         here.driver.claims.add(claim("1", *ids("g2")))
         preparing = asyncio.create_task(here.driver.prepared("1"))
         await until(lambda: here.vendor.asked)
@@ -280,214 +274,185 @@ async def test_a_plugin_that_hangs_holds_up_itself_alone(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-async def test_a_container_starts_while_a_claim_is_allocated(monkeypatch: pytest.MonkeyPatch, hangs: bool) -> None:
+async def test_a_container_starts_while_a_claim_is_allocated(
+    here: Scene, monkeypatch: pytest.MonkeyPatch, hangs: bool
+) -> None:
     """PreStartContainer comes after Allocate is answered, or after `TURN` seconds."""
     if hangs:
         monkeypatch.setattr(adopted_plugins, "TURN", 0.05)
-    async with running() as here:
-        await here.begin()
-        here.vendor.answers.clear()
-        here.driver.claims.add(claim("1", *ids("g0")))
-        preparing = asyncio.create_task(here.driver.prepared("1"))
-        await until(lambda: here.vendor.asked)
-        mine = here.vendors.plugin(RESOURCE)
-        assert mine is not None
-        request = pb.PreStartContainerRequest(devices_ids=["g1"]).SerializeToString()
-        start = asyncio.create_task(mine.call_in_turn("PreStartContainer", request))
-        await asyncio.wait({start}, timeout=10 if hangs else 0.1)
-        assert start.done() is hangs
-        assert ("PreStartContainer" in here.vendor.calls) is hangs
-        here.vendor.answers.set()
-        await asyncio.gather(preparing, start)
-        assert here.vendor.started == [("g1",)]
+    here.vendor.answers.clear()
+    here.driver.claims.add(claim("1", *ids("g0")))
+    preparing = asyncio.create_task(here.driver.prepared("1"))
+    await until(lambda: here.vendor.asked)
+    request = pb.PreStartContainerRequest(devices_ids=["g1"]).SerializeToString()
+    start = asyncio.create_task(here.plugin.call_in_turn("PreStartContainer", request))
+    await asyncio.wait({start}, timeout=10 if hangs else 0.1)
+    assert start.done() is hangs
+    assert ("PreStartContainer" in here.vendor.calls) is hangs
+    here.vendor.answers.set()
+    await asyncio.gather(preparing, start)
+    assert here.vendor.started == [("g1",)]
 
 
-async def test_an_allocate_that_nobody_waits_for_is_cancelled() -> None:
+async def test_an_allocate_that_nobody_waits_for_is_cancelled(here: Scene) -> None:
     """The kubelet has gone, and asks again: the call that it has given up keeps no turn."""
-    async with running() as here:
-        await here.begin()
-        mine = here.vendors.plugin(RESOURCE)
-        assert mine is not None
-        here.vendor.answers.clear()
-        pod = asyncio.create_task(here.vendors.allocate(mine, [["g0"]]))
-        await until(lambda: here.vendor.asked)
-        pod.cancel()
-        await until(lambda: here.vendor.cancelled)
-        here.vendor.answers.set()
-        await here.vendors.allocate(mine, [["g0"]])
+    here.vendor.answers.clear()
+    pod = asyncio.create_task(here.vendors.allocate(here.plugin, [["g0"]]))
+    await until(lambda: here.vendor.asked)
+    pod.cancel()
+    await until(lambda: here.vendor.cancelled)
+    here.vendor.answers.set()
+    await here.vendors.allocate(here.plugin, [["g0"]])
 
 
-async def test_ids_are_checked_against_the_live_list() -> None:
+async def test_ids_are_checked_against_the_live_list(here: Scene) -> None:
     """What the plugin has dropped is not asked for, though some answer any id with success."""
-    async with running() as here:
-        await here.begin()
-        here.vendor.show("g1")
-        await until(lambda: (one := here.vendors.plugin(RESOURCE)) and len(one.devices or ()) == 1)
-        here.driver.claims.add(claim("1", *ids("g0")))
-        assert "its plugin does not list device g0" in str(await here.refused("1"))
-        assert not here.vendor.asked
+    here.vendor.show("g1")
+    await until(lambda: (one := here.vendors.plugin(RESOURCE)) and len(one.devices or ()) == 1)
+    here.driver.claims.add(claim("1", *ids("g0")))
+    assert "its plugin does not list device g0" in str(await here.refused("1"))
+    assert not here.vendor.asked
 
 
-async def test_ids_of_another_plugin_than_the_known_one_are_refused() -> None:
+async def test_ids_of_another_plugin_than_the_known_one_are_refused(scene: Scene) -> None:
     """One resource may be that of a plugin that serves claims, and of one that cannot."""
-    async with running() as here:
-        await here.begin(ids="GPU-[0-9]+")
-        here.driver.claims.add(claim("1", *ids("g0")))
-        assert "the id of device g0 is not one of the plugin that is known" in str(await here.refused("1"))
-        assert not here.vendor.asked
+    await scene.begin(ids="GPU-[0-9]+")
+    scene.driver.claims.add(claim("1", *ids("g0")))
+    assert "the id of device g0 is not one of the plugin that is known" in str(await scene.refused("1"))
+    assert not scene.vendor.asked
 
 
-async def test_a_plugin_that_refuses_or_has_gone_is_the_claims_error() -> None:
+async def test_a_plugin_that_refuses_or_has_gone_is_the_claims_error(here: Scene) -> None:
     """In the plugin's own words; the next try asks again."""
-    async with running() as here:
-        await here.begin()
-        here.vendor.error = "no such gadget"
-        here.driver.claims.add(claim("1", *ids("g0")))
-        assert str(await here.refused("1")) == f"request 'fpga': {RESOURCE}: its plugin refuses: no such gadget"
-        here.vendor.error = ""
-        await here.prepared("1")
-        here.driver.claims.add(claim("2", *ids("g1")))
-        await here.vendor.server.stop(0)
-        await until(lambda: (one := here.vendors.plugin(RESOURCE)) and not one.alive)
-        answer = (await here.driver.prepare("2"))["2"]
-        assert "its plugin has gone" in str(answer)
+    here.vendor.error = "no such gadget"
+    here.driver.claims.add(claim("1", *ids("g0")))
+    assert str(await here.refused("1")) == f"request 'fpga': {RESOURCE}: its plugin refuses: no such gadget"
+    here.vendor.error = ""
+    await here.prepared("1")
+    here.driver.claims.add(claim("2", *ids("g1")))
+    await here.vendor.server.stop(0)
+    await until(lambda: (one := here.vendors.plugin(RESOURCE)) and not one.alive)
+    answer = (await here.driver.prepare("2"))["2"]
+    assert "its plugin has gone" in str(answer)
 
 
-async def test_a_plugin_that_ends_while_it_allocates() -> None:
+async def test_a_plugin_that_ends_while_it_allocates(here: Scene) -> None:
     """The claim is told so at once, and the plugin that comes next is asked."""
-    async with running() as here:
-        await here.begin()
-        here.vendor.answers.clear()
-        here.driver.claims.add(claim("1", *ids("g0")))
-        preparing = asyncio.create_task(here.driver.prepare("1"))
-        await until(lambda: here.vendor.asked)
-        await here.vendor.server.stop(0)
-        (answer,) = (await preparing).values()
-        assert isinstance(answer, ClaimError)
-        assert answer.reason == "plugin"
-        words = f"{RESOURCE}: its plugin at {here.vendors.directory}/vendor.sock ended, or cannot be reached, during"
-        assert f"{words} Allocate: " in str(answer)
-        assert str(answer).endswith("; the next try asks it again")
-        async with plugin(here.vendors.directory, "next.sock", Allocating) as after:
-            await after.register()
-            after.show("g0")
-            await until(lambda: (one := here.vendors.plugin(RESOURCE)) and one.devices)
-            (edits,) = await here.prepared("1")
-            assert edits["env"] == ["GADGETS=g0"]
+    here.vendor.answers.clear()
+    here.driver.claims.add(claim("1", *ids("g0")))
+    preparing = asyncio.create_task(here.driver.prepare("1"))
+    await until(lambda: here.vendor.asked)
+    await here.vendor.server.stop(0)
+    (answer,) = (await preparing).values()
+    assert isinstance(answer, ClaimError)
+    assert answer.reason == "plugin"
+    words = f"{RESOURCE}: its plugin at {here.vendors.directory}/vendor.sock ended, or cannot be reached, during"
+    assert f"{words} Allocate: " in str(answer)
+    assert str(answer).endswith("; the next try asks it again")
+    async with plugin(here.vendors.directory, "next.sock", Allocating) as after:
+        await after.register()
+        after.show("g0")
+        await until(lambda: (one := here.vendors.plugin(RESOURCE)) and one.devices)
+        (edits,) = await here.prepared("1")
+        assert edits["env"] == ["GADGETS=g0"]
 
 
-async def test_answers_that_contradict_each_other_are_refused() -> None:
+async def test_answers_that_contradict_each_other_are_refused(here: Scene) -> None:
     """A variable with two values: a driver does not learn which container gets which request."""
-    async with running() as here:
-        await here.begin()
-        here.driver.claims.add(claim("1", *ids("g0", request="left"), *ids("g1", request="right")))
-        error = await here.refused("1")
-        assert error.reason == "conflict"
-        assert "environment variable 'GADGETS' is given twice: 'g0' and 'g1'; with `answer: claim`" in str(error)
+    here.driver.claims.add(claim("1", *ids("g0", request="left"), *ids("g1", request="right")))
+    error = await here.refused("1")
+    assert error.reason == "conflict"
+    assert "environment variable 'GADGETS' is given twice: 'g0' and 'g1'; with `answer: claim`" in str(error)
 
 
-async def test_requests_of_a_claim_can_be_allocated_together() -> None:
+async def test_requests_of_a_claim_can_be_allocated_together(scene: Scene) -> None:
     """One call with all ids; each request has the whole answer."""
-    async with running() as here:
-        await here.begin(together=True)
-        here.driver.claims.add(claim("1", *ids("g0", request="left"), *ids("g1", request="right")))
-        left, right = await here.prepared("1")
-        assert here.vendor.asked == [("g0", "g1")]
-        assert left == right
-        assert left["env"] == ["GADGETS=g0,g1"]
+    await scene.begin(together=True)
+    scene.driver.claims.add(claim("1", *ids("g0", request="left"), *ids("g1", request="right")))
+    left, right = await scene.prepared("1")
+    assert scene.vendor.asked == [("g0", "g1")]
+    assert left == right
+    assert left["env"] == ["GADGETS=g0,g1"]
 
 
 @pytest.mark.parametrize("once", [False, True])
-async def test_pre_start_container(once: bool) -> None:
+async def test_pre_start_container(scene: Scene, once: bool) -> None:
     """Once, after Allocate, if the config says that this is enough; else the claim is refused."""
-    async with running() as here:
-        here.vendor.pre_start = True
-        await here.begin(pre_start_once=once)
-        here.driver.claims.add(claim("1", *ids("g0")))
-        if once:
-            await here.prepared("1")
-            assert here.vendor.started == [("g0",)]
-        else:
-            assert "write `pre_start: once` under `plugin`" in str(await here.refused("1"))
-            assert not here.vendor.asked
+    scene.vendor.pre_start = True
+    await scene.begin(pre_start_once=once)
+    scene.driver.claims.add(claim("1", *ids("g0")))
+    if once:
+        await scene.prepared("1")
+        assert scene.vendor.started == [("g0",)]
+    else:
+        assert "write `pre_start: once` under `plugin`" in str(await scene.refused("1"))
+        assert not scene.vendor.asked
 
 
-async def test_pre_start_container_has_the_turn_of_its_allocate(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_pre_start_container_has_the_turn_of_its_allocate(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may reset a device: another Allocate of it comes before both or after both, and counts."""
     monkeypatch.setattr(adoption, "ANSWER", 0.05)
-    async with running() as here:
-        here.vendor.pre_start = True
-        here.vendor.starts.clear()
-        await here.begin(pre_start_once=True)
-        here.driver.claims.add(claim("1", *ids("g0")))
-        await here.refused("1")
-        await until(lambda: "PreStartContainer" in here.vendor.calls)
-        monkeypatch.undo()
-        plugin = here.vendors.plugin(RESOURCE)
-        assert plugin is not None
-        pod = asyncio.create_task(here.vendors.allocate(plugin, [["g0"]]))
-        for _ in range(3):
-            await plugin.call("GetDevicePluginOptions", b"")  # what was sent before is there now
-        here.vendor.starts.set()
-        await pod
-        assert here.vendor.calls == ["Allocate", "PreStartContainer", "started", "Allocate"]
-        await here.prepared("1")
-        assert here.vendor.asked == [("g0",)] * 3
+    scene.vendor.pre_start = True
+    scene.vendor.starts.clear()
+    await scene.begin(pre_start_once=True)
+    scene.driver.claims.add(claim("1", *ids("g0")))
+    await scene.refused("1")
+    await until(lambda: "PreStartContainer" in scene.vendor.calls)
+    monkeypatch.undo()
+    pod = asyncio.create_task(scene.vendors.allocate(scene.plugin, [["g0"]]))
+    for _ in range(3):
+        await scene.plugin.call("GetDevicePluginOptions", b"")  # what was sent before is there now
+    scene.vendor.starts.set()
+    await pod
+    assert scene.vendor.calls == ["Allocate", "PreStartContainer", "started", "Allocate"]
+    await scene.prepared("1")
+    assert scene.vendor.asked == [("g0",)] * 3
 
 
-async def test_a_plugin_that_hangs_in_pre_start_container(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_plugin_that_hangs_in_pre_start_container(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is waited for as long as the kubelet would; the claim's error names the call."""
     monkeypatch.setattr(adopted_plugins, "PRE_START", 0.05)
-    async with running() as here:
-        here.vendor.pre_start = True
-        here.vendor.starts.clear()
-        await here.begin(pre_start_once=True)
-        here.driver.claims.add(claim("1", *ids("g0")))
-        where = f"{here.vendors.directory}/vendor.sock"
-        assert f"its plugin at {where} takes too long to answer PreStartContainer: " in str(await here.refused("1"))
+    scene.vendor.pre_start = True
+    scene.vendor.starts.clear()
+    await scene.begin(pre_start_once=True)
+    scene.driver.claims.add(claim("1", *ids("g0")))
+    where = f"{scene.vendors.directory}/vendor.sock"
+    assert f"its plugin at {where} takes too long to answer PreStartContainer: " in str(await scene.refused("1"))
 
 
-async def test_administrative_access_is_refused() -> None:
+async def test_administrative_access_is_refused(here: Scene) -> None:
     """It would have the plugin allocate what others hold."""
-    async with running() as here:
-        await here.begin()
-        here.driver.claims.add(claim("1", result("g0", adminAccess=True)))
-        error = await here.refused("1")
-        assert (error.reason, "administrative access would have" in str(error)) == ("admin", True)
-        assert not here.vendor.asked
+    here.driver.claims.add(claim("1", result("g0", adminAccess=True)))
+    error = await here.refused("1")
+    assert (error.reason, "administrative access would have" in str(error)) == ("admin", True)
+    assert not here.vendor.asked
 
 
-async def test_a_mount_without_a_source_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_mount_without_a_source_is_refused(here: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """containerd would make a directory of a container's mount, and fails at a claim's; in a pod it has to tell."""
-    async with running() as here:
-        missing = str(here.where / "missing")
-        here.vendor.answer = AllocateAnswer(mounts=[(missing, "/opt/lib")])
-        await here.begin()
-        here.driver.claims.add(claim("1", *ids("g0")))
-        assert f"a mount of {missing}, which is not there on the host" in str(await here.refused("1"))
-        monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
-        (edits,) = await here.prepared("1")
-        assert edits["mounts"][0]["hostPath"] == missing
+    missing = str(here.where / "missing")
+    here.vendor.answer = AllocateAnswer(mounts=[(missing, "/opt/lib")])
+    here.driver.claims.add(claim("1", *ids("g0")))
+    assert f"a mount of {missing}, which is not there on the host" in str(await here.refused("1"))
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    (edits,) = await here.prepared("1")
+    assert edits["mounts"][0]["hostPath"] == missing
 
 
-async def test_a_node_that_is_missing_is_refused() -> None:
+async def test_a_node_that_is_missing_is_refused(here: Scene) -> None:
     """Its numbers are read when the claim is prepared."""
-    async with running() as here:
-        here.vendor.answer = AllocateAnswer(nodes=[("/dev/no-{id}", "/dev/x-{id}", "rw")])
-        await here.begin()
-        here.driver.claims.add(claim("1", *ids("g0")))
-        assert (await here.refused("1")).reason == "cdi"
+    here.vendor.answer = AllocateAnswer(nodes=[("/dev/no-{id}", "/dev/x-{id}", "rw")])
+    here.driver.claims.add(claim("1", *ids("g0")))
+    assert (await here.refused("1")).reason == "cdi"
 
 
-async def test_attributes_have_the_id_put_in() -> None:
+async def test_attributes_have_the_id_put_in(here: Scene) -> None:
     """Texts of the config, also versions; numbers stay."""
-    async with running() as here:
-        await here.begin()
-        source = here.source(attributes={"k8s.cni.cncf.io/deviceID": "{id}", "n": 1}, capacity={"memory": "1Gi"})
-        async for devices in source.watch():
-            assert [dict(one.attributes) for one in devices[:2]] == [
-                {"k8s.cni.cncf.io/deviceID": "g0", "n": 1},
-                {"k8s.cni.cncf.io/deviceID": "g1", "n": 1},
-            ]
-            assert devices[0].capacity == {"memory": "1Gi"}
-            break
+    source = here.source(attributes={"k8s.cni.cncf.io/deviceID": "{id}", "n": 1}, capacity={"memory": "1Gi"})
+    async for devices in source.watch():
+        assert [dict(one.attributes) for one in devices[:2]] == [
+            {"k8s.cni.cncf.io/deviceID": "g0", "n": 1},
+            {"k8s.cni.cncf.io/deviceID": "g1", "n": 1},
+        ]
+        assert devices[0].capacity == {"memory": "1Gi"}
+        break

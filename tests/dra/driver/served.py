@@ -120,6 +120,8 @@ class ServedDriver:
     inventory: Inventory
     cdi: Path
     path: str
+    successor: ServedDriver | None = None
+    """The driver after a restart of the agent."""
 
     async def prepare(self, *uids: str) -> dict[str, Prepared | ClaimError]:
         return await self.driver.prepare([ref(uid) for uid in uids])
@@ -129,9 +131,18 @@ class ServedDriver:
         assert isinstance(answer, Prepared), answer
         return answer
 
-    async def refused(self, uid: str) -> str:
+    async def give(self, uid: str, device: str) -> None:
+        """Have a claim to a device prepared."""
+        self.claims.add(claim(uid, result(device)))
+        await self.prepared(uid)
+
+    async def refusal(self, uid: str) -> ClaimError:
         answer = (await self.prepare(uid))[uid]
         assert isinstance(answer, ClaimError)
+        return answer
+
+    async def refused(self, uid: str) -> str:
+        answer = await self.refusal(uid)
         assert not self.all_files, "an error leaves no file behind"
         assert not self.async_ledger.snapshot.claims, "an error leaves no record behind"
         return str(answer)
@@ -161,16 +172,19 @@ class ServedDriver:
         return [known[name] for name in ids]
 
     async def end(self) -> None:
-        """End as if the agent had been killed."""
+        """End as if the agent had been killed, also one that was started again."""
+        if self.successor is not None:
+            await self.successor.end()
         await self.driver.close()
         await self.async_ledger.close()
 
     async def again(self, source: DeviceSource | None = None, **options: Any) -> ServedDriver:
         """Return the driver after a restart of the agent, as if it had been killed."""
         await self.end()
-        return await served_driver(
+        self.successor = await served_driver(
             self.cdi.parent, source or self.driver.devices.resources[0].source, claims=self.claims, **options
         )
+        return self.successor
 
 
 async def served_driver(

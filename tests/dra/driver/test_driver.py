@@ -11,7 +11,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,11 +69,37 @@ class Params(msgspec.Struct):
     inner: Inner = msgspec.field(default_factory=Inner)
 
 
+Serve = Callable[..., Awaitable[ServedDriver]]
+
+
 @pytest.fixture
-async def here(tmp_path: Path) -> AsyncIterator[ServedDriver]:
-    made = await served_driver(tmp_path)
-    yield made
-    await made.end()
+async def serve(tmp_path: Path) -> AsyncIterator[Serve]:
+    """Returns a driver as `served_driver` does, which ends with the test."""
+    made: list[ServedDriver] = []
+
+    async def serve(*arguments: Any, **options: Any) -> ServedDriver:
+        made.append(await served_driver(tmp_path, *arguments, **options))
+        return made[-1]
+
+    yield serve
+    for one in made:
+        await one.end()
+
+
+@pytest.fixture
+async def here(serve: Serve) -> ServedDriver:
+    return await serve()
+
+
+@pytest.fixture
+def source() -> Hooked:
+    return Hooked()
+
+
+@pytest.fixture
+async def hooked(serve: Serve, source: Hooked) -> ServedDriver:
+    """A driver whose source has every hook."""
+    return await serve(source)
 
 
 # What a claim gets.
@@ -110,8 +136,7 @@ async def test_a_claim_that_cannot_be_read_is_not_answered_from_the_record(here:
     here.claims.add(claim("1", result("d0")))
     first = await here.prepared("1")
     here.claims.broken = ConnectionError("the API server is away")
-    answer = (await here.prepare("1"))["1"]
-    assert isinstance(answer, ClaimError)
+    answer = await here.refusal("1")
     assert (answer.reason, str(answer)) == ("api", "claim default/claim-1: the API server is away")
     assert (D, "1") in here.async_ledger.snapshot.claims
     here.claims.broken = None
@@ -149,50 +174,45 @@ async def test_administrative_access_holds_nothing(here: ServedDriver) -> None:
     assert [found.devices for found in here.driver.claim_evidence((), R)] == [frozenset()]
 
 
-async def test_administrative_access_disturbs_nobody(tmp_path: Path) -> None:
+async def test_administrative_access_disturbs_nobody(hooked: ServedDriver, source: Hooked) -> None:
     """It resets nothing under a holder's feet, and reaches broken devices: to inspect them is what it is for."""
-    source = Hooked()
-    here = await served_driver(tmp_path, source)
-    devices = list(here.inventory.snapshot.devices.values())
-    here.inventory.publish([devices[0].with_health(Health.UNHEALTHY, "sick"), *devices[1:]])
-    here.claims.add(claim("1", result("d0", adminAccess=True), result("d1", adminAccess=True)))
-    await here.prepared("1")
-    assert await here.unprepare("1") is None
+    devices = list(hooked.inventory.snapshot.devices.values())
+    hooked.inventory.publish([devices[0].with_health(Health.UNHEALTHY, "sick"), *devices[1:]])
+    hooked.claims.add(claim("1", result("d0", adminAccess=True), result("d1", adminAccess=True)))
+    await hooked.prepared("1")
+    assert await hooked.unprepare("1") is None
     assert [call[0] for call in source.calls] == ["edits"]
-    await here.end()
 
 
 @pytest.mark.parametrize("how", ["ends", "fails", "is over"])
-async def test_administrative_access_does_not_undo_what_is_set_up_for_another_claim(tmp_path: Path, how: str) -> None:
+async def test_administrative_access_does_not_undo_what_is_set_up_for_another_claim(
+    hooked: ServedDriver, source: Hooked, how: str
+) -> None:
     """Neither with its end, nor if it cannot be prepared, nor when it is found to be over."""
-    source = Hooked()
-    here = await served_driver(tmp_path, source)
     parameters = [opaque({"mode": "other"})]
-    here.claims.add(claim("1", result("d0")), claim("2", result("d0", adminAccess=True), config=parameters))
-    await here.prepared("1")
+    hooked.claims.add(claim("1", result("d0")), claim("2", result("d0", adminAccess=True), config=parameters))
+    await hooked.prepared("1")
     source.calls.clear()
     if how == "fails":
         source.fails.add("edits")
-        assert isinstance((await here.prepare("2"))["2"], ClaimError)
+        await hooked.refusal("2")
     else:
-        await here.prepared("2")
+        await hooked.prepared("2")
         if how == "ends":
-            assert await here.unprepare("2") is None
+            assert await hooked.unprepare("2") is None
         else:
-            del here.claims.claims["claim-2"]
-            assert await here.driver.reconciler.reconcile({"1"}, ENDED) == {"unprepared": ["2"]}
-    assert list(here.async_ledger.snapshot.claims) == [(D, "1")]
+            del hooked.claims.claims["claim-2"]
+            assert await hooked.driver.reconciler.reconcile({"1"}, ENDED) == {"unprepared": ["2"]}
+    assert list(hooked.async_ledger.snapshot.claims) == [(D, "1")]
     assert [call[0] for call in source.calls] == ["edits"]
-    await here.end()
 
 
-async def test_devices_without_edits_need_no_file(tmp_path: Path) -> None:
+async def test_devices_without_edits_need_no_file(serve: Serve) -> None:
     """CDI refuses empty devices."""
-    here = await served_driver(tmp_path, devices=[Device("d0")])
+    here = await serve(devices=[Device("d0")])
     here.claims.add(claim("1", result("d0")))
     assert (await here.prepared("1")).devices[0].cdi_ids == ()
     assert here.files == []
-    await here.end()
 
 
 class Hooked(Plain):
@@ -227,149 +247,133 @@ class Hooked(Plain):
         self._note("released", [device.id for device in devices])
 
 
-async def test_hooks_run_in_order_with_the_requests_devices_and_parameters(tmp_path: Path) -> None:
+async def test_hooks_run_in_order_with_the_requests_devices_and_parameters(
+    hooked: ServedDriver, source: Hooked
+) -> None:
     """reset, edits, prepare; at the end unprepare and released."""
-    source = Hooked()
-    here = await served_driver(tmp_path, source)
     config = [
         opaque({"mode": "fast"}, "other"),
         opaque({"threads": 8}, "fpga"),
         opaque({"mode": "class", "threads": 2}, source="FromClass"),
         opaque({"bad": 1}, driver="other.example.com"),
     ]
-    here.claims.add(claim("1", result("d0"), result("d1"), config=config))
-    answer = await here.prepared("1")
+    hooked.claims.add(claim("1", result("d0"), result("d1"), config=config))
+    answer = await hooked.prepared("1")
     assert source.calls == [
         ("reset", ["d0", "d1"]),
         ("edits", ["d0", "d1"]),
         ("prepare", ["d0", "d1"], Params("class", 8)),
     ]
     assert answer.devices[0].cdi_ids[1] == "v.com/c=n"
-    assert sorted(here.edits(answer.devices[0].cdi_ids[0])[0]["env"]) == [
+    assert sorted(hooked.edits(answer.devices[0].cdi_ids[0])[0]["env"]) == [
         "ALL=d0,d1",
         "FPGA_0=mine",
         "FPGA_1=1",
         "MODE=class",
     ]
     source.calls.clear()
-    assert await here.unprepare("1") is None
-    await here.driver._tasks.wait()
+    assert await hooked.unprepare("1") is None
+    await hooked.driver._tasks.wait()
     assert source.calls == [("unprepare", ["d0", "d1"]), ("released", ["d0", "d1"])]
-    assert here.files == []
-    assert not here.async_ledger.snapshot.claims
-    await here.end()
+    assert hooked.files == []
+    assert not hooked.async_ledger.snapshot.claims
 
 
-async def test_a_device_that_a_request_has_twice_is_one_device(tmp_path: Path) -> None:
+async def test_a_device_that_a_request_has_twice_is_one_device(hooked: ServedDriver, source: Hooked) -> None:
     """Two shares of one device: hooks see it once, the answer names both shares."""
-    source = Hooked()
-    here = await served_driver(tmp_path, source)
-    here.claims.add(claim("1", result("d0", shareID="x"), result("d0", shareID="y")))
-    prepared = await here.prepared("1")
+    hooked.claims.add(claim("1", result("d0", shareID="x"), result("d0", shareID="y")))
+    prepared = await hooked.prepared("1")
     assert [device.share for device in prepared.devices] == ["x", "y"]
     assert [call[:2] for call in source.calls] == [(name, ["d0"]) for name in ("reset", "edits", "prepare")]
-    await here.end()
 
 
-async def test_a_device_that_another_claim_shares_is_not_reset(tmp_path: Path) -> None:
+async def test_a_device_that_another_claim_shares_is_not_reset(hooked: ServedDriver, source: Hooked) -> None:
     """Nor released with the first of the two."""
-    source = Hooked()
-    here = await served_driver(tmp_path, source)
-    here.claims.add(claim("1", result("d0", shareID="x")), claim("2", result("d0", shareID="y")))
-    await here.prepared("1")
-    await here.prepared("2")
+    hooked.claims.add(claim("1", result("d0", shareID="x")), claim("2", result("d0", shareID="y")))
+    await hooked.prepared("1")
+    await hooked.prepared("2")
     assert [call for call in source.calls if call[0] == "reset"] == [("reset", ["d0"])]
-    await here.unprepare("1")
-    await here.unprepare("2")
-    await here.driver._tasks.wait()
+    await hooked.unprepare("1")
+    await hooked.unprepare("2")
+    await hooked.driver._tasks.wait()
     assert [call for call in source.calls if call[0] == "released"] == [("released", ["d0"])]
-    await here.end()
 
 
 @pytest.mark.parametrize("how", ["one after the other", "at once", "one fails"])
-async def test_a_shared_device_is_unprepared_when_its_last_claim_ends(tmp_path: Path, how: str) -> None:
+async def test_a_shared_device_is_unprepared_when_its_last_claim_ends(
+    hooked: ServedDriver, source: Hooked, how: str
+) -> None:
     """What is set up is that of all its claims, and what one of them has alone is undone with it."""
-    source = Hooked()
-    here = await served_driver(tmp_path, source)
-    here.claims.add(claim("1", result("d0", shareID="x"), result("d1", "own")), claim("2", result("d0", shareID="y")))
-    await here.prepared("1")
+    hooked.claims.add(claim("1", result("d0", shareID="x"), result("d1", "own")), claim("2", result("d0", shareID="y")))
+    await hooked.prepared("1")
     if how == "one fails":
         source.fails.add("prepare")
-        assert isinstance((await here.prepare("2"))["2"], ClaimError)
+        await hooked.refusal("2")
         source.fails.clear()
         assert not [call for call in source.calls if call[0] == "unprepare"]
-        assert await here.unprepare("1") is None
+        assert await hooked.unprepare("1") is None
         assert [call for call in source.calls if call[0] == "unprepare"] == [("unprepare", ["d0", "d1"])]
     else:
-        await here.prepared("2")
+        await hooked.prepared("2")
         assert [call[1] for call in source.calls if call[0] == "prepare"] == [["d0"], ["d1"], ["d0"]]
         if how == "at once":
-            assert await here.driver.unprepare([ref("1"), ref("2")]) == {"1": None, "2": None}
+            assert await hooked.driver.unprepare([ref("1"), ref("2")]) == {"1": None, "2": None}
         else:
-            assert [await here.unprepare(uid) for uid in "12"] == [None, None]
+            assert [await hooked.unprepare(uid) for uid in "12"] == [None, None]
         calls = [call for call in source.calls if call[0] == "unprepare"]
         assert calls == [("unprepare", ["d1"]), ("unprepare", ["d0"])]
-    assert not here.async_ledger.snapshot.claims
-    await here.end()
+    assert not hooked.async_ledger.snapshot.claims
 
 
 @pytest.mark.parametrize("sharer", ["another claim", "the same claim"])
-async def test_a_device_is_not_shared_with_other_parameters(tmp_path: Path, sharer: str) -> None:
+async def test_a_device_is_not_shared_with_other_parameters(hooked: ServedDriver, source: Hooked, sharer: str) -> None:
     """The error names the claim that has it; with the same ones, and after that claim, it is set up."""
-    source = Hooked()
-    here = await served_driver(tmp_path, source)
 
     def sharing(uid: str, **parameters: Any) -> dict[str, Any]:
         return claim(uid, result("d0", shareID=uid), config=[opaque(parameters)])
 
     if sharer == "the same claim":
         both = [opaque({"mode": "fast"}, "a"), opaque({"mode": "slow"}, "b")]
-        here.claims.add(claim("1", result("d0", "a", shareID="x"), result("d0", "b", shareID="y"), config=both))
-        assert "with claim default/claim-1, which has it with other parameters" in await here.refused("1")
+        hooked.claims.add(claim("1", result("d0", "a", shareID="x"), result("d0", "b", shareID="y"), config=both))
+        assert "with claim default/claim-1, which has it with other parameters" in await hooked.refused("1")
         assert source.calls == []
-        await here.end()
         return
-    here.claims.add(sharing("1", mode="fast"), sharing("2", mode="slow"), sharing("3", threads=1, mode="fast"))
-    await here.prepared("1")
+    hooked.claims.add(sharing("1", mode="fast"), sharing("2", mode="slow"), sharing("3", threads=1, mode="fast"))
+    await hooked.prepared("1")
     source.calls.clear()
-    refusal = (await here.prepare("2"))["2"]
-    assert isinstance(refusal, ClaimError)
+    refusal = await hooked.refusal("2")
     shared = f"device 'd0' of {R} is shared with claim default/claim-1"
     assert str(refusal) == f"{shared}, which has it with other parameters"
     assert source.calls == []
-    assert list(here.async_ledger.snapshot.claims) == [(D, "1")]
-    await here.prepared("3")
-    assert [await here.unprepare(uid) for uid in "13"] == [None, None]
-    await here.prepared("2")
+    assert list(hooked.async_ledger.snapshot.claims) == [(D, "1")]
+    await hooked.prepared("3")
+    assert [await hooked.unprepare(uid) for uid in "13"] == [None, None]
+    await hooked.prepared("2")
     assert ("prepare", ["d0"], Params("slow")) in source.calls
-    await here.end()
 
 
-async def test_of_two_claims_at_once_with_other_parameters_one_gets_the_shared_device(tmp_path: Path) -> None:
+async def test_of_two_claims_at_once_with_other_parameters_one_gets_the_shared_device(hooked: ServedDriver) -> None:
     """The other one is refused, whichever it is."""
-    here = await served_driver(tmp_path, Hooked())
     for uid in "12":
-        here.claims.add(claim(uid, result("d0", shareID=uid), config=[opaque({"threads": int(uid)})]))
-    answers = await here.prepare("1", "2")
+        hooked.claims.add(claim(uid, result("d0", shareID=uid), config=[opaque({"threads": int(uid)})]))
+    answers = await hooked.prepare("1", "2")
     assert sorted(type(answer).__name__ for answer in answers.values()) == ["ClaimError", "Prepared"]
-    await here.end()
 
 
-async def test_parameters_that_set_nothing_up_are_each_claims_own(tmp_path: Path) -> None:
+async def test_parameters_that_set_nothing_up_are_each_claims_own(serve: Serve) -> None:
     """A source without `prepare` may be given them for nothing."""
 
     class Reading(Plain):
         config_type = Params
 
-    here = await served_driver(tmp_path, Reading())
+    here = await serve(Reading())
     for uid in "12":
         here.claims.add(claim(uid, result("d0", shareID=uid), config=[opaque({"threads": int(uid)})]))
         await here.prepared(uid)
-    await here.end()
 
 
 @pytest.mark.parametrize("hook", ["reset", "prepare", "unprepare"])
-async def test_a_hook_that_works_on_after_its_timeout_has_the_device_to_itself(tmp_path: Path, hook: str) -> None:
+async def test_a_hook_that_works_on_after_its_timeout_has_the_device_to_itself(serve: Serve, hook: str) -> None:
     """Whoever asks is refused by the names of device and hook until it has ended: the same claim, and others."""
     over = threading.Event()
     working: list[str] = []
@@ -389,7 +393,7 @@ async def test_a_hook_that_works_on_after_its_timeout_has_the_device_to_itself(t
                 working.clear()
 
     source = Slow()
-    here = await served_driver(tmp_path, source)
+    here = await serve(source)
     here.claims.add(claim("1", result("d0")), claim("2", result("d0")), claim("3", result("d1")))
     if hook == "unprepare":
         await here.prepared("1")
@@ -404,8 +408,7 @@ async def test_a_hook_that_works_on_after_its_timeout_has_the_device_to_itself(t
         if hook != "unprepare":
             asked += [one for one in (await here.prepare("1")).values() if isinstance(one, ClaimError)]
         assert [str(one) for one in asked] == [still] * len(asked)
-        refusal = (await here.prepare("2"))["2"]
-        assert isinstance(refusal, ClaimError)
+        refusal = await here.refusal("2")
         # The claim has the device still, for it could not be undone.
         assert "held by claim default/claim-1" in str(refusal) or str(refusal) == still
         assert len(source.calls) == calls
@@ -417,28 +420,24 @@ async def test_a_hook_that_works_on_after_its_timeout_has_the_device_to_itself(t
             pass
     assert source.calls[calls][0] == "unprepare"
     await here.prepared("2")
-    await here.end()
 
 
 @pytest.mark.parametrize("hook", ["edits", "reset", "prepare"])
-async def test_a_hook_that_fails_costs_its_claim_only_and_is_undone(tmp_path: Path, hook: str) -> None:
+async def test_a_hook_that_fails_costs_its_claim_only_and_is_undone(
+    hooked: ServedDriver, source: Hooked, hook: str
+) -> None:
     """The message is the author's; the next try starts clean."""
-    source = Hooked()
-    here = await served_driver(tmp_path, source)
-    here.claims.add(claim("1", result("d0")))
+    hooked.claims.add(claim("1", result("d0")))
     source.fails.add(hook)
-    assert f"{hook} is out of order" in await here.refused("1")
+    assert f"{hook} is out of order" in await hooked.refused("1")
     assert ("unprepare", ["d0"]) in source.calls
     source.fails.clear()
-    await here.prepared("1")
+    await hooked.prepared("1")
     source.fails.add("unprepare")
-    failure = await here.unprepare("1")
-    assert failure is not None
-    assert "unprepare is out of order" in str(failure)
-    assert here.async_ledger.snapshot.claims, "it is still ours"
+    assert "unprepare is out of order" in str(await hooked.unprepare("1"))
+    assert hooked.async_ledger.snapshot.claims, "it is still ours"
     source.fails.clear()
-    assert await here.unprepare("1") is None
-    await here.end()
+    assert await hooked.unprepare("1") is None
 
 
 # The errors of a claim.
@@ -511,15 +510,15 @@ async def test_missing_unreserved_and_unreachable_claims_are_told_apart(here: Se
         (None, "must be an object"),
     ],
 )
-async def test_wrong_parameters_name_the_field_and_the_request(tmp_path: Path, parameters: Any, message: str) -> None:
+async def test_wrong_parameters_name_the_field_and_the_request(
+    hooked: ServedDriver, parameters: Any, message: str
+) -> None:
     """In the pod's event a user reads which field of which request is wrong."""
-    here = await served_driver(tmp_path, Hooked())
-    here.claims.add(claim("1", result("d0", "fpga/big"), config=[opaque(parameters, "fpga")]))
-    text = await here.refused("1")
+    hooked.claims.add(claim("1", result("d0", "fpga/big"), config=[opaque(parameters, "fpga")]))
+    text = await hooked.refused("1")
     assert message in text
     assert "'fpga/big'" in text
     assert "parameters of the claim" in text
-    await here.end()
 
 
 @pytest.mark.parametrize(
@@ -581,16 +580,15 @@ def test_parameters_may_carry_a_kind_and_a_version() -> None:
     assert decoded_config(Params, pieces, "fpga") == Params(threads=2)
 
 
-async def test_a_device_of_the_plugins_side_is_refused_and_pulled(tmp_path: Path) -> None:
+async def test_a_device_of_the_plugins_side_is_refused_and_pulled(serve: Serve) -> None:
     """An error for this claim, an event, and the move begins so that another try succeeds."""
-    here = await served_driver(tmp_path, side=Side.PLUGIN)
+    here = await serve(side=Side.PLUGIN)
     here.claims.add(claim("1", result("d0")))
     assert "device 'd0' of example.com/fpga is moving" in await here.refused("1")
     assert here.async_ledger.snapshot.device(R, "d0").state is State.TO_DRA
     await here.refused("1")
     await here.driver._tasks.wait()
     assert len(here.claims.events) == 1, "said once"
-    await here.end()
 
 
 async def test_every_claim_of_a_call_is_answered_on_its_own(here: ServedDriver) -> None:
@@ -611,16 +609,15 @@ async def test_every_claim_of_a_call_is_answered_on_its_own(here: ServedDriver) 
 # Time and order.
 
 
-async def test_a_claim_is_given_up_well_before_the_kubelet_does(tmp_path: Path) -> None:
+async def test_a_claim_is_given_up_well_before_the_kubelet_does(serve: Serve) -> None:
     """The API server hangs: an error, and nothing left."""
-    here = await served_driver(tmp_path, deadline=0.05)
+    here = await serve(deadline=0.05)
     here.claims.add(claim("1", result("d0")))
     here.claims.gate = asyncio.Event()
     assert "not done within 0.05 s" in await here.refused("1")
-    await here.end()
 
 
-async def test_a_call_is_answered_in_time_though_the_undoing_of_a_claim_hangs(tmp_path: Path) -> None:
+async def test_a_call_is_answered_in_time_though_the_undoing_of_a_claim_hangs(serve: Serve) -> None:
     """The claim gets an error; the others of the call are not delayed, and a try after it succeeds."""
     go = asyncio.Event()
 
@@ -633,7 +630,7 @@ async def test_a_call_is_answered_in_time_though_the_undoing_of_a_claim_hangs(tm
     source = Stuck()
     source.fails.add("prepare")
     # Only what hangs reaches a limit, also on a busy machine: the rest of the call is done well before.
-    here = await served_driver(tmp_path, source, deadline=20.0, patience=1.5)
+    here = await serve(source, deadline=20.0, patience=1.5)
     here.claims.add(claim("1", result("d0")))
     answers = await here.prepare("1", "none")
     assert str(answers["1"]) == "claim default/claim-1: not done within 1.5 s; it goes on"
@@ -643,7 +640,6 @@ async def test_a_call_is_answered_in_time_though_the_undoing_of_a_claim_hangs(tm
     async with asyncio.timeout(20):
         while not isinstance((await here.prepare("1"))["1"], Prepared):
             pass
-    await here.end()
 
 
 async def test_prepares_of_one_claim_wait_for_each_other_and_of_two_do_not(here: ServedDriver) -> None:
@@ -659,7 +655,7 @@ async def test_prepares_of_one_claim_wait_for_each_other_and_of_two_do_not(here:
     assert (here.claims.gets, here.driver.statistics.prepared_again) == (3, 1)
 
 
-async def test_an_unprepare_ends_a_prepare_under_way_and_nothing_is_left(tmp_path: Path) -> None:
+async def test_an_unprepare_ends_a_prepare_under_way_and_nothing_is_left(serve: Serve) -> None:
     """nvidia k8s-dra-driver-gpu#1162: the device would never come free."""
     begun, go = asyncio.Event(), asyncio.Event()
 
@@ -670,7 +666,7 @@ async def test_an_unprepare_ends_a_prepare_under_way_and_nothing_is_left(tmp_pat
             return ContainerEdits()
 
     source = Slow()
-    here = await served_driver(tmp_path, source)
+    here = await serve(source)
     here.claims.add(claim("1", result("d0")))
     late = asyncio.create_task(here.prepare("1"))
     await begun.wait()
@@ -682,7 +678,6 @@ async def test_an_unprepare_ends_a_prepare_under_way_and_nothing_is_left(tmp_pat
     assert ("unprepare", ["d0"]) in source.calls
     assert here.files == []
     assert not here.async_ledger.snapshot.claims
-    await here.end()
 
 
 @pytest.mark.parametrize("known", [False, True])
@@ -725,8 +720,7 @@ async def test_a_prepare_waits_for_a_file_that_is_being_removed(
         assert go.wait(20)
         return remove(store, uid)
 
-    here.claims.add(claim("1", result("d0")))
-    await here.prepared("1")
+    await here.give("1", "d0")
     here = await here.again(deadline=0.1)
     monkeypatch.setattr(cdi.CdiStore, "remove", slow)
     unpreparing = asyncio.create_task(here.unprepare("1"))
@@ -738,13 +732,11 @@ async def test_a_prepare_waits_for_a_file_that_is_being_removed(
     monkeypatch.undo()
     await here.prepared("1")
     assert len(here.files) == 1
-    await here.end()
 
 
 async def test_a_claim_is_not_prepared_while_its_record_goes(here: ServedDriver) -> None:
     """The record says that it is prepared: also an Unprepare that takes too long keeps the claim locked."""
-    here.claims.add(claim("1", result("d0")))
-    await here.prepared("1")
+    await here.give("1", "d0")
     here = await here.again(deadline=0.1)
     disk, taken = threading.Event(), threading.Event()
 
@@ -764,7 +756,6 @@ async def test_a_claim_is_not_prepared_while_its_record_goes(here: ServedDriver)
     assert not here.async_ledger.snapshot.claims
     await here.prepared("1")
     assert here.files
-    await here.end()
 
 
 async def test_a_caller_that_goes_away_does_not_stop_the_work(here: ServedDriver) -> None:
@@ -804,9 +795,7 @@ async def test_a_cdi_directory_that_cannot_be_written_is_the_claims_error(here: 
     """And heals by itself."""
     here.cdi.write_text("in the way")
     here.claims.add(claim("1", result("d0")))
-    answer = (await here.prepare("1"))["1"]
-    assert isinstance(answer, ClaimError)
-    assert "cannot write" in str(answer)
+    assert "cannot write" in str(await here.refusal("1"))
     assert not here.async_ledger.snapshot.claims
     here.cdi.unlink()
     await here.prepared("1")
@@ -827,24 +816,19 @@ async def test_a_restart_answers_the_same_and_writes_lost_files_again(here: Serv
     assert after.files == [kept]
     assert await after.prepared("1") == first
     assert await after.driver.reconciler.reconcile((), ENDED) == {}
-    await after.end()
 
 
-async def test_after_a_reboot_devices_are_set_up_again(tmp_path: Path) -> None:
+async def test_after_a_reboot_devices_are_set_up_again(hooked: ServedDriver, source: Hooked) -> None:
     """The record is not believed (nvidia k8s-dra-driver-gpu#951), but the device stays held."""
-    source = Hooked()
-    here = await served_driver(tmp_path, source)
-    here.claims.add(claim("1", result("d0")))
-    await here.prepared("1")
+    await hooked.give("1", "d0")
     source.calls.clear()
-    after = await here.again(source, boot="2")
+    after = await hooked.again(source, boot="2")
     assert await after.driver.reconciler.reconcile((), ENDED) == {"reopened": ["1"]}
     assert after.async_ledger.snapshot.claims_on(R, ["d0"])
     assert (await after.prepared("1")).boot == "2"
     assert [name for name, *_ in source.calls] == ["reset", "edits", "prepare"]
     third = await after.again(source, boot="3")
     assert (await third.prepared("1")).boot == "3", "also without a reconcile before"
-    await third.end()
 
 
 async def test_files_that_vanish_are_written_again_at_once(
@@ -882,25 +866,25 @@ async def test_files_that_vanish_are_written_again_at_once(
 
 
 @pytest.mark.parametrize("how", ["gone", "recreated", "deallocated", "reallocated"])
-async def test_claims_that_went_away_while_the_agent_was_down_are_unprepared(tmp_path: Path, how: str) -> None:
+async def test_claims_that_went_away_while_the_agent_was_down_are_unprepared(
+    hooked: ServedDriver, source: Hooked, how: str
+) -> None:
     """One recreated under the same name is another claim."""
-    source = Hooked()
-    here = await served_driver(tmp_path, source)
-    here.claims.add(claim("1", result("d0")), claim("2", result("d1")))
-    await here.prepared("1")
-    await here.prepared("2")
-    after = await here.again(source)
+    hooked.claims.add(claim("1", result("d0")), claim("2", result("d1")))
+    await hooked.prepared("1")
+    await hooked.prepared("2")
+    after = await hooked.again(source)
     if how == "gone":
-        del here.claims.claims["claim-1"]
+        del hooked.claims.claims["claim-1"]
     elif how == "recreated":
-        here.claims.add(claim("9", result("d0"), name="claim-1"))
+        hooked.claims.add(claim("9", result("d0"), name="claim-1"))
     elif how == "deallocated":
-        here.claims.claims["claim-1"]["status"] = {}
+        hooked.claims.claims["claim-1"]["status"] = {}
     else:
-        here.claims.add(claim("1", result("d3")))
-    here.claims.broken = ConnectionError("away")
+        hooked.claims.add(claim("1", result("d3")))
+    hooked.claims.broken = ConnectionError("away")
     assert await after.driver.reconciler.reconcile((), ENDED) == {"unknown": ["1", "2"]}
-    here.claims.broken = None
+    hooked.claims.broken = None
     for named, pods in (
         ({"1"}, ENDED),  # the kubelet counts it as prepared, and will unprepare it
         (set[str](), PodProcesses(frozenset({"pod-uid"}))),  # its finalizer was removed while its pod runs
@@ -911,24 +895,22 @@ async def test_claims_that_went_away_while_the_agent_was_down_are_unprepared(tmp
     assert await after.driver.reconciler.reconcile((), ENDED) == {"unprepared": ["1"]}
     assert ("unprepare", ["d0"]) in source.calls
     assert list(after.async_ledger.snapshot.claims) == [(D, "2")]
-    await after.end()
 
 
-async def test_a_prepare_that_a_crash_cut_short_can_be_undone_and_done_again(tmp_path: Path) -> None:
+async def test_a_prepare_that_a_crash_cut_short_can_be_undone_and_done_again(
+    hooked: ServedDriver, source: Hooked
+) -> None:
     """What the hook did is on record before it runs: its traces do not leak (nvidia k8s-dra-driver-gpu#840)."""
-    source = Hooked()
-    here = await served_driver(tmp_path, source)
     for uid, device in (("1", "d0"), ("2", "d1")):
-        here.claims.add(claim(uid, result(device)))
+        hooked.claims.add(claim(uid, result(device)))
         started = Claim(D, uid, "default", f"claim-{uid}", (ClaimDevice(R, device),), None, T0)
-        await here.async_ledger.do(operations.reserve(started, View(), durable=True))
-    after = await here.again(source)
+        await hooked.async_ledger.do(operations.reserve(started, View(), durable=True))
+    after = await hooked.again(source)
     assert await after.driver.reconciler.reconcile((), ENDED) == {}
     assert await after.unprepare("1") is None
     assert ("unprepare", ["d0"]) in source.calls
     await after.prepared("2")
     assert ("prepare", ["d1"], Params()) in source.calls
-    await after.end()
 
 
 async def test_cdi_files_are_evidence_for_a_lost_ledger(here: ServedDriver) -> None:
@@ -945,25 +927,23 @@ async def test_cdi_files_are_evidence_for_a_lost_ledger(here: ServedDriver) -> N
     assert after.async_ledger.snapshot.claims[D, "1"].held == {(R, "d0"), (R, "d2")}
     assert await after.driver.reconciler.reconcile((), ENDED) == {}
     assert await after.prepared("1") == first
-    await after.end()
 
 
 # The claims' own files.
 
 
-async def test_each_claim_has_a_file_of_its_own(tmp_path: Path) -> None:
+async def test_each_claim_has_a_file_of_its_own(hooked: ServedDriver) -> None:
     """Also one without edits: it says what the claim has, and goes with the CDI file."""
-    here = await served_driver(tmp_path, Hooked())
-    await here.async_ledger.do(adopt(R, ["bare"], Side.DRA, T0))
-    here.inventory.publish([*here.inventory.snapshot.devices.values(), Device("bare")])
-    here.claims.add(
+    await hooked.async_ledger.do(adopt(R, ["bare"], Side.DRA, T0))
+    hooked.inventory.publish([*hooked.inventory.snapshot.devices.values(), Device("bare")])
+    hooked.claims.add(
         claim("1", result("d0"), result("d1", "seen", adminAccess=True), config=[opaque({"mode": "fast"}, "fpga")]),
         claim("2", result("bare")),
     )
-    await here.prepared("1")
-    await here.prepared("2")
+    await hooked.prepared("1")
+    await hooked.prepared("2")
     fast, plain = '{"inner":{"level":0},"mode":"fast","threads":1}', '{"inner":{"level":0},"mode":"plain","threads":1}'
-    assert here.own == {
+    assert hooked.own == {
         "1": ClaimFile(
             driver=D,
             uid="1",
@@ -986,10 +966,9 @@ async def test_each_claim_has_a_file_of_its_own(tmp_path: Path) -> None:
             devices=(FiledDevice(R, "bare", part="1", parameters=plain),),
         ),
     }
-    await here.unprepare("1")
-    await here.unprepare("2")
-    assert here.all_files == []
-    await here.end()
+    await hooked.unprepare("1")
+    await hooked.unprepare("2")
+    assert hooked.all_files == []
 
 
 async def test_a_claims_file_is_there_before_its_answer_is_recorded(
@@ -1008,15 +987,13 @@ async def test_a_claims_file_is_there_before_its_answer_is_recorded(
     await here.prepared("1")
     assert seen == [["1"]]
     os.mkdir(here.cdi / f"{D}_2.claim")
-    answer = (await here.prepare("2"))["2"]
-    assert isinstance(answer, ClaimError)
+    answer = await here.refusal("2")
     assert answer.reason == "cdi"
 
 
 async def test_a_claims_file_has_what_is_learned_later(here: ServedDriver) -> None:
     """Pods that share the claim; a claim that has ended gets no file again."""
-    here.claims.add(claim("1", result("d0")))
-    await here.prepared("1")
+    await here.give("1", "d0")
     await here.async_ledger.do(operations.describe(D, "1", "", "", ["second"]))
     await here.driver.files.describe("1")
     assert here.own["1"].pods == {"pod-uid", "second"}
@@ -1055,8 +1032,7 @@ async def test_a_claims_file_says_what_its_device_is(here: ServedDriver) -> None
     """By the tokens that the device is listed with, in this boot."""
     devices = list(here.inventory.snapshot.devices.values())
     here.inventory.publish(devices, {"d0": frozenset({"uuid:1", "char:240:0"})})
-    here.claims.add(claim("1", result("d0")))
-    await here.prepared("1")
+    await here.give("1", "d0")
     (device,) = here.own["1"].devices or ()
     assert device.identity == "boot:1 char:240:0 uuid:1"
 
@@ -1081,9 +1057,9 @@ SHARE: dict[str, Any] = {"shareID": "s", "consumedCapacity": {"shares": "1"}}
 
 
 @pytest.mark.parametrize("named", [False, True], ids=["files alone", "claim state, too"])
-async def test_a_lost_ledger_knows_what_claims_share(tmp_path: Path, *, named: bool) -> None:
+async def test_a_lost_ledger_knows_what_claims_share(serve: Serve, *, named: bool) -> None:
     """Who shares a device is granted beside a sharer, and refused beside who has it alone; by any evidence."""
-    here = await served_driver(tmp_path, Halves())
+    here = await serve(Halves())
     here.claims.add(claim("1", result("d0", **SHARE)), claim("2", result("d1")))
     await here.prepared("1")
     await here.prepared("2")
@@ -1101,19 +1077,17 @@ async def test_a_lost_ledger_knows_what_claims_share(tmp_path: Path, *, named: b
     after.claims.add(claim("3", result("d0", **other)), claim("4", result("d1", **other)), claim("5", result("d0")))
     answers = await after.prepare("3", "4", "5")
     assert {uid for uid, answer in answers.items() if isinstance(answer, Prepared)} == {"3"}
-    await after.end()
 
 
-async def test_a_claim_whose_file_is_lost_shares_with_nobody(tmp_path: Path) -> None:
+async def test_a_claim_whose_file_is_lost_shares_with_nobody(serve: Serve) -> None:
     """Its CDI file does not say how much of the device it has."""
-    here = await served_driver(tmp_path, Halves())
+    here = await serve(Halves())
     here.claims.add(claim("1", result("d0", **SHARE)), claim("2", result("d0", **{**SHARE, "shareID": "t"})))
     await here.prepared("1")
     os.remove(here.cdi / f"{D}_1.claim")
     after = await lost(here)
     assert (D, "1") in after.async_ledger.snapshot.claims
-    assert isinstance((await after.prepare("2"))["2"], ClaimError)
-    await after.end()
+    await after.refusal("2")
 
 
 async def test_a_claims_file_needs_no_published_name(here: ServedDriver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1133,8 +1107,7 @@ async def test_a_claims_file_needs_no_published_name(here: ServedDriver, monkeyp
 
 async def test_pods_of_file_and_claim_state_count(here: ServedDriver) -> None:
     """Either may know one that the other has not."""
-    here.claims.add(claim("1", result("d0")))
-    await here.prepared("1")
+    await here.give("1", "d0")
     second = dataclasses.replace(in_claim_state((NODE, "d0", "")), pod_uids=frozenset({"second"}))
     (found,) = here.driver.claim_evidence([second], R)
     assert found.pods == {"pod-uid", "second"}
@@ -1142,8 +1115,7 @@ async def test_pods_of_file_and_claim_state_count(here: ServedDriver) -> None:
 
 async def test_a_damaged_file_says_nothing_where_no_other_does(here: ServedDriver) -> None:
     """The CDI file or the claim state tell the devices; without them they are not known, unless the ledger knows."""
-    here.claims.add(claim("1", result("d0")))
-    await here.prepared("1")
+    await here.give("1", "d0")
     (here.cdi / f"{D}_1.claim").write_bytes(b"{")
     (here.cdi / "other.example.com_1.claim").write_bytes(b"{")
     state = in_claim_state((NODE, "d1", ""))
@@ -1158,8 +1130,7 @@ async def test_a_damaged_file_says_nothing_where_no_other_does(here: ServedDrive
 
 async def test_a_claim_without_known_pods_runs_until_the_next_boot(here: ServedDriver) -> None:
     """It is known from its CDI file alone, or was never for a pod."""
-    here.claims.add(claim("1", result("d0")))
-    await here.prepared("1")
+    await here.give("1", "d0")
     os.remove(here.cdi / f"{D}_1.claim")
     after = await lost(here)
     (found,) = after.async_ledger.snapshot.claims.values()
@@ -1173,13 +1144,11 @@ async def test_a_claim_without_known_pods_runs_until_the_next_boot(here: ServedD
     assert is_over(known, "1", (), ENDED)
     assert not is_over(known, "1", (), PodProcesses(frozenset({"p"})))
     assert not is_over(known, "1", (), PodProcesses(frozenset({"q"})), ["q"]), "it may be one of its pods"
-    await after.end()
 
 
 async def test_files_of_claims_that_the_kubelet_counts_as_prepared_are_not_swept(here: ServedDriver) -> None:
     """The ledger may be the one that is wrong."""
-    here.claims.add(claim("1", result("d0")))
-    await here.prepared("1")
+    await here.give("1", "d0")
     (kept,) = here.files
     await here.async_ledger.do(operations.unprepare(D, "1"))
     assert await here.driver.reconciler.reconcile({"1"}, ENDED) == {}
@@ -1212,14 +1181,14 @@ async def test_the_kubelets_claim_state_is_evidence(here: ServedDriver) -> None:
     assert here.driver.claim_evidence([state], "example.com/other") == []
 
 
-async def test_a_claim_over_two_resources_is_unprepared_on_both_after_the_ledger_was_lost(tmp_path: Path) -> None:
+async def test_a_claim_over_two_resources_is_unprepared_on_both_after_the_ledger_was_lost(serve: Serve) -> None:
     """Each resource's evidence is reconciled by itself; `unprepare` and `released` are called for either."""
 
     class Nic(Hooked):
         resource = "example.com/nic"
 
     fpga, nic = Hooked(), Nic()
-    here = await served_driver(tmp_path, fpga)
+    here = await serve(fpga)
     inventory = Inventory("example.com/nic")
     inventory.publish([Device("n0")])
     here.driver.devices.replace([*here.driver.devices.resources, ServedResource(nic, inventory)])
@@ -1234,16 +1203,14 @@ async def test_a_claim_over_two_resources_is_unprepared_on_both_after_the_ledger
     assert ("unprepare", ["d0"]) in fpga.calls
     assert ("unprepare", ["n0"]) in nic.calls
     assert not here.async_ledger.snapshot.claims
-    await here.end()
 
 
-async def test_two_resources_of_one_driver_and_two_drivers_share_a_ledger(tmp_path: Path) -> None:
+async def test_two_resources_of_one_driver_and_two_drivers_share_a_ledger(here: ServedDriver) -> None:
     """Names are qualified where one driver serves several resources."""
 
     class Other(Plain):
         resource = "example.com/nic"
 
-    here = await served_driver(tmp_path)
     inventory = Inventory("example.com/nic")
     inventory.publish([Device("d0", nodes=["/dev/zero"])])
     await here.async_ledger.do(adopt("example.com/nic", ["d0"], Side.DRA, T0))
@@ -1260,12 +1227,10 @@ async def test_two_resources_of_one_driver_and_two_drivers_share_a_ledger(tmp_pa
     for resource in (R, "example.com/nic"):
         assert [found.devices for found in both.claim_evidence((), resource)] == [frozenset({"d0"})]
     await both.close()
-    await here.end()
 
 
-async def test_the_claims_status_is_written_in_the_background_if_wanted(tmp_path: Path) -> None:
+async def test_the_claims_status_is_written_in_the_background_if_wanted(here: ServedDriver) -> None:
     """By default no request goes to the API server after a Prepare; with `report` one does, and delays nothing."""
-    here = await served_driver(tmp_path)
     here.claims.add(claim("1", result("d0", shareID="s")))
     await here.prepared("1")
     await here.driver._tasks.wait()
@@ -1278,7 +1243,6 @@ async def test_the_claims_status_is_written_in_the_background_if_wanted(tmp_path
     assert (uid, driver) == ("1", D)
     assert (entry["device"], entry["shareID"]) == ("d0", "s")
     assert entry["conditions"][0]["type"] == "Ready"
-    await here.end()
 
 
 # gRPC.
@@ -1318,92 +1282,101 @@ def server() -> Iterator[FakeApiServer]:
         yield running
 
 
-async def test_claims_are_read_and_their_status_written_beside_that_of_others(server: FakeApiServer) -> None:
+FOREIGN: dict[str, Any] = {"driver": "other.example.com", "pool": "p", "device": "x", "conditions": []}
+MINE: dict[str, Any] = {"driver": D, "pool": NODE, "device": "d0", "conditions": []}
+"""What drivers write into a claim's status."""
+
+
+@pytest.fixture
+def stored(server: FakeApiServer) -> ClaimRef:
+    """A claim that the API server has."""
+    body = {**claim("1", result("d0")), "metadata": {"namespace": "default", "name": "claim-1"}}
+    return ref(server.create(body)["metadata"]["uid"], "claim-1")
+
+
+@pytest.fixture
+async def api(server: FakeApiServer) -> AsyncIterator[ClusterClaims]:
+    async with Cluster.from_server(server.url, deadline=5.0) as cluster:
+        yield ClusterClaims(cluster, NODE)
+
+
+def write(server: FakeApiServer, *devices: Mapping[str, Any]) -> None:
+    """Have another driver write the claim's status."""
+    body = server.get("resourceclaims", "claim-1", "default")
+    server.replace({**body, "status": {"devices": devices}})
+
+
+def written(server: FakeApiServer) -> list[Any]:
+    return list(server.get("resourceclaims", "claim-1", "default")["status"]["devices"])
+
+
+async def test_claims_are_read_and_their_status_written_beside_that_of_others(
+    server: FakeApiServer, api: ClusterClaims, stored: ClaimRef
+) -> None:
     """Entries of other drivers stay; a claim that is another one by now is not touched."""
-    made = server.create({**claim("1", result("d0")), "metadata": {"namespace": "default", "name": "claim-1"}})
-    uid = made["metadata"]["uid"]
-    foreign = {"driver": "other.example.com", "pool": "p", "device": "x", "conditions": []}
-    server.replace({**server.get("resourceclaims", "claim-1", "default"), "status": {"devices": [foreign]}})
-    async with Cluster.from_server(server.url, deadline=5.0) as api:
-        claims = ClusterClaims(api, NODE)
-        found = await claims.get_claim("default", "claim-1")
-        assert found is not None
-        assert found["metadata"]["uid"] == uid
-        assert await claims.get_claim("default", "nobody") is None
-        mine = {"driver": D, "pool": NODE, "device": "d0", "conditions": [{"type": "Ready", "status": "True"}]}
-        await claims.set_devices(ref("another", "claim-1"), D, [mine])
-        await claims.set_devices(ref("1", "nobody"), D, [mine])
-        for _ in range(2):
-            await claims.set_devices(ref(uid, "claim-1"), D, [mine])
-        assert server.get("resourceclaims", "claim-1", "default")["status"]["devices"] == [foreign, mine]
-        await claims.claim_event(ref(uid, "claim-1"), "DeviceNotAvailable", "why")
-        (event,) = server.objects("events")
-        assert (event["reason"], event["involvedObject"]["uid"]) == ("DeviceNotAvailable", uid)
+    write(server, FOREIGN)
+    found = await api.get_claim("default", "claim-1")
+    assert found is not None
+    assert found["metadata"]["uid"] == stored.uid
+    assert await api.get_claim("default", "nobody") is None
+    mine = {**MINE, "conditions": [{"type": "Ready", "status": "True"}]}
+    for claim_ref in (ref("another", "claim-1"), ref("1", "nobody"), stored, stored):
+        await api.set_devices(claim_ref, D, [mine])
+        assert written(server) == ([FOREIGN, mine] if claim_ref is stored else [FOREIGN])
+    await api.claim_event(stored, "DeviceNotAvailable", "why")
+    (event,) = server.objects("events")
+    assert (event["reason"], event["involvedObject"]["uid"]) == ("DeviceNotAvailable", stored.uid)
 
 
 async def test_what_another_driver_writes_meanwhile_is_not_lost(
-    server: FakeApiServer, monkeypatch: pytest.MonkeyPatch
+    server: FakeApiServer, api: ClusterClaims, stored: ClaimRef, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the reading of a claim's status and its writing another driver may have written."""
-    made = server.create({**claim("1", result("d0")), "metadata": {"namespace": "default", "name": "claim-1"}})
-    foreign = {"driver": "other.example.com", "pool": "p", "device": "x", "conditions": []}
-    mine = {"driver": D, "pool": NODE, "device": "d0", "conditions": []}
-    async with Cluster.from_server(server.url, deadline=5.0) as api:
-        claims = ClusterClaims(api, NODE)
-        get, times = claims.get_claim, 0
+    get, times = api.get_claim, 0
 
-        async def overtaken(namespace: str, name: str) -> Mapping[str, Any] | None:
-            nonlocal times
-            times += 1
-            found = await get(namespace, name)
-            if times == 1:
-                server.replace({**server.get("resourceclaims", name, namespace), "status": {"devices": [foreign]}})
-            return found
+    async def overtaken(namespace: str, name: str) -> Mapping[str, Any] | None:
+        nonlocal times
+        times += 1
+        found = await get(namespace, name)
+        if times == 1:
+            write(server, FOREIGN)
+        return found
 
-        monkeypatch.setattr(claims, "get_claim", overtaken)
-        await claims.set_devices(ref(made["metadata"]["uid"], "claim-1"), D, [mine])
-    assert server.get("resourceclaims", "claim-1", "default")["status"]["devices"] == [foreign, mine]
+    monkeypatch.setattr(api, "get_claim", overtaken)
+    await api.set_devices(stored, D, [MINE])
+    assert written(server) == [FOREIGN, MINE]
     assert times == 2
 
 
-async def test_a_conflict_is_tried_again_and_a_refusal_is_not(server: FakeApiServer) -> None:
+async def test_a_conflict_is_tried_again_and_a_refusal_is_not(
+    server: FakeApiServer, api: ClusterClaims, stored: ClaimRef
+) -> None:
     """A server that does not let us is asked once, not for every claim; what a former driver may not, others may."""
-    made = server.create({**claim("1", result("d0")), "metadata": {"namespace": "default", "name": "claim-1"}})
-    one = ref(made["metadata"]["uid"], "claim-1")
-    mine = {"driver": D, "pool": NODE, "device": "d0", "conditions": []}
-    async with Cluster.from_server(server.url, deadline=5.0) as api:
-        claims = ClusterClaims(api, NODE)
-        server.fail(lambda request: request.method == "PATCH", Fault(code=409))
-        await claims.set_devices(one, D, [mine])
-        assert server.get("resourceclaims", "claim-1", "default")["status"]["devices"] == [mine]
-        server.fail(lambda request: request.method == "PATCH", Fault(code=403))
-        await claims.set_devices(one, D, [])
-        count = len(server.requests())
-        await claims.set_devices(one, D, [mine])
-        assert len(server.requests()) == count
-        others: dict[str, Any] = {**mine, "driver": "other.example.com"}
-        await claims.set_devices(one, others["driver"], [others])
-        assert server.get("resourceclaims", "claim-1", "default")["status"]["devices"] == [mine, others]
+    server.fail(lambda request: request.method == "PATCH", Fault(code=409))
+    await api.set_devices(stored, D, [MINE])
+    assert written(server) == [MINE]
+    server.fail(lambda request: request.method == "PATCH", Fault(code=403))
+    await api.set_devices(stored, D, [])
+    count = len(server.requests())
+    await api.set_devices(stored, D, [MINE])
+    assert len(server.requests()) == count
+    await api.set_devices(stored, FOREIGN["driver"], [FOREIGN])
+    assert written(server) == [MINE, FOREIGN]
 
 
-async def test_an_api_server_that_is_away_is_the_claims_error(tmp_path: Path, server: FakeApiServer) -> None:
+async def test_an_api_server_that_is_away_is_the_claims_error(
+    here: ServedDriver, server: FakeApiServer, stored: ClaimRef
+) -> None:
     """In words, and over as soon as it is back."""
-    made = server.create({**claim("1", result("d0")), "metadata": {"namespace": "default", "name": "claim-1"}})
-    one = ref(made["metadata"]["uid"], "claim-1")
-    here = await served_driver(tmp_path)
-    async with Cluster.from_server(server.url, deadline=1.0) as api:
-        driver = Driver(
-            D,
-            DriverNode(NODE, Register(store=here.async_ledger), ClusterClaims(api, NODE), str(here.cdi)),
-            here.driver.devices.resources,
-        )
+    async with Cluster.from_server(server.url, deadline=1.0) as cluster:
+        node = DriverNode(NODE, Register(store=here.async_ledger), ClusterClaims(cluster, NODE), str(here.cdi))
+        driver = Driver(D, node, here.driver.devices.resources)
         with server.outage():
-            answer = (await driver.prepare([one]))[one.uid]
+            answer = (await driver.prepare([stored]))[stored.uid]
             assert isinstance(answer, ClaimError)
             assert "claim default/claim-1" in str(answer)
-        assert isinstance((await driver.prepare([one]))[one.uid], Prepared)
+        assert isinstance((await driver.prepare([stored]))[stored.uid], Prepared)
         await driver.close()
-    await here.end()
 
 
 # Anything at all.
@@ -1420,48 +1393,31 @@ def mostly(good: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     return st.integers(0, 40).flatmap(lambda number: anything if number == 40 else good)
 
 
-results = st.fixed_dictionaries(
-    {
-        "request": mostly(st.sampled_from(["fpga", "fpga/a", "b"])),
-        "driver": mostly(st.just(D)),
-        "pool": mostly(st.just(NODE)),
-        "device": mostly(st.sampled_from(["d0", "d1", "d2"])),
-    },
-    optional={"adminAccess": mostly(st.booleans()), "shareID": mostly(st.just("s")), "tolerations": anything},
+def fields(optional: Mapping[str, Any] | None = None, **each: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Return objects with these fields, each of which is mostly good."""
+    required: dict[str, Any] = {name: mostly(good) for name, good in each.items()}
+    return st.fixed_dictionaries(required, optional=optional or {})
+
+
+results = fields(
+    {"adminAccess": mostly(st.booleans()), "shareID": mostly(st.just("s")), "tolerations": anything},
+    request=st.sampled_from(["fpga", "fpga/a", "b"]),
+    driver=st.just(D),
+    pool=st.just(NODE),
+    device=st.sampled_from(["d0", "d1", "d2"]),
 )
 parameters = st.sampled_from([{"mode": "x"}, {"threads": 2}, {"inner": {"level": 3}}, {}])
-configs = st.fixed_dictionaries(
-    {"source": mostly(st.just("FromClass")), "requests": mostly(st.lists(st.just("fpga"), max_size=1))},
-    optional={
-        "opaque": mostly(st.fixed_dictionaries({"driver": st.just(D), "parameters": st.one_of(parameters, anything)}))
-    },
+opaques = st.fixed_dictionaries({"driver": st.just(D), "parameters": st.one_of(parameters, anything)})
+configs = fields(
+    {"opaque": mostly(opaques)}, source=st.just("FromClass"), requests=st.lists(st.just("fpga"), max_size=1)
+)
+allocations = fields(
+    devices=fields(results=st.lists(results, min_size=1, max_size=3), config=st.lists(configs, max_size=2))
 )
 claims_of_any_kind = mostly(
-    st.fixed_dictionaries(
-        {
-            "metadata": mostly(st.just({"uid": "1", "name": "claim-1"})),
-            "status": mostly(
-                st.fixed_dictionaries(
-                    {
-                        "reservedFor": mostly(st.just([{"uid": "p"}])),
-                        "allocation": mostly(
-                            st.fixed_dictionaries(
-                                {
-                                    "devices": mostly(
-                                        st.fixed_dictionaries(
-                                            {
-                                                "results": mostly(st.lists(results, min_size=1, max_size=3)),
-                                                "config": mostly(st.lists(configs, max_size=2)),
-                                            }
-                                        )
-                                    )
-                                }
-                            )
-                        ),
-                    }
-                )
-            ),
-        }
+    fields(
+        metadata=st.just({"uid": "1", "name": "claim-1"}),
+        status=fields(reservedFor=st.just([{"uid": "p"}]), allocation=allocations),
     )
 )
 
@@ -1537,16 +1493,14 @@ class NotYet(DriverHost):
     ],
 )
 async def test_why_a_device_is_not_given_yet(
-    tmp_path: Path, *, ready: bool, bypassed: bool, reason: str, text: str
+    serve: Serve, *, ready: bool, bypassed: bool, reason: str, text: str
 ) -> None:
     """Its holder is not known yet, or pods may just be given it past this agent."""
-    here = await served_driver(tmp_path, host=NotYet(ready=ready, bypassed=bypassed))
+    here = await serve(host=NotYet(ready=ready, bypassed=bypassed))
     here.claims.add(claim("1", result("d0")))
-    error = (await here.prepare("1"))["1"]
-    assert isinstance(error, ClaimError)
+    error = await here.refusal("1")
     assert error.reason == reason
     assert text in str(error)
-    await here.end()
 
 
 class Pods(DriverHost):
@@ -1565,46 +1519,37 @@ class Pods(DriverHost):
         self.now = RunningPods()
 
 
-async def test_a_claim_whose_pods_processes_run_is_not_unprepared(tmp_path: Path) -> None:
+async def test_a_claim_whose_pods_processes_run_is_not_unprepared(serve: Serve) -> None:
     """The kubelet unprepares claims of pods deleted by force while their containers hang; it has to try again."""
     pods = Pods("pod-uid")
-    here = await served_driver(tmp_path, host=pods)
-    here.claims.add(claim("1", result("d0")))
-    await here.prepared("1")
-    error = await here.unprepare("1")
-    assert error is not None
-    assert "processes of pod pod-uid run" in str(error)
+    here = await serve(host=pods)
+    await here.give("1", "d0")
+    assert "processes of pod pod-uid run" in str(await here.unprepare("1"))
     assert here.files
     assert (D, "1") in here.async_ledger.snapshot.claims
     pods.end()
     assert await here.unprepare("1") is None
     assert not here.async_ledger.snapshot.claims
-    await here.end()
 
 
 @pytest.mark.parametrize("unlisted", [False, True])
 async def test_a_claim_whose_pods_processes_run_on_is_answered_as_unprepared_and_held(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, unlisted: bool
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, *, unlisted: bool
 ) -> None:
     """The kubelet kills what is left in a pod's cgroup only after its claims are unprepared."""
     pod = "other" if unlisted else "pod-uid"
     pods = Pods(pod, unlisted=[pod] if unlisted else [])
-    here = await served_driver(tmp_path, host=pods)
-    here.claims.add(claim("1", result("d0")))
-    await here.prepared("1")
+    here = await serve(host=pods)
+    await here.give("1", "d0")
     assert await here.unprepare("1") is not None
     monkeypatch.setattr(preparation, "PATIENCE", 0.0)
     assert await here.unprepare("1") is None
     assert here.own["1"].pods == {"pod-uid"}
     # Neither another claim gets the device, nor does the same claim that was allocated anew get another one.
     here.claims.add(claim("2", result("d0")))
-    refusal = (await here.prepare("2"))["2"]
-    assert isinstance(refusal, ClaimError)
-    assert "held by claim default/claim-1" in str(refusal)
+    assert "held by claim default/claim-1" in str(await here.refusal("2"))
     here.claims.add(claim("1", result("d1")))
-    refusal = (await here.prepare("1"))["1"]
-    assert isinstance(refusal, ClaimError)
-    assert f"processes of pod {pod} run" in str(refusal)
+    assert f"processes of pod {pod} run" in str(await here.refusal("1"))
     assert here.async_ledger.snapshot.claims[D, "1"].held == {(R, "d0")}
     # A pod that it does not use is none of its pods on disk: the kubelet may have been unable to list any.
     assert here.async_ledger.snapshot.claims[D, "1"].pods == {"pod-uid"}
@@ -1613,24 +1558,20 @@ async def test_a_claim_whose_pods_processes_run_on_is_answered_as_unprepared_and
     pods.end()
     assert await here.driver.reconciler.reconcile((), PodProcesses(frozenset())) == {"unprepared": ["1"]}
     await here.prepared("2")
-    await here.end()
 
 
 async def test_a_claim_that_is_allocated_anew_gets_its_devices_once_processes_have_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it had before is undone first."""
     pods = Pods("pod-uid")
-    here = await served_driver(tmp_path, host=pods)
-    here.claims.add(claim("1", result("d0")))
-    await here.prepared("1")
+    here = await serve(host=pods)
+    await here.give("1", "d0")
     monkeypatch.setattr(preparation, "PATIENCE", 0.0)
     assert await here.unprepare("1") is None
     pods.end()
-    here.claims.add(claim("1", result("d1")))
-    await here.prepared("1")
+    await here.give("1", "d1")
     assert here.async_ledger.snapshot.claims[D, "1"].held == {(R, "d1")}
-    await here.end()
 
 
 def allocated_anew(uid: str, *results: Mapping[str, Any], pod: str = "new") -> dict[str, Any]:
@@ -1641,19 +1582,17 @@ def allocated_anew(uid: str, *results: Mapping[str, Any], pod: str = "new") -> d
 
 
 @pytest.mark.parametrize("unlisted", [False, True])
-async def test_a_prepared_claim_that_is_allocated_anew_is_prepared_anew(tmp_path: Path, *, unlisted: bool) -> None:
+async def test_a_prepared_claim_that_is_allocated_anew_is_prepared_anew(serve: Serve, *, unlisted: bool) -> None:
     """It gets its present devices once no process of the pods runs that have the former ones, which are undone."""
     pod = "other" if unlisted else "pod-uid"
     source, pods = Hooked(), Pods(pod, unlisted=[pod] if unlisted else [])
-    here = await served_driver(tmp_path, source, host=pods)
+    here = await serve(source, host=pods)
     here.claims.add(claim("1", result("d0")))
     (before,) = (await here.prepared("1")).devices
     source.calls.clear()
     here.claims.add(allocated_anew("1", result("d1")), claim("2", result("d0")))
     for _ in range(2):
-        refusal = (await here.prepare("1"))["1"]
-        assert isinstance(refusal, ClaimError)
-        assert f"processes of pod {pod} run" in str(refusal)
+        assert f"processes of pod {pod} run" in str(await here.refusal("1"))
     assert here.async_ledger.snapshot.claims[D, "1"].held == {(R, "d0")}
     assert source.calls == []
     assert len(here.files) == 1
@@ -1671,7 +1610,6 @@ async def test_a_prepared_claim_that_is_allocated_anew_is_prepared_anew(tmp_path
     pods.now = RunningPods(frozenset({"new"}))
     assert (await here.prepared("1")).devices == (device,)
     await here.prepared("2")
-    await here.end()
 
 
 @pytest.mark.parametrize("change", ["device", "request", "share", "one more"])
@@ -1693,38 +1631,32 @@ async def test_any_difference_of_the_allocation_is_a_new_preparation(here: Serve
     assert here.driver.statistics.prepared_again == 0
 
 
-async def test_a_claim_that_is_allocated_anew_waits_for_pods_that_are_not_known(tmp_path: Path) -> None:
+async def test_a_claim_that_is_allocated_anew_waits_for_pods_that_are_not_known(here: ServedDriver) -> None:
     """Nobody can say whether they run; an Unprepare ends it."""
-    here = await served_driver(tmp_path)
     made = claim("1", result("d0"))
     made["status"]["reservedFor"] = [{"resource": "jobs", "apiGroup": "batch", "uid": "j"}]
     here.claims.add(made)
     await here.prepared("1")
     here.claims.add(allocated_anew("1", result("d1")))
-    refusal = (await here.prepare("1"))["1"]
-    assert isinstance(refusal, ClaimError)
-    assert "it is not known which pods have the devices that it had before" in str(refusal)
+    assert "it is not known which pods have the devices that it had before" in str(await here.refusal("1"))
     assert await here.unprepare("1") is None
     await here.prepared("1")
-    await here.end()
 
 
-async def test_after_a_reboot_a_claim_that_is_allocated_anew_waits_for_nobody(tmp_path: Path) -> None:
+async def test_after_a_reboot_a_claim_that_is_allocated_anew_waits_for_nobody(
+    hooked: ServedDriver, source: Hooked
+) -> None:
     """No process runs that had its former devices; what was set up is undone, for it may have outlived the boot."""
-    source = Hooked()
-    here = await served_driver(tmp_path, source)
-    here.claims.add(claim("1", result("d0")))
-    await here.prepared("1")
-    here.claims.add(allocated_anew("1", result("d1")))
-    after = await here.again(source, boot="2", host=Pods("pod-uid"))
+    await hooked.give("1", "d0")
+    hooked.claims.add(allocated_anew("1", result("d1")))
+    after = await hooked.again(source, boot="2", host=Pods("pod-uid"))
     source.calls.clear()
     await after.prepared("1")
     assert ("unprepare", ["d0"]) in source.calls
     assert after.async_ledger.snapshot.claims[D, "1"].held == {(R, "d1")}
-    await after.end()
 
 
-async def test_pods_that_came_to_share_a_claim_count_before_it_is_unprepared(tmp_path: Path) -> None:
+async def test_pods_that_came_to_share_a_claim_count_before_it_is_unprepared(serve: Serve) -> None:
     """The kubelet prepares a claim once; pods that came later are recorded before the ledger is asked."""
 
     class Recorded(Pods):
@@ -1733,40 +1665,31 @@ async def test_pods_that_came_to_share_a_claim_count_before_it_is_unprepared(tmp
             return self.now
 
     pods = Recorded("later")
-    here = made = await served_driver(tmp_path, host=pods)
-    here.claims.add(claim("1", result("d0")))
-    await here.prepared("1")
-    error = await here.unprepare("1")
-    assert error is not None
-    assert "processes of pod later run" in str(error)
+    here = made = await serve(host=pods)
+    await here.give("1", "d0")
+    assert "processes of pod later run" in str(await here.unprepare("1"))
     pods.end()
     assert await here.unprepare("1") is None
-    await here.end()
 
 
-async def test_a_pod_that_ran_before_a_claim_was_prepared_does_not_use_it(tmp_path: Path) -> None:
+async def test_a_pod_that_ran_before_a_claim_was_prepared_does_not_use_it(serve: Serve) -> None:
     """The kubelet has a claim prepared before it makes the sandbox of its pod."""
     pods = Pods("bystander", unlisted=["bystander"])
     pods.now.unlisted["bystander"] = time.monotonic()  # type: ignore[index]
-    here = await served_driver(tmp_path, host=pods)
-    here.claims.add(claim("1", result("d0")))
-    await here.prepared("1")
+    here = await serve(host=pods)
+    await here.give("1", "d0")
     assert await here.unprepare("1") is None
     await here.prepared("1")
     here = await here.again(host=pods)
     assert await here.unprepare("1") is not None, "an agent that starts does not know what ran before"
-    await here.end()
 
 
-async def test_a_claim_stays_prepared_while_a_pod_runs_that_may_use_it(tmp_path: Path) -> None:
+async def test_a_claim_stays_prepared_while_a_pod_runs_that_may_use_it(serve: Serve) -> None:
     """A pod that the kubelet does not list may be one that it has dropped from any claim."""
     pods = Pods("forgotten", "listed", unlisted=["forgotten"])
-    here = await served_driver(tmp_path, host=pods)
-    here.claims.add(claim("1", result("d0")))
-    await here.prepared("1")
-    error = await here.unprepare("1")
-    assert error is not None
-    assert "processes of pod forgotten run" in str(error)
+    here = await serve(host=pods)
+    await here.give("1", "d0")
+    assert "processes of pod forgotten run" in str(await here.unprepare("1"))
     del here.claims.claims["claim-1"]
     running = PodProcesses(frozenset({"forgotten", "listed"}))
     assert await here.driver.reconciler.reconcile((), running, pods.now.unlisted) == {}
@@ -1774,32 +1697,25 @@ async def test_a_claim_stays_prepared_while_a_pod_runs_that_may_use_it(tmp_path:
     pods.now = RunningPods(frozenset({"listed"}))
     assert await here.unprepare("1") is None
     assert not here.async_ledger.snapshot.claims
-    await here.end()
 
 
 @pytest.mark.parametrize("error", [ClaimStateError("torn"), OSError("cgroups"), LedgerError("full")])
-async def test_a_claim_stays_prepared_while_its_pods_cannot_be_known(tmp_path: Path, error: Exception) -> None:
+async def test_a_claim_stays_prepared_while_its_pods_cannot_be_known(serve: Serve, error: Exception) -> None:
     """Also a claim of which some pods are known: others may have come to share it."""
     pods = Pods()
-    here = await served_driver(tmp_path, host=pods)
-    here.claims.add(claim("1", result("d0")))
-    await here.prepared("1")
+    here = await serve(host=pods)
+    await here.give("1", "d0")
     assert here.async_ledger.snapshot.claims[D, "1"].pods
     pods.error = error
-    refusal = await here.unprepare("1")
-    assert refusal is not None
-    assert "not known which pods use it" in str(refusal)
+    assert "not known which pods use it" in str(await here.unprepare("1"))
     assert (D, "1") in here.async_ledger.snapshot.claims
     pods.error = None
     assert await here.unprepare("1") is None
-    await here.end()
 
 
-async def test_a_claim_of_an_older_ledger_is_not_ended_without_the_kubelet(tmp_path: Path) -> None:
+async def test_a_claim_of_an_older_ledger_is_not_ended_without_the_kubelet(here: ServedDriver) -> None:
     """Its pods are not known: whether containers of this boot use the claim is not known."""
-    here = await served_driver(tmp_path)
-    here.claims.add(claim("1", result("d0")))
-    await here.prepared("1")
+    await here.give("1", "d0")
     record = dataclasses.replace(here.async_ledger.snapshot.claims[D, "1"], pods=frozenset())
     await here.async_ledger.do(operations.unprepare(D, "1"))
     await here.async_ledger.do(operations.prepare(record, View()))
@@ -1808,4 +1724,3 @@ async def test_a_claim_of_an_older_ledger_is_not_ended_without_the_kubelet(tmp_p
     assert (D, "1") in here.async_ledger.snapshot.claims
     assert await here.unprepare("1") is None
     assert not here.async_ledger.snapshot.claims
-    await here.end()
