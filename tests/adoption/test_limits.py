@@ -11,11 +11,11 @@ from typing import Any
 import grpc
 import pytest
 
-from deviceplugin.testing import FakeKubelet, PodFailedError
+from deviceplugin.testing import FakeKubelet, FakePod, PodFailedError
 from deviceplugin.wire import deviceplugin_pb2 as pb
 from tests.adoption.behind import Adopted
 from tests.scenarios.fake import AgentProcess
-from tests.testing.vendor import RESOURCE, resource
+from tests.testing.vendor import RESOURCE, Vendor, resource
 
 
 class Node(Adopted):
@@ -29,6 +29,18 @@ class Node(Adopted):
     def agent(self) -> AgentProcess:
         """Start the agent, and wait until plugins can register."""
         return self.run_agent("deviceplugin", *self.kubelet.arguments)
+
+    def adopt(self, *resources: dict[str, Any], count: int = 2, **quirks: Any) -> Vendor:
+        """Start agent and plugin, and wait until so many of the plugin's devices are offered."""
+        self.agent()
+        vendor = self.vendor(*resources, **quirks)
+        self.kubelet.wait_allocatable(RESOURCE, count)
+        return vendor
+
+    def run_second(self, first: FakePod) -> None:
+        """Run a second pod: each has a device of its own."""
+        second = self.kubelet.run_pod("second", {RESOURCE: 1})
+        assert {*first.device_ids, *second.device_ids} == {"g0", "g1"}
 
 
 @pytest.fixture
@@ -54,9 +66,7 @@ ANSWER: dict[str, Any] = {
 
 def test_the_answer_is_the_plugins(node: Node) -> None:
     """What the kubelet gets is byte for byte what the plugin answered, unknown fields and duplicates included."""
-    node.agent()
-    vendor = node.vendor(resource("g0", "g1", **ANSWER))
-    node.kubelet.wait_allocatable(RESOURCE, 2)
+    vendor = node.adopt(resource("g0", "g1", **ANSWER))
     (socket,) = node.kubelet.device_plugin_dir.glob("vendor.example_gadget-*.sock")
     request = pb.AllocateRequest(container_requests=[pb.ContainerAllocateRequest(devices_ids=["g1", "g0"])])
     with grpc.insecure_channel(f"unix:{socket}", (("grpc.default_authority", "localhost"),)) as channel:
@@ -68,9 +78,7 @@ def test_the_answer_is_the_plugins(node: Node) -> None:
 
 def test_a_pod_gets_what_the_plugin_says(node: Node) -> None:
     """A pod has the plugin's variables, nodes, mounts and annotations, and none of the agent's."""
-    node.agent()
-    node.vendor(resource("g0", **ANSWER))
-    node.kubelet.wait_allocatable(RESOURCE, 1)
+    node.adopt(resource("g0", **ANSWER), count=1)
     pod = node.kubelet.run_pod("p", {RESOURCE: 1})
     assert pod.env == {"GADGETS": "g0", "MODE": "fast"}
     assert sorted(one.container for one in pod.nodes) == ["/dev/ctl", "/dev/inside-g0", "/dev/same"]
@@ -82,9 +90,7 @@ def test_a_pod_gets_what_the_plugin_says(node: Node) -> None:
 def test_ids_are_the_vendors(node: Node) -> None:
     """Ids of any form reach the plugin as they are: long, with spaces or slashes, or like a replica's."""
     ids = ["nvidia0/vgpu0", "a b", "x" * 100, "GPU-1::0", "GPU-1::1", "ü"]
-    node.agent()
-    vendor = node.vendor(resource(*ids))
-    node.kubelet.wait_allocatable(RESOURCE, 6)
+    vendor = node.adopt(resource(*ids), count=6)
     node.kubelet.run_pod("p", {RESOURCE: 6})
     assert sorted(vendor.calls("Allocate")[0]["ids"]) == sorted(ids)
 
@@ -92,9 +98,7 @@ def test_ids_are_the_vendors(node: Node) -> None:
 def test_a_resource_that_no_config_names_is_passed_through(node: Node) -> None:
     """It is served as it is, and the log says so; no registration is refused."""
     other = "vendor.example/other"
-    node.agent()
-    vendor = node.vendor(resource(), resource("o0", name=other), failed_register="exit")
-    node.kubelet.wait_allocatable(RESOURCE, 2)
+    vendor = node.adopt(resource(), resource("o0", name=other), failed_register="exit")
     node.kubelet.wait_allocatable(other, 1)
     node.wait_log(f"{other}: the config does not name it")
     node.kubelet.run_pod("p", {RESOURCE: 1, other: 1})
@@ -104,9 +108,7 @@ def test_a_resource_that_no_config_names_is_passed_through(node: Node) -> None:
 
 def test_lists_are_sets(node: Node) -> None:
     """An empty first list, repeated and reordered ones come to the kubelet as one list, which is sent once."""
-    node.agent()
-    vendor = node.vendor(resource(*(f"g{n}" for n in range(8))), empty_first=True, repeat=0.01, shuffled=True)
-    node.kubelet.wait_allocatable(RESOURCE, 8)
+    vendor = node.adopt(resource(*(f"g{n}" for n in range(8))), empty_first=True, repeat=0.01, shuffled=True, count=8)
     vendor.wait("listed", 10)
     vendor.health(**{f"g{n}": "Healthy" if n else "Unhealthy" for n in range(8)})
     node.kubelet.wait_until(lambda: [one.healthy for one in node.kubelet.updates(RESOURCE)][-1:] == [7])
@@ -116,9 +118,7 @@ def test_lists_are_sets(node: Node) -> None:
 
 def test_devices_that_vanish_stay_unhealthy(node: Node) -> None:
     """What the plugin lists no more is Unhealthy at once; it comes back as it was."""
-    node.agent()
-    vendor = node.vendor()
-    node.kubelet.wait_allocatable(RESOURCE, 2)
+    vendor = node.adopt()
     vendor.show(resource("g0"))
     node.kubelet.wait_allocatable(RESOURCE, 1)
     assert node.kubelet.capacity(RESOURCE) == 2
@@ -129,33 +129,27 @@ def test_devices_that_vanish_stay_unhealthy(node: Node) -> None:
 @pytest.mark.parametrize("empty_last", [False, True])
 def test_the_plugin_ends_and_comes_back(node: Node, empty_last: bool) -> None:
     """Without its plugin nothing is offered, and pods keep what they have; with it, they are where they were."""
-    node.agent()
-    vendor = node.vendor(empty_last=empty_last)
-    node.kubelet.wait_allocatable(RESOURCE, 2)
+    vendor = node.adopt(empty_last=empty_last)
     first = node.kubelet.run_pod("first", {RESOURCE: 1})
     vendor.stop(kill=not empty_last)
     node.kubelet.wait_allocatable(RESOURCE, 0)
     vendor.start()
     node.kubelet.wait_allocatable(RESOURCE, 2)
-    second = node.kubelet.run_pod("second", {RESOURCE: 1})
-    assert {*first.device_ids, *second.device_ids} == {"g0", "g1"}
+    node.run_second(first)
     with pytest.raises(PodFailedError):
         node.kubelet.run_pod("third", {RESOURCE: 1})
 
 
 def test_the_plugin_goes_back_to_the_kubelet(node: Node) -> None:
     """A plugin whose path is put back while the agent runs is alone with the kubelet, and pods keep what they have."""
-    node.agent()
-    vendor = node.vendor()
-    node.kubelet.wait_allocatable(RESOURCE, 2)
+    vendor = node.adopt()
     first = node.kubelet.run_pod("first", {RESOURCE: 1})
     vendor.stop()
     node.kubelet.wait_until(lambda: not node.kubelet.streams(RESOURCE))
     vendor.directory = node.kubelet.device_plugin_dir
     vendor.start()
     node.kubelet.wait_allocatable(RESOURCE, 2)
-    second = node.kubelet.run_pod("second", {RESOURCE: 1})
-    assert {*first.device_ids, *second.device_ids} == {"g0", "g1"}
+    node.run_second(first)
     node.kubelet.restart()
     node.kubelet.wait_registered(RESOURCE, 3)
     node.kubelet.wait_allocatable(RESOURCE, 2)
@@ -197,8 +191,7 @@ def test_the_agent_restarts(node: Node, quirks: Mapping[str, Any], ends: int | N
         assert vendor.status() == ends
         vendor.start()  # its container starts again
     node.kubelet.wait_allocatable(RESOURCE, 2)
-    second = node.kubelet.run_pod("second", {RESOURCE: 1})
-    assert {*first.device_ids, *second.device_ids} == {"g0", "g1"}
+    node.run_second(first)
 
 
 @pytest.mark.parametrize("trigger", ["create", "own-socket", "poll"])
@@ -222,14 +215,11 @@ def test_a_second_agent_of_the_directory_takes_no_plugin(node: Node, trigger: st
 
 def test_the_kubelet_restarts(node: Node) -> None:
     """The plugin does not notice; the agent registers again at once."""
-    node.agent()
-    vendor = node.vendor(stream_end="panic", second_stream="panic")
-    node.kubelet.wait_allocatable(RESOURCE, 2)
+    vendor = node.adopt(stream_end="panic", second_stream="panic")
     first = node.kubelet.run_pod("first", {RESOURCE: 1})
     node.kubelet.restart()
     node.kubelet.wait_allocatable(RESOURCE, 2)
-    second = node.kubelet.run_pod("second", {RESOURCE: 1})
-    assert {*first.device_ids, *second.device_ids} == {"g0", "g1"}
+    node.run_second(first)
     vendor.health(g0="Healthy", g1="Unhealthy")
     node.kubelet.wait_allocatable(RESOURCE, 1)
     assert (len(vendor.calls("registered")), len(vendor.calls("ListAndWatch"))) == (1, 1)
@@ -237,9 +227,7 @@ def test_the_kubelet_restarts(node: Node) -> None:
 
 def test_optional_calls_are_passed_on(node: Node) -> None:
     """What GetDevicePluginOptions says decides; what is preferred, and done before a start, is the plugin's."""
-    node.agent()
-    vendor = node.vendor(pre_start=True, preferred=True)
-    node.kubelet.wait_allocatable(RESOURCE, 2)
+    vendor = node.adopt(pre_start=True, preferred=True)
     pod = node.kubelet.run_pod("p", {RESOURCE: 1})
     assert pod.device_ids == ("g1",)
     assert vendor.calls("PreStartContainer")[0]["ids"] == ["g1"]
@@ -247,10 +235,8 @@ def test_optional_calls_are_passed_on(node: Node) -> None:
 
 def test_a_plugin_of_the_plugin_watcher(node: Node) -> None:
     """Where the agent's plugins_registry is mounted, a plugin waits there to be asked, and is served like others."""
-    node.agent()
     other = "vendor.example/other"
-    vendor = node.vendor(resource(), resource("o0", name=other), watcher="stop")
-    node.kubelet.wait_allocatable(RESOURCE, 2)
+    vendor = node.adopt(resource(), resource("o0", name=other), watcher="stop")
     node.kubelet.wait_allocatable(other, 1)
     node.kubelet.run_pod("p", {RESOURCE: 1, other: 1})
     assert [one["resource"] for one in vendor.calls("GetInfo")].count(RESOURCE) == 1
@@ -264,9 +250,7 @@ def test_a_plugin_of_the_plugin_watcher(node: Node) -> None:
 
 def test_without_options_nothing_optional_is_called(node: Node) -> None:
     """A plugin that wants no optional call gets none."""
-    node.agent()
-    vendor = node.vendor()
-    node.kubelet.wait_allocatable(RESOURCE, 2)
+    vendor = node.adopt()
     node.kubelet.run_pod("p", {RESOURCE: 1})
     assert not vendor.calls("PreStartContainer")
     assert not vendor.calls("GetPreferredAllocation")
@@ -274,9 +258,7 @@ def test_without_options_nothing_optional_is_called(node: Node) -> None:
 
 def test_the_plugins_error_is_the_answer(node: Node) -> None:
     """A pod whose Allocate the plugin refuses fails with the plugin's words; the next one gets the device."""
-    node.agent()
-    vendor = node.vendor(resource("g0"), hold=str(node.where / "hold"))
-    node.kubelet.wait_allocatable(RESOURCE, 1)
+    vendor = node.adopt(resource("g0"), hold=str(node.where / "hold"), count=1)
     (node.where / "hold").touch()
     pod = node.kubelet.start_pod("p", {RESOURCE: 1})
     vendor.wait("Allocate")
@@ -294,10 +276,8 @@ def test_the_plugins_error_is_the_answer(node: Node) -> None:
 @pytest.mark.parametrize("call", ["GetPreferredAllocation", "Allocate"])
 def test_a_plugin_that_ends_while_it_is_asked(node: Node, call: str, *, kill: bool) -> None:
     """The pod's message says which plugin ended, and in which call; the next pod gets the device."""
-    node.agent()
     (hold := node.where / "hold").touch()
-    vendor = node.vendor(resource("g0"), hold=str(hold), held=call, preferred=True)
-    node.kubelet.wait_allocatable(RESOURCE, 1)
+    vendor = node.adopt(resource("g0"), hold=str(hold), held=call, preferred=True, count=1)
     pod = node.kubelet.start_pod("p", {RESOURCE: 1})
     vendor.wait(call)
     vendor.stop(kill=kill)
@@ -313,10 +293,8 @@ def test_a_plugin_that_ends_while_it_is_asked(node: Node, call: str, *, kill: bo
 @pytest.mark.parametrize("kill", [True, False])
 def test_a_plugin_that_ends_before_a_container_starts(node: Node, *, kill: bool) -> None:
     """The kubelet is told which plugin ended; it starts the container when the plugin is there again."""
-    node.agent()
     (hold := node.where / "hold").touch()
-    vendor = node.vendor(resource("g0"), hold=str(hold), held="PreStartContainer", pre_start=True)
-    node.kubelet.wait_allocatable(RESOURCE, 1)
+    vendor = node.adopt(resource("g0"), hold=str(hold), held="PreStartContainer", pre_start=True, count=1)
     pod = node.kubelet.start_pod("p", {RESOURCE: 1})
     vendor.wait("PreStartContainer")
     vendor.stop(kill=kill)
@@ -331,9 +309,7 @@ def test_a_plugin_that_ends_before_a_container_starts(node: Node, *, kill: bool)
 
 def test_ids_are_checked_against_the_live_list(node: Node) -> None:
     """An id that the plugin has dropped does not reach it, though it would answer with success."""
-    node.agent()
-    vendor = node.vendor(unknown_ids=True)
-    node.kubelet.wait_allocatable(RESOURCE, 2)
+    vendor = node.adopt(unknown_ids=True)
     # The kubelet goes on to count the device as one of its own while a pod has it.
     pod = node.kubelet.run_pod("p", {RESOURCE: 2})
     vendor.show(resource("g1"))
