@@ -291,20 +291,6 @@ def test_forced_deletion_with_a_hung_runtime(node: FakeNode) -> None:
     assert len([one for one in node.holdings() if one.end is None]) == 2
 
 
-def test_a_claim_without_finalizers(node: FakeNode) -> None:
-    """A claim that is deleted under its running pod stays in the claim state until the pod ends."""
-    node.claim("mine", D)
-    pod = node.start_pod("pod", claims=["mine"]).wait_running()
-    node.remove_claim("mine")
-    assert node.server.objects("resourceclaims") == []
-    node.restart()
-    node.dra.wait_registered(D)
-    assert [one.name for one in claim_state.from_json(node.claim_state.read_bytes())] == ["mine"]
-    assert node.devices_of(pod) == {"gpu-0": "claim"}
-    pod.delete()
-    assert claim_state.from_json(node.claim_state.read_bytes()) == []
-
-
 def test_a_lost_claim_state(node: FakeNode) -> None:
     """After a start without the claim state a running pod has its device, and the kubelet knows nothing of it."""
     pod = node.start_pod("pod", template={D: 1}).wait_running()
