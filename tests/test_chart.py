@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from deviceplugin.config import Config, ResourceConfig, load, parse
+from deviceplugin.config import Config, parse
 from deviceplugin.version import VERSION
 from dra_bridge import cli
 from dra_bridge.manifests import Deployment, manifests
@@ -58,35 +58,10 @@ def by_name(objects: Iterable[Object]) -> dict[tuple[str, str], Object]:
     return {(one["kind"], one["metadata"]["name"]): one for one in objects if one["kind"] != "Namespace"}
 
 
-def assert_same(config: Config, text: str, values: Mapping[str, Any], how: Deployment, *options: str) -> None:
-    """Compare what the chart and `manifests` make, object by object."""
-    wanted, found = by_name(manifests(config, text, how)), by_name(rendered({"config": text, **values}, *options))
-    assert found.keys() == wanted.keys()
-    for name, one in wanted.items():
-        assert found[name] == one, name
-
-
 @pytest.mark.parametrize("path", chart.generate(), ids=lambda path: path.name)
 def test_generated_files_are_up_to_date(path: Path) -> None:
     """What is checked in is what `python -m tests.chart --write` makes of manifests.yaml, schema and examples."""
     assert path.read_text() == chart.generate()[path]
-
-
-@helm_is_there
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
-def test_examples(path: Path) -> None:
-    """For each config file among the examples the chart makes what `manifests` prints."""
-    assert_same(load(path), path.read_text(), {}, Deployment())
-
-
-@helm_is_there
-def test_an_own_agent() -> None:
-    """With a command there is no ConfigMap, and the config names resources and drivers only."""
-    own = {"resources": [{"name": "example.com/x", "driver": "x.example.com"}]}
-    config = Config(resources=(ResourceConfig(name="example.com/x", driver="x.example.com", devices=()),))
-    command = ["python3", "/app/agent.py"]
-    found = by_name(rendered({"config": own, "command": command}))
-    assert found == by_name(manifests(config, "", Deployment(own_command=tuple(command))))
 
 
 @helm_is_there

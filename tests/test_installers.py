@@ -15,12 +15,11 @@ import yaml
 from deviceplugin import cli as plugin_cli
 from deviceplugin.node.options import add_run_options
 from dra_bridge import cli
-from tests.test_chart import TEXT, Object, by_name, helm_is_there, rendered
+from tests.test_chart import EXAMPLES, TEXT, Object, by_name, helm_is_there, rendered
 
 CONFIG_ARGUMENT = "--config=/etc/dra-bridge/config.yaml"
 PLAIN = "devices: [{path: /dev/x}]"
 CLAIMED = f"{PLAIN}, driver: x.example.com"
-FPGA = "example.com/fpga"
 UNPRIVILEGED = {
     "runAsUser": 0,
     "readOnlyRootFilesystem": True,
@@ -343,6 +342,13 @@ def names_of_classes(made: Installed) -> None:
     names = [one["metadata"]["name"] for one in made.of("DeviceClass")]
     assert len(set(names)) == len(names) > 0
     assert max(map(len, names)) <= 253
+
+
+def example(made: Installed) -> None:
+    """The program takes its arguments, and the chart makes the same: no more is asked of an example."""
+
+
+CASES += [Case(path.name, path.read_text(), (), {}, example) for path in EXAMPLES]
 
 
 @pytest.mark.parametrize("one", CASES, ids=lambda one: one.name)

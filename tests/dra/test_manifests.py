@@ -9,6 +9,7 @@ import yaml
 
 from deviceplugin.config import Config, ResourceConfig, parse
 from dra_bridge.manifests import Deployment, manifests, to_yaml
+from tests.test_installers import UNPRIVILEGED
 
 TEXT = """\
 # the lab's devices
@@ -89,7 +90,8 @@ def test_the_right_to_ask_agents(config: Config) -> None:
 def test_config_travels_as_it_is(config: Config) -> None:
     """The ConfigMap has the file's own text, comments and all, and can be read back."""
     objects = manifests(config, TEXT, Deployment(namespace="gpus"))
-    (config_map,) = of_kind(list(yaml.safe_load_all(to_yaml(objects))), "ConfigMap")
+    assert list(yaml.safe_load_all(to_yaml(objects))) == objects
+    (config_map,) = of_kind(objects, "ConfigMap")
     assert config_map["data"] == {"config.yaml": TEXT}
     assert config_map["metadata"]["namespace"] == of_kind(objects, "DaemonSet")[0]["metadata"]["namespace"] == "gpus"
 
@@ -102,50 +104,29 @@ def test_the_daemon_set_does_not_depend_on_what_drivers_are_called(config: Confi
     assert before == after
 
 
-def agent_of(fields: str, entry: str = "path: /dev/x", **how: Any) -> dict[str, Any]:
-    """Return the pod template of the agent that serves one resource with these fields."""
-    text = f"resources: [{{name: a/b, devices: [{entry}], {fields}}}]"
-    (agent,) = of_kind(manifests(parse(text), text, Deployment(**how)), "DaemonSet")
+def agent_of(config: Config, text: str = "", **how: Any) -> dict[str, Any]:
+    """Return the pod template of the agent."""
+    (agent,) = of_kind(manifests(config, text, Deployment(**how)), "DaemonSet")
     template: dict[str, Any] = agent["spec"]["template"]
     return template
 
 
-UNPRIVILEGED = {
-    "runAsUser": 0,
-    "readOnlyRootFilesystem": True,
-    "allowPrivilegeEscalation": False,
-    "capabilities": {"drop": ["ALL"]},
-    "seccompProfile": {"type": "RuntimeDefault"},
-}
-PRIVILEGED = {"runAsUser": 0, "readOnlyRootFilesystem": True, "privileged": True}
-
-
-def test_privileged_by_the_administrator() -> None:
-    """What the deployment says wins over what the configuration seems to need; an own agent is not judged."""
-    (container,) = agent_of("health: {probe: open}", privileged="never")["spec"]["containers"]
-    assert container["securityContext"] == UNPRIVILEGED
-    template = agent_of("", privileged="always")
-    assert template["spec"]["containers"][0]["securityContext"] == PRIVILEGED
-    assert template["metadata"]["annotations"] == {"dra-bridge/privileged-because": "the deployment asks for it"}
-    own = Deployment(own_command=("agent",))
+def test_an_own_agent_is_not_judged() -> None:
+    """Its devices and mounts are not known: it is unprivileged, has no lock, and a place for files of its own."""
     found = Config(resources=(ResourceConfig(name="a/b", driver="x.com", devices=()),))
-    (agent,) = of_kind(manifests(found, "", own), "DaemonSet")
-    (container,) = agent["spec"]["template"]["spec"]["containers"]
+    (container,) = agent_of(found, own_command=("agent",))["spec"]["containers"]
     assert container["securityContext"] == UNPRIVILEGED
     assert not [one for one in container["args"] if one.startswith("--allow")]
     assert {"name": "tmp", "mountPath": "/tmp"} in container["volumeMounts"]
 
 
-def test_directories_of_sysfs_that_a_hook_writes_to() -> None:
+def test_directories_of_sysfs_that_a_hook_writes_to(config: Config) -> None:
     """They are mounted at their own path and writable; by default the runtime's /sys is all there is, read-only."""
-    pod = agent_of("", writable_sys=("/sys/devices", "/sys/module/x"))["spec"]
+    pod = agent_of(config, TEXT, writable_sys=("/sys/devices", "/sys/module/x"))["spec"]
     found = {one["mountPath"]: one.get("readOnly", False) for one in pod["containers"][0]["volumeMounts"]}
     assert (found["/sys/devices"], found["/sys/module/x"]) == (False, False)
     paths = {one["hostPath"]["path"]: one["hostPath"]["type"] for one in pod["volumes"] if "hostPath" in one}
     assert (paths["/sys/devices"], paths["/sys/module/x"]) == ("Directory", "Directory")
-    assert not [
-        one for one in agent_of("")["spec"]["containers"][0]["volumeMounts"] if one["mountPath"].startswith("/sys")
-    ]
 
 
 def test_the_operator_may_patch_nodes_only_under_a_policy(config: Config) -> None:
@@ -164,9 +145,3 @@ def test_the_operator_may_patch_nodes_only_under_a_policy(config: Config) -> Non
         "resourceNames": ["acc.example.com"],
         "verbs": ["set"],
     }
-
-
-def test_yaml_reads_back(config: Config) -> None:
-    """What is printed are the same objects."""
-    objects = manifests(config, TEXT)
-    assert list(yaml.safe_load_all(to_yaml(objects))) == objects
