@@ -83,6 +83,19 @@ class TrackedKubelet:
     async def run_pod(self, name: str = "p") -> FakePod:
         return await asyncio.to_thread(self.kubelet.run_pod, name, ONE)
 
+    async def hold(self) -> FakePod:
+        """Run a pod that has a device, and see it."""
+        pod = await self.run_pod()
+        await self.scan()
+        return pod
+
+    async def waiting_pod(self, no_network: pytest.MonkeyPatch, name: str = "p") -> FakePod:
+        """Start a pod that is admitted, and whose sandbox cannot be made."""
+        no_network.setattr(self.kubelet, "start_sandbox", fails)
+        pod = await asyncio.to_thread(self.kubelet.start_pod, name, ONE)
+        await asyncio.to_thread(self.kubelet.wait_until, lambda: pod.containers["main"].message == "no network", 10)
+        return pod
+
     @property
     def lists(self) -> int:
         return len(self.kubelet.rpcs("List"))
@@ -117,8 +130,7 @@ async def test_a_running_pod_costs_no_request(tracked: TrackedKubelet) -> None:
 
 async def test_a_pod_that_ended_is_let_go_with_the_next_scan(tracked: TrackedKubelet) -> None:
     """`List` has the kubelet drop it, and the requests have it write checkpoints without it."""
-    pod = await tracked.run_pod()
-    await tracked.scan()
+    pod = await tracked.hold()
     await asyncio.to_thread(pod.complete)
     now = await tracked.scan()
     assert (now.current, dict(now.held)) == (True, {})
@@ -130,8 +142,7 @@ async def test_a_pod_that_ended_is_let_go_with_the_next_scan(tracked: TrackedKub
 
 async def test_what_another_agents_copy_names_is_held_while_its_pod_runs(tracked: TrackedKubelet) -> None:
     """From when it is read, at a grant already; a scan decides, and what it finds over does not come back."""
-    pod = await tracked.run_pod()
-    await tracked.scan()
+    pod = await tracked.hold()
     other = "example.com/other"
     hangs, over = Allocation(pod.uid, "main", other, "d0"), Allocation("gone", "main", other, "d1")
     what = {one: Wanted((other, one.device_id), f"boot:{boot_id()} n1", Amount("1")) for one in (hangs, over)}
@@ -223,8 +234,7 @@ async def test_a_checkpoint_that_is_written_late(tracked: TrackedKubelet) -> Non
 
 async def test_a_plugin_that_nobody_listens_to_cannot_ask(tracked: TrackedKubelet) -> None:
     """Nothing is let go then, and the reason says so."""
-    pod = await tracked.run_pod()
-    await tracked.scan()
+    pod = await tracked.hold()
     await asyncio.to_thread(pod.delete)
     tracked.listens = False
     now = await tracked.scan()
@@ -246,8 +256,7 @@ async def test_others_use_up_the_limit_of_pod_resources(
         return PodResourcesListerStub(channel)
 
     monkeypatch.setattr(podresources, "PodResourcesListerStub", counted)
-    pod = await tracked.run_pod()
-    await tracked.scan()
+    pod = await tracked.hold()
     tracked.kubelet.pod_resources_refused = 1.0
     await asyncio.to_thread(pod.complete)
     assert dict((await tracked.scan()).held) == {}
@@ -261,8 +270,7 @@ async def test_others_use_up_the_limit_of_pod_resources(
 async def test_a_kubelet_that_is_away(tracked: TrackedKubelet, caplog: pytest.LogCaptureFixture) -> None:
     """Held devices stay held, with one line in the log about `List`, until the kubelet is back."""
     caplog.set_level("INFO")
-    pod = await tracked.run_pod()
-    await tracked.scan()
+    pod = await tracked.hold()
     await asyncio.to_thread(tracked.kubelet.stop)
     tracked.listens = False
     tracked.kubelet.cgroups.remove_pod(pod.uid)
@@ -277,8 +285,7 @@ async def test_a_kubelet_that_is_away(tracked: TrackedKubelet, caplog: pytest.Lo
 @pytest.mark.parametrize("damage", ["deleted", "empty", "torn", "unreadable"])
 async def test_a_checkpoint_that_cannot_be_read(tracked: TrackedKubelet, damage: Damage) -> None:
     """It means unknown: what was held stays so, with the reason, until there is a whole one again."""
-    pod = await tracked.run_pod()
-    await tracked.scan()
+    pod = await tracked.hold()
     tracked.kubelet.damage_checkpoint(damage)
     tracked.listens = False  # so that nothing is written
     now = await tracked.scan("a", "b")
@@ -297,8 +304,7 @@ async def test_a_checkpoint_that_cannot_be_read(tracked: TrackedKubelet, damage:
 
 async def test_a_lost_checkpoint_of_a_restarted_kubelet(tracked: TrackedKubelet) -> None:
     """The kubelet does not know the holder any more; its processes do."""
-    pod = await tracked.run_pod()
-    await tracked.scan()
+    pod = await tracked.hold()
     await asyncio.to_thread(tracked.kubelet.stop)
     tracked.kubelet.damage_checkpoint("deleted")
     await asyncio.to_thread(tracked.kubelet.start, wipe=False)
@@ -350,8 +356,7 @@ async def test_no_cgroup_is_searched_for_the_id_of_a_pod_that_is_gone(
 
 async def test_a_cgroup_that_is_hidden_is_not_gone(tracked: TrackedKubelet) -> None:
     """Where the whole tree cannot be seen, a pod that was deleted by force may run on."""
-    pod = await tracked.run_pod()
-    await tracked.scan()
+    pod = await tracked.hold()
     await asyncio.to_thread(pod.force_delete, hang=True)
     root = tracked.kubelet.paths.cgroup_root
     hidden = root.with_name("hidden")
@@ -369,9 +374,7 @@ async def test_a_pod_that_is_about_to_start_holds_its_device(
 ) -> None:
     """The kubelet may give its device away (kubernetes#137534), and still names it in its checkpoint."""
     with monkeypatch.context() as no_network:
-        no_network.setattr(tracked.kubelet, "start_sandbox", fails)
-        pod = await asyncio.to_thread(tracked.kubelet.start_pod, "p", ONE)
-        await asyncio.to_thread(tracked.kubelet.wait_until, lambda: pod.containers["main"].message == "no network", 10)
+        pod = await tracked.waiting_pod(no_network)
         (mine,) = tracked.kubelet.allocated(R)
         found = await tracked.tracker.still_held(R, ["a", "b"])
         assert found == {mine: f"pod {pod.uid} has not started a process yet and is named in the kubelet's checkpoint"}
@@ -393,8 +396,7 @@ async def test_a_grant_waits_longer_for_the_checkpoint_than_a_scan(
     The cgroup of that one is there for some time, without a process, as that of a pod that is about to start.
     """
     monkeypatch.setattr(tracked.kubelet.cgroups, "remove_pod", lambda uid: None)
-    pod = await tracked.run_pod()
-    await tracked.scan()
+    pod = await tracked.hold()
     await asyncio.to_thread(pod.complete)
     with grpc.insecure_channel(f"unix:{tracked.kubelet.pod_resources_socket}") as channel:
         # It makes the kubelet drop pods that have ended, as Allocate does.
@@ -411,10 +413,8 @@ async def test_the_cgroup_of_a_former_holder_hides_no_other_one(
     former = [await tracked.run_pod(f"former-{number}") for number in range(2)]
     for pod in former:
         await asyncio.to_thread(pod.complete)
-    monkeypatch.setattr(tracked.kubelet, "start_sandbox", fails)
-    pods = [await asyncio.to_thread(tracked.kubelet.start_pod, f"p-{number}", ONE) for number in range(2)]
-    said = [pod.containers["main"] for pod in pods]
-    await asyncio.to_thread(tracked.kubelet.wait_until, lambda: all(one.message == "no network" for one in said), 10)
+    for number in range(2):
+        await tracked.waiting_pod(monkeypatch, f"p-{number}")
     found = await tracked.tracker.still_held(R, ["a", "b"])
     assert found.keys() == {"a", "b"}
     assert not any(pod.uid in why for pod in former for why in found.values())
@@ -426,9 +426,7 @@ async def test_a_pod_that_the_kubelet_dropped_before_it_started_holds_nothing(
     """Its cgroup stays while its volumes are unmounted; the checkpoint does not name it any more."""
     monkeypatch.setattr(tracked.kubelet.cgroups, "remove_pod", lambda uid: None)
     with monkeypatch.context() as no_network:
-        no_network.setattr(tracked.kubelet, "start_sandbox", fails)
-        pod = await asyncio.to_thread(tracked.kubelet.start_pod, "p", ONE)
-        await asyncio.to_thread(tracked.kubelet.wait_until, lambda: pod.containers["main"].message == "no network", 10)
+        pod = await tracked.waiting_pod(no_network)
         assert len(await tracked.tracker.still_held(R, ["a", "b"])) == 1
         await asyncio.to_thread(pod.delete)
     await asyncio.to_thread(tracked.kubelet.run_pod, "q", ONE)  # an admission drops pods that have ended
@@ -442,8 +440,7 @@ def fails(pod: FakePod) -> None:
 
 async def test_what_the_kubelet_would_give_away_is_withheld_from_it_soon(tracked: TrackedKubelet) -> None:
     """Its checkpoint on disk may name the holder for long after the kubelet has dropped it."""
-    pod = await tracked.run_pod()
-    await tracked.scan()
+    pod = await tracked.hold()
     await asyncio.to_thread(pod.force_delete, hang=True)
     await tracked.scan()
     assert not tracked.tracker.snapshot.unnamed(R), "no request is made for a holder whose processes run"
@@ -461,8 +458,7 @@ async def test_what_the_kubelet_would_give_away_is_withheld_from_it_soon(tracked
 
 async def test_an_empty_list_lets_nobody_go(tracked: TrackedKubelet) -> None:
     """A kubelet that the API server does not reach lists no pods; the checkpoint that it writes names them."""
-    pod = await tracked.run_pod()
-    await tracked.scan()
+    pod = await tracked.hold()
     tracked.kubelet.hold_sources()
     await asyncio.to_thread(tracked.kubelet.restart, wipe=False)
     await asyncio.to_thread(tracked.plugin.register)
@@ -479,8 +475,7 @@ async def test_an_empty_list_lets_nobody_go(tracked: TrackedKubelet) -> None:
 
 async def test_an_allocate_in_between_makes_a_scan_worthless(tracked: TrackedKubelet) -> None:
     """It returns nothing, and what was known stays."""
-    pod = await tracked.run_pod()
-    await tracked.scan()
+    pod = await tracked.hold()
     before = tracked.tracker.snapshot
     original = tracked.resend
 
@@ -558,8 +553,7 @@ async def test_cgroups_that_cannot_be_read_any_more_prove_nothing(
     tracked: TrackedKubelet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A read that fails, for want of descriptors say, is not a pod that has ended."""
-    pod = await tracked.run_pod()
-    await tracked.scan()
+    pod = await tracked.hold()
     monkeypatch.setattr(cgroups, "pod_cgroups", lambda root, own: None)
     assert set(await tracked.tracker.still_held(R, pod.device_ids)) == set(pod.device_ids)
     with pytest.raises(OSError, match="cannot be read now"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import os
 import re
 import signal
 import subprocess
@@ -15,6 +14,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -268,16 +268,16 @@ class Releasing(SimulatedSource):
 
 
 @pytest.fixture
-def soon(monkeypatch: pytest.MonkeyPatch) -> Mapping[str, float]:
-    """Options with which scans follow each other at once."""
+def prompt(served: Serve, monkeypatch: pytest.MonkeyPatch) -> Serve:
+    """Serves sources with scans that follow each other at once."""
     monkeypatch.setattr(grants, "WELL_APART", 0.1)
-    return {"period": 0.05}
+    return partial(served, period=0.05)
 
 
-def test_released_after_the_last_pod(fake_kubelet: FakeKubelet, served: Serve, soon: Mapping[str, float]) -> None:
+def test_released_after_the_last_pod(fake_kubelet: FakeKubelet, prompt: Serve) -> None:
     """A device's release is told after its pod is gone, not before, and again for the next pod."""
     devices = Releasing(1, fake_kubelet.notify)
-    agent = served(devices, **soon)
+    agent = prompt(devices)
     fake_kubelet.wait_until(lambda: devices.released_ids == ["sim-0"])  # at the start: who knows who had it before
     for count in (2, 3):
         pod = fake_kubelet.run_pod(f"p{count}", {R: 1})
@@ -353,7 +353,7 @@ def test_a_device_is_not_granted_before_released_succeeds(fake_kubelet: FakeKube
 
 @pytest.mark.parametrize("how", ["raises", "hangs in the loop"])
 def test_released_that_fails_costs_nothing_else(
-    fake_kubelet: FakeKubelet, served: Serve, soon: Mapping[str, float], caplog: pytest.LogCaptureFixture, how: str
+    fake_kubelet: FakeKubelet, prompt: Serve, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
     """A `released` that raises or hangs is said; pods go on coming and going, and the next release is told."""
 
@@ -367,7 +367,7 @@ def test_released_that_fails_costs_nothing_else(
             return asyncio.Event().wait()
 
     devices = Failing(1, fake_kubelet.notify)
-    served(devices, **soon)
+    prompt(devices)
     for count in (1, 2, 3):
         fake_kubelet.wait_until(lambda: len(devices.released_ids) == count)  # noqa: B023
         wait(lambda: caplog.text.count("released of example.com/r ") >= count)  # noqa: B023
@@ -419,15 +419,15 @@ class Named(Releasing):
 
 @pytest.mark.parametrize(("name", "resource"), [("other", R), ("a", "example.com/other"), ("b", "example.com/b")])
 def test_a_device_that_is_held_by_a_former_name_is_neither_offered_nor_released(
-    fake_kubelet: FakeKubelet, served: Serve, soon: Mapping[str, float], name: str, resource: str
+    fake_kubelet: FakeKubelet, prompt: Serve, name: str, resource: str
 ) -> None:
     """An agent that starts with another name for it reads in the kubelet's checkpoint what the holder got."""
-    first = served(Named("a", fake_kubelet.notify), **soon)
+    first = prompt(Named("a", fake_kubelet.notify))
     fake_kubelet.wait_allocatable(R, 1)
     pod = fake_kubelet.run_pod("p", {R: 1})
     first.stop()
     devices = Named(name, fake_kubelet.notify, resource)
-    agent = served(devices, **soon)
+    agent = prompt(devices)
     scanned(agent, 5)
     assert fake_kubelet.devices(resource)[name].health == "Unhealthy"
     assert devices.released_ids == []
@@ -448,11 +448,11 @@ class Renamed(DeviceSource):
 
 @pytest.mark.parametrize("learns", ["allocate", "kubelet-restart"])
 def test_what_another_agent_gave_is_offered_again_after_its_end(
-    fake_kubelet: FakeKubelet, served: Serve, soon: Mapping[str, float], learns: str
+    fake_kubelet: FakeKubelet, prompt: Serve, learns: str
 ) -> None:
     """An agent that has nothing to look for learns of a holder, and then looks for his end."""
     other = "example.com/other"
-    agent, _ = (served(Renamed(resource), **soon) for resource in (R, other))
+    agent, _ = (prompt(Renamed(resource)) for resource in (R, other))
     for resource in (R, other):
         fake_kubelet.wait_allocatable(resource, 1)
     wait(lambda: agent.agent.tracker.snapshot.at and not agent.agent.scanner.wanted.is_set())
@@ -498,37 +498,33 @@ async def test_what_a_pod_has_counts_before_its_resource_is_compared(tmp_path: P
     await agent.register.grant(other, {"b": "b"})
 
 
-def test_released_for_a_pod_that_never_ran(fake_kubelet: FakeKubelet, served: Serve, soon: Mapping[str, float]) -> None:
+def test_released_for_a_pod_that_never_ran(fake_kubelet: FakeKubelet, prompt: Serve) -> None:
     """A pod that the kubelet rejects after Allocate never shows up in its books; its device is released."""
     devices = Releasing(1, fake_kubelet.notify)
-    served(devices, **soon)
+    prompt(devices)
     fake_kubelet.wait_until(lambda: len(devices.released_ids) == 1)
     fake_kubelet.reject_next_pod()
     assert fake_kubelet.run_pod("rejected", {R: 1}, check=False).phase == "Failed"
     fake_kubelet.wait_until(lambda: len(devices.released_ids) == 2, 20)
 
 
-def test_held_devices_are_not_released_at_the_start(
-    fake_kubelet: FakeKubelet, served: Serve, soon: Mapping[str, float]
-) -> None:
+def test_held_devices_are_not_released_at_the_start(fake_kubelet: FakeKubelet, prompt: Serve) -> None:
     """An agent that starts beside running pods tells the release of idle devices only."""
-    first = served(source(2))
+    first = prompt(source(2))
     pod = fake_kubelet.run_pod("p", {R: 1})
     first.stop()
     devices = Releasing(2, fake_kubelet.notify)
-    served(devices, **soon)
+    prompt(devices)
     fake_kubelet.wait_until(lambda: bool(devices.released_ids))
     assert set(devices.released_ids) == {"sim-0", "sim-1"} - set(pod.device_ids)
     pod.delete()
     fake_kubelet.wait_until(lambda: set(pod.device_ids) <= set(devices.released_ids))
 
 
-def test_vanished_device_is_forgotten_when_nobody_holds_it(
-    fake_kubelet: FakeKubelet, served: Serve, soon: Mapping[str, float]
-) -> None:
+def test_vanished_device_is_forgotten_when_nobody_holds_it(fake_kubelet: FakeKubelet, prompt: Serve) -> None:
     """A device that vanishes stays, unhealthy, while a pod has it, and is dropped from the list after that."""
     devices = source(2)
-    served(devices, **soon)
+    prompt(devices)
     pod = fake_kubelet.run_pod("p", {R: 1})
     (held,) = pod.device_ids
     (idle,) = {"sim-0", "sim-1"} - {held}
@@ -541,10 +537,10 @@ def test_vanished_device_is_forgotten_when_nobody_holds_it(
 
 
 def test_device_that_two_pods_hold_is_said_and_counted_once(
-    fake_kubelet: FakeKubelet, served: Serve, soon: Mapping[str, float], caplog: pytest.LogCaptureFixture
+    fake_kubelet: FakeKubelet, prompt: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The kubelet's own double allocation is an error with the device and the pods, once for as long as it lasts."""
-    agent = served(source(1), **soon)
+    agent = prompt(source(1))
     fake_kubelet.wait_allocatable(R, 1)
     one = fake_kubelet.run_pod("one", {R: 1})
     wait(lambda: agent.agent.tracker.snapshot.held)
@@ -587,6 +583,14 @@ def scanned(agent: Served, count: int = 1) -> None:
 # Reloads.
 
 
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """A config file of one resource."""
+    file = tmp_path / "config.yaml"
+    file.write_text(text(a=1))
+    return file
+
+
 class Taking(process_module.Program):
     """A program that passes each changed config to a function."""
 
@@ -598,10 +602,8 @@ class Taking(process_module.Program):
         self.taken(config)
 
 
-async def test_metrics_are_read_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_metrics_are_read_at_the_start(config: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A change of how metrics are served is not taken by a reload, and that is said."""
-    config = tmp_path / "config.yaml"
-    config.write_text(text(a=1))
     first = process_module.ConfigFile.read(config, OPEN)
     config.write_text(text(a=1) + "metrics: {period: 5}\n")
 
@@ -609,10 +611,8 @@ async def test_metrics_are_read_at_the_start(tmp_path: Path, caplog: pytest.LogC
     assert "`metrics` is read at the start" in caplog.text
 
 
-async def test_a_file_that_changes_while_the_agent_starts_is_taken(tmp_path: Path) -> None:
+async def test_a_file_that_changes_while_the_agent_starts_is_taken(config: Path, tmp_path: Path) -> None:
     """What was written between the first reading and the first watch counts."""
-    config = tmp_path / "config.yaml"
-    config.write_text(text(a=1))
     file = process_module.ConfigFile.read(config, OPEN)
     config.write_text(text(a=2))
     taken = asyncio.get_running_loop().create_future()
@@ -629,10 +629,10 @@ async def test_a_file_that_changes_while_the_agent_starts_is_taken(tmp_path: Pat
 
 
 async def test_a_start_with_a_broken_file_serves_the_last_good_one(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    config: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What was served last is kept and served, unready and alarmed, until the file is mended; then that is kept."""
-    config, kept = tmp_path / "config.yaml", tmp_path / "plugins" / "kept.yaml"
+    kept = tmp_path / "plugins" / "kept.yaml"
     config.write_text("resources: [}")
     with pytest.raises(ConfigError):
         process_module.ConfigFile.read(config, OPEN, kept)
@@ -663,9 +663,9 @@ async def test_a_start_with_a_broken_file_serves_the_last_good_one(
     following.cancel()
 
 
-def test_a_kept_file_that_is_not_allowed_is_not_served(tmp_path: Path) -> None:
+def test_a_kept_file_that_is_not_allowed_is_not_served(config: Path) -> None:
     """The lock of this start holds for the kept file, too; the error is that of the file that was asked for."""
-    config, kept = tmp_path / "config.yaml", tmp_path / "kept.yaml"
+    kept = config.with_name("kept.yaml")
     config.write_text("resources: [}")
     kept.write_text(
         "resources: [{name: example.com/a, devices: [{path: /dev/fpga*}], env: {A: b}, mounts: [{host: /x}]}]"
@@ -674,21 +674,18 @@ def test_a_kept_file_that_is_not_allowed_is_not_served(tmp_path: Path) -> None:
         process_module.ConfigFile.read(config, Lock(), kept)
 
 
-def test_a_file_that_cannot_be_kept_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_that_cannot_be_kept_is_warned_of(config: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A full disk, or a directory in the place, costs a warning and nothing else."""
-    config, kept = tmp_path / "config.yaml", tmp_path / "kept.yaml"
-    config.write_text(text(a=1))
+    kept = config.with_name("kept.yaml")
     kept.mkdir()
     process_module.ConfigFile.read(config, OPEN, kept).keep()
     assert "cannot save the config file for a start with a broken one" in caplog.text
 
 
 async def test_a_file_that_is_refused_is_known_until_it_is_mended(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    config: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The agent's status has the cause on one line, and so has the log; a good file ends it."""
-    config = tmp_path / "config.yaml"
-    config.write_text(text(a=1))
     first = process_module.ConfigFile.read(config, OPEN)
     taken: list[Config] = []
 
@@ -707,10 +704,8 @@ async def test_a_file_that_is_refused_is_known_until_it_is_mended(
     assert taken == [load(config)]
 
 
-async def test_reload_that_fails_half_way_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_reload_that_fails_half_way_is_said(config: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Whatever goes wrong while a changed file is taken, the file is followed on, and the log says what it was."""
-    config = tmp_path / "config.yaml"
-    config.write_text(text(a=1))
     first = process_module.ConfigFile.read(config, OPEN)
     config.write_text(text(a=2))
 
@@ -960,12 +955,10 @@ async def test_what_ended_before_its_device_came_is_not_inherited(alone: Agent) 
     assert set(service.endpoint.ids.legacy) == {"later"}
 
 
-def test_change_of_replicas_spares_who_has_the_device(
-    fake_kubelet: FakeKubelet, served: Serve, soon: Mapping[str, float]
-) -> None:
+def test_change_of_replicas_spares_who_has_the_device(fake_kubelet: FakeKubelet, prompt: Serve) -> None:
     """A pod that had a device alone goes on having it alone, and is waited for, also by another agent."""
     devices = Releasing(1, fake_kubelet.notify)
-    agent = served(devices, **soon)
+    agent = prompt(devices)
     fake_kubelet.wait_until(lambda: devices.released_ids == ["sim-0"])
     pod = fake_kubelet.run_pod("p", {R: 1})
     shared = Releasing(1, fake_kubelet.notify)
@@ -976,7 +969,7 @@ def test_change_of_replicas_spares_who_has_the_device(
     for later in (agent, None):
         if later is None:  # nothing of it is in memory
             agent.stop()
-            later = served(shared, **soon)
+            later = prompt(shared)
         fake_kubelet.wait_devices(R, lambda devices: {name: one.health for name, one in devices.items()} == withdrawn)
         scanned(later, 5)
         assert {name: one.health for name, one in fake_kubelet.devices(R).items()} == withdrawn
@@ -987,17 +980,15 @@ def test_change_of_replicas_spares_who_has_the_device(
     assert fake_kubelet.allocatable(R) == 2
 
 
-def test_a_device_that_comes_back_is_still_its_holders(
-    fake_kubelet: FakeKubelet, served: Serve, soon: Mapping[str, float]
-) -> None:
+def test_a_device_that_comes_back_is_still_its_holders(fake_kubelet: FakeKubelet, prompt: Serve) -> None:
     """It was away when the agent began, whose sharing is another: the pod that has it alone goes on having it alone."""
-    before = served(source(2), **soon)
+    before = prompt(source(2))
     fake_kubelet.wait_allocatable(R, 2)
     pod = fake_kubelet.run_pod("p", {R: 2})
     before.stop()
     fewer, all_of_them = source(1), source(2)
     fewer.replicas = all_of_them.replicas = 2
-    after = served(fewer, **soon)
+    after = prompt(fewer)
     fake_kubelet.wait_devices(R, lambda devices: devices.keys() == {"sim-0", "sim-0::0", "sim-0::1"})
     in_loop(after, lambda: after.agent.reconfigure({R: all_of_them}))
     fake_kubelet.wait_devices(R, lambda devices: {"sim-1", "sim-1::0"} <= devices.keys())
@@ -1033,9 +1024,9 @@ class Process:
         with log.open("w") as stderr:
             self.child = subprocess.Popen([*command, *kubelet.arguments], stderr=stderr)
 
-    def said(self, text: str) -> bool:
-        """Whether it has said that."""
-        return text in self.log.read_text()
+    def said(self, text: str, count: int = 1) -> bool:
+        """Whether it has said that so often."""
+        return self.log.read_text().count(text) >= count
 
     def end(self) -> int:
         """End it by SIGTERM and return its status."""
@@ -1043,17 +1034,38 @@ class Process:
         return self.child.wait(20)
 
 
+class Processes:
+    """Agents as processes, with one config file."""
+
+    def __init__(self, kubelet: FakeKubelet, config: Path) -> None:
+        self.kubelet, self.config = kubelet, config
+        self.started: list[Process] = []
+
+    def start(self) -> Process:
+        """Start one."""
+        log = self.config.with_name(f"log{len(self.started)}")
+        self.started.append(Process(self.kubelet, self.config, log))
+        return self.started[-1]
+
+    def begin(self, **counts: int) -> Process:
+        """Write a config with so many devices by resource, start an agent, and wait until it serves them."""
+        self.config.write_text(text(**counts))
+        agent = self.start()
+        self.wait(**counts)
+        return agent
+
+    def wait(self, **counts: int) -> None:
+        """Wait until so many devices are allocatable by resource."""
+        for name, count in counts.items():
+            self.kubelet.wait_allocatable(f"example.com/{name}", count)
+
+
 @pytest.fixture
-def process(fake_kubelet: FakeKubelet, tmp_path: Path) -> Iterator[Callable[[Path], Process]]:
+def processes(fake_kubelet: FakeKubelet, config: Path) -> Iterator[Processes]:
     """Run agents as processes; their logs are shown when a test fails."""
-    started: list[Process] = []
-
-    def start(config: Path) -> Process:
-        started.append(Process(fake_kubelet, config, tmp_path / f"log{len(started)}"))
-        return started[-1]
-
-    yield start
-    for one in started:
+    made = Processes(fake_kubelet, config)
+    yield made
+    for one in made.started:
         if one.child.poll() is None:
             one.child.kill()
             one.child.wait(20)
@@ -1068,150 +1080,115 @@ def text(**counts: int) -> str:
     )
 
 
-def test_file_that_changes_is_taken(
-    fake_kubelet: FakeKubelet, process: Callable[[Path], Process], tmp_path: Path
-) -> None:
+def test_file_that_changes_is_taken(processes: Processes) -> None:
     """A file that is written anew is taken without a signal; a bad one changes nothing and is said, with its place."""
-    config = tmp_path / "config.yaml"
-    config.write_text(text(a=1, b=1))
-    agent = process(config)
-    fake_kubelet.wait_allocatable("example.com/a", 1)
-    fake_kubelet.wait_allocatable("example.com/b", 1)
+    kubelet, config = processes.kubelet, processes.config
+    agent = processes.begin(a=1, b=1)
     config.write_text(text(a=1, b=2, c=3))
-    fake_kubelet.wait_allocatable("example.com/b", 2)
-    fake_kubelet.wait_allocatable("example.com/c", 3)
+    processes.wait(b=2, c=3)
     wait(lambda: agent.said("was read again: new example.com/c; changed example.com/b\n"))
     config.write_text("resources:\n  - {name: nonsense}\n")
     wait(lambda: agent.said("nothing is changed"))
     assert agent.said(f"{config}:2")
     config.write_text(text(a=1))
-    fake_kubelet.wait_until(lambda: fake_kubelet.streams("example.com/c") == 0)
-    assert [one.resource for one in fake_kubelet.registrations].count("example.com/a") == 1
-    assert len(fake_kubelet.updates("example.com/a")) == 1
+    kubelet.wait_until(lambda: kubelet.streams("example.com/c") == 0)
+    assert [one.resource for one in kubelet.registrations].count("example.com/a") == 1
+    assert len(kubelet.updates("example.com/a")) == 1
     assert agent.end() == 0
-    assert not [path for path in fake_kubelet.device_plugin_dir.glob("*.sock") if path.name != "kubelet.sock"]
+    assert not [path for path in kubelet.device_plugin_dir.glob("*.sock") if path.name != "kubelet.sock"]
 
 
-def test_file_that_names_what_is_not_allowed_changes_nothing(
-    fake_kubelet: FakeKubelet, process: Callable[[Path], Process], tmp_path: Path
-) -> None:
+def test_file_that_names_what_is_not_allowed_changes_nothing(processes: Processes) -> None:
     """Whoever may write the file of a running agent has it neither run a command nor mount a path of the host."""
-    config, proof = tmp_path / "config.yaml", tmp_path / "proof"
-    config.write_text(text(a=1))
-    agent = process(config)
-    fake_kubelet.wait_allocatable("example.com/a", 1)
+    config, proof = processes.config, processes.config.with_name("proof")
+    agent = processes.begin(a=1)
     code = f"    health: {{probe: {{command: [touch, {proof}]}}}}"
     mount = "    mounts: [{host: /etc, container: /x}]"
     for number, (line, flag) in enumerate([(code, "--allow-commands"), (mount, "--allow-host-path=/etc")], 1):
         config.write_text(f"resources:\n  - name: example.com/a\n    devices: [{{simulated: {{count: 2}}}}]\n{line}\n")
-        wait(lambda number=number: agent.log.read_text().count("nothing is changed") == number)  # type: ignore[misc]
+        wait(lambda number=number: agent.said("nothing is changed", number))  # type: ignore[misc]
         assert agent.said(f"{config}:4: $.resources[0].")
         assert agent.said(f"`run {flag}` allows it")
-    assert fake_kubelet.run_pod("p", {"example.com/a": 1}).device_ids == ("sim-0",)
-    assert len(fake_kubelet.updates("example.com/a")) == 1
+    assert processes.kubelet.run_pod("p", {"example.com/a": 1}).device_ids == ("sim-0",)
+    assert len(processes.kubelet.updates("example.com/a")) == 1
     assert agent.end() == 0
     assert not proof.exists()
 
 
-def test_hostile_files_do_not_harm_a_running_agent(
-    fake_kubelet: FakeKubelet, process: Callable[[Path], Process], tmp_path: Path
-) -> None:
+def test_hostile_files_do_not_harm_a_running_agent(processes: Processes) -> None:
     """Files made to use up memory are refused, the agent stays small, and the next good file is taken."""
-    config = tmp_path / "config.yaml"
-    config.write_text(text(a=1))
-    agent = process(config)
+    agent = processes.begin(a=1)
 
     def most() -> int:
         status = Path(f"/proc/{agent.child.pid}/status").read_text()
         return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:"))
 
-    fake_kubelet.wait_allocatable("example.com/a", 1)
     before = most()
     bombs = [bomb for bomb, _ in config_bombs().values()] + ["x" * (64 << 20)]
     for number, bomb in enumerate(bombs, 1):
-        config.write_text(bomb)
-        wait(lambda number=number: agent.log.read_text().count("nothing is changed") >= number)  # type: ignore[misc]
-    assert fake_kubelet.allocatable("example.com/a") == 1
+        processes.config.write_text(bomb)
+        wait(lambda number=number: agent.said("nothing is changed", number))  # type: ignore[misc]
+    processes.wait(a=1)
     assert most() - before <= 64e6
-    config.write_text(text(a=2))
-    fake_kubelet.wait_allocatable("example.com/a", 2)
-    assert len([one for one in fake_kubelet.registrations if one.resource == "example.com/a"]) == 1
+    processes.config.write_text(text(a=2))
+    processes.wait(a=2)
+    assert len([one for one in processes.kubelet.registrations if one.resource == "example.com/a"]) == 1
     assert agent.end() == 0
 
 
-def test_configmap_swap_is_taken(fake_kubelet: FakeKubelet, process: Callable[[Path], Process], tmp_path: Path) -> None:
+def test_configmap_swap_is_taken(processes: Processes, tmp_path: Path) -> None:
     """A ConfigMap's update, which replaces the link `..data` beside the file, is taken."""
     volume = tmp_path / "volume"
+    processes.config = volume / "config.yaml"
 
-    def publish(name: str, content: str) -> None:
+    def publish(count: int) -> None:
+        name = f"..2026_{count}"
         (volume / name).mkdir(parents=True)
-        (volume / name / "config.yaml").write_text(content)
+        (volume / name / "config.yaml").write_text(text(a=count))
         (volume / "..tmp").symlink_to(name)
-        os.replace(volume / "..tmp", volume / "..data")
+        (volume / "..tmp").replace(volume / "..data")
 
-    publish("..2026_1", text(a=1))
-    (volume / "config.yaml").symlink_to("..data/config.yaml")
-    process(volume / "config.yaml")
-    fake_kubelet.wait_allocatable("example.com/a", 1)
-    publish("..2026_2", text(a=2))
-    fake_kubelet.wait_allocatable("example.com/a", 2)
-    publish("..2026_3", text(a=3))
-    fake_kubelet.wait_allocatable("example.com/a", 3)
+    publish(1)
+    processes.config.symlink_to("..data/config.yaml")
+    processes.start()
+    for count in (1, 2, 3):
+        processes.wait(a=count)
+        publish(count + 1)
 
 
-def test_sighup_reads_the_file_again(
-    fake_kubelet: FakeKubelet, process: Callable[[Path], Process], tmp_path: Path
-) -> None:
+def test_sighup_reads_the_file_again(processes: Processes) -> None:
     """SIGHUP reads the file again and says what came of it, also that nothing changed."""
-    config = tmp_path / "config.yaml"
-    config.write_text(text(a=1))
-    agent = process(config)
-    fake_kubelet.wait_allocatable("example.com/a", 1)
+    agent = processes.begin(a=1)
     agent.child.send_signal(signal.SIGHUP)
     wait(lambda: agent.said("nothing changed"))
-    config.unlink()
+    processes.config.unlink()
     agent.child.send_signal(signal.SIGHUP)
     wait(lambda: agent.said("nothing is changed"))
-    config.write_text(text(a=1))
+    processes.config.write_text(text(a=1))
     wait(lambda: agent.said("it is valid again, and nothing changed"))
-    assert fake_kubelet.allocatable("example.com/a") == 1
+    assert processes.kubelet.allocatable("example.com/a") == 1
     assert agent.end() == 0
 
 
-def test_killed_agent_leaves_nothing_that_stops_the_next(
-    fake_kubelet: FakeKubelet, process: Callable[[Path], Process], tmp_path: Path
-) -> None:
-    """After SIGKILL the next agent serves at once and sweeps the dead socket; pods keep their devices."""
-    config = tmp_path / "config.yaml"
-    config.write_text(text(a=2))
-    agent = process(config)
-    fake_kubelet.wait_allocatable("example.com/a", 2)
-    pod = fake_kubelet.run_pod("p", {"example.com/a": 1})
+def test_killed_agent_leaves_nothing_that_stops_the_next(processes: Processes) -> None:
+    """The next agent sweeps the dead socket."""
+    agent = processes.begin(a=2)
     agent.child.kill()
     agent.child.wait()
-    fake_kubelet.wait_allocatable("example.com/a", 0)
-    process(config)
-    fake_kubelet.wait_allocatable("example.com/a", 2)
-    other = fake_kubelet.run_pod("q", {"example.com/a": 1})
-    assert pod.running
-    assert set(pod.device_ids).isdisjoint(other.device_ids)
-    assert len(list(fake_kubelet.device_plugin_dir.glob("example.com_a*.sock"))) == 1
+    processes.wait(a=0)
+    processes.start()
+    processes.wait(a=2)
+    assert len(list(processes.kubelet.device_plugin_dir.glob("example.com_a*.sock"))) == 1
 
 
-def test_second_process_for_a_resource_ends_with_a_clear_error(
-    fake_kubelet: FakeKubelet, process: Callable[[Path], Process], tmp_path: Path
-) -> None:
+def test_second_process_for_a_resource_ends_with_a_clear_error(processes: Processes) -> None:
     """Two agents for one resource: the second ends with 1 and names the first; the first goes on."""
-    config = tmp_path / "config.yaml"
-    config.write_text(text(a=2))
-    first = process(config)
-    fake_kubelet.wait_allocatable("example.com/a", 2)
-    second = process(config)
+    first, second = processes.begin(a=2), processes.start()
     assert second.child.wait(20) == 1
     assert second.said(f"served on this node by another process already (pid {first.child.pid}")
     assert not second.said("Traceback")
-    assert fake_kubelet.allocatable("example.com/a") == 2
-    assert len(fake_kubelet.registrations) == 1
+    assert processes.kubelet.allocatable("example.com/a") == 2
+    assert len(processes.kubelet.registrations) == 1
 
 
 def test_status_is_safe_from_any_thread(fake_kubelet: FakeKubelet, served: Serve) -> None:

@@ -53,28 +53,33 @@ async def connected(server: FakeApiServer, **options: Any) -> AsyncIterator[Clus
             yield one
 
 
+@pytest.fixture
+async def cluster(server: FakeApiServer) -> AsyncIterator[Cluster]:
+    async with connected(server) as one:
+        yield one
+
+
 # --- requests -------------------------------------------------------------------------------------
 
 
-async def test_verbs(server: FakeApiServer) -> None:
+async def test_verbs(cluster: Cluster) -> None:
     """Objects are created, read, listed, patched, replaced and deleted."""
-    async with connected(server) as cluster:
-        made = await cluster.create(NODES, {"metadata": {"name": "a", "labels": {"x": "1"}}})
-        assert made["metadata"]["uid"]
-        assert await cluster.get(NODES, "a") == made
-        patched = await cluster.patch(NODES, "a", {"metadata": {"labels": {"x": None, "y": "2"}}})
-        assert patched["metadata"]["labels"] == {"y": "2"}
-        patched["metadata"]["labels"] = {"z": "3"}
-        replaced = await cluster.replace(NODES, patched)
-        listing = await cluster.list(NODES, field_selector="metadata.name=a")
-        assert [one["metadata"]["labels"] for one in listing.items] == [{"z": "3"}]
-        assert listing.resource_version == replaced["metadata"]["resourceVersion"]
-        await cluster.delete(NODES, "a", uid=made["metadata"]["uid"])
-        with pytest.raises(NotFoundError):
-            await cluster.get(NODES, "a")
+    made = await cluster.create(NODES, {"metadata": {"name": "a", "labels": {"x": "1"}}})
+    assert made["metadata"]["uid"]
+    assert await cluster.get(NODES, "a") == made
+    patched = await cluster.patch(NODES, "a", {"metadata": {"labels": {"x": None, "y": "2"}}})
+    assert patched["metadata"]["labels"] == {"y": "2"}
+    patched["metadata"]["labels"] = {"z": "3"}
+    replaced = await cluster.replace(NODES, patched)
+    listing = await cluster.list(NODES, field_selector="metadata.name=a")
+    assert [one["metadata"]["labels"] for one in listing.items] == [{"z": "3"}]
+    assert listing.resource_version == replaced["metadata"]["resourceVersion"]
+    await cluster.delete(NODES, "a", uid=made["metadata"]["uid"])
+    with pytest.raises(NotFoundError):
+        await cluster.get(NODES, "a")
 
 
-async def test_status_is_patched_alone(server: FakeApiServer) -> None:
+async def test_status_is_patched_alone(server: FakeApiServer, cluster: Cluster) -> None:
     """A patch of the status leaves the rest of a claim as it is."""
     claim = {
         "apiVersion": "v1",
@@ -83,35 +88,32 @@ async def test_status_is_patched_alone(server: FakeApiServer) -> None:
         "spec": {"a": 1},
     }
     server.create(claim)
-    async with connected(server) as cluster:
-        patch = {"spec": {"a": 2}, "status": {"devices": [{"driver": "d"}]}}
-        done = await cluster.patch(RESOURCE_CLAIMS, "c", patch, "ns", subresource="status")
-        assert done["spec"] == {"a": 1}
-        assert (await cluster.get(RESOURCE_CLAIMS, "c", "ns"))["status"] == {"devices": [{"driver": "d"}]}
+    patch = {"spec": {"a": 2}, "status": {"devices": [{"driver": "d"}]}}
+    done = await cluster.patch(RESOURCE_CLAIMS, "c", patch, "ns", subresource="status")
+    assert done["spec"] == {"a": 1}
+    assert (await cluster.get(RESOURCE_CLAIMS, "c", "ns"))["status"] == {"devices": [{"driver": "d"}]}
 
 
-async def test_conflicts(server: FakeApiServer) -> None:
+async def test_conflicts(server: FakeApiServer, cluster: Cluster) -> None:
     """An object that exists, one that changed and one with another UID are conflicts of their own kinds."""
     made = server.create(node_body("a"))
-    async with connected(server) as cluster:
-        with pytest.raises(ConflictError, match="409 AlreadyExists"):
-            await cluster.create(NODES, node_body("a"))
-        await cluster.patch(NODES, "a", {"metadata": {"labels": {"x": "1"}}})
-        with pytest.raises(ConflictError):
-            await cluster.replace(NODES, made)
-        with pytest.raises(ConflictError):
-            await cluster.delete(NODES, "a", uid="another")
+    with pytest.raises(ConflictError, match="409 AlreadyExists"):
+        await cluster.create(NODES, node_body("a"))
+    await cluster.patch(NODES, "a", {"metadata": {"labels": {"x": "1"}}})
+    with pytest.raises(ConflictError):
+        await cluster.replace(NODES, made)
+    with pytest.raises(ConflictError):
+        await cluster.delete(NODES, "a", uid="another")
 
 
-async def test_invalid_names_the_field(server: FakeApiServer) -> None:
+async def test_invalid_names_the_field(server: FakeApiServer, cluster: Cluster) -> None:
     """A refusal carries the fields and messages of the server."""
     body = {
         "metadata": {"name": "s"},
         "spec": {"driver": "d", "nodeName": "n", "pool": {"name": "n", "generation": 1, "resourceSliceCount": 0}},
     }
-    async with connected(server) as cluster:
-        with pytest.raises(InvalidError) as caught:
-            await cluster.create(RESOURCE_SLICES, body)
+    with pytest.raises(InvalidError) as caught:
+        await cluster.create(RESOURCE_SLICES, body)
     assert [cause.field for cause in caught.value.causes] == ["spec.pool.resourceSliceCount"]
 
 
@@ -167,23 +169,24 @@ def test_a_missing_object_is_named(details: dict[str, str]) -> None:
         json.dumps({"kind": "Status", "reason": "NotFound", "details": {**NAMED, "group": "example.com"}}),
     ],
 )
-async def test_a_404_that_does_not_name_the_object_is_no_answer(server: FakeApiServer, body: str) -> None:
+async def test_a_404_that_does_not_name_the_object_is_no_answer(
+    server: FakeApiServer, cluster: Cluster, body: str
+) -> None:
     """A 404 of a proxy, or about anything but the object that was asked for, does not mean that this one is gone."""
     server.create({"apiVersion": "v1", "kind": "ResourceClaim", "metadata": {"name": "c", "namespace": "ns"}})
-    async with connected(server) as cluster:
-        await cluster.version()
-        for call in (
-            lambda: cluster.get(RESOURCE_CLAIMS, "c", "ns"),
-            lambda: cluster.delete(RESOURCE_CLAIMS, "c", "ns"),
-            lambda: cluster.patch(RESOURCE_CLAIMS, "c", {}, "ns", subresource="status"),
-            lambda: cluster.list(RESOURCE_CLAIMS),
-        ):
-            server.fail(lambda request: "resourceclaims" in request.path, Fault(code=404, body=body), times=2)
-            with pytest.raises(UnavailableError) as caught:
-                await call()
-            assert caught.value.code == 404
-            server.heal()
-        await cluster.get(RESOURCE_CLAIMS, "c", "ns")
+    await cluster.version()
+    for call in (
+        lambda: cluster.get(RESOURCE_CLAIMS, "c", "ns"),
+        lambda: cluster.delete(RESOURCE_CLAIMS, "c", "ns"),
+        lambda: cluster.patch(RESOURCE_CLAIMS, "c", {}, "ns", subresource="status"),
+        lambda: cluster.list(RESOURCE_CLAIMS),
+    ):
+        server.fail(lambda request: "resourceclaims" in request.path, Fault(code=404, body=body), times=2)
+        with pytest.raises(UnavailableError) as caught:
+            await call()
+        assert caught.value.code == 404
+        server.heal()
+    await cluster.get(RESOURCE_CLAIMS, "c", "ns")
 
 
 @pytest.mark.parametrize(
@@ -197,30 +200,30 @@ async def test_a_404_that_does_not_name_the_object_is_no_answer(server: FakeApiS
         '{"kind": "Node", "metadata": {"name": "b"}}',
     ],
 )
-async def test_an_answer_to_another_question_is_no_answer(server: FakeApiServer, body: str) -> None:
+async def test_an_answer_to_another_question_is_no_answer(server: FakeApiServer, cluster: Cluster, body: str) -> None:
     """A 200 with something else than what was asked for is neither an object, an empty list nor an accepted write."""
     server.create(node_body("a"))
-    async with connected(server) as cluster:
-        for call in (
-            lambda: cluster.get(NODES, "a"),
-            lambda: cluster.list(NODES),
-            lambda: cluster.replace(NODES, node_body("a")),
-            lambda: cluster.delete(NODES, "a"),
-        ):
-            server.fail(lambda request: True, Fault(code=200, body=body))
-            with pytest.raises(UnavailableError):
-                await call()
-            server.heal()
-
-
-async def test_a_proxy_that_does_not_know_the_group_is_no_server_without_dra(server: FakeApiServer) -> None:
-    """That DRA is off is believed of a list of groups alone, not of a 404."""
-    async with connected(server) as cluster:
-        server.fail(lambda request: request.path.startswith("/apis"), Fault(code=404, body="404 page not found"), 2)
+    for call in (
+        lambda: cluster.get(NODES, "a"),
+        lambda: cluster.list(NODES),
+        lambda: cluster.replace(NODES, node_body("a")),
+        lambda: cluster.delete(NODES, "a"),
+    ):
+        server.fail(lambda request: True, Fault(code=200, body=body))
         with pytest.raises(UnavailableError):
-            await cluster.version()
+            await call()
         server.heal()
-        assert await cluster.version() == "v1"
+
+
+async def test_a_proxy_that_does_not_know_the_group_is_no_server_without_dra(
+    server: FakeApiServer, cluster: Cluster
+) -> None:
+    """That DRA is off is believed of a list of groups alone, not of a 404."""
+    server.fail(lambda request: request.path.startswith("/apis"), Fault(code=404, body="404 page not found"), 2)
+    with pytest.raises(UnavailableError):
+        await cluster.version()
+    server.heal()
+    assert await cluster.version() == "v1"
 
 
 async def test_deadline(server: FakeApiServer) -> None:
@@ -236,56 +239,52 @@ async def test_deadline(server: FakeApiServer) -> None:
         assert cluster.statistics.lost_since is None
 
 
-async def test_a_closed_connection_is_no_outage(server: FakeApiServer) -> None:
+async def test_a_closed_connection_is_no_outage(server: FakeApiServer, cluster: Cluster) -> None:
     """A read on a kept connection that the server closed is done again on a new one."""
     server.create(node_body("a"))
-    async with connected(server) as cluster:
-        server.fail(lambda request: True, Fault())
-        await cluster.get(NODES, "a")
-        assert cluster.statistics.failures == 0
+    server.fail(lambda request: True, Fault())
+    await cluster.get(NODES, "a")
+    assert cluster.statistics.failures == 0
 
 
-async def test_pages_are_one_list(server: FakeApiServer) -> None:
+async def test_pages_are_one_list(server: FakeApiServer, cluster: Cluster) -> None:
     """A list is asked for in pages and returned whole."""
     for number in range(5):
         server.create(node_body(f"n{number}"))
-    async with connected(server) as cluster:
-        listing = await cluster.list(NODES, page=2)
-        assert [one["metadata"]["name"] for one in listing.items] == [f"n{number}" for number in range(5)]
-        assert len(server.requests("GET", "/nodes")) == 3
+    listing = await cluster.list(NODES, page=2)
+    assert [one["metadata"]["name"] for one in listing.items] == [f"n{number}" for number in range(5)]
+    assert len(server.requests("GET", "/nodes")) == 3
 
 
 async def test_pages_whose_moment_is_gone_are_asked_for_all_at_once(
-    server: FakeApiServer, monkeypatch: pytest.MonkeyPatch
+    server: FakeApiServer, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What came with the first pages is not in the list twice."""
     for number in range(5):
         server.create(node_body(f"n{number}"))
-    async with connected(server) as cluster:
-        real, pages = cluster._request, 0
+    real, pages = cluster._request, 0
 
-        async def compacted(*arguments: Any, **options: Any) -> Any:
-            nonlocal pages
-            if (pages := pages + 1) == 3:
-                server.compact()
-            return await real(*arguments, **options)
+    async def compacted(*arguments: Any, **options: Any) -> Any:
+        nonlocal pages
+        if (pages := pages + 1) == 3:
+            server.compact()
+        return await real(*arguments, **options)
 
-        monkeypatch.setattr(cluster, "_request", compacted)
-        listing = await cluster.list(NODES, page=2)
-        assert sorted(one["metadata"]["name"] for one in listing.items) == [f"n{number}" for number in range(5)]
-        limits = [request.query.get("limit") for request in server.requests("GET", "/nodes")]
-        assert limits == ["2", "2", "2", None]
+    monkeypatch.setattr(cluster, "_request", compacted)
+    listing = await cluster.list(NODES, page=2)
+    assert sorted(one["metadata"]["name"] for one in listing.items) == [f"n{number}" for number in range(5)]
+    limits = [request.query.get("limit") for request in server.requests("GET", "/nodes")]
+    assert limits == ["2", "2", "2", None]
 
 
-async def test_events(server: FakeApiServer) -> None:
+async def test_events(cluster: Cluster) -> None:
     """An event is about its object, in the object's namespace, and cut to what the API takes."""
-    async with connected(server) as cluster:
-        await cluster.event(RESOURCE_CLAIMS, {"name": "c", "namespace": "ns"}, "Refused", "é" * 2000, "n1")
-        (event,) = (await cluster.list(EVENTS, "ns")).items
-        about = {"apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim", "name": "c", "namespace": "ns", "uid": ""}
-        assert event["involvedObject"] == about
-        assert len(event["message"].encode()) == 1024
-        assert (event["type"], event["source"]["host"]) == ("Warning", "n1")
+    await cluster.event(RESOURCE_CLAIMS, {"name": "c", "namespace": "ns"}, "Refused", "é" * 2000, "n1")
+    (event,) = (await cluster.list(EVENTS, "ns")).items
+    about = {"apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim", "name": "c", "namespace": "ns", "uid": ""}
+    assert event["involvedObject"] == about
+    assert len(event["message"].encode()) == 1024
+    assert (event["type"], event["source"]["host"]) == ("Warning", "n1")
 
 
 # --- versions -------------------------------------------------------------------------------------
@@ -327,14 +326,13 @@ async def test_a_version_that_went_away() -> None:
                 await cluster.create(RESOURCE_SLICES, {"apiVersion": "resource.k8s.io/v1beta1", "metadata": {}})
 
 
-async def test_a_missing_object_is_no_missing_version(server: FakeApiServer) -> None:
+async def test_a_missing_object_is_no_missing_version(server: FakeApiServer, cluster: Cluster) -> None:
     """A claim that is not there costs one request, not a new choice of the version."""
-    async with connected(server) as cluster:
-        await cluster.version()
-        server.forget_log()
-        with pytest.raises(NotFoundError):
-            await cluster.get(RESOURCE_CLAIMS, "c", "ns")
-        assert len(server.log) == 1
+    await cluster.version()
+    server.forget_log()
+    with pytest.raises(NotFoundError):
+        await cluster.get(RESOURCE_CLAIMS, "c", "ns")
+    assert len(server.log) == 1
 
 
 # --- list-and-watch -------------------------------------------------------------------------------
@@ -549,15 +547,16 @@ async def test_a_watch_that_makes_no_sense_is_listed_again(server: FakeApiServer
         assert cluster.statistics.failures == 1
 
 
-async def test_failures_are_waited_out(server: FakeApiServer, caplog: pytest.LogCaptureFixture) -> None:
+async def test_failures_are_waited_out(
+    server: FakeApiServer, cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
     """Refusals and errors of the server are logged once, and the request is tried again."""
-    async with connected(server) as cluster:
-        server.fail(lambda request: True, Fault(code=403, message="no"), times=5)
-        server.fail(lambda request: True, Fault(code=503), times=5)
-        server.fail(lambda request: True, Fault(), times=5)
-        async with aclosing(cluster.follow(NODES)) as events:
-            assert isinstance(await anext(events), Listed)
-        assert sum("no; trying again" in record.getMessage() for record in caplog.records) == 1
+    server.fail(lambda request: True, Fault(code=403, message="no"), times=5)
+    server.fail(lambda request: True, Fault(code=503), times=5)
+    server.fail(lambda request: True, Fault(), times=5)
+    async with aclosing(cluster.follow(NODES)) as events:
+        assert isinstance(await anext(events), Listed)
+    assert sum("no; trying again" in record.getMessage() for record in caplog.records) == 1
 
 
 async def test_a_watch_that_ends_at_once_is_not_reopened_at_once(server: FakeApiServer) -> None:
