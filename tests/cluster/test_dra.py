@@ -17,7 +17,6 @@ import sys
 import sysconfig
 import threading
 import time
-import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -25,7 +24,6 @@ from typing import Any
 
 import pytest
 
-from tests.cluster import isolate
 from tests.cluster.bridge import Bridge, env_of, seconds_until
 from tests.cluster.node import PLUGINS, PLUGINS_REGISTRY, Cluster
 from tests.programs import ANY_CONFIG
@@ -562,33 +560,6 @@ def test_a_driver_with_many_slices_is_renamed(cluster: Cluster) -> None:
         bridge._install()
         bridge.wait_offered(130, other, 60)
         assert not bridge.slices(DRIVER)
-
-
-def test_a_reboot(bridge: Bridge) -> None:
-    """After a reboot, with all containers and CDI files gone, devices are set up again and the pod runs again."""
-    bridge.claim("mine")
-    pod = bridge.pod("one", {"fpga": "mine"}).wait_running()
-    cluster = bridge.cluster
-    bridge.kill()
-    cluster.stop_kubelet()
-    first = pod.container_id()
-    for container in cluster._ctr("tasks", "list", "--quiet").stdout.split():
-        cluster._ctr("tasks", "kill", "--signal", "SIGKILL", container)
-    for file in CDI.glob("*"):
-        file.unlink()
-    isolate.BOOT_ID.write_text(f"{uuid.uuid4()}\n")
-    cluster.start_kubelet()
-    bridge.start()
-    bridge.wait_registered()
-    cluster.wait_for(
-        lambda: (
-            pod.container_id() != first and "running" in pod.status["containerStatuses"][0]["state"] and env_of(pod)
-        ),
-        120,
-        "the pod runs again",
-    )
-    assert env_of(pod)["FPGA_MODE"] == "fast"
-    assert list(CDI.glob("*.json"))
 
 
 def test_the_registry_is_recreated(bridge: Bridge) -> None:

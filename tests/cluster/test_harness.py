@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import stat
 import time
 from collections.abc import Callable
 
 import pytest
 
-from tests.cluster import isolate
 from tests.cluster.api import ApiError
-from tests.cluster.node import DEVICE_PLUGINS, POD_RESOURCES_SOCKET, Cluster, ClusterError, ClusterTimeout, ExecError
-
-
-def test_node_is_ready_and_of_the_version_asked_for(cluster: Cluster) -> None:
-    assert cluster.ready()
-    assert cluster.node()["status"]["nodeInfo"]["kubeletVersion"] == f"v{cluster.version}"
-    assert cluster.api.request("GET", "/version")["gitVersion"] == f"v{cluster.version}"
-    assert (DEVICE_PLUGINS / "kubelet.sock").is_socket()
-    assert POD_RESOURCES_SOCKET.is_socket()
+from tests.cluster.node import Cluster, ClusterError, ClusterTimeout, ExecError
 
 
 def test_pod_runs_and_takes_commands(cluster: Cluster) -> None:
+    assert cluster.node()["status"]["nodeInfo"]["kubeletVersion"] == f"v{cluster.version}"
+    assert cluster.api.request("GET", "/version")["gitVersion"] == f"v{cluster.version}"
     pod = cluster.start_pod("one", command=["/bin/sh", "-c", "echo hello; exec sleep 1000"]).wait_running()
     assert pod.exec(["sh", "-c", "echo $((6 * 7))"]) == "42\n"
     assert pod.logs() == "hello\n"
@@ -51,55 +42,6 @@ def test_pod_that_fails_says_why(cluster: Cluster) -> None:
         pod.wait_running()
 
 
-def test_pod_that_fits_nowhere_stays_pending(cluster: Cluster) -> None:
-    pod = cluster.start_pod("one", {"example.com/none": 1})
-    assert "example.com/none" in pod.wait_unschedulable()
-    assert cluster.allocatable("example.com/none") == 0
-    assert pod.phase == "Pending"
-
-
-def test_pod_outlives_restart_of_kubelet(cluster: Cluster) -> None:
-    pod = cluster.start_pod("one").wait_running()
-    process = cluster.components["kubelet"].pid
-    cluster.restart_kubelet(downtime=0.5)
-    assert cluster.components["kubelet"].pid != process
-    cluster.wait_for(lambda: cluster.metric("kubelet_running_pods") == 1, what="the kubelet knows the pod")
-    assert pod.phase == "Running"
-    assert pod.restarts() == 0
-    assert pod.exec(["echo", "here"]) == "here\n"
-
-
-def test_pod_outlives_crash_of_containerd(cluster: Cluster) -> None:
-    pod = cluster.start_pod("one").wait_running()
-    cluster.kill("containerd")
-    assert pod.exec(["echo", "here"]) == "here\n"
-    cluster.start_component("containerd")
-    cluster.wait_for(cluster.ready, what="the node is Ready")
-    cluster.start_pod("two").wait_running()
-    assert pod.restarts() == 0
-
-
-def test_api_server_restarts_with_its_data(cluster: Cluster) -> None:
-    pod = cluster.start_pod("one").wait_running()
-    cluster.stop_apiserver()
-    with pytest.raises(OSError):
-        cluster.get("Pod", "one")
-    assert pod.exec(["echo", "here"]) == "here\n"
-    cluster.start_apiserver()
-    assert pod.phase == "Running"
-    cluster.start_pod("two").wait_running()
-
-
-def test_device_nodes_can_be_made(cluster: Cluster) -> None:
-    node = isolate.DEVICES / "null"
-    os.mknod(node, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
-    try:
-        node.write_text("gone")
-        assert node.read_text() == ""
-    finally:
-        node.unlink()
-
-
 def test_container_has_no_devices_that_it_was_not_given(cluster: Cluster) -> None:
     pod = cluster.start_pod("one").wait_running()
     pod.exec(["mknod", "/tmp/kmsg", "c", "1", "11"])
@@ -115,15 +57,6 @@ def test_objects_are_applied_and_removed(cluster: Cluster) -> None:
     cluster.delete("ConfigMap", "a")
     with pytest.raises(ApiError, match="404"):
         cluster.get("ConfigMap", "a")
-
-
-def test_dynamic_resource_allocation_is_served(cluster: Cluster) -> None:
-    versions = {resource.api_version for resource in cluster.api.resources() if resource.plural == "resourceslices"}
-    expected = {"resource.k8s.io/v1": 34, "resource.k8s.io/v1beta2": 33, "resource.k8s.io/v1beta1": 32}
-    assert versions >= {version for version, since in expected.items() if since <= cluster.minor}
-    applied = cluster.apply({"apiVersion": max(versions, key=len), "kind": "DeviceClass", "metadata": {"name": "gpu"}})
-    assert applied[0]["metadata"]["name"] == "gpu"
-    assert cluster.list("DeviceClass")
 
 
 def test_feature_gates_are_on(cluster: Cluster) -> None:

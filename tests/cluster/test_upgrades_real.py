@@ -142,6 +142,7 @@ def test_a_new_image_with_a_broken_file(deployed: Deployed) -> None:
     later = one_more_each(deployed)
     assert len({*held, *map(held_by, later)}) == COUNT
     assert (ready(second), second.restarts()) == (False, 0)
+    assert "deviceplugin_config_current 0.0" in get(second, "/metrics")
     said = deployed.cli("status")
     assert said[0] == 1
     assert "config.yaml:1" in said[1]

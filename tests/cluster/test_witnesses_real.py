@@ -1127,41 +1127,6 @@ def test_cdi_directory_is_wiped(scene: Scene) -> None:
     scene.check()
 
 
-# --- without any fault -----------------------------------------------------------------------------------------------
-
-
-def test_devices_move(scene: Scene) -> None:
-    """Idle devices move either way, held ones when their pods are completed, deleted or evicted."""
-    scene.nodes("a", 3)
-    scene.serve(resource("a", "none"))
-    scene.cluster.wait_allocatable(named("a"), 3)
-    for share, states in (("all", {"dra": 3}), ("none", {"plugin": 3})):
-        began = time.monotonic()
-        scene.share(a=share)
-        scene.wait_states("a", **states)
-        scene.seconds.append(time.monotonic() - began)
-    scene.cluster.wait_allocatable(named("a"), 3)
-    completed, deleted, evicted = (scene.pod(name, "a", restartPolicy="Never") for name in ("a0", "a1", "a2"))
-    scene.running(completed, deleted, evicted)
-    scene.before = len(locks.holders())
-    scene.share(a="all")
-    scene.wait_states("a", to_dra=3)
-
-    def complete() -> None:
-        for pid in locks.pids(completed.uid):
-            os.kill(pid, signal.SIGTERM)
-
-    def evict() -> None:
-        body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": "a2", "namespace": "default"}}
-        scene.cluster.api.request("POST", "/api/v1/namespaces/default/pods/a2/eviction", body)
-
-    for pod, end in ((completed, complete), (deleted, deleted.delete), (evicted, evict)):
-        scene.wait(claimer(f"wants-{pod.name}", "a"))
-        scene.handed_on(end, [pod.uid], f"wants-{pod.name}")
-    scene.after = len(locks.holders())
-    assert scene.after == scene.before
-
-
 @pytest.fixture
 def last_cluster(shared_cluster: Shared) -> Iterator[None]:
     """Stop the cluster in the end: after a restored etcd some of its parts watch at positions of the future."""

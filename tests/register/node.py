@@ -170,6 +170,19 @@ async def serving(
             await task
 
 
+@contextlib.asynccontextmanager
+async def offering(
+    node: FakeNode, source: DeviceSource, *, share: str = "none", both: bool = True, name: str = AGENT
+) -> AsyncIterator[Here]:
+    """Run an agent, too; wait until all devices of resource A are offered, to claims if they have all, else to pods."""
+    async with serving(node, source, share=share, both=both, name=name) as here:
+        inventory = here.agent.services[A].inventory
+        await here.until(
+            lambda: (here.sliced() if share == "all" else here.healthy()) == {*inventory.snapshot.devices} != set()
+        )
+        yield here
+
+
 async def restart_without_register(node: FakeNode, state: str) -> None:
     """Restart the kubelet while no agent runs, and lose the register; state: whether the claim state is lost, too."""
     await asyncio.to_thread(node.stop)

@@ -11,7 +11,7 @@ from deviceplugin.testing import FakePod
 from dra_bridge.testing.node import FakeNode
 from tests.dra.agents import Listed
 from tests.register.files import lose_register, registers
-from tests.register.node import BOTH, TOKENS, A, B, D, E, Here, Varying, got, running, serving, some
+from tests.register.node import BOTH, TOKENS, A, B, D, E, Here, Varying, got, offering, running, serving, some
 
 
 async def hang(here: Here) -> FakePod:
@@ -46,8 +46,8 @@ async def keeps(here: Here, pod: FakePod) -> None:
 @TOKENS
 async def test_a_register_from_before_is_not_believed_over_its_copy(node: FakeNode, tokens: bool) -> None:
     """An operator has put it back: the copy names who came since, though the kubelet has forgotten it."""
-    async with serving(node, Listed(A, D, tokens=tokens)) as here:
-        await here.until(lambda: here.healthy() == {"d0", "d1"})
+    async with offering(node, Listed(A, D, tokens=tokens)):
+        pass
     before = {path: path.read_bytes() for path in registers(node.root)}
     async with serving(node, Listed(A, D, tokens=tokens)) as here:
         pod = await hang(here)
@@ -62,41 +62,12 @@ async def test_a_register_from_before_is_not_believed_over_its_copy(node: FakeNo
         await keeps(here, pod)
 
 
-async def test_a_register_without_its_log_is_not_believed_over_its_copy(node: FakeNode) -> None:
-    """The agent was killed; what SQLite had not taken from its log yet is lost, and so is the kubelet's checkpoint."""
-    async with serving(node, Listed(A, D)) as here:
-        await here.until(lambda: here.healthy() == {"d0", "d1"})
-    async with serving(node, Listed(A, D)) as here:
-        await here.until(lambda: here.healthy() == {"d0", "d1"})
-        pod = await here.run("p", {A: 1})
-        (held,) = got(node, pod)
-        await here.scans()
-        await here.until(lambda: any(pod.uid in copy.read_text() for copy in node.cdi.glob("*.allocations")))
-        kept = {path: path.read_bytes() for path in registers(node.root) if path.name == "register.db"}
-        kept |= {path: path.read_bytes() for path in node.cdi.glob("*.allocations")}
-    await asyncio.to_thread(node.stop)
-    lose_register(node.root)
-    for path, data in kept.items():
-        path.write_bytes(data)
-    node.damage_checkpoint("deleted")
-    await asyncio.to_thread(node.start)
-    async with serving(node, Listed(A, D)) as here:
-        await here.until(lambda: here.healthy() | {held} == {"d0", "d1"})
-        await here.scans()
-        others = [await here.run(f"q{number}", {A: 1}) for number in range(2)]
-        assert running(node, held) == {pod.uid}
-        for one in (*others, pod):
-            await here.stopped(one)
-        await here.until(lambda: here.healthy() == {"d0", "d1"})
-
-
 # Agents of other names.
 
 
 async def test_a_second_agent_leaves_the_first_ones_driver_alone(node: FakeNode) -> None:
     """It has a name, a resource and a driver of its own; the claims of the first one are unprepared by that."""
-    async with serving(node, Listed(A, D), share="all", name="one") as one:
-        await one.until(lambda: one.sliced() == {"d0", "d1"})
+    async with offering(node, Listed(A, D), share="all", name="one") as one:
         pods = [await one.claimant("c0")]
         async with serving(node, Listed(B, E, "x0"), share="all", name="two") as two:
             await two.until(lambda: two.sliced(E) == {"x0"})
@@ -116,8 +87,7 @@ async def test_what_claims_of_a_second_agent_have_is_given_to_nobody(node: FakeN
     other = Listed(B, E)
     other.lists = asyncio.Queue()
     other.list(Device("x0", identity="serial:d0"))
-    async with serving(node, Listed(A, D, "d0", tokens=True), share="all", name="one") as one:
-        await one.until(lambda: one.sliced() == {"d0"})
+    async with offering(node, Listed(A, D, "d0", tokens=True), share="all", name="one") as one:
         pod = await one.claimant("c0")
         async with serving(node, other, name="two") as two:
             await two.until(lambda: f"d0 of {A}, which counts as held" in two.withheld(B).get("x0", ""))
@@ -129,8 +99,7 @@ async def test_what_claims_of_a_second_agent_have_is_given_to_nobody(node: FakeN
 @pytest.mark.parametrize("driver", [D, E])
 async def test_claims_of_an_agent_of_another_name_are_those_of_their_driver(node: FakeNode, driver: str) -> None:
     """Who serves the driver unprepares them; nobody gets their devices. The agent that made them can come back."""
-    async with serving(node, Listed(A, D), share="all") as here:
-        await here.until(lambda: here.sliced() == {"d0", "d1"})
+    async with offering(node, Listed(A, D), share="all") as here:
         pod = await here.claimant("c0")
         (held,) = got(node, pod)
     async with serving(node, Listed(A, driver), name="other") as here:
@@ -151,8 +120,7 @@ async def test_claims_of_an_agent_of_another_name_are_those_of_their_driver(node
 
 async def test_claims_of_another_agents_driver_are_known_after_a_reload_that_names_it(node: FakeNode) -> None:
     """The devices are of another resource now, and those of the driver's own are not there."""
-    async with serving(node, Listed(A, D, "d0"), share="all", name="one") as one:
-        await one.until(lambda: one.sliced() == {"d0"})
+    async with offering(node, Listed(A, D, "d0"), share="all", name="one") as one:
         pod = await one.claimant("c0")
     async with serving(node, Listed(A, "", "d0"), name="two") as two:
         await two.until(lambda: f"through driver {D}" in two.withheld().get("d0", ""))
@@ -220,8 +188,7 @@ async def test_a_claim_that_is_named_by_the_kubelet_alone_may_have_any_device(
 ) -> None:
     """Register and claims' files are lost, and another driver is configured, or `deviceplugin run` follows."""
     both, lost = files
-    async with serving(node, Listed(A, D), share="all") as here:
-        await here.until(lambda: here.sliced() == {"d0", "d1"})
+    async with offering(node, Listed(A, D), share="all") as here:
         pod = await here.claimant("c0")
         (held,) = got(node, pod)
     await asyncio.to_thread(node.stop)

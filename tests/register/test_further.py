@@ -31,6 +31,7 @@ from tests.register.node import (
     allocated_elsewhere,
     answered,
     got,
+    offering,
     policies,
     restart_without_register,
     running,
@@ -43,8 +44,7 @@ from tests.register.node import (
 
 async def test_a_claim_that_was_allocated_elsewhere_says_what_it_waits_for(node: FakeNode) -> None:
     """The error of its Prepare, which an Event of the new pod shows, names the old pod whose processes run."""
-    async with serving(node, Listed(A, D), share="all") as here:
-        await here.until(lambda: here.sliced() == {"d0", "d1"})
+    async with offering(node, Listed(A, D), share="all") as here:
         hanging, _, again = await allocated_elsewhere(here)
         await here.until(lambda: answered(again))
         assert f"processes of pod {hanging.uid} run" in again.container().message
@@ -58,8 +58,7 @@ async def test_without_its_register_a_claim_of_a_former_driver_is_known_and_unpr
     node: FakeNode, driver: str, state: str, tokens: bool
 ) -> None:
     """Though the config does not name its driver any more, no pod gets its device, and its own pod can end."""
-    async with serving(node, Listed(A, D, tokens=tokens), share="all") as here:
-        await here.until(lambda: here.sliced() == {"d0", "d1"})
+    async with offering(node, Listed(A, D, tokens=tokens), share="all") as here:
         pod = await here.claimant("p")
         (held,) = node.devices_of(pod)
     await restart_without_register(node, state)
@@ -123,8 +122,7 @@ async def test_a_prepare_that_waits_for_the_api_server_gives_no_device_twice(nod
             reading.set()
         return found
 
-    async with serving(node, Listed(A, D, "d0"), share="all") as here:
-        await here.until(lambda: here.sliced() == {"d0"})
+    async with offering(node, Listed(A, D, "d0"), share="all") as here:
         node.server.fail(reads_claim, Fault(delay=1.0))
         pod = node.start_pod("p", template={D: 1})
         await asyncio.to_thread(reading.wait, 15)
@@ -203,8 +201,7 @@ async def test_the_copy_of_another_boot_is_not_believed(node: FakeNode) -> None:
         copy.write_text(copy.read_text().replace(boot_id(), "00000000-0000-4000-8000-000000000000"))
     node.lose_network()  # the pod starts again when there is a device for it
     await asyncio.to_thread(node.reboot)
-    async with serving(node, source := Listed(A, D, "d1")) as here:
-        await here.until(lambda: here.healthy() == {"d1"})
+    async with offering(node, source := Listed(A, D, "d1")) as here:
         node.restore_network()
         await here.until(lambda: pod.running)
         assert pod.device_ids == ("d1",)
@@ -305,11 +302,7 @@ async def test_a_container_that_restarts_after_the_checkpoint_was_lost_takes_ove
         pod = await hold(here)
         source.list(*devices)
         await here.until(lambda: here.healthy() == {*devices})
-        await asyncio.to_thread(node.stop)
-        node.damage_checkpoint("deleted")
-        await asyncio.to_thread(node.start)
-        await here.until(lambda: len(node.devices(A)) == len(devices))
-        await here.scans()
+        await lost_checkpoint(here, devices=len(devices))
         await asyncio.to_thread(pod.restart_container, timeout=15)
         await here.until(lambda: here.healthy() == {*devices})
         others = [await here.run(f"p{number}", {A: 1}) for number in range(len(devices))]
@@ -456,8 +449,7 @@ async def next_user_runs(here: Here, pod: FakePod) -> None:
 
 async def test_a_pod_that_hangs_without_devices_keeps_no_claims_device(node: FakeNode) -> None:
     """The claim was made after the pod was deleted by force, so the pod does not use it."""
-    async with serving(node, Listed(A, D, "d0"), share="all") as here:
-        await here.until(lambda: here.sliced() == {"d0"})
+    async with offering(node, Listed(A, D, "d0"), share="all") as here:
         hanging = await here.run("bystander", {})
         await here.scans()
         hanging.force_delete(hang=True)
@@ -478,8 +470,7 @@ async def test_pods_that_the_kubelet_could_not_list_for_a_while_keep_no_claims_d
         return None if silent.is_set() else await answered_list(pod_resources)
 
     monkeypatch.setattr(PodResources, "list", answers)
-    async with serving(node, Listed(A, D, "d0"), share="all") as here:
-        await here.until(lambda: here.sliced() == {"d0"})
+    async with offering(node, Listed(A, D, "d0"), share="all") as here:
         silent.set()
         pod = await here.claimant("c0")
         await here.run("bystander", {})
@@ -556,8 +547,7 @@ async def test_replicas_change_only_while_nobody_holds_the_device(
 
 async def test_a_claim_that_was_allocated_keeps_its_device_though_the_register_is_not_empty(node: FakeNode) -> None:
     """An agent that was killed before it had compared its devices leaves a register that does not know them."""
-    async with serving(node, Listed(A, D, "d1")) as here:
-        await here.until(lambda: here.healthy() == {"d1"})
+    async with offering(node, Listed(A, D, "d1")) as here:
         await here.run("p", {A: 1})
         here.allocate("mine", D, "d0")
     async with serving(node, Listed(A, D, "d0", "d1")) as here:

@@ -29,6 +29,7 @@ from tests.register.node import (
     allocated_elsewhere,
     answered,
     got,
+    offering,
     restart_without_register,
     running,
     serving,
@@ -48,8 +49,7 @@ async def test_a_driver_that_is_named_again_gives_no_device_twice(
 ) -> None:
     """What a pod or a claim got while the resource had another driver, or none, is not given away until that ends."""
     share = "all" if side == "dra" else "none"
-    async with serving(node, Listed(A, D, tokens=tokens), share="all") as here:
-        await here.until(lambda: here.sliced() == {"d0", "d1"})
+    async with offering(node, Listed(A, D, tokens=tokens), share="all") as here:
         await here.serve(Listed(A, between, tokens=tokens), share=share)
         if side == "dra":
             await here.until(lambda: here.sliced(between) == {"d0", "d1"})
@@ -109,8 +109,7 @@ async def test_a_claim_is_known_again_though_its_device_has_another_name(
     node: FakeNode, share: str, tokens: bool
 ) -> None:
     """With register and slices lost, and a second resource of the driver, a running claim keeps its device."""
-    async with serving(node, Listed(A, D, tokens=tokens), share="all") as here:
-        await here.until(lambda: here.sliced() == {"d0", "d1"})
+    async with offering(node, Listed(A, D, tokens=tokens), share="all") as here:
         pod = await here.claimant("p")
         (held,) = node.devices_of(pod)
         (idle,) = {"d0", "d1"} - {held}
@@ -155,8 +154,7 @@ async def test_a_reload_just_after_an_allocate_forgets_no_grant(
 
 async def test_devices_leave_a_former_driver_one_by_one(node: FakeNode) -> None:
     """The driver that the config names has a device as soon as its claim has ended, whatever other claims hold."""
-    async with serving(node, Listed(A, D), share="all") as here:
-        await here.until(lambda: here.sliced() == {"d0", "d1"})
+    async with offering(node, Listed(A, D), share="all") as here:
         pods = [await here.claimant(name) for name in ("p0", "p1")]
         held = [set(node.devices_of(pod)) for pod in pods]
         await here.serve(Listed(A, E), share="all")
@@ -241,8 +239,7 @@ async def test_without_its_register_a_device_that_a_claim_has_alone_is_shared_wi
     node: FakeNode, state: str
 ) -> None:
     """The config may offer it twice by now; who got it when it was whole has all of it, also as a pod that hangs."""
-    async with serving(node, Listed(A, D, "d0"), share="all") as here:
-        await here.until(lambda: here.sliced() == {"d0"})
+    async with offering(node, Listed(A, D, "d0"), share="all") as here:
         pod = await here.claimant("p")
     if state == "forgotten":
         pod.force_delete(hang=True)
@@ -260,8 +257,7 @@ async def test_without_its_register_a_device_that_a_claim_has_alone_is_shared_wi
 
 async def test_a_claim_that_was_allocated_elsewhere_gets_what_it_is_allocated_now(node: FakeNode) -> None:
     """Its new pod waits for the processes of the old one, and so does the claim that owns the device by now."""
-    async with serving(node, Listed(A, D), share="all") as here:
-        await here.until(lambda: here.sliced() == {"d0", "d1"})
+    async with offering(node, Listed(A, D), share="all") as here:
         hanging, owner, again = await allocated_elsewhere(here)
         await here.until(lambda: all(map(answered, (owner, again))))
         await here.scans()
@@ -278,29 +274,6 @@ async def test_a_claim_that_was_allocated_elsewhere_gets_what_it_is_allocated_no
 
 
 # The register and the kubelet's claim state are lost together.
-
-
-@SHARE
-async def test_without_register_and_claim_state_a_pod_that_hung_before_keeps_its_device(
-    node: FakeNode, share: str
-) -> None:
-    """The claim's file is left, and the API server has forgotten the claim: its device is given to nobody else."""
-    async with serving(node, Listed(A, D), share="all") as here:
-        await here.until(lambda: here.sliced() == {"d0", "d1"})
-        hanging = await here.claimant("hanging")
-        (held,) = node.devices_of(hanging)
-    hanging.force_delete(hang=True)
-    await restart_without_register(node, "lost")
-    async with serving(node, Listed(A, D), share=share) as here:
-        await here.until(lambda: len(here.healthy() if share == "none" else here.sliced()) >= 1)
-        others = await two_more(here, share)
-        await here.until(lambda: any(pod.running for pod in others))
-        await here.scans()
-        assert running(node, held) == {hanging.uid}
-        await asyncio.to_thread(hanging.end_containers, 15)
-        for pod in others:
-            await here.stopped(pod)
-        await here.until(lambda: (here.healthy() if share == "none" else here.sliced()) == {"d0", "d1"}, 40)
 
 
 @TOKENS
@@ -376,8 +349,7 @@ async def test_a_pod_that_is_rejected_after_allocate_does_not_delay_a_move_for_l
 ) -> None:
     """Its device arrives on the other side within 5 s, and some for the move itself."""
     monkeypatch.undo()  # with the agent's own seconds
-    async with serving(node, Listed(A, D, "d0", tokens=tokens)) as here:
-        await here.until(lambda: here.healthy() == {"d0"})
+    async with offering(node, Listed(A, D, "d0", tokens=tokens)) as here:
         node.reject_next_pod()
         pod = await here.run("p", {A: 1})
         assert (pod.phase, pod.reason) == ("Failed", "OutOfcpu")

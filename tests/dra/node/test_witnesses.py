@@ -67,26 +67,6 @@ def checkpointed(node: FakeNode) -> set[str]:
     return {entry.pod_uid for entry in Checkpoint.from_json(node.checkpoint.read_bytes()).entries or ()}
 
 
-async def test_restarts_release_nothing_that_is_in_use(node: FakeNode) -> None:
-    """Neither the kubelet's restart nor the agent's calls `released` for devices of running pods and claims."""
-    async with witnessed(node, 3) as (here, source):
-        here.ask("1")
-        await here.until(lambda: list(here.states.values()).count(State.DRA) == 1)
-        pod, user = await here.run("p", ONE), await here.claimant("c")
-        held = {*node.devices_of(pod), *node.devices_of(user)}
-        node.hold_sources()
-        await asyncio.to_thread(node.restart)
-        await here.listening()
-    async with witnessed(node, 3) as (here, source):
-        await here.scans()
-        assert source.wiped == []
-        node.release_sources()
-        await here.until(lambda: bool(source.wiped))
-        assert held.isdisjoint(source.wiped)
-        await here.stopped(pod)
-        await here.until(lambda: pod.device_ids[0] in source.wiped)
-
-
 async def test_devices_that_came_free_while_no_agent_ran_are_released_at_the_start(node: FakeNode) -> None:
     """Once, when it is known who holds what; of either side, and none that is held."""
     async with witnessed(node, 4) as (here, source):
