@@ -155,9 +155,13 @@ class FakeFleet:
     most: int = 0
     """How many nodes were in the move at once, at the most."""
 
-    def agent(self, node: str, **options: Any) -> FakeAgent:
-        self.agents[node] = FakeAgent(self.server, node, **options)
-        return self.agents[node]
+    def agent(self, node: str, *, share: str = "", **options: Any) -> FakeAgent:
+        """Add a node; share: what its agent has heard of."""
+        agent = self.agents[node] = FakeAgent(self.server, node, **options)
+        if share:
+            agent.ask(dra_share=share)
+            self.wait_for(lambda: agent.told == share)
+        return agent
 
     def loop(self) -> None:
         """Let the agents work whenever something is written."""
@@ -276,13 +280,20 @@ def test_broken_kubeconfigs_are_explained(
 # manifests
 
 
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A config file."""
+    (made := tmp_path / "config.yaml").write_text(CONFIG)
+    return made
+
+
 CONFIG = f"resources:\n  - name: {R}\n    driver: {D}\n    devices:\n      - simulated: {{count: 2}}\n"
 
 
 @pytest.mark.parametrize("content", [None, "resources: 5\n"])
-def test_manifests_of_a_bad_config(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None) -> None:
+def test_manifests_of_a_bad_config(file: Path, capsys: pytest.CaptureFixture[str], content: str | None) -> None:
     """A config that is missing or wrong is said, and nothing is printed; the status is 2."""
-    file = tmp_path / "config.yaml"
+    file.unlink()
     if content is not None:
         file.write_text(content)
     assert cli.main(["manifests", "--config", str(file)]) == 2
@@ -426,9 +437,8 @@ def test_manifests_of_a_file_that_is_no_agent(
     assert "--source and --command belong together" in capsys.readouterr().err
 
 
-def test_manifests_say_why_the_agent_is_privileged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_manifests_say_why_the_agent_is_privileged(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The reason is printed beside the manifests; who knows better has it left out."""
-    file = tmp_path / "config.yaml"
     file.write_text("resources: [{name: a/b, devices: [path: /dev/x], health: {probe: open}}]\n")
     command = ["manifests", "--config", str(file)]
     assert cli.main(command) == 0
@@ -443,19 +453,16 @@ def test_manifests_say_why_the_agent_is_privileged(tmp_path: Path, capsys: pytes
     assert not err
 
 
-def test_manifests_for_a_root_without_room(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_manifests_for_a_root_without_room(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A kubelet's directory in which no driver's socket has room is said, as the agent would."""
-    file = tmp_path / "config.yaml"
-    file.write_text(CONFIG)
     assert cli.main(["manifests", "--config", str(file), "--kubelet-root", "/" + "x" * 100]) == 2
     out, err = capsys.readouterr()
     assert not out
     assert "too long for a unix socket" in err
 
 
-def test_manifests_say_what_is_mounted_widely(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_manifests_say_what_is_mounted_widely(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A path in /run has the agent see the sockets of container runtimes; a path below is no reason to say so."""
-    file = tmp_path / "config.yaml"
     for path, said in (("/run/fpga*", "the agent sees all of /run: "), ("/run/fpga/*", "")):
         file.write_text(f"resources: [{{name: a/b, devices: [path: {path}]}}]\n")
         assert cli.main(["manifests", "--config", str(file)]) == 0
@@ -464,9 +471,8 @@ def test_manifests_say_what_is_mounted_widely(tmp_path: Path, capsys: pytest.Cap
         assert bool(err) is bool(said)
 
 
-def test_files_that_the_metrics_need_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_that_the_metrics_need_are_named(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A certificate or token lies in no image: whoever applies the manifests is told what to mount."""
-    file = tmp_path / "config.yaml"
     file.write_text(CONFIG + "metrics: {certificate: /tls/a.pem, key: /tls/a.pem, token: /tls/token}\n")
     assert cli.main(["manifests", "--config", str(file)]) == 0
     assert capsys.readouterr().err.startswith("/tls/a.pem, /tls/token: to be mounted")
@@ -479,9 +485,7 @@ def test_files_that_the_metrics_need_are_named(tmp_path: Path, capsys: pytest.Ca
 
 def test_status_tells_devices_and_holders(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
     """Each device has its side, state, holder and since when; what claims hold is as the API server has it."""
-    agent = nodes.agent("n1", count=3, held={"gpu-0": "pod default/p"})
-    agent.ask(dra_share="all")
-    nodes.wait_for(lambda: agent.told == "all")
+    nodes.agent("n1", count=3, held={"gpu-0": "pod default/p"}, share="all")
     nodes.server.create(allocated_claim("c", D, "n1", "gpu-1", "q"))
     ran = bridge("status", "-o", "json")
     assert ran.status == 0
@@ -511,8 +515,7 @@ def test_status_tells_devices_and_holders(nodes: FakeFleet, bridge: Callable[...
 def test_status_asks_the_agents(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
     """Holders and health are the agent's of now, whatever the slice says; what claims hold is the API server's."""
     nodes.agent("n1", count=5, held={"gpu-0": "pod default/ended"})
-    ports = [{"name": "metrics", "containerPort": 9410}]
-    nodes.server.create(agent_pod("n1", containers=[{"name": "agent", "ports": ports}]))
+    nodes.server.create(agent_pod("n1"))
     pod = {"side": "plugin", "namespace": "ml", "pod": "train", "container": "c", "claim": "", "uid": "u"}
     claim = {"side": "dra", "namespace": "ml", "pod": "user", "container": "c", "claim": "mine", "uid": ""}
     devices = [
@@ -552,7 +555,6 @@ def test_status_asks_the_agents(nodes: FakeFleet, bridge: Callable[..., Ran]) ->
 
 def test_status_begins_with_problems_of_agents(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
     """An agent that is not ready, or has refused a config file, is named above the table; the exit status is 1."""
-    ports = [{"name": "metrics", "containerPort": 9410}]
     answer = {
         "holdersKnown": True,
         "resources": [],
@@ -562,7 +564,7 @@ def test_status_begins_with_problems_of_agents(nodes: FakeFleet, bridge: Callabl
     nodes.server.proxied = lambda path: (200, answer)
     for node in ("n1", "n2"):
         nodes.agent(node)
-        nodes.server.create(agent_pod(node, containers=[{"name": "agent", "ports": ports}]))
+        nodes.server.create(agent_pod(node))
     lines = [
         f"the agent of n1, n2: it is not ready: {R}: not registered with the kubelet",
         "the agent of n1, n2: the config file is refused, nothing is changed: x",
@@ -576,11 +578,8 @@ def test_status_begins_with_problems_of_agents(nodes: FakeFleet, bridge: Callabl
 def test_nothing_of_a_cluster_reaches_the_terminal_raw(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
     """What anybody may write into an object or answer cannot move the cursor, colour or reorder what is printed."""
     evil = "\x1b[2J\x1b[31m\r\n\u202ereversed"
-    agent = nodes.agent("n1", held={"gpu-0": f"pod default/p{evil}"})
-    agent.ask(dra_share="all")
-    nodes.wait_for(lambda: agent.told == "all")
-    ports = [{"name": "metrics", "containerPort": 9410}]
-    nodes.server.create(agent_pod("n1", containers=[{"name": "agent", "ports": ports}]))
+    nodes.agent("n1", held={"gpu-0": f"pod default/p{evil}"}, share="all")
+    nodes.server.create(agent_pod("n1"))
     devices = [{"id": "gpu-1", "health": "unhealthy", "message": evil, "holders": [], "withheld": evil}]
     nodes.server.proxied = lambda path: (
         200,
@@ -629,12 +628,14 @@ def test_status_without_anything(nodes: FakeFleet, bridge: Callable[..., Ran], o
     assert ran.err.startswith(f"no ResourceSlice{of} has the annotation DRIVER/handover, ")
 
 
-def test_status_of_a_wrong_driver(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
-    """A driver that nobody has is an error that names those that there are."""
+@pytest.mark.parametrize("command", [["status"], ["uninstall", "--driver", D]], ids=lambda command: command[0])
+def test_a_driver_that_nobody_has(nodes: FakeFleet, bridge: Callable[..., Ran], command: list[str]) -> None:
+    """It is an error that names those that there are, and nothing is removed."""
     nodes.agent("n1")
-    ran = bridge("status", "--driver", "gpu.example.org")
-    assert ran.status == 1
+    ran = bridge(*command, "--driver", "gpu.example.org")
+    assert (ran.status, ran.out) == (1, "")
     assert ran.err == f"no node has slices of driver gpu.example.org now (there are: {D}); {RESTARTING}\n"
+    assert len(nodes.server.objects()) == 1
 
 
 @pytest.mark.usefixtures("read_here")
@@ -673,12 +674,10 @@ def test_empty_environment_is_said(
 # uninstall
 
 
-def test_uninstall_removes_slices(nodes: FakeFleet, bridge: Callable[..., Ran], tmp_path: Path) -> None:
+def test_uninstall_removes_slices(nodes: FakeFleet, bridge: Callable[..., Ran], file: Path) -> None:
     """The slices of a config's drivers or of named ones go, on one node or on all."""
     for name in ("n1", "n2"):
         nodes.agent(name, deaf=True)
-    file = tmp_path / "config.yaml"
-    file.write_text(CONFIG)
     assert bridge("uninstall", "--driver", D, "--node", "n1").out == "1 slice removed\n"
     assert [one["metadata"]["name"] for one in nodes.server.objects()] == ["n2-s"]
     nodes.agents.clear()
@@ -690,22 +689,21 @@ def test_uninstall_removes_slices(nodes: FakeFleet, bridge: Callable[..., Ran], 
     assert ran.err == ""
 
 
-def agent_pod(node: str, **spec: Any) -> dict[str, Any]:
-    """Return an agent's pod as `manifests` makes it; spec: more of its spec."""
+def agent_pod(node: str) -> dict[str, Any]:
+    """Return an agent's pod as `manifests` makes it."""
+    container = {"name": "agent", "ports": [{"name": "metrics", "containerPort": 9410}]}
     labels = {"app.kubernetes.io/name": "dra-bridge", "app.kubernetes.io/managed-by": "dra-bridge"}
     return {
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": {"name": f"dra-bridge-{node}", "namespace": "dra-bridge", "labels": labels},
-        "spec": {"nodeName": node, **spec},
+        "spec": {"nodeName": node, "containers": [container]},
         "status": {"phase": "Running"},
     }
 
 
-def test_uninstall_names_all_that_manifests_print(bridge: Callable[..., Ran], tmp_path: Path) -> None:
+def test_uninstall_names_all_that_manifests_print(bridge: Callable[..., Ran], file: Path) -> None:
     """The commands that remove what is left behind name every kind that `manifests` prints."""
-    file = tmp_path / "config.yaml"
-    file.write_text(CONFIG)
     out = bridge("uninstall", "--config", str(file)).out
     commands = [line.partition("  #")[0].split() for line in out.splitlines() if "kubectl delete" in line]
     deleted = {kind for words in commands for kind in words[-1].split(",")}
@@ -751,15 +749,6 @@ def test_check_before_the_agents_are_removed(nodes: FakeFleet, bridge: Callable[
     assert len(nodes.server.objects("resourceslices")) == 1
 
 
-def test_uninstall_of_an_unknown_driver(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
-    """A driver that nobody has is an error that names those that there are, and nothing is removed."""
-    nodes.agent("n1")
-    ran = bridge("uninstall", "--driver", D, "--driver", "gpu.example.org")
-    assert (ran.status, ran.out) == (1, "")
-    assert ran.err == f"no node has slices of driver gpu.example.org now (there are: {D}); {RESTARTING}\n"
-    assert len(nodes.server.objects()) == 1
-
-
 def test_uninstall_of_nothing(bridge: Callable[..., Ran], tmp_path: Path) -> None:
     """Without a driver, and with a config that cannot be used, nothing is removed and the status is 2."""
     assert bridge("uninstall").status == 2
@@ -777,9 +766,8 @@ def test_uninstall_that_is_refused(nodes: FakeFleet, bridge: Callable[..., Ran])
 # run
 
 
-def test_run_with_a_bad_config(tmp_path: Path, nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
+def test_run_with_a_bad_config(file: Path, nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
     """`run` with a config that cannot be used ends with 2 and says why."""
-    file = tmp_path / "config.yaml"
     file.write_text("resources: 5\n")
     ran = bridge("run", "--config", str(file))
     assert ran.status == 2
@@ -860,13 +848,6 @@ def test_a_timeout_without_waiting(nodes: FakeFleet, bridge: Callable[..., Ran])
     assert agent.annotations == {}
 
 
-def test_migrate_without_wait(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
-    """Without --wait it only asks."""
-    agent = nodes.agent("n1", deaf=True)
-    assert bridge("migrate", "n1", "--driver", D, "--share", "all").status == 0
-    assert agent.annotations == {SHARE: "all"}
-
-
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
@@ -918,9 +899,7 @@ def test_migrate_that_takes_too_long(nodes: FakeFleet, bridge: Callable[..., Ran
 def test_waiting_says_for_what(nodes: FakeFleet, bridge: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> None:
     """When nothing moves for a while it is said what the devices wait for, once, with the claims as they are now."""
     monkeypatch.setattr(rollout, "EXPLAIN", 0.2)
-    agent = nodes.agent("n1", count=2)
-    agent.ask(dra_share="all")
-    nodes.wait_for(lambda: agent.told == "all")
+    agent = nodes.agent("n1", count=2, share="all")
     agent.held["gpu-1"] = "claim default/c"
     ran = bridge("migrate", "n1", "--driver", D, "--share", "none", "--wait", "--timeout", "1.5")
     assert ran.status == 1
@@ -1008,21 +987,11 @@ def on_a_terminal(
     return status, text.decode()
 
 
-def migrated_on_a_terminal(nodes: FakeFleet, *, interrupt: bool = False) -> tuple[int, str]:
-    """Move all devices of n1, interrupted once bars are shown if so; return the exit status and what was printed."""
-    argv = ("migrate", "n1", "--driver", D, "--share", "all", "--wait")
-    return on_a_terminal(
-        nodes, *argv, interrupt=lambda text: interrupt and "share all requested" in text and "━" in text
-    )
-
-
 @pytest.mark.parametrize("columns", [80, 120])
 def test_status_on_a_terminal(nodes: FakeFleet, columns: int) -> None:
     """Names of nodes, pods and resources are whole, and lines end between words."""
     node, pod = "ip-10-0-123-45.eu-central-1.compute.internal", "pod ml-team/a-training-job-with-a-long-name-worker-0"
-    agent = nodes.agent(node, held={"gpu-0": pod})
-    agent.ask(dra_share="all")
-    nodes.wait_for(lambda: agent.told == "all")
+    nodes.agent(node, held={"gpu-0": pod}, share="all")
     status, text = on_a_terminal(nodes, "status", columns=columns)
     lines = ESCAPES.sub("", text).split("\r\n")
     assert status == 0
@@ -1053,9 +1022,7 @@ def test_rollout_of_many_nodes_on_a_terminal(nodes: FakeFleet, count: int, rows:
 
 def test_status_again_and_again(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
     """--watch shows it in place, as much as the screen has room for, until it is interrupted."""
-    agent = nodes.agent("n1", count=30, held={"gpu-0": "pod default/p"})
-    agent.ask(dra_share="all")
-    nodes.wait_for(lambda: agent.told == "all")
+    nodes.agent("n1", count=30, held={"gpu-0": "pod default/p"}, share="all")
     home = "\x1b[H\x1b[2J"
     status, text = on_a_terminal(nodes, "status", "--watch", rows=10, interrupt=lambda text: text.count(home) > 2)
     assert status == 130
@@ -1087,27 +1054,18 @@ def test_status_again_and_again_into_a_pipe(nodes: FakeFleet) -> None:
 def test_status_of_problems_alone(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
     """--problems shows only nodes and devices with problems."""
     nodes.agent("n1", count=3)
-    agent = nodes.agent("n2", held={"gpu-0": "pod default/p"})
-    agent.ask(dra_share="all")
-    nodes.wait_for(lambda: agent.told == "all")
+    nodes.agent("n2", held={"gpu-0": "pod default/p"}, share="all")
     out = bridge("status", "--problems").out
     assert not any(line.startswith("n1 ") for line in out.splitlines())
     assert [line.split()[2] for line in out.splitlines() if line.startswith("n2    ")] == ["gpu-0"]
     assert "not listed, as they need no attention: 6 devices\n" in out
 
 
-def test_migrate_with_bars(nodes: FakeFleet) -> None:
-    """On a terminal there are progress bars."""
-    nodes.agent("n1")
-    status, text = migrated_on_a_terminal(nodes)
-    assert status == 0
-    assert "━" in text
-
-
 def test_bars_do_not_outlive_an_interrupt(nodes: FakeFleet) -> None:
-    """At Ctrl-C the progress bars are erased: what stays on the terminal is what was said."""
+    """On a terminal there are progress bars; at Ctrl-C they are erased: what stays on the terminal is what was said."""
     agent = nodes.agent("n1", held={"gpu-0": "pod default/p"})
-    status, text = migrated_on_a_terminal(nodes, interrupt=True)
+    argv = ("migrate", "n1", "--driver", D, "--share", "all", "--wait")
+    status, text = on_a_terminal(nodes, *argv, interrupt=lambda text: "share all requested" in text and "━" in text)
     assert status == 130
     assert agent.annotations == {SHARE: "all"}
     assert "interrupted" in text
@@ -1308,9 +1266,7 @@ def test_rollout_pauses(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
 
 def test_rollout_with_nothing_to_do(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
     """Nodes that are as they should be are left alone."""
-    agent = nodes.agent("n1")
-    agent.ask(dra_share="1")
-    nodes.wait_for(lambda: agent.told == "1")
+    agent = nodes.agent("n1", share="1")
     ran = bridge("rollout", "--driver", D, "--share", "1", "-l", "pool=gpu")
     assert ran.status == 0
     assert agent.annotations == {SHARE: "1"}

@@ -85,33 +85,20 @@ def test_the_rules_without_their_second_net_suffice() -> None:
 
 @exploration
 @at_length
-def test_without_cgroups_pod_directories_decide() -> None:
-    """One device, a directory for as long as a container of the pod runs."""
-    small = Small(devices=1, claims=1, crashes=False, cgroups=False)
-    found = explore(small, start(State.PLUGIN))
-    report("one device, two pods, one claim, cgroups not visible", found)
-    assert found.trace == ()
-    assert found.whole
-
-
-@exploration
-@at_length
-def test_moves_that_turn_round_while_evidence_is_gathered_go_nowhere_wrong() -> None:
-    """One device, whatever order moves and evidence come in."""
-    small = Small(devices=1, claims=1, crashes=False, turns=True)
-    found = explore(small, start(State.PLUGIN))
-    report("one device, one claim, moves turn round at any time", found)
-    assert found.trace == ()
-    assert found.whole
-
-
-@exploration
-@at_length
-def test_a_checkpoint_that_is_written_late_ends_no_allocation() -> None:
-    """The kubelet makes up the contents under its lock and writes the file without it (1.36, writeCheckpoint)."""
-    small = Small(devices=1, pods=1, claims=1, crashes=False, faults=(), slow=True)
-    found = explore(small, start(State.PLUGIN), wrong=small.doubled)
-    report("one device, one pod, one claim, a late write", found)
+@pytest.mark.parametrize(
+    ("what", "options"),
+    [
+        pytest.param("two pods, one claim, cgroups not visible", {"cgroups": False}, id="pod directories decide"),
+        pytest.param("one claim, moves turn round at any time", {"turns": True}, id="moves turn round"),
+        # The kubelet makes up the contents under its lock and writes the file without it (1.36, writeCheckpoint).
+        pytest.param("one pod, one claim, a late write", {"pods": 1, "faults": (), "slow": True}, id="late checkpoint"),
+    ],
+)
+def test_one_device_without_crashes(what: str, options: dict[str, Any]) -> None:
+    """A directory for as long as a container runs; any order of moves and evidence; a checkpoint written late."""
+    small = Small(devices=1, claims=1, crashes=False, **options)
+    found = explore(small, start(State.PLUGIN), wrong=small.doubled if "slow" in options else None)
+    report(f"one device, {what}", found)
     assert found.trace == ()
     assert found.whole
 
