@@ -496,26 +496,6 @@ def test_probes_and_metrics_of_a_pod(deployed: Deployed) -> None:
     assert get(agent, "/readyz").strip() == "ok"
 
 
-def test_share_moves_from_a_pod(deployed: Deployed) -> None:
-    """`dra-bridge migrate` moves all devices to claims and back; a pod that asks in its limits starts on each side."""
-    cluster = deployed.cluster
-    if cluster.minor < 35:
-        pytest.skip("1.34 leaves extended resources to DRA only where the node does not name them at all")
-    deployed.agent()
-    deployed.migrate("all")
-    cluster.wait_allocatable(RESOURCE, 0)
-    assert len(deployed.wait_offered(COUNT)) == COUNT
-    pod = cluster.start_pod("through-dra", {RESOURCE: 1}).wait_running()
-    assert deployed.sides()[held_by(pod)][0] == "dra"
-    pod.delete()
-    pod.wait_gone()
-    deployed.migrate("none")
-    cluster.wait_allocatable(RESOURCE, COUNT)
-    assert deployed.wait_offered(0) == {}
-    pod = cluster.start_pod("through-plugin", {RESOURCE: 1}).wait_running()
-    assert deployed.sides()[held_by(pod)][0] == "plugin"
-
-
 def test_an_operator_is_told_no_lies(deployed: Deployed) -> None:
     """`status` of an operator asks the agents' pods, found by their binding, and no other pod that has their label."""
     cluster = deployed.cluster

@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.bridge import Bridge, env_of, seconds_until
+from tests.cluster.bridge import Bridge, ClaimPod, env_of, seconds_until
 from tests.cluster.node import PLUGINS, PLUGINS_REGISTRY, Cluster
 from tests.programs import ANY_CONFIG
 
@@ -55,6 +55,12 @@ def bridge(cluster: Cluster) -> Iterator[Bridge]:
     with Bridge.running(cluster, fpga()) as running:
         running.wait_offered(4)
         yield running
+
+
+def claimant(bridge: Bridge) -> ClaimPod:
+    """Have a pod with the claim "mine" run."""
+    bridge.claim("mine")
+    return bridge.pod("one", {"fpga": "mine"}).wait_running()
 
 
 def test_a_claim_from_a_template(bridge: Bridge) -> None:
@@ -394,8 +400,7 @@ def test_conditions(cluster: Cluster) -> None:
 
 def test_a_claim_deleted_while_the_agent_is_down(bridge: Bridge) -> None:
     """A pod and its claim can go while the agent is away; the next agent cleans up after them."""
-    bridge.claim("mine")
-    pod = bridge.pod("one", {"fpga": "mine"}).wait_running()
+    pod = claimant(bridge)
     bridge.kill()
     pod.delete()
     bridge.start()
@@ -410,8 +415,7 @@ def test_a_claim_recreated_under_its_name(bridge: Bridge) -> None:
     """A claim that was replaced by one of the same name while the agent was away is another claim."""
     if bridge.cluster.minor < 34:
         pytest.skip("kubelets before 1.34 start the pod with the CDI devices of the claim's former namesake")
-    bridge.claim("mine")
-    pod = bridge.pod("one", {"fpga": "mine"}).wait_running()
+    pod = claimant(bridge)
     old = bridge.get_claim("mine")["metadata"]["uid"]
     bridge.kill()
     pod.delete(0)
@@ -436,8 +440,7 @@ def test_a_claim_recreated_under_its_name(bridge: Bridge) -> None:
 
 def test_a_late_prepare(bridge: Bridge) -> None:
     """A Prepare for a claim that was deleted, or replaced by its namesake, is refused and leaves nothing behind."""
-    bridge.claim("mine")
-    pod = bridge.pod("one", {"fpga": "mine"}).wait_running()
+    pod = claimant(bridge)
     uid = bridge.get_claim("mine")["metadata"]["uid"]
     assert bridge.call("Prepare", "mine", uid) == ""
     pod.delete()
@@ -460,8 +463,7 @@ def test_a_late_prepare(bridge: Bridge) -> None:
 
 def test_the_agent_is_killed(bridge: Bridge) -> None:
     """Pods run on when the agent is killed; the next one knows their claims and serves others."""
-    bridge.claim("mine")
-    pod = bridge.pod("one", {"fpga": "mine"}).wait_running()
+    pod = claimant(bridge)
     bridge.kill()
     for file in CDI.glob("*.json"):
         file.unlink()
@@ -476,8 +478,7 @@ def test_the_agent_is_killed(bridge: Bridge) -> None:
 
 def test_a_rolling_update(bridge: Bridge) -> None:
     """A second agent stands by until the first has gone; claims and slices stay, pods can come all the while."""
-    bridge.claim("mine")
-    pod = bridge.pod("one", {"fpga": "mine"}).wait_running()
+    pod = claimant(bridge)
     slices = {one["metadata"]["uid"] for one in bridge.slices()}
     bridge.start_another()
     bridge.cluster.wait_for(lambda: "standing by" in bridge.log(), 30, "the second agent stands by")
@@ -573,8 +574,7 @@ def test_the_registry_is_recreated(bridge: Bridge) -> None:
 
 def test_the_kubelet_restarts(bridge: Bridge) -> None:
     """The kubelet deletes the node's slices when it starts; they are back within 2 s, and pods run on."""
-    bridge.claim("mine")
-    pod = bridge.pod("one", {"fpga": "mine"}).wait_running()
+    pod = claimant(bridge)
     known = {one["metadata"]["uid"] for one in bridge.slices()}
     gone: list[float] = []
     back: list[float] = []

@@ -21,6 +21,7 @@ from dra_bridge.slices.publisher import Publisher, remove_slices
 from tests.cluster import build
 from tests.cluster.api import Api, ApiError
 from tests.cluster.node import FEATURE_GATES, Cluster
+from tests.dra.slices.test_publisher import became, running
 
 DRIVER = "gpu.example.com"
 RESOURCE = "example.com/gpu"
@@ -66,22 +67,8 @@ async def publishing(cluster: Cluster, *pools: Pool, kubeconfig: Path | None = N
     backoff = Backoff(0.1, 2.0)
     async with kube.Cluster.from_environment(kubeconfig or cluster.kubeconfig, backoff=backoff) as connection:
         publisher = Publisher(connection, cluster.node_name)
-        for one in pools:
-            publisher.want(one)
-        task = asyncio.create_task(publisher.run())
-        try:
-            async with asyncio.timeout(60):
-                for one in pools:
-                    await publisher.accepted(one.driver, 1)
-                yield publisher
-        finally:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
-
-
-async def became(publisher: Publisher, wanted: Pool) -> None:
-    await publisher.accepted(wanted.driver, publisher.want(wanted))
+        async with running(publisher, *pools):
+            yield publisher
 
 
 def published(cluster: Cluster) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import json
 import os
@@ -36,15 +37,17 @@ def source(gpus: FakeGpus, **options: Any) -> NvidiaSource:
     return NvidiaSource(wanted, **{"places": gpus.places, "period": 0.05, "rules": QUICK, **options})
 
 
-def looked(gpus: FakeGpus, **options: Any) -> dict[str, Device]:
-    """Look once, without a loop."""
-    session, made = Session(gpus.places), None
-    try:
-        made = source(gpus, **options)
+def once(gpus: FakeGpus, **options: Any) -> NvidiaSource:
+    """Return a source that has looked once, without a loop."""
+    made = source(gpus, **options)
+    with contextlib.closing(Session(gpus.places)) as session:
         made.update(session.scan())
-        return {device.id: device for device in made.devices()}
-    finally:
-        session.close()
+    return made
+
+
+def looked(gpus: FakeGpus, **options: Any) -> dict[str, Device]:
+    """Return the devices of one look."""
+    return {device.id: device for device in once(gpus, **options).devices()}
 
 
 def calls(function: str) -> int:
@@ -68,8 +71,7 @@ def healths(devices: dict[str, Device]) -> list[Health]:
 def test_gpu_is_described_by_what_claims_select_on(gpus: FakeGpus) -> None:
     """UUID, minor, PCI address and root, NUMA node, memory, product, architecture and versions are told."""
     uuid = gpus.gpu(1, node=1)
-    gpus.set("gpu0.return.nvmlDeviceGetHandleByIndex_v2", 999)
-    gpus.write()
+    gpus.write(gpu0__return__nvmlDeviceGetHandleByIndex_v2=999)
     device = looked(gpus)[uuid]
     assert device.health is Health.HEALTHY
     assert device.numa == 1
@@ -104,8 +106,7 @@ def test_what_a_gpu_does_not_support_is_left_out_and_not_unhealthy(gpus: FakeGpu
     }.items():
         for function in functions:
             gpus.set(f"return.nvmlDeviceGet{function}", code)
-    gpus.set("return.nvmlSystemGetDriverVersion", 3)
-    gpus.write()
+    gpus.write(return__nvmlSystemGetDriverVersion=3)
     device = looked(gpus)[uuid]
     assert device.health is Health.HEALTHY
     assert device.capacity == {}
@@ -243,12 +244,9 @@ def test_without_mig_a_partitioned_gpu_is_given_out_whole_and_that_is_told(gpus:
     """mig: none lists the GPU although it is in MIG mode, with a note."""
     uuid = gpus.gpu(0)
     gpus.partition(0, 0, "1g.5gb")
-    made = source(gpus)
-    session = Session(gpus.places)
-    made.update(session.scan())
+    made = once(gpus)
     assert [device.id for device in made.devices()] == [uuid]
     assert made.notes == ("GPU 0 is in MIG mode and given out whole; see mig: single and mixed",)
-    session.close()
 
 
 def test_single_gives_nothing_out_of_unequal_partitions(gpus: FakeGpus) -> None:
@@ -312,8 +310,7 @@ async def test_partitions_come_and_go_with_an_event(gpus: FakeGpus, until: Until
         second = gpus.partition(0, 1, "1g.5gb")
         gpus.xid(0, -1)
         await until(lists, lambda found: set(found) == {first, second})
-        gpus.set("gpu0.mig0.uuid", None)
-        gpus.write()
+        gpus.write(gpu0__mig0__uuid=None)
         gpus.xid(0, -1)
         await until(lists, lambda found: set(found) == {second})
 
@@ -326,11 +323,8 @@ def score(one: int, other: int, uuids: list[str], links: dict[frozenset[str], fl
 
 
 def links_of(gpus: FakeGpus, **options: Any) -> dict[frozenset[str], float]:
-    session = Session(gpus.places)
-    made = source(gpus, **options)
-    made.update(session.scan())
+    made = once(gpus, **options)
     made.devices()
-    session.close()
     return dict(made.links)
 
 
@@ -395,8 +389,7 @@ def test_a_gpu_without_links_costs_the_others_nothing(gpus: FakeGpus) -> None:
     """Where a GPU tells no links and no levels it has no scores, and the look is as good."""
     uuids = machines.dgx_1v(gpus)
     gpus.set("gpu3.return.nvmlDeviceGetNvLinkState", 3)
-    gpus.set("gpu3.return.nvmlDeviceGetTopologyCommonAncestor", 999)
-    gpus.write()
+    gpus.write(gpu3__return__nvmlDeviceGetTopologyCommonAncestor=999)
     links = links_of(gpus)
     assert score(0, 4, uuids, links) == 210
     assert score(3, 7, uuids, links) == 100  # the other end tells of it
@@ -502,8 +495,7 @@ async def test_no_events_is_not_unhealthy(gpus: FakeGpus, until: Until) -> None:
         found = await until(lists, len)
         assert healths(found) == [Health.HEALTHY] * 2
         assert len(made.notes) == 2
-        gpus.set("gpu0.return.nvmlDeviceGetTemperature", 15)
-        gpus.write()
+        gpus.write(gpu0__return__nvmlDeviceGetTemperature=15)
         found = await until(lists, lambda found: found[first].health is Health.UNHEALTHY)
         assert found[second].health is Health.HEALTHY
 
@@ -619,9 +611,8 @@ def test_gpu_that_was_lost_from_the_start_is_noted(gpus: FakeGpus) -> None:
     """A GPU that never could be read has no identity to be listed by; the others are, and a note tells of it."""
     gpus.gpu(0, lost=1)
     second = gpus.gpu(1)
-    session = Session(gpus.places)
-    look = session.scan()
-    session.close()
+    with contextlib.closing(Session(gpus.places)) as session:
+        look = session.scan()
     assert [gpu.uuid for gpu in look.gpus] == [second]
     assert look.notes[0].startswith("GPU 0 cannot be read")
 
@@ -716,13 +707,11 @@ async def test_driver_that_is_not_loaded_is_waited_for(gpus: FakeGpus, until: Un
     async with closing(source(gpus)) as lists:
         await until(lists, len)
         gpus.set("return.nvmlDeviceGetCount_v2", 9)
-        gpus.set("return.nvmlInitWithFlags", 9)
-        gpus.write()
+        gpus.write(return__nvmlInitWithFlags=9)
         found = await until(lists, lambda found: found[uuid].health is Health.UNHEALTHY)
         assert found[uuid].message == "the NVIDIA driver is not loaded"
         gpus.set("return.nvmlDeviceGetCount_v2", None)
-        gpus.set("return.nvmlInitWithFlags", None)
-        gpus.write()
+        gpus.write(return__nvmlInitWithFlags=None)
         await until(lists, lambda found: found[uuid].health is Health.HEALTHY)
 
 
@@ -740,8 +729,7 @@ async def test_replaced_driver_is_followed_with_its_new_library(tmp_path: Path, 
         found = await until(lists, lambda found: found[uuid].health is Health.UNHEALTHY)
         assert found[uuid].message == "the NVIDIA driver was replaced"
         build(tmp_path, "550.54.14")
-        gpus.set("return.nvmlDeviceGetCount_v2", None)
-        gpus.write()
+        gpus.write(return__nvmlDeviceGetCount_v2=None)
         found = await until(lists, lambda found: found[uuid].health is Health.HEALTHY)
         assert found[uuid].attributes["driverVersion"] == "550.54.14"
 
@@ -845,8 +833,7 @@ async def test_what_cannot_be_measured_is_absent(gpus: FakeGpus, until: Until) -
         assert values[little].keys() == {"memory_used_bytes", "memory_total_bytes", "temperature_celsius"}
         assert lost not in values
     part = gpus.partition(0, 0, "1g.5gb")
-    gpus.set("gpu0.mig0.used", 10)
-    gpus.write()
+    gpus.write(gpu0__mig0__used=10)
     made = source(gpus, mig="single")
     async with closing(made) as lists:
         devices = await until(lists, len)
@@ -860,9 +847,6 @@ def test_library_is_found_by_its_name_where_it_is_loaded(gpus: FakeGpus, library
     """Without a path the library is taken by name, as pynvml would."""
     loaded = ctypes.CDLL(str(library))
     uuid = gpus.gpu(0)
-    session = Session(replace(gpus.places, library=""))
-    try:
+    with contextlib.closing(Session(replace(gpus.places, library=""))) as session:
         assert [gpu.uuid for gpu in session.scan().gpus] == [uuid]
-    finally:
-        session.close()
     assert loaded.fake_calls(b"nvmlInitWithFlags") > 0

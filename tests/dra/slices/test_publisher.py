@@ -408,23 +408,29 @@ def client(server: FakeApiServer, **options: Any) -> Cluster:
 
 
 @contextlib.asynccontextmanager
+async def running(publisher: Publisher, *pools: Pool) -> AsyncIterator[None]:
+    """Run a publisher of these pools, once the API server has them."""
+    tickets = [(one.driver, publisher.want(one)) for one in pools]
+    task = asyncio.create_task(publisher.run())
+    try:
+        async with asyncio.timeout(120):
+            for driver, ticket in tickets:
+                await publisher.accepted(driver, ticket)
+            yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+@contextlib.asynccontextmanager
 async def publishing(
     server: FakeApiServer, *pools: Pool, silence: tuple[float, float] = SILENCE, **options: Any
 ) -> AsyncIterator[Publisher]:
     async with client(server, silence=silence) as cluster:
         publisher = Publisher(cluster, NODE, **{"burst": 10_000, **options})
-        for one in pools:
-            publisher.want(one)
-        task = asyncio.create_task(publisher.run())
-        try:
-            async with asyncio.timeout(120):
-                for one in pools:
-                    await publisher.accepted(one.driver, 1)
-                yield publisher
-        finally:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        async with running(publisher, *pools):
+            yield publisher
 
 
 async def became(publisher: Publisher, wanted: Pool) -> None:
@@ -713,14 +719,9 @@ async def test_a_server_that_asks_for_time_gets_it(server: FakeApiServer, monkey
 
     monkeypatch.setattr(Cluster, "pause", note)
     server.fail(lambda request: request.method == "POST", Fault(code=429, retry_after=7))
-    async with Cluster.from_server(server.url, backoff=Backoff(0.01, 5.0), deadline=5.0) as cluster:
-        publisher = Publisher(cluster, NODE)
-        ticket = publisher.want(pool(*many(2)))
-        task = asyncio.create_task(publisher.run())
-        async with asyncio.timeout(60):
-            await publisher.accepted(DRIVER, ticket)
-        task.cancel()
-        await asyncio.wait([task])
+    cluster = Cluster.from_server(server.url, backoff=Backoff(0.01, 5.0), deadline=5.0)
+    async with cluster, running(Publisher(cluster, NODE), pool(*many(2))):
+        pass
     assert waits == [5.0]
 
 
@@ -804,15 +805,11 @@ async def test_no_node_yet() -> None:
     with FakeApiServer() as server:
         async with client(server) as cluster:
             publisher = Publisher(cluster, NODE)
-            ticket = publisher.want(pool(*many(3)))
-            task = asyncio.create_task(publisher.run())
-            await asyncio.to_thread(server.wait_for, lambda it: bool(it.requests("GET", "/nodes/")))
-            server.create(node_body(NODE))
-            async with asyncio.timeout(10):
+            async with running(publisher):
+                ticket = publisher.want(pool(*many(3)))
+                await asyncio.to_thread(server.wait_for, lambda it: bool(it.requests("GET", "/nodes/")))
+                server.create(node_body(NODE))
                 await publisher.accepted(DRIVER, ticket)
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
 
 
 async def test_uninstall(server: FakeApiServer) -> None:
