@@ -57,6 +57,12 @@ class Scene(Adopted):
         wait_for(f"{count} devices in slices", lambda: len(offered()) == count, 20)
         return offered()
 
+    def claimed(self) -> tuple[AgentProcess, Vendor, FakePod]:
+        """Start agent and plugin, and a pod whose claim has one of the plugin's two devices."""
+        agent, vendor = self.agent(), self.vendor(resource("g0", "g1", env={"GADGETS": "{ids}"}))
+        self.wait_offered(2)
+        return agent, vendor, self.pod().wait_running()
+
     def pod(self, name: str = "p", count: int = 1) -> FakePod:
         """Start a pod with a claim of its own."""
         return self.node.start_pod(name, template={D: count})
@@ -225,10 +231,7 @@ def kept_from_pods(scene: Scene, past: Vendor) -> None:
 
 def test_a_reverted_path_while_claims_hold_devices(scene: Scene) -> None:
     """The plugin goes, and comes back past the agent, which stays registered and refuses what claims hold."""
-    scene.agent()
-    vendor = scene.vendor(resource("g0", "g1", env={"GADGETS": "{ids}"}))
-    scene.wait_offered(2)
-    claimed = scene.pod().wait_running()
+    _, vendor, claimed = scene.claimed()
     vendor.stop()
     scene.wait_log("its plugin has gone")
     assert scene.node.streams(RESOURCE)
@@ -242,22 +245,15 @@ def test_a_reverted_path_while_claims_hold_devices(scene: Scene) -> None:
     assert len(vendor.calls("Allocate")) == 1
     assert claimed.running
     # Put right again.
-    vendor.stop()
-    vendor.directory = scene.directory
-    vendor.start()
+    vendor.move(scene.directory)
     scene.wait_log("a plugin registered at", 2)
 
 
 def test_an_agent_that_starts_after_the_path_was_reverted(scene: Scene) -> None:
     """It has no plugin, and registers all the same: the kubelet counts as healthy what claims hold."""
-    agent = scene.agent()
-    vendor = scene.vendor(resource("g0", "g1", env={"GADGETS": "{ids}"}))
-    scene.wait_offered(2)
-    claimed = scene.pod().wait_running()
+    agent, vendor, claimed = scene.claimed()
     agent.terminate()
-    vendor.stop()
-    vendor.directory = scene.node.device_plugin_dir
-    vendor.start()
+    vendor.move(scene.node.device_plugin_dir)
     scene.node.wait_allocatable(RESOURCE, 2)
     scene.agent()
     scene.wait_log("another plugin has registered this resource with the kubelet: it counts g0 as healthy")
@@ -295,10 +291,7 @@ def test_a_reverted_path_after_the_config_has_dropped_the_resource(scene: Scene,
     What is made of a config without an adopted resource (manifests, chart) has no `--adopt`.
     """
     adopts = how != "restart that adopts nothing"
-    agent = scene.agent()
-    vendor = scene.vendor(resource("g0", "g1", env={"GADGETS": "{ids}"}))
-    scene.wait_offered(2)
-    claimed = scene.pod().wait_running()
+    agent, vendor, claimed = scene.claimed()
     other = {"name": "example.com/sim", "devices": [{"simulated": {"count": 1}}]}
     if how.startswith("restart"):
         agent.terminate()
@@ -333,9 +326,7 @@ def test_a_reverted_path_after_the_config_has_dropped_the_resource(scene: Scene,
         scene.node.wait_until(lambda: scene.node.streams(RESOURCE) == 1)
         return
     # Put right again: what comes back goes to pods.
-    vendor.stop()
-    vendor.directory = scene.directory
-    vendor.start()
+    vendor.move(scene.directory)
     scene.node.wait_allocatable(RESOURCE, 1)
     claimed.delete()
     scene.node.wait_allocatable(RESOURCE, 2)
@@ -368,10 +359,7 @@ def test_an_agent_that_starts_while_a_plugin_past_it_allocates(scene: Scene) -> 
 
 def test_an_agent_that_starts_without_its_plugin_waits_for_it(scene: Scene) -> None:
     """What the kubelet has of the agent before, no other plugin has registered."""
-    agent = scene.agent()
-    vendor = scene.vendor(resource("g0", "g1"))
-    scene.wait_offered(2)
-    scene.pod().wait_running()
+    agent, vendor, _ = scene.claimed()
     agent.kill()
     vendor.stop(kill=True)
     scene.agent()
@@ -384,15 +372,10 @@ def test_an_agent_that_starts_without_its_plugin_waits_for_it(scene: Scene) -> N
 
 def test_two_instances_of_a_plugin(scene: Scene) -> None:
     """One with the agent, one past it: what no claim holds is withdrawn, and no pod gets what a claim holds."""
-    scene.agent()
-    scene.vendor(resource("g0", "g1", env={"GADGETS": "{ids}"}))
-    scene.wait_offered(2)
-    claimed = scene.pod().wait_running()
+    claimed = scene.claimed()[2]
     held = scene.node.edits_of(claimed).env["GADGETS"]
     other = scene.vendor(resource("g0", "g1"))
-    other.stop()
-    other.directory = scene.node.device_plugin_dir
-    other.start()
+    other.move(scene.node.device_plugin_dir)
     scene.wait_log("past this agent, while claims have devices")
     assert [one["name"] for one in scene.wait_offered(1)] == [held]
     scene.node.wait_allocatable(RESOURCE, 0)
@@ -407,9 +390,7 @@ def test_two_instances_while_nothing_is_for_claims(scene: Scene) -> None:
     scene.vendor(resource("g0", "g1"))
     scene.node.wait_allocatable(RESOURCE, 2)
     other = scene.vendor(resource("g0", "g1", "g2"))
-    other.stop()
-    other.directory = scene.node.device_plugin_dir
-    other.start()
+    other.move(scene.node.device_plugin_dir)
     scene.wait_log("another plugin has registered this resource with the kubelet")
     scene.wait_log("registered again")
     assert "past this agent" not in scene.agents[-1].log()

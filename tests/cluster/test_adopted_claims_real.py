@@ -381,9 +381,7 @@ def refused(scene: Scene, name: str) -> None:
 
 def reverted(scene: Scene, vendor: Vendor) -> None:
     """Have the plugin's DaemonSet get its former hostPath back, as an operator does."""
-    vendor.stop()
-    vendor.directory = None
-    vendor.start()
+    vendor.move(None)
 
 
 @pytest.mark.parametrize("agent", ["runs", "starts-later"])
@@ -417,9 +415,7 @@ def test_a_reverted_path_while_claims_hold_devices(scene: Scene, vendors: dict[s
     scene.observe(3)
     assert len(calls(vendor, "Allocate")) == before
     # Put right again.
-    vendor.stop()
-    vendor.directory = DIRECTORY
-    vendor.start()
+    vendor.move(DIRECTORY)
     scene.agents.wait_offered(2, timeout=120)
     scene.running(scene.claimer("next", "a"))
     scene.after = 2
@@ -497,9 +493,7 @@ def test_a_reverted_plugin_that_comes_again_and_again(scene: Scene, vendors: dic
     cluster.wait_for(lambda: not healthy(), LIMIT, "the kubelet counts no device as healthy")
     scene.observe(2)
     assert "may have registered this resource" not in scene.agents.log()
-    vendor.stop()
-    vendor.directory = DIRECTORY
-    vendor.start()
+    vendor.move(DIRECTORY)
     scene.agents.wait_offered(2, timeout=120)
 
 
@@ -551,9 +545,7 @@ def test_an_allocation_past_the_agent(scene: Scene, vendors: dict[str, Vendor]) 
     scene.agents.wait_registered()
     cluster.wait_for(lambda: "is quarantined" in scene.agents.log(), 60, "it is told")
     cluster.wait_for(lambda: not healthy(), LIMIT, "the kubelet counts no device as healthy")
-    vendor.stop()
-    vendor.directory = DIRECTORY
-    vendor.start()
+    vendor.move(DIRECTORY)
     scene.agents.wait_offered(1, timeout=120)
     scene.running(scene.claimer("other", "a"))
     scene.wait(claimer("wants", "a"))

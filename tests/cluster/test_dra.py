@@ -24,8 +24,8 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.bridge import Bridge, ClaimPod, env_of, seconds_until
-from tests.cluster.node import PLUGINS, PLUGINS_REGISTRY, Cluster
+from tests.cluster.bridge import Bridge, env_of, seconds_until
+from tests.cluster.node import PLUGINS, PLUGINS_REGISTRY, Cluster, Pod
 from tests.programs import ANY_CONFIG
 
 OUTAGE = float(os.environ.get("OUTAGE", "5"))
@@ -57,7 +57,7 @@ def bridge(cluster: Cluster) -> Iterator[Bridge]:
         yield running
 
 
-def claimant(bridge: Bridge) -> ClaimPod:
+def claimant(bridge: Bridge) -> Pod:
     """Have a pod with the claim "mine" run."""
     bridge.claim("mine")
     return bridge.pod("one", {"fpga": "mine"}).wait_running()

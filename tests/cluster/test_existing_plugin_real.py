@@ -83,6 +83,12 @@ class Vendor:
             process.send_signal(number)
             process.wait(20)
 
+    def move(self, directory: Path | None) -> None:
+        """Have it register elsewhere."""
+        self.stop()
+        self.directory = directory
+        self.start()
+
 
 def two_hold(scene: Scene) -> tuple[list[Pod], dict[str, str]]:
     """Have two of four devices be held, as before all that follows; return the pods, and the locks' keys by name."""

@@ -49,6 +49,7 @@ from deviceplugin.testing.devicemanager import PluginCallError
 from deviceplugin.wire import deviceplugin_pb2 as pb
 from deviceplugin.wire import podresources_pb2, podresources_pb2_grpc
 from tests.config.files import bombs as config_bombs
+from tests.kubelet.test_registration import wait
 
 R = "example.com/r"
 Serve = Callable[..., Served]
@@ -56,14 +57,6 @@ Serve = Callable[..., Served]
 
 def source(count: int = 2, resource: str = R, prefix: str = "sim") -> SimulatedSource:
     return SimulatedSource(count, resource=resource, prefix=prefix)
-
-
-def wait(condition: Callable[[], object], timeout: float = 10.0) -> None:
-    """Wait until something is so that nobody tells of; a look every ms."""
-    until = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < until, "waited too long"
-        time.sleep(0.001)
 
 
 # What cannot be.

@@ -15,7 +15,7 @@ from deviceplugin.node import logs
 from deviceplugin.node.device_log import SHOWN, HolderLog, InventoryLog
 from deviceplugin.sources.simulated import SimulatedSource
 from deviceplugin.testing import FakeKubelet, Served
-from tests.node.test_agent import wait
+from tests.kubelet.test_registration import wait
 
 R = "example.com/gpu"
 

@@ -49,6 +49,12 @@ class Vendor:
             self.process.wait(10)
             self.process = None
 
+    def move(self, directory: Path) -> None:
+        """Start again, with another directory for its sockets; end first if it runs."""
+        self.stop()
+        self.directory = directory
+        self.start()
+
     def status(self, timeout: float = 10.0) -> int:
         """Wait until it has ended by itself; return its exit status."""
         assert self.process is not None
