@@ -56,6 +56,39 @@ class Source(DeviceSource):
         yield []
 
 
+class Shared(Source):
+    """Offers each device so many times, and takes note of resets."""
+
+    def __init__(self, replicas: int) -> None:
+        self.replicas = replicas
+        self.resets: list[str] = []
+
+    def reset(self, devices: Sequence[Device]) -> None:
+        self.resets += [device.id for device in devices]
+
+
+class Slow(Shared):
+    """Its `edits` waits until a test lets it go on."""
+
+    def __init__(self, replicas: int = 1) -> None:
+        super().__init__(replicas)
+        self.begun, self.go_on = asyncio.Event(), asyncio.Event()
+
+    async def edits(self, devices: Sequence[Device]) -> ContainerEdits:
+        self.begun.set()
+        await self.go_on.wait()
+        return ContainerEdits()
+
+
+class Changing(Slow):
+    """Its lists say how often devices are offered now."""
+
+    now = 1
+
+    def replicas_of(self, device: Device) -> int:
+        return self.now
+
+
 class Granting(MemoryStore):
     """Records at once; or when a test lets it, or not at all."""
 
@@ -436,11 +469,7 @@ async def test_device_of_unknown_health_is_given_out(serve: Serve) -> None:
 
 async def test_replicas_lead_to_their_device(serve: Serve) -> None:
     """Replicas of a device give the device; two of one give it once; one never offered is unknown."""
-
-    class Shared(Source):
-        replicas = 2
-
-    served = await serve(Shared(), Device("a", nodes=["/dev/a"]))
+    served = await serve(Shared(2), Device("a", nodes=["/dev/a"]))
     (answer,) = await served.allocate("a::0 a::1")
     assert [node.host_path for node in answer.devices] == ["/dev/a"]
     for name in ("a::2", "a", "a::00", "a::"):
@@ -577,12 +606,8 @@ class Known:
 
 async def test_what_the_kubelet_would_give_away_while_it_is_held_is_shown_unhealthy(serve: Serve) -> None:
     """A replica of it stays healthy; the id is healthy again when its holder has ended."""
-
-    class Shared(Source):
-        replicas = 2
-
     known = Known(["a::1"])
-    served = await serve(Shared(), "a", holders=known)
+    served = await serve(Shared(2), "a", holders=known)
     async with served.listening() as lists:
         assert await lists.next() == {"a::0": "Healthy", "a::1": "Unhealthy"}
         known.withheld = ()
@@ -680,16 +705,6 @@ async def test_devices_to_be_avoided_are_taken_last(serve: Serve, replicas: int)
 
 async def test_list_is_kept_away_while_allocating(serve: Serve) -> None:
     """While an Allocate is in flight nobody asks PodResources `List`."""
-
-    class Slow(Source):
-        def __init__(self) -> None:
-            self.begun, self.go = asyncio.Event(), asyncio.Event()
-
-        async def edits(self, devices: Sequence[Device]) -> ContainerEdits:
-            self.begun.set()
-            await self.go.wait()
-            return ContainerEdits()
-
     source = Slow()
     served = await serve(source, "a")
     call = asyncio.create_task(served.allocate("a"))
@@ -697,7 +712,7 @@ async def test_list_is_kept_away_while_allocating(serve: Serve) -> None:
     waiting = asyncio.create_task(served.in_flight.wait())
     await asyncio.sleep(0)
     assert not waiting.done()
-    source.go.set()
+    source.go_on.set()
     await call
     await waiting
 
@@ -951,17 +966,6 @@ async def test_settled_when_no_call_is_in_flight(serve: Serve) -> None:
 # Another source in place of the first.
 
 
-class Shared(Source):
-    """Offers each device so many times, and takes note of resets."""
-
-    def __init__(self, replicas: int) -> None:
-        self.replicas = replicas
-        self.resets: list[str] = []
-
-    def reset(self, devices: Sequence[Device]) -> None:
-        self.resets += [device.id for device in devices]
-
-
 @pytest.mark.parametrize(
     ("before", "after", "gone", "stay", "meanwhile"),
     [
@@ -1031,14 +1035,9 @@ async def test_a_device_that_is_held_keeps_its_number_of_replicas(
     serve: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its source may say another one with each list; that counts once nobody holds the device, and the log says so."""
-
-    class Changing(Shared):
-        now = 2
-
-        def replicas_of(self, device: Device) -> int:
-            return self.now
-
     source = Changing(3)
+    source.now = 2
+    source.go_on.set()
     served = await serve(source, "a")
     await served.allocate("a::0")
     async with served.listening() as lists:
@@ -1079,19 +1078,12 @@ async def test_ids_that_pods_have_from_an_earlier_agent_count(serve: Serve) -> N
 
 async def test_what_is_given_out_while_sharing_changes_is_recorded_by_its_device(serve: Serve) -> None:
     """The register hears of the device behind an id, also if it is one from before by the time of the grant."""
-    begun, going_on = asyncio.Event(), asyncio.Event()
-
-    class Slow(Shared):
-        async def edits(self, devices: Sequence[Device]) -> ContainerEdits:
-            begun.set()
-            await going_on.wait()
-            return ContainerEdits()
-
-    served = await serve(Slow(4), "a")
+    source = Slow(4)
+    served = await serve(source, "a")
     call = asyncio.ensure_future(served.allocate("a::0 a::1"))
-    await begun.wait()
+    await source.begun.wait()
     served.endpoint.replace(Slow(1))
-    going_on.set()
+    source.go_on.set()
     await call
     records = served.register.snapshot.allocations.values()
     assert [(one.device, one.amount) for one in records] == [("a", Amount("1/4"))] * 2
@@ -1099,28 +1091,15 @@ async def test_what_is_given_out_while_sharing_changes_is_recorded_by_its_device
 
 async def test_the_list_keeps_the_ids_of_an_allocate_in_flight(serve: Serve) -> None:
     """A list that says another number of replicas changes them only after that: the kubelet would crash."""
-    begun, going_on = asyncio.Event(), asyncio.Event()
-
-    class Slow(Shared):
-        now = 1
-
-        def replicas_of(self, device: Device) -> int:
-            return self.now
-
-        async def edits(self, devices: Sequence[Device]) -> ContainerEdits:
-            begun.set()
-            await going_on.wait()
-            return ContainerEdits()
-
-    source = Slow(3)
+    source = Changing(3)
     served = await serve(source, "a")
     assert served.endpoint.ids.offered() == ("a",)
     call = asyncio.ensure_future(served.allocate("a"))
-    await begun.wait()
+    await source.begun.wait()
     source.now = 3
     served.publish("a")
     assert served.endpoint.ids.offered() == ("a",)
-    going_on.set()
+    source.go_on.set()
     await call
     assert served.endpoint.ids.offered() == ("a",)
     served.forget_allocations()

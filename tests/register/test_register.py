@@ -28,7 +28,7 @@ from deviceplugin.register.records import (
     Operation,
     State,
 )
-from deviceplugin.register.register import MemoryStore, OtherSideError, Side, UnknownHolderError
+from deviceplugin.register.register import MemoryStore, Side
 from deviceplugin.register.rules import KubeletSnapshot, ObservedAllocation
 from deviceplugin.source import DeviceSource
 from tests.register.resources import ListedResource, ListedResources
@@ -283,27 +283,6 @@ async def test_all_nodes_of_an_answer_are_those_of_its_devices_until_these_are_l
     assert here.withheld() == {"d", "e", "f"}
     await here.named(R, "a", "b", identity=unsure)
     assert here.store.snapshot.allocations[key("a")].identity == seen("n1")
-
-
-async def test_which_holder_is_not_known_gets_nothing() -> None:
-    """While evidence is missing nothing is granted, and the reason says what is missing."""
-    here = RegisterInMemory(a="n1", b="n2")
-    here.unknown = {"a": "the kubelet's claim state cannot be read"}
-    with pytest.raises(UnknownHolderError, match="device a is not known yet: the kubelet's claim state"):
-        await here.grant("a")
-    assert not here.register.offers(R, "a")
-    assert here.register.offers(R, "b")
-    await here.grant("b")
-
-
-async def test_the_other_side_gets_nothing() -> None:
-    """What claims may have is neither shown to the kubelet nor granted; the refusal says where it is."""
-    here = RegisterInMemory(a="n1", b="n2")
-    here.side(State.DRA, "a")
-    with pytest.raises(OtherSideError, match=r"'a' of example\.com/r is on the DRA side"):
-        await here.grant("b", "a")
-    assert not here.store.snapshot.allocations
-    assert not here.register.offers(R, "a")
 
 
 # What others hold.

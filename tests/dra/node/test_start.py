@@ -10,32 +10,23 @@ import shutil
 import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
-import grpc
 import pytest
 
-from deviceplugin.device import Device, Health
-from deviceplugin.inventory import Inventory
+from deviceplugin.device import Health
 from deviceplugin.kubelet.claim_state import PreparedClaim
-from deviceplugin.kubelet.podresources import AllocationsInFlight
-from deviceplugin.kubelet.servicer import Endpoint, Refusal
 from deviceplugin.node.agent import AgentError
 from deviceplugin.register.operations import reconcile_evidence
 from deviceplugin.register.records import Side, State
-from deviceplugin.register.register import Register, RegisterHost
 from deviceplugin.register.rules import ClaimEvidence, Evidence
 from dra_bridge.driver.driver import Driver
 from dra_bridge.handover.share import Share
-from dra_bridge.ledger.store import Ledger
-from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.node import device_reconciliation, node_object, slice_feed
 from dra_bridge.node.bridge import Bridge
 from dra_bridge.node.device_reconciliation import DeviceReconciler
 from dra_bridge.node.node_object import NodeWatch
-from dra_bridge.node.resource import DriverContext, ResourceRuntime
-from dra_bridge.node.share import HandoverPolicy
+from dra_bridge.node.resource import ResourceRuntime
 from dra_bridge.testing.node import FakeNode
 from tests.dra import agents
 from tests.dra.agents import NODE, D, R, fpgas, until
@@ -249,9 +240,7 @@ async def test_nothing_moves_before_the_node_was_read(
 
     monkeypatch.setattr(NodeWatch, "run", later)
     monkeypatch.setattr(node_object, "NODE_READ", 0.1)
-    body = node.server.get("nodes", NODE)
-    body["metadata"].setdefault("annotations", {})[f"{D}/dra-share"] = "none"
-    node.server.replace(body)
+    annotate(node, "none")
     path = node.root / LEDGER
     with DirectLedger(str(path)) as made:
         made.do(reconcile_evidence(R, Evidence(), ["d0", "d1"], Side.PLUGIN, 1.0, D))
@@ -370,29 +359,3 @@ async def test_an_agent_whose_ledger_is_removed_ends_and_the_next_one_knows_the_
 
 
 # Before evidence and ledger were compared.
-
-
-async def test_nothing_is_offered_or_given_before_its_evidence_was_reconciled(tmp_path: Path) -> None:
-    """A ledger that says so may have lost what came last."""
-    async_ledger = AsyncLedger(Ledger(str(tmp_path / "register.db")))
-    await async_ledger.do(reconcile_evidence(R, Evidence(), ["d0"], Side.PLUGIN, 1.0, D))
-    inventory = Inventory(R)
-    inventory.publish([Device("d0", nodes=["/dev/null"])])
-    context = DriverContext(D, cast("Any", None), async_ledger, cast("Any", None))
-    context.resources[R] = ResourceRuntime(
-        cast("Any", SimpleNamespace(inventory=inventory)), HandoverPolicy(), cast("Any", None)
-    )
-    host = RegisterHost()
-    host.evidence_missing = context.unknown  # type: ignore[method-assign]
-    register = Register(host, async_ledger)
-    endpoint = Endpoint(fpgas(0), inventory, AllocationsInFlight(), register=register)
-    assert not register.offers(R, "d0")
-    with pytest.raises(Refusal) as refused:
-        await endpoint._grant(["d0"], {})
-    assert refused.value.code is grpc.StatusCode.UNAVAILABLE
-    assert not async_ledger.snapshot.allocations
-    context.reconciled.add((R, "d0"))
-    assert register.offers(R, "d0")
-    await endpoint._grant(["d0"], {})
-    assert list(async_ledger.snapshot.allocations) == [(R, "d0")]
-    await async_ledger.close()
