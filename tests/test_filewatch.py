@@ -38,16 +38,23 @@ async def watching() -> AsyncIterator[Watching]:
     watcher._observer.join(LONG)
 
 
-async def in_flight(watch: Watch) -> None:
-    """Take all hints that are on their way."""
+async def in_flight(watch: Watch) -> Watch:
+    """Take all hints that are on their way; return the watch."""
     while await watch.wait(0.05):
         pass
+    return watch
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """A directory that is there."""
+    (made := tmp_path / "d").mkdir()
+    return made
 
 
 async def test_hint_for_each_name_that_comes_or_goes(watching: Watching, tmp_path: Path) -> None:
     """Creating, renaming and removing a name in the directory are hints."""
-    watch = watching(tmp_path)
-    await in_flight(watch)
+    watch = await in_flight(watching(tmp_path))
     for change in (
         lambda: (tmp_path / "a").touch(),
         lambda: (tmp_path / "a").rename(tmp_path / "b"),
@@ -62,8 +69,7 @@ async def test_hint_for_each_name_that_comes_or_goes(watching: Watching, tmp_pat
 
 async def test_time_passes_without_a_hint(watching: Watching, tmp_path: Path) -> None:
     """Without a hint the wait ends with its time, and says so."""
-    watch = watching(tmp_path)
-    await in_flight(watch)
+    watch = await in_flight(watching(tmp_path))
     assert not await watch.wait(0.01)
 
 
@@ -127,8 +133,7 @@ async def test_who_wants_writes_hears_of_them_whoever_else_watches_the_directory
 
 async def test_hints_are_coalesced(watching: Watching, tmp_path: Path) -> None:
     """Any number of changes before a wait are one hint."""
-    watch = watching(tmp_path)
-    await in_flight(watch)
+    watch = await in_flight(watching(tmp_path))
     for number in range(50):
         (tmp_path / str(number)).touch()
     assert await watch.wait(LONG)
@@ -136,12 +141,9 @@ async def test_hints_are_coalesced(watching: Watching, tmp_path: Path) -> None:
     assert not await watch.wait(0.01)
 
 
-async def test_directory_that_is_made_again(watching: Watching, tmp_path: Path) -> None:
+async def test_directory_that_is_made_again(watching: Watching, directory: Path) -> None:
     """A directory that is deleted and made again is watched again, by way of its parent."""
-    directory = tmp_path / "d"
-    directory.mkdir()
-    watch = watching(directory)
-    await in_flight(watch)
+    watch = await in_flight(watching(directory))
     for _ in range(3):
         shutil.rmtree(directory)
         assert await watch.wait(LONG)
@@ -152,12 +154,9 @@ async def test_directory_that_is_made_again(watching: Watching, tmp_path: Path) 
         await in_flight(watch)
 
 
-async def test_directory_that_is_replaced_between_looks(watching: Watching, tmp_path: Path) -> None:
+async def test_directory_that_is_replaced_between_looks(watching: Watching, directory: Path, tmp_path: Path) -> None:
     """A directory that is another one now (another inode under the same name) is watched from the next wait on."""
-    directory = tmp_path / "d"
-    directory.mkdir()
-    watch = watching(directory)
-    await in_flight(watch)
+    watch = await in_flight(watching(directory))
     directory.rename(tmp_path / "old")
     directory.mkdir()
     await in_flight(watch)
@@ -165,12 +164,11 @@ async def test_directory_that_is_replaced_between_looks(watching: Watching, tmp_
     assert await watch.wait(LONG)
 
 
-async def test_the_parent_of_a_directory_that_is_there_is_not_watched(watching: Watching, tmp_path: Path) -> None:
+async def test_the_parent_of_a_directory_that_is_there_is_not_watched(
+    watching: Watching, directory: Path, tmp_path: Path
+) -> None:
     """Files that come and go beside the directory cost nothing."""
-    directory = tmp_path / "d"
-    directory.mkdir()
-    watch = watching(directory)
-    await in_flight(watch)
+    watch = await in_flight(watching(directory))
     assert watch._watcher._armed.keys() == {str(directory)}
     directory.rmdir()
     assert await watch.wait(LONG)
@@ -198,8 +196,7 @@ async def test_directory_that_comes_while_its_parent_begins_to_be_watched(
 async def test_directory_that_is_not_there_yet(watching: Watching, tmp_path: Path) -> None:
     """Nothing of the path need exist: each part that appears is a hint, and in the end the directory is watched."""
     directory = tmp_path / "a" / "b" / "c"
-    watch = watching(directory)
-    await in_flight(watch)
+    watch = await in_flight(watching(directory))
     directory.mkdir(parents=True)
     assert await watch.wait(LONG)
     await in_flight(watch)
@@ -207,12 +204,9 @@ async def test_directory_that_is_not_there_yet(watching: Watching, tmp_path: Pat
     assert await watch.wait(LONG)
 
 
-async def test_what_lies_beside_is_no_hint(watching: Watching, tmp_path: Path) -> None:
+async def test_what_lies_beside_is_no_hint(watching: Watching, directory: Path, tmp_path: Path) -> None:
     """Names beside the directory, in its parent, are nobody's concern."""
-    directory = tmp_path / "d"
-    directory.mkdir()
-    watch = watching(directory)
-    await in_flight(watch)
+    watch = await in_flight(watching(directory))
     (tmp_path / "other").touch()
     (tmp_path / "dd").mkdir()
     assert not await watch.wait(0.1)
@@ -234,8 +228,7 @@ async def test_set_changes_what_is_watched(watching: Watching, tmp_path: Path) -
 
 async def test_wake_from_another_thread(watching: Watching, tmp_path: Path) -> None:
     """A hint can be given by hand, from any thread, before or during a wait."""
-    watch = watching(tmp_path)
-    await in_flight(watch)
+    watch = await in_flight(watching(tmp_path))
     await asyncio.to_thread(watch.wake)
     assert await watch.wait(LONG)
     waiting = asyncio.create_task(watch.wait(LONG))
@@ -245,8 +238,7 @@ async def test_wake_from_another_thread(watching: Watching, tmp_path: Path) -> N
 
 async def test_hint_is_not_lost_when_a_wait_is_cancelled(watching: Watching, tmp_path: Path) -> None:
     """A cancelled wait takes no hint along."""
-    watch = watching(tmp_path)
-    await in_flight(watch)
+    watch = await in_flight(watching(tmp_path))
     waiting = asyncio.create_task(watch.wait(LONG))
     await asyncio.sleep(0)
     waiting.cancel()
@@ -264,8 +256,7 @@ async def test_relative_path_is_watched(
     monkeypatch.chdir(tmp_path)
     if there:
         (tmp_path / "d").mkdir()
-    watch = watching(Path("d"))
-    await in_flight(watch)
+    watch = await in_flight(watching(Path("d")))
     (tmp_path / "d" / "a").touch() if there else (tmp_path / "d").mkdir()
     assert await watch.wait(LONG)
 

@@ -48,6 +48,25 @@ class HookedSource(DeviceSource):
     def released(self, devices: Sequence[Device]) -> Awaitable[None] | None:
         return self.work(devices[0].id)
 
+    def waits(self) -> asyncio.Event:
+        """Have hooks wait for what is returned."""
+        go_on = asyncio.Event()
+
+        async def work(device: str) -> None:
+            await go_on.wait()
+
+        self.work = work
+        return go_on
+
+    def hangs(self, over: threading.Event, timeout: float) -> None:
+        """Have hooks hang in a thread, for longer than they may."""
+        self.hook_timeout = timeout
+
+        def work(device: str) -> None:
+            over.wait()
+
+        self.work = work
+
     async def call(self, device: str) -> None:
         await self.runs.call(self.statistics, "reset", self, [Device(device)])
 
@@ -94,12 +113,8 @@ async def test_hooks_of_one_thing_run_one_after_the_other_in_their_order() -> No
 
 async def test_whoever_gets_a_device_waits_for_its_hooks() -> None:
     """For one that was started just now, too; not for those of other devices."""
-    source, go_on = HookedSource(), asyncio.Event()
-
-    async def work(device: str) -> None:
-        await go_on.wait()
-
-    source.work = work
+    source = HookedSource()
+    go_on = source.waits()
     task = source.start("a")
     waiting = asyncio.create_task(source.wait("b"))
     await source.wait("c")
@@ -111,12 +126,8 @@ async def test_whoever_gets_a_device_waits_for_its_hooks() -> None:
 
 async def test_a_reset_is_not_waited_for_by_who_calls_one() -> None:
     """Only one that works on after its timeout is."""
-    source, go_on = HookedSource(), asyncio.Event()
-
-    async def work(device: str) -> None:
-        await go_on.wait()
-
-    source.work = work
+    source = HookedSource()
+    go_on = source.waits()
     calling = asyncio.create_task(source.call("a"))
     await asyncio.sleep(0)
     await source.wait("a", resets=False)
@@ -130,12 +141,7 @@ async def test_a_reset_is_not_waited_for_by_who_calls_one() -> None:
 async def test_a_thread_that_works_on_holds_its_devices_until_it_ends(over: threading.Event) -> None:
     """Others are refused by the names of device and hook."""
     source = HookedSource()
-    source.hook_timeout = 0.01
-
-    def work(device: str) -> None:
-        over.wait()
-
-    source.work = work
+    source.hangs(over, 0.01)
     with pytest.raises(HookTimeoutError):
         await source.call("a")
     await source.changes.get()
@@ -157,13 +163,8 @@ async def test_a_thread_that_works_on_holds_its_devices_until_it_ends(over: thre
 async def test_a_hook_holds_what_its_device_was_when_it_began(over: threading.Event) -> None:
     """Whatever its name stands for since, and whatever the hardware is called: under the other name it waits, too."""
     source = HookedSource()
-    source.hook_timeout = 0.01
+    source.hangs(over, 0.01)
     tokens = source.known = {(R, "c"): frozenset({"uuid:1"}), (R, "d"): frozenset({"uuid:2"})}
-
-    def work(device: str) -> None:
-        over.wait()
-
-    source.work = work
     with pytest.raises(HookTimeoutError):
         await source.call("c")
     await source.changes.get()
@@ -181,12 +182,7 @@ async def test_a_hook_holds_what_its_device_was_when_it_began(over: threading.Ev
 async def test_who_waits_is_refused_when_the_hook_turns_out_to_work_on(over: threading.Event) -> None:
     """Four calls for one device at once: one is made."""
     source = HookedSource()
-    source.hook_timeout = 0.05
-
-    def work(device: str) -> None:
-        over.wait()
-
-    source.work = work
+    source.hangs(over, 0.05)
     answers = await asyncio.gather(*(source.call("a") for _ in range(4)), return_exceptions=True)
     assert [type(one) for one in answers] == [HookTimeoutError, *[DeviceBusyError] * 3]
     assert source.statistics.calls == {(R, "reset"): 1}
@@ -216,11 +212,7 @@ async def test_a_coroutine_that_ends_when_it_is_cancelled_holds_nothing() -> Non
     """Those that wait go on then."""
     source = HookedSource()
     source.hook_timeout = 0.01
-
-    async def work(device: str) -> None:
-        await asyncio.Event().wait()
-
-    source.work = work
+    source.waits()
     with pytest.raises(HookTimeoutError):
         await source.call("a")
     await source.wait("a")
@@ -263,12 +255,8 @@ async def test_a_coroutine_that_ignores_its_cancellation_holds_its_devices(
 
 async def test_a_caller_that_is_cancelled_while_it_waits_leaves_nothing() -> None:
     """Its hook is not called, and nobody waits for it."""
-    source, go_on = HookedSource(), asyncio.Event()
-
-    async def work(device: str) -> None:
-        await go_on.wait()
-
-    source.work = work
+    source = HookedSource()
+    go_on = source.waits()
     first, second = asyncio.create_task(source.call("a")), asyncio.create_task(source.call("a"))
     await asyncio.sleep(0)
     second.cancel()
