@@ -569,8 +569,10 @@ async def test_whose_holder_is_not_known_yet_is_not_given_out(serve: Serve) -> N
     async with served.listening() as lists:
         assert await lists.next() == {"a": "Healthy", "b": "Unhealthy"}
     with refused(grpc.StatusCode.UNAVAILABLE, "who holds device b is not known yet: the claim state cannot be read"):
-        await served.allocate("b")
+        await served.allocate("a", "b")
     assert served.endpoint.statistics.refusals == {"starting": 1}
+    assert served.granted_ids == []
+    await served.allocate("a")
 
 
 async def test_what_cannot_be_recorded_is_not_given_out(serve: Serve) -> None:

@@ -42,7 +42,7 @@ from deviceplugin.metrics import collectors as metrics
 from deviceplugin.metrics import load, web
 from deviceplugin.metrics.collectors import AgentCollector
 from deviceplugin.metrics.report import ClaimedDevice, DeviceLocation, ProviderReport
-from deviceplugin.metrics.views import DeviceHolder
+from deviceplugin.metrics.views import AgentView, DeviceHolder
 from deviceplugin.node.agent import Agent
 from deviceplugin.node.process import Program, serve
 from deviceplugin.source import DeviceSource, Measured
@@ -124,6 +124,12 @@ class Seen:
         while not condition():
             assert time.monotonic() < deadline, self.get("/metrics")[1]
             time.sleep(0.02)
+
+
+def samples(view: AgentView, name: str = "") -> list[Any]:
+    """Return what a view becomes, of one metric or of all."""
+    families = AgentCollector(lambda: view).collect()
+    return [one for family in families for one in family.samples if name in ("", one.name)]
 
 
 class Loop:
@@ -222,13 +228,13 @@ class TestRunningAgent:
         """What is held or excluded can be told from what is withheld because evidence is missing."""
         withheld = {"a": Withheld("unknown", "no claim state"), "b": Withheld("held", "a process runs")}
         view = Still(replace(resource("a", "b", "c"), withheld=withheld)).observer().view()
-        found = {
-            sample.labels["reason"]: sample.value
-            for family in AgentCollector(lambda: view).collect()
-            for sample in family.samples
-            if sample.name == "deviceplugin_devices_withheld"
+        withheld_now = samples(view, "deviceplugin_devices_withheld")
+        assert {sample.labels["reason"]: sample.value for sample in withheld_now} == {
+            "excluded": 0,
+            "foreign": 0,
+            "held": 1,
+            "unknown": 1,
         }
-        assert found == {"excluded": 0, "foreign": 0, "held": 1, "unknown": 1}
 
     def test_points_in_time_are_named_so(self) -> None:
         """What has Unix seconds as its value ends with `_timestamp_seconds`."""
@@ -236,9 +242,9 @@ class TestRunningAgent:
         (one,) = view.resources
         placed = replace(one.devices[0], location=DeviceLocation("dra", "dra", 1.7e9))
         view = replace(view, resources=(replace(one, devices=(placed,)),))
-        samples = [sample for family in AgentCollector(lambda: view).collect() for sample in family.samples]
-        times = {sample.name for sample in samples if sample.value > 1e9}
-        assert times == {"deviceplugin_device_state_since_timestamp_seconds"}
+        assert {sample.name for sample in samples(view) if sample.value > 1e9} == {
+            "deviceplugin_device_state_since_timestamp_seconds"
+        }
 
     def test_holders_come_and_go(self, watched: Callable[..., tuple[FakeKubelet, Seen]]) -> None:
         """Each holder is a series of value 1 while it holds the device; device series stay as they are."""
@@ -504,13 +510,7 @@ class TestCollector:
             DeviceHolder("plugin", "", "", "init", "", "1"),
             DeviceHolder("plugin", "", "", "init", "", "2"),
         )
-        rows = [
-            sample
-            for family in AgentCollector(lambda: view).collect()
-            for sample in family.samples
-            if sample.name == "deviceplugin_allocation_info"
-        ]
-        assert len(rows) == 1
+        assert len(samples(view, "deviceplugin_allocation_info")) == 1
 
     def test_holders_are_absent_when_they_are_unknown(self, loop: Loop) -> None:
         """Without the kubelet's checkpoint there is no count of 0 that would look like a free device."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -15,34 +16,21 @@ EXAMPLES = int(os.environ.get("REGISTER_EXAMPLES", "12"))
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
 
 
+def walk(machine: type[Machine], **options: Any) -> None:
+    """Let a machine walk."""
+    checks = list(HealthCheck)
+    run_state_machine_as_test(machine, settings=settings(deadline=None, suppress_health_check=checks, **options))
+
+
 @pytest.mark.explore
 @pytest.mark.parametrize("machine", [Machine, PluginMachine])
 def test_no_hardware_is_held_for_more_than_its_whole(machine: type[Machine]) -> None:
     """Not even for a moment; and when nobody is left, every device is offered again."""
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            max_examples=EXAMPLES,
-            stateful_step_count=20,
-            deadline=None,
-            phases=PHASES,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+    walk(machine, max_examples=EXAMPLES, stateful_step_count=20, phases=PHASES)
 
 
 @pytest.mark.parametrize("machine", [Machine, PluginMachine])
 def test_a_few_walks(machine: type[Machine]) -> None:
     """The same, as far as two seconds go; always the same walks."""
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            max_examples=2,
-            stateful_step_count=5,
-            deadline=None,
-            derandomize=True,
-            database=None,
-            phases=[Phase.generate],
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+    phases = [Phase.generate]
+    walk(machine, max_examples=2, stateful_step_count=5, phases=phases, derandomize=True, database=None)

@@ -20,8 +20,8 @@ from deviceplugin.kubelet.holders import HolderEvidence, HolderSnapshot, holders
 from deviceplugin.node.scanning import HolderScanner
 from deviceplugin.register import operations
 from deviceplugin.register.operations import Observed
-from deviceplugin.register.records import WHOLE, Amount, Claim, ClaimDevice, LedgerError, Side, State
-from deviceplugin.register.register import OtherSideError, UnknownHolderError
+from deviceplugin.register.records import WHOLE, Amount, Claim, ClaimDevice, Side, State
+from deviceplugin.register.register import OtherSideError
 from deviceplugin.register.rules import Excluded
 from dra_bridge.ledger.store import Ledger
 from dra_bridge.ledger.worker import AsyncLedger
@@ -94,45 +94,6 @@ def scanned(*named: Allocation, at: float = 1.0) -> HolderSnapshot:
 # Grants.
 
 
-async def test_a_grant_is_on_disk_when_it_is_answered(path: str) -> None:
-    """With what the device was, and how much of it the id was."""
-    async with on_disk(path, listed(R, 2, a="n1", b="n2")) as here:
-        await here.register.grant(R, {"a::0": "a", "b::1": "b"})
-    with DirectLedger(path) as after:
-        found = {name: (one.device, one.identity, one.amount) for (_, name), one in after.snapshot.allocations.items()}
-        boot = f"boot:{boot_id()}"
-        assert found == {"a::0": ("a", f"{boot} n1", Amount("1/2")), "b::1": ("b", f"{boot} n2", Amount("1/2"))}
-
-
-@pytest.mark.parametrize("to", [State.DRA, State.TO_PLUGIN])
-async def test_nothing_is_granted_of_the_other_side(path: str, to: State) -> None:
-    """All or none; a device that leaves is granted, and not offered."""
-    async with on_disk(path, listed(R, a="n1", b="n2")) as here:
-        assert here.register.offers(R, "a")
-        await here.state("a", to)
-        assert not here.register.offers(R, "a")
-        assert (here.register.side((R, "a")), here.register.side((R, "b"))) == ("dra", "plugin")
-        with pytest.raises(OtherSideError, match=to.text):
-            await here.register.grant(R, {"b": "b", "a": "a"})
-        assert not here.allocations
-        await here.state("b", State.TO_DRA)
-        assert not here.register.offers(R, "b")
-        await here.register.grant(R, {"b": "b"})
-
-
-async def test_nothing_is_granted_before_its_evidence_is_compared(path: str) -> None:
-    """The ledger may have lost the last changes; devices that are known are granted meanwhile."""
-    async with on_disk(path, listed(R, a="n1", b="n2")) as here:
-        here.unknown = {"a": "the agent has just started"}
-        assert (here.register.offers(R, "a"), here.register.offers(R, "b")) == (False, True)
-        with pytest.raises(UnknownHolderError, match="the agent has just started"):
-            await here.register.grant(R, {"b": "b", "a": "a"})
-        assert not here.allocations
-        await here.register.grant(R, {"b": "b"})
-        here.unknown = {}
-        await here.register.grant(R, {"a": "a"})
-
-
 async def test_nothing_is_granted_that_a_claim_has_under_any_name(path: str) -> None:
     """A device of both sides' names is one thing; it is offered on neither while the claim runs."""
     async with on_disk(path, listed(R, a="n1"), listed(S, b="n1", c="n2")) as here:
@@ -178,20 +139,6 @@ async def test_parts_are_counted_in_any_unit(path: str) -> None:
         with pytest.raises(DeviceConflictError, match="counter memory of card"):
             await here.register.grant(R, {"c": "c"})
         assert here.register.withheld(R, "plugin").keys() == {"c"}
-
-
-async def test_a_grant_that_cannot_be_recorded_is_none(path: str) -> None:
-    """The disk is full: an error, nothing held, and all well afterwards."""
-    fails: set[str] = set()
-    async with on_disk(path, listed(R, a="n1"), connect=lambda where: Flaky(where, fails)) as here:
-        fails.add("COMMIT")
-        with pytest.raises(LedgerError):
-            await here.register.grant(R, {"a": "a"})
-        assert not here.allocations
-        assert here.register.is_free((R, "a"))
-        fails.clear()
-        await here.register.grant(R, {"a": "a"})
-        assert not here.register.is_free((R, "a"))
 
 
 # Restarts.
