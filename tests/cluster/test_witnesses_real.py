@@ -216,13 +216,34 @@ class Scene(sides.Scene):
 
     def claim_user(self, name: str, resource: str) -> Pod:
         self.agents.claim(f"of-{name}", self.agents.one(resource=named(resource)))
-        claims = {"device": {"resourceClaimName": f"of-{name}"}}
-        return self.make(locks.pod(name, locks.container(claims=["device"]), claims=claims))
+        return self.make(self.user(name, name))
+
+    def user(self, name: str, claim: str) -> dict[str, Any]:
+        """Return the manifest of a pod with the claim of a `claim_user`."""
+        claims = {"device": {"resourceClaimName": f"of-{claim}"}}
+        return locks.pod(name, locks.container(claims=["device"]), claims=claims)
+
+    def joins(self, pod: Pod, name: str) -> Pod:
+        joining = self.user(name, pod.name)
+        main = joining["spec"]["containers"][0]
+        main["command"] = [part.replace("flock -n", "flock") for part in main["command"]]  # it gets the lock after pod
+        return self.make(joining).wait_running()
+
+    def forget(self, pod: Pod) -> None:
+        state = KUBELET_DIRECTORY / "dra_manager_state"
+        self.cluster.wait_for(lambda: pod.uid not in state.read_text(), 90, f"the kubelet forgets {pod}")
+
+    def init_pod(self, name: str, resource: str, *, sidecar: bool = False) -> Pod:
+        more: dict[str, Any] = {"restartPolicy": "Always"} if sidecar else {}
+        init = locks.container("main", {named(resource): 1}, **more)
+        pod = self.make(locks.pod(name, locks.container("later"), initContainers=[init]))
+        self.until(f"{pod} has its device", lambda: pod.uid in {one.uid for one in locks.holders()})
+        return pod
 
     def take_claim(self, pod: Pod) -> None:
         name, body = f"of-{pod.name}", {"metadata": {"finalizers": None}}
         self.cluster.api.patch("ResourceClaim", name, body, api_version=self.agents.api_version)
-        self.cluster.delete("ResourceClaim", name)
+        self.cluster.api.delete("ResourceClaim", name)
 
     def delete(self, pod: Pod) -> None:
         pod.delete()
@@ -516,9 +537,7 @@ class TestSides(SidesScenarios):
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_container_restarts_after_the_checkpoint_was_lost(scene: Scene, count: int) -> None:
     """The kubelet asks for a device again: the container takes over from itself, and others may have the rest."""
-    scene.nodes("a", count)
-    scene.serve(resource("a", "none"))
-    scene.cluster.wait_allocatable(named("a"), count)
+    scene.begin(a=(count, "none"))
     pod = scene.pod("a0", "a", restartPolicy="Always")
     scene.running(pod)
     scene.before = len(locks.holders())
@@ -549,9 +568,7 @@ def test_a_container_restarts_after_the_checkpoint_was_lost(scene: Scene, count:
 
 def test_log_of_the_ledger_is_lost(scene: Scene) -> None:
     """What SQLite had not taken from its log is gone, and the checkpoint: the copy of the allocations is newer."""
-    scene.nodes("a", 1)
-    scene.serve(resource("a", "none"))
-    scene.cluster.wait_allocatable(named("a"), 1)
+    scene.begin(a=(1, "none"))
     scene.agents.stop()
     scene.agents.start()
     scene.agents.wait_registered()
@@ -657,44 +674,6 @@ def test_a_second_agent_of_another_name(scene: Scene) -> None:
     scene.before = len(locks.holders())
     scene.wait(claimer("wants-a", "a"))
     scene.handed_on(user.delete, [user.uid], "wants-a")
-
-
-# --- containers that outlive their pods ------------------------------------------------------------------------------
-
-
-@long
-@pytest.mark.parametrize("agent", ["kept", "killed"])
-def test_second_pod_of_a_claim_is_forgotten(scene: Scene, agent: str) -> None:
-    """A pod that joined a claim and outlives its forced deletion keeps the device after the claim's first pod ended."""
-    scene.nodes("b", 1)
-    scene.serve(resource("b", "all"))
-    scene.agents.wait_offered(1)
-    scene.agents.claim("mine")
-
-    def user(name: str) -> dict[str, Any]:
-        return locks.pod(name, locks.container(claims=["device"]), claims={"device": {"resourceClaimName": "mine"}})
-
-    first = scene.make(user("first"))
-    scene.running(first)
-    joining = user("second")
-    main = joining["spec"]["containers"][0]
-    main["command"] = [part.replace("flock -n", "flock") for part in main["command"]]  # it gets the lock after first
-    with scene.agent_killed(agent):
-        second = scene.make(joining)
-        second.wait_running()
-        scene.freeze(second)
-        second.delete(0)
-        second.wait_gone()
-        state = KUBELET_DIRECTORY / "dra_manager_state"
-        scene.cluster.wait_for(lambda: second.uid not in state.read_text(), 90, "the kubelet forgets the second pod")
-    scene.agents.wait_registered()
-    scene.before = len(locks.holders())
-    scene.wait(claimer("wants-b", "b"))
-    first.delete()
-    scene.cluster.wait_for(lambda: second.uid in {one.uid for one in locks.holders()}, LIMIT, "the second has the lock")
-    scene.cluster.delete("ResourceClaim", "mine")
-    scene.observe(15)
-    scene.handed_on(scene.thaw, [second.uid], "wants-b", limit=120)
 
 
 # --- agents that follow each other -----------------------------------------------------------------------------------
@@ -937,38 +916,6 @@ def test_plugin_alone_has_another_name_for_a_device(scene: Scene, how: str) -> N
         plugin.wait()
 
 
-# --- kinds of pods and containers ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("agent", ["kept", pytest.param("killed", marks=long)])
-def test_init_containers_and_sidecars(scene: Scene, agent: str) -> None:
-    """An init container named like an earlier pod's container is a holder of its own; so is a sidecar."""
-    scene.nodes("a", 1)
-    scene.nodes("b", 1)
-    scene.serve(resource("a", "none"), resource("b", "none"))
-    for letter in "ab":
-        scene.cluster.wait_allocatable(named(letter), 1)
-    first = scene.pod("first", "a")
-    side = locks.container("side", {named("b"): 1}, restartPolicy="Always")
-    sidecar = scene.make(locks.pod("sidecar", locks.container("main"), initContainers=[side]))
-    scene.running(first, sidecar)
-    first.delete()
-    first.wait_gone()
-    init = locks.container("main", {named("a"): 1})
-    second = scene.make(locks.pod("second", locks.container("later"), initContainers=[init]))
-    scene.cluster.wait_for(lambda: any(one.uid == second.uid for one in locks.holders()), LIMIT, "init runs")
-    scene.before = len(locks.holders())
-    scene.share(a="all", b="all")
-    scene.wait(claimer("wants-a", "a"))
-    scene.wait(claimer("wants-b", "b"))
-    with scene.agent_killed(agent):
-        scene.observe(2 if agent == "killed" else 13)
-        scene.cluster.restart_kubelet()
-    scene.observe(4)
-    scene.handed_on(sidecar.delete, [sidecar.uid], "wants-b")
-    scene.handed_on(second.delete, [second.uid], "wants-a")
-
-
 # --- names of devices ------------------------------------------------------------------------------------------------
 
 
@@ -1068,9 +1015,7 @@ def reboot(scene: Scene, agent: str = "after the kubelet") -> None:
 @pytest.mark.parametrize("agent", ["before the kubelet", "with the kubelet", "later"])
 def test_pods_by_limits_after_a_reboot(scene: Scene, agent: str) -> None:
     """A pod by limits runs again where the agent waits for the kubelet; else it fails, and says of what."""
-    scene.nodes("a", 1)
-    scene.serve(resource("a", "none"))
-    scene.cluster.wait_allocatable(named("a"), 1)
+    scene.begin(a=(1, "none"))
     pod = scene.pod("a0", "a")
     scene.running(pod)
     reboot(scene, agent)

@@ -44,6 +44,8 @@ class Scene(ABC):
     """How many held devices at first, for the table of a run."""
     pace = 1.0
     """How many times sooner kubelet and agent do what those of a user do."""
+    patient = LONG
+    """Whether there is time for what takes the kubelet a minute."""
 
     # Devices, agent and pods.
 
@@ -74,6 +76,17 @@ class Scene(ABC):
     @abstractmethod
     def claim_user(self, name: str, resource: str) -> Any:
         """Start a pod with a claim that was not made for it."""
+
+    @abstractmethod
+    def joins(self, pod: Any, name: str) -> Any:
+        """Start another pod with the claim of a `claim_user`, and wait until it runs."""
+
+    @abstractmethod
+    def init_pod(self, name: str, resource: str, *, sidecar: bool = False) -> Any:
+        """Start a pod whose init container has a device, and is called as other pods' containers are; wait for it.
+
+        It works until the pod is deleted. sidecar: the pod's container runs beside it.
+        """
 
     @abstractmethod
     def running(self, *pods: Any) -> None:
@@ -201,6 +214,10 @@ class Scene(ABC):
     @abstractmethod
     def take_claim(self, pod: Any) -> None:
         """Remove the claim of a `claim_user` from the API server, finalizers and all."""
+
+    @abstractmethod
+    def forget(self, pod: Any) -> None:
+        """Have the kubelet forget that a pod which it does not know any more has used a claim."""
 
     @abstractmethod
     def end_container(self, pod: Any) -> None:
@@ -419,6 +436,45 @@ class SidesScenarios:
         scene.share(b="all")
         # The scheduler took the device for free when the claim was gone, and allocated it to either of the two.
         scene.handed_to_anybody(user)
+
+    @AGENT
+    def test_second_pod_of_a_claim_is_forgotten(self, scene: Scene, agent: str) -> None:
+        """A pod that joined a claim and outlives its forced deletion keeps the device after the first pod's end."""
+        if not scene.patient:
+            pytest.skip("CLUSTER_LONG is not set")
+        scene.begin(b=(1, "all"))
+        first = scene.claim_user("first", "b")
+        scene.running(first)
+        with scene.agent_killed(agent):
+            second = scene.joins(first, "second")
+            scene.hang(second)
+            scene.forget(second)
+        scene.note_holders()
+        scene.wants("claim", "b")
+        scene.delete(first)
+        scene.until("the first pod to end", lambda: not scene.runs(first.uid))
+        scene.take_claim(first)
+        scene.observe(15)
+        scene.handed_on(scene.thaw, [second.uid], "wants-b", limit=120)
+
+    @AGENT
+    def test_init_containers_and_sidecars(self, scene: Scene, agent: str) -> None:
+        """An init container named like an earlier pod's container is a holder of its own; so is a sidecar."""
+        scene.begin(a=(1, "none"), b=(1, "none"))
+        first, sidecar = scene.pod("first", "a"), scene.init_pod("sidecar", "b", sidecar=True)
+        scene.running(first, sidecar)
+        scene.delete(first)
+        second = scene.init_pod("second", "a")
+        scene.note_holders()
+        scene.share(a="all", b="all")
+        scene.wants("claim", "a")
+        scene.wants("claim", "b")
+        with scene.agent_killed(agent):
+            scene.observe(2 if agent == "killed" else 13)
+            scene.restart_kubelet("sigterm")
+        scene.observe(4)
+        scene.handed_on(lambda: scene.delete(sidecar), [sidecar.uid], "wants-b")
+        scene.handed_on(lambda: scene.delete(second), [second.uid], "wants-a")
 
     @pytest.mark.parametrize("asked", [pytest.param("before", marks=long), "after"])
     def test_job_ends_while_nobody_sees_it(self, scene: Scene, asked: str) -> None:

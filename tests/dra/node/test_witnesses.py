@@ -16,7 +16,7 @@ import pytest
 from deviceplugin import claim_files
 from deviceplugin.device import Device
 from deviceplugin.register.records import State
-from deviceplugin.testing import Checkpoint, ContainerSpec
+from deviceplugin.testing import Checkpoint
 from dra_bridge.driver import preparation
 from dra_bridge.node import claim_reconciliation
 from dra_bridge.testing.node import FakeNode, overlaps
@@ -162,41 +162,6 @@ async def test_a_claim_ends_soon_after_the_processes_that_outlive_it(
         await here.until(lambda: not here.claims)
 
 
-@pytest.mark.parametrize("restarted", [False, True])
-async def test_a_claims_second_pod_that_the_kubelet_has_forgotten(
-    node: FakeNode, restarted: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It joined the claim and was deleted by force before the agent knew of it, and its container hangs."""
-    monkeypatch.setattr(claim_reconciliation, "NOTICE", 3600.0)
-    source = Wiped(1, node)
-    async with contextlib.AsyncExitStack() as agents:
-        here = await agents.enter_async_context(on_node(node, source))
-        here.ask("all")
-        await here.settle(State.DRA)
-        wiped = list(source.wiped)
-        node.claim("mine", D)
-        first = await here.claimant("first", claims=["mine"])
-        second = await here.claimant("second", claims=["mine"])
-        second.force_delete(hang=True)
-        await asyncio.to_thread(node.reconcile_claims)
-        assert second.uid not in (node.root / "dra_manager_state").read_text()
-        if restarted:
-            await agents.aclose()
-            here = await agents.enter_async_context(on_node(node, source, offered=False))
-            await here.until(lambda: bool(here.bridge.drivers[D].registrar.statistics.registrations))
-        bridge = here.bridge.drivers[D]
-        assert second.uid not in next(iter(bridge.async_ledger.snapshot.claims.values())).pods
-        ending = asyncio.create_task(asyncio.to_thread(first.delete, 60))
-        await here.until(lambda: "unknown" in bridge.driver.statistics.unprepare.failures)
-        await bridge.claims.reconcile(sweep=True)
-        assert here.claims == {"default/mine"}
-        assert source.wiped == wiped
-        await asyncio.to_thread(second.end_containers, 60)
-        await ending
-        await here.until(lambda: source.wiped != wiped)
-    assert source.wrong == []
-
-
 async def test_claims_end_while_other_pods_run(node: FakeNode) -> None:
     """Pods that the kubelet lists, or did when they ran, keep no claim of others prepared."""
     async with witnessed(node, 2) as (here, _):
@@ -212,24 +177,6 @@ async def test_claims_end_while_other_pods_run(node: FakeNode) -> None:
         await here.until(lambda: not here.claims)
         assert not here.bridge.drivers[D].driver.statistics.unprepare.failures
         await asyncio.to_thread(other.end_containers, 60)
-
-
-async def test_an_init_container_named_like_an_earlier_pods_container(node: FakeNode) -> None:
-    """A holder is a pod's UID and a container, not a name: the ended pod's end is not the running pod's."""
-    async with witnessed(node) as (here, _):
-        ended = await asyncio.to_thread(node.run_pod, "ended", containers={"work": ONE})
-        await here.scans(1)
-        await asyncio.to_thread(ended.complete)
-        await here.until(lambda: here.healthy() == {"d0"})
-        pod = node.start_pod("p", init_containers=[ContainerSpec("work", ONE, lasting=True)])
-        await here.until(lambda: pod.container("work").state == "running")
-        here.ask("all")
-        await here.settle(State.TO_DRA)
-        await here.scans()
-        assert here.states == {"d0": State.TO_DRA}
-        await asyncio.to_thread(pod.end_init_container, "work", 60)
-        await here.stopped(pod)
-        await here.settle(State.DRA)
 
 
 async def test_agent_and_checkpoint_are_lost_soon_after_a_grant(node: FakeNode) -> None:
