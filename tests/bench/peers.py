@@ -158,14 +158,14 @@ def agents(cluster: Cluster) -> Iterator[list[Side]]:
         plugin = stack.enter_context(program(cluster, "squat", squat))
         # It gets an identity like ours: the API server treats an administrator's requests otherwise. With its default
         # of 5 requests a second it would wait for its own limit.
-        cluster.apply(rights())
+        cluster.api.apply(rights())
         kubeconfig = cluster.service_account_kubeconfig("peer", bound_to=("Node", cluster.node_name))
         go = [str(build.ensure_peer("dra-example-kubeletplugin")), "--node-name", cluster.node_name]
         go += ["--driver-name", GO_DRIVER, "--num-devices", str(EACH), "--cdi-root", "/var/run/cdi"]
         go += ["--kubeconfig", str(kubeconfig), "--kube-api-qps", "500", "--kube-api-burst", "500"]
         driver = stack.enter_context(program(cluster, "go-driver", go))
         claims = {"devices": bridge.classes["example.com/both"], "peer": "peer"}
-        cluster.apply(
+        cluster.api.apply(
             {
                 "apiVersion": bridge.api_version,
                 "kind": "DeviceClass",

@@ -149,7 +149,7 @@ class Bridge:
         objects = [body for body in objects if body["kind"] != "DaemonSet"]
         for role in (body for body in objects if body["kind"] == "ClusterRole" and not self.node_status):
             role["rules"] = [rule for rule in role["rules"] if rule["resources"] != ["nodes/status"]]
-        self.cluster.apply(objects)
+        self.cluster.api.apply(objects)
         self.classes = {
             str(resource["name"]): class_name(str(resource["name"]), str(resource["driver"]))
             for resource in self.resources
@@ -280,7 +280,7 @@ class Bridge:
         wanted = driver or self.drivers[0]
         return [
             one
-            for one in self.cluster.list("ResourceSlice", api_version=self.api_version)
+            for one in self.cluster.api.list("ResourceSlice", api_version=self.api_version)
             if one["spec"]["driver"] == wanted
         ]
 
@@ -332,7 +332,7 @@ class Bridge:
             "metadata": {"name": name, "namespace": "default"},
             "spec": self.claim_spec(*(requests or (self.one(),)), **more),
         }
-        (made,) = self.cluster.apply(body)
+        (made,) = self.cluster.api.apply(body)
         return made
 
     def template(self, name: str, *requests: Object, **more: Any) -> None:
@@ -343,11 +343,11 @@ class Bridge:
             "metadata": {"name": name, "namespace": "default"},
             "spec": {"spec": self.claim_spec(*(requests or (self.one(),)), **more)},
         }
-        self.cluster.apply(body)
+        self.cluster.api.apply(body)
 
     def get_claim(self, name: str) -> Object:
         """Return a claim as it is now."""
-        return self.cluster.get("ResourceClaim", name, api_version=self.api_version)
+        return self.cluster.api.get("ResourceClaim", name, api_version=self.api_version)
 
     def allocated(self, name: str) -> list[str]:
         """Return the devices that a claim's allocation names."""

@@ -30,7 +30,7 @@ import signal
 import ssl
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -472,7 +472,7 @@ class Cluster:
         rule = {"apiGroups": ["resource.k8s.io"], "resources": ["resourceclaims"], "verbs": ["get"]}
         metadata = {"name": "kubelets-read-claims"}
         rbac = "rbac.authorization.k8s.io"
-        self.apply(
+        self.api.apply(
             [
                 {"apiVersion": f"{rbac}/v1", "kind": "ClusterRole", "metadata": metadata, "rules": [rule]},
                 {
@@ -588,37 +588,13 @@ class Cluster:
                 raise ClusterTimeout(f"not within {timeout:g} s: {what or predicate}; last: {last}\n{where}")
             time.sleep(0.05)
 
-    # --- objects, the API server's answers as they are ---
+    # --- objects, beside those of `api` ---
 
-    def apply(self, manifests: str | Mapping[str, Any] | Iterable[Mapping[str, Any]]) -> Objects:
-        """Create or change objects from YAML or dictionaries, by server-side apply."""
-        return self.api.apply(manifests)
-
-    def get(self, kind: str, name: str, namespace: str = "default", api_version: str | None = None) -> Object:
-        """Read one object; ApiError with code 404 when there is none. The kind may be any name that kubectl takes."""
-        return self.api.get(kind, name, namespace, api_version)
-
-    def list(
-        self,
-        kind: str,
-        namespace: str | None = None,
-        api_version: str | None = None,
-        label_selector: str = "",
-        field_selector: str = "",
-    ) -> Objects:
-        """Read all objects of a kind, in all namespaces unless one is given."""
-        return self.api.list(kind, namespace, api_version, label_selector, field_selector)
-
-    def delete(
-        self,
-        kind: str,
-        name: str,
-        namespace: str = "default",
-        api_version: str | None = None,
-        grace: int | None = None,
-    ) -> None:
-        """Delete an object; it is no error when there is none."""
-        self.api.delete(kind, name, namespace, api_version, grace)
+    def allow_admin_access(self) -> None:
+        """Let claims of the namespace `default` have administrative access."""
+        label = "resource.kubernetes.io/admin-access" if self.minor >= 34 else "resource.k8s.io/admin-access"
+        metadata = {"name": "default", "labels": {label: "true"}}
+        self.api.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": metadata})
 
     def events(self, name: str, namespace: str = "default") -> Objects:
         """The events about the object of that name, in no order."""

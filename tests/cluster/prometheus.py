@@ -186,14 +186,14 @@ def kube_state(cluster: Cluster) -> Iterable[str]:
     """Yield the lines of kube-state-metrics (internal/store, pod.go and node.go)."""
     yield "# HELP kube_pod_created [STABLE] Unix creation timestamp"
     yield "# TYPE kube_pod_created gauge"
-    for pod in cluster.list("Pod"):
+    for pod in cluster.api.list("Pod"):
         metadata = pod["metadata"]
         created = datetime.fromisoformat(metadata["creationTimestamp"]).timestamp()
         labels = {"namespace": metadata["namespace"], "pod": metadata["name"], "uid": metadata["uid"]}
         yield _sample("kube_pod_created", labels, created)
     yield "# HELP kube_node_info [STABLE] Information about a cluster node."
     yield "# TYPE kube_node_info gauge"
-    for node in cluster.list("Node"):
+    for node in cluster.api.list("Node"):
         info = node["status"]["nodeInfo"]
         labels = {
             "node": node["metadata"]["name"],

@@ -89,14 +89,14 @@ def adopting(node: Cluster) -> Iterator[Adopting]:
     NODES.mkdir()
     for number in range(COUNT):
         os.mknod(NODES / f"board{number}", stat.S_IFCHR | 0o600, os.makedev(1, 5))
-    node.apply(vendor_objects(node))
+    node.api.apply(vendor_objects(node))
     try:
         node.wait_allocatable(RESOURCE, COUNT, PATIENCE)
         with deployment(Adopting, node, [os.makedev(1, 5)] * COUNT, devices=[{"plugin": {"claims": True}}]) as made:
             yield made
             for pod in node.pods(VENDOR):
                 print(f"--- {pod}\n{pod.logs()}")
-            node.delete("DaemonSet", "gadgets", VENDOR)
+            node.api.delete("DaemonSet", "gadgets", VENDOR)
             node.wait_for(lambda: not node.pods(VENDOR), PATIENCE, "the plugin is gone")
     finally:
         for one in (DIRECTORY, NODES):
@@ -142,7 +142,7 @@ def test_a_daemonset_is_adopted_and_given_back(adopting: Adopting) -> None:
     assert f"claims have devices of {RESOURCE}: default/mine" in said
     user.delete()
     user.wait_gone()
-    node.delete("ResourceClaim", "mine")
+    node.api.delete("ResourceClaim", "mine")
     status, commands, said = adopting.adopt("--undo")
     assert (status, commands) == (1, [])
     assert f"devices of {RESOURCE} are for claims on {node.node_name}" in said
@@ -152,7 +152,7 @@ def test_a_daemonset_is_adopted_and_given_back(adopting: Adopting) -> None:
     adopting.run(commands)
     vendor_pod(node, second.uid)
     node.wait_allocatable(RESOURCE, COUNT, 60)
-    spec = node.get("DaemonSet", "gadgets", VENDOR)["spec"]
+    spec = node.api.get("DaemonSet", "gadgets", VENDOR)["spec"]
     (path,) = (one["hostPath"]["path"] for one in spec["template"]["spec"]["volumes"] if "hostPath" in one)
     assert path == "/var/lib/kubelet/device-plugins"
     assert spec["updateStrategy"]["rollingUpdate"]["maxSurge"] == 1

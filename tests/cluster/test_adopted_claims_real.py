@@ -405,7 +405,7 @@ def test_a_reverted_path_while_claims_hold_devices(scene: Scene, vendors: dict[s
     cluster.wait_for(lambda: BYPASSED in scene.agents.log(), LIMIT, "the agent has noticed")
     cluster.wait_for(lambda: not healthy(), LIMIT, "the kubelet counts no device as healthy")
     scene.agents.wait_offered(0)
-    events = [one for one in cluster.list("Event", "default", "v1") if one["reason"] == "AdoptedPluginBypassed"]
+    events = [one for one in cluster.api.list("Event", "default", "v1") if one["reason"] == "AdoptedPluginBypassed"]
     assert "was the hostPath of its DaemonSet reverted?" in events[-1]["message"]
     for number in range(2):
         refused(scene, f"limits-{number}")

@@ -187,7 +187,7 @@ def covered_checkpoint(directory: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def without_slices(bridge: Bridge) -> Iterator[None]:
     """Take the right to write slices from the agent's role."""
-    role = bridge.cluster.get("ClusterRole", "dra-bridge", api_version="rbac.authorization.k8s.io/v1")
+    role = bridge.cluster.api.get("ClusterRole", "dra-bridge", api_version="rbac.authorization.k8s.io/v1")
     patch = {"rules": [rule for rule in role["rules"] if "resourceslices" not in rule["resources"]]}
     assert patch["rules"] != role["rules"]
     change = ("ClusterRole", "dra-bridge")
@@ -511,7 +511,7 @@ def other_node(cluster: Cluster) -> Iterator[None]:
     try:
         yield
     finally:
-        cluster.delete("Node", OTHER)
+        cluster.api.delete("Node", OTHER)
         for pod in cluster.pods():
             if pod.object["spec"].get("nodeName") == OTHER:
                 pod.delete(0)
@@ -593,7 +593,7 @@ def test_an_agent_that_has_gone(labelled: Labelled, tmp_path: Path) -> None:
         cluster.wait_for(lambda: not prometheus.firing(), 60, "it is back")
 
         # A node that leaves the cluster, and its pod with it.
-        cluster.delete("Node", OTHER)
+        cluster.api.delete("Node", OTHER)
         other.delete(0)
         discovery.wait(cluster.node_name)
         left = f'max_over_time(up{{node="{OTHER}"}}[6h]) unless on (node) kube_node_info unless on (node) up'

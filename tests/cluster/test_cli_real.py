@@ -93,7 +93,7 @@ def kubeconfig(cluster: Cluster) -> Path:
     user = {"kind": "User", "name": OPERATOR, "apiGroup": "rbac.authorization.k8s.io"}
     other = {**user, "name": OTHER}
     bindings = [bound(f"{deployment.name}-operator", **subject) for subject in (user, other)]
-    cluster.apply([*operators(deployment), *bindings])
+    cluster.api.apply([*operators(deployment), *bindings])
     return cluster.kubeconfig_for(OPERATOR)
 
 
@@ -203,7 +203,7 @@ def test_migrate_waits_for_holders_there_and_back(
     )
     user.delete()
     user.wait_gone()
-    cluster.delete("ResourceClaim", "mine", api_version=bridge.api_version)
+    cluster.api.delete("ResourceClaim", "mine", api_version=bridge.api_version)
     assert ended(back) == 0, back.out
     cluster.wait_allocatable(RESOURCE, COUNT)
     status, out = ran("migrate", node, "--driver", DRIVER, "--unset", "--wait", "--timeout", "30")
@@ -301,7 +301,7 @@ def test_a_migration_outlasts_the_node_object(bridge: Bridge, ran: Callable[...,
     move = ("migrate", node, "--driver", DRIVER, "--wait", "--timeout", "60", "--share")
     assert ran(*move, "all")[0] == 0
     bridge.wait_offered(COUNT)
-    cluster.delete("Node", node)
+    cluster.api.delete("Node", node)
     gone = f"the Node object {node} is gone; the requested share stays"
     cluster.wait_for(lambda: gone in bridge.log(), 30, "it is noticed")
     cluster.restart_kubelet()
@@ -344,18 +344,18 @@ def test_another_class_takes_the_extended_resource(bridge: Bridge, ran: Callable
     selector = {"cel": {"expression": f'device.driver == "{DRIVER}"'}}
     spec = {"selectors": [selector], "extendedResourceName": RESOURCE}
     kind = {"apiVersion": bridge.api_version, "kind": "DeviceClass"}
-    (applied,) = bridge.cluster.apply([{**kind, "metadata": {"name": "zz-later"}, "spec": spec}])
+    (applied,) = bridge.cluster.api.apply([{**kind, "metadata": {"name": "zz-later"}, "spec": spec}])
     try:
         bridge.wait_offered(0)
         status, out = ran("status")
         assert status == 0, out
-        ours = bridge.cluster.list("DeviceClass", api_version=bridge.api_version)
+        ours = bridge.cluster.api.list("DeviceClass", api_version=bridge.api_version)
         times = {one["metadata"]["name"]: one["metadata"]["creationTimestamp"] for one in ours}
         newest = min(name for name in (DRIVER, "zz-later") if times[name] == max(times[DRIVER], times["zz-later"]))
         said = f"zz-later all name the extended resource {RESOURCE}: pods that ask for it by limits get devices of "
         assert f"{said}{newest}" in out
     finally:
-        bridge.cluster.delete("DeviceClass", applied["metadata"]["name"], api_version=bridge.api_version)
+        bridge.cluster.api.delete("DeviceClass", applied["metadata"]["name"], api_version=bridge.api_version)
 
 
 def test_two_operators_do_not_fight(
@@ -459,7 +459,7 @@ def test_an_operator_changes_nothing_of_a_node_but_shares(cluster: Cluster) -> N
         "daemon": ["patcher"],
         "boss": ["first-operator", "cluster-admin"],
     }
-    applied = cluster.apply(
+    applied = cluster.api.apply(
         [
             *operators(first),
             *operators(second, other),

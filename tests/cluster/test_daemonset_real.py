@@ -144,7 +144,7 @@ class Deployed(Bridge):
         for pod in self.pods():
             with contextlib.suppress(ClusterError):  # its container, or the pod, has just been replaced
                 print(f"--- {pod}\n{pod.logs()}")
-        self.cluster.delete("DaemonSet", "dra-bridge", NAMESPACE)
+        self.cluster.api.delete("DaemonSet", "dra-bridge", NAMESPACE)
         self.cluster.wait_for(lambda: not self.pods(), PATIENCE, "the agent's pod is gone")
         self.cluster.wait_for(lambda: not self.cluster.allocatable(RESOURCE), 60, "nothing is allocatable")
 
@@ -316,7 +316,8 @@ def test_unprivileged_agent_has_what_it_needs_and_no_more(deployed: Deployed) ->
         str(guarded): "Operation not permitted",
     }
     assert (
-        "annotations" not in deployed.cluster.get("DaemonSet", "dra-bridge", NAMESPACE)["spec"]["template"]["metadata"]
+        "annotations"
+        not in deployed.cluster.api.get("DaemonSet", "dra-bridge", NAMESPACE)["spec"]["template"]["metadata"]
     )
 
 
@@ -394,7 +395,7 @@ def test_a_stolen_token(deployed: Deployed) -> None:
             said = cluster.wait_for(lambda misuse=misuse: refused(*misuse), 30, f"{what}: refused")  # type: ignore[misc]
             print(f"{what}: {said}")
     finally:
-        cluster.delete("Node", "node2")
+        cluster.api.delete("Node", "node2")
     assert deployed.holders() == held
     assert thief.raw("GET", f"{group}/resourceslices")[0] == 200
     agent.delete()
@@ -516,7 +517,7 @@ def test_an_operator_is_told_no_lies(deployed: Deployed) -> None:
         }
         for kind, metadata in (("ClusterRole", {}), ("Role", {"namespace": NAMESPACE}))
     ]
-    cluster.apply(bindings)
+    cluster.api.apply(bindings)
     kubeconfig = str(cluster.kubeconfig_for("watcher"))
 
     def told(*more: str) -> tuple[dict[str, str], list[str]]:
@@ -727,7 +728,7 @@ def test_example_of_a_plugin_alone(node: Cluster) -> None:
         return found[0] if len(found) == 1 and found[0].uid != other_than and ready(found[0]) else None
 
     try:
-        node.apply(objects)
+        node.api.apply(objects)
         first = node.wait_for(pod, PATIENCE, "the plugin's pod is ready", log="kubelet")
         assert first is not None
         node.wait_allocatable("example.com/kvm", 100, 60)
@@ -767,7 +768,7 @@ def test_orphans_of_probes_are_buried(node: Cluster) -> None:
     spec["containers"][0]["args"].append("--allow-commands")
     spec["containers"][0]["volumeMounts"].append({"name": "tmp", "mountPath": "/tmp"})
     spec["volumes"].append({"name": "tmp", "emptyDir": {}})
-    node.apply([map_, agent])
+    node.api.apply([map_, agent])
     node.wait_allocatable(RESOURCE, 1, PATIENCE)
     (pod,) = node.pods("kube-system", "app.kubernetes.io/name=deviceplugin")
     look = """

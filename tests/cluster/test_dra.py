@@ -68,7 +68,7 @@ def test_a_claim_from_a_template(bridge: Bridge) -> None:
     bridge.template("fpgas")
     pod = bridge.pod("one", {"fpga": {"resourceClaimTemplateName": "fpgas"}}).wait_running()
     assert env_of(pod)["FPGA_MODE"] == "fast"
-    claims = bridge.cluster.list("ResourceClaim", api_version=bridge.api_version)
+    claims = bridge.cluster.api.list("ResourceClaim", api_version=bridge.api_version)
     assert len(claims) == 1
     pod.delete()
     pod.wait_gone()
@@ -187,7 +187,7 @@ def test_match_attribute_and_counts(bridge: Bridge) -> None:
     assert len(numa) == 1
     pod.delete()
     pod.wait_gone()
-    bridge.cluster.delete("ResourceClaim", "pair", api_version=bridge.api_version)
+    bridge.cluster.api.delete("ResourceClaim", "pair", api_version=bridge.api_version)
     bridge.claim("all", bridge.one(allocationMode="All"))
     bridge.pod("all", {"fpga": "all"}).wait_running()
     assert len(bridge.allocated("all")) == 4
@@ -215,8 +215,7 @@ def test_first_available(bridge: Bridge) -> None:
 def test_admin_access(bridge: Bridge) -> None:
     """A claim with administrative access sees a device that another claim holds, without holding it."""
     cluster = bridge.cluster
-    label = "resource.kubernetes.io/admin-access" if cluster.minor >= 34 else "resource.k8s.io/admin-access"
-    cluster.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "default", "labels": {label: "true"}}})
+    cluster.allow_admin_access()
     bridge.claim("all", bridge.one(allocationMode="All"))
     bridge.pod("holder", {"fpga": "all"}).wait_running()
     bridge.claim("admin", bridge.one(allocationMode="All", adminAccess=True))
@@ -249,7 +248,7 @@ def test_extended_resource_through_dra(bridge: Bridge) -> None:
     bridge.cluster.wait_allocatable(RESOURCE, 0)
     pod = bridge.cluster.start_pod("unchanged", {RESOURCE: 2}).wait_running()
     assert env_of(pod)["FPGA_MODE"] == "fast"
-    (claim,) = bridge.cluster.list("ResourceClaim", api_version=bridge.api_version)
+    (claim,) = bridge.cluster.api.list("ResourceClaim", api_version=bridge.api_version)
     assert len(claim["status"]["allocation"]["devices"]["results"]) == 2
 
 
@@ -365,7 +364,7 @@ def test_parameters_of_class_and_claim(cluster: Cluster) -> None:
         bridge.wait_offered(4)
         opaque = {"driver": DRIVER, "parameters": {"mode": "turbo", "volts": 7}}
         selector = {"cel": {"expression": f'device.driver == "{DRIVER}"'}}
-        cluster.apply(
+        cluster.api.apply(
             {
                 "apiVersion": bridge.api_version,
                 "kind": "DeviceClass",
@@ -405,7 +404,7 @@ def test_a_claim_deleted_while_the_agent_is_down(bridge: Bridge) -> None:
     pod.delete()
     bridge.start()
     pod.wait_gone(90)
-    bridge.cluster.delete("ResourceClaim", "mine", api_version=bridge.api_version)
+    bridge.cluster.api.delete("ResourceClaim", "mine", api_version=bridge.api_version)
     bridge.cluster.wait_for(lambda: not list(CDI.glob("*.json")), 60, "the CDI file is gone")
     bridge.claim("next", bridge.one(allocationMode="All"))
     bridge.pod("next", {"fpga": "next"}).wait_running(90)
@@ -420,10 +419,10 @@ def test_a_claim_recreated_under_its_name(bridge: Bridge) -> None:
     bridge.kill()
     pod.delete(0)
     bridge.cluster.wait_for(pod.gone, 30, "the pod is gone")
-    bridge.cluster.delete("ResourceClaim", "mine", api_version=bridge.api_version)
+    bridge.cluster.api.delete("ResourceClaim", "mine", api_version=bridge.api_version)
 
     def recreated() -> str:
-        found = bridge.cluster.list("ResourceClaim", api_version=bridge.api_version)
+        found = bridge.cluster.api.list("ResourceClaim", api_version=bridge.api_version)
         return "" if found else str(bridge.claim("mine")["metadata"]["uid"])
 
     new = bridge.cluster.wait_for(recreated, 30, "the claim is made again")
@@ -449,9 +448,9 @@ def test_a_late_prepare(bridge: Bridge) -> None:
     assert "not reserved" in bridge.call("Prepare", "mine", uid) or "not allocated" in bridge.call(
         "Prepare", "mine", uid
     )
-    bridge.cluster.delete("ResourceClaim", "mine", api_version=bridge.api_version)
+    bridge.cluster.api.delete("ResourceClaim", "mine", api_version=bridge.api_version)
     bridge.cluster.wait_for(
-        lambda: not bridge.cluster.list("ResourceClaim", api_version=bridge.api_version), 30, "the claim is gone"
+        lambda: not bridge.cluster.api.list("ResourceClaim", api_version=bridge.api_version), 30, "the claim is gone"
     )
     assert "does not exist any more" in bridge.call("Prepare", "mine", uid)
     bridge.claim("mine")
@@ -545,7 +544,7 @@ def test_the_former_layout_of_sockets(cluster: Cluster, ended: str, rename: bool
         pod.delete()
         pod.wait_gone(20)
         bridge.wait_offered(1)
-        cluster.delete("ResourceClaim", "mine", api_version=bridge.api_version)
+        cluster.api.delete("ResourceClaim", "mine", api_version=bridge.api_version)
         bridge.claim("next")
         bridge.pod("other", {"fpga": "next"}).wait_running()
         shutil.rmtree(PLUGINS / DRIVER)
@@ -662,7 +661,7 @@ def test_an_unhealthy_device(cluster: Cluster) -> None:
         else:
             bridge.claim("mine")
             pod = bridge.pod("one", {"mine": "mine"}).wait_running()
-        (claim,) = cluster.list("ResourceClaim", api_version=bridge.api_version)
+        (claim,) = cluster.api.list("ResourceClaim", api_version=bridge.api_version)
         (device,) = bridge.allocated(claim["metadata"]["name"])
         sick.write_text(f"{device} smells of smoke\n")
         if cluster.minor >= 33:
@@ -793,7 +792,7 @@ def test_steady_state(bridge: Bridge) -> None:
         # The kubelet removes the slices of drivers that have gone for 30 s, of the tests before, say.
         swept = (cluster.logs / "kubelet.log").read_text(errors="replace").count('"Deleted ResourceSlices"')
         found["resourceslices", "DELETE"] = found.get(("resourceslices", "DELETE"), 0.0) - swept
-        events = cluster.list("Event", api_version="v1")
+        events = cluster.api.list("Event", api_version="v1")
         found["its events",] = sum(e.get("count") or 1 for e in events if e["source"].get("component") == "dra-bridge")
         return found
 
@@ -843,7 +842,7 @@ def test_plugin_only(cluster: Cluster) -> None:
         claimant = bridge.pod("claimant", {"fpga": "mine"}).wait_running()
         bridge.stop()
         for one in bridge.slices():
-            cluster.delete("ResourceSlice", one["metadata"]["name"], api_version=bridge.api_version)
+            cluster.api.delete("ResourceSlice", one["metadata"]["name"], api_version=bridge.api_version)
         log = (cluster.logs / "plugin-only.log").open("wb")
         command = [sys.executable, "-m", "deviceplugin", "run", "--config", str(bridge.config), *ANY_CONFIG]
         with log, subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log) as process:

@@ -39,7 +39,7 @@ def test_example_runs(cluster: Cluster, example: Path) -> None:
         objects = list(yaml.safe_load_all(example.read_text()))
         for container in containers(objects):
             container["image"] = image.IMAGE  # nothing can be pulled here
-        cluster.apply(objects)
+        cluster.api.apply(objects)
         for body in objects:
             if body["kind"] == "Pod":
                 pod = cluster.pod(body["metadata"]["name"]).wait_running()

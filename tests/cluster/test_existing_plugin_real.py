@@ -257,13 +257,13 @@ class OtherDriver(BareDriver):
     @staticmethod
     def _apply(scene: Scene, kind: str, name: str, spec: dict[str, Any]) -> None:
         version = scene.agents.api_version
-        scene.cluster.apply({"apiVersion": version, "kind": kind, "metadata": {"name": name}, "spec": spec})
+        scene.cluster.api.apply({"apiVersion": version, "kind": kind, "metadata": {"name": name}, "spec": spec})
 
     def NodePrepareResources(self, request: Any, context: Any) -> Any:  # noqa: N802
         """Have each claim get the device nodes of what is allocated to it."""
         response = v1.NodePrepareResourcesResponse()
         for claim in request.claims:
-            status = self._cluster.get("ResourceClaim", claim.name, claim.namespace)["status"]
+            status = self._cluster.api.get("ResourceClaim", claim.name, claim.namespace)["status"]
             for result in status["allocation"]["devices"]["results"]:
                 name = result["device"]
                 device = response.claims[claim.uid].devices.add(pool_name=result["pool"], device_name=name)
@@ -339,7 +339,7 @@ def test_agents_are_just_deleted(scene: Scene) -> None:
     scene.cluster.wait_for(lambda: not locks.pids(users[1].uid), LIMIT, "the container has ended")
 
     def claims() -> list[str]:
-        found = cluster.list("ResourceClaim", "default", api_version=agents.api_version)
+        found = cluster.api.list("ResourceClaim", "default", api_version=agents.api_version)
         return sorted(one["metadata"]["name"].partition("-device")[0] for one in found)
 
     cluster.wait_for(lambda: claims() == ["user-0", "wants-claim"], LIMIT, "the claim of the pod has gone with it")

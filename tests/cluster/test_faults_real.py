@@ -208,8 +208,7 @@ def test_replicas_change_while_held(scene: Scene, moving: bool) -> None:
 def test_admin_access_holds_nothing(scene: Scene) -> None:
     """A device moves when its holder ends, although a claim with administrative access sees it."""
     cluster = scene.cluster
-    label = "resource.kubernetes.io/admin-access" if cluster.minor >= 34 else "resource.k8s.io/admin-access"
-    cluster.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "default", "labels": {label: "true"}}})
+    cluster.allow_admin_access()
     user = scene.claimed("b")
     scene.agents.claim("admin", scene.agents.one(allocationMode="All", adminAccess=True))
     admin = scene.agents.pod("admin", {"device": "admin"}).wait_running()  # it takes no lock

@@ -71,9 +71,7 @@ def other_plugin(*ids: str, nodes: tuple[Path, ...] = ()) -> Iterator[BarePlugin
 
 def serve(scene: Scene, devices: int) -> None:
     """Have the plugin side serve so many devices."""
-    scene.nodes("a", devices)
-    scene.serve(resource("a", "none"))
-    scene.cluster.wait_allocatable(named("a"), devices)
+    scene.begin(a=(devices, "none"))
     scene.cluster.wait_for(lambda: not scene.agents.lacks(), 30, "the agent is ready")
 
 

@@ -199,18 +199,18 @@ class Churn:
             with contextlib.suppress(ClusterError, OSError, KeyError):
                 running = [
                     one
-                    for one in self.cluster.list("Pod", "default", "v1")
+                    for one in self.cluster.api.list("Pod", "default", "v1")
                     if one["status"]["phase"] == "Running" and "deletionTimestamp" not in one["metadata"]
                 ]
                 if running:
                     victim = chance.choice(running)["metadata"]["name"]
-                    self.cluster.delete("Pod", victim, "default", "v1", grace=1)
+                    self.cluster.api.delete("Pod", victim, "default", "v1", grace=1)
                     self.deleted += 1
 
     def _notice(self) -> None:
         while not self.over.wait(0.2):
             with contextlib.suppress(ClusterError, OSError, KeyError):
-                for one in self.cluster.list("Pod", "default", "v1"):
+                for one in self.cluster.api.list("Pod", "default", "v1"):
                     # One that is deleted and does not end on SIGTERM in time (a busy machine) fails without a reason.
                     ended = "deletionTimestamp" in one["metadata"] and not one["status"].get("reason")
                     if one["status"]["phase"] == "Failed" and not ended:
@@ -222,7 +222,7 @@ def start_churn(bridge: Bridge, replicas: int = 6) -> None:
     """Start pods of both kinds, more of them than there are devices."""
     bridge.template("cards")
     claims = {"resourceClaims": [{"name": "card", "resourceClaimTemplateName": "cards"}]}
-    bridge.cluster.apply(
+    bridge.cluster.api.apply(
         [
             deployment("plain", replicas, worker(limits={RESOURCE: "1"})),
             deployment("claims", replicas, worker(claims=[{"name": "card"}]), **claims),
@@ -232,7 +232,7 @@ def start_churn(bridge: Bridge, replicas: int = 6) -> None:
 
 def stop_churn(bridge: Bridge) -> None:
     for name in ("plain", "claims"):
-        bridge.cluster.delete("Deployment", name, "default", "apps/v1")
+        bridge.cluster.api.delete("Deployment", name, "default", "apps/v1")
 
 
 def at_rest(bridge: Bridge, dra: int) -> bool:
@@ -276,7 +276,7 @@ def test_a_held_device_moves_with_its_holder(bridge: Bridge) -> None:
     user.exec(["true"])
     user.delete()
     user.wait_gone()
-    cluster.delete("ResourceClaim", "mine", api_version=bridge.api_version)
+    cluster.api.delete("ResourceClaim", "mine", api_version=bridge.api_version)
     cluster.wait_for(lambda: at_rest(bridge, 0), 30, "the last one is back")
     cluster.wait_allocatable(RESOURCE, 8)
 

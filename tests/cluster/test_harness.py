@@ -50,13 +50,13 @@ def test_container_has_no_devices_that_it_was_not_given(cluster: Cluster) -> Non
 
 
 def test_objects_are_applied_and_removed(cluster: Cluster) -> None:
-    cluster.apply("{apiVersion: v1, kind: ConfigMap, metadata: {name: a}, data: {k: v}}\n---\n")
-    cluster.apply({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "a"}, "data": {"k": "w"}})
-    assert cluster.get("cm", "a")["data"] == {"k": "w"}
-    cluster.delete("ConfigMap", "a")
-    cluster.delete("ConfigMap", "a")
+    cluster.api.apply("{apiVersion: v1, kind: ConfigMap, metadata: {name: a}, data: {k: v}}\n---\n")
+    cluster.api.apply({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "a"}, "data": {"k": "w"}})
+    assert cluster.api.get("cm", "a")["data"] == {"k": "w"}
+    cluster.api.delete("ConfigMap", "a")
+    cluster.api.delete("ConfigMap", "a")
     with pytest.raises(ApiError, match="404"):
-        cluster.get("ConfigMap", "a")
+        cluster.api.get("ConfigMap", "a")
 
 
 def test_feature_gates_are_on(cluster: Cluster) -> None:
@@ -65,7 +65,7 @@ def test_feature_gates_are_on(cluster: Cluster) -> None:
 
 
 def test_service_account_has_the_rights_of_its_role_only(cluster: Cluster) -> None:
-    cluster.apply(
+    cluster.api.apply(
         """
         apiVersion: rbac.authorization.k8s.io/v1
         kind: Role
@@ -124,7 +124,7 @@ def test_component_that_ends_by_itself_is_an_error_at_once(cluster: Cluster) -> 
 
 def test_cluster_with_other_options(make_cluster: Callable[..., Cluster]) -> None:
     other = make_cluster(kubelet_config={"topologyManagerPolicy": "restricted"})
-    assert other.list("Pod") == []
+    assert other.api.list("Pod") == []
     assert '"topologyManagerPolicy":"restricted"' in other.kubelet_get("/configz")[1]
     other.start_pod("one").wait_running()
     assert (other.logs / "kubelet.log").stat().st_size > 0

@@ -135,9 +135,9 @@ def test_life_of_a_release(released: Released) -> None:
     said = released.cli("uninstall", "--driver", DRIVER, "--check")
     assert (said[0], "claims have devices of these drivers: default/mine: " in said[1]) == (1, True), said
     released.uninstall()
-    assert not [one for one in cluster.list("DeviceClass") if one["metadata"]["name"] == DRIVER]
+    assert not [one for one in cluster.api.list("DeviceClass") if one["metadata"]["name"] == DRIVER]
     for kind in ("ValidatingAdmissionPolicy", "ClusterRole", "ClusterRoleBinding"):
-        found = [one["metadata"] for one in cluster.list(kind)]  # manifests of another test may have left some
+        found = [one["metadata"] for one in cluster.api.list(kind)]  # manifests of another test may have left some
         assert not [one["name"] for one in found if "meta.helm.sh/release-name" in one.get("annotations", {})], kind
     assert {held_by(plain), held_by(user)} == held.keys()
 
@@ -152,7 +152,7 @@ def test_life_of_a_release(released: Released) -> None:
         pod.delete()
         pod.wait_gone()
     cluster.wait_for(lambda: not released.holders(), 60, "all devices are free")
-    cluster.delete("ResourceClaim", "mine")
+    cluster.api.delete("ResourceClaim", "mine")
     cluster.wait_for(lambda: released.cli("uninstall", "--driver", DRIVER, "--check")[0] == 0, 60, "no claim has any")
 
 
@@ -219,7 +219,7 @@ def test_plugin_alone(released: Released) -> None:
     cluster.wait_allocatable(RESOURCE, COUNT, 60)
     volumes = alone.object["spec"]["volumes"]
     assert not [one for one in volumes if "projected" in one], "a token of the API server"
-    assert not [one for one in cluster.list("ClusterRole") if one["metadata"]["name"].startswith(RELEASE)]
+    assert not [one for one in cluster.api.list("ClusterRole") if one["metadata"]["name"].startswith(RELEASE)]
     plain = cluster.start_pod("plain", {RESOURCE: 1}).wait_running()
     device = held_by(plain)
     released.upgrade(values)

@@ -238,8 +238,7 @@ def test_holders_are_what_the_pods_say(bridge: Bridge, prometheus: Prometheus) -
 def test_administrative_access_is_no_holder(bridge: Bridge, prometheus: Prometheus) -> None:
     """A claim for administrative access to all devices is shown at each of them, and holds none."""
     cluster = bridge.cluster
-    label = "resource.kubernetes.io/admin-access" if cluster.minor >= 34 else "resource.k8s.io/admin-access"
-    cluster.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "default", "labels": {label: "true"}}})
+    cluster.allow_admin_access()
     bridge.claim("mine", bridge.one(resource="example.com/gpu"))
     user = bridge.pod("claim", {"gpu": "mine"}).wait_running()
     bridge.claim("watch", bridge.one(resource="example.com/gpu", allocationMode="All", adminAccess=True))

@@ -37,7 +37,9 @@ def test_the_example_of_an_own_plugin(node: Cluster, archive: Path, tmp_path: Pa
         request = {"name": "toy", "exactly": {"deviceClassName": CLASS}}
         spec = {"devices": {"requests": [request], "config": config}}
         metadata = {"name": "toy", "namespace": "default"}
-        node.apply({"apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim", "metadata": metadata, "spec": spec})
+        node.api.apply(
+            {"apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim", "metadata": metadata, "spec": spec}
+        )
         by_limits = node.start_pod("plain", {TOY: 1}).wait_running()
         by_claim = node.start_pod("user", claims={"toy": "toy"}).wait_running()
         found = [env_of(pod) for pod in (by_limits, by_claim)]
@@ -52,7 +54,7 @@ def test_the_example_of_an_own_plugin(node: Cluster, archive: Path, tmp_path: Pa
             pod.wait_gone()
         for pod in node.pods("dra-bridge"):
             print(pod.logs())
-        node.delete("DaemonSet", "dra-bridge", "dra-bridge")
+        node.api.delete("DaemonSet", "dra-bridge", "dra-bridge")
         node.wait_for(lambda: not node.pods("dra-bridge"), 120, "the agent's pod is gone")
         node.wait_for(lambda: not node.allocatable(TOY), 60, "nothing is allocatable")
         remove_ledger()

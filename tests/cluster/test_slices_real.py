@@ -39,7 +39,7 @@ resources:
 def cluster(cluster: Cluster) -> Iterator[Cluster]:
     """The session's cluster; kubelets before 1.34 may keep a pod whose claim has no driver (kubernetes#129402)."""
     yield cluster
-    for one in cluster.list("pods", "default"):
+    for one in cluster.api.list("pods", "default"):
         cluster.api.delete("pod", one["metadata"]["name"], grace=0)
 
 
@@ -73,7 +73,7 @@ async def publishing(cluster: Cluster, *pools: Pool, kubeconfig: Path | None = N
 
 def published(cluster: Cluster) -> list[dict[str, Any]]:
     selector = f"spec.driver={DRIVER},spec.nodeName={cluster.node_name}"
-    found = cluster.list("resourceslices", field_selector=selector)
+    found = cluster.api.list("resourceslices", field_selector=selector)
     return sorted(found, key=lambda one: str(one["metadata"]["name"]))
 
 
@@ -137,7 +137,7 @@ def allocated(cluster: Cluster, name: str, seconds: float = 30.0) -> list[dict[s
     cluster.api.create(pod(f"pod-{name}", name))
 
     def results() -> list[dict[str, Any]]:
-        status = cluster.get("resourceclaim", name).get("status") or {}
+        status = cluster.api.get("resourceclaim", name).get("status") or {}
         return list(((status.get("allocation") or {}).get("devices") or {}).get("results") or ())
 
     return cluster.wait_for(results, seconds, f"claim {name} is allocated")
@@ -219,7 +219,7 @@ async def test_unhealthy_devices_are_not_allocated(cluster: Cluster) -> None:
         await became(publisher, pool(cluster, Device("a")))
         await asyncio.to_thread(
             cluster.wait_for,
-            lambda: (cluster.get("resourceclaim", "waits").get("status") or {}).get("allocation"),
+            lambda: (cluster.api.get("resourceclaim", "waits").get("status") or {}).get("allocation"),
             30.0,
             "the claim is allocated",
         )
@@ -320,7 +320,7 @@ async def test_dropped_fields(make_cluster: Callable[..., Cluster], gate: str) -
 async def test_manifests_are_accepted(cluster: Cluster) -> None:
     """What is printed is applied as it is; the class has the extended resource and selects the devices."""
     text = to_yaml(manifests(parse(CONFIG), CONFIG, deployment(cluster)))
-    applied = cluster.apply(text)
+    applied = cluster.api.apply(text)
     assert [one["kind"] for one in applied][-1] == "DaemonSet"
     (made,) = [one for one in applied if one["kind"] == "DeviceClass"]
     assert made["spec"].get("extendedResourceName") == (RESOURCE if cluster.minor >= 34 else None)
@@ -353,7 +353,7 @@ def remove(cluster: Cluster, applied: list[dict[str, Any]]) -> None:
 
 async def test_rights(cluster: Cluster) -> None:
     """A token bound to the node publishes that node's slices; it can write no other node's, no Node and no claim."""
-    applied = cluster.apply(manifests(parse(CONFIG), CONFIG, deployment(cluster, "rights")))
+    applied = cluster.api.apply(manifests(parse(CONFIG), CONFIG, deployment(cluster, "rights")))
     node = cluster.node_name
     try:
         cluster.api.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "node2"}})
@@ -402,7 +402,7 @@ async def test_rights(cluster: Cluster) -> None:
         assert "may not write the pool node2" in denied(lambda: api.request("POST", path, other_pool, **dry))
         cluster.api.create(foreign())
         assert "node2" in denied(lambda: api.delete("resourceslice", "foreign-node2"))
-        changed = {**cluster.get("resourceslice", "foreign-node2")}
+        changed = {**cluster.api.get("resourceslice", "foreign-node2")}
         changed["spec"]["devices"][0]["name"] = "y"
         assert "node2" in denied(lambda: api.request("PUT", f"{path}/foreign-node2", changed))
         assert denied(lambda: api.patch("node", node, {"metadata": {"annotations": {"x": "y"}}}))
@@ -477,7 +477,7 @@ FORBIDDEN = {
 
 def test_of_a_node_the_agent_writes_only_how_many_of_its_devices_are_allocatable(cluster: Cluster) -> None:
     """The policy allows its own Node and its own resources up to the capacity; what it rejects is printed."""
-    applied = cluster.apply(manifests(parse(CONFIG), CONFIG, deployment(cluster, "node-status")))
+    applied = cluster.api.apply(manifests(parse(CONFIG), CONFIG, deployment(cluster, "node-status")))
     node = cluster.node_name
     numbers = {RESOURCE: "8", "example.com/other": "8"}
     try:
