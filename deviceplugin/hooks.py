@@ -182,12 +182,12 @@ def _run(
     except BaseException as raised:  # SystemExit and the like must not end this thread without a result
         outcome, error = None, RuntimeError(f"{type(raised).__name__}: {raised}")
     try:
-        loop.call_soon_threadsafe(_settle, future, outcome, error)
+        loop.call_soon_threadsafe(_complete, future, outcome, error)
     except RuntimeError:  # the loop is closed: nothing waits for the result, but the thread has ended
         _stuck.pop(future, None)
 
 
-def _settle(future: asyncio.Future[Any], outcome: object, error: Exception | None) -> None:
+def _complete(future: asyncio.Future[Any], outcome: object, error: Exception | None) -> None:
     if future.done():
         return
     if error is None:

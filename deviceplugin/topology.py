@@ -480,7 +480,7 @@ def _approximate(matrix: Matrix, bonus: Sequence[int], missing: int, firsts: Col
     pairs = [[(unit + 1) * value for value in row] for row in matrix]
     nodes = [unit * value - degree for value, degree in zip(bonus, degrees, strict=True)]
     improved = [_improved(pairs, nodes, chosen, stop) for chosen in starts]
-    return _settled(pairs, nodes, max(improved, key=lambda walk: walk[0])[1], stop)
+    return _swapped_while_better(pairs, nodes, max(improved, key=lambda walk: walk[0])[1], stop)
 
 
 def _gains(pairs: Matrix, nodes: Sequence[int], chosen: Iterable[int]) -> list[int]:
@@ -518,7 +518,7 @@ def _improved(pairs: Matrix, nodes: Sequence[int], start: Sequence[int], stop: f
     return best, best_set
 
 
-def _settled(pairs: Matrix, nodes: Sequence[int], chosen: set[int], stop: float) -> list[int]:
+def _swapped_while_better(pairs: Matrix, nodes: Sequence[int], chosen: set[int], stop: float) -> list[int]:
     """Return the set after all swaps that improve it, or keep its value and lower the ids."""
     gains = _gains(pairs, nodes, chosen)
     swapped = True

@@ -187,10 +187,11 @@ class AdoptedEndpoint(Endpoint):
 
     @property
     def kept_back(self) -> frozenset[str]:
-        """The ids of devices that claims hold, or may get: a plugin that registers past the agent would give them.
+        """The ids of devices that claims hold, or may get: a plugin that registers with the kubelet would give them.
 
-        The plugin that registers last gets the kubelet's Allocates, and here they are refused. What is for claims
-        was not healthy in the last list of a former agent (R5). A claim that is known by its file has no record beside.
+        The plugin that registers last gets the kubelet's Allocates, and here they are refused. What is for claims was
+        not healthy in the last list of a former agent: that is a condition of its move to DRA. A claim that is known
+        by its file alone has no record of its devices.
         """
         snapshot = self._register.snapshot
         for_claims = {record.device for record in snapshot.of(self.resource).values() if not record.state.allocates}
@@ -202,7 +203,7 @@ class AdoptedEndpoint(Endpoint):
         return self.ids.entries(lambda device: False, ()) if lines is None and self.kept_back else lines
 
     def keep_registered(self, registered: Collection[str]) -> None:
-        """Have ids that the plugin does not list, and that pods may have or just get, shown as unhealthy (R3).
+        """Keep ids that the plugin does not list, and that pods may have or just get, in the list as unhealthy.
 
         Another plugin of the resource may be asked to allocate one now. A kubelet crashes if a list without the id
         comes before the answer (1.36.3, devicemanager/manager.go, allocateContainerResources).

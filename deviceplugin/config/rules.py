@@ -147,7 +147,7 @@ class ConfigRules:
         self._check_claims(resource)
 
     def _check_plugin(self, resource: Checked) -> None:
-        """Report a resource whose plugin cannot be adopted, or not for claims, as far as it is known (A8)."""
+        """Report a resource whose plugin cannot be adopted, or not for claims, as far as it is known."""
         name = resource.values.get("name", "")
         plugin = known_plugin(name)
         if plugin is not None and plugin.serves == "no":

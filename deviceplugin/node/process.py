@@ -33,7 +33,7 @@ _LOG: Final = logging.getLogger(__name__)
 
 REFUSED: Final = 1.0
 """Seconds that tasks have to end after they were cancelled when the agent ends."""
-SETTLE: Final = 0.05
+DEBOUNCE: Final = 0.05
 """Seconds without another change after which a file counts as written."""
 
 
@@ -274,7 +274,7 @@ async def _follow_config(program: Program, file: ConfigFile, reload: asyncio.Eve
                 _tell(program.agent, file)
             if await watch.wait(30.0) and not reload.is_set():
                 deadline = time.monotonic() + 2.0
-                while await watch.wait(SETTLE) and time.monotonic() < deadline:
+                while await watch.wait(DEBOUNCE) and time.monotonic() < deadline:
                     pass
 
 

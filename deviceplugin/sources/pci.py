@@ -40,7 +40,7 @@ class PciSource(sysfs.SysfsSource[PciConfig]):
 
     BUS = "pci"
     IDS = sysfs.ids_files("pci", "pciutils")
-    SETTLE = 0.2
+    DEBOUNCE = 0.2
 
     def _scan(self) -> Scan:
         directories = {self._dev, f"{self._dev}/vfio"}

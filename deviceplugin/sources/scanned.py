@@ -37,7 +37,7 @@ class ScannedSource(DeviceSource):
     itself or a hook needs it. rescan: seconds, give or take a fifth, after which it scans again without a hint.
     """
 
-    SETTLE: ClassVar[float] = 0.0
+    DEBOUNCE: ClassVar[float] = 0.0
     """Seconds from a hint to the scan: a driver makes several nodes, and some of them later than sysfs."""
 
     def __init__(self, permissions: str, resource: str, rescan: float) -> None:
@@ -84,6 +84,6 @@ class ScannedSource(DeviceSource):
                     await asyncio.sleep(pause)
                 hinted = await watch.wait(self._rescan * random.uniform(0.8, 1.2))  # noqa: S311  # no secret
                 if hinted:
-                    await asyncio.sleep(self.SETTLE)
+                    await asyncio.sleep(self.DEBOUNCE)
                 else:
                     pause = 0.0

@@ -53,7 +53,7 @@ class UsbSource(sysfs.SysfsSource[UsbConfig]):
 
     BUS = "usb"
     IDS = sysfs.ids_files("usb", "usbutils")
-    SETTLE = 0.1
+    DEBOUNCE = 0.1
 
     _ids: Mapping[_Plugged, str] = MappingProxyType({})
 

@@ -28,7 +28,7 @@ from dra_bridge.node.slice_feed import SliceFeed, qualifiers_of
 
 _LOG: Final = logging.getLogger(__name__)
 
-SETTLE: Final = 0.2
+DEBOUNCE: Final = 0.2
 """Seconds from a change of claims until the other parts are notified: once for pods that start together."""
 
 
@@ -118,7 +118,7 @@ class DriverRuntime(DriverHost):
     def claims_changed(self) -> None:
         """Tell the other parts soon."""
         if self._notifying is None:
-            self._notifying = asyncio.get_running_loop().call_later(SETTLE, self.changed)
+            self._notifying = asyncio.get_running_loop().call_later(DEBOUNCE, self.changed)
 
     # What handovers ask.
 

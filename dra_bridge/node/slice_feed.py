@@ -25,7 +25,7 @@ HOLDERS: Final = 10.0
 """Seconds between two writes of the slices if only holders changed."""
 RETRY: Final = 5.0
 """Seconds until slices are made again that could not be made."""
-SETTLE: Final = 0.02
+DEBOUNCE: Final = 0.02
 """Seconds from a change to the new slices; many changes make one."""
 
 
@@ -99,7 +99,7 @@ class SliceFeed:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(rest):
                     await self._changed.wait()
-            await asyncio.sleep(SETTLE)
+            await asyncio.sleep(DEBOUNCE)
             self._changed.clear()
             for runtime in self._context.resources.values():
                 runtime.changed.set()  # a device may be listed again in the moment in which it is forgotten

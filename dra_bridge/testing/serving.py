@@ -44,13 +44,13 @@ class ServedBoth(Served):
         """
         super().wait_registered(timeout)
         self._node.wait_until(
-            lambda: not self.alive or all(map(self._settled, self.drivers)),
+            lambda: not self.alive or all(map(self._arrived, self.drivers)),
             timeout,
-            lambda: f"the devices of {[name for name in self.drivers if not self._settled(name)]} to be on their sides",
+            lambda: f"the devices of {[name for name in self.drivers if not self._arrived(name)]} to be on their sides",
         )
         self._raise_end()
 
-    def _settled(self, driver: str) -> bool:
+    def _arrived(self, driver: str) -> bool:
         from dra_bridge.rollout import fleet
 
         server = self._node.server

@@ -1,4 +1,4 @@
-"""What the register concludes of evidence: which grants are over, and what is held that it did not know (R7)."""
+"""What the register concludes of evidence: which grants are over, and what is held that it did not know."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_device_comes_free_once_with_the_first_scan_without_a_holder() -> None
 
 
 def test_a_grant_whose_container_is_never_named_ends_after_two_awake_checkpoints_well_apart() -> None:
-    """The kubelet may reject a pod after Allocate; a checkpoint that was not asked for proves nothing (R7)."""
+    """The kubelet may reject a pod after Allocate; a checkpoint that was not asked for proves nothing."""
     known = Known().granted(["a"])
     for at, current in ((0.0, False), (10.0, True), (10.0 + WELL_APART / 2, True), (10.0 + 2 * WELL_APART, False)):
         known.observed((), at, current=current)
@@ -112,7 +112,7 @@ def test_a_grant_to_the_next_pod_keeps_the_id_in_use() -> None:
 
 
 def test_a_container_that_was_named_before_is_not_the_new_holder() -> None:
-    """E0: the same pod's init container, or a former pod's, leaves the grant pending."""
+    """The same pod's init container, or a former pod's, leaves the grant pending."""
     init = named("a", "u1", "init")
     known = Known().granted(["a"]).observed([init], 0.0).granted(["a"]).observed([init], 1.0)
     assert known.pending == {"a"}

@@ -150,7 +150,7 @@ def test_a_claim_does_not_pull_a_held_device(store: DirectLedger) -> None:
 
 @pytest.mark.parametrize(("plugin", "dra"), [(True, True), (True, False), (False, True)])
 def test_a_claim_pulls_nothing_beside_limits_of_both_sides(store: DirectLedger, plugin: bool, dra: bool) -> None:
-    """R11: the kubelet would count fewer devices than its pods have, and end some of them at its restart."""
+    """The kubelet would count fewer devices than its pods have, and end some of them at its restart."""
     to_dra(store, "b")
     by_limits = claim("2", "b")
     one = by_limits.devices[0]
