@@ -259,8 +259,9 @@ class Device:
     consumes: what it takes of shared counters while it has a holder, by counter set and counter. Partitions of one
         physical device exclude each other by it: none is granted if the counters do not suffice.
     counters: whole counter sets that it brings along, by name; several partitions may bring the same one.
-    identity: what it is, beyond its id (a serial number, say), without spaces; two devices of one identity are one
-        thing, and never have two holders. The numbers of `nodes` that no other device of the list has identify it, too.
+    identity: what it is, beyond its id (a serial number, say), without spaces; two devices of one identity are the
+        same hardware, and never have two holders. The numbers of `nodes` that no other device of the list has identify
+        it, too.
     """
 
     id: str

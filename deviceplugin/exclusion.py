@@ -22,8 +22,8 @@ Counters = Mapping[str, Mapping[str, Fraction]]
 
 
 @dataclass(frozen=True, slots=True)
-class Thing:
-    """What decides whether a device excludes others.
+class Hardware:
+    """What a device stands for: what decides whether it excludes others.
 
     scope: within which names of counter sets mean the same: the driver, or the resource if it has none.
     """
@@ -34,8 +34,8 @@ class Thing:
     counters: Counters = field(default_factory=dict)
 
 
-def thing_of(device: Device, tokens: Tokens, scope: str) -> Thing:
-    """Return a device as the rules here see it."""
+def hardware_of(device: Device, tokens: Tokens, scope: str) -> Hardware:
+    """Return what a device stands for."""
 
     def amounts(counters: Mapping[str, Mapping[str, int | str]]) -> Counters:
         return {
@@ -43,14 +43,14 @@ def thing_of(device: Device, tokens: Tokens, scope: str) -> Thing:
             for name, values in counters.items()
         }
 
-    return Thing(tokens, scope, amounts(device.consumes), amounts(device.counters))
+    return Hardware(tokens, scope, amounts(device.consumes), amounts(device.counters))
 
 
 class DeviceConflictError(Exception):
     """Raised when a device cannot be given away beside what others hold, or is not what it was listed as."""
 
 
-_UNKNOWN: Final = Thing()
+_UNKNOWN: Final = Hardware()
 
 
 def titled(key: DeviceKey) -> str:
@@ -63,22 +63,22 @@ def natural_key(key: DeviceKey) -> tuple[str, tuple[object, ...]]:
     return key[0], natural(key[1])
 
 
-class Things:
-    """All devices of this process at one moment."""
+class HardwareIndex:
+    """What all devices of this process stand for at one moment."""
 
-    def __init__(self, things: Mapping[DeviceKey, Thing]) -> None:
-        self._things = things
+    def __init__(self, hardware: Mapping[DeviceKey, Hardware]) -> None:
+        self._hardware = hardware
         self._by_token: dict[str, set[DeviceKey]] = {}
         self._by_set: dict[tuple[str, str], set[DeviceKey]] = {}
         self._capacity: dict[tuple[str, str], Mapping[str, Fraction]] = {}
-        for key, thing in things.items():
-            for token in thing.tokens:
+        for key, one in hardware.items():
+            for token in one.tokens:
                 self._by_token.setdefault(token, set()).add(key)
-            for name in thing.consumes:
-                self._by_set.setdefault((thing.scope, name), set()).add(key)
-            for name, amounts in thing.counters.items():
-                if self._capacity.setdefault((thing.scope, name), amounts) != amounts:
-                    self._capacity[thing.scope, name] = {}  # two devices disagree: not known
+            for name in one.consumes:
+                self._by_set.setdefault((one.scope, name), set()).add(key)
+            for name, amounts in one.counters.items():
+                if self._capacity.setdefault((one.scope, name), amounts) != amounts:
+                    self._capacity[one.scope, name] = {}  # two devices disagree: not known
         together = [*self._by_token.values(), *self._by_set.values()]
         self.related = frozenset(key for keys in together if len(keys) > 1 for key in keys)
         """Devices that have peers."""
@@ -87,7 +87,7 @@ class Things:
 
     def tokens(self, key: DeviceKey) -> Tokens:
         """Return a device's tokens, none if they are not known."""
-        return self._things.get(key, _UNKNOWN).tokens
+        return self._hardware.get(key, _UNKNOWN).tokens
 
     def having(self, token: str) -> frozenset[DeviceKey]:
         """Return the devices that have a token."""
@@ -98,15 +98,15 @@ class Things:
         return {(*of, counter): amount for of, amounts in self._capacity.items() for counter, amount in amounts.items()}
 
     def aliases(self, key: DeviceKey) -> frozenset[DeviceKey]:
-        """Return the other devices that are the same thing."""
+        """Return the other devices that are the same hardware."""
         return frozenset(other for token in self.tokens(key) for other in self._by_token[token]) - {key}
 
     def peers(self, key: DeviceKey) -> frozenset[DeviceKey]:
-        """Return the other devices that are the same thing, or parts of the same thing."""
+        """Return the other devices that are the same hardware, or parts of it."""
         if key not in self.related:
             return frozenset()
-        thing = self._things[key]
-        parts = (other for name in thing.consumes for other in self._by_set[thing.scope, name])
+        hardware = self._hardware[key]
+        parts = (other for name in hardware.consumes for other in self._by_set[hardware.scope, name])
         return (self.aliases(key) | frozenset(parts)) - {key}
 
     def group(self, key: DeviceKey, within: Iterable[DeviceKey]) -> tuple[DeviceKey, ...]:

@@ -48,7 +48,7 @@ class HookDevices(Protocol):
     """The devices that hooks work on (`deviceplugin.register.register.Register`)."""
 
     def with_peers(self, keys: Iterable[DeviceKey]) -> set[DeviceKey]:
-        """Return devices and those that are the same thing, or parts of it."""
+        """Return devices and those that are the same hardware, or parts of it."""
 
     def tokens(self, key: DeviceKey) -> Tokens:
         """Return what a device is now."""
@@ -60,7 +60,7 @@ class HookDevices(Protocol):
 class HookRuns:
     """The hooks that change devices and work now, for pods and claims alike: reset, prepare, unprepare, released.
 
-    Of devices that are one thing, hooks run one by one, in the order of their calls. A hook that works on after its
+    Hooks on the same hardware run one by one, in the order of their calls. A hook that works on after its
     timeout, or after its caller went away, holds its devices until it ends. Only this process knows of that: its end
     ends them.
     """
@@ -110,7 +110,7 @@ class HookRuns:
         return asyncio.create_task(work())
 
     async def wait(self, keys: Iterable[DeviceKey], *, resets: bool = True) -> None:
-        """Wait for the hooks of these and the same things. Raises DeviceBusyError: one works on after its timeout.
+        """Wait for the hooks of these and the same hardware. Raises DeviceBusyError: one works on after its timeout.
 
         resets: also for `reset`, which is only waited for by who does not call it himself.
         """

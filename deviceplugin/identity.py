@@ -1,7 +1,8 @@
 """What a device is, beyond its id: tokens made of the numbers of its device nodes and of its source's `identity`.
 
-Two devices are one thing when they have a token in common. A device number that several devices of a list have is of a
-control node that they share. If several have only the same numbers, the list names one thing several times.
+Two devices are the same hardware when they have a token in common. A device number that several devices of a list
+have is of a control node that they share. If several have only the same numbers, the list names the same hardware
+several times.
 """
 
 from __future__ import annotations
@@ -98,8 +99,8 @@ def is_quick(device: Device) -> bool:
     )
 
 
-def same_thing(tokens: Tokens, other: Tokens) -> bool:
-    """Return whether two sets of tokens may be of one thing; an empty one may be of anything."""
+def same_hardware(tokens: Tokens, other: Tokens) -> bool:
+    """Return whether two sets of tokens may be of the same hardware; an empty one may be of any."""
     return not (tokens and other) or not tokens.isdisjoint(other)
 
 

@@ -146,7 +146,7 @@ def checked_list(source: DeviceSource, lists: object, listed: object) -> tuple[D
         if not isinstance(device, Device):
             raise TypeError(f"{_place(source, lists)} must yield lists of Device, not of {_instead(device)}")
         if device.consumes or device.counters:
-            exclusion.thing_of(device, frozenset(), "")  # all that others are compared by
+            exclusion.hardware_of(device, frozenset(), "")  # all that others are compared by
         if source.replicas != 1:
             number = source.replicas_of(device)
             if type(number) is not int or not 1 <= number <= source.replicas:

@@ -63,7 +63,7 @@ def test_a_device_is_known_by_the_numbers_that_no_other_one_has(
 
 
 def test_what_the_source_says_identifies_beside_distinctive_numbers() -> None:
-    """A device is the same thing through a source that knows an address, and through its node."""
+    """A device is the same hardware through a source that knows an address, and through its node."""
     listed = [Device("a", nodes=["/dev/g0", "/dev/ctl"], identity="pci:a"), Device("b", nodes=["/dev/ctl"])]
     assert identity.identities(listed, NODES) == {
         "a": {"char:195:0", "char:195:255", "pci:a"},
@@ -93,7 +93,7 @@ def test_paths_are_known_by_what_they_lead_to(tmp_path: Path) -> None:
 
 
 def test_what_a_device_is_now_is_found_by_its_paths(tmp_path: Path) -> None:
-    """A file that was replaced by another one is another thing."""
+    """A file that was replaced by another one is other hardware."""
     path = tmp_path / "f"
     path.touch()
     (device,) = PathSource(str(path)).scan()
@@ -123,7 +123,7 @@ def test_an_identity_has_no_spaces() -> None:
 
 
 async def test_a_changed_identity_is_a_change_of_the_list(tmp_path: Path) -> None:
-    """Subscribers hear of a device that is another thing though its source says the same of it."""
+    """Subscribers hear of a device that is other hardware though its source says the same of it."""
     inventory = Inventory("r")
     path = tmp_path / "f"
     path.touch()

@@ -267,7 +267,7 @@ class Endpoint(DevicePluginServicer):
         request: pb.PreStartContainerRequest,
         context: grpc.aio.ServicerContext[pb.PreStartContainerRequest, pb.PreStartContainerResponse],
     ) -> pb.PreStartContainerResponse:
-        """Reset the devices of a container that is about to start, unless one is another thing than was granted."""
+        """Reset the devices of a container that is about to start, unless one is other hardware than was granted."""
         listed = self.inventory.snapshot.devices
         names = dict.fromkeys(map(self.ids.device_id_of, request.devices_ids))
         devices = [listed[name] for name in names if name in listed]

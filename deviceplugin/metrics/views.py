@@ -406,8 +406,8 @@ class Observer:
                     device = device_of(kubelet_id, resource.replicas)
                 else:
                     device = service.endpoint.ids.device_id_of(kubelet_id)
-                for thing in resource.elsewhere.get(kubelet_id, ((resource.resource, device),)):
-                    held[thing].update(map(_plugin_holder, holders))
+                for place in resource.elsewhere.get(kubelet_id, ((resource.resource, device),)):
+                    held[place].update(map(_plugin_holder, holders))
         if known and status.claims:
             published = self._published_names(reports)
             for use in status.claims:

@@ -149,7 +149,7 @@ class HolderScanner:
 
 
 class ScanLog:
-    """Logs what scans find out, each thing once for as long as it lasts."""
+    """Logs what scans find out, each once for as long as it lasts."""
 
     def __init__(self, tracker: HolderTracker) -> None:
         self.double_allocations = 0

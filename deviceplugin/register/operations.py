@@ -13,7 +13,7 @@ from typing import Concatenate, Final, ParamSpec, TypeVar
 
 import msgspec
 
-from deviceplugin.identity import replaces, same_thing, tokens_of
+from deviceplugin.identity import replaces, same_hardware, tokens_of
 from deviceplugin.naming import parse_quantity
 from deviceplugin.register import rules
 from deviceplugin.register.question import View, Wanted, allocation_unit, claim_unit, part_of, refusal, wanted_use
@@ -111,7 +111,7 @@ def adopt(state: RegisterSnapshot, identities: Mapping[RecordKey, str], boot: st
 
     def unknown(recorded: str, key: RecordKey) -> bool:
         now = identities.get(key, "")
-        return replaces(now, recorded) and same_thing(tokens_of(now, boot), tokens_of(recorded, boot))
+        return replaces(now, recorded) and same_hardware(tokens_of(now, boot), tokens_of(recorded, boot))
 
     for allocation in state.allocations.values():
         key = allocation.resource, allocation.device

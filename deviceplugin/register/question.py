@@ -1,7 +1,7 @@
 """The one question: may a holder have devices beside all that others hold? Pure.
 
-Two uses are of one thing if their identities share a token, or if they have one name and either has no identity of this
-boot. The parts of one thing, and what is taken of a counter, never add up to more than there is.
+Two uses are of the same hardware if their identities share a token, or if they have one name and either has no
+identity of this boot. The parts of it, and what is taken of a counter, never add up to more than there is.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 from deviceplugin import identity
 from deviceplugin.device import Device
 from deviceplugin.exclusion import DeviceKey, titled
-from deviceplugin.identity import Tokens, same_thing, shown
+from deviceplugin.identity import Tokens, same_hardware, shown
 from deviceplugin.naming import parse_quantity
 from deviceplugin.register.records import AllocationRecord, Amount, Claim, ClaimDevice, Point, RegisterSnapshot
 
@@ -164,7 +164,7 @@ def uses(state: RegisterSnapshot, points: Iterable[Point], view: View) -> list[U
     return held
 
 
-def doubts(
+def possible_uses(
     records: Iterable[AllocationRecord], boot: str, devices: Mapping[str, Mapping[str, Tokens]], listed: Tokens
 ) -> tuple[Use, ...]:
     """Return uses of every device that a pod may have got from another plugin under its resource's name.
@@ -225,7 +225,7 @@ def refusal(
     others = [use for use in held if use.unit not in units and not own(use)]
     for use in wanted:
         for other in held:
-            if use.key == other.key and not same_thing(use.tokens, other.tokens):
+            if use.key == other.key and not same_hardware(use.tokens, other.tokens):
                 return f"{_titled(use)} is held as {shown(other.tokens)}, and is {shown(use.tokens)} now"
         for other in others:
             if (common := use.points & other.points) and None in (use.part, other.part):

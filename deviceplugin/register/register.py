@@ -19,7 +19,15 @@ from typing import Final, Literal, Protocol, TypeVar
 
 from deviceplugin import identity
 from deviceplugin.device import Device
-from deviceplugin.exclusion import DeviceConflictError, DeviceKey, Thing, Things, natural_key, thing_of, titled
+from deviceplugin.exclusion import (
+    DeviceConflictError,
+    DeviceKey,
+    Hardware,
+    HardwareIndex,
+    hardware_of,
+    natural_key,
+    titled,
+)
 from deviceplugin.hook_runs import DeviceBusyError, HookRuns
 from deviceplugin.identity import Tokens, shown
 from deviceplugin.inventory import Inventory
@@ -30,10 +38,10 @@ from deviceplugin.register.question import (
     View,
     Wanted,
     allocation_unit,
-    doubts,
     held_twice,
     in_scopes,
     is_given_by_others,
+    possible_uses,
     refusal,
     takes_of,
     use_of_allocation,
@@ -129,17 +137,17 @@ async def _tokens_now(devices: Mapping[_K, Device]) -> dict[_K, Tokens]:
     return read() if all(map(identity.is_quick, devices.values())) else await asyncio.to_thread(read)
 
 
-class ListedThings:
+class ListedHardware:
     """What the devices of this process's resources are. served: these resources by name, as they are at any time."""
 
     def __init__(self, served: Mapping[str, ResourceDevices]) -> None:
         self.served: Final = served
-        self._things = Things({})
+        self._hardware = HardwareIndex({})
         self._version: object = None
         self.scopes: Mapping[str, str] = {}
         self.limits: Mapping[tuple[str, str, str], Fraction] = {}
 
-    def now(self) -> Things:
+    def now(self) -> HardwareIndex:
         """Return all devices; the same object until they change."""
         services = self.served
         version = tuple(
@@ -147,17 +155,17 @@ class ListedThings:
             for name, service in services.items()
         )
         if self._version != version:
-            things: dict[DeviceKey, Thing] = {}
+            hardware: dict[DeviceKey, Hardware] = {}
             for name, service in services.items():
                 now, source = service.inventory.snapshot, service.source
                 for device in now.devices.values():
                     tokens = now.identities.get(device.id, frozenset())
                     if tokens or device.consumes or device.counters:
-                        things[name, device.id] = thing_of(device, tokens, source.driver or name)
-            self._version, self._things = version, Things(things)
+                        hardware[name, device.id] = hardware_of(device, tokens, source.driver or name)
+            self._version, self._hardware = version, HardwareIndex(hardware)
             self.scopes = {name: service.source.driver or name for name, service in services.items()}
-            self.limits = self._things.limits()
-        return self._things
+            self.limits = self._hardware.limits()
+        return self._hardware
 
     def has(self, key: DeviceKey) -> bool:
         """Whether its source lists a device now."""
@@ -166,8 +174,8 @@ class ListedThings:
 
     def group(self, resource: str, device: str) -> tuple[DeviceKey, ...]:
         """Return a device and those of its driver that move together with it, the first of them leading."""
-        services, things = self.served, self.now()
-        if (resource, device) not in things.related:
+        services, hardware = self.served, self.now()
+        if (resource, device) not in hardware.related:
             return ((resource, device),)
         driver = services[resource].source.driver
         mine = {
@@ -175,7 +183,7 @@ class ListedThings:
             for name, service in services.items()
             if name == resource or (driver and service.source.driver == driver)
         }
-        return things.group((resource, device), (key for key in things.related if key[0] in mine and self.has(key)))
+        return hardware.group((resource, device), (key for key in hardware.related if key[0] in mine and self.has(key)))
 
 
 class Register:
@@ -189,18 +197,18 @@ class Register:
         self.boot: Final = identity.boot_id()
         self.evidence_missing: Final = host.evidence_missing
         self.store: Store = store or MemoryStore()
-        self.listed: Final = ListedThings(host.services)
+        self.listed: Final = ListedHardware(host.services)
         self.hooks: Final = HookRuns(self)
         self._subscribers: list[Callable[[], None]] = []
         self._noticed: object = None
         self._noticed_view: View | None = None
         self._withheld: dict[tuple[str, Side], Mapping[str, str]] = {}
-        self._view: tuple[tuple[Things, tuple[Use, ...], Mapping[DeviceKey, str]] | None, View] = (None, View())
-        self._doubts: tuple[object, object, tuple[Use, ...]] = (None, None, ())
+        self._view: tuple[tuple[HardwareIndex, tuple[Use, ...], Mapping[DeviceKey, str]] | None, View] = (None, View())
+        self._possible: tuple[object, object, tuple[Use, ...]] = (None, None, ())
         self.given_by_others: dict[tuple[str, Side], frozenset[str]] = {}
         """The withheld devices that pods have, or may have, by another plugin of the same resource."""
         self._granted_now: Counter[DeviceKey] = Counter()
-        self._adopted: Things | None = None
+        self._adopted: HardwareIndex | None = None
         """What was listed when holdings adopted what their devices are."""
 
     @property
@@ -210,20 +218,20 @@ class Register:
 
     def view(self) -> View:
         """Return what the question needs beside the records; the same object until it changes."""
-        things, overdue = self.listed.now(), self.hooks.overdue
-        foreign = *self._host.foreign_uses(), *self._in_doubt()
-        key = things, foreign, overdue
+        hardware, overdue = self.listed.now(), self.hooks.overdue
+        foreign = *self._host.foreign_uses(), *self._possible_now()
+        key = hardware, foreign, overdue
         before = self._view[0]
-        if before is None or before[0] is not things or before[1] != foreign or before[2] != overdue:
+        if before is None or before[0] is not hardware or before[1] != foreign or before[2] != overdue:
             parts = {
                 peer: f"{titled(device)}: {why}"
                 for device, why in overdue.items()
-                for peer in things.peers(device) - things.aliases(device)
+                for peer in hardware.peers(device) - hardware.aliases(device)
             }
             busy = {**parts, **overdue}
             held = self.hooks.held
             working = [
-                Use(("hook", *device), why, device, held.get(device, things.tokens(device)), None)
+                Use(("hook", *device), why, device, held.get(device, hardware.tokens(device)), None)
                 for device, why in busy.items()
             ]
             view = View(
@@ -235,20 +243,20 @@ class Register:
             self._view = key, view
         return self._view[1]
 
-    def _in_doubt(self) -> tuple[Use, ...]:
-        """Return which devices pods may have by another plugin."""
-        services, things, records = self.listed.served, self.listed.now(), self.snapshot.allocations
-        if self._doubts[0] is not things or self._doubts[1] is not records:
+    def _possible_now(self) -> tuple[Use, ...]:
+        """Return the uses of devices that pods may have by another plugin."""
+        services, hardware, records = self.listed.served, self.listed.now(), self.snapshot.allocations
+        if self._possible[0] is not hardware or self._possible[1] is not records:
             named = {
                 allocation.resource for allocation in records.values() if is_given_by_others(allocation)
             } & services.keys()
             devices = {
-                name: {device: things.tokens((name, device)) for device in services[name].inventory.snapshot.devices}
+                name: {device: hardware.tokens((name, device)) for device in services[name].inventory.snapshot.devices}
                 for name in named
             }
-            possible = doubts(records.values(), self.boot, devices, things.listed) if devices else ()
-            self._doubts = things, records, possible
-        return self._doubts[2]
+            possible = possible_uses(records.values(), self.boot, devices, hardware.listed) if devices else ()
+            self._possible = hardware, records, possible
+        return self._possible[2]
 
     # What a device is, and how much of it somebody gets.
 
@@ -296,7 +304,7 @@ class Register:
         services = self.listed.served
         if resource not in services:
             return {}
-        state, view, things, service = self.snapshot, self.view(), self.listed.now(), services[resource]
+        state, view, hardware, service = self.snapshot, self.view(), self.listed.now(), services[resource]
         foreign = {point for use in view.others for point in use.points}
         busy = foreign | state.index.keys()
         others = {point for use in view.others if use.unit[0] == UNCERTAIN for point in use.points}
@@ -306,8 +314,8 @@ class Register:
         withheld: dict[str, str] = {}
         reasons: dict[str, str] = {}
         for device in service.inventory.snapshot.devices.values():
-            key, tokens = (resource, device.id), things.tokens((resource, device.id))
-            if not (key in busy or device.consumes or key in things.related) and busy.isdisjoint(tokens):
+            key, tokens = (resource, device.id), hardware.tokens((resource, device.id))
+            if not (key in busy or device.consumes or key in hardware.related) and busy.isdisjoint(tokens):
                 continue  # nobody holds any of it, as is usual
             ids = service.ids_now(device) if side == "plugin" else (device.id,)
             points: set[Point] = {key, *tokens}
@@ -317,7 +325,7 @@ class Register:
                 not entries or (side == "plugin" and self._by_itself(key, ids, entries))
             )
             excluded = {} if free else self._excluded(key, ids, side, state, view)
-            if key in things.related and len(excluded) < len(ids):
+            if key in hardware.related and len(excluded) < len(ids):
                 named_before = "" if state.index.get(key) else self._named_before(key, side)
                 if why := self._elsewhere(key) or named_before:
                     excluded = dict.fromkeys(ids, why) | excluded
@@ -356,7 +364,7 @@ class Register:
                 state,
                 view,
                 own=lambda use: (
-                    use.key == key and (use.unit[:2] == ("claim", driver) or self._doubtless(use, held=held))
+                    use.key == key and (use.unit[:2] == ("claim", driver) or self._is_possible_only(use, held=held))
                 ),
                 counted=lambda use: use.unit[0] != "claim",
             )
@@ -366,7 +374,7 @@ class Register:
         for name in ids:
             requested = wanted_use(allocation_unit(resource, name), wanted, view)
             given = (resource, name) in state.allocations
-            own = functools.partial(self._doubtless, held=given)
+            own = functools.partial(self._is_possible_only, held=given)
             if why := refusal([requested], state, view, offered, own=own):
                 refused[name] = why
             elif not given:
@@ -374,7 +382,7 @@ class Register:
         return refused
 
     @staticmethod
-    def _doubtless(use: Use, *, held: bool) -> bool:
+    def _is_possible_only(use: Use, *, held: bool) -> bool:
         """Return whether a use does not count: nobody else gets what has a holder, so that it stays shown as it was."""
         return held and use.unit[0] == UNCERTAIN
 
@@ -406,9 +414,9 @@ class Register:
 
     def same_as(self, resource: str, device_id: str) -> frozenset[DeviceKey]:
         """Return the listed devices that are what was given away by an id of the kubelet's, as far as that is known."""
-        allocation, things = self.snapshot.allocations.get((resource, device_id)), self.listed.now()
+        allocation, hardware = self.snapshot.allocations.get((resource, device_id)), self.listed.now()
         tokens = identity.tokens_of(allocation.identity, self.boot) if allocation is not None else frozenset()
-        return frozenset(key for token in tokens for key in things.having(token))
+        return frozenset(key for token in tokens for key in hardware.having(token))
 
     def held_twice(self, resource: str) -> frozenset[str]:
         """Return the devices of a served resource of which holders, under whatever ids, have more than there is."""
@@ -493,7 +501,7 @@ class Register:
         return self.listed.now().tokens(key)
 
     def with_peers(self, keys: Iterable[DeviceKey]) -> set[DeviceKey]:
-        """Return devices and those that are the same thing, or parts of it."""
+        """Return devices and those that are the same hardware, or parts of it."""
         return {peer for key in keys for peer in (key, *self.listed.now().peers(key))}
 
     async def verify(self, keys: Iterable[DeviceKey], *, resets: bool = True) -> None:
@@ -547,13 +555,13 @@ class Register:
 
     async def adopt(self) -> None:
         """Give holdings whose identity is not known the one that their devices have now."""
-        state, things = self.snapshot, self.listed.now()
+        state, hardware = self.snapshot, self.listed.now()
         keys = {(allocation.resource, allocation.device) for allocation in state.allocations.values()}
         keys.update(key for claim in state.claims.values() for key in claim.held)
-        identities = {key: identity.recorded(tokens, self.boot) for key in keys if (tokens := things.tokens(key))}
+        identities = {key: identity.recorded(tokens, self.boot) for key in keys if (tokens := hardware.tokens(key))}
         if identities:
             await self.store.do(operations.adopt(identities, self.boot))
-        self._adopted = things
+        self._adopted = hardware
 
     async def observe(self, resource: str, seen: KubeletSnapshot) -> operations.Observed:
         """Compare the allocations of a resource with evidence. Raises what the store raises."""
@@ -577,13 +585,13 @@ class Register:
         foreign: dict[Point, object] = {}
         for point, entries in state.index.items():
             if isinstance(point, str):
-                listed = things.having(point)
+                listed = hardware.having(point)
                 if len(listed) > 1 or any(not listed.issuperset(self._keys(state, entry)) for entry in entries):
                     foreign[point] = entries
-            elif point in things.related:
+            elif point in hardware.related:
                 foreign[point] = entries
-        sides = {key: self.side(key) for key in things.related}
-        noticed: object = things.related, foreign, sides, view.others
+        sides = {key: self.side(key) for key in hardware.related}
+        noticed: object = hardware.related, foreign, sides, view.others
         if noticed != self._noticed:
             self._noticed = noticed
             for callback in self._subscribers:

@@ -1183,7 +1183,7 @@ async def test_a_device_that_is_held_under_another_id_is_refused(serve: Serve) -
 
 
 async def test_an_answer_says_what_was_recorded(serve: Serve) -> None:
-    """Also if the device is listed as another thing while its grant is recorded: the checkpoint is evidence of it."""
+    """Also if the device is listed as other hardware while its grant is recorded: the checkpoint is evidence of it."""
     served = await serve(Source())
     served.inventory.publish([Device("a", identity="x")], {"a": frozenset({"x"})})
     served.store.go_on.clear()

@@ -465,10 +465,10 @@ async def test_what_a_pod_has_counts_before_its_resource_is_compared(tmp_path: P
     """A reload that takes over another plugin's resource forgets its holders at no moment, until they have ended."""
     other, paths = "example.com/b", Paths(tmp_path)
     agent = Agent([Named("b", lambda: None, other)], paths)
-    device, thing = Device("b", identity="uuid:1"), frozenset({"uuid:1"})
-    agent.services[other].inventory.publish([device], {"b": thing})
+    device, hardware = Device("b", identity="uuid:1"), frozenset({"uuid:1"})
+    agent.services[other].inventory.publish([device], {"b": hardware})
     answer = pb.ContainerAllocateResponse()
-    annotate(answer, R, {"a": Wanted((R, "a"), recorded(thing, boot_id()), WHOLE)}, boot_id())
+    annotate(answer, R, {"a": Wanted((R, "a"), recorded(hardware, boot_id()), WHOLE)}, boot_id())
     entry = written.PodDevicesEntry("u1", "main", R, {-1: ["a"]}, answer.SerializeToString())
     paths.plugins.mkdir(parents=True)
     (paths.plugins / written.FILE_NAME).write_bytes(written.Checkpoint([entry]).to_json())
@@ -479,7 +479,7 @@ async def test_what_a_pod_has_counts_before_its_resource_is_compared(tmp_path: P
         await agent.register.grant(other, {"b": "b"})
     service = Service(Named("a", lambda: None), agent.services[other]._context)
     agent._supervisor.services[R] = service
-    service.inventory.publish([Device("a", identity="uuid:1")], {"a": thing})
+    service.inventory.publish([Device("a", identity="uuid:1")], {"a": hardware})
     for compared in (False, True):
         assert ((R, "a") in agent.register.snapshot.allocations) is compared
         with pytest.raises(DeviceConflictError, match="the same hardware"):

@@ -85,7 +85,7 @@ def asked(state: RegisterSnapshot, *wanted: Use, view: View = VIEW, **more: Any)
     return refusal(wanted, state, view, **more)
 
 
-# Parts of one thing.
+# Parts of the same hardware.
 
 
 @pytest.mark.parametrize("tokens", [("n1",), ()], ids=["token", "name"])
@@ -101,7 +101,7 @@ def test_parts_of_one_device_add_up_to_the_whole(tokens: tuple[str, ...]) -> Non
 
 
 def test_parts_of_one_thing_add_up_whatever_it_is_called() -> None:
-    """Two names that share a token are one thing, of pods and of claims; the reason names both and the token."""
+    """Two names that share a token are the same hardware, of pods and claims; the reason names both and the token."""
     state = held(pod("a", "n1", amount=HALF), claim("b", "n1", "n2", amount=THIRD))
     assert asked(state, use("c", "n1", resource=S, amount=Amount("1/6"))) == ""
     reason = asked(state, use("c", "n1", "n3", resource=S, amount=HALF))
@@ -112,7 +112,7 @@ def test_parts_of_one_thing_add_up_whatever_it_is_called() -> None:
 
 
 def test_one_holder_does_not_get_one_thing_twice() -> None:
-    """What it asks for adds up, too: two names of one thing, more replicas than there are, more of a counter."""
+    """What it asks for adds up, too: two names of the same hardware, too many replicas, more of a counter."""
     nobody = RegisterSnapshot()
     assert asked(nobody, use("a", "n1")) == ""
     twice = f"a of {R} and b of {R}, requested with it, are the same hardware (n1)"
@@ -142,7 +142,7 @@ def test_a_name_that_leads_to_another_thing_than_its_holder_got_is_given_to_nobo
 
 @pytest.mark.parametrize("amount", [UNKNOWN, Amount("x"), Amount("1/0")])
 def test_a_part_that_is_not_known_may_be_all_of_it(amount: Amount) -> None:
-    """On either side; of other things it says nothing."""
+    """On either side; of other hardware it says nothing."""
     assert part_of(amount) is None
     for state in (held(pod("a", "n1", amount=amount)), held(claim("a", "n1", amount=amount))):
         tiny = Amount("1/100")
@@ -297,7 +297,7 @@ def test_what_is_held_is_found_by_name_token_and_counter() -> None:
 # Whatever is asked, in whatever order.
 
 
-class Thing(NamedTuple):
+class Listed(NamedTuple):
     """A device of a list."""
 
     name: str
@@ -307,8 +307,8 @@ class Thing(NamedTuple):
 
 
 TOKENS = st.frozensets(st.sampled_from(["n1", "n2", "n3"]), max_size=2)
-THINGS = st.lists(
-    st.builds(Thing, st.sampled_from("abcd"), TOKENS, st.integers(1, 3), st.integers(0, 6)),
+LISTS = st.lists(
+    st.builds(Listed, st.sampled_from("abcd"), TOKENS, st.integers(1, 3), st.integers(0, 6)),
     max_size=6,
     unique_by=lambda one: one.name,
 )
@@ -332,12 +332,12 @@ def exceeded(of: Sequence[Use]) -> set[object]:
     return {point for point, each in total(of).items() if len(each) > 1 and sum(each) > limits.get(point, Fraction(1))}
 
 
-@given(THINGS, ASKED)
+@given(LISTS, ASKED)
 def test_whatever_is_granted_in_turn_never_exceeds_the_whole(
-    things: list[Thing], wanted: list[tuple[str, int, bool]]
+    devices: list[Listed], wanted: list[tuple[str, int, bool]]
 ) -> None:
     """No token, name or counter has more than its whole; what is refused would have had."""
-    listed = {one.name: one for one in things}
+    listed = {one.name: one for one in devices}
     state, granted = RegisterSnapshot(), dict[tuple[str, ...], Use]()
     for name, number, by_claim in wanted:
         if (one := listed.get(name)) is None:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import pytest
 
 from deviceplugin.device import Device
-from deviceplugin.exclusion import DeviceConflictError, DeviceKey, Things, thing_of
+from deviceplugin.exclusion import DeviceConflictError, DeviceKey, HardwareIndex, hardware_of
 from deviceplugin.hooks import HookStatistics, HookTimeoutError
 from deviceplugin.identity import Tokens, boot_id, recorded
 from deviceplugin.register import operations
@@ -44,13 +44,13 @@ def key(name: str) -> DeviceKey:
     return R, name
 
 
-def things(**devices: Device | str) -> Things:
+def hardware(**devices: Device | str) -> HardwareIndex:
     """Return devices by id; a string is the tokens of one without counters."""
-    return Things(
+    return HardwareIndex(
         {
-            key(name): thing_of(Device(name), frozenset(one.split()), "d")
+            key(name): hardware_of(Device(name), frozenset(one.split()), "d")
             if isinstance(one, str)
-            else thing_of(one, NONE, "d")
+            else hardware_of(one, NONE, "d")
             for name, one in devices.items()
         }
     )
@@ -130,7 +130,7 @@ class RegisterInMemory(ListedResources):
 
 
 async def test_aliases_exclude_each_other() -> None:
-    """Of ids for one thing only one is given away; the reason names both."""
+    """Of ids for the same hardware only one is given away; the reason names both."""
     here = RegisterInMemory(a="n1", b="n1 x", c="n2")
     await here.grant("a")
     await here.refused("b", why=f"b of {R} and a of {R}, which counts as held, are the same hardware \\(n1\\)")
@@ -147,7 +147,7 @@ async def test_counters_that_were_taken_before_a_driver_was_renamed_are_still_ta
 
 
 async def test_an_id_that_changes_while_it_is_held_excludes_what_it_was_and_is() -> None:
-    """Whoever has the old thing keeps it, whatever id that has now; nobody else gets the id."""
+    """Whoever has the old hardware keeps it, whatever id that has now; nobody else gets the id."""
     here = RegisterInMemory(a="n1")
     await here.grant("a")
     here.list(a="n2", b="n1", c="n2", d="n3")
@@ -157,7 +157,7 @@ async def test_an_id_that_changes_while_it_is_held_excludes_what_it_was_and_is()
 
 def test_groups_reach_through_others() -> None:
     """Devices that consume from one counter set belong together, also through a third; aliases do, too."""
-    now = things(
+    now = hardware(
         a=Device("a", consumes={"x": {"m": 1}}),
         b=Device("b", consumes={"y": {"m": 1}}),
         c=Device("c", consumes={"x": {"m": 1}, "y": {"m": 1}}),
@@ -206,7 +206,7 @@ async def test_two_grants_at_once_do_not_both_pass() -> None:
 
 
 async def test_nothing_is_released_while_it_is_granted() -> None:
-    """Nor another id of the same thing: the hook would work on what a pod has by then."""
+    """Nor another id of the same hardware: the hook would work on what a pod has by then."""
     here = RegisterInMemory(a="n1", b="n1", c="n2")
     store = here.register.store = SlowStore()
     grant = asyncio.create_task(here.grant("a"))
@@ -235,7 +235,7 @@ async def test_what_was_granted_is_remembered_as_what_it_was() -> None:
 
 
 async def test_what_is_not_listed_any_more_is_not_granted() -> None:
-    """A device that is another thing than it was listed as is refused, and listed as what it is."""
+    """A device that is other hardware than it was listed as is refused, and listed as what it is."""
     here = RegisterInMemory()
     device = Device("a", identity="n2")
     here.services[R].inventory.publish([device], {"a": frozenset({"n1"})})
@@ -455,7 +455,7 @@ async def test_subscribers_hear_of_holders_that_matter() -> None:
 
 
 async def test_nothing_that_a_hook_works_on_after_its_timeout_is_granted() -> None:
-    """Nor another id of the same thing; others are, and all are once the hook has ended."""
+    """Nor another id of the same hardware; others are, and all are once the hook has ended."""
     here = RegisterInMemory(a="n1", b="n1", c="n2")
     over = threading.Event()
 

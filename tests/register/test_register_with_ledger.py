@@ -95,7 +95,7 @@ def scanned(*named: Allocation, at: float = 1.0) -> HolderSnapshot:
 
 
 async def test_nothing_is_granted_that_a_claim_has_under_any_name(path: str) -> None:
-    """A device of both sides' names is one thing; it is offered on neither while the claim runs."""
+    """A device of both sides' names is the same hardware; it is offered on neither while the claim runs."""
     async with on_disk(path, listed(R, a="n1"), listed(S, b="n1", c="n2")) as here:
         await here.state("a", State.DRA)
         register = here.register

@@ -331,7 +331,7 @@ def claim_of_another_vendor(node: FakeNode) -> None:
 async def test_a_claim_of_another_vendor_withholds_nothing_by_its_devices_name(
     node: FakeNode, driver: str, share: str, tokens: bool
 ) -> None:
-    """What other drivers hold is known by its device nodes alone: our device of the same name is another thing."""
+    """What other drivers hold is known by its device nodes alone: our device of the same name is other hardware."""
     await asyncio.to_thread(node.stop)
     claim_of_another_vendor(node)
     await asyncio.to_thread(node.start)

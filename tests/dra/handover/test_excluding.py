@@ -1,4 +1,4 @@
-"""Devices that are the same hardware, or parts of one thing, through both sides of the embedded node."""
+"""Devices that are the same hardware, or parts of it, through both sides of the embedded node."""
 
 from __future__ import annotations
 
