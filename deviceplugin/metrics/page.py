@@ -204,7 +204,7 @@ def _mark(resource: str, device: str) -> str:
 
 
 def _share(share: ShareProgress) -> str:
-    parts = [f"claims are to have {share.asked}", f"{share.claimable} of {share.devices} on the DRA side"]
+    parts = [f"claims are to have {share.requested}", f"{share.claimable} of {share.devices} on the DRA side"]
     parts += [f"{share.leaving} on the way there"] if share.leaving else []
     parts += [f"{share.returning} on the way back"] if share.returning else []
     moving = share.leaving + share.returning

@@ -42,9 +42,9 @@ class ClaimedDevice:
 
 @dataclass(frozen=True, slots=True)
 class ShareProgress:
-    """How far a resource is with the share of claims. asked: the share in words. Numbers of devices, by their state."""
+    """How far a resource is with the share of claims. requested: in words. Numbers of devices, by their state."""
 
-    asked: str
+    requested: str
     devices: int
     claimable: int
     leaving: int = 0

@@ -96,7 +96,7 @@ FOR_CLAIM: Final = "for claim "
 
 RecordKey = tuple[str, str]
 """(resource, device), (resource, kubelet device id), (driver, claim UID) or (section, key of a setting)."""
-Holder = tuple[str, str]
+ContainerKey = tuple[str, str]
 """(pod UID, container)."""
 Point = str | RecordKey
 """A token of an identity, (resource, device), or (counter set, counter): what holdings are found by."""
@@ -156,7 +156,7 @@ class AllocationRecord:
     device: str
     since: float
     sequence: int
-    holders: frozenset[Holder] = frozenset()
+    holders: frozenset[ContainerKey] = frozenset()
     pending: bool = True
     absent_since: float | None = None
     pod: str = ""

@@ -14,8 +14,8 @@ from deviceplugin.register.records import (
     Amount,
     Claim,
     ClaimDevice,
+    ContainerKey,
     DeviceRecord,
-    Holder,
     RecordKey,
     RegisterSnapshot,
     State,
@@ -51,7 +51,7 @@ class ObservedAllocation:
     device: str
     pod: str
     sure: bool = True
-    holders: frozenset[Holder] = frozenset()
+    holders: frozenset[ContainerKey] = frozenset()
     reason: str = ""
     identity: str = ""
     amount: Amount = UNKNOWN

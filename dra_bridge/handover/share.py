@@ -43,7 +43,7 @@ class Share:
 _FORCED: Final = " force"
 
 
-def parse_asked(text: str) -> Share:
+def parse_requested(text: str) -> Share:
     """Read what a Node asks for: a share, or one with the word force behind it. Raises ShareError."""
     share = parse_share(text.removesuffix(_FORCED))
     return replace(share, forced=text.endswith(_FORCED))

@@ -83,7 +83,7 @@ _CREATE: Final = (
 # ruff: noqa: S608  # the names in the statements are those above
 _DECODERS: Final[dict[str, Callable[[Any], Any]]] = {
     "state": records.State,
-    "holders": msgspec.json.Decoder(frozenset[records.Holder]).decode,
+    "holders": msgspec.json.Decoder(frozenset[records.ContainerKey]).decode,
     "pending": bool,
     "amount": msgspec.json.Decoder(records.Amount).decode,
     "pods": msgspec.json.Decoder(frozenset[str]).decode,

@@ -11,7 +11,7 @@ from deviceplugin.config import Config
 from deviceplugin.register import operations
 from deviceplugin.register.records import LedgerError
 from dra_bridge.driver.tasks import Tasks
-from dra_bridge.handover.share import Drain, Share, ShareError, parse_asked, parse_share
+from dra_bridge.handover.share import Drain, Share, ShareError, parse_requested, parse_share
 from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.rollout import progress
 
@@ -49,13 +49,13 @@ def policies_of(config: Config) -> dict[str, HandoverPolicy]:
 
 @dataclass(slots=True, eq=False)
 class DriverShare:
-    """The share that the Node asks of one driver. The ledger keeps the last valid one.
+    """The share that the Node requests of one driver. The ledger keeps the last valid one.
 
-    It stays beside an invalid one, and where another Node comes without any: a Node object that is deleted and made
-    anew (by automatic repair, say) undoes no migration. share: None if the config's shares apply. text: the annotation,
+    It stays beside an invalid one, and where another Node comes without any: a Node object that is deleted and
+    recreated (by repair, say) undoes no migration. share: None if the config's shares apply. text: the annotation,
     "" if there is none. kept: the share of the Node before, while it stays for that reason. refused: the text that is
-    not a share and was logged. asked_by: the UID of the Node that asked last, also before the ledger has it. warned:
-    the UID of the Node for which it was logged that the share stays.
+    not a share and was logged. requested_on: the UID of the Node that had the last request, also before the ledger has
+    it. warned: the UID of the Node for which it was logged that the share stays.
     """
 
     driver: str
@@ -65,7 +65,7 @@ class DriverShare:
     text: str = ""
     kept: str = ""
     refused: str | None = None
-    asked_by: str | None = None
+    requested_on: str | None = None
     warned: str = ""
 
     def of(self, policy: HandoverPolicy) -> Share:
@@ -80,10 +80,10 @@ class DriverShare:
         before = self.share, self.text, self.kept
         key = progress.share_annotation(self.driver)
         kept = self.ledger.snapshot.setting(SHARE, self.driver)
-        asked_by = self.asked_by or self.ledger.snapshot.setting(SHARE_NODE, self.driver)
+        requested_on = self.requested_on or self.ledger.snapshot.setting(SHARE_NODE, self.driver)
         text = kept if annotations is None else annotations.get(key)
         self.text, self.kept = text or "", ""
-        if text is None and kept is not None and asked_by not in (None, node):
+        if text is None and kept is not None and requested_on not in (None, node):
             self.share, self.kept = parse_share(kept), kept
             if self.warned != node:
                 stays = "the Node was made anew without the annotation %s; the share %s from before stays"
@@ -91,9 +91,9 @@ class DriverShare:
             self.warned = node
             return before != (self.share, self.text, self.kept)
         try:
-            self.share = parse_asked(text) if text is not None else None
+            self.share = parse_requested(text) if text is not None else None
         except ShareError as error:
-            self.share = parse_asked(kept) if kept is not None else None
+            self.share = parse_requested(kept) if kept is not None else None
             if text != self.refused:
                 stays = f"the share {kept} from before" if kept is not None else "the configuration's share"
                 _LOG.error("annotation %s of the node: %s; %s stays", key, error, stays)
@@ -101,8 +101,8 @@ class DriverShare:
         else:
             self.refused = None
             if annotations is not None and text is not None:
-                self.asked_by = node
-            if text != kept or (annotations is not None and text is not None and asked_by != node):
+                self.requested_on = node
+            if text != kept or (annotations is not None and text is not None and requested_on != node):
                 self.tasks.start(self._keep(text, node))
         return before != (self.share, self.text, self.kept)
 

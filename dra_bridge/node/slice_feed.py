@@ -182,7 +182,7 @@ class SliceFeed:
             gone |= {(resource, name) for name in records.of(resource).keys() - (listed.devices.keys() - listed.gone)}
         share, qualifiers = self._context.share, qualifiers_of(records, self._context.name)
         current = progress.progress(
-            records, shares, waits, asked=share.text, kept=share.kept, gone=gone, qualifiers=qualifiers
+            records, shares, waits, requested=share.text, kept=share.kept, gone=gone, qualifiers=qualifiers
         )
         sides = progress.encoded(progress.without_holders(current))
         if self._reported is None or current != self._reported[0]:

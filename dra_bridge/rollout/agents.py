@@ -37,7 +37,7 @@ TOTAL: Final = 15.0  # seconds after which no more agents are waited for
 AT_ONCE: Final = 16  # agents that are asked at one time
 
 
-class _Holder(msgspec.Struct):
+class _ReportedHolder(msgspec.Struct):
     side: str
     namespace: str = ""
     pod: str = ""
@@ -59,13 +59,13 @@ class _DeviceStatus(msgspec.Struct):
     withheld: str = ""
     state: str = ""
     reason: str = ""
-    holders: list[_Holder] = []
+    holders: list[_ReportedHolder] = []
 
 
 class _Unlisted(msgspec.Struct):
     id: str
     state: str = ""
-    holders: list[_Holder] = []
+    holders: list[_ReportedHolder] = []
 
 
 class _Vendor(msgspec.Struct):
@@ -222,7 +222,7 @@ async def _ask(cluster: Cluster, pod: Object, turns: asyncio.Semaphore) -> _Agen
         return "its page asks for a token, which the pod proxy cannot pass on" if error.code == 401 else error.message
 
 
-def _titles(holders: Sequence[_Holder]) -> str:
+def _titles(holders: Sequence[_ReportedHolder]) -> str:
     return ", ".join(dict.fromkeys(holder.text for holder in holders))
 
 

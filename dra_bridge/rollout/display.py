@@ -54,7 +54,7 @@ def needs_attention(device: ReportedDevice) -> bool:
 def lines(status: FleetStatus, width: int | None, now: float, *, problems: bool = False) -> list[Line]:
     """Return what is shown. width: of the terminal in characters, None where lines may be as long as they are.
 
-    problems: leave out nodes that are as they are asked to be, and devices that need no attention. On a terminal these
+    problems: leave out nodes that have their requested share, and devices that need no attention. On a terminal these
     devices are left out of many nodes as well.
     """
     nodes = {view.node for view in status.nodes}
@@ -111,8 +111,8 @@ def _totals(nodes: Sequence[NodeView]) -> Iterator[str]:
         mine = [view for view in nodes if view.driver == driver]
         done = sum(map(fleet.finished, mine))
         yield f"{driver}: {len(mine)} nodes, {done} done, {len(mine) - done} not"
-        asked = Counter("no share" if view.asked is None else view.asked for view in mine)
-        shares = [f"{share} ({counted(number, 'node')})" for share, number in asked.most_common()]
+        requested = Counter("no share" if view.requested is None else view.requested for view in mine)
+        shares = [f"{share} ({counted(number, 'node')})" for share, number in requested.most_common()]
         yield f"  requested: {', '.join(shares)}"
         counts: dict[str, Counter[str]] = {}
         for view in mine:
@@ -226,11 +226,11 @@ def _node_as_json(view: NodeView) -> dict[str, Any]:
     return {
         "node": view.node,
         "driver": view.driver,
-        "asked": view.asked,
+        "requested": view.requested,
         "before": view.before.share if view.before is not None else None,
         "inRollout": view.before is not None,
         "rolloutOf": view.before.owner if view.before is not None else "",
-        "settled": fleet.finished(view),
+        "done": fleet.finished(view),
         "waitsFor": fleet.obstacles(view),
         "resources": [
             {

@@ -17,7 +17,7 @@ from deviceplugin.device import natural
 from deviceplugin.exclusion import DeviceKey
 from deviceplugin.naming import NamingError, parse_quantity, published_names
 from deviceplugin.register.records import NONE, State
-from dra_bridge.handover.share import Share, ShareError, parse_asked
+from dra_bridge.handover.share import Share, ShareError, parse_requested
 from dra_bridge.rollout.agents import Answers
 from dra_bridge.rollout.progress import DeviceProgress, Progress, annotation, read, share_annotation
 
@@ -72,12 +72,12 @@ class ReportedDevice(DeviceProgress, frozen=True, kw_only=True):
 class NodeView:
     """One driver on one node.
 
-    asked: the Node's annotation. serves: whether there are slices of the driver at all. uid: the Node's.
+    requested: the share in the Node's annotation. serves: whether the driver has slices at all. uid: the Node's.
     """
 
     node: str
     driver: str
-    asked: str | None = None
+    requested: str | None = None
     before: Before | None = None
     reported: Progress | None = None
     devices: tuple[ReportedDevice, ...] = ()
@@ -88,7 +88,7 @@ class NodeView:
     @property
     def taken_in(self) -> bool:
         """Whether the agent knows what the Node asks for."""
-        return self.reported is not None and self.reported.asked == (self.asked or "")
+        return self.reported is not None and self.reported.requested == (self.requested or "")
 
 
 def allocations(claim: Object, *, admin: bool = False) -> list[Object]:
@@ -246,10 +246,10 @@ def shortened(names: Iterable[str]) -> str:
 
 
 def distance(view: NodeView) -> int:
-    """Return how many devices have still to move until the node is as it is asked to be."""
+    """Return how many devices have still to move until the node has its requested share."""
     left = 0
     for resource in view.reported.resources.values() if view.reported is not None else ():
-        share = _share(view.asked) or _share(resource.share)
+        share = _share(view.requested) or _share(resource.share)
         plugin, to_dra, dra, to_plugin = (
             resource.counts.get(state.value, 0) for state in (State.PLUGIN, State.TO_DRA, State.DRA, State.TO_PLUGIN)
         )
@@ -283,8 +283,8 @@ def obstacles(view: NodeView) -> list[str]:
         if view.serves:
             return ["its agent reports no moves: it is an older one, or its annotation cannot be read"]
         return [f"there are no slices of {view.driver} now; {RESTARTING}"]
-    if view.asked is not None and _share(view.asked) is None:
-        return [f"its annotation {share_annotation(view.driver)}: {view.asked!r} is not a share"]
+    if view.requested is not None and _share(view.requested) is None:
+        return [f"its annotation {share_annotation(view.driver)}: {view.requested!r} is not a share"]
     if not view.taken_in:
         ready = "" if view.ready else " (the node is not Ready)"
         return [f"its agent has not read the requested share yet; is it running?{ready}"]
@@ -321,21 +321,21 @@ def summary(view: NodeView) -> str:
     if view.reported is None:
         return obstacles(view)[0]
     by = f" by the rollout of {view.before.owner}" if view.before is not None and view.before.owner else ""
-    parts = [f"{requested(view.asked)}{by}"]
+    parts = [f"{share_in_words(view.requested)}{by}"]
     for name, resource in view.reported.resources.items():
         counts = ", ".join(f"{number} {state}" for state, number in sorted(resource.counts.items())) or "no devices"
         parts.append(f"{name}: {counts} (share {resource.share})")
     return "; ".join(parts)
 
 
-def requested(share: str | None) -> str:
+def share_in_words(share: str | None) -> str:
     """Return which share a Node's annotation requests, in words."""
     return "no share requested" if share is None else f"share {share} requested"
 
 
 def _share(text: str | None) -> Share | None:
     try:
-        return parse_asked(text) if text is not None else None
+        return parse_requested(text) if text is not None else None
     except ShareError:
         return None
 
@@ -356,7 +356,7 @@ def failing_pods(pods: Iterable[Object], events: Iterable[Object], resources: Co
         metadata, status = pod["metadata"], pod.get("status") or {}
         uid, name = str(metadata["uid"]), f"{metadata.get('namespace', '')}/{metadata['name']}"
         claims = pod["spec"].get("resourceClaims") or status.get("extendedResourceClaimStatus")
-        if not claims and asked_of(pod).keys().isdisjoint(resources):
+        if not claims and requests_of(pod).keys().isdisjoint(resources):
             continue
         if status.get("phase") == "Failed":
             reason = ": ".join(filter(None, (status.get("reason"), status.get("message"))))
@@ -366,16 +366,16 @@ def failing_pods(pods: Iterable[Object], events: Iterable[Object], resources: Co
     return failing
 
 
-def asked_of(pod: Object) -> dict[str, int]:
+def requests_of(pod: Object) -> dict[str, int]:
     """Return how much of extended resources a pod asks for; init containers give back what they had."""
-    asked: dict[str, int] = {}
+    amounts: dict[str, int] = {}
     for key, combined in (("containers", int.__add__), ("initContainers", max)):
         for container in pod["spec"].get(key) or ():
             resources = container.get("resources") or {}
             for name, amount in {**(resources.get("requests") or {}), **(resources.get("limits") or {})}.items():
                 if "/" in name:
-                    asked[name] = combined(asked.get(name, 0), quantity(amount))
-    return asked
+                    amounts[name] = combined(amounts.get(name, 0), quantity(amount))
+    return amounts
 
 
 def quantity(text: str | int | None) -> int:
@@ -404,20 +404,20 @@ class Goal:
         return before.share if self.undo and before is not None else self.share
 
 
-def conflict(goal: Goal, asked: str | None, before: Before | None, *, begun: bool = False) -> str:
+def conflict(goal: Goal, requested: str | None, before: Before | None, *, begun: bool = False) -> str:
     """Return who else asks a node for another share than the goal's, in words; "" if nobody does.
 
-    begun: whether this run has asked the node for the goal's share: it asks once.
+    begun: whether this run has set the node's share to the goal's: it does so once.
     """
     owner = before.owner if before is not None else ""
-    if asked == goal.wanted(before) or (goal.undo and (before is None or not begun)):
+    if requested == goal.wanted(before) or (goal.undo and (before is None or not begun)):
         return ""
     if not begun and (goal.take_over or not owner):
         return ""
     who = f"by the rollout of {owner}"
     if owner in ("", goal.owner):
         who = "by somebody else since this rollout has begun it"
-    return f"{requested(asked)} {who}; --take-over replaces it"
+    return f"{share_in_words(requested)} {who}; --take-over replaces it"
 
 
 class Phase(enum.Enum):
@@ -436,7 +436,7 @@ def phase(goal: Goal, view: NodeView) -> Phase:
         return Phase.UNTOUCHED
     if view.reported is None and not goal.undo:
         return Phase.UNSERVED
-    if view.asked != goal.wanted(view.before):
+    if view.requested != goal.wanted(view.before):
         return Phase.WAITING
     return Phase.DONE if view.reported is None or finished(view) else Phase.MOVING
 
@@ -487,7 +487,7 @@ def decide(
     forget = tuple(view.node for view in by_phase[Phase.DONE]) if goal.undo else ()
     others: dict[str, list[str]] = {}
     for view in nodes:
-        if other := conflict(goal, view.asked, view.before, begun=view.node in own):
+        if other := conflict(goal, view.requested, view.before, begun=view.node in own):
             others.setdefault(other, []).append(view.node)
     stop = [f"{shortened(names)}: {other}" for other, names in others.items()]
     for view in nodes:
@@ -506,7 +506,7 @@ def decide(
     under_way = len(moving) + len(gone)
     if limits.pause and own:
         return RolloutStep(forget=forget, over=not under_way and not forget)
-    # A node whose devices move to another share counts as moving whether it is asked or not, so it is asked first.
+    # A node whose devices move to another share counts as moving whether its share is set or not, so it comes first.
     unfinished = [view for view in waiting if view.reported is not None and not finished(view)]
     ready = [view for view in waiting if view.ready and (view.reported is None or finished(view))]
     count = max(0, limits.max_unavailable - under_way)

@@ -44,13 +44,13 @@ class ResourceProgress(msgspec.Struct, frozen=True, omit_defaults=True):
 class Progress(msgspec.Struct, frozen=True, omit_defaults=True):
     """One driver on one node.
 
-    asked: the Node's annotation as the agent knows it; "": the config's shares apply, or the share `kept`, which the
-    Node before this one requested. qualifiers: in the names of published devices, by resource, also of resources that
-    the driver has no longer.
+    requested: the share in the Node's annotation as the agent knows it; "": the config's shares apply, or `kept`, which
+    was requested on the Node object before this one. qualifiers: in the names of published devices, by resource, also
+    of resources that the driver has no longer.
     """
 
     resources: dict[str, ResourceProgress]
-    asked: str = ""
+    requested: str = ""
     qualifiers: dict[str, str] = {}
     kept: str = ""
 
@@ -70,7 +70,7 @@ def progress(
     shares: Mapping[str, str],
     waits: Mapping[DeviceKey, str],
     *,
-    asked: str,
+    requested: str,
     kept: str = "",
     gone: Collection[DeviceKey],
     qualifiers: Mapping[str, str],
@@ -89,7 +89,7 @@ def progress(
             )
         counts = Counter(device.state.value for device in devices.values() if not device.gone)
         resources[resource] = ResourceProgress(share, dict(counts), devices if len(devices) <= MAX_DEVICES else {})
-    while len(encoded(report := Progress(resources, asked, dict(qualifiers), kept)).encode()) > MAX_BYTES:
+    while len(encoded(report := Progress(resources, requested, dict(qualifiers), kept)).encode()) > MAX_BYTES:
         name = max(resources, key=lambda name: len(resources[name].devices))
         if not resources[name].devices:
             break

@@ -36,7 +36,7 @@ class Reporter:
             if self._bars is not None and node not in self._tasks:
                 self._tasks[node] = self._bars.add_task(node, total=None, unit="devices", visible=False)
             # Without an annotation only the agent knows what it is to be.
-            if view.reported is None or (view.asked is None and view.reported.asked):
+            if view.reported is None or (view.requested is None and view.reported.requested):
                 continue
             left = fleet.distance(view)
             most = self._most[node] = max(self._most.get(node, 0), left)

@@ -8,7 +8,7 @@ from typing import Any
 
 from dra_bridge.handover.admission import AdmittedPod, denied
 from dra_bridge.kube import PODS, Cluster
-from dra_bridge.rollout.fleet import NodeView, asked_of, shortened
+from dra_bridge.rollout.fleet import NodeView, requests_of, shortened
 
 Object = Mapping[str, Any]
 
@@ -45,7 +45,7 @@ def denied_pods(pods: Iterable[Object], resource: str) -> tuple[str, ...]:
 
 def _admitted(pod: Object, resource: str) -> AdmittedPod | None:
     metadata, status = pod["metadata"], pod.get("status") or {}
-    asks = asked_of(pod).get(resource, 0)
+    asks = requests_of(pod).get(resource, 0)
     if not asks or status.get("phase") in ("Succeeded", "Failed"):
         return None
     mappings = (status.get("extendedResourceClaimStatus") or {}).get("requestMappings") or ()

@@ -85,7 +85,7 @@ async def _patch(
         patched = await cluster.patch(NODES, node, patch)
     except kube.ForbiddenError as error:
         raise RolloutError(f"node {node}: {error.message}; this takes the right to patch nodes") from error
-    reporter.say(f"{node}: {'share override removed' if share is None else fleet.requested(share)}")
+    reporter.say(f"{node}: {'share override removed' if share is None else fleet.share_in_words(share)}")
     return patched
 
 
@@ -201,7 +201,9 @@ async def migrate(
             reporter.show(nodes)
             problems = [f"node {name} is gone" for name in sorted(set(names) - {view.node for view in nodes})]
             problems += [
-                f"{view.node}: {fleet.requested(view.asked)} meanwhile" for view in nodes if view.asked != share
+                f"{view.node}: {fleet.share_in_words(view.requested)} meanwhile"
+                for view in nodes
+                if view.requested != share
             ]
             if problems:
                 for line in problems:
@@ -256,10 +258,10 @@ class _Rollout:
         self._limits = limits
         self._since: dict[str, float] = {}
         self._own: dict[str, str] = {}
-        """The nodes that this run has asked, with the UIDs of their Nodes."""
+        """The nodes whose share this run has set, with the UIDs of their Nodes."""
         self._done: dict[str, float] = {}
         self._gone: Sequence[str] = ()
-        """Nodes that this run has asked and that are there no more, before they were done."""
+        """Nodes whose share this run has set and that were deleted before they were done."""
         self._failing: dict[str, tuple[float, dict[str, str]]] = {}
         """By node, when its pods were last listed, and which of them were failing."""
         self._baseline: dict[str, frozenset[str]] = {}
@@ -350,7 +352,8 @@ class _Rollout:
         self._own[view.node] = node["metadata"].get("uid", "")
         self._since[view.node] = time.monotonic()
         self._done.pop(view.node, None)
-        self._reporter.show([replace(view, asked=wanted)])  # how far it is from that: it may be there at the next step
+        # Show how far it is from that: it may be there at the next step.
+        self._reporter.show([replace(view, requested=wanted)])
 
     async def _failing_pods(self, view: NodeView) -> dict[str, str]:
         resources = view.reported.resources if view.reported is not None else ()

@@ -10,7 +10,7 @@ from typing import Any
 from deviceplugin.naming import class_name
 from deviceplugin.register.records import State
 from dra_bridge.kube import DEVICE_CLASSES, NODES, PODS, RESOURCE_CLAIMS, Cluster, ForbiddenError
-from dra_bridge.rollout.fleet import NodeView, asked_of, quantity, shortened
+from dra_bridge.rollout.fleet import NodeView, quantity, requests_of, shortened
 
 Object = Mapping[str, Any]
 
@@ -46,7 +46,7 @@ async def hints(cluster: Cluster, views: Sequence[NodeView]) -> list[str]:
     """
     waiting = (await cluster.list(PODS, field_selector="spec.nodeName=,status.phase=Pending")).items
     resources = {name for view in views if view.reported is not None for name in view.reported.resources}
-    if not any(pod["spec"].get("resourceClaims") or resources & asked_of(pod).keys() for pod in waiting):
+    if not any(pod["spec"].get("resourceClaims") or resources & requests_of(pod).keys() for pod in waiting):
         return []
     claims = (await cluster.list(RESOURCE_CLAIMS)).items
     waits = [wait_of(pod, claims) for pod in waiting]
@@ -138,7 +138,9 @@ def room_of(view: NodeView, resource: str, node: Object, bound: Iterable[Object]
     status = node.get("status") or {}
     capacity, allocatable = (quantity((status.get(key) or {}).get(resource)) for key in ("capacity", "allocatable"))
     phases = ("Succeeded", "Failed")
-    used = sum(asked_of(pod).get(resource, 0) for pod in bound if (pod.get("status") or {}).get("phase") not in phases)
+    used = sum(
+        requests_of(pod).get(resource, 0) for pod in bound if (pod.get("status") or {}).get("phase") not in phases
+    )
     devices = [device for device in view.devices if device.resource == resource and not device.gone]
     dra = [device for device in devices if device.state is State.DRA]
     per_device = capacity // len(devices) if devices and capacity >= len(devices) else 1
@@ -159,4 +161,4 @@ def wait_of(pod: Object, claims: Iterable[Object]) -> Wait:
             exactly = request.get("exactly") or request  # before v1beta2 the fields were the request's own
             device_class = exactly.get("deviceClassName", "")
             classes[device_class] = classes.get(device_class, 0) + int(exactly.get("count") or 1)
-    return Wait(f"{namespace}/{name}", asked_of(pod), classes)
+    return Wait(f"{namespace}/{name}", requests_of(pod), classes)

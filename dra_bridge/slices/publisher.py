@@ -71,7 +71,7 @@ class _RateLimit:
 
 
 @dataclass(slots=True, eq=False)
-class _Driver:
+class _PublishedDriver:
     """What the publisher remembers of one driver."""
 
     pool: Pool
@@ -102,7 +102,7 @@ class Publisher:
         self._node = node
         self._rate_limit = partial(_RateLimit, burst, per_second)
         self._features = ServerFeatures(cluster, probe_again)
-        self._drivers: dict[str, _Driver] = {}
+        self._drivers: dict[str, _PublishedDriver] = {}
         self._group: asyncio.TaskGroup | None = None
         self._listed = asyncio.Event()
         self._owner: Object | None = None
@@ -117,7 +117,7 @@ class Publisher:
             raise ValueError(f"this publisher is for node {self._node}, not {pool.node}")
         driver = self._drivers.get(pool.driver)
         if driver is None:
-            driver = self._drivers[pool.driver] = _Driver(pool, self._rate_limit())
+            driver = self._drivers[pool.driver] = _PublishedDriver(pool, self._rate_limit())
             if self._group is not None:
                 self._start(driver, self._group)
         elif driver.pool == pool:
@@ -182,16 +182,16 @@ class Publisher:
             driver.mirror.keep(body)
             self._features.learn(body)
 
-    def _driver_of(self, body: Object) -> _Driver | None:
+    def _driver_of(self, body: Object) -> _PublishedDriver | None:
         spec = body.get("spec") or {}
         if spec.get("nodeName") != self._node or (spec.get("pool") or {}).get("name") != self._node:
             return None
         return self._drivers.get(spec.get("driver", ""))
 
-    def _start(self, driver: _Driver, group: asyncio.TaskGroup) -> None:
+    def _start(self, driver: _PublishedDriver, group: asyncio.TaskGroup) -> None:
         group.create_task(self._work(driver), name=f"slices of {driver.pool.driver}")
 
-    async def _work(self, driver: _Driver) -> None:
+    async def _work(self, driver: _PublishedDriver) -> None:
         backoff = self.cluster.backoff.fresh()
         conflicts = 0
         while True:
@@ -243,7 +243,7 @@ class Publisher:
             if wait:
                 await self._pause(driver, wait)
 
-    async def _pause(self, driver: _Driver, seconds: float) -> None:
+    async def _pause(self, driver: _PublishedDriver, seconds: float) -> None:
         """Wait after a failure; end early when something else is wanted and the server answers."""
         ticket = driver.state.wanted
 
@@ -258,7 +258,7 @@ class Publisher:
             for task in waits:
                 task.cancel()
 
-    async def _reconcile(self, driver: _Driver) -> bool:
+    async def _reconcile(self, driver: _PublishedDriver) -> bool:
         """Make the slices as they are wanted; return False if that does not end."""
         pool, ticket = driver.pool, driver.state.wanted
         version = await self.cluster.version()
@@ -306,7 +306,7 @@ class Publisher:
                 "controller": True,
             }
 
-    async def _write(self, driver: _Driver, write: Write, version: str) -> None:
+    async def _write(self, driver: _PublishedDriver, write: Write, version: str) -> None:
         metadata = write.body["metadata"]
         if write.verb == "delete":
             with suppress(NotFoundError):
@@ -329,7 +329,7 @@ class Publisher:
                 self._keep(answer)
         self._set(driver, writes=driver.state.writes + 1)
 
-    def _finish(self, driver: _Driver, wanted: Desired, ticket: int) -> None:
+    def _finish(self, driver: _PublishedDriver, wanted: Desired, ticket: int) -> None:
         unsupported = self._features.missing & wanted.needs
         for message in (*(WITHOUT[feature] for feature in sorted(unsupported)), *wanted.problems):
             self._warn_once(driver, message)
@@ -344,18 +344,18 @@ class Publisher:
             problems=wanted.problems,
         )
 
-    def _problem(self, driver: _Driver, message: str) -> None:
+    def _problem(self, driver: _PublishedDriver, message: str) -> None:
         self._set(driver, problems=tuple(dict.fromkeys((*driver.state.problems, message)))[-20:])
         self._warn_once(driver, message)
 
-    def _warn_once(self, driver: _Driver, message: str) -> None:
+    def _warn_once(self, driver: _PublishedDriver, message: str) -> None:
         if message not in driver.warned:
             if len(driver.warned) >= 1000:
                 driver.warned.clear()
             driver.warned.add(message)
             logger.warning("%s", message, extra={"driver": driver.pool.driver})
 
-    def _set(self, driver: _Driver, **changes: Any) -> None:
+    def _set(self, driver: _PublishedDriver, **changes: Any) -> None:
         driver.state = replace(driver.state, **changes)
         self._changed.set()
         self._changed = asyncio.Event()

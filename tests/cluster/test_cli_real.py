@@ -258,7 +258,7 @@ def test_status_says_what_is_true(bridge: Bridge, ran: Callable[..., tuple[int, 
     cluster.wait_for(lambda: holders(shown()) == held, 30, f"the holders are {held}")
     found = shown()
     (resource,) = found["resources"]
-    assert (found["node"], found["asked"], found["settled"], found["waitsFor"]) == (node, "50%", True, [])
+    assert (found["node"], found["requested"], found["done"], found["waitsFor"]) == (node, "50%", True, [])
     assert resource["counts"] == {"dra": 2, "plugin": 2}
     assert {one["name"] for one in resource["devices"] if one["side"] == "dra"} == set(offered)
     assert {one["name"] for one in resource["devices"]} == {
@@ -285,13 +285,13 @@ def test_rollout_stalls_goes_on_and_is_undone(bridge: Bridge, ran: Callable[...,
     assert status == 0, out
     assert "1 of 1 nodes done" in out
     found = told(ran("status", "-o", "json")[1])
-    assert (found["asked"], found["before"], found["inRollout"], found["settled"]) == ("all", "1", True, True)
+    assert (found["requested"], found["before"], found["inRollout"], found["done"]) == ("all", "1", True, True)
     assert found["resources"][0]["counts"] == {"dra": COUNT}
     status, out = ran("rollout", "--driver", DRIVER, "--undo", "--selector", "pool=boards")
     assert status == 0, out
     assert asked_of(cluster) == {SHARE: "1"}
     found = told(ran("status", "-o", "json")[1])
-    assert found["settled"]
+    assert found["done"]
     assert found["resources"][0]["counts"] == {"dra": 1, "plugin": COUNT - 1}
 
 

@@ -28,7 +28,7 @@ from deviceplugin.register.records import State
 from deviceplugin.tables import age
 from deviceplugin.version import installing
 from dra_bridge import cli
-from dra_bridge.handover.share import parse_asked
+from dra_bridge.handover.share import parse_requested
 from dra_bridge.manifests import Deployment, manifests
 from dra_bridge.node.options import AGENT, add_run_options, parse_run
 from dra_bridge.rollout import progress, reporter, rollout
@@ -76,7 +76,7 @@ class FakeAgent:
     def told(self) -> str:
         """What it says in its slice that it was asked for."""
         told = progress.read(D, [self.server.get("resourceslices", f"{self.node}-s")])
-        return "" if told is None else told.asked
+        return "" if told is None else told.requested
 
     @property
     def moving(self) -> bool:
@@ -96,7 +96,7 @@ class FakeAgent:
     def work(self) -> None:
         """Do what can be done of what is asked for, and tell of it."""
         asked = self.annotations.get(SHARE)
-        share = parse_asked(asked or "none")
+        share = parse_requested(asked or "none")
         dra, there = (State.DRA, State.TO_DRA), [n for n, s in self.states.items() if s in (State.DRA, State.TO_DRA)]
         rest = sorted(self.states.keys() - set(there))
         want = share.of(self.count)
@@ -109,7 +109,7 @@ class FakeAgent:
                 self.states[name] = State.DRA if state in dra else State.PLUGIN
         self.tell(asked)
 
-    def tell(self, asked: str | None = None) -> None:
+    def tell(self, requested: str | None = None) -> None:
         """Write the slice with its annotation."""
         counts: dict[str, int] = {}
         for state in self.states.values():
@@ -123,8 +123,8 @@ class FakeAgent:
             )
             for name, state in self.states.items()
         }
-        self.said = asked
-        told = Progress({R: ResourceProgress(asked or "none", counts, devices)}, asked or "", {R: ""})
+        self.said = requested
+        told = Progress({R: ResourceProgress(requested or "none", counts, devices)}, requested or "", {R: ""})
         body: dict[str, Any] = {
             "apiVersion": "resource.k8s.io/v1",
             "kind": "ResourceSlice",
@@ -490,7 +490,7 @@ def test_status_tells_devices_and_holders(nodes: FakeFleet, bridge: Callable[...
     ran = bridge("status", "-o", "json")
     assert ran.status == 0
     (node,) = json.loads(ran.out)["nodes"]
-    assert (node["node"], node["driver"], node["asked"], node["settled"]) == ("n1", D, "all", False)
+    assert (node["node"], node["driver"], node["requested"], node["done"]) == ("n1", D, "all", False)
     assert node["waitsFor"] == ["gpu-0 (to-dra) waits for its holder, held by pod default/p"]
     (resource,) = node["resources"]
     assert resource["counts"] == {"to-dra": 1, "dra": 2}

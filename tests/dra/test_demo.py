@@ -86,7 +86,7 @@ def serves_the_command_line(invitation: str, capsys: pytest.CaptureFixture[str])
     capsys.readouterr()
     assert cli.main(["status", "-o", "json", *kubeconfig]) == 0
     (node,) = json.loads(capsys.readouterr().out)["nodes"]
-    assert node["settled"]
+    assert node["done"]
     assert node["resources"][0]["counts"] == {"dra": 3, "plugin": 1}
     return Path(said["file"])
 

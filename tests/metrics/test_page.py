@@ -285,7 +285,7 @@ class TestPage:
             "claims are to have 2, 1 of 3 on the DRA side, 1 on the way there" in Table(page.html(observer.view())).text
         )
         (one,) = json.loads(page.status(observer.view()))["resources"]
-        assert one["share"] == {"asked": "2", "devices": 3, "claimable": 1, "leaving": 1, "returning": 0}
+        assert one["share"] == {"requested": "2", "devices": 3, "claimable": 1, "leaving": 1, "returning": 0}
 
     def test_events_have_dates(self) -> None:
         """An event of yesterday does not look like one of today."""

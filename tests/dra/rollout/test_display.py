@@ -25,12 +25,12 @@ def device(name: str, state: State = State.PLUGIN, holder: str = "", **more: Any
     return ReportedDevice(state, 995, holder, resource=R, name=name, **fields)
 
 
-def view(name: str, *devices: ReportedDevice, asked: str | None = None) -> NodeView:
+def view(name: str, *devices: ReportedDevice, requested: str | None = None) -> NodeView:
     states = [one.state.value for one in devices]
     counts = {state: states.count(state) for state in states}
     told = {one.name: DeviceProgress(one.state, one.since) for one in devices}
-    reported = Progress({R: ResourceProgress(asked or "none", counts, told)}, asked or "", {R: ""})
-    return NodeView(name, D, asked, reported=reported, devices=devices)
+    reported = Progress({R: ResourceProgress(requested or "none", counts, told)}, requested or "", {R: ""})
+    return NodeView(name, D, requested, reported=reported, devices=devices)
 
 
 def shown(status: FleetStatus, width: int | None = None, **more: bool) -> list[str]:
@@ -39,7 +39,7 @@ def shown(status: FleetStatus, width: int | None = None, **more: bool) -> list[s
 
 HELD = device("gpu-0", State.TO_DRA, "pod ml/training-0", waits="pod ml/training-0")
 BROKEN = device("gpu-1", health="unhealthy", message="XID 79: it has fallen off the bus")
-FEW = FleetStatus([view("ip-10-0-123-45.compute.internal", HELD, BROKEN, asked="1")], ["the agent of x: not ready"])
+FEW = FleetStatus([view("ip-10-0-123-45.compute.internal", HELD, BROKEN, requested="1")], ["the agent of x: not ready"])
 
 
 def test_without_a_width_all_columns_are_there() -> None:
@@ -93,8 +93,8 @@ def test_nothing_is_cut(found: list[tuple[str, str, str]], width: int) -> None:
 
 def test_many_nodes_begin_with_their_numbers() -> None:
     """On a terminal devices follow that need attention, and nodes that are not done; a pipe gets all."""
-    fine = [view(f"n{number}", device("a", State.DRA), device("b", State.DRA), asked="all") for number in range(40)]
-    waiting = view("n99", HELD, BROKEN, asked="1")
+    fine = [view(f"n{number}", device("a", State.DRA), device("b", State.DRA), requested="all") for number in range(40)]
+    waiting = view("n99", HELD, BROKEN, requested="1")
     lines = shown(FleetStatus([*fine, waiting]), 120)
     assert lines == [
         f"{D}: 41 nodes, 40 done, 1 not",
@@ -130,7 +130,7 @@ def test_many_nodes_begin_with_their_numbers() -> None:
 )
 def test_problems_alone(seen: ReportedDevice) -> None:
     """What is not as it should be is listed; the rest is a number."""
-    status = FleetStatus([view("n1", device("fine"), asked="none"), view("n2", seen)])
+    status = FleetStatus([view("n1", device("fine"), requested="none"), view("n2", seen)])
     lines = shown(status, problems=True)
     assert not any("fine" in line for line in lines)
     assert any(line.startswith("n2 ") for line in lines)

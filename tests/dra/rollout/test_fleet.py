@@ -25,17 +25,19 @@ SHARE = progress.share_annotation(D)
 BEFORE = fleet.before_annotation(D)
 
 
-def report(counts: Mapping[str, int], asked: str = "", share: str = "none", **devices: DeviceProgress) -> Progress:
-    return Progress({R: ResourceProgress(share, dict(counts), devices)}, asked, {R: ""})
+def report(counts: Mapping[str, int], requested: str = "", share: str = "none", **devices: DeviceProgress) -> Progress:
+    return Progress({R: ResourceProgress(share, dict(counts), devices)}, requested, {R: ""})
 
 
-def view(node: str = "n1", asked: str | None = None, counts: Mapping[str, int] | None = None, **more: Any) -> NodeView:
-    known = report(counts or {"plugin": 4}, asked or "", asked or "none")
-    return NodeView(node, D, asked, reported=known, **more)
+def view(
+    node: str = "n1", requested: str | None = None, counts: Mapping[str, int] | None = None, **more: Any
+) -> NodeView:
+    known = report(counts or {"plugin": 4}, requested or "", requested or "none")
+    return NodeView(node, D, requested, reported=known, **more)
 
 
 @pytest.mark.parametrize(
-    ("asked", "counts", "left"),
+    ("requested", "counts", "left"),
     [
         ("all", {"plugin": 4}, 4),
         ("all", {"dra": 3, "to-dra": 1}, 1),
@@ -48,18 +50,18 @@ def view(node: str = "n1", asked: str | None = None, counts: Mapping[str, int] |
         ("nonsense", {"plugin": 4}, 0),
     ],
 )
-def test_distance(asked: str | None, counts: Mapping[str, int], left: int) -> None:
+def test_distance(requested: str | None, counts: Mapping[str, int], left: int) -> None:
     """The distance is how many devices have still to move; devices on no side do not count."""
-    assert fleet.distance(view(asked=asked, counts=counts)) == left
+    assert fleet.distance(view(requested=requested, counts=counts)) == left
 
 
 def test_settled_only_once_the_agent_knows() -> None:
     """A node is not settled before its agent has taken in what is asked for, whatever the counts."""
-    at_rest = view(asked="all", counts={"dra": 4})
+    at_rest = view(requested="all", counts={"dra": 4})
     assert fleet.finished(at_rest)
     assert at_rest.reported is not None
-    assert not fleet.finished(replace(at_rest, reported=msgspec.structs.replace(at_rest.reported, asked="none")))
-    assert not fleet.finished(replace(at_rest, asked=None))
+    assert not fleet.finished(replace(at_rest, reported=msgspec.structs.replace(at_rest.reported, requested="none")))
+    assert not fleet.finished(replace(at_rest, requested=None))
     assert not fleet.finished(NodeView("n1", D, "all"))
     kept = msgspec.structs.replace(report({"dra": 4}, share="all"), kept="all")
     assert not fleet.finished(NodeView("n1", D, reported=kept))
@@ -110,7 +112,7 @@ def test_views_read_what_the_server_has() -> None:
     broken = slice_of("n9", None)
     broken["metadata"]["annotations"] = {progress.annotation(D): "garbage"}
     found = fleet.views(D, nodes, [slice_of("n10", report({"plugin": 1})), broken])
-    assert [(one.node, one.asked, one.before, one.ready, one.serves, one.reported is None) for one in found] == [
+    assert [(one.node, one.requested, one.before, one.ready, one.serves, one.reported is None) for one in found] == [
         ("n8", None, None, True, False, True),
         ("n9", None, None, False, True, True),
         ("n10", "1", Before(None), True, True, False),
@@ -140,10 +142,10 @@ def test_claims_name_holders_of_a_shared_device() -> None:
     [
         (NodeView("n1", D), "its agent reports no moves"),
         (NodeView("n1", D, serves=False), f"there are no slices of {D}"),
-        (view(asked="half"), f"its annotation {SHARE}: 'half' is not a share"),
-        (replace(view(), asked="all"), "its agent has not read the requested share yet; is it running?"),
-        (replace(view(), asked="all", ready=False), "(the node is not Ready)"),
-        (view(asked="all", counts={"plugin": 1}), "its agent has yet to move devices"),
+        (view(requested="half"), f"its annotation {SHARE}: 'half' is not a share"),
+        (replace(view(), requested="all"), "its agent has not read the requested share yet; is it running?"),
+        (replace(view(), requested="all", ready=False), "(the node is not Ready)"),
+        (view(requested="all", counts={"plugin": 1}), "its agent has yet to move devices"),
         (
             NodeView("n1", D, reported=msgspec.structs.replace(report({"dra": 4}, share="all"), kept="all")),
             "its Node was recreated without the annotation; the share all stays until another is requested",
@@ -171,7 +173,7 @@ def test_obstacles_of_devices() -> None:
     waiting = report({"plugin": 1}, "all", "all", a=DeviceProgress(State.PLUGIN, 1, "pod d/p"))
     (found,) = fleet.views(D, [node("n1", {SHARE: "all"})], [slice_of("n1", waiting)])
     assert fleet.obstacles(found) == ["devices move when they are idle: a held by pod d/p"]
-    assert fleet.obstacles(view(asked="all", counts={"dra": 4})) == []
+    assert fleet.obstacles(view(requested="all", counts={"dra": 4})) == []
 
 
 @pytest.mark.parametrize(
@@ -233,11 +235,11 @@ def test_phases() -> None:
     """A node waits, moves or is done by what it is asked for and how far it is."""
     goal, undo = Goal("all"), Goal(undo=True)
     assert fleet.phase(goal, view()) is Phase.WAITING
-    assert fleet.phase(goal, view(asked="all", counts={"dra": 1, "to-dra": 3})) is Phase.MOVING
-    assert fleet.phase(goal, view(asked="all", counts={"dra": 4})) is Phase.DONE
+    assert fleet.phase(goal, view(requested="all", counts={"dra": 1, "to-dra": 3})) is Phase.MOVING
+    assert fleet.phase(goal, view(requested="all", counts={"dra": 4})) is Phase.DONE
     assert fleet.phase(goal, NodeView("n1", D)) is Phase.UNSERVED
-    assert fleet.phase(undo, view(asked="all")) is Phase.UNTOUCHED
-    assert fleet.phase(undo, view(asked="all", counts={"dra": 4}, before=Before("1"))) is Phase.WAITING
+    assert fleet.phase(undo, view(requested="all")) is Phase.UNTOUCHED
+    assert fleet.phase(undo, view(requested="all", counts={"dra": 4}, before=Before("1"))) is Phase.WAITING
     assert fleet.phase(undo, NodeView("n1", D, "1", Before("1"))) is Phase.DONE
 
 
@@ -250,14 +252,14 @@ def test_nodes_that_are_not_ready_are_not_begun() -> None:
 
 def test_a_node_under_way_elsewhere_counts() -> None:
     """A node that moves already, to another share, is in the move: it is asked first, and no other is begun."""
-    nodes = [view("n1"), view("n2", asked="2", counts={"to-dra": 2, "plugin": 2})]
+    nodes = [view("n1"), view("n2", requested="2", counts={"to-dra": 2, "plugin": 2})]
     assert fleet.decide(Goal("all"), nodes, RolloutLimits(1)).begin == ("n2",)
     assert fleet.decide(Goal("all"), nodes, RolloutLimits(2)).begin == ("n2", "n1")
 
 
 def test_a_stalled_node_stops_it() -> None:
     """A node that takes longer than it may stops the rollout, with what it waits for; nothing more is begun."""
-    nodes = [view("n1", asked="all", counts={"to-dra": 4}), view("n2")]
+    nodes = [view("n1", requested="all", counts={"to-dra": 4}), view("n2")]
     patient = fleet.decide(Goal("all"), nodes, RolloutLimits(2, 10.0), ages={"n1": 9.0})
     assert patient.begin == ("n2",)
     stalled = fleet.decide(Goal("all"), nodes, RolloutLimits(2, 10.0), ages={"n1": 20.0})
@@ -374,7 +376,7 @@ ALICE, BOB = Goal("all", owner="alice (share all)"), Goal("none", owner="bob (sh
 
 def owned(share: str | None, goal: Goal, **more: Any) -> NodeView:
     """Return a node that a goal's rollout has begun, and that is asked for a share now."""
-    return view("n1", asked=share, counts={"plugin": 4}, before=Before("2", owner=goal.owner), **more)
+    return view("n1", requested=share, counts={"plugin": 4}, before=Before("2", owner=goal.owner), **more)
 
 
 @pytest.mark.parametrize(
@@ -393,8 +395,8 @@ def owned(share: str | None, goal: Goal, **more: Any) -> NodeView:
         (ALICE, owned("none", BOB), ("n1",), "n1: share none requested by the rollout of bob (share none)"),
         (ALICE, owned("1", ALICE), (), "n1: share 1 requested by somebody else since this rollout has begun it"),
         (ALICE, owned(None, ALICE), ("n1",), "n1: no share requested by somebody else"),
-        (ALICE, view("n1", asked="2"), ("n1",), "n1: share 2 requested by somebody else"),  # undone meanwhile
-        (ALICE, view("n1", asked="2"), (), ""),
+        (ALICE, view("n1", requested="2"), ("n1",), "n1: share 2 requested by somebody else"),  # undone meanwhile
+        (ALICE, view("n1", requested="2"), (), ""),
         (ALICE, owned("none", Goal()), (), ""),  # the record of an older version names nobody
         (Goal(undo=True, owner="bob (undo)"), owned("all", ALICE), (), ""),
         (
@@ -411,7 +413,7 @@ def test_contradicting_rollouts(goal: Goal, found: NodeView, own: Sequence[str],
     assert bool(decision.stop) is bool(said)
     assert "".join(decision.stop).startswith(said)
     assert not (said and decision.begin)
-    annotations = {SHARE: found.asked, BEFORE: msgspec.json.encode(found.before).decode() if found.before else None}
+    annotations = {SHARE: found.requested, BEFORE: msgspec.json.encode(found.before).decode() if found.before else None}
     now = node("n1", {key: text for key, text in annotations.items() if text is not None})
     if said and not own:  # it was begun by another run between the decision and the request
         assert fleet.begin_patch(goal, D, now, []) is None
@@ -458,10 +460,10 @@ def test_a_record_is_removed_only_where_its_share_is_restored() -> None:
 
 def test_pause_ends_after_the_first_nodes() -> None:
     """With pause nothing more is begun once this run has begun some; it is over when they are done."""
-    moving = [view("n1", asked="all", counts={"to-dra": 4}), view("n2")]
+    moving = [view("n1", requested="all", counts={"to-dra": 4}), view("n2")]
     limits = RolloutLimits(1, pause=True)
     assert fleet.decide(Goal("all"), moving, limits, own={"n1"}) == fleet.RolloutStep()
-    done = [view("n1", asked="all", counts={"dra": 4}), view("n2")]
+    done = [view("n1", requested="all", counts={"dra": 4}), view("n2")]
     assert fleet.decide(Goal("all"), done, limits, own={"n1"}).over
     assert fleet.decide(Goal("all"), done, limits).begin == ("n2",)
 
@@ -479,7 +481,7 @@ def test_the_report_of_many_devices_fits_into_an_annotation() -> None:
         for key in devices
     }
     now = RegisterSnapshot(1, devices, holds)
-    reported = progress.progress(now, dict.fromkeys(resources, "none"), {}, asked="", gone=(), qualifiers={})
+    reported = progress.progress(now, dict.fromkeys(resources, "none"), {}, requested="", gone=(), qualifiers={})
     assert len(progress.encoded(reported).encode()) <= 192 * 1024
     assert {name: len(one.devices) for name, one in reported.resources.items()} == {
         "example.com/many": 1000,
