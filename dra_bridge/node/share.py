@@ -84,9 +84,9 @@ class DriverShare:
         text = kept if annotations is None else annotations.get(key)
         self.text, self.kept = text or "", ""
         if text is None and kept is not None and requested_on not in (None, node):
-            self.share, self.kept = parse_share(kept), kept
+            self.share, self.kept = parse_requested(kept), kept
             if self.warned != node:
-                stays = "the Node was made anew without the annotation %s; the share %s from before stays"
+                stays = "the Node was recreated without the annotation %s; the previous share %s stays in effect"
                 _LOG.warning(stays, key, kept, extra={"driver": self.driver})
             self.warned = node
             return before != (self.share, self.text, self.kept)
@@ -95,8 +95,8 @@ class DriverShare:
         except ShareError as error:
             self.share = parse_requested(kept) if kept is not None else None
             if text != self.refused:
-                stays = f"the share {kept} from before" if kept is not None else "the configuration's share"
-                _LOG.error("annotation %s of the node: %s; %s stays", key, error, stays)
+                stays = f"the previous share {kept}" if kept is not None else "the share of the config"
+                _LOG.error("annotation %s of the node: %s; %s stays in effect", key, error, stays)
             self.refused = text
         else:
             self.refused = None

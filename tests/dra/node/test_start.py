@@ -277,7 +277,7 @@ async def test_an_invalid_share_keeps_the_last_valid_one_over_a_restart(
         assert bridge.drivers[D].resources[R].handover.share == Share(part=1.0)
     async with running(node, Share(0)) as bridge:
         await until(lambda: caplog.text.count("'most' is not a share; ") == 2, "the error of the new agent")
-        assert "the share all from before stays" in caplog.text
+        assert "the previous share all stays" in caplog.text
         await until(lambda: D in bridge.drivers and R in bridge.drivers[D].resources, "the resource to be served")
         assert bridge.drivers[D].resources[R].handover.share == Share(part=1.0)
         assert set(states(bridge).values()) == {State.DRA}
@@ -305,29 +305,30 @@ def made_anew(body: dict[str, Any]) -> dict[str, Any]:
     return {**body, "metadata": {key: value for key, value in body["metadata"].items() if key not in lost}}
 
 
-async def test_the_share_outlasts_the_node_object(node: FakeNode, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("share", ["all", "all force"])
+async def test_the_share_outlasts_the_node_object(node: FakeNode, caplog: pytest.LogCaptureFixture, share: str) -> None:
     """A Node that is deleted, and another one that comes without the annotation, undo no migration; a restart neither.
 
     Somebody who takes the annotation from the same Node asks for the config's share.
     """
-    annotate(node, "all")
+    annotate(node, share)
     async with running(node, Share(0)) as bridge:
         await moved(bridge, State.DRA)
         handover = bridge.drivers[D].resources[R].handover
         body = node.server.get("nodes", NODE)
         node.server.delete("nodes", NODE)
         await until(lambda: "the Node object node is gone; the requested share stays" in caplog.text, "the warning")
-        assert handover.share == Share(part=1.0)
+        assert handover.share == parse_requested(share)
         node.server.create(made_anew(body))
-        stays = "the Node was made anew without the annotation fpga.example.com/dra-share; the share all from before"
+        stays = f"the Node was recreated without the annotation {D}/dra-share; the previous share {share} stays"
         await until(lambda: stays in caplog.text, "the other warning")
         told = bridge.drivers[D].feed
-        await until(lambda: told._reported is not None and told._reported[0].kept == "all", "the report")
-        assert handover.share == Share(part=1.0)
+        await until(lambda: told._reported is not None and told._reported[0].kept == share, "the report")
+        assert handover.share == parse_requested(share)
     async with running(node, Share(0)) as bridge:
         await until(lambda: caplog.text.count(stays) == 2, "the warning of the new agent")
         assert set(states(bridge).values()) == {State.DRA}
-        annotate(node, "all")
+        annotate(node, share)
         await until(lambda: "dra-share" in str(bridge._watch.annotations), "the annotation to be seen")
         body = node.server.get("nodes", NODE)
         del body["metadata"]["annotations"]
