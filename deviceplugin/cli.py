@@ -133,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     line.add("schema", _schema, "Print the config file's JSON schema.")
     demo = line.add("demo", _demo, "Show a device plugin at work, with simulated devices and an embedded kubelet.")
-    demo.add_argument("--hold", action="store_true", help="go on serving until interrupted")
+    demo.add_argument("--hold", action="store_true", help="keep serving until interrupted")
     return line.main(argv)
 
 

@@ -197,7 +197,7 @@ class Prober:
         if (deadline := self._deadlines.get(device.id)) is not None:
             # Its caller may have been cancelled before the deadline: that it goes on says nothing yet.
             if now < deadline:
-                return Verdict.UNREADABLE, "the probe was begun before and is not over yet"
+                return Verdict.UNREADABLE, "the previous probe has not ended yet"
             return Verdict.BAD, "the probe still hangs"
         hanging = sum(now >= deadline for deadline in tuple(self._deadlines.values()))
         if hanging >= self.at_once:  # each keeps a thread

@@ -114,7 +114,7 @@ def changes(before: InventorySnapshot, now: InventorySnapshot) -> Iterator[Devic
             recovered = device.health is Health.HEALTHY
             yield DeviceChange(name, "recovered" if recovered else f"is {health}{why}", not device.health.usable)
     for name in before.devices.keys() - now.devices.keys():
-        yield DeviceChange(name, "was forgotten")
+        yield DeviceChange(name, "is removed: it is unlisted and nobody holds it")
 
 
 class Inventory:

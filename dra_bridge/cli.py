@@ -51,7 +51,7 @@ also stops at a node that another user, or a rollout of another share, has begun
 
 _ADOPT: Final = """
 Check whether the agents can adopt a device plugin, and print the kubectl commands that it takes, in order; nothing
-is changed. It ends with 1 if the plugin cannot be adopted, or given back, now.
+is changed. The exit status is 1 if the plugin cannot be adopted, or given back, now.
 """
 
 _LEFT_BEHIND: Final = """\
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     uninstall.add_argument("--config", type=Path, metavar="FILE", help="the config file (YAML)")
     uninstall.add_argument("--driver", action="append", default=[], metavar="NAME", help="a driver's name")
     uninstall.add_argument("--node", default="", metavar="NAME", help="only this node (all nodes)")
-    check = "remove nothing: end with 1 if claims have devices, whose pods could not end without an agent"
+    check = "remove nothing; exit with 1 if claims have devices: their pods cannot end without an agent"
     uninstall.add_argument("--check", action="store_true", help=check)
     force = "remove even if agents run (they publish slices again) or claims are allocated"
     uninstall.add_argument("--force", action="store_true", help=force)
@@ -87,21 +87,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     status.add_argument("--node", action="append", default=[], metavar="NAME", help="this node; may be repeated (all)")
     status.add_argument("-o", "--output", choices=("table", "json"), default="table", help="format (%(default)s)")
     status.add_argument("--problems", action="store_true", help="only nodes and devices with problems")
-    status.add_argument("--watch", "-w", action="store_true", help="show it again and again, until interrupted")
-    migrate = line.add("migrate", _migrate, "Set nodes' share: how many of a driver's devices claims are to have.")
+    status.add_argument("--watch", "-w", action="store_true", help="refresh until interrupted")
+    migrate = line.add("migrate", _migrate, "Set the share of nodes: how many of a driver's devices claims can get.")
     migrate.add_argument("nodes", nargs="+", metavar="NODE", help="a node's name")
     same = "the same as --share default"
     _add_share(migrate).add_argument("--unset", dest="share", action="store_const", const="default", help=same)
-    migrate.add_argument("--wait", action="store_true", help="wait for the end of the move; show progress")
-    migrate.add_argument("--timeout", type=_seconds, default=0.0, metavar="SECONDS", help="end the wait after so long")
-    rollout = line.add("rollout", _rollout, "Set nodes' share, some at a time; stop when one stalls or pods fail.")
+    migrate.add_argument("--wait", action="store_true", help="wait until the devices have moved; show progress")
+    migrate.add_argument(
+        "--timeout", type=_seconds, default=0.0, metavar="SECONDS", help="stop waiting after this time"
+    )
+    rollout = line.add(
+        "rollout", _rollout, "Set the share of many nodes, some at a time; stop if one stalls or pods fail."
+    )
     rollout.description = _ROLLOUT
     _add_share(rollout).add_argument("--undo", action="store_true", help="restore each node's previous share")
     rollout.add_argument("--selector", "-l", required=True, metavar="LABELS", help="which nodes, such as pool=gpu")
     over = "take over nodes from the rollout of another user or of another share"
     rollout.add_argument("--take-over", action="store_true", help=over)
     nodes = _matching("0*[1-9][0-9]*", "is not a number of nodes, at least 1", int)
-    most = "nodes that move at once (%(default)s)"
+    most = "the most nodes that move at the same time (%(default)s)"
     rollout.add_argument("--max-unavailable", type=nodes, default=1, metavar="N", help=most)
     rollout.add_argument(
         "--pause", action="store_true", help="stop after the first N nodes; run the same command to continue"
@@ -121,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for command in (uninstall, status, migrate, rollout, adopt):
         add_kubeconfig(command)
     demo = line.add("demo", _demo, "Show both sides at work, with an embedded kubelet and API server.")
-    demo.add_argument("--hold", action="store_true", help="go on serving until interrupted")
+    demo.add_argument("--hold", action="store_true", help="keep serving until interrupted")
     manifests = line.add("manifests", _manifests, "Print what to apply to a cluster to have the agent on its nodes.")
     what = manifests.add_mutually_exclusive_group(required=True)
     what.add_argument("--config", type=Path, metavar="FILE", help="the config file (YAML)")
@@ -190,7 +194,7 @@ def _add_deployment(parser: argparse.ArgumentParser) -> None:
 
     name = _matching(
         r"(?!.{64})[a-z0-9]([-a-z0-9]*[a-z0-9])?",
-        "is not a name; write at most 63 small letters, digits and dashes, no dash at either end",
+        "is not a name; write at most 63 lower-case letters, digits and dashes, no dash at either end",
     )
     directory = _matching("/+[^/].*", "is not an absolute path below /; write the nodes' own, such as /var/lib/x")
     file = _matching("/+[^/]+/+.*[^/]", "is not the path of a socket in a directory below /")

@@ -429,7 +429,7 @@ class VendorPlugins(RegistrationServicer):
         finally:
             plugin.alive, plugin.since = False, time.time()
             if why and self._plugins.get(plugin.resource) is plugin:
-                _LOG.warning("its plugin has gone: %s", why, extra={"resource": plugin.resource})
+                _LOG.warning("its plugin has disconnected: %s", why, extra={"resource": plugin.resource})
                 self._notify()
             await plugin.channel.close(None)
 
@@ -453,7 +453,11 @@ class VendorPlugins(RegistrationServicer):
                 absent.setdefault(name, now)
             absent = {name: at for name, at in absent.items() if name not in present and now - at < GRACE}
             before = shown or {}
-            why = "its plugin lists it no more" if plugin is not None and plugin.alive else "its plugin has gone"
+            why = (
+                "its plugin no longer lists it"
+                if plugin is not None and plugin.alive
+                else "its plugin has disconnected"
+            )
             gone = {name: before[name]._replace(problem=why) for name in absent if name in before}
             wanted = dict(sorted({**present, **gone}.items()))
             waits = now - began < GRACE and resource not in self._bypassed

@@ -85,7 +85,7 @@ class AdoptedSource(DeviceSource):
         """
         plugin, ids = self.plugins.plugin(self.resource), [device.id for device in devices]
         if plugin is None or not plugin.alive:
-            raise AnswerError("its plugin has gone, or has not registered yet")
+            raise AnswerError("its plugin is not connected")
         for name in ids:
             if name not in (plugin.devices or {}):
                 raise AnswerError(f"its plugin does not list device {printable(name[:MAX_ID])}")
@@ -105,9 +105,9 @@ class AdoptedSource(DeviceSource):
             text = f"its plugin has not answered Allocate of {counted(len(ids))} for {ANSWER:g} s"
             raise AnswerError(f"{text}; the next try waits for the same call") from None
         except ConnectionError:
-            raise AnswerError("the agent ends") from None
+            raise AnswerError("the agent is stopping") from None
         except LookupError:
-            why = "has listed the devices anew meanwhile, or allocated them to others"
+            why = "has listed the devices again meanwhile, or allocated them to others"
             raise AnswerError(f"its plugin {why}; the next try asks it again") from None
         except VendorCallError as error:
             text = f"{error}; the next try asks it again" if error.unanswered else f"its plugin refuses: {error}"
@@ -181,7 +181,7 @@ class AdoptedEndpoint(Endpoint):
         if not self.source.plugins.registered_elsewhere(self.resource):
             return "its plugin"
         return (
-            "its plugin, which has registered with the kubelet, past this agent; if the node offers none of its "
+            "its plugin, which has registered with the kubelet instead of this agent; if the node offers none of its "
             "devices, restart the plugin's pod: a kubelet may count the plugin as stopped"
         )
 
@@ -253,7 +253,7 @@ class AdoptedEndpoint(Endpoint):
     def _plugin(self) -> VendorPlugin:
         plugin = self.source.plugins.plugin(self.resource)
         if plugin is None or not plugin.alive:
-            raise self._refusal("plugin", "its plugin has gone", grpc.StatusCode.UNAVAILABLE)
+            raise self._refusal("plugin", "its plugin has disconnected", grpc.StatusCode.UNAVAILABLE)
         return plugin
 
     async def _prefer(self, request: bytes, context: Any) -> bytes:

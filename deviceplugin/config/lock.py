@@ -83,7 +83,7 @@ class Lock:
         if not self.allows(path):
             return self.refusal(path)
         target = path if kind is DeviceEntry else os.path.realpath(path)
-        return "" if self.allows(target) else f"{path!r} leads elsewhere: {self.refusal(target)}"
+        return "" if self.allows(target) else f"{path!r} is a symlink out of the allowed paths: {self.refusal(target)}"
 
     def refusal(self, path: str) -> str:
         """Return that a path is not allowed, and which option allows it."""

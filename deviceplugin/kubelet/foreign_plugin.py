@@ -92,7 +92,7 @@ def contradiction(record: KubeletRecord, sent: Sequence[SentList], now: float, t
     recent = [sent_list.ids for sent_list, after in itertools.pairwise(sent) if after.at > now - LATE]
     if now < sent[-1].at + LATE and record.registered in recent and not taken:
         return None
-    return f"its checkpoint has {_counted(record.registered)} where {_counted(sent[-1].ids)} were sent"
+    return f"its checkpoint has {_counted(record.registered)}, but this plugin sent {_counted(sent[-1].ids)}"
 
 
 def _counted(ids: Collection[str]) -> str:
@@ -134,7 +134,7 @@ class ForeignPluginWatch:
         if record is None:
             return Finding()
         for foreign in sorted(record.foreign - self._foreign):
-            return Finding(f"it gave {foreign.device_id} to a pod of UID {foreign.pod_uid}")
+            return Finding(f"the kubelet gave {foreign.device_id} of it to the pod with UID {foreign.pod_uid}")
         if not sent:
             return Finding()
         last = sent[-1]
@@ -155,7 +155,8 @@ class ForeignPluginWatch:
                 again = min(again, since + LISTED - now)
             else:
                 return Finding(
-                    f"a plugin made the socket {socket[0]}, and no resource has another list since", sure=False
+                    f"the socket {socket[0]} is new, and the devices of no other resource have changed since",
+                    sure=False,
                 )
         self._others = record.others
         return Finding("", again)

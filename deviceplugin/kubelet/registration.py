@@ -366,7 +366,7 @@ class PluginRegistration:
         if self._accepted is None and not self.endpoint.ready and (kept_back := self.endpoint.kept_back):
             record = await self.endpoint.host.recorded()
             taken = record.registered & kept_back if record is not None else ()
-            return Finding(f"it counts {min(taken)} as healthy, which is for claims") if taken else Finding()
+            return Finding(f"its checkpoint has {min(taken)}, which is for claims, as healthy") if taken else Finding()
         if self._accepted is None or not self.endpoint.streams.live:
             return Finding(again=self._timing.poll)
         now = time.monotonic()
@@ -411,7 +411,7 @@ class PluginRegistration:
         extra = {"resource": self.endpoint.resource}
         if not finding.sure:
             _LOG.info(
-                "registering again, for another plugin may have registered this resource: %s",
+                "registering again, since another plugin may have registered this resource: %s",
                 finding.reason,
                 extra=extra,
             )

@@ -155,7 +155,7 @@ class HolderTracker:
                 continue
             for pod_uid in sorted(set(pods) - {self.pods.own_pod}):
                 if changed.get(pod_uid, since) >= since - CLOCK_STEP:
-                    why = "it was granted shortly before the agent ended, and the kubelet has lost its checkpoint since"
+                    why = "it was granted shortly before an agent's end, and the kubelet has lost its checkpoint since"
                     text = "device %s counts as held while processes of pod %s run: %s"
                     extra = {"resource": resource, "device": device_id, "pod": pod_uid}
                     _LOG.warning(text, device_id, pod_uid, why, extra=extra)

@@ -305,7 +305,7 @@ class Pages:
         except RuntimeError:
             return web.Answer(b"the loop has ended\n", status=503)
         if not turned.wait(LOOP_TIMEOUT):
-            return web.Answer(f"the loop has not turned for {LOOP_TIMEOUT:g} s\n".encode(), status=503)
+            return web.Answer(f"the event loop has been blocked for {LOOP_TIMEOUT:g} s\n".encode(), status=503)
         return web.Answer(b"ok\n")
 
     def _readyz(self, _: object) -> web.Answer:

@@ -204,9 +204,9 @@ def _mark(resource: str, device: str) -> str:
 
 
 def _share(share: ShareProgress) -> str:
-    parts = [f"claims are to have {share.requested}", f"{share.claimable} of {share.devices} on the DRA side"]
-    parts += [f"{share.leaving} on the way there"] if share.leaving else []
-    parts += [f"{share.returning} on the way back"] if share.returning else []
+    parts = [f"requested share: {share.requested}", f"{share.claimable} of {share.devices} on the DRA side"]
+    parts += [f"{share.leaving} moving to it"] if share.leaving else []
+    parts += [f"{share.returning} moving back"] if share.returning else []
     moving = share.leaving + share.returning
     part = share.claimable / share.devices if share.devices else 0.0
     meter = f'<meter min="0" max="1" value="{part:.3f}">{part:.0%}</meter>'

@@ -186,7 +186,7 @@ def _changes(before: ResourceStatus, now: ResourceStatus) -> Iterable[tuple[str,
         text = "registered with the kubelet" if now.registered else "not registered with the kubelet any more"
         yield text, not now.registered
     if now.vendor is not None and before.vendor is not None and now.vendor.connected != before.vendor.connected:
-        text = "its plugin is connected" if now.vendor.connected else "its plugin has gone"
+        text = "its plugin has connected" if now.vendor.connected else "its plugin has disconnected"
         yield text, not now.vendor.connected
     if (restarts := now.registration.kubelet_restarts) > before.registration.kubelet_restarts:
         yield f"the kubelet restarted ({restarts} times so far)", False
@@ -310,7 +310,9 @@ class Observer:
             del self._before[gone]
         if status.config_error != self._config_error:
             self._config_error = status.config_error
-            new.append(Event(now, "", self._config_error or "the config file is taken again", bool(self._config_error)))
+            new.append(
+                Event(now, "", self._config_error or "the config file is accepted again", bool(self._config_error))
+            )
         for provider in tuple(self._agent.providers):
             if isinstance(provider, EventSource):
                 new += provider.events()

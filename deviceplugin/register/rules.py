@@ -186,8 +186,8 @@ class Refused:
         if self.moving:
             text += "; it is moving to the requested side, try again"
         if self.unmoved:
-            once = f"pods have devices of {self.unmoved} by limits on one side only"
-            text += f"; it moves when {once}: a kubelet restart would end some"
+            ends = "a kubelet restart would end some of these pods"
+            text += f"; it stays there while pods have devices of {self.unmoved} by limits on both sides: {ends}"
         return text
 
 
@@ -229,7 +229,7 @@ def to_dra_waits_for(now: RegisterSnapshot, record: DeviceRecord, evidence: Kube
     shown = evidence.shown.get(record.device)
     seen = evidence.snapshot
     if evidence.sequence < record.sequence:
-        return "evidence from after the move began"
+        return "evidence read after the move began"
     if shown is None:
         return "ListAndWatch to show it Unhealthy"
     for held in seen.held.values():
@@ -255,7 +255,7 @@ def to_plugin_waits_for(now: RegisterSnapshot, record: DeviceRecord, evidence: C
     """Return what the commit of TO_PLUGIN still waits for; "" if it is granted."""
     accepted = evidence.withdrawn.get(record.device)
     if evidence.sequence < record.sequence:
-        return "evidence from after the move began"
+        return "evidence read after the move began"
     if accepted is None:
         return "the API server to accept the slice without it"
     if evidence.listed_at < accepted:

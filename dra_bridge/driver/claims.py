@@ -152,7 +152,7 @@ def parse_allocation(claim: Mapping[str, Any] | None, ref: ClaimRef, driver: str
         raise ClaimError("malformed", f"claim {ref.title} cannot be parsed: {error}") from error
     if parsed.metadata.uid != ref.uid:
         uids = f"its UID is {parsed.metadata.uid}, not {ref.uid}"
-        raise ClaimError("replaced", f"claim {ref.title} was made anew: {uids}")
+        raise ClaimError("replaced", f"claim {ref.title} was recreated: {uids}")
     allocation = parsed.status.allocation if parsed.status else None
     if allocation is None or parsed.status is None:
         raise ClaimError("unallocated", f"claim {ref.title} is not allocated")

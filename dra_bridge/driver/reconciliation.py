@@ -65,7 +65,10 @@ class ClaimReconciler:
                             uids.setdefault("removed", []).append(uid)
         done = {what: sorted(of) for what, of in uids.items()}
         if done:
-            _LOG.info("claims reconciled: %s", done, extra={"driver": self.records.driver})
+            words = "; ".join(f"{what}: {', '.join(of)}" for what, of in done.items())
+            _LOG.info(
+                "claims and their files were compared with evidence: %s", words, extra={"driver": self.records.driver}
+            )
         return done
 
     async def _reconcile_one(
@@ -82,7 +85,7 @@ class ClaimReconciler:
                 await self.preparation.end(uid)
                 return "unprepared"
         except Exception as error:  # the API server's, a hook's, the disk's: the next run tries again
-            _LOG.info("claim %s stays as it is for now: %s", record.title, error, extra=extra)
+            _LOG.info("claim %s is not unprepared yet: %s", record.title, error, extra=extra)
             return "unknown"
         if prepared is None:
             return ""

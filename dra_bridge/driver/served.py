@@ -95,8 +95,8 @@ class ServedDevices:
             if not admin:
                 self._check_usable(served, device, result)
             elif isinstance(served.source, AdoptedSource):
-                what = "administrative access would have the vendor's plugin allocate what others hold"
-                raise ClaimError("admin", f"request {result.request!r}: {what}; {served.source.resource} has none")
+                what = "administrative access is not possible: the vendor's plugin would allocate what others hold"
+                raise ClaimError("admin", f"request {result.request!r}: {served.source.resource}: {what}")
             by_request.setdefault((result.request, served.source.resource, admin), []).append((device, result))
         by_resource = {served.source.resource: served for served in self.resources}
         return [
@@ -118,7 +118,7 @@ class ServedDevices:
             if device.message == GONE or not tolerated:
                 raise ClaimError("unhealthy", f"{what} is unhealthy: {device.message or 'no reason was given'}")
         if self.host.bypassed(served.source.resource):
-            why = "another plugin of its resource has registered with the kubelet, past this agent"
+            why = "another plugin of its resource has registered with the kubelet instead of this agent"
             raise ClaimError("plugin", f"{what}: {why}; pods with limits may just be given the device")
         if not self.host.ready(served.source.resource, device.id):
-            raise ClaimError("starting", f"{what}: its holder is not known yet, the agent has just started")
+            raise ClaimError("starting", f"{what}: its holder is not known yet: the agent has just started")

@@ -83,8 +83,8 @@ class Handover:
         before = self.denied
         self.denied = denied_now(self._moved.ledger.snapshot, self.resource)
         for uid in sorted(set(self.denied).difference(before)):
-            title = self._moved.evidence.title(uid) if uid else "that has just come"
-            text = "pod %s would be ended by a kubelet restart, beside older pods that DRA serves by limits"
+            title = self._moved.evidence.title(uid) if uid else "(its name is not known yet)"
+            text = "a kubelet restart would end pod %s, since DRA serves older pods by limits"
             _LOG.warning(text, title, extra={"resource": self.resource, "pod": title})
 
     async def run(self) -> None:

@@ -51,7 +51,7 @@ class MoveStarter:
         """Ask for another share from now on, and for another way to drain if there is one."""
         drain = drain or self.drain
         if (share, drain) != (self.share, self.drain):
-            text = "claims are to have %s of the devices (before: %s)"
+            text = "the requested share of claims is %s (before: %s)"
             _LOG.info(text, share, self.share, extra={"resource": self.resource})
             self.share, self.drain = share, drain
 
@@ -155,7 +155,7 @@ class MoveStarter:
         begin = operations.begin_move(self.resource, devices, side, time.time(), reason, self.moved.moving.driver)
         moves = await self.moved.ledger.do(begin)
         self.begun.update(state.value for state in moves.values())
-        text = "%s leave for the %s side (%s)" if len(moves) > 1 else "%s leaves for the %s side (%s)"
+        text = "%s begin to move to the %s side (%s)" if len(moves) > 1 else "%s begins to move to the %s side (%s)"
         _LOG.info(text, counted(len(moves)), side.text, reason, extra={"resource": self.resource})
         for name, state in moves.items():
             extra = {"resource": self.resource, "device": name}

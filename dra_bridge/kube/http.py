@@ -71,7 +71,7 @@ class _Connector(aiohttp.TCPConnector):
             if connection.protocol is None or not connection.protocol.should_close:
                 return connection
             connection.close()
-        raise aiohttp.ServerDisconnectedError("the server answers before it is asked")
+        raise aiohttp.ServerDisconnectedError("the server sent data before a request")
 
 
 class HttpClient:

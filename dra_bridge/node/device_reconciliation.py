@@ -69,7 +69,7 @@ class EvidenceReader:
         resource, ids, wanted = service.resource, service.endpoint.ids, frozenset(devices)
         now = await self.scan({(resource, device_id) for device in devices for device_id in ids.ids_of(device)})
         if now is None:
-            raise CheckpointError("an Allocate came in between")
+            raise CheckpointError("an Allocate came while the checkpoint was read")
         if now.registered is None:
             raise CheckpointError(now.problem)
         tracker = self.agent.tracker
@@ -192,10 +192,10 @@ class DeviceReconciler:
                     self.runtime.devices_named()
                 uncertain = await self.reconcile(served, unreconciled)
             except EVIDENCE_ERRORS as error:
-                reasons = dict.fromkeys(unreconciled, f"not known: {error or type(error).__name__}")
+                reasons = dict.fromkeys(unreconciled, str(error) or type(error).__name__)
             else:
                 problem = self.evidence.scan_problem
-                reasons = dict.fromkeys(uncertain, f"not known: {problem}" if problem else "not known")
+                reasons = dict.fromkeys(uncertain, problem or "it may have a holder on the other side")
                 if not reasons:
                     backoff.reset()
                     continue
@@ -205,7 +205,7 @@ class DeviceReconciler:
             if text not in logged and tries > 3:
                 logged.add(text)  # two texts may alternate
                 where = {"resource": resource, "device": ", ".join(sorted(reasons))}
-                _LOG.warning("devices are withheld: %s", text, extra=where)
+                _LOG.warning("devices are withheld, since their holders are not known: %s", text, extra=where)
             await asyncio.sleep(backoff.next())
 
     async def reconcile(self, served: ResourceRuntime, devices: Sequence[str]) -> tuple[str, ...]:
@@ -254,7 +254,9 @@ class DeviceReconciler:
             try:
                 await self.reconcile(served, names)
             except EVIDENCE_ERRORS as error:
-                _LOG.info("quarantined devices stay so for now: %s", error, extra={"resource": resource})
+                _LOG.info(
+                    "cannot compare quarantined devices with evidence now: %s", error, extra={"resource": resource}
+                )
                 continue
             for name in names:
                 state = self.context.ledger.snapshot.state(resource, name)

@@ -107,7 +107,7 @@ class DriverContext:
         """Return why it is not known yet who holds a device; "" if it is."""
         if self.ready(resource, device):
             return ""
-        return self.reasons.get(resource, {}).get(device, "the agent has just started, or the device has just come")
+        return self.reasons.get(resource, {}).get(device, "the agent has just started, or the device is new")
 
 
 @dataclass(frozen=True, slots=True)

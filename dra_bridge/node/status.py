@@ -26,9 +26,9 @@ OUTAGE: Final = "pods that run keep their devices; no claim is prepared, and mov
 NAMED: Final = 3
 """Devices that one event names; of more it says the number."""
 _WORDS: Final = {
-    State.TO_DRA: "leaving for the DRA side",
+    State.TO_DRA: "moving to the DRA side",
     State.DRA: "moved to the DRA side",
-    State.TO_PLUGIN: "leaving for the device plugin side",
+    State.TO_PLUGIN: "moving to the device plugin side",
     State.PLUGIN: "moved to the device plugin side",
     State.QUARANTINED: "quarantined",
 }

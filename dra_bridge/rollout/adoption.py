@@ -184,7 +184,7 @@ def adopt(daemon_set: Object, agents: Collection[AgentPod], nodes: Collection[st
     if surge:
         notes.append("maxSurge becomes 0: two instances would register, one with the kubelet and one with the agent")
     if (daemon_set["metadata"].get("labels") or {}).get("addonmanager.kubernetes.io/mode") == "EnsureExists":
-        notes.append("the addon manager makes the DaemonSet anew if it is deleted, without the change")
+        notes.append("the addon manager recreates a deleted DaemonSet without the change")
     if APPLIED in (daemon_set["metadata"].get("annotations") or {}):
         notes.append("kubectl apply of its manifest would put the hostPath back: change it there, too")
     return Advice((), tuple(notes), _commands(daemon_set, operations))

@@ -213,9 +213,9 @@ def unknown(nodes: Iterable[NodeView], answers: Answers) -> list[str]:
     by_reason: dict[str, list[str]] = {}
     for view in nodes:
         if any(not (device.known and device.health) for device in view.devices):
-            reason = answers.reasons.get(view.node, "its agent does not serve them now")
+            reason = answers.reasons.get(view.node, "its agent does not serve these devices now")
             by_reason.setdefault(reason, []).append(view.node)
-    return [f"not known (?) of {shortened(nodes)}: {reason}" for reason, nodes in by_reason.items()]
+    return [f"unknown holders or health (?) on {shortened(nodes)}: {reason}" for reason, nodes in by_reason.items()]
 
 
 def withheld(view: NodeView) -> list[str]:
@@ -293,7 +293,7 @@ def obstacles(view: NodeView) -> list[str]:
     together: dict[tuple[str, str], list[str]] = {}
     for device in view.devices:
         if device.state in (State.TO_DRA, State.TO_PLUGIN):
-            waits, held = device.waits or "what its agent has yet to report", ""
+            waits, held = device.waits or "a reason that its agent has not reported yet", ""
             if device.holder and device.holder not in waits:
                 held = f", held by {holder(device)}"
             elif pods := [pod for pod in device.pods if pod not in waits]:
@@ -306,7 +306,7 @@ def obstacles(view: NodeView) -> list[str]:
     if not sentences and distance(view):
         holders = ", ".join(f"{device.name} held by {device.holder}" for device in view.devices if device.holder)
         sentences.append(
-            f"devices move when they are idle: {holders}" if holders else "its agent has yet to move devices"
+            f"devices move when they are idle: {holders}" if holders else "its agent has not begun to move devices"
         )
     return sentences
 
@@ -496,7 +496,7 @@ def decide(
         stop += [f"{view.node}: {reason}" for uid, reason in pods.items() if uid not in before]
     for view in moving:
         if ages.get(view.node, 0.0) > limits.patience:
-            waits = "; ".join(obstacles(view)) or "its agent has yet to report why"
+            waits = "; ".join(obstacles(view)) or "its agent has not reported why yet"
             stop.append(f"{view.node}: not done after {limits.patience:g} s: {waits}")
     for name in gone:
         if ages.get(name, 0.0) > limits.patience:

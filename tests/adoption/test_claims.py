@@ -199,7 +199,7 @@ def test_devices_of_a_resource_that_is_passed_through_return(scene: Scene, *, re
     vendor = scene.vendor(resource("g0", "g1"))
     scene.wait_offered(2)
     vendor.stop()
-    scene.wait_log("its plugin has gone")
+    scene.wait_log("its plugin has disconnected")
     new = {"resources": [{"name": "example.com/sim", "devices": [{"simulated": {"count": 1}}]}]}
     if reload:
         agent.reload(json.dumps(new))
@@ -233,12 +233,12 @@ def test_a_reverted_path_while_claims_hold_devices(scene: Scene) -> None:
     """The plugin goes, and comes back past the agent, which stays registered and refuses what claims hold."""
     _, vendor, claimed = scene.claimed()
     vendor.stop()
-    scene.wait_log("its plugin has gone")
+    scene.wait_log("its plugin has disconnected")
     assert scene.node.streams(RESOURCE)
     vendor.directory = scene.node.device_plugin_dir
     vendor.start()
     scene.wait_log("another plugin has registered this resource with the kubelet")
-    scene.wait_log("past this agent, while claims have devices")
+    scene.wait_log("instead of this agent, while claims have devices")
     scene.node.wait_allocatable(RESOURCE, 0)
     kept_from_pods(scene, vendor)
     wait_for("the Event", lambda: "AdoptedPluginBypassed" in events(scene), 10)
@@ -303,7 +303,7 @@ def test_a_reverted_path_after_the_config_has_dropped_the_resource(scene: Scene,
         scene.wait_log("was read again")
     vendor.stop()
     if how == "two reloads":
-        scene.wait_log("its plugin has gone")
+        scene.wait_log("its plugin has disconnected")
         agent.reload(json.dumps({"resources": [{**other, "name": "example.com/other"}]}))
         scene.wait_log("was read again", 2)
     vendor.directory = scene.node.device_plugin_dir
@@ -312,7 +312,7 @@ def test_a_reverted_path_after_the_config_has_dropped_the_resource(scene: Scene,
         scene.node.wait_allocatable(RESOURCE, 2)
         agent = scene.agent(adopts=adopts)
     if not adopts:
-        scene.wait_log("past this agent, while claims have devices")
+        scene.wait_log("instead of this agent, while claims have devices")
         agent.reload(json.dumps({"resources": [{**other, "name": "example.com/other"}]}))
         scene.wait_log("was read again")
     scene.wait_log("another plugin has registered this resource with the kubelet")
@@ -320,7 +320,7 @@ def test_a_reverted_path_after_the_config_has_dropped_the_resource(scene: Scene,
     kept_from_pods(scene, vendor)
     if how != "restart without ledger":  # else no driver has the resource
         wait_for("the Event", lambda: "AdoptedPluginBypassed" in events(scene), 10)
-        scene.wait_log("past this agent, while claims have devices")
+        scene.wait_log("instead of this agent, while claims have devices")
     if not adopts:  # the plugin is where it belongs
         claimed.delete()
         scene.node.wait_until(lambda: scene.node.streams(RESOURCE) == 1)
@@ -393,5 +393,5 @@ def test_two_instances_while_nothing_is_for_claims(scene: Scene) -> None:
     other.move(scene.node.device_plugin_dir)
     scene.wait_log("another plugin has registered this resource with the kubelet")
     scene.wait_log("registered again")
-    assert "past this agent" not in scene.agents[-1].log()
+    assert "instead of this agent" not in scene.agents[-1].log()
     assert "AdoptedPluginBypassed" not in events(scene)

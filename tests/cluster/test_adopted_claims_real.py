@@ -33,7 +33,7 @@ from tests.scenarios.sides import end_one_of_each, named
 
 __all__ = ["scene"]
 
-BYPASSED = "has registered with the kubelet, past this agent"
+BYPASSED = "has registered with the kubelet instead of this agent"
 SEEN = r"""
 env | grep -v HOSTNAME | sort
 for path in /dev/gadgetctl $(find /run/deviceplugin-cluster -type c); do stat -c '%n %F %a %u %g %t.%T' $path; done

@@ -305,12 +305,12 @@ def test_a_migration_outlasts_the_node_object(bridge: Bridge, ran: Callable[...,
     gone = f"the Node object {node} is gone; the requested share stays"
     cluster.wait_for(lambda: gone in bridge.log(), 30, "it is noticed")
     cluster.restart_kubelet()
-    cluster.wait_for(lambda: "the share all from before stays" in bridge.log(), 60, "the other Node is noticed")
+    cluster.wait_for(lambda: "the previous share all stays" in bridge.log(), 60, "the other Node is noticed")
     bridge.wait_offered(COUNT)
     bridge.stop()  # a pod of the agent goes with its Node, and the next one comes with the next Node
     bridge.renew_token()
     bridge.start()
-    cluster.wait_for(lambda: "the share all from before stays" in bridge.log(), 60, "the next agent knows the share")
+    cluster.wait_for(lambda: "the previous share all stays" in bridge.log(), 60, "the next agent knows the share")
 
     def waits() -> bool:
         found = told(ran("status", "-o", "json")[1])

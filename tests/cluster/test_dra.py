@@ -454,7 +454,7 @@ def test_a_late_prepare(bridge: Bridge) -> None:
     )
     assert "does not exist any more" in bridge.call("Prepare", "mine", uid)
     bridge.claim("mine")
-    assert "was made anew" in bridge.call("Prepare", "mine", uid)
+    assert "was recreated" in bridge.call("Prepare", "mine", uid)
     assert bridge.call("Unprepare", "mine", uid) == ""
     assert bridge.call("Unprepare", "never-seen", "11111111-2222-3333-4444-555555555555") == ""
     assert not list(CDI.glob("*.json"))

@@ -173,7 +173,7 @@ def test_devices_leave_one_by_one_beside_pods_of_both_kinds(bridge: Bridge) -> N
     cluster.wait_allocatable(RESOURCE, 4)
     younger = [by_limits(bridge, f"younger-{number}") for number in range(2)]
     assert not any(map(through_dra, younger))
-    named = [f"pod default/{pod.name} would be ended by a kubelet restart" for pod in younger]
+    named = [f"a kubelet restart would end pod default/{pod.name}" for pod in younger]
     cluster.wait_for(lambda: all(text in bridge.log() for text in named), 30, "both are named")
     annotate(cluster, "6")
     cluster.wait_for(lambda: "waits for pods of one side to end" in bridge.log(), 30, "the move waits")
@@ -246,7 +246,7 @@ def test_with_wait_devices_go_on_being_offered_beside_pods_that_dra_serves_by_li
     unchanged = by_limits(bridge, "unchanged")
     assert through_dra(unchanged)
     annotate(cluster, "none")
-    cluster.wait_for(lambda: "claims are to have none of the devices" in bridge.log(), 30, "it is heard")
+    cluster.wait_for(lambda: "the requested share of claims is none" in bridge.log(), 30, "it is heard")
     claim = by_claim(bridge, "claim")
     assert (len(bridge.offered()), dict(states(bridge))) == (8, {"dra": 8})
     no_pod_ends(bridge, unchanged, claim)

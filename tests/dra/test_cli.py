@@ -308,7 +308,7 @@ def test_manifests_of_a_bad_config(file: Path, capsys: pytest.CaptureFixture[str
     [
         (["--metrics-port", "99999"], "not a port"),
         (["--node-selector", "x"], "KEY=VALUE"),
-        (["--name", "Bad_Name"], "small letters, digits and dashes"),
+        (["--name", "Bad_Name"], "lower-case letters, digits and dashes"),
         (["--namespace", "x" * 64], "at most 63"),
         (["--kubelet-root", "kubelet"], "not an absolute path"),
         (["--cdi-dir", ""], "not an absolute path"),
@@ -507,7 +507,7 @@ def test_status_tells_devices_and_holders(nodes: FakeFleet, bridge: Callable[...
     assert "n1    example.com/gpu  gpu-1   dra     dra     claim default/c for q  ?       " in table
     assert "n1    example.com/gpu  gpu-2   dra     dra     ?                      ?       " in table
     why = "no pod with the label app.kubernetes.io/managed-by=dra-bridge in namespace dra-bridge runs there"
-    assert table.splitlines()[-1] == f"not known (?) of n1: {why}"
+    assert table.splitlines()[-1] == f"unknown holders or health (?) on n1: {why}"
     assert f"n1 {D}: share all requested; {R}: 2 dra, 1 to-dra (share all)" in table
     assert "  gpu-0 (to-dra) waits for its holder, held by pod default/p" in table
 
@@ -540,7 +540,7 @@ def test_status_asks_the_agents(nodes: FakeFleet, bridge: Callable[..., Ran]) ->
     assert [row[4] for row in shown] == ["plugin (withheld)", "plugin", "plugin (gone)", "plugin", "plugin"]
     assert "\n  withheld: gpu-0: not known: no checkpoint\n  until that pod ends, the scheduler counts a" in table
     found = json.loads(bridge("status", "-o", "json").out)
-    assert found["unknown"] == ["not known (?) of n1: its agent does not serve them now"]
+    assert found["unknown"] == ["unknown holders or health (?) on n1: its agent does not serve these devices now"]
     (resource,) = found["nodes"][0]["resources"]
     assert [(one["holder"], one["health"], one["message"], one["gone"]) for one in resource["devices"]] == [
         ("", "healthy", "", False),

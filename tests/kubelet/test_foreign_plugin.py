@@ -141,7 +141,7 @@ def test_a_socket_counts_when_no_other_resource_explains_it() -> None:
     again = watch.found(after, frozenset({SOCKET}), sent, NOW + 1.3).again
     assert again == pytest.approx(LISTED - 0.3)
     found = watch.found(after, frozenset({SOCKET}), sent, NOW + 2.1)
-    assert found.reason.startswith("a plugin made the socket theirs.sock")
+    assert found.reason.startswith("the socket theirs.sock is new")
     assert not found.sure
     watch.begin(after, frozenset({SOCKET}))
     assert watch.found(after, frozenset({SOCKET}), sent, NOW + 60).reason == ""
@@ -163,7 +163,7 @@ def test_an_allocation_that_another_plugin_answered_counts_once() -> None:
     watch.begin(record(foreign=frozenset({before})), frozenset())
     assert watch.found(record(foreign=frozenset({before})), frozenset(), sent, NOW).reason == ""
     now = record(foreign=frozenset({before, new}))
-    assert watch.found(now, frozenset(), sent, NOW).reason == "it gave theirs to a pod of UID u2"
+    assert watch.found(now, frozenset(), sent, NOW).reason == "the kubelet gave theirs of it to the pod with UID u2"
     watch.begin(now, frozenset())
     assert watch.found(now, frozenset(), sent, NOW).reason == ""
 

@@ -359,7 +359,7 @@ class TestRunningAgent:
         source.watch = watch  # type: ignore[method-assign]
         _, seen = watched(source)
         assert stuck.wait(10)
-        assert seen.get("/healthz") == (503, "the loop has not turned for 0.2 s\n")
+        assert seen.get("/healthz") == (503, "the event loop has been blocked for 0.2 s\n")
         assert seen.value("devices", health="healthy") == 1
         released.set()
         seen.wait(lambda: seen.get("/healthz")[0] == 200)

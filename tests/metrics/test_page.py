@@ -281,9 +281,7 @@ class TestPage:
     def test_share_and_progress_are_shown(self) -> None:
         """What is asked for, and how many devices are there or on their way."""
         _, observer = busy()
-        assert (
-            "claims are to have 2, 1 of 3 on the DRA side, 1 on the way there" in Table(page.html(observer.view())).text
-        )
+        assert "requested share: 2, 1 of 3 on the DRA side, 1 moving to it" in Table(page.html(observer.view())).text
         (one,) = json.loads(page.status(observer.view()))["resources"]
         assert one["share"] == {"requested": "2", "devices": 3, "claimable": 1, "leaving": 1, "returning": 0}
 

@@ -263,7 +263,7 @@ class TestProblems:
         observer.note(still.status())
         assert [(event.text, event.bad) for event in observer.view().events] == [
             ("the config file is refused: line 3", True),
-            ("the config file is taken again", False),
+            ("the config file is accepted again", False),
         ]
         assert observer.view().problems == ()
 
@@ -301,7 +301,7 @@ class TestEvents:
         assert self.changes(now, before) == [
             ("a recovered", False),
             ("c recovered", False),
-            ("d was forgotten", False),
+            ("d is removed: it is unlisted and nobody holds it", False),
         ]
 
     def test_the_first_list_is_no_event(self) -> None:
@@ -318,8 +318,8 @@ class TestEvents:
     def test_an_adopted_plugin_that_goes_is_said(self) -> None:
         """Its coming is good."""
         here, gone = (resource("a", vendor=VendorConnection(connected=one, since=1.0)) for one in (True, False))
-        assert self.changes(here, gone) == [("its plugin has gone", True)]
-        assert self.changes(gone, here) == [("its plugin is connected", False)]
+        assert self.changes(here, gone) == [("its plugin has disconnected", True)]
+        assert self.changes(gone, here) == [("its plugin has connected", False)]
 
     def test_registration_and_restarts_are_said(self) -> None:
         """Losing the kubelet is bad, finding it again is not."""

@@ -94,7 +94,7 @@ class NvidiaSource(DeviceSource):
             if self.wanted.profile is None and (self.wanted.mig == "none" or gpu.partitions is None):
                 listed.append((gpu, None))
                 if gpu.partitions is not None:
-                    notes.append(f"GPU {gpu.index} is in MIG mode and given out whole; see mig: single and mixed")
+                    notes.append(f"GPU {gpu.index} is in MIG mode and offered whole; see mig: single and mixed")
             elif self.wanted.profile is not None or self.wanted.mig == "single":
                 listed += [(gpu, part) for part in gpu.partitions or () if self.wanted.profile in (None, part.profile)]
         made = make_devices(listed, scan, self._places, self.wanted.injection)

@@ -446,7 +446,7 @@ async def test_a_hook_that_fails_costs_its_claim_only_and_is_undone(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"metadata": {"uid": "2", "name": "claim-1"}}, "was made anew"),
+        ({"metadata": {"uid": "2", "name": "claim-1"}}, "was recreated"),
         ({"status": {}}, "not allocated"),
         ({"status": None}, "not allocated"),
         ({"status": {"allocation": {}}}, "names no device of driver"),
@@ -1489,7 +1489,7 @@ class NotYet(DriverHost):
     ("ready", "bypassed", "reason", "text"),
     [
         (False, False, "starting", "the agent has just started"),
-        (True, True, "plugin", "another plugin of its resource has registered with the kubelet, past this agent"),
+        (True, True, "plugin", "another plugin of its resource has registered with the kubelet instead of this agent"),
     ],
 )
 async def test_why_a_device_is_not_given_yet(

@@ -123,7 +123,7 @@ async def test_what_is_forced_moves_at_once(node: FakeNode, caplog: pytest.LogCa
         assert handover.denied == ()
         younger = await started(here, "younger")
         await here.until(lambda: handover.denied == (younger.uid,))
-        assert "pod default/younger would be ended by a kubelet restart" in caplog.text
+        assert "a kubelet restart would end pod default/younger" in caplog.text
         here.ask("all")
         # One may leave: two are enough for both pods. The other idle one stays, and so does the held one.
         await here.until(lambda: len(here.healthy()) == 2)

@@ -77,7 +77,7 @@ async def test_moves_and_claims_are_in_the_log(node: FakeNode, caplog: pytest.Lo
         await here.until(lambda: "was unprepared: 1 device" in caplog.text)
     lines = {line["msg"]: line for line in map(json.loads, map(logs.JsonFormatter().format, caplog.records))}
     leaves, arrived = (
-        "1 device leaves for the DRA side (the share is all)",
+        "1 device begins to move to the DRA side (the share is all)",
         "moved to the DRA side: 1 device",
     )
     assert lines[leaves]["level"] == lines[arrived]["level"] == "info"

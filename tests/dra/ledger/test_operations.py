@@ -185,7 +185,7 @@ def test_a_claim_pulls_all_of_its_devices_or_none(store: DirectLedger, of_claim:
     refusal = store.do(reserve(asked, durable=True, pull=True, along=along))
     assert isinstance(refusal, Refused)
     assert (refusal.moving, refusal.unmoved) == (not both, other if both else "")
-    assert (f"pods have devices of {other} by limits on one side only" in refusal.message) is both
+    assert (f"it stays there while pods have devices of {other} by limits on both sides" in refusal.message) is both
     assert state(store) is (State.PLUGIN if both else State.TO_DRA)
     assert store.snapshot.device(other, "c").state is (State.TO_DRA if of_claim and not both else State.PLUGIN)
 

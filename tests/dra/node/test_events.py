@@ -32,7 +32,7 @@ def test_moves_are_events_at_their_time() -> None:
     plugin, leaving = snapshot(State.PLUGIN), snapshot(State.TO_DRA, reason="the share is 1")
     assert events(plugin, plugin, 9.0) == []
     assert events(snapshot(State.PLUGIN, 0), plugin, 9.0) == []
-    assert events(plugin, leaving, 9.0) == [Event(5.0, RESOURCE, "leaving for the DRA side: d0 (the share is 1)")]
+    assert events(plugin, leaving, 9.0) == [Event(5.0, RESOURCE, "moving to the DRA side: d0 (the share is 1)")]
     assert events(leaving, snapshot(State.DRA), 9.0) == [Event(5.0, RESOURCE, "moved to the DRA side: d0")]
     assert events(plugin, snapshot(State.QUARANTINED), 9.0) == [Event(5.0, RESOURCE, "quarantined: d0", bad=True)]
 
@@ -40,7 +40,7 @@ def test_moves_are_events_at_their_time() -> None:
 def test_many_moves_at_once_are_one_event() -> None:
     """They do not push everything else out of the list."""
     assert [event.text for event in events(snapshot(State.PLUGIN, 64), snapshot(State.TO_DRA, 64), 9.0)] == [
-        "leaving for the DRA side: 64 devices"
+        "moving to the DRA side: 64 devices"
     ]
 
 

@@ -196,7 +196,7 @@ def test_an_addon_that_is_only_made_where_it_is_missing() -> None:
     labels = {"addonmanager.kubernetes.io/mode": "EnsureExists"}
     found = adopt(daemon_set(PLUGINS, metadata={"labels": labels}), [AGENT], {"n1"})
     assert not found.problems
-    assert any("makes the DaemonSet anew" in note for note in found.notes)
+    assert any("recreates a deleted DaemonSet" in note for note in found.notes)
 
 
 def test_a_manifest_that_is_applied_again() -> None:

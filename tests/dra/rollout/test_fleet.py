@@ -145,7 +145,7 @@ def test_claims_name_holders_of_a_shared_device() -> None:
         (view(requested="half"), f"its annotation {SHARE}: 'half' is not a share"),
         (replace(view(), requested="all"), "its agent has not read the requested share yet; is it running?"),
         (replace(view(), requested="all", ready=False), "(the node is not Ready)"),
-        (view(requested="all", counts={"plugin": 1}), "its agent has yet to move devices"),
+        (view(requested="all", counts={"plugin": 1}), "its agent has not begun to move devices"),
         (
             NodeView("n1", D, reported=msgspec.structs.replace(report({"dra": 4}, share="all"), kept="all")),
             "its Node was recreated without the annotation; the share all stays until another is requested",
