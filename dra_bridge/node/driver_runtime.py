@@ -247,8 +247,8 @@ class DriverRuntime(DriverHost):
         asyncio.get_running_loop().call_later(BYPASSED + 1.0, self.publish)
         self.publish()
         if not again:
-            what = f"a plugin of {resource} has registered with the kubelet instead of this agent"
-            text = f"{what}, while claims have devices: {reason}; was the hostPath of its DaemonSet reverted?"
+            what = f"a plugin of {resource} has registered with the kubelet"
+            text = f"{what} instead of this agent, while claims have devices: {reason}; was the hostPath of its DaemonSet reverted?"
             _LOG.error("%s", text, extra={"resource": resource})
             self._tasks.start(self.context.node.alarm("AdoptedPluginBypassed", text))
 

@@ -256,7 +256,7 @@ def test_an_agent_that_starts_after_the_path_was_reverted(scene: Scene) -> None:
     vendor.move(scene.node.device_plugin_dir)
     scene.node.wait_allocatable(RESOURCE, 2)
     scene.agent()
-    scene.wait_log("another plugin has registered this resource with the kubelet: it counts g0 as healthy")
+    scene.wait_log("another plugin has registered this resource with the kubelet: its checkpoint has g0")
     scene.wait_offered(0)
     scene.node.wait_allocatable(RESOURCE, 0)
     kept_from_pods(scene, vendor)
