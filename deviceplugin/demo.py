@@ -30,13 +30,13 @@ TIMEOUT: Final = 10.0
 
 
 class DemoError(Exception):
-    """Raised when what is to be printed is not so."""
+    """Raised when what the demo shows did not happen."""
 
 
 def check(met: bool, what: str) -> None:
     """Raise DemoError unless something is so."""
     if not met:
-        raise DemoError(f"this should be so and is not: {what}")
+        raise DemoError(f"expected, and not so: {what}")
 
 
 def joined(ids: Iterable[str]) -> str:
@@ -155,7 +155,7 @@ class _Demo:
         trainer = self.pod("trainer", 2)
         near = {self.numa(name) for name in trainer.device_ids}
         check(len(near) == 1, "trainer's devices are NUMA neighbours")
-        self.event("plugin", f"was asked what goes well together: both are on NUMA node {near.pop()}")
+        self.event("plugin", f"chooses devices for a pod that wants two: both are on NUMA node {near.pop()}")
         notebook = self.pod("notebook", 1)
         batch = self.waiting_pod("batch", 2)
         self.end(trainer)
@@ -166,7 +166,9 @@ class _Demo:
         self.end(notebook)
         ended = set(notebook.device_ids)
         self.kubelet.wait_until(lambda: ended <= set(self.gpus.released_ids), TIMEOUT, f"released of {ended}")
-        self.event("plugin", f"its `released` hook gets {joined(ended)}, though the kubelet calls no Deallocate")
+        self.event(
+            "plugin", f"its `released` hook gets {joined(ended)}, though the device plugin API has no Deallocate"
+        )
         self.pod("evening", 1)
 
     def registration(self) -> None:

@@ -114,7 +114,7 @@ class Scene:
         try:
             self.server.wait_for(lambda _: met(), TIMEOUT)
         except TimeoutError:
-            raise DemoError(f"this should come and does not: {what}; {why()}".rstrip("; ")) from None
+            raise DemoError(f"not so within {TIMEOUT:g} s: {what}; {why()}".rstrip("; ")) from None
 
     def ask(self, share: str) -> float:
         """Ask for a share, as `dra-bridge migrate` does; return when."""

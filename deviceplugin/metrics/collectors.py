@@ -58,9 +58,9 @@ _FAMILIES: Final[Mapping[Callable[..., Metric], Mapping[str, tuple[str, str]]]] 
         "devices_gone": ("resource", "Devices that their source no longer lists but that may still be held"),
         "devices_withheld": (
             "resource reason",
-            "Devices that are offered to nobody: excluded by what is held elsewhere, foreign because a pod has them by "
-            "another plugin of the resource, or may have, held by processes of their former pod, or unknown because "
-            "evidence is missing (from the kubelet's files and pod cgroups); /status says more",
+            "Devices that are offered to nobody, by reason. excluded: a holder under another id or on the other side "
+            "leaves too little of it. foreign: a pod has it, or may have it, from another plugin of the resource. "
+            "held: processes of its former pod run. unknown: its holder is not known. /status has the details",
         ),
         "device_replicas": ("resource device", "Containers that may share the device (from its source)"),
         "device_state": (
@@ -71,15 +71,15 @@ _FAMILIES: Final[Mapping[Callable[..., Metric], Mapping[str, tuple[str, str]]]] 
             "resource device",
             "Unix time at which the device entered its handover state (from the ledger)",
         ),
-        "holders_known": ("", "1 while the kubelet's checkpoint was read lately; at 0 the holders are unknown"),
+        "holders_known": ("", "1 while the kubelet's checkpoint can be read; at 0 the holders are unknown"),
         "device_holders": (
             "resource device",
             "Holders of the device: containers, pods of claims whose containers are not known; 0 if it is free",
         ),
         "device_held_twice": (
             "resource device",
-            "1 while holders have more of the device than there is, whatever they call it; administrative access does "
-            "not count (from the register)",
+            "1 while holders together have more of the device than there is, under whatever ids and resources; "
+            "administrative access does not count (from the register)",
         ),
         "registered": ("resource", "1 while the resource is registered with the kubelet"),
         "adopted_plugin_connected": (

@@ -95,7 +95,7 @@ class ClaimReconciler:
                 return "reopened"
             written = await self.files.write(record)
         except (cdi.CdiError, LedgerError) as error:
-            _LOG.warning("claim %s: %s", record.title, error, extra=extra)
+            _LOG.warning("cannot restore the files of claim %s: %s", record.title, error, extra=extra)
             return "unknown"
         return "rewritten" if written else ""
 

@@ -248,7 +248,10 @@ class DriverRuntime(DriverHost):
         self.publish()
         if not again:
             what = f"a plugin of {resource} has registered with the kubelet"
-            text = f"{what} instead of this agent, while claims have devices: {reason}; was the hostPath of its DaemonSet reverted?"
+            text = (
+                f"{what} instead of this agent, while claims have devices: {reason}; "
+                "was the hostPath of its DaemonSet reverted?"
+            )
             _LOG.error("%s", text, extra={"resource": resource})
             self._tasks.start(self.context.node.alarm("AdoptedPluginBypassed", text))
 
