@@ -27,7 +27,7 @@ _GAUGES: Final = {
     "dra_registered": "1 while the DRA driver is registered with a kubelet that follows a list of devices",
     "dra_prepared_claims": "Claims prepared on this node (from the ledger)",
     "dra_claims_in_flight": "Claims that are being prepared or unprepared",
-    "slices_published": "1 while the slices at the API server are as wanted",
+    "slices_published": "1 while the slices at the API server are those that the agent wants",
     "slices": "ResourceSlices of this node (from the API server)",
     "slice_devices": "Devices in the slices of this node",
     "slice_problems": "Devices left out of the slices, and reasons why the API server rejects them",
