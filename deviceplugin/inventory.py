@@ -125,6 +125,11 @@ class Inventory:
         """The devices as of now."""
         self._subscribers: dict[object, Callable[[InventorySnapshot], None]] = {}
 
+    @property
+    def devices(self) -> Mapping[str, Device]:
+        """The devices as of now, by id; those that are gone included."""
+        return self.snapshot.devices
+
     def __repr__(self) -> str:
         now = self.snapshot
         return f"<Inventory {now.resource} version {now.version}: {len(now.devices)} devices, {len(now.gone)} gone>"

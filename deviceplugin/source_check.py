@@ -51,7 +51,7 @@ def check_source(source: object) -> None:
     if isinstance(source, type):
         raise TypeError(f"{source.__name__} is a class; a source is an instance of it: {source.__name__}()")
     if not isinstance(source, DeviceSource):
-        raise TypeError(f"{source!r} is no source; a source is an instance of a class derived from DeviceSource")
+        raise TypeError(f"{source!r} is not a source; a source is an instance of a class derived from DeviceSource")
     kind = type(source).__name__
     for field, (fits, right) in _SETTINGS.items():
         if not fits(value := getattr(source, field)):

@@ -522,7 +522,7 @@ def _rollout(options: argparse.Namespace) -> int:
     done = _follow(
         options,
         lambda cluster, reporter: rollout(cluster, options.driver, goal, options.selector, limits, reporter),
-        "interrupted; nodes in the move go on, no other is begun. Run the same command to continue",
+        "interrupted; nodes that have begun continue, no other node begins. Run the same command to continue",
         "" if options.undo else "run the same command to continue; --undo in place of --share takes it back",
     )
     return int(not done)

@@ -155,7 +155,7 @@ async def plain_driver(scene: Scene, gpus: DemoGpus) -> None:
     inventory = Inventory(GPU)
     inventory.publish(gpus.devices)
     async_ledger = await AsyncLedger.open(str(scene.directory / "plain-driver.db"))
-    devices = inventory.snapshot.devices
+    devices = inventory.devices
     await async_ledger.do(operations.reconcile_evidence(GPU, Evidence(), devices, Side.DRA, time.time()))
     async with Cluster.from_server(scene.server.url) as cluster:
         publisher = Publisher(cluster, NODE)

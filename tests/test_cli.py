@@ -319,7 +319,7 @@ def test_completion_without_its_extra(monkeypatch: pytest.MonkeyPatch, capsys: p
 def test_help_tells_the_exit_status(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Help ends with 0 and says what the exit status means."""
     assert usage(*argv) == 0
-    assert "exit status: 0 all is well" in capsys.readouterr().out
+    assert "exit status: 0 success" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

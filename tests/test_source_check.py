@@ -150,8 +150,8 @@ def late(**attributes: object) -> DeviceSource:
 
 MISTAKES: list[tuple[Callable[[], Any], str]] = [
     (lambda: Toys, r"Toys is a class; a source is an instance of it: Toys\(\)"),
-    (lambda: [Toys()], r"\[<.*Toys.*>\] is no source; a source is an instance of a class derived from DeviceSource"),
-    (lambda: "example.com/toy", r"'example.com/toy' is no source"),
+    (lambda: [Toys()], r"\[<.*Toys.*>\] is not a source; a source is an instance of a class derived from DeviceSource"),
+    (lambda: "example.com/toy", r"'example.com/toy' is not a source"),
     (lambda: late(resource="laser"), r"Toys\.resource: 'laser' .* no vendor domain"),
     (lambda: late(resource=None), r"Toys\.resource must be a string, not None"),
     (lambda: late(driver=5), r"Toys\.driver must be a string, not 5"),

@@ -30,6 +30,7 @@ from deviceplugin.files import FileIdentity, file_identity
 from deviceplugin.kubelet.podresources import CHANNEL_OPTIONS, SERVER_OPTIONS, unix_address
 from deviceplugin.kubelet.registration import KUBELET_SOCKET, VERSION, InstanceLock, RegistrationError
 from deviceplugin.kubelet.status import VendorConnection
+from deviceplugin.tasks import cancel_all
 from deviceplugin.wire import deviceplugin_pb2 as pb
 from deviceplugin.wire.deviceplugin_pb2_grpc import RegistrationServicer, add_RegistrationServicer_to_server
 
@@ -316,9 +317,7 @@ class VendorPlugins(RegistrationServicer):
             await PluginWatcher(self.directory / REGISTRY, self.directory, self._take).run()
         finally:
             await server.stop(0)
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await cancel_all(self._tasks)
             lock.release()
 
     async def _lock(self, lock: InstanceLock) -> None:

@@ -29,6 +29,7 @@ from deviceplugin import filewatch
 from deviceplugin.backoff import Backoff
 from deviceplugin.files import FileIdentity
 from deviceplugin.kubelet.podresources import CHANNEL_OPTIONS, unix_address
+from deviceplugin.tasks import cancel_all
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -74,9 +75,7 @@ class PluginWatcher:
                     watch.set(directories)
                     await watch.wait(CHECK)
             finally:
-                for task in self._asked.values():
-                    task.cancel()
-                await asyncio.gather(*self._asked.values(), return_exceptions=True)
+                await cancel_all(self._asked.values())
 
     async def _register(self, socket: Path) -> None:
         """Register a plugin, as often as it takes."""

@@ -37,6 +37,7 @@ from deviceplugin.files import FileIdentity, file_identity, leads_to, locked
 from deviceplugin.kubelet.foreign_plugin import Finding, ForeignPluginWatch, sockets
 from deviceplugin.kubelet.podresources import CHANNEL_OPTIONS, SERVER_OPTIONS, unix_address
 from deviceplugin.kubelet.servicer import Endpoint
+from deviceplugin.tasks import Tasks
 from deviceplugin.wire import deviceplugin_pb2 as pb
 from deviceplugin.wire.deviceplugin_pb2_grpc import RegistrationStub
 
@@ -202,7 +203,7 @@ class SocketServer:
         self._identity: FileIdentity | None = None
         self.used = False
         """Whether the kubelet may know the socket."""
-        self._stopping: set[asyncio.Task[None]] = set()
+        self._stopping = Tasks()
 
     @property
     def in_place(self) -> bool:
@@ -253,10 +254,8 @@ class SocketServer:
     def retire(self) -> None:
         """Stop the server; calls in flight may end."""
         if self._server is not None:
-            task = asyncio.create_task(self._server.stop(self._timing.drain))
+            self._stopping.start(self._server.stop(self._timing.drain))
             self._server = self._identity = None
-            self._stopping.add(task)
-            task.add_done_callback(self._stopping.discard)
 
     def remove_socket(self) -> None:
         """Remove the own socket, so that nobody connects any more."""
@@ -267,8 +266,7 @@ class SocketServer:
     async def end(self) -> None:
         """Wait for the servers to end, and release the lock."""
         self.retire()
-        if self._stopping:
-            await asyncio.wait(self._stopping, timeout=self._timing.drain + 1.0)
+        await self._stopping.wait(self._timing.drain + 1.0)
         self.lock.release()
 
 

@@ -76,7 +76,7 @@ class Certificate(_Watched):
         try:
             context.load_cert_chain(certificate, key)
         except ssl.SSLError as error:
-            message = f"{certificate} and {key} are no certificate with its key: {error.reason or error}"
+            message = f"{certificate} and {key} are not a certificate and its key:  {error.reason or error}"
             raise OSError(errno.EINVAL, message) from error
         except OSError as error:
             # OpenSSL does not say which of the two it was.

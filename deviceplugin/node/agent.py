@@ -23,6 +23,7 @@ from deviceplugin.register.question import Use
 from deviceplugin.register.register import Register, RegisterHost
 from deviceplugin.source import DeviceSource
 from deviceplugin.source_check import check_sources, mistaken_names
+from deviceplugin.tasks import cancel_all
 
 if TYPE_CHECKING:
     from deviceplugin.metrics.report import Provider
@@ -125,8 +126,7 @@ class Agent(RegisterHost):
             finally:
                 scanning.cancel()
                 await asyncio.gather(scanning, self._supervisor.end(), return_exceptions=True)
-                adopting.cancel()  # last: calls in flight are passed on to the plugins
-                await asyncio.gather(adopting, return_exceptions=True)
+                await cancel_all([adopting])  # last: calls in flight are passed on to the plugins
         if self._error is not None:
             raise self._error
 

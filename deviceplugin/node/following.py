@@ -104,7 +104,7 @@ class SourceFollower:
                     backoff.reset()
             except Exception as error:
                 self.failure = error
-                count, delay = len(self.inventory.snapshot.devices), backoff.next()
+                count, delay = len(self.inventory.devices), backoff.next()
                 message = "the source failed; its last list of %d devices stays, trying again in %.1f s"
                 _LOG.exception(message, count, delay, extra={"resource": source.resource})
                 await asyncio.sleep(delay)

@@ -16,9 +16,7 @@ from deviceplugin.node import logs
 if TYPE_CHECKING:
     from deviceplugin.config import Lock, MetricsConfig
 
-EXITS: Final = (
-    "exit status: 0 all is well, 1 it failed while running, 2 wrong usage or a config file that cannot be used"
-)
+EXITS: Final = "exit status: 0 success, 1 failure while running, 2 wrong usage or a config file that cannot be used"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +97,9 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     )
     formats = "log lines as text or as JSON (%(default)s)"
     parser.add_argument("--log-format", choices=logs.FORMATS, default="text", help=formats)
-    parser.add_argument("--log-level", choices=logs.LEVELS, default="info", help="least level to log (%(default)s)")
+    parser.add_argument(
+        "--log-level", choices=logs.LEVELS, default="info", help="lowest level that is logged (%(default)s)"
+    )
 
 
 def add_config_options(parser: argparse.ArgumentParser) -> None:

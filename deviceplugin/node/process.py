@@ -23,6 +23,7 @@ from deviceplugin.naming import node_name
 from deviceplugin.node.agent import Agent, AgentError
 from deviceplugin.node.options import metrics_config, parse_run
 from deviceplugin.source import DeviceSource
+from deviceplugin.tasks import cancel_all
 from deviceplugin.version import VERSION
 
 if TYPE_CHECKING:
@@ -214,7 +215,7 @@ async def _serve(
         loop.add_signal_handler(number, stop, number)
     loop.add_signal_handler(signal.SIGHUP, reload.set)
     if config is None:
-        loop.add_signal_handler(signal.SIGHUP, _LOG.info, "SIGHUP: there is no config file to read again")
+        loop.add_signal_handler(signal.SIGHUP, _LOG.info, "SIGHUP is ignored: this agent has no config file")
     with contextlib.ExitStack() as stack:
         if metrics_address is not None:
             from deviceplugin.metrics import collectors
@@ -231,9 +232,7 @@ async def _serve(
         try:
             await program.run()
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel_all(tasks)
     await _end_without_others()
 
 

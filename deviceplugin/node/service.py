@@ -29,10 +29,10 @@ from deviceplugin.node.claim_side import ClaimSide
 from deviceplugin.node.device_log import InventoryLog
 from deviceplugin.node.following import SourceFollower
 from deviceplugin.register.question import allocation_unit
-from deviceplugin.register.records import AllocationRecord
 from deviceplugin.register.register import SIDES, Register
 from deviceplugin.source import DeviceSource
 from deviceplugin.source_check import checked_children, overlong
+from deviceplugin.tasks import cancel_all
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -143,8 +143,7 @@ class Service(EndpointHost):
     @property
     def _ids(self) -> frozenset[str]:
         """The ids that the register has as given to pods."""
-        allocations = self._register.snapshot.allocations.values()
-        return frozenset(allocation.device_id for allocation in allocations if allocation.resource == self.resource)
+        return frozenset(allocation.device_id for allocation in self._register.snapshot.allocations_of(self.resource))
 
     @property
     def in_use(self) -> bool:
@@ -185,11 +184,6 @@ class Service(EndpointHost):
         devices = snapshot.devices if self._first_release_due and "released" in self.source.hooks else snapshot.gone
         ids = frozenset(name for device in devices for name in ids_now.names_of(snapshot.devices[device]))
         return ids | ids_now.legacy.keys()
-
-    @property
-    def _pending(self) -> list[AllocationRecord]:
-        allocations = self._register.snapshot.allocations.values()
-        return [allocation for allocation in allocations if allocation.resource == self.resource and allocation.pending]
 
     def observe(self, now: HolderSnapshot, released: Collection[str]) -> None:
         """Draw the conclusions of a scan: what came free, and what may be forgotten. released: ids that came free."""
@@ -248,13 +242,14 @@ class Service(EndpointHost):
         The kubelet may give an id to the next pod before a scan sees that its holder has ended. Raises Refusal if
         `released` failed, or still works on one of the devices.
         """
-        context, listed, resolver = self._context, self.inventory.snapshot.devices, self.endpoint.ids
+        context, listed, resolver = self._context, self.inventory.devices, self.endpoint.ids
         ids = {device: resolver.ids_of(device) for device in map(resolver.device_id_of, names) if device in listed}
         try:
             await context.register.hooks.wait([(self.resource, device) for device in ids], resets=False)
             every = [name for those in ids.values() for name in those]
             ended, others = await context.tracker.ended(self.resource, every)
-            granted = {allocation.device_id for allocation in self._pending} - set(names)
+            allocations = context.register.snapshot.allocations_of(self.resource)
+            granted = {allocation.device_id for allocation in allocations if allocation.pending} - set(names)
             in_use = {allocation.device_id for allocation in others} | granted
             former = {allocation.device_id for allocation in ended - self._released}
             devices = [
@@ -287,7 +282,7 @@ class Service(EndpointHost):
                     withheld[device] = Withheld("foreign" if device in given else "excluded", why)
         withheld |= {
             device: Withheld("unknown", why)
-            for device in self.inventory.snapshot.devices
+            for device in self.inventory.devices
             if (why := register.evidence_missing(name, device))
         }
         for device_id, reason in context.tracker.unnamed_reasons(name).items():
@@ -334,7 +329,7 @@ class Supervisor:
 
     async def end(self) -> None:
         """End all services."""
-        await _cancel((*self._child_tasks.values(), *self._tasks.values()))
+        await cancel_all((*self._child_tasks.values(), *self._tasks.values()))
 
     async def reconfigure(self, wanted: Mapping[str, DeviceSource], unchanged: Sequence[str]) -> None:
         """Serve these sources from now on; see `Agent.reconfigure`."""
@@ -344,7 +339,7 @@ class Supervisor:
         for name, source in wanted.items():
             if name in self._tasks and self._adopted(name) is not isinstance(source, AdoptedSource):
                 gone.append(name)
-        await _cancel([self._tasks[name] for name in gone])
+        await cancel_all([self._tasks[name] for name in gone])
         replaced = [(self.services[name], source) for name, source in wanted.items() if name in self.services]
         for name, source in wanted.items():
             self._parents.pop(name, None)
@@ -431,9 +426,3 @@ class Supervisor:
                 self._parents.pop(name, None)
                 if (child_task := self._child_tasks.pop(name, None)) is not None:
                     child_task.cancel()
-
-
-async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -268,6 +268,10 @@ class RegisterSnapshot:
         """Return the devices of a resource by id."""
         return {record.device: record for record in self.devices.values() if record.resource == resource}
 
+    def allocations_of(self, resource: str) -> list[AllocationRecord]:
+        """Return the allocations of a resource."""
+        return [allocation for allocation in self.allocations.values() if allocation.resource == resource]
+
     def serves_pods(self, resource: str) -> bool:
         """Return whether pods have, or may soon get, devices of a resource by the plugin's side.
 
@@ -275,7 +279,7 @@ class RegisterSnapshot:
         by their `limits`, and starts none of their containers, since they have no devices of the plugin's (kubelet
         1.36.3 and 1.37.1, devicemanager/manager.go: callPreStartContainerIfNeeded).
         """
-        states = {record.state for record in self.devices.values() if record.resource == resource}
+        states = {record.state for record in self.of(resource).values()}
         return states != {State.DRA}
 
     def allocations_on(self, resource: str, devices: Iterable[str]) -> list[AllocationRecord]:

@@ -205,8 +205,7 @@ def served_by_limits(claim: Claim, resource: str) -> int:
 
 def held_by_limits(now: RegisterSnapshot, resource: str) -> tuple[int, int]:
     """Return how many ids of a resource pods have by their `limits`: through the plugin, and through DRA."""
-    by_plugin = sum(allocation.resource == resource for allocation in now.allocations.values())
-    return by_plugin, sum(served_by_limits(claim, resource) for claim in now.claims.values())
+    return len(now.allocations_of(resource)), sum(served_by_limits(claim, resource) for claim in now.claims.values())
 
 
 def allocate_refusal(now: RegisterSnapshot, resource: str, device: str) -> Refused | None:

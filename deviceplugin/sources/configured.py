@@ -31,6 +31,7 @@ from deviceplugin.sources.path import PathSource
 from deviceplugin.sources.pci import PciSource
 from deviceplugin.sources.simulated import SimulatedSource
 from deviceplugin.sources.usb import UsbSource
+from deviceplugin.tasks import cancel_all
 
 _LOG: Final = logging.getLogger(__name__)
 FIRST_LIST: Final = 2.0
@@ -252,9 +253,7 @@ class ConfiguredSource(DeviceSource):
                 yield devices
                 await changed.wait()
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel_all(tasks)
 
     def _listed(self) -> list[Device]:
         """Return the devices as their entries list them: a probe must not take the resource's mounts for theirs."""

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Final
 
+from deviceplugin.tasks import Tasks
 from dra_bridge import kube
 from dra_bridge.driver.claims import ClaimRef
 from dra_bridge.driver.records import ClaimRecords, Prepared
-from dra_bridge.driver.tasks import Tasks
 
 _LOG: Final = logging.getLogger(__name__)
 

@@ -14,12 +14,12 @@ from deviceplugin import cdi, claim_files
 from deviceplugin.backoff import Backoff
 from deviceplugin.device import ContainerEdits, EditConflictError
 from deviceplugin.register.records import Claim
+from deviceplugin.tasks import in_thread
 from dra_bridge.driver.claim_devices import filed
 from dra_bridge.driver.claims import ClaimError
 from dra_bridge.driver.evidence import Published
 from dra_bridge.driver.records import ClaimRecords, Prepared, PreparedDevice, prepared_of
 from dra_bridge.driver.served import RequestDevices
-from dra_bridge.driver.tasks import in_thread
 
 _LOG: Final = logging.getLogger(__name__)
 _T = TypeVar("_T")

@@ -11,6 +11,7 @@ from deviceplugin import cdi
 from deviceplugin.kubelet.claim_state import PreparedClaim
 from deviceplugin.register.register import Register
 from deviceplugin.register.rules import ClaimEvidence
+from deviceplugin.tasks import Tasks
 from dra_bridge.driver import evidence
 from dra_bridge.driver.claim_api import ClaimEvents, ClusterClaims
 from dra_bridge.driver.claim_files import ClaimFiles
@@ -20,7 +21,6 @@ from dra_bridge.driver.preparation import ClaimDevices, ClaimPreparation, ClaimS
 from dra_bridge.driver.reconciliation import ClaimReconciler
 from dra_bridge.driver.records import ClaimRecords, Prepared
 from dra_bridge.driver.served import ServedDevices, ServedResource
-from dra_bridge.driver.tasks import Tasks
 
 _T = TypeVar("_T")
 

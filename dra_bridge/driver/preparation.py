@@ -51,6 +51,7 @@ from deviceplugin.register.records import Claim, Decision, LedgerError, Operatio
 from deviceplugin.register.register import Register
 from deviceplugin.register.rules import Excluded, Refused
 from deviceplugin.source import DeviceSource
+from deviceplugin.tasks import Tasks, ended
 from dra_bridge.driver.claim_api import ClaimEvents, ClusterClaims
 from dra_bridge.driver.claim_devices import granted_device
 from dra_bridge.driver.claim_files import ClaimFiles
@@ -58,11 +59,10 @@ from dra_bridge.driver.claims import ClaimAllocation, ClaimError, ClaimRef, chec
 from dra_bridge.driver.host import DriverHost
 from dra_bridge.driver.records import ClaimRecords, Prepared, prepared_of
 from dra_bridge.driver.served import RequestDevices, ServedDevices
-from dra_bridge.driver.tasks import Tasks, ended
 
 _LOG: Final = logging.getLogger(__name__)
 _MAX_MESSAGE: Final = 1000
-_OVERTAKEN: Final = "overtaken by Unprepare"
+_OVERTAKEN: Final = "cancelled by Unprepare of the same claim"
 
 PATIENCE: Final = 10.0
 """Seconds for which Unprepare is refused while processes of the claim's pods run.

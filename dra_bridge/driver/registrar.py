@@ -37,11 +37,11 @@ from deviceplugin import addresses, filewatch
 from deviceplugin.backoff import Backoff
 from deviceplugin.files import FileIdentity, file_identity
 from deviceplugin.kubelet.podresources import SERVER_OPTIONS, unix_address
+from deviceplugin.tasks import Tasks
 from deviceplugin.wire import pluginregistration_pb2 as pb
 from deviceplugin.wire.pluginregistration_pb2_grpc import RegistrationServicer, add_RegistrationServicer_to_server
 from dra_bridge.driver.claims import ClaimError, ClaimRef
 from dra_bridge.driver.driver import Driver
-from dra_bridge.driver.tasks import Tasks
 from dra_bridge.wire import dra_health_v1_pb2 as health_pb
 from dra_bridge.wire import (
     dra_health_v1_pb2_grpc,

@@ -73,7 +73,7 @@ class ServedDevices:
     def of_claim(self, claim: Claim) -> Iterator[tuple[ServedResource, list[Device]]]:
         """Yield the devices that a claim holds by resource, also unplugged ones."""
         for served in self.resources:
-            resource, listed = served.source.resource, served.inventory.snapshot.devices
+            resource, listed = served.source.resource, served.inventory.devices
             ids = dict.fromkeys(d.device for d in claim.devices if d.resource == resource and not d.admin)
             if ids:
                 yield served, [listed.get(name) or Device(name, health=Health.UNHEALTHY, message=GONE) for name in ids]

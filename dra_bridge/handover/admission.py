@@ -107,11 +107,10 @@ def pods_of(now: RegisterSnapshot, resource: str) -> list[AdmittedPod]:
     """
     ids: dict[str, set[str]] = {}
     since: dict[str, float] = {}
-    for allocation in now.allocations.values():
-        if allocation.resource == resource:
-            for uid in {uid for uid, _ in allocation.holders} or {""}:
-                ids.setdefault(uid, set()).add(allocation.device_id)
-                since[uid] = min(since.get(uid, allocation.since), allocation.since)
+    for allocation in now.allocations_of(resource):
+        for uid in {uid for uid, _ in allocation.holders} or {""}:
+            ids.setdefault(uid, set()).add(allocation.device_id)
+            since[uid] = min(since.get(uid, allocation.since), allocation.since)
     by_plugin = [AdmittedPod(uid, since[uid], len(names), by_dra=False) for uid, names in ids.items()]
     return by_plugin + [
         AdmittedPod(claim.title, claim.since - AGE, served_by_limits(claim, resource), by_dra=True)

@@ -19,6 +19,7 @@ from typing import Final, Protocol
 
 from deviceplugin.backoff import Backoff
 from deviceplugin.kubelet.podresources import PodResources
+from deviceplugin.tasks import cancel_all
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -174,6 +175,4 @@ class AllocatableStatus:
 
     async def close(self) -> None:
         """End what is under way."""
-        for task in (tasks := [*self._raising.values(), *self._lowering.values()]):
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all([*self._raising.values(), *self._lowering.values()])

@@ -191,7 +191,7 @@ async def forget_unplugged(moved: MovedResource, waiting: dict[str, str]) -> Non
     if not moved.inventory.snapshot.listed:
         return
     now = moved.ledger.snapshot
-    unplugged = moved.moving.of(now, resource).keys() - moved.inventory.snapshot.devices.keys()
+    unplugged = moved.moving.of(now, resource).keys() - moved.inventory.devices.keys()
     if allocations := now.allocations_on(resource, unplugged):
         waiting.update(
             {
@@ -200,7 +200,7 @@ async def forget_unplugged(moved: MovedResource, waiting: dict[str, str]) -> Non
             }
         )
         await moved.evidence.scan({(resource, allocation.device_id) for allocation in allocations})
-    now, devices = moved.ledger.snapshot, moved.inventory.snapshot.devices
+    now, devices = moved.ledger.snapshot, moved.inventory.devices
     held, _ = held_and_expected(now)
     gone = {
         name: record.state

@@ -123,7 +123,7 @@ class Handover:
         if returned := await self._to_plugin.commit(waiting, lambda: self.share.forced):
             self._committed(Side.PLUGIN, returned, before)
             if self._allocatable is not None:
-                devices = [self._moved.inventory.snapshot.devices.get(name) for name in returned]
+                devices = [self._moved.inventory.devices.get(name) for name in returned]
                 usable = [device for device in devices if device is not None and device.health.usable]
                 offered = {device_id for device in usable for device_id in self._moved.endpoint.ids.names_of(device)}
                 self._allocatable.taken_back(self.resource, offered)
@@ -153,7 +153,7 @@ class Handover:
         since = [before.device(self.resource, name).since for name in devices]
         self.statistics.seconds[way] += sum(max(0.0, now - began) for began in since)
         self.statistics.finished[way] += len(devices)
-        listed = self._moved.inventory.snapshot.devices
+        listed = self._moved.inventory.devices
         present = [name for name in devices if name in listed]  # others are forgotten soon
         if present:
             _LOG.info("moved to the %s side: %s", side.text, counted(len(present)), extra=extra)

@@ -89,7 +89,7 @@ class MoveStarter:
         now = self.moved.ledger.snapshot
         listed = self._listed()
         leaders, held, expected = leading(now, self.resource, listed, self.moved.together(listed))
-        linked = groups(self.moved.inventory.snapshot.devices, self.moved.endpoint.source.links)
+        linked = groups(self.moved.inventory.devices, self.moved.endpoint.source.links)
 
         def planned(states: Mapping[str, State], drain: Drain) -> Plan:
             return plan(states, held, self.share, drain, linked, expected)

@@ -273,7 +273,7 @@ class Discovery:
                 raise
         groups = (await self._connection.send("GET", "/apis")).get("groups")
         if not isinstance(groups, list):
-            raise UnavailableError("GET /apis: the answer is no list of API groups")
+            raise UnavailableError("GET /apis: the answer is not a list of API groups")
         return next((group for group in groups if group.get("name") == GROUP), {})
 
     def forget(self) -> None:

@@ -13,8 +13,8 @@ from deviceplugin.backoff import Backoff
 from deviceplugin.kubelet.servicer import Endpoint
 from deviceplugin.node.service import Service
 from deviceplugin.register import operations
+from deviceplugin.tasks import Tasks
 from dra_bridge.driver import Driver, DriverHost, Registrar, RunningPods, ServedResource
-from dra_bridge.driver.tasks import Tasks
 from dra_bridge.handover.moved import MovedResource
 from dra_bridge.handover.moves import Handover
 from dra_bridge.handover.planner import Moving

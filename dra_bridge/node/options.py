@@ -35,7 +35,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 
 def _name(text: str) -> str:
     if not _NAME.fullmatch(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no name of a directory: letters, digits, dots and hyphens")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a directory name of letters, digits, dots and hyphens")
     return text
 
 

@@ -10,7 +10,7 @@ from typing import Final, get_args
 from deviceplugin.config import Config
 from deviceplugin.register import operations
 from deviceplugin.register.records import LedgerError
-from dra_bridge.driver.tasks import Tasks
+from deviceplugin.tasks import Tasks
 from dra_bridge.handover.share import Drain, Share, ShareError, parse_requested, parse_share
 from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.rollout import progress

@@ -153,7 +153,7 @@ def adopt(daemon_set: Object, agents: Collection[AgentPod], nodes: Collection[st
         if places:
             problems.append("agents have different directories; a DaemonSet has one template")
         elif not mine:
-            problems.append("there is no agent that adopts plugins")
+            problems.append("no agent adopts plugins")
         return Advice(tuple(problems))
     ((directory, plugins, registry),) = places
     wanted = {plugins: directory, registry: f"{directory}/{REGISTRY}"}

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any, Final, Self
 
 from deviceplugin.device import natural
+from deviceplugin.tasks import cancel_all
 from dra_bridge import kube
 from dra_bridge.kube import NODES, RESOURCE_CLAIMS, RESOURCE_SLICES, Cluster, Object
 from dra_bridge.rollout import fleet
@@ -120,9 +121,7 @@ class _Fleet:
                 self._changed.clear()
             yield self
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel_all(tasks)
 
     async def _follow(self, kind: kube.Kind, selectors: Mapping[str, str]) -> None:
         async with aclosing(self.cluster.follow(kind, **selectors)) as events:

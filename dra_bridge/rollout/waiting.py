@@ -86,7 +86,7 @@ def contested_names(resources: Iterable[str], classes: Sequence[Object]) -> list
             taken = max(named, key=lambda metadata: str(metadata.get("creationTimestamp")))["name"]
             names = ", ".join(str(metadata["name"]) for metadata in named)
             text = f"DeviceClasses {names} all name the extended resource {resource}"
-            sentences.append(f"{text}: pods that ask for it by limits get devices of {taken}")
+            sentences.append(f"{text}: pods with limits for it get devices of class {taken}")
     return sentences
 
 

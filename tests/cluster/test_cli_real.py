@@ -352,7 +352,7 @@ def test_another_class_takes_the_extended_resource(bridge: Bridge, ran: Callable
         ours = bridge.cluster.api.list("DeviceClass", api_version=bridge.api_version)
         times = {one["metadata"]["name"]: one["metadata"]["creationTimestamp"] for one in ours}
         newest = min(name for name in (DRIVER, "zz-later") if times[name] == max(times[DRIVER], times["zz-later"]))
-        said = f"zz-later all name the extended resource {RESOURCE}: pods that ask for it by limits get devices of "
+        said = f"zz-later all name the extended resource {RESOURCE}: pods with limits for it get devices of class "
         assert f"{said}{newest}" in out
     finally:
         bridge.cluster.api.delete("DeviceClass", applied["metadata"]["name"], api_version=bridge.api_version)

@@ -704,7 +704,7 @@ class TestCertificate:
         with pytest.raises(OSError, match=r"no\.key: No such file"):
             Certificate(certificate, tmp_path / "no.key")
         key.write_text("nonsense")
-        with pytest.raises(OSError, match=r"a\.key are no certificate with its key"):
+        with pytest.raises(OSError, match=r"a\.key are not a certificate and its key"):
             Certificate(certificate, key)
 
 

@@ -295,7 +295,7 @@ def test_it_prints_and_changes_nothing(server: FakeApiServer, command: Callable[
     assert command() == (
         1,
         "",
-        "no agent runs on n1: its plugin would find no kubelet.sock there\nthere is no agent that adopts plugins\n",
+        "no agent runs on n1: its plugin would find no kubelet.sock there\nno agent adopts plugins\n",
     )
     server.create(agent_pod())
     status, out, err = command()

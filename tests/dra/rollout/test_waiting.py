@@ -151,6 +151,6 @@ def test_classes_that_name_one_extended_resource(classes: list[dict[str, Any]], 
     """Where several DeviceClasses name a resource the scheduler takes the newest, of two as new the first by name."""
     names = ", ".join(sorted(one["metadata"]["name"] for one in classes))
     assert contested_names([R, R], classes) == [
-        f"DeviceClasses {names} all name the extended resource {R}: pods that ask for it by limits get devices of {one}"
+        f"DeviceClasses {names} all name the extended resource {R}: pods with limits for it get devices of class {one}"
         for one in said
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from typing import Any, Final, TypeVar
 
 _LOG: Final = logging.getLogger(__name__)
@@ -31,14 +31,20 @@ class Tasks:
 
     async def close(self) -> None:
         """Cancel all tasks and wait for their ends."""
-        for task in tuple(self._tasks):
-            task.cancel()
-        await self.wait()
+        await cancel_all(self._tasks)
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             _LOG.error("a task in the background failed: %s", task.get_name(), exc_info=error)
+
+
+async def cancel_all(tasks: Collection[asyncio.Task[Any]]) -> None:
+    """Cancel tasks and wait for their ends; what they raise is dropped."""
+    tasks = tuple(tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def in_thread(function: Callable[..., _T], *args: object) -> _T:
