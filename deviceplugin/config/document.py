@@ -158,6 +158,8 @@ def _syntax(text: str, file: str, error: yaml.MarkedYAMLError) -> ConfigError:
     mark = error.problem_mark or error.context_mark
     line = mark.line + 1 if mark is not None else 0
     message = ": ".join(part for part in (error.context, error.problem) if part)
+    if "maximum nesting depth" in message:  # libyaml's own limit: it scans far ahead of the events
+        return file_error(file, f"is nested deeper than {MAX_DEPTH} levels", line)
     if mark is not None and "\t" in text[text.rfind("\n", 0, mark.index) + 1 :].partition("\n")[0]:
         message += "; the line contains a tab, YAML indents with spaces only"
     if "another document" in message:
