@@ -92,7 +92,7 @@ GLOB = _text(
 ABSOLUTE_PATH = _text(rf"(?:{_STEP})+", _path_advice, "An absolute path.", examples=["/opt/vendor/lib"])
 PERMISSIONS = _text(
     r"(?!.*r.*r)(?!.*w.*w)(?!.*m.*m)[rwm]{1,3}",
-    "{!r} is not a set of permissions; write any of  r (read), w (write) and m (mknod), such as rw",
+    "{!r} is not a set of permissions; write any of r (read), w (write) and m (mknod), such as rw",
     "What a container may do with the device nodes: r read, w write, m mknod.",
     examples=["rw", "r", "rwm"],
 )

@@ -603,7 +603,7 @@ def test_status_names_classes_that_take_the_resource(nodes: FakeFleet, bridge: C
         spec = {"extendedResourceName": R}
         kind = {"apiVersion": "resource.k8s.io/v1", "kind": "DeviceClass"}
         nodes.server.create({**kind, "metadata": {"name": name}, "spec": spec})
-    assert f"DeviceClasses ours, theirs all name the extended resource {R}: pods that" in bridge("status").out
+    assert f"DeviceClasses ours, theirs all name the extended resource {R}: pods with" in bridge("status").out
     nodes.server.fail(lambda request: request.path.endswith("/deviceclasses"), Fault(code=403))
     ran = bridge("status")
     assert (ran.status, "DeviceClasses" in ran.out) == (0, False)

@@ -674,7 +674,7 @@ async def test_an_unprepare_ends_a_prepare_under_way_and_nothing_is_left(serve: 
     assert await here.unprepare("1") is None
     answer = (await late)["1"]
     assert isinstance(answer, ClaimError)
-    assert "overtaken" in str(answer)
+    assert "cancelled by Unprepare" in str(answer)
     assert ("unprepare", ["d0"]) in source.calls
     assert here.files == []
     assert not here.async_ledger.snapshot.claims
@@ -704,7 +704,7 @@ async def test_an_unprepare_waits_for_a_file_that_is_being_written(
     assert not done, "the claim is unprepared while its file is being written"
     go.set()
     assert await unpreparing is None
-    assert "overtaken" in str((await preparing)["1"])
+    assert "cancelled by Unprepare" in str((await preparing)["1"])
     assert here.files == []
     assert not here.async_ledger.snapshot.claims
 
