@@ -71,14 +71,14 @@ class HardwareIndex:
         self._by_token: dict[str, set[DeviceKey]] = {}
         self._by_set: dict[tuple[str, str], set[DeviceKey]] = {}
         self._capacity: dict[tuple[str, str], Mapping[str, Fraction]] = {}
-        for key, one in hardware.items():
-            for token in one.tokens:
+        for key, value in hardware.items():
+            for token in value.tokens:
                 self._by_token.setdefault(token, set()).add(key)
-            for name in one.consumes:
-                self._by_set.setdefault((one.scope, name), set()).add(key)
-            for name, amounts in one.counters.items():
-                if self._capacity.setdefault((one.scope, name), amounts) != amounts:
-                    self._capacity[one.scope, name] = {}  # two devices disagree: not known
+            for name in value.consumes:
+                self._by_set.setdefault((value.scope, name), set()).add(key)
+            for name, amounts in value.counters.items():
+                if self._capacity.setdefault((value.scope, name), amounts) != amounts:
+                    self._capacity[value.scope, name] = {}  # two devices disagree: not known
         together = [*self._by_token.values(), *self._by_set.values()]
         self.related = frozenset(key for keys in together if len(keys) > 1 for key in keys)
         """Devices that have peers."""
