@@ -128,7 +128,7 @@ def recorded(tokens: Tokens, boot: str, *, sure: bool = True) -> str:
 
 
 def tokens_of(record: str, boot: str) -> Tokens:
-    """Return the tokens that a ledger recorded; none of another boot, whose containers run no more."""
+    """Return the tokens that a ledger recorded; none of another boot, whose containers no longer run."""
     of, *tokens = record.split() or [""]
     return frozenset(tokens) if of in {f"{_SURE}{boot}", f"{_UNSURE}{boot}"} else frozenset()
 

@@ -28,7 +28,7 @@ class InventorySnapshot:
     """What is known at one moment.
 
     version: 0 before the source's first list, then one more with each change. devices: by id, in the source's order,
-    the gone ones last. gone: ids that the source lists no more. identities: the devices' tokens, as far as known.
+    the gone ones last. gone: ids that the source no longer lists. identities: the devices' tokens, as far as known.
     replicas: how many containers may share each device, by id; empty if the source shares none.
     """
 

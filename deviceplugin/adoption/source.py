@@ -177,7 +177,7 @@ class AdoptedEndpoint(Endpoint):
 
     @property
     def awaits(self) -> str:
-        """The plugin. One that has registered past the agent is of no use to a kubelet 1.36 once the agent leaves."""
+        """The plugin. One that has registered with the kubelet is of no use to a kubelet 1.36 once the agent leaves."""
         if not self.source.plugins.registered_elsewhere(self.resource):
             return "its plugin"
         return (

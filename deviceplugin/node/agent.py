@@ -175,7 +175,7 @@ class Agent(RegisterHost):
     def keep_from_pods(self) -> None:
         """Serve adopted resources that no config names while claims hold devices of them; before `run`.
 
-        Their plugin may have registered past this agent, which only an agent that serves the resource notices; also one
+        Their plugin may have registered with the kubelet, which an agent that serves the resource notices; also one
         that adopts nothing any more.
         """
         for resource in self._held_by_claims() - self.services.keys():

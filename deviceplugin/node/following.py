@@ -58,7 +58,7 @@ class SourceFollower:
         self._follow(self.source)
 
     async def end(self) -> None:
-        """Follow it no more."""
+        """Stop following it."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait((self._task,), timeout=1.0)

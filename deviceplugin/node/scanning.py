@@ -117,7 +117,7 @@ class HolderScanner:
         """Scan until cancelled."""
         backoff = Backoff(first=1.0, most=30.0)
         while True:
-            # A grant whose container is not named is over after a while, also of a resource that is served no more.
+            # A grant whose container is not named is over after a while, also of a resource that is no longer served.
             awaited = {(name, device_id) for name, service in self.services.items() for device_id in service.awaited}
             awaited |= self._pending
             held = self.register.snapshot.allocations or self.register.view().others or self.tracker.snapshot.held

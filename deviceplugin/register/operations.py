@@ -92,7 +92,7 @@ def _operation(decide: Callable[Concatenate[RegisterSnapshot, _P], Decision[_T]]
 
 @_operation
 def forget(state: RegisterSnapshot, resource: str, devices: Collection[str]) -> Decision[tuple[str, ...]]:
-    """Drop devices that are no more; answer which. Those that a pod or a claim holds stay."""
+    """Drop devices that do not exist any more; answer which. Those that a pod or a claim holds stay."""
     gone = tuple(
         device
         for device in dict.fromkeys(devices)

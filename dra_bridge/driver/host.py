@@ -28,7 +28,7 @@ class DriverHost:
         return True
 
     def bypassed(self, resource: str) -> bool:
-        """Return whether pods may just be given the devices of an adopted resource past this agent."""
+        """Return whether pods may just be given devices of an adopted resource by a plugin that bypasses this agent."""
         return False
 
     def qualifiers(self, resources: Sequence[str]) -> Mapping[str, str]:

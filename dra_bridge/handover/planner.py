@@ -25,7 +25,7 @@ def held_and_expected(now: RegisterSnapshot) -> tuple[frozenset[DeviceKey], froz
 
 @dataclass(frozen=True, slots=True)
 class Moving:
-    """Whose devices a handover moves. leaving: the driver is to have them no more; else also those of no driver."""
+    """Whose devices a handover moves. leaving: the driver is to lose them; else also those of no driver."""
 
     driver: str = ""
     leaving: bool = False

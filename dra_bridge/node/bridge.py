@@ -224,7 +224,7 @@ class Bridge(ClaimSide):
         self._serve(self.agent.services[resource])
 
     def contested(self, resource: str, reason: str) -> None:
-        """Take note that a plugin has registered a resource past this agent."""
+        """Take note that a plugin has registered a resource with the kubelet, bypassing this agent."""
         for runtime in self.drivers.values():  # also of a driver that no config names any more
             runtime.contested(resource, reason)
 

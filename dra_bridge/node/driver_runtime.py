@@ -143,7 +143,7 @@ class DriverRuntime(DriverHost):
             self._tasks.start(self._let_go(resource))
 
     def drop(self, resource: str) -> None:
-        """Serve a resource no more; its prepared claims can still be unprepared, nothing of it is given to pods."""
+        """Stop serving a resource; its prepared claims can still be unprepared, nothing of it is given to pods."""
         reconciled = self.context.reconciled
         reconciled.difference_update([key for key in reconciled if key[0] == resource])
         if runtime := self.resources.pop(resource, None):
@@ -238,7 +238,7 @@ class DriverRuntime(DriverHost):
         self._tasks.start(self._node.alarm("DeviceQuarantined", message))
 
     def contested(self, resource: str, reason: str) -> None:
-        """Withdraw what nobody holds of an adopted resource whose plugin has registered past this agent; alarm."""
+        """Withdraw what nobody holds of an adopted resource whose plugin bypasses this agent; alarm."""
         runtime = self.resources.get(resource)
         if runtime is None or runtime.service.vendor is None or not runtime.service.endpoint.kept_back:
             return

@@ -27,7 +27,7 @@ from dra_bridge.slices.publisher import Publisher
 
 _LOG: Final = logging.getLogger(__name__)
 BYPASSED: Final = 60.0
-"""Seconds without another finding after which a plugin that has registered past the agent gets no Allocate any more."""
+"""Seconds without another finding after which a plugin that bypasses the agent gets no Allocate any more."""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,8 +55,8 @@ class ResourceRuntime:
 
     leaving: another driver is to have its devices, or none: those of this driver return to the plugin's side. changed:
     set when its devices may be other ones, or unknown to the ledger. reconciled: set once the evidence about all its
-    devices was reconciled. bypassed_at: when its vendor's plugin was found to have registered with the kubelet, past
-    this agent (monotonic seconds). task: runs while it is served.
+    devices was reconciled. bypassed_at: when its vendor's plugin was found to bypass this agent, by
+    registering with the kubelet (monotonic seconds). task: runs while it is served.
     """
 
     service: Service
@@ -99,7 +99,7 @@ class DriverContext:
         return runtime is not None and (runtime.leaving or (resource, device) in self.reconciled)
 
     def bypassed(self, resource: str) -> bool:
-        """Return whether pods may just be given devices of an adopted resource past this agent."""
+        """Return whether pods may just be given devices of an adopted resource by a plugin that bypasses this agent."""
         runtime = self.resources.get(resource)
         return runtime is not None and time.monotonic() < runtime.bypassed_at + BYPASSED
 
