@@ -340,7 +340,7 @@ class Registrar:
         self._changed()
 
     def _sweep(self) -> None:
-        """Remove sockets of agents that were killed, also of drivers that are no longer served: nobody answers there."""
+        """Remove sockets of killed agents, also of drivers that are no longer served: nobody answers there."""
         tail, instance = "-12345678-reg.sock", "[0-9a-f]" * 8
         prefix = addresses.socket_path(self._registry, self.driver.name, tail).name.removesuffix(tail)
         own = list(self._directory.glob(f"dra-{instance}.sock"))
