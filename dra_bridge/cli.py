@@ -146,8 +146,8 @@ def _add_share(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGr
     return group
 
 
-def _asked(options: argparse.Namespace) -> str | None:
-    """Return what Nodes are to ask for; None for what the config says. Raises CommandError."""
+def _requested_share(options: argparse.Namespace) -> str | None:
+    """Return the share to request of Nodes; None for that of the config. Raises CommandError."""
     share: str | None = None if options.share == "default" else options.share
     if options.force and share is None:
         raise CommandError("--force belongs to a share: none, all, a number of devices, or a percentage")
@@ -363,7 +363,7 @@ def _manifests(options: argparse.Namespace) -> int:
     metrics = loaded.metrics
     files = list(dict.fromkeys(filter(None, (metrics.certificate, metrics.key, metrics.token))))
     if deployment.metrics_port and files:
-        print(f"{', '.join(files)}: to be mounted into the DaemonSet's container, from a Secret say", file=sys.stderr)
+        print(f"mount into the DaemonSet's container, from a Secret say: {', '.join(files)}", file=sys.stderr)
     return 0
 
 
@@ -501,7 +501,7 @@ def _migrate(options: argparse.Namespace) -> int:
     if options.timeout and not options.wait:
         raise CommandError("dra-bridge migrate: --timeout needs --wait")
     nodes = list(dict.fromkeys(options.nodes))
-    share = _asked(options)
+    share = _requested_share(options)
     done = _follow(
         options,
         lambda cluster, reporter: migrate(
@@ -517,7 +517,7 @@ def _rollout(options: argparse.Namespace) -> int:
     from dra_bridge.rollout.fleet import Goal, RolloutLimits
     from dra_bridge.rollout.rollout import rollout
 
-    goal = Goal(_asked(options), options.undo, take_over=options.take_over)
+    goal = Goal(_requested_share(options), options.undo, take_over=options.take_over)
     limits = RolloutLimits(options.max_unavailable, options.timeout_per_node, options.pause)
     done = _follow(
         options,

@@ -339,7 +339,7 @@ class Register:
         for name, why in reasons.items():
             if before.get(name) != why:
                 extra = {"resource": resource, "device": name}
-                _LOG.info("device %s is not offered (%s): %s", name, side, why, extra=extra)
+                _LOG.info("device %s is not offered on the %s side: %s", name, side, why, extra=extra)
         self._withheld[resource, side] = reasons
         self.given_by_others[resource, side] = frozenset(by_others)
         return withheld

@@ -116,6 +116,6 @@ class ClaimEvents:
                 await write(ref, *args)
             except Exception as error:  # best effort
                 extra = {"driver": self.records.driver, "claim": ref.title}
-                _LOG.debug("nothing could be written about claim %s: %s", ref.title, error, extra=extra)
+                _LOG.debug("cannot write the status or an Event of claim %s: %s", ref.title, error, extra=extra)
 
         self.tasks.start(attempt())

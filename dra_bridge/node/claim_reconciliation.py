@@ -123,7 +123,9 @@ class ClaimReconciliation:
             try:
                 await self.reconcile(sweep=not waits)
             except (ClaimStateError, ClusterError, LedgerError, OSError) as error:
-                _LOG.info("prepared claims cannot be reconciled now: %s", error, extra={"driver": self.driver.name})
+                _LOG.info(
+                    "cannot compare prepared claims with evidence now: %s", error, extra={"driver": self.driver.name}
+                )
                 await asyncio.sleep(backoff.next())
                 continue
             backoff.reset()

@@ -136,4 +136,4 @@ class BridgeNode:
         try:
             await self.cluster.event(NODES, {"name": self.name, "uid": self.name}, reason, message, self.name)
         except ClusterError as error:
-            _LOG.info("no Event could be written: %s", error)
+            _LOG.info("cannot write an Event: %s", error)

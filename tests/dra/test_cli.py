@@ -369,7 +369,7 @@ def test_manifests_of_an_own_agent_with_a_certificate(tmp_path: Path, capsys: py
     assert cli.main(["manifests", "--source", str(file), "--command", "x"]) == 0
     out, err = capsys.readouterr()
     assert "scheme: HTTPS" in out
-    assert "/t/tls.pem, /t/token: to be mounted into the DaemonSet's container" in err
+    assert "mount into the DaemonSet's container, from a Secret say: /t/tls.pem, /t/token" in err
 
 
 def test_manifests_of_an_own_agent_that_writes_to_sysfs(capsys: pytest.CaptureFixture[str]) -> None:
