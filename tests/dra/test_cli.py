@@ -475,7 +475,7 @@ def test_files_that_the_metrics_need_are_named(file: Path, capsys: pytest.Captur
     """A certificate or token lies in no image: whoever applies the manifests is told what to mount."""
     file.write_text(CONFIG + "metrics: {certificate: /tls/a.pem, key: /tls/a.pem, token: /tls/token}\n")
     assert cli.main(["manifests", "--config", str(file)]) == 0
-    assert capsys.readouterr().err.startswith("/tls/a.pem, /tls/token: to be mounted")
+    assert "into the DaemonSet's container, from a Secret say: /tls/a.pem, /tls/token\n" in capsys.readouterr().err
     assert cli.main(["manifests", "--config", str(file), "--metrics-port", "0"]) == 0
     assert not capsys.readouterr().err
 
