@@ -121,7 +121,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     validate.add_argument(
         "files", type=Path, nargs="*", metavar="FILE", help="config files (YAML), - for standard input"
     )
-    validate.add_argument("--config", type=Path, action="append", default=[], metavar="FILE", help="one more of them")
+    validate.add_argument(
+        "--config", type=Path, action="append", default=[], metavar="FILE", help="another config file"
+    )
     devices = line.add("devices", _devices, "List the devices that would be served on this node now.")
     either = devices.add_mutually_exclusive_group(required=True)
     either.add_argument(
@@ -129,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     either.add_argument("--config", type=Path, metavar="FILE", help="the same")
     devices.add_argument(
-        "-o", "--output", choices=("table", "json"), default="table", help="output format (%(default)s)"
+        "-o", "--output", choices=("table", "json"), default="table", help="output format (default: %(default)s)"
     )
     line.add("schema", _schema, "Print the config file's JSON schema.")
     demo = line.add("demo", _demo, "Show a device plugin at work, with simulated devices and an embedded kubelet.")

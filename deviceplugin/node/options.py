@@ -77,44 +77,51 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     def add(option: str, default: Path | None, metavar: str, about: str) -> None:
         parser.add_argument(option, type=_path, default=default, metavar=metavar, help=about)
 
-    add("--kubelet-root", paths.kubelet_root, "DIR", "the kubelet's --root-dir (%(default)s)")
+    add("--kubelet-root", paths.kubelet_root, "DIR", "the kubelet's --root-dir (default: %(default)s)")
     plugins = "where kubelet.sock is; most kubelets with another --root-dir have it in /var/lib/kubelet/device-plugins"
-    add("--device-plugin-dir", None, "DIR", f"{plugins} (device-plugins in --kubelet-root)")
-    socket = "the kubelet's PodResources service (pod-resources/kubelet.sock in its root)"
+    add("--device-plugin-dir", None, "DIR", f"{plugins} (default: device-plugins in --kubelet-root)")
+    socket = "the kubelet's PodResources service (default: pod-resources/kubelet.sock in its root)"
     add("--pod-resources-socket", None, "PATH", socket)
-    add("--cgroup-root", paths.cgroup_root, "DIR", "where the host's cgroup file system is mounted (%(default)s)")
-    pod_logs = "the kubelet's podLogsDir, whose directories have pods' names and UIDs (%(default)s)"
+    add(
+        "--cgroup-root",
+        paths.cgroup_root,
+        "DIR",
+        "where the host's cgroup file system is mounted (default: %(default)s)",
+    )
+    pod_logs = "the kubelet's podLogsDir, whose directories have pods' names and UIDs (default: %(default)s)"
     add("--pod-log-dir", paths.pod_log_dir, "DIR", pod_logs)
-    container_logs = "where the kubelet links to the logs of containers that have started (%(default)s)"
+    container_logs = "where the kubelet links to the logs of containers that have started (default: %(default)s)"
     add("--container-log-dir", paths.container_log_dir, "DIR", container_logs)
-    add("--cdi-dir", paths.cdi_dir, "DIR", "where the container runtime finds CDI specs (%(default)s)")
+    add("--cdi-dir", paths.cdi_dir, "DIR", "where the container runtime finds CDI specs (default: %(default)s)")
     parser.add_argument(
         "--metrics-address",
         type=_address,
         metavar="HOST:PORT",
         help="serve Prometheus metrics at this address, such as :9410, with the names of holders; `metrics` of the "
-        "config file adds TLS and a token (not served)",
+        "config file adds TLS and a token (default: not served)",
     )
-    formats = "log lines as text or as JSON (%(default)s)"
+    formats = "log lines as text or as JSON (default: %(default)s)"
     parser.add_argument("--log-format", choices=logs.FORMATS, default="text", help=formats)
     parser.add_argument(
-        "--log-level", choices=logs.LEVELS, default="info", help="lowest level that is logged (%(default)s)"
+        "--log-level", choices=logs.LEVELS, default="info", help="lowest level that is logged (default: %(default)s)"
     )
 
 
 def add_config_options(parser: argparse.ArgumentParser) -> None:
     """Add the config file, and what it may name; for agents that an author's code does not make."""
     parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="the config file (YAML)")
-    commands = "let the file name what the agent runs: commands of health.probe, and NVIDIA's library (refused)"
+    commands = (
+        "let the file name what the agent runs: commands of health.probe, and NVIDIA's library (default: refused)"
+    )
     parser.add_argument("--allow-commands", action="store_true", help=commands)
     paths = (
         "let the file name host paths at and below this one, besides /dev; one below /dev replaces /dev; may be "
-        "repeated (/dev)"
+        "repeated (default: /dev)"
     )
     parser.add_argument("--allow-host-path", type=_host_path, action="append", default=[], metavar="PREFIX", help=paths)
     adopt = (
         "let vendors' device plugins register in this directory instead of the kubelet's, and serve their devices; a "
-        "plugin decides what containers get of the host (none can register)"
+        "plugin decides what containers get of the host (default: none can register)"
     )
     parser.add_argument("--adopt", type=Path, metavar="DIR", help=adopt)
 

@@ -23,13 +23,15 @@ _NAME: Final = re.compile(r"[A-Za-z0-9]([-.A-Za-z0-9]{0,61}[A-Za-z0-9])?")
 def add_run_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of an agent with both sides."""
     node = os.environ.get("NODE_NAME") or socket.gethostname()
-    about = "this node's name in the cluster ($NODE_NAME, else the host's name: %(default)s)"
+    about = "this node's name in the cluster (default: $NODE_NAME, else the host's name: %(default)s)"
     parser.add_argument("--node-name", default=node, metavar="NAME", help=about)
     add_kubeconfig(parser)
     about = "write status.devices of prepared claims: a GET and a PATCH for each claim, and the right to patch"
     parser.add_argument("--claim-status", action="store_true", help=about)
     about = "names the agent's directory, plugins/NAME in --kubelet-root; a second agent of the same name waits"
-    parser.add_argument("--agent-name", default=AGENT, metavar="NAME", type=_name, help=f"{about} (%(default)s)")
+    parser.add_argument(
+        "--agent-name", default=AGENT, metavar="NAME", type=_name, help=f"{about} (default: %(default)s)"
+    )
     common.add_run_options(parser)
 
 
@@ -87,5 +89,5 @@ def run_options(options: argparse.Namespace) -> BridgeOptions:
 
 def add_kubeconfig(parser: argparse.ArgumentParser) -> None:
     """Add the option that says how to reach the API server."""
-    about = "how to reach the API server (the pod's service account, else $KUBECONFIG, else ~/.kube/config)"
+    about = "how to reach the API server (default: the pod's service account, else $KUBECONFIG, else ~/.kube/config)"
     parser.add_argument("--kubeconfig", metavar="FILE", help=about)
