@@ -38,7 +38,7 @@ class Verdict(enum.Enum):
     UNREADABLE = "unreadable"
 
 
-Finding = tuple[Verdict, str]
+ProbeResult = tuple[Verdict, str]
 """A verdict and, for people, why."""
 
 
@@ -98,7 +98,7 @@ _SHOWN: Final = 200
 _KEPT: Final = 4096  # bytes of a command's output, of which the last line is shown
 
 
-def open_probe(device: Device) -> Finding:
+def open_probe(device: Device) -> ProbeResult:
     """Open each of a device's nodes, and close it; blocks.
 
     A node that another process has exclusively (EBUSY) is good. A missing right says nothing about the device.
@@ -119,14 +119,14 @@ def open_probe(device: Device) -> Finding:
     return Verdict.GOOD, ""
 
 
-def command_probe(argv: Sequence[str], timeout: float) -> Callable[[Device], Finding]:
+def command_probe(argv: Sequence[str], timeout: float) -> Callable[[Device], ProbeResult]:
     """Return a probe that runs a command: 0 is good, 75 tells nothing, any other status is bad.
 
     argv: `{id}` and `{node}` in it stand for the device's id and its first node; DEVICE_ID and DEVICE_NODES (with ':'
     between) are in its environment. timeout: seconds after which all its processes are killed, and the probe is bad.
     """
 
-    def probe(device: Device) -> Finding:
+    def probe(device: Device) -> ProbeResult:
         nodes = [node.host for node in device.container_edits.device_nodes]
         first = nodes[0] if nodes else ""
         try:
@@ -176,23 +176,23 @@ def _output(process: subprocess.Popen[bytes], timeout: float) -> bytes:
 class Prober:
     """Probes devices, a few at a time; a probe that hangs delays its own device only. timeout: of one, in seconds."""
 
-    probe: Callable[[Device], Finding]
+    probe: Callable[[Device], ProbeResult]
     timeout: float
     at_once: int = 8
     _deadlines: dict[str, float] = field(default_factory=dict, init=False)
     """Of the calls that are not over, by device, on the loop's clock; a call's own thread removes its entry."""
 
-    async def check(self, devices: Iterable[Device]) -> dict[str, Finding]:
+    async def check(self, devices: Iterable[Device]) -> dict[str, ProbeResult]:
         """Return what the probe finds of each device; never raises."""
         turn = asyncio.Semaphore(self.at_once)
 
-        async def checked(device: Device) -> tuple[str, Finding]:
+        async def checked(device: Device) -> tuple[str, ProbeResult]:
             async with turn:
                 return device.id, await self._check(device)
 
         return dict(await asyncio.gather(*map(checked, devices)))
 
-    async def _check(self, device: Device) -> Finding:
+    async def _check(self, device: Device) -> ProbeResult:
         now = asyncio.get_running_loop().time()
         if (deadline := self._deadlines.get(device.id)) is not None:
             # Its caller may have been cancelled before the deadline: that it goes on says nothing yet.
@@ -204,7 +204,7 @@ class Prober:
             return Verdict.UNREADABLE, f"not probed: {hanging} probes of other devices hang"
         self._deadlines[device.id] = now + self.timeout
 
-        def run() -> Finding:
+        def run() -> ProbeResult:
             try:
                 return self.probe(device)
             finally:

@@ -21,7 +21,7 @@ from deviceplugin.inventory import Inventory
 
 Tokens = frozenset[str]
 Stat = Callable[[str], os.stat_result]
-Kind = Literal["char", "block"]
+NodeKind = Literal["char", "block"]
 
 _SURE: Final = "boot:"
 _UNSURE: Final = "nodes:"
@@ -36,11 +36,11 @@ def token(status: os.stat_result) -> str:
     mode = status.st_mode
     if not (stat.S_ISCHR(mode) or stat.S_ISBLK(mode)):
         return f"file:{status.st_dev}:{status.st_ino}"
-    kind: Kind = "char" if stat.S_ISCHR(mode) else "block"
+    kind: NodeKind = "char" if stat.S_ISCHR(mode) else "block"
     return node_token(kind, os.major(status.st_rdev), os.minor(status.st_rdev))
 
 
-def node_token(kind: Kind, major: int, minor: int) -> str:
+def node_token(kind: NodeKind, major: int, minor: int) -> str:
     """Return the token of a device node with this number; "" if it stands for no hardware."""
     return "" if (kind, major) == ("char", MEMORY) else f"{kind}:{major}:{minor}"
 

@@ -83,15 +83,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     force = "remove even if agents run (they publish slices again) or claims are allocated"
     uninstall.add_argument("--force", action="store_true", help=force)
     status = line.add("status", _status, "Show per node and device: side, state, holder, health and since when.")
-    status.add_argument(
-        "--driver", default="", metavar="NAME", help="only this driver (default: all that report moves)"
-    )
-    status.add_argument(
-        "--node", action="append", default=[], metavar="NAME", help="this node; may be repeated (default: all)"
-    )
-    status.add_argument(
-        "-o", "--output", choices=("table", "json"), default="table", help="format (default: %(default)s)"
-    )
+    about = "only this driver (default: all that report moves)"
+    status.add_argument("--driver", default="", metavar="NAME", help=about)
+    about = "only this node; may be repeated (default: all)"
+    status.add_argument("--node", action="append", default=[], metavar="NAME", help=about)
+    about = "output format (default: %(default)s)"
+    status.add_argument("-o", "--output", choices=("table", "json"), default="table", help=about)
     status.add_argument("--problems", action="store_true", help="only nodes and devices with problems")
     status.add_argument("--watch", "-w", action="store_true", help="refresh until interrupted")
     migrate = line.add("migrate", _migrate, "Set the share of nodes: how many of a driver's devices claims can get.")
@@ -99,12 +96,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     same = "the same as --share default"
     _add_share(migrate).add_argument("--unset", dest="share", action="store_const", const="default", help=same)
     migrate.add_argument("--wait", action="store_true", help="wait until the devices have moved; show progress")
-    migrate.add_argument(
-        "--timeout", type=_seconds, default=0.0, metavar="SECONDS", help="stop waiting after this time"
-    )
-    rollout = line.add(
-        "rollout", _rollout, "Set the share of many nodes, some at a time; stop if one stalls or pods fail."
-    )
+    migrate.add_argument("--timeout", type=_seconds, default=0.0, metavar="SECONDS", help="how long to wait at most")
+    rollout = line.add("rollout", _rollout, "Set the share of many nodes, some at a time; stop at failures.")
     rollout.description = _ROLLOUT
     _add_share(rollout).add_argument("--undo", action="store_true", help="restore each node's previous share")
     rollout.add_argument("--selector", "-l", required=True, metavar="LABELS", help="which nodes, such as pool=gpu")
@@ -113,9 +106,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     nodes = _matching("0*[1-9][0-9]*", "is not a number of nodes, at least 1", int)
     most = "the most nodes that move at the same time (default: %(default)s)"
     rollout.add_argument("--max-unavailable", type=nodes, default=1, metavar="N", help=most)
-    rollout.add_argument(
-        "--pause", action="store_true", help="stop after the first N nodes; run the same command to continue"
-    )
+    pause = "stop after the first N nodes; run the same command to continue"
+    rollout.add_argument("--pause", action="store_true", help=pause)
     longest = "a node that takes longer counts as stalled (default: %(default)g)"
     rollout.add_argument("--timeout-per-node", type=_seconds, default=600.0, metavar="SECONDS", help=longest)
     adopt = line.add("adopt", _adopt, "Check a vendor's DaemonSet; print the commands that have the agents adopt it.")
@@ -123,9 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     adopt.add_argument("daemonset", metavar="DAEMONSET", help="the name of the device plugin's DaemonSet")
     adopt.add_argument("--namespace", "-n", required=True, metavar="NAME", help="the DaemonSet's namespace")
     adopt.add_argument("--undo", action="store_true", help="print the commands that undo the adoption")
-    adopt.add_argument(
-        "-o", "--output", choices=("text", "json"), default="text", help="output format (default: %(default)s)"
-    )
+    adopt.add_argument("-o", "--output", choices=("text", "json"), default="text", help=about)
     where = "the namespace of the agents (default: found by the ClusterRoleBinding of `manifests`)"
     adopt.add_argument("--agents", default="", metavar="NAMESPACE", help=where)
     for command in (uninstall, status):
@@ -197,7 +187,8 @@ def _matching(pattern: str, problem: str, convert: Callable[[str], Any] = str) -
 def _add_deployment(parser: argparse.ArgumentParser) -> None:
     """Add the options of `manifests.Deployment`; what is not given keeps its default there."""
 
-    def add(option: str, field: str, about: str, **more: Any) -> None:
+    def add(option: str, field: str, about: str, default: str = "", **more: Any) -> None:
+        about += f" (default: {default})" if default else ""
         parser.add_argument(option, dest=field, default=argparse.SUPPRESS, help=about, **more)
 
     name = _matching(
@@ -212,69 +203,38 @@ def _add_deployment(parser: argparse.ArgumentParser) -> None:
     apis, policies = ("v1", "v1beta2", "v1beta1"), ("Always", "IfNotPresent", "Never")
     no_names = "leave extendedResourceName out, as v1beta1 and v1beta2 do: servers before 1.34 refuse it"
     status = "run the agent with --claim-status, and give it the right to patch the status of claims"
-    runtime = "RuntimeClass of the agent's pod: `nvidia` for GPUs where it is not the nodes' default (default: none)"
+    runtime = "RuntimeClass of the agent's pod: `nvidia` for GPUs where it is not the nodes' default"
     selector = "a label that nodes must have; may be repeated"
-    add("--image", "image", f"the agent's image (default: deviceplugin:{VERSION})", type=image, metavar="IMAGE")
+    add("--image", "image", "the agent's image", f"deviceplugin:{VERSION}", type=image, metavar="IMAGE")
     command = "what runs an own agent in the image, such as 'python /app/agent.py'; with --source"
     add("--command", "own_command", command, type=lambda text: tuple(shlex.split(text)))
-    add("--pull-policy", "pull_policy", "imagePullPolicy (default: IfNotPresent)", choices=policies)
-    add("--namespace", "namespace", "the namespace of the agent (default: dra-bridge)", type=name, metavar="NAME")
-    add(
-        "--name",
-        "name",
-        "the name of the DaemonSet and of its other objects (default: dra-bridge)",
-        type=name,
-        metavar="NAME",
-    )
-    add("--resource-api", "version", "the version of resource.k8s.io for the DeviceClasses (default: v1)", choices=apis)
+    add("--pull-policy", "pull_policy", "imagePullPolicy", "IfNotPresent", choices=policies)
+    add("--namespace", "namespace", "the namespace of the agent", "dra-bridge", type=name, metavar="NAME")
+    add("--name", "name", "the name of the DaemonSet and of its other objects", "dra-bridge", type=name, metavar="NAME")
+    add("--resource-api", "version", "the version of resource.k8s.io for the DeviceClasses", "v1", choices=apis)
     add("--no-extended-resource", "extended_resource", no_names, action="store_false")
-    root = "the kubelet's --root-dir (default: /var/lib/kubelet)"
-    add("--kubelet-root", "kubelet_root", root, type=directory, metavar="DIR")
-    plugins = (
-        "where the kubelet has kubelet.sock (default: /var/lib/kubelet/device-plugins, whatever its --root-dir is)"
-    )
-    add("--device-plugin-dir", "device_plugin_directory", plugins, type=directory, metavar="DIR")
-    socket = "the kubelet's PodResources service (default: pod-resources/kubelet.sock in its --root-dir)"
-    add("--pod-resources-socket", "pod_resources_socket", socket, type=file, metavar="PATH")
-    add(
-        "--cgroup-root",
-        "cgroup_root",
-        "the nodes' cgroup file system (default: /sys/fs/cgroup)",
-        type=directory,
-        metavar="DIR",
-    )
-    add(
-        "--pod-log-dir",
-        "pod_log_directory",
-        "the kubelet's podLogsDir (default: /var/log/pods)",
-        type=directory,
-        metavar="DIR",
-    )
-    add(
-        "--cdi-dir",
-        "cdi_directory",
-        "where runtimes find CDI specs (default: /var/run/cdi)",
-        type=directory,
-        metavar="DIR",
-    )
+    root, plugins = "/var/lib/kubelet", "/var/lib/kubelet/device-plugins, whatever its --root-dir is"
+    add("--kubelet-root", "kubelet_root", "the kubelet's --root-dir", root, type=directory, metavar="DIR")
+    about = "where the kubelet has kubelet.sock"
+    add("--device-plugin-dir", "device_plugin_directory", about, plugins, type=directory, metavar="DIR")
+    about, socket = "the kubelet's PodResources service", "pod-resources/kubelet.sock in its --root-dir"
+    add("--pod-resources-socket", "pod_resources_socket", about, socket, type=file, metavar="PATH")
+    cgroups, pod_logs = "/sys/fs/cgroup", "/var/log/pods"
+    add("--cgroup-root", "cgroup_root", "the nodes' cgroup file system", cgroups, type=directory, metavar="DIR")
+    add("--pod-log-dir", "pod_log_directory", "the kubelet's podLogsDir", pod_logs, type=directory, metavar="DIR")
+    add("--cdi-dir", "cdi_directory", "where runtimes find CDI specs", "/var/run/cdi", type=directory, metavar="DIR")
     add("--claim-status", "claim_status", status, action="store_true")
-    add(
-        "--metrics-port",
-        "metrics_port",
-        "port of metrics and probes, 0 for none (default: 9410)",
-        type=_port,
-        metavar="PORT",
-    )
-    add("--runtime-class", "runtime_class", runtime, type=class_name, metavar="NAME")
-    judged = "auto: if the config opens device nodes; of an own agent auto means never (default: auto)"
-    add("--privileged", "privileged", judged, choices=("auto", "always", "never"))
+    add("--metrics-port", "metrics_port", "port of metrics and probes, 0 for none", "9410", type=_port, metavar="PORT")
+    add("--runtime-class", "runtime_class", runtime, "none", type=class_name, metavar="NAME")
+    judged = "auto: if the config opens device nodes; of an own agent auto means never"
+    add("--privileged", "privileged", judged, "auto", choices=("auto", "always", "never"))
     below_sys = _matching("/sys/+[^/].*", "is not a directory below /sys; write /sys/devices, for example")
     written = "a directory below /sys that hooks write to; may be repeated (without DIR: /sys/devices)"
-    more = {"metavar": "DIR", "type": below_sys, "nargs": "?", "const": "/sys/devices", "action": "append"}
-    add("--writable-sys", "writable_sys", written, **more)
+    often: dict[str, Any] = {"nargs": "?", "const": "/sys/devices", "action": "append"}
+    add("--writable-sys", "writable_sys", written, type=below_sys, metavar="DIR", **often)
     alone = "serve pods by limits only, with `deviceplugin run`; the default if the file names no driver"
     add("--plugin-only", "plugin_only", alone, action="store_true")
-    add("--memory", "memory", "the container's limit (default: 128Mi)", type=_memory, metavar="QUANTITY")
+    add("--memory", "memory", "the container's limit", "128Mi", type=_memory, metavar="QUANTITY")
     add("--node-selector", "node_selector", selector, type=label, action="append", metavar="KEY=VALUE")
 
 

@@ -23,7 +23,7 @@ from deviceplugin.config import ADOPTED, Config, ResourceConfig, needed
 from deviceplugin.naming import EXTENDED_RESOURCE, canonical_resource, class_name
 from deviceplugin.version import VERSION
 
-Object = dict[str, Any]
+Manifest = dict[str, Any]
 _WIDE: Final = {"/etc", "/proc", "/root", "/run", "/var", "/var/lib", "/var/run"}
 
 
@@ -90,7 +90,7 @@ def privileges(config: Config, deployment: Deployment) -> list[str]:
     return reasons
 
 
-def manifests(config: Config, text: str, deployment: Deployment | None = None) -> list[Object]:
+def manifests(config: Config, text: str, deployment: Deployment | None = None) -> list[Manifest]:
     """Return the objects to apply, in their order; text: the configuration as it is in the file, for the ConfigMap.
 
     Without a text there is no ConfigMap. Raises ValueError: the path of a driver's socket would be too long.
@@ -163,9 +163,9 @@ def to_yaml(objects: Iterable[Mapping[str, Any]]) -> str:
 
 
 @functools.cache
-def _template() -> list[Object]:
+def _template() -> list[Manifest]:
     """Read the template; the caller changes nothing in it."""
-    template: list[Object] = yaml.safe_load(resources.files(__package__).joinpath("manifests.yaml").read_bytes())
+    template: list[Manifest] = yaml.safe_load(resources.files(__package__).joinpath("manifests.yaml").read_bytes())
     return template
 
 
@@ -188,9 +188,9 @@ def _filled(part: Any, values: Mapping[str, Any]) -> Any:
     return part
 
 
-def _mount(pod: Object, name: str, path: str, kind: str, *, read_only: bool = True, **more: str) -> None:
+def _mount(pod: Manifest, name: str, path: str, kind: str, *, read_only: bool = True, **more: str) -> None:
     """Add a directory of the host to the agent's pod, at the same path."""
-    mount: Object = {"name": name, "mountPath": path, **({"readOnly": True} if read_only else {}), **more}
+    mount: Manifest = {"name": name, "mountPath": path, **({"readOnly": True} if read_only else {}), **more}
     pod["volumes"].append({"name": name, "hostPath": {"path": path, "type": kind}})
     pod["containers"][0]["volumeMounts"].append(mount)
 
@@ -215,7 +215,7 @@ def _arguments(how: Deployment, root: str, bridge: bool) -> list[str]:
     return arguments
 
 
-def _class_values(how: Deployment, resource: ResourceConfig) -> Object:
+def _class_values(how: Deployment, resource: ResourceConfig) -> Manifest:
     return {
         "attribute": EXTENDED_RESOURCE,
         "canonical": canonical_resource(resource.name),

@@ -150,9 +150,13 @@ def test_modules_are_short() -> None:
 
 
 def test_each_class_has_a_name_of_its_own() -> None:
-    """Who reads a name knows which class it is."""
-    nodes = (node for path in PRODUCT.values() for node in ast.walk(ast.parse(path.read_text())))
-    names = [node.name for node in nodes if isinstance(node, ast.ClassDef)]
+    """Who reads a name knows which class it is; so it is with names of types that are no classes."""
+    trees = [ast.parse(path.read_text()) for path in PRODUCT.values()]
+    names = [node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    assigned = (
+        target for tree in trees for node in tree.body if isinstance(node, ast.Assign) for target in node.targets
+    )
+    names += [target.id for target in assigned if isinstance(target, ast.Name) and re.match("[A-Z][a-z]", target.id)]
     assert sorted(name for name in set(names) if names.count(name) > 1) == []
 
 

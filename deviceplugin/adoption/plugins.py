@@ -60,10 +60,10 @@ class ListedDevice(NamedTuple):
     numa: tuple[int, ...]
 
 
-Listed = Mapping[str, ListedDevice]
+VendorList = Mapping[str, ListedDevice]
 
 
-def listed(message: pb.ListAndWatchResponse) -> Listed:
+def listed(message: pb.ListAndWatchResponse) -> VendorList:
     """Return a list as a set, by id and in the order of ids: what is repeated or reordered is the same."""
     devices = {
         device.ID: ListedDevice(
@@ -110,7 +110,7 @@ class VendorPlugin:
     file: FileIdentity | None
     channel: grpc.aio.Channel
     options: pb.DevicePluginOptions
-    devices: Listed | None = None
+    devices: VendorList | None = None
     alive: bool = True
     since: float = field(default_factory=time.time)
     claimed: dict[tuple[str, tuple[str, ...]], asyncio.Task[bytes]] = field(default_factory=dict)
@@ -150,7 +150,7 @@ class VendorPlugin:
         request = pb.AllocateRequest(container_requests=[pb.ContainerAllocateRequest(devices_ids=ids)])
         return await self.call("Allocate", request.SerializeToString())
 
-    def listed(self, devices: Listed) -> None:
+    def listed(self, devices: VendorList) -> None:
         """Take a list. An id that has gone, or come again, may mean other hardware than when it was allocated."""
         self._drop(set(self.claimed), devices.keys() ^ (self.devices or {}).keys())
         self.devices = devices
@@ -436,14 +436,14 @@ class VendorPlugins(RegistrationServicer):
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def lists(self, resource: str) -> AsyncGenerator[Listed]:
+    async def lists(self, resource: str) -> AsyncGenerator[VendorList]:
         """Yield the devices of a resource now and after each change.
 
         What was listed and is not, and all devices of a plugin that has gone, stay Unhealthy for `GRACE` seconds. An
         empty first list is not "no devices": the next one is waited for as long, unless a plugin is `bypassed`.
         """
         absent: dict[str, float] = {}
-        shown: Listed | None = None
+        shown: VendorList | None = None
         began = time.monotonic()
         while True:
             changed, plugin, now = self._changed, self._plugins.get(resource), time.monotonic()

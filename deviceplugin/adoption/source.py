@@ -12,7 +12,7 @@ from typing import Any, Final
 import grpc.aio
 
 from deviceplugin.adoption.answers import AnswerError, edits_of
-from deviceplugin.adoption.plugins import Listed, VendorCallError, VendorPlugin, VendorPlugins
+from deviceplugin.adoption.plugins import VendorCallError, VendorList, VendorPlugin, VendorPlugins
 from deviceplugin.device import MAX_ID, AttributeValue, ContainerEdits, Device, Health, Mount, counted, printable
 from deviceplugin.kubelet.device_list import DeviceIds, Entry
 from deviceplugin.kubelet.servicer import Endpoint, Refusal
@@ -65,7 +65,7 @@ class AdoptedSource(DeviceSource):
         async for devices in self.plugins.lists(self.resource):
             yield [self._device(name, devices) for name in devices]
 
-    def _device(self, name: str, devices: Listed) -> Device:
+    def _device(self, name: str, devices: VendorList) -> Device:
         problem, numa = devices[name]
         health = Health.UNHEALTHY if problem else Health.HEALTHY
         attributes = {

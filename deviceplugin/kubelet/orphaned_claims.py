@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 from deviceplugin import cdi, claim_files
 from deviceplugin.claim_files import ClaimFile
 from deviceplugin.files import FileIdentity, file_identity
-from deviceplugin.identity import Kind, Tokens, boot_id, node_token, numbers_of, tokens_of
+from deviceplugin.identity import NodeKind, Tokens, boot_id, node_token, numbers_of, tokens_of
 from deviceplugin.kubelet import claim_state
 from deviceplugin.kubelet.cgroups import PodReader
 from deviceplugin.kubelet.claim_state import ClaimStateError, ClaimStateMissingError, PreparedClaim
@@ -34,7 +34,7 @@ ENDING: Final = 1.0
 _UNKNOWN: Final = "it is not known whether a claim holds it"
 _TICK: Final = 50_000_000
 """Nanoseconds within which a directory may change twice and have the same time."""
-_KINDS: Final[Mapping[str, Kind]] = {"c": "char", "u": "char", "b": "block"}  # by the type in a CDI file
+_KINDS: Final[Mapping[str, NodeKind]] = {"c": "char", "u": "char", "b": "block"}  # by the type in a CDI file
 
 
 def nodes_of(claim: PreparedClaim, excluded: Collection[str], directory: str = cdi.DIRECTORY) -> Tokens:

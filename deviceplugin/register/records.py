@@ -6,7 +6,7 @@ import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, Literal, TypeVar
 
 import msgspec
 
@@ -23,6 +23,10 @@ class LedgerLostError(LedgerError):
 
     Nothing is granted any more. The process must begin again, and find out from evidence what is held.
     """
+
+
+SideName = Literal["plugin", "dra", "none"]
+"""Where a device is: on neither side if it is quarantined."""
 
 
 class Side(enum.Enum):
@@ -67,7 +71,7 @@ class State(enum.Enum):
         return self is State.DRA
 
     @property
-    def side(self) -> str:
+    def side(self) -> SideName:
         """The side that the device is on now, also while it moves: plugin, dra, or none if it is quarantined."""
         return "plugin" if self.allocates else "dra" if self.prepares else "none"
 

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator,
 from contextlib import contextmanager
 from fractions import Fraction
 from types import MappingProxyType
-from typing import Final, Literal, Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 from deviceplugin import identity
 from deviceplugin.device import Device
@@ -48,7 +48,7 @@ from deviceplugin.register.question import (
     uses,
     wanted_use,
 )
-from deviceplugin.register.records import NONE, WHOLE, Amount, Decision, Operation, Point, RegisterSnapshot
+from deviceplugin.register.records import NONE, WHOLE, Amount, Decision, Operation, Point, RegisterSnapshot, SideName
 from deviceplugin.register.rules import Excluded, KubeletSnapshot, Refused
 from deviceplugin.source import DeviceSource
 
@@ -56,10 +56,8 @@ _LOG: Final = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _K = TypeVar("_K")
 
-Side = Literal["plugin", "dra", ""]
-"""Where a device is: on neither side if it is quarantined."""
-SIDES: Final[tuple[Side, ...]] = ("dra", "plugin")
-_WORDS: Final[Mapping[Side, str]] = {"plugin": "for pods", "dra": "for claims", "": "quarantined"}
+SIDES: Final[tuple[SideName, ...]] = ("dra", "plugin")
+_WORDS: Final[Mapping[SideName, str]] = {"plugin": "for pods", "dra": "for claims", "none": "quarantined"}
 
 
 class OtherSideError(DeviceConflictError):
@@ -205,7 +203,7 @@ class Register:
         self._withheld: dict[tuple[str, Side], Mapping[str, str]] = {}
         self._view: tuple[tuple[HardwareIndex, tuple[Use, ...], Mapping[DeviceKey, str]] | None, View] = (None, View())
         self._possible: tuple[object, object, tuple[Use, ...]] = (None, None, ())
-        self.given_by_others: dict[tuple[str, Side], frozenset[str]] = {}
+        self.given_by_others: dict[tuple[str, SideName], frozenset[str]] = {}
         """The withheld devices that pods have, or may have, by another plugin of the same resource."""
         self._granted_now: Counter[DeviceKey] = Counter()
         self._adopted: HardwareIndex | None = None
@@ -285,16 +283,15 @@ class Register:
 
     # What is offered.
 
-    def side(self, key: DeviceKey) -> Side:
+    def side(self, key: DeviceKey) -> SideName:
         """Return on which side a device is."""
-        state = self.snapshot.state(*key)
-        return "plugin" if state.allocates else "dra" if state.prepares else ""
+        return self.snapshot.state(*key).side
 
     def offers(self, resource: str, device: str) -> bool:
         """Return whether the plugin side may show a device Healthy, if nobody holds what excludes it."""
         return self.snapshot.state(resource, device).healthy and not self.evidence_missing(resource, device)
 
-    def withheld(self, resource: str, side: Side) -> Mapping[str, str]:
+    def withheld(self, resource: str, side: SideName) -> Mapping[str, str]:
         """Return what must not be offered on a side, and why: ids of the kubelet's, or devices for claims.
 
         An id is requested beside all holdings but its own, a device for claims beside all but those of its driver's
@@ -352,7 +349,7 @@ class Register:
         return allocation.device == key[1] and allocation.identity == self.identity(*key)
 
     def _excluded(
-        self, key: DeviceKey, ids: Sequence[str], side: Side, state: RegisterSnapshot, view: View
+        self, key: DeviceKey, ids: Sequence[str], side: SideName, state: RegisterSnapshot, view: View
     ) -> dict[str, str]:
         """Return which ids of a device, or for claims the device itself, could not be granted now, and why."""
         resource, driver = key[0], self.listed.served[key[0]].source.driver
@@ -397,7 +394,7 @@ class Register:
                 return reason
         return ""
 
-    def _named_before(self, key: DeviceKey, side: Side) -> str:
+    def _named_before(self, key: DeviceKey, side: SideName) -> str:
         """Return under which other id an idle device is offered already, so that it counts once; "" if none."""
         services = self.listed.served
         mine = services[key[0]].source
@@ -408,7 +405,7 @@ class Register:
                 return f"it is offered as {titled(other)}"
         return ""
 
-    def last_withheld(self, resource: str, side: Side = "plugin") -> Mapping[str, str]:
+    def last_withheld(self, resource: str, side: SideName = "plugin") -> Mapping[str, str]:
         """Return which devices `withheld` left out last on a side, and why; from any thread."""
         return self._withheld.get((resource, side), {})
 

@@ -18,7 +18,7 @@ from threading import Condition, Lock
 from typing import Any, Final, Literal, NamedTuple, Protocol
 
 from deviceplugin.testing.checkpoint import FILE_NAME, Checkpoint, PodDevicesEntry
-from deviceplugin.testing.numa import Hint, Policy, device_hints, merge
+from deviceplugin.testing.numa import Hint, TopologyPolicy, device_hints, merge
 from deviceplugin.wire import deviceplugin_pb2 as pb
 
 __all__ = [
@@ -194,7 +194,7 @@ class DeviceManager:
         active_pods: Callable[[], Collection[str]],
         *,
         numa_nodes: Sequence[int] = (0, 1),
-        policy: Policy = "none",
+        policy: TopologyPolicy = "none",
         stop_grace: float = 300.0,
         seed: int = 0,
         by_socket: bool = False,
@@ -209,7 +209,7 @@ class DeviceManager:
         self._lock = lock
         self._active_pods = active_pods
         self._numa_nodes = tuple(numa_nodes)
-        self._policy: Policy = policy
+        self._policy: TopologyPolicy = policy
         self._stop_grace = stop_grace
         self._random = random.Random(seed)  # noqa: S311  # no secret
         self._all: dict[str, dict[str, pb.Device]] = {}

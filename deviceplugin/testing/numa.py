@@ -11,9 +11,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Hint", "Policy", "device_hints", "merge"]
+__all__ = ["Hint", "TopologyPolicy", "device_hints", "merge"]
 
-Policy = Literal["none", "best-effort", "restricted", "single-numa-node"]
+TopologyPolicy = Literal["none", "best-effort", "restricted", "single-numa-node"]
 """The kubelet's --topology-manager-policy."""
 
 
@@ -64,7 +64,7 @@ def device_hints(
 
 
 def merge(
-    policy: Policy, hints: Iterable[Sequence[Hint] | None], numa_nodes: Sequence[int]
+    policy: TopologyPolicy, hints: Iterable[Sequence[Hint] | None], numa_nodes: Sequence[int]
 ) -> tuple[frozenset[int] | None, bool]:
     """Merge the hints of all resources of a container: the NUMA nodes to use, and whether it may run."""
     if policy == "none":

@@ -12,8 +12,8 @@ from deviceplugin.testing.devicemanager import ContainerOptions, ContainerSpec, 
 
 __all__ = ["ContainerMount", "ContainerNode", "FakeContainer", "FakePod", "Lingering", "PodFailedError"]
 
-Phase = Literal["Pending", "Running", "Succeeded", "Failed"]
-State = Literal["waiting", "running", "terminated"]
+PodPhase = Literal["Pending", "Running", "Succeeded", "Failed"]
+ContainerState = Literal["waiting", "running", "terminated"]
 Lingering = Literal["", "grace", "hang"]
 """Why containers of a removed pod live on: their grace period, or a runtime that hangs."""
 Containers = Mapping[str, Mapping[str, int]] | Sequence[ContainerSpec]
@@ -51,7 +51,7 @@ class FakeContainer:
     def __init__(self, spec: ContainerSpec, *, init: bool) -> None:
         self.spec = spec
         self.init = init
-        self.state: State = "waiting"
+        self.state: ContainerState = "waiting"
         self.id = ""
         self.message = ""
         self.starts: list[float] = []
@@ -147,7 +147,7 @@ class FakePod:
         self.spec = PodSpec(uid, tuple(containers), tuple(init_containers))
         self.init_containers = {spec.name: FakeContainer(spec, init=True) for spec in init_containers}
         self.containers = {spec.name: FakeContainer(spec, init=False) for spec in containers}
-        self.phase: Phase = "Pending"
+        self.phase: PodPhase = "Pending"
         self.reason = ""
         self.message = ""
         self.bound = False
@@ -158,7 +158,7 @@ class FakePod:
         self.gone = False
         self.deleting = False
         self.deleted = False
-        self.completing: Phase | None = None
+        self.completing: PodPhase | None = None
         self.crash: KubeletCrashError | None = None
         self.created = time.monotonic()
         self._node = node
@@ -242,7 +242,7 @@ class FakePod:
             raise PodFailedError(f"{self!r} ended before it ran")
         return self
 
-    def wait_phase(self, phase: Phase, timeout: float = 10.0) -> FakePod:
+    def wait_phase(self, phase: PodPhase, timeout: float = 10.0) -> FakePod:
         """Wait until it is in this phase."""
         self._wait(lambda: self.phase == phase, timeout, f"to be {phase}")
         return self

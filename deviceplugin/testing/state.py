@@ -18,7 +18,7 @@ import grpc
 
 from deviceplugin.testing.cgroups import CgroupLayout, CgroupTree
 from deviceplugin.testing.checkpoint import FILE_NAME as CHECKPOINT
-from deviceplugin.testing.numa import Policy
+from deviceplugin.testing.numa import TopologyPolicy
 from deviceplugin.testing.pods import FakeContainer, FakePod
 from deviceplugin.wire import deviceplugin_pb2 as pb
 from deviceplugin.wire import podresources_pb2 as pr
@@ -88,7 +88,7 @@ class NodeState:
         root: Path | str | None = None,
         *,
         numa_nodes: Sequence[int] = (0, 1),
-        topology_policy: Policy = "none",
+        topology_policy: TopologyPolicy = "none",
         check_nodes: bool = False,
         stop_grace: float = 300.0,
         dial_timeout: float = 10.0,
@@ -103,7 +103,7 @@ class NodeState:
         self._own_root = root is None
         self.root = Path(root).resolve() if root is not None else Path(tempfile.mkdtemp(prefix="dp-", dir=_short_tmp()))
         self.numa_nodes = tuple(numa_nodes)
-        self.topology_policy: Policy = topology_policy
+        self.topology_policy: TopologyPolicy = topology_policy
         self.check_nodes = check_nodes
         self.stop_grace = stop_grace
         self.dial_timeout = dial_timeout

@@ -23,7 +23,7 @@ from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.node.claim_reconciliation import ClaimPods, ClaimReconciliation
 from dra_bridge.node.device_reconciliation import DeviceReconciler, EvidenceReader
 from dra_bridge.node.resource import BYPASSED, BridgeNode, DriverContext, ResourceRuntime
-from dra_bridge.node.share import NONE, DriverShare, HandoverPolicy
+from dra_bridge.node.share import NO_DEVICES, DriverShare, HandoverPolicy
 from dra_bridge.node.slice_feed import SliceFeed, qualifiers_of
 
 _LOG: Final = logging.getLogger(__name__)
@@ -90,11 +90,11 @@ class DriverRuntime(DriverHost):
 
     def _share_of(self, runtime: ResourceRuntime) -> Share:
         asked = self.context.share.of(runtime.policy)
-        return replace(NONE, forced=asked.forced) if runtime.leaving else asked
+        return replace(NO_DEVICES, forced=asked.forced) if runtime.leaving else asked
 
     def _handover(self, service: Service, policy: HandoverPolicy, moving: Moving) -> Handover:
         moved = MovedResource(service.endpoint, service.inventory, self._register, self.devices.evidence, self, moving)
-        share = NONE if moving.leaving else self.context.share.of(policy)
+        share = NO_DEVICES if moving.leaving else self.context.share.of(policy)
         return Handover(moved, share, policy.drain, self._node.allocatable)
 
     # What the driver asks.

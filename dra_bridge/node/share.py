@@ -23,14 +23,14 @@ SHARE: Final = "share"
 SHARE_NODE: Final = "share's node"
 """The section that has the UID of the Node which that share is of, by driver."""
 
-NONE: Final = Share(0)
+NO_DEVICES: Final = Share(0)
 
 
 @dataclass(frozen=True, slots=True)
 class HandoverPolicy:
     """How the config divides a resource's devices. unhealthy: the effect of the taint on broken devices."""
 
-    share: Share = NONE
+    share: Share = NO_DEVICES
     drain: Drain = "cordon"
     unhealthy: str = "NoSchedule"
 

@@ -18,10 +18,9 @@ from deviceplugin.exclusion import DeviceKey
 from deviceplugin.naming import NamingError, parse_quantity, published_names
 from deviceplugin.register.records import NONE, State
 from dra_bridge.handover.share import Share, ShareError, parse_requested
+from dra_bridge.kube import Object
 from dra_bridge.rollout.agents import Answers
 from dra_bridge.rollout.progress import DeviceProgress, Progress, annotation, read, share_annotation
-
-Object = Mapping[str, Any]
 
 UID_LENGTH: Final = 8
 """Characters of a pod's UID that tell it from others on its node."""

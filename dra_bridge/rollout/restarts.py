@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
-from typing import Any
 
 from dra_bridge.handover.admission import AdmittedPod, denied
-from dra_bridge.kube import PODS, Cluster
+from dra_bridge.kube import PODS, Cluster, Object
 from dra_bridge.rollout.fleet import NodeView, requests_of, shortened
-
-Object = Mapping[str, Any]
 
 
 async def ended_by_restart(cluster: Cluster, views: Sequence[NodeView], said: Sequence[str] = ()) -> list[str]:

@@ -5,14 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from deviceplugin.naming import class_name
 from deviceplugin.register.records import State
-from dra_bridge.kube import DEVICE_CLASSES, NODES, PODS, RESOURCE_CLAIMS, Cluster, ForbiddenError
+from dra_bridge.kube import DEVICE_CLASSES, NODES, PODS, RESOURCE_CLAIMS, Cluster, ForbiddenError, Object
 from dra_bridge.rollout.fleet import NodeView, quantity, requests_of, shortened
-
-Object = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ MAX_NAME: Final = 253
 
 Feature = Literal["taints", "sharing", "counters"]
 """A feature of the API server. Without it, the server drops the fields of the feature without an error."""
-Counters = Mapping[str, int | str]
+CounterAmounts = Mapping[str, int | str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ def desired(pool: Pool, *, without: Collection[Feature] = ()) -> Desired | None:
     for offer in pool.offers:
         for device in offer.devices:
             offered = offer.offered is None or device.id in offer.offered
-            consumed: Mapping[str, Counters] = {}
+            consumed: Mapping[str, CounterAmounts] = {}
             if "counters" not in without:
                 consumed = _consumed(device, sets, problems if offered else [])
             used.update(consumed)
@@ -147,7 +147,7 @@ def _entry(
     offer: Offer,
     pool: Pool,
     without: Collection[Feature],
-    consumed: Mapping[str, Counters],
+    consumed: Mapping[str, CounterAmounts],
     problems: list[str],
 ) -> Object:
     replicas = 1 if "sharing" in without else offer.replicas.get(device.id, 1)
@@ -226,9 +226,9 @@ def _like(text: str, number: Fraction) -> str:
     return best
 
 
-def _counter_sets(pool: Pool, problems: list[str]) -> dict[str, Counters]:
+def _counter_sets(pool: Pool, problems: list[str]) -> dict[str, CounterAmounts]:
     """Return the counter sets of all devices, offered or not, by name; without those that two define differently."""
-    sets: dict[str, Counters] = {}
+    sets: dict[str, CounterAmounts] = {}
     bad: set[str] = set()
     for offer in pool.offers:
         for device in offer.snapshot.devices.values():
@@ -246,11 +246,11 @@ def _counter_sets(pool: Pool, problems: list[str]) -> dict[str, Counters]:
     return {name: counters for name, counters in sets.items() if name not in bad}
 
 
-def _numbers(counters: Counters) -> dict[str, Fraction]:
+def _numbers(counters: CounterAmounts) -> dict[str, Fraction]:
     return {name: naming.parse_quantity(value) for name, value in counters.items()}
 
 
-def _consumed(device: Device, sets: Mapping[str, Counters], problems: list[str]) -> Mapping[str, Counters]:
+def _consumed(device: Device, sets: Mapping[str, CounterAmounts], problems: list[str]) -> Mapping[str, CounterAmounts]:
     """Return what a device consumes; nothing if the API would refuse it, and then the device cannot be offered."""
     try:
         if len(device.consumes) > naming.MAX_CONSUMED_SETS:

@@ -29,10 +29,10 @@ from types import TracebackType
 from typing import Any, Final, NamedTuple, Self
 
 from deviceplugin.naming import NamingError, check_attribute_name, check_label, parse_quantity
+from dra_bridge.kube.api import Object
 
 __all__ = ["FakeApiServer", "Fault", "LoggedRequest", "StoredObjects"]
 
-Object = dict[str, Any]
 
 GROUP: Final = "resource.k8s.io"
 RBAC: Final = "rbac.authorization.k8s.io"

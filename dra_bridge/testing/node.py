@@ -27,13 +27,13 @@ from deviceplugin.testing.devicemanager import ContainerSpec, PluginCallError, P
 from deviceplugin.testing.kubelet import FakeKubelet, lacking
 from deviceplugin.testing.pods import Containers, FakeContainer, FakePod, Lingering
 from deviceplugin.wire import podresources_pb2 as pr
+from dra_bridge.kube.api import Object
 from dra_bridge.testing import scheduler
 from dra_bridge.testing.apiserver import FakeApiServer
 from dra_bridge.testing.kubelet import FakeDraKubelet, FakeDraPod, PodError
 
 __all__ = ["FakeNode", "Holding", "overlaps"]
 
-Object = dict[str, Any]
 _EXTENDED: Final = "extended-resources"
 
 

@@ -19,10 +19,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from deviceplugin.naming import parse_quantity
+from dra_bridge.kube.api import Object
 
 __all__ = ["Object", "UnknownSelectorError", "allocate", "class_of", "offered", "selected", "through"]
 
-Object = dict[str, Any]
 
 _TERM: Final = re.compile(
     r"""device\.(?:

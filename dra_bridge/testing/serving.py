@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from deviceplugin.node.process import Program
     from deviceplugin.source import DeviceSource
     from dra_bridge.handover.share import Drain
-    from dra_bridge.testing.node import FakeNode, Object
+    from dra_bridge.kube.api import Object
+    from dra_bridge.testing.node import FakeNode
 
 __all__ = ["ServedBoth", "device_class", "serve_both"]
 

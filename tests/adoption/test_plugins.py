@@ -17,7 +17,7 @@ import grpc.aio
 import pytest
 
 from deviceplugin.adoption import plugins
-from deviceplugin.adoption.plugins import AdoptionError, Listed, VendorPlugin, VendorPlugins
+from deviceplugin.adoption.plugins import AdoptionError, VendorList, VendorPlugin, VendorPlugins
 from deviceplugin.adoption.watcher import PluginWatcher
 from deviceplugin.kubelet.paths import Paths
 from deviceplugin.node.agent import Agent, AgentError
@@ -107,12 +107,12 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def following(vendors: VendorPlugins, into: list[Listed]) -> None:
+async def following(vendors: VendorPlugins, into: list[VendorList]) -> None:
     async for one in vendors.lists(RESOURCE):
         into.append(one)  # noqa: PERF401 - others look at it meanwhile
 
 
-def healthy(one: Listed) -> list[str]:
+def healthy(one: VendorList) -> list[str]:
     return [name for name, device in one.items() if not device.problem]
 
 
@@ -142,7 +142,7 @@ async def test_an_agent_that_ends_says_nothing_of_plugins(directory: Path, caplo
 
 async def test_the_newest_endpoint_counts(directory: Path) -> None:
     """What the endpoint before lists is read and ignored; its stream is left alone."""
-    seen: list[Listed] = []
+    seen: list[VendorList] = []
     async with (
         serving(directory) as vendors,
         plugin(directory) as old,
@@ -167,7 +167,7 @@ async def test_the_newest_endpoint_counts(directory: Path) -> None:
 async def test_what_vanishes_is_forgotten_after_the_grace(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Devices that are not listed are unhealthy at once; when the time is over they are gone."""
     monkeypatch.setattr(plugins, "GRACE", 0.3)
-    seen: list[Listed] = []
+    seen: list[VendorList] = []
     async with serving(directory) as vendors:
         task = asyncio.create_task(following(vendors, seen))
         async with plugin(directory) as vendor:
@@ -187,7 +187,7 @@ async def test_what_vanishes_is_forgotten_after_the_grace(directory: Path, monke
 async def test_an_empty_first_list_is_waited_out(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It says nothing until the time is over; then there are no devices."""
     monkeypatch.setattr(plugins, "GRACE", 0.3)
-    seen: list[Listed] = []
+    seen: list[VendorList] = []
     async with serving(directory) as vendors, plugin(directory) as vendor:
         task = asyncio.create_task(following(vendors, seen))
         await vendor.register()
@@ -196,7 +196,7 @@ async def test_an_empty_first_list_is_waited_out(directory: Path, monkeypatch: p
         await until(lambda: seen)
         assert healthy(seen[0]) == ["a"]
         task.cancel()
-        empty: list[Listed] = []
+        empty: list[VendorList] = []
         other = asyncio.create_task(following(VendorPlugins(directory), empty))
         await until(lambda: empty)
         assert empty == [{}]

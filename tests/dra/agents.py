@@ -21,7 +21,7 @@ from dra_bridge.handover.share import Share
 from dra_bridge.kube import Cluster
 from dra_bridge.node.bridge import Bridge
 from dra_bridge.node.options import BridgeOptions
-from dra_bridge.node.share import NONE, HandoverPolicy
+from dra_bridge.node.share import NO_DEVICES, HandoverPolicy
 from dra_bridge.rollout.fleet import share_patch
 from dra_bridge.rollout.progress import DeviceProgress, read
 from dra_bridge.testing.apiserver import FakeApiServer
@@ -218,7 +218,7 @@ class AgentOnNode:
 def bridge(
     node: FakeNode,
     sources: Sequence[DeviceSource],
-    share: Share = NONE,
+    share: Share = NO_DEVICES,
     *,
     claim_status: bool = False,
     cdi: Path | None = None,

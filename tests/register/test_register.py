@@ -26,6 +26,7 @@ from deviceplugin.register.records import (
     DeviceRecord,
     LedgerError,
     Operation,
+    SideName,
     State,
 )
 from deviceplugin.register.register import MemoryStore, Side
@@ -122,7 +123,7 @@ class RegisterInMemory(ListedResources):
         changes = [Change("devices", key(one), DeviceRecord(R, one, state, 0.0)) for one in names]
         self.store.snapshot = self.store.snapshot.with_changes(changes, self.store.snapshot.sequence + 1)
 
-    def withheld(self, side: Side = "plugin", resource: str = R) -> set[str]:
+    def withheld(self, side: SideName = "plugin", resource: str = R) -> set[str]:
         return set(self.register.withheld(resource, side))
 
 

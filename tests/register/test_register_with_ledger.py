@@ -225,7 +225,7 @@ async def test_a_pod_that_a_scan_finds_on_the_other_side_is_quarantined(path: st
         now = scanned(Allocation("u1", "main", R, "a"))
         await here.scanner.observe(now, here.register.snapshot.sequence)
         assert here.seen == [(R, Observed((), ("a",), ("a",)))]
-        assert here.register.side((R, "a")) == ""
+        assert here.register.side((R, "a")) == "none"
         assert not here.register.offers(R, "a")
         with pytest.raises(OtherSideError, match="quarantined"):
             await here.register.grant(R, {"a": "a"})

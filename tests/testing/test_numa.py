@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deviceplugin.testing.numa import Hint, Policy, device_hints, merge
+from deviceplugin.testing.numa import Hint, TopologyPolicy, device_hints, merge
 
 TWO_BY_TWO = {"a": (0,), "b": (0,), "c": (1,), "d": (1,)}
 
@@ -72,7 +72,9 @@ def test_unknown_nodes_are_left_out() -> None:
         ),
     ],
 )
-def test_merge(policy: Policy, hints: list[list[Hint] | None], expected: tuple[frozenset[int] | None, bool]) -> None:
+def test_merge(
+    policy: TopologyPolicy, hints: list[list[Hint] | None], expected: tuple[frozenset[int] | None, bool]
+) -> None:
     """The policies merge hints and admit as the kubelet's documentation and source say."""
     assert merge(policy, hints, (0, 1)) == expected
 
@@ -84,7 +86,7 @@ HINTS = st.lists(
 
 
 @given(st.lists(st.none() | HINTS, max_size=3), st.sampled_from(("best-effort", "restricted", "single-numa-node")))
-def test_a_preferred_merge_is_one_that_all_prefer(hints: list[list[Hint] | None], policy: Policy) -> None:
+def test_a_preferred_merge_is_one_that_all_prefer(hints: list[list[Hint] | None], policy: TopologyPolicy) -> None:
     """A pod is called aligned only if some hints, all preferred, name the same nodes."""
     nodes, admitted = merge(policy, hints, (0, 1, 2, 3))
     if policy == "best-effort":

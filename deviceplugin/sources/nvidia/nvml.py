@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any, Final, cast
 
 from deviceplugin.device import AttributeValue, Version
-from deviceplugin.health import Finding, Verdict
+from deviceplugin.health import ProbeResult, Verdict
 from deviceplugin.version import installing
 
 LIBRARY: Final = "libnvidia-ml.so.1"
@@ -75,7 +75,7 @@ class NvmlScan:
     """Result of one scan. findings: by UUID. links: scores by pairs. listening: whether any GPU reports XIDs."""
 
     gpus: tuple[Gpu, ...]
-    findings: Mapping[str, Finding]
+    findings: Mapping[str, ProbeResult]
     driver: str = ""
     cuda: str = ""
     links: Mapping[frozenset[str], float] = field(default_factory=dict)

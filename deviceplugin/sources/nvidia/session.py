@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from deviceplugin.health import Finding, Verdict
+from deviceplugin.health import ProbeResult, Verdict
 from deviceplugin.naming import PCI_BUS_ID, PCIE_ROOT
 from deviceplugin.sources import sysfs
 from deviceplugin.sources.nvidia import nvml, readings
@@ -95,7 +95,7 @@ class Session:
 
     def _scan(self, nv: Any) -> NvmlScan:
         gpus: list[Gpu] = []
-        findings: dict[str, Finding] = {}
+        findings: dict[str, ProbeResult] = {}
         notes: list[str] = []
         handles: dict[str, Any] = {}
         for index in range(nv.nvmlDeviceGetCount()):
@@ -164,7 +164,7 @@ class Session:
         }
         return Gpu(uuid, index, minor, address, memory.total >> 20 if memory is not None else 0, numa, attributes)
 
-    def _check(self, nv: Any, handle: Any) -> Finding:
+    def _check(self, nv: Any, handle: Any) -> ProbeResult:
         """Return whether a GPU answers, and what the driver says of its state."""
         for function, arguments in ((nv.nvmlDeviceGetMemoryInfo, ()), (nv.nvmlDeviceGetTemperature, (0,))):
             try:
@@ -283,7 +283,7 @@ def _numa_of_memory(nv: Any, handle: Any) -> int | None:
     return bits.bit_length() - 1 if bits.bit_count() == 1 else None
 
 
-def _finding(error: Any) -> Finding:
+def _finding(error: Any) -> ProbeResult:
     if error.value in nvml.BROKEN:
         return Verdict.BAD, nvml.BROKEN[error.value]
     return Verdict.UNREADABLE, f"it cannot be read: {error}"

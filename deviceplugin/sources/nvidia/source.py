@@ -12,7 +12,7 @@ from typing import Final
 
 from deviceplugin.config.types import NvidiaConfig
 from deviceplugin.device import ContainerEdits, Device, Health
-from deviceplugin.health import Finding, HealthHistory, HealthRules
+from deviceplugin.health import HealthHistory, HealthRules, ProbeResult
 from deviceplugin.source import DeviceSource, Measured
 from deviceplugin.sources.nvidia.devices import links_of_devices, make_devices, position_of
 from deviceplugin.sources.nvidia.driver import shared
@@ -198,7 +198,7 @@ class GpuHealth:
             for name in () if ignored else hit:
                 self._set(name, self.histories[name].faulted(f"XID {xid.code}", now))
 
-    def _judge(self, findings: Mapping[str, Finding]) -> None:
+    def _judge(self, findings: Mapping[str, ProbeResult]) -> None:
         now = self._clock()
         for name, (verdict, message) in findings.items():
             self._set(name, self.histories[name].checked(verdict, message, now, self._rules))

@@ -11,7 +11,7 @@ import pytest
 from deviceplugin.naming import device_name
 from dra_bridge.handover.share import Share
 from dra_bridge.node.bridge import Bridge
-from dra_bridge.node.share import NONE, HandoverPolicy
+from dra_bridge.node.share import NO_DEVICES, HandoverPolicy
 from dra_bridge.testing.node import FakeNode
 from tests.dra import agents
 from tests.dra.agents import Listed, until
@@ -50,7 +50,7 @@ async def test_a_claim_is_known_by_its_file_when_no_device_has_its_name(
         await asyncio.to_thread(node.restart)
         for file in (node.root / "cdi").glob("*.json"):
             file.unlink()
-    async with running(node, A, share=NONE, ids=("x", "y")) as bridge:
+    async with running(node, A, share=NO_DEVICES, ids=("x", "y")) as bridge:
         if damaged:
             why = "devices are withheld, since their holders are not known: x: it is not known what claim"
             await until(lambda: any(said.startswith(why) for said in caplog.messages))

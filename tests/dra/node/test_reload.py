@@ -22,7 +22,7 @@ from dra_bridge.handover.share import Share
 from dra_bridge.node import claim_reconciliation, slice_feed
 from dra_bridge.node.bridge import Bridge
 from dra_bridge.node.device_reconciliation import EvidenceReader
-from dra_bridge.node.share import NONE, HandoverPolicy
+from dra_bridge.node.share import NO_DEVICES, HandoverPolicy
 from dra_bridge.testing.node import FakeNode
 from dra_bridge.testing.serving import device_class
 from tests.dra import agents
@@ -34,7 +34,7 @@ A, B = "example.com/a", "example.com/b"
 D, E = "d.example.com", "e.example.com"
 
 
-def bridge(node: FakeNode, *sources: DeviceSource, share: Share = NONE) -> Bridge:
+def bridge(node: FakeNode, *sources: DeviceSource, share: Share = NO_DEVICES) -> Bridge:
     return agents.bridge(node, sources, share)
 
 
@@ -207,7 +207,7 @@ def start_claimant(node: FakeNode) -> tuple[FakePod, str]:
     return pod, device
 
 
-@pytest.mark.parametrize(("driver", "share"), [("", NONE), (E, NONE), (E, Share(part=1.0))])
+@pytest.mark.parametrize(("driver", "share"), [("", NO_DEVICES), (E, NO_DEVICES), (E, Share(part=1.0))])
 async def test_claims_of_a_former_driver_keep_their_devices(
     node: FakeNode,
     monkeypatch: pytest.MonkeyPatch,
@@ -221,7 +221,7 @@ async def test_claims_of_a_former_driver_keep_their_devices(
     (other,) = {"d0", "d1"} - {device}
     agent = bridge(node, Listed(A, driver), share=share)
     async with running(agent):
-        if share == NONE:
+        if share == NO_DEVICES:
             await until(lambda: healthy(node, A) == {other})
         else:
             await until(lambda: sliced(node, E) == {other})
