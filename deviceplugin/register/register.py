@@ -200,7 +200,7 @@ class Register:
         self._subscribers: list[Callable[[], None]] = []
         self._noticed: object = None
         self._noticed_view: View | None = None
-        self._withheld: dict[tuple[str, Side], Mapping[str, str]] = {}
+        self._withheld: dict[tuple[str, SideName], Mapping[str, str]] = {}
         self._view: tuple[tuple[HardwareIndex, tuple[Use, ...], Mapping[DeviceKey, str]] | None, View] = (None, View())
         self._possible: tuple[object, object, tuple[Use, ...]] = (None, None, ())
         self.given_by_others: dict[tuple[str, SideName], frozenset[str]] = {}
@@ -577,7 +577,7 @@ class Register:
 
     def notify(self) -> None:
         """Tell the subscribers if other devices may be offered now; most grants concern the device itself alone."""
-        things, state, view = self.listed.now(), self.snapshot, self.view()
+        hardware, state, view = self.listed.now(), self.snapshot, self.view()
         self._noticed_view = view
         foreign: dict[Point, object] = {}
         for point, entries in state.index.items():

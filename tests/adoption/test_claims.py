@@ -376,7 +376,7 @@ def test_two_instances_of_a_plugin(scene: Scene) -> None:
     held = scene.node.edits_of(claimed).env["GADGETS"]
     other = scene.vendor(resource("g0", "g1"))
     other.move(scene.node.device_plugin_dir)
-    scene.wait_log("past this agent, while claims have devices")
+    scene.wait_log("instead of this agent, while claims have devices")
     assert [one["name"] for one in scene.wait_offered(1)] == [held]
     scene.node.wait_allocatable(RESOURCE, 0)
     kept_from_pods(scene, other)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -339,10 +339,10 @@ async def test_no_cgroup_is_searched_for_the_id_of_a_pod_that_is_gone(
     walks = 0
     walk = cgroups.pod_cgroups
 
-    def counted(root: Path, own: str) -> PodProcesses | None:
+    def counted(trees: Sequence[str], own: str) -> PodProcesses | None:
         nonlocal walks
         walks += 1
-        return walk(root, own)
+        return walk(trees, own)
 
     former, beside = await tracked.run_pod(), await tracked.run_pod("beside")
     await tracked.scan()

@@ -246,7 +246,7 @@ def test_without_mig_a_partitioned_gpu_is_given_out_whole_and_that_is_told(gpus:
     gpus.partition(0, 0, "1g.5gb")
     made = once(gpus)
     assert [device.id for device in made.devices()] == [uuid]
-    assert made.notes == ("GPU 0 is in MIG mode and given out whole; see mig: single and mixed",)
+    assert made.notes == ("GPU 0 is in MIG mode and offered whole; see mig: single and mixed",)
 
 
 def test_single_gives_nothing_out_of_unequal_partitions(gpus: FakeGpus) -> None:

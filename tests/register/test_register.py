@@ -29,7 +29,7 @@ from deviceplugin.register.records import (
     SideName,
     State,
 )
-from deviceplugin.register.register import MemoryStore, Side
+from deviceplugin.register.register import MemoryStore
 from deviceplugin.register.rules import KubeletSnapshot, ObservedAllocation
 from deviceplugin.source import DeviceSource
 from tests.register.resources import ListedResource, ListedResources

@@ -21,7 +21,7 @@ from deviceplugin.register.operations import reconcile_evidence
 from deviceplugin.register.records import Side, State
 from deviceplugin.register.rules import ClaimEvidence, Evidence
 from dra_bridge.driver.driver import Driver
-from dra_bridge.handover.share import Share
+from dra_bridge.handover.share import Share, parse_requested
 from dra_bridge.node import device_reconciliation, node_object, slice_feed
 from dra_bridge.node.bridge import Bridge
 from dra_bridge.node.device_reconciliation import DeviceReconciler
