@@ -11,7 +11,7 @@ import functools
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
 from types import MappingProxyType
@@ -48,8 +48,9 @@ from deviceplugin.register.question import (
     uses,
     wanted_use,
 )
-from deviceplugin.register.records import NONE, WHOLE, Amount, Decision, Operation, Point, RegisterSnapshot, SideName
+from deviceplugin.register.records import NONE, WHOLE, Amount, Operation, Point, RegisterSnapshot, SideName
 from deviceplugin.register.rules import Excluded, KubeletSnapshot, Refused
+from deviceplugin.register.store import MemoryStore, Store
 from deviceplugin.source import DeviceSource
 
 _LOG: Final = logging.getLogger(__name__)
@@ -99,31 +100,6 @@ class RegisterHost:
     def evidence_missing(self, resource: str, device: str) -> str:
         """Return why it is not known yet who holds a device; "" if it is."""
         return ""
-
-
-class Store(Protocol):
-    """Carries out operations: in memory, or in a file (`dra_bridge.ledger`)."""
-
-    @property
-    def snapshot(self) -> RegisterSnapshot:
-        """Everything as of the last operation."""
-
-    def do(self, operation: Operation[_T]) -> Awaitable[_T]:
-        """Decide and record."""
-
-
-class MemoryStore:
-    """A store for the plugin alone, whose durable record is the kubelet's checkpoint."""
-
-    def __init__(self) -> None:
-        self.snapshot = RegisterSnapshot()
-
-    async def do(self, operation: Operation[_T]) -> _T:
-        """Decide and record; nothing is awaited."""
-        decision: Decision[_T] = operation(self.snapshot)
-        if decision.changes:
-            self.snapshot = self.snapshot.with_changes(decision.changes, self.snapshot.sequence + 1)
-        return decision.answer
 
 
 async def _tokens_now(devices: Mapping[_K, Device]) -> dict[_K, Tokens]:

@@ -10,9 +10,8 @@ the claim, and one that cannot be read is an error, also if an answer is recorde
 before it asks (kubelet 1.36, cm/dra/manager.go: prepareResources), and tries again.
 
 Crashes. The ledger's record comes last and has the whole answer and the CDI spec: what is in it was set up
-completely, and a restart answers the same and can write the file again. Before the hooks the devices are reserved, on
-disk if the source has a `prepare` hook (its traces must be undone after a crash), else in memory. So a claim costs one
-fsync, with such a hook two, and an unprepare one.
+completely, and a restart answers the same and can write the file again. Before the hooks the devices are reserved: in
+the ledger, and synced, if the source has a `prepare` hook (its traces must be undone after a crash), else in memory.
 
 A late Prepare leaves nothing behind (nvidia k8s-dra-driver-gpu#1162): calls for one claim wait for each other, an
 Unprepare ends the Prepares of its claim that are still under way, and a Prepare for a claim that is gone, deallocated

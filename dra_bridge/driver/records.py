@@ -12,7 +12,7 @@ import msgspec
 from deviceplugin.kubelet import holders
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.register.records import Claim
-from deviceplugin.register.register import Store
+from deviceplugin.register.store import Store
 
 
 class PreparedDevice(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -11,7 +11,8 @@ from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.holders import HolderSnapshot
 from deviceplugin.kubelet.servicer import Endpoint
 from deviceplugin.register.records import RegisterSnapshot, State
-from deviceplugin.register.register import Register, Store
+from deviceplugin.register.register import Register
+from deviceplugin.register.store import Store
 from dra_bridge.handover.planner import ALL, Moving, Together
 
 

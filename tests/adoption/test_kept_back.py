@@ -9,7 +9,8 @@ from deviceplugin.adoption.source import AdoptedEndpoint, AdoptedSource, VendorD
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.podresources import AllocationsInFlight
 from deviceplugin.register.records import Change, Decision, DeviceRecord, State
-from deviceplugin.register.register import MemoryStore, Register
+from deviceplugin.register.register import Register
+from deviceplugin.register.store import MemoryStore
 
 R = "vendor.example/gadget"
 

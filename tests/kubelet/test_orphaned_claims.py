@@ -20,7 +20,8 @@ from deviceplugin.identity import boot_id
 from deviceplugin.kubelet.cgroups import PodProcesses, PodReader
 from deviceplugin.kubelet.orphaned_claims import ENDING, FRESH, OrphanedClaims
 from deviceplugin.register.question import Use
-from deviceplugin.register.register import MemoryStore, Register, RegisterHost
+from deviceplugin.register.register import Register, RegisterHost
+from deviceplugin.register.store import MemoryStore
 from deviceplugin.testing import FakeKubelet
 from deviceplugin.testing import claim_state as written
 from deviceplugin.testing.claim_state import AnsweredDevice, DevicesOfClaim

@@ -28,7 +28,8 @@ from deviceplugin.kubelet.podresources import AllocationsInFlight
 from deviceplugin.kubelet.preference import as_names
 from deviceplugin.kubelet.servicer import Endpoint, EndpointHost, Refusal
 from deviceplugin.register.records import AllocationRecord, Amount, Change, DeviceRecord, LedgerError, Operation, State
-from deviceplugin.register.register import MemoryStore, Register, RegisterHost, ResourceDevices
+from deviceplugin.register.register import Register, RegisterHost, ResourceDevices
+from deviceplugin.register.store import MemoryStore
 from deviceplugin.sharing import device_of, replicas_of, shares
 from deviceplugin.source import DeviceSource
 from deviceplugin.wire import deviceplugin_pb2 as pb

@@ -23,7 +23,8 @@ from deviceplugin.kubelet.podresources import PodContainer, PodResources
 from deviceplugin.kubelet.tracker import MOST_REQUEST, HolderTracker, PodNames
 from deviceplugin.register.question import Wanted
 from deviceplugin.register.records import AllocationRecord, Amount, RegisterSnapshot
-from deviceplugin.register.register import MemoryStore, Register
+from deviceplugin.register.register import Register
+from deviceplugin.register.store import MemoryStore
 from deviceplugin.testing import FakeKubelet, FakePod
 from deviceplugin.testing.devicemanager import PluginCallError
 from deviceplugin.testing.kubelet import Damage

@@ -28,8 +28,9 @@ from deviceplugin.kubelet.holders import HolderEvidence, HolderSnapshot, kubelet
 from deviceplugin.node.scanning import HolderScanner
 from deviceplugin.register import operations
 from deviceplugin.register.records import LedgerError, RegisterSnapshot, Side, State
-from deviceplugin.register.register import Register, RegisterHost, Store
+from deviceplugin.register.register import Register, RegisterHost
 from deviceplugin.register.rules import Evidence
+from deviceplugin.register.store import Store
 from deviceplugin.source import DeviceSource
 from dra_bridge.driver import (
     ClaimError,

@@ -9,7 +9,8 @@ from deviceplugin import sharing
 from deviceplugin.device import Device
 from deviceplugin.inventory import Inventory
 from deviceplugin.register.question import Use
-from deviceplugin.register.register import Register, RegisterHost, Store
+from deviceplugin.register.register import Register, RegisterHost
+from deviceplugin.register.store import Store
 
 
 class ListedResource:

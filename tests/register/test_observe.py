@@ -13,8 +13,8 @@ from deviceplugin.register.operations import Observed
 from deviceplugin.register.question import View, Wanted
 from deviceplugin.register.records import UNKNOWN, WHOLE, AllocationRecord, Amount, DeviceRecord, Operation, State
 from deviceplugin.register.records import Change as Changed
-from deviceplugin.register.register import MemoryStore
 from deviceplugin.register.rules import WELL_APART, KubeletSnapshot, ObservedAllocation
+from deviceplugin.register.store import MemoryStore
 
 R = "example.com/r"
 HALF = Amount("1/2")

@@ -29,8 +29,8 @@ from deviceplugin.register.records import (
     SideName,
     State,
 )
-from deviceplugin.register.register import MemoryStore
 from deviceplugin.register.rules import KubeletSnapshot, ObservedAllocation
+from deviceplugin.register.store import MemoryStore
 from deviceplugin.source import DeviceSource
 from tests.register.resources import ListedResource, ListedResources
 
