@@ -3,7 +3,8 @@
 Prepare and Unprepare are compared with the Go example driver (kubernetes-sigs/dra-example-driver), Allocate with
 squat's generic-device-plugin. All of them serve one real kubelet at the same time. In each round pods of one of them
 start at once and are deleted at once; rounds of all of them follow each other. The times are means of the kubelet's own
-histograms, as differences of sum and count over the rounds. The limits are ratios of means within one run, so a machine
+histograms, as differences of sum and count over the rounds. `tests.bench.empty` shows what of them is Python's gRPC: a
+driver and a plugin that do nothing else. The limits are ratios of means within one run, so a machine
 that others use is good enough; on one that is idle the figures repeat better.
 
 The peers are built as `tests.cluster.build.PEERS` says. The run fails if one cannot be had, or if a limit is missed.
@@ -41,8 +42,8 @@ SIZES = (4, 16)
 """Pods that start at once."""
 MAJOR = 240
 """Of the device nodes; Linux has no driver for it."""
-MINOR = {"both": 0, "alone": 100, "squat": 200}
-GO_DRIVER = "peer.example.com"
+MINOR = {"both": 0, "alone": 100, "squat": 200, "empty": 300}
+GO_DRIVER, EMPTY_DRIVER = "peer.example.com", "empty.example.com"
 
 _HISTOGRAM = re.compile(r"(dra_grpc_operations|kubelet_device_plugin_alloc)_duration_seconds_(sum|count)\{(.*)\} ")
 
@@ -136,6 +137,25 @@ def rights() -> list[dict[str, Any]]:
     ]
 
 
+def class_of(name: str, driver: str) -> dict[str, Any]:
+    """Return a class for all devices of a driver."""
+    return {
+        "apiVersion": "resource.k8s.io/v1",
+        "kind": "DeviceClass",
+        "metadata": {"name": name},
+        "spec": {"selectors": [{"cel": {"expression": f"device.driver == '{driver}'"}}]},
+    }
+
+
+def slice_of_empty(cluster: Cluster) -> dict[str, Any]:
+    """Return what the driver that does nothing does not publish itself."""
+    pool = {"name": cluster.node_name, "generation": 1, "resourceSliceCount": 1}
+    devices = [{"name": f"d{number}"} for number in range(EACH)]
+    spec = {"driver": EMPTY_DRIVER, "nodeName": cluster.node_name, "pool": pool, "devices": devices}
+    api = {"apiVersion": "resource.k8s.io/v1", "kind": "ResourceSlice"}
+    return {**api, "metadata": {"name": "empty"}, "spec": spec}
+
+
 @contextmanager
 def agents(cluster: Cluster) -> Iterator[list[Side]]:
     """Run all that is compared."""
@@ -164,19 +184,16 @@ def agents(cluster: Cluster) -> Iterator[list[Side]]:
         go += ["--driver-name", GO_DRIVER, "--num-devices", str(EACH), "--cdi-root", "/var/run/cdi"]
         go += ["--kubeconfig", str(kubeconfig), "--kube-api-qps", "500", "--kube-api-burst", "500"]
         driver = stack.enter_context(program(cluster, "go-driver", go))
-        claims = {"devices": bridge.classes["example.com/both"], "peer": "peer"}
-        cluster.api.apply(
-            {
-                "apiVersion": bridge.api_version,
-                "kind": "DeviceClass",
-                "metadata": {"name": "peer"},
-                "spec": {"selectors": [{"cel": {"expression": f"device.driver == '{GO_DRIVER}'"}}]},
-            }
-        )
+        empty = [sys.executable, "-m", "tests.bench.empty", EMPTY_DRIVER, "example.com/empty", str(DEVICES / "empty")]
+        server = {"KUBERNETES_SERVICE_HOST": isolate.SERVICE_IP, "KUBERNETES_SERVICE_PORT": "443"}
+        least = stack.enter_context(program(cluster, "empty", empty, **image_environment(), **server))
+        classes = [class_of("peer", GO_DRIVER), class_of("empty", EMPTY_DRIVER)]
+        cluster.api.apply([*classes, slice_of_empty(cluster)])
+        claims = {"devices": bridge.classes["example.com/both"], "peer": "peer", "empty": "empty"}
         for name, device_class in claims.items():
             request = {"name": "one", "exactly": {"deviceClassName": device_class}}
             bridge.template(name, request)
-        for name in ("both", "alone", "squat"):
+        for name in MINOR:
             cluster.wait_allocatable(f"example.com/{name}", EACH, 120.0)
         for one in ("both.example.com", GO_DRIVER):
             cluster.wait_for(lambda one=one: bridge.offered(one), 60.0, f"{one} offers devices")  # type: ignore[misc]
@@ -196,6 +213,8 @@ def agents(cluster: Cluster) -> Iterator[list[Side]]:
             plugin_side("both sides, plugin", bridge.process.pid, "both"),
             plugin_side("plugin alone", alone, "alone"),
             plugin_side("squat's plugin", plugin, "squat"),
+            claim_side("empty handler, claims", least, "empty", EMPTY_DRIVER),
+            plugin_side("empty handler, plugin", least, "empty"),
         ]
         for pod in cluster.pods("default"):
             pod.delete()
@@ -224,9 +243,9 @@ def measure(cluster: Cluster, side: Side, size: int, title: str) -> None:
 def compared(sides: Sequence[Side]) -> list[tuple[str, int, float, float]]:
     """Return the ratios: what, pods at once, the ratio of means, and its limit; of many pods at once there is none.
 
-    An Unprepare of a Python handler that does nothing takes 1.5 times that of the Go driver.
+    Those of the empty handler are for comparison.
     """
-    ours, go, both, alone, squat = sides
+    ours, go, both, alone, squat, claims, plugin = sides
     found = []
     for size in SIZES:
         limited = 1.0 if size == SIZES[0] else math.inf
@@ -237,6 +256,12 @@ def compared(sides: Sequence[Side]) -> list[tuple[str, int, float, float]]:
         for what, one, limit in (("of the plugin alone", alone, 1.3), ("with both sides", both, 1.5)):
             ratio = one.mean("Allocate", size) / base
             found.append((f"Allocate {what}, against squat's", size, ratio, limit * limited))
+        for operation in ("Prepare", "Unprepare"):
+            ratio = claims.mean(operation, size) / go.mean(operation, size)
+            found.append((f"{operation} of an empty handler, against the Go driver", size, ratio, math.inf))
+        found.append(
+            ("Allocate of an empty handler, against squat's", size, plugin.mean("Allocate", size) / base, math.inf)
+        )
     return found
 
 
@@ -269,7 +294,8 @@ def inside(rounds: int) -> int:
         for what, size, ratio, limit in compared(sides):
             verdict = "" if ratio <= limit else "   MISSED"
             missed += bool(verdict)
-            print(f"{what:<50} {size:>2} pods {ratio:6.2f}   <= {limit:g}{verdict}")
+            limited = "" if limit == math.inf else f"   <= {limit:g}{verdict}"
+            print(f"{what:<50} {size:>2} pods {ratio:6.2f}{limited}")
         print(f"{missed} limits missed")
     return 1 if missed else 0
 
