@@ -26,11 +26,11 @@ _KUBEPODS: Final = re.compile(r"(?:.*-)?kubepods(?:\.slice)?")
 _ETC_HOSTS: Final = re.compile(r".*/pods/([^/]+)/etc-hosts")
 _DEPTH: Final = 6
 """Levels below the cgroup file system in which `kubepods` is searched."""
-TREES: Final = 1.0
+TREES: Final = 0.3
 """Seconds for which trees that were found are not searched again, which takes longer than reading them.
 
-A kubelet that comes with another tree takes longer to prepare the first claim: only once a second does it look for
-drivers (kubelet 1.36, pluginmanager/plugin_manager.go).
+A kubelet that comes with another tree takes longer to start a pod there, to have it deleted by force, and to give its
+device away again.
 """
 
 

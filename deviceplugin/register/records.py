@@ -352,7 +352,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Decision(Generic[_T_co]):
-    """The answer of an operation, and the changes that must be on disk before it is given."""
+    """The answer of an operation, and the changes that must be recorded before it is given."""
 
     answer: _T_co
     changes: tuple[Change, ...] = ()

@@ -440,11 +440,13 @@ class Register:
         A grant of a device that shares nothing with others changes what is offered of that device alone.
         """
         self._granted_now.update(keys)
+        listed = self.listed.now()
         try:
             yield
         finally:
             self._granted_now.subtract(keys)
-            if self._view[1] is not self._noticed_view or not self.listed.now().related.isdisjoint(keys):
+            now = self.listed.now()
+            if now is not listed or self._view[1] is not self._noticed_view or not now.related.isdisjoint(keys):
                 self.notify()
 
     def is_held(self, key: DeviceKey) -> bool:
@@ -485,6 +487,7 @@ class Register:
         keys = tuple(keys)
         if self._adopted is not self.listed.now():
             await self.adopt()
+            self.notify()
         for resource, served in tuple(self.listed.served.items()):  # a reload may drop one meanwhile
             if names := [device for of, device in keys if of == resource]:
                 await self._verify(served.inventory, names)

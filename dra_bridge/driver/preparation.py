@@ -276,7 +276,7 @@ class ClaimPreparation:
         """The last failure by UID; the kubelet tries again and again."""
 
     async def prepare(self, ref: ClaimRef) -> Prepared | ClaimError:
-        """Prepare a claim; the answer is durable when it is returned."""
+        """Prepare a claim; the answer survives this process when it is returned."""
         task: asyncio.Task[Any] | None = asyncio.current_task()
         assert task is not None
         self.preparing[task] = ref.uid

@@ -4,9 +4,10 @@ SQLite runs in WAL mode. In exclusive locking mode there is no shared memory fil
 by a lock file with flock; a second one (a rolling update) waits.
 
 What is answered survives the death of the process. What must also survive the machine's is synced first, with one
-fdatasync (`outlives_boot`): on which side a device is, settings, and what a `prepare` hook is about to change. Who
-holds a device is not synced, since no holder survives the machine. What such a loss leaves behind is from before, by
-its boot, and the kubelet's checkpoint and claim state name what they give out again.
+fdatasync (`outlives_boot`): on which side a device is, settings, what a `prepare` hook is about to change, and claims
+that share a device. Who holds a device is not synced otherwise, since no holder survives the machine. What such a loss
+leaves behind is from before, by its boot, and the kubelet's checkpoint and claim state name what they give out again.
+The claim state does not say how much of a shared device a claim has.
 
 A file that is damaged or of another schema is put aside and the ledger starts empty; `reconcile_evidence` then rebuilds
 it from evidence. SQLite's own check does not see a changed byte in a row, so one seal (the XOR of all rows' digests) is
@@ -24,9 +25,11 @@ import contextlib
 import glob
 import hashlib
 import logging
+import math
 import os
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -56,6 +59,7 @@ _PRAGMAS: Final = (
     "journal_size_limit = 2097152",
 )
 
+_LONG, _PAUSE = 0.05, 10.0  # seconds
 _CHECKPOINT: Final = 100
 """Commits after which SQLite's log is copied into the database; one has two to four pages."""
 
@@ -143,8 +147,9 @@ def connected(path: str) -> sqlite3.Connection:
 
 def outlives_boot(change: Change) -> bool:
     """Whether a change is still of use after the machine has died."""
-    is_reservation = isinstance(change.record, records.Claim) and change.record.result is None
-    return change.durable and (change.table in ("devices", "settings") or is_reservation)
+    claim = change.record if isinstance(change.record, records.Claim) else None
+    wanted = claim is not None and (claim.result is None or any(device.share for device in claim.devices))
+    return change.durable and (wanted or change.table in ("devices", "settings"))
 
 
 class Ledger:
@@ -172,6 +177,8 @@ class Ledger:
         self._copy_is_old = False
         self._logged = 0
         """Commits since SQLite's log was copied into the database."""
+        self._paused_until = -math.inf
+        """Until when nothing is recorded by `do_at_once` (monotonic seconds)."""
         try:
             os.makedirs(os.path.dirname(path) or ".", mode=0o750, exist_ok=True)
             self._lock_file = locked(path + ".lock", wait=True)
@@ -205,12 +212,29 @@ class Ledger:
         if self._copy_is_old:
             self._write_copy()
         with self._guard:
-            if self._logged < _CHECKPOINT:
-                return
-            self._logged = 0
-            if self._connection is not None:
-                with contextlib.suppress(sqlite3.Error):  # the log grows on; what cannot be recorded then is an error
-                    self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+            self._empty_log()
+
+    def _empty_log(self) -> None:
+        """Copy SQLite's log into the database if it has grown, and begin it anew, which is synced, too."""
+        connection = self._connection
+        if self._logged < _CHECKPOINT:
+            return
+        self._logged = 0
+        if connection is None:
+            return
+        try:
+            connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+            self._begin_log(connection)
+        except sqlite3.Error as error:
+            # Which frames are on disk is not known; the next call reads and writes all of it again.
+            _LOG.warning("cannot empty the log of the ledger %s: %s", self.path, error)
+            self._disconnect()
+
+    @staticmethod
+    def _begin_log(connection: sqlite3.Connection) -> None:
+        """Write the first frame: SQLite syncs a log that begins anew, which is not to happen in the event loop."""
+        for statement in ("BEGIN IMMEDIATE", "UPDATE seal SET id = 1 WHERE id = 1", "COMMIT"):
+            connection.execute(statement)
 
     def do_all(self, operations: Sequence[Operation[Any]]) -> list[Any]:
         """Decide one after the other and record all in one transaction; return an answer each.
@@ -245,14 +269,17 @@ class Ledger:
             if after.sequence != self.snapshot.sequence:
                 self._write(after.sequence, changes)
             self.snapshot = after
+            self._empty_log()
             return answers
 
     def do_at_once(self, operation: Operation[_T]) -> Decision[_T] | None:
         """Decide and record without waiting for the disk; None if that is not possible, and nothing was done.
 
-        It is not while `do_all` works, and for what must outlive the boot. Raises LedgerError as `do_all` does.
+        It is not while `do_all` works, for what must outlive the boot, and for `_PAUSE` after a write took long: the
+        kernel makes writers wait where the disk does not keep up. Raises LedgerError as `do_all` does.
         """
-        if not self._guard.acquire(blocking=False):
+        began = time.monotonic()
+        if began < self._paused_until or not self._guard.acquire(blocking=False):
             return None
         try:
             if self._lost or self._connection is None or self._found_files() != self._files:
@@ -268,6 +295,8 @@ class Ledger:
                 self.snapshot = after
             return decision
         finally:
+            if (now := time.monotonic()) - began > _LONG:
+                self._paused_until = now + _PAUSE
             self._guard.release()
 
     def close(self) -> None:
@@ -328,10 +357,10 @@ class Ledger:
 
     def _write_copy(self) -> None:
         """Copy the allocations; where that is not possible, the ledger and the checkpoint have to do."""
-        self._copy_is_old = False
+        with self._guard:  # a write that has not led to a snapshot yet makes the copy old
+            self._copy_is_old, now = False, self.snapshot
         if not self._copy:
             return
-        now = self.snapshot
         try:
             copies.write(self._copy, Copy(boot_id(), now.sequence, tuple(now.allocations.values())))
         except OSError as error:
@@ -406,6 +435,7 @@ class Ledger:
         connection.execute("ROLLBACK")
         # A commit whose fsync failed may be in the page cache as if it had been written. This writes it once more.
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+        self._begin_log(connection)
         self._files = self._found_files()
         return snapshot
 

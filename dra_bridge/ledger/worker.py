@@ -28,6 +28,8 @@ class AsyncLedger:
         self.write_failures = 0
         """How often something could not be recorded."""
         self._asked: list[tuple[Operation[Any], asyncio.Future[Any]]] = []
+        self._batch: list[tuple[Operation[Any], asyncio.Future[Any]]] = []
+        """What the thread carries out now."""
         self._answering: asyncio.Task[None] | None = None
         self._executor = ThreadPoolExecutor(1, "ledger")
 
@@ -56,7 +58,9 @@ class AsyncLedger:
         """
         answered: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
         try:
-            if (decision := self.ledger.do_at_once(operation)) is not None:
+            # Not before what came earlier: an Unprepare must find what its claim's Prepare has recorded.
+            waits = self._asked or self._batch
+            if not waits and (decision := self.ledger.do_at_once(operation)) is not None:
                 answered.set_result(decision.answer)
             else:
                 self._asked.append((operation, answered))
@@ -83,27 +87,35 @@ class AsyncLedger:
         The copy of the allocations follows the answers: it counts only where the ledger and the checkpoint are lost.
         """
         loop = asyncio.get_running_loop()
-        while self._asked or self.ledger.must_tidy:
-            if not self._asked:
-                await loop.run_in_executor(self._executor, self.ledger.tidy)
-                continue
-            batch, self._asked = self._asked, []
-            operations = [operation for operation, _ in batch]
-            answers: list[Any]
-            try:
-                answers = await loop.run_in_executor(self._executor, self.ledger.do_all, operations)
-            except Exception as error:  # a LedgerError for all of them
-                self.write_failures += 1
-                answers = [error] * len(batch)
-            for (_, answered), answer in zip(batch, answers, strict=True):
-                if isinstance(answer, LedgerLostError):
-                    self.lost.set()
-                if answered.done():  # its caller was cancelled
+        try:
+            while self._asked or self.ledger.must_tidy:
+                if not self._asked:
+                    await loop.run_in_executor(self._executor, self.ledger.tidy)
                     continue
-                if isinstance(answer, Exception):
-                    answered.set_exception(answer)
-                else:
-                    answered.set_result(answer)
+                self._batch, self._asked = self._asked, []
+                operations = [operation for operation, _ in self._batch]
+                answers: list[Any]
+                try:
+                    answers = await loop.run_in_executor(self._executor, self.ledger.do_all, operations)
+                except Exception as error:  # a LedgerError for all of them
+                    self.write_failures += 1
+                    answers = [error] * len(operations)
+                for (_, answered), answer in zip(self._batch, answers, strict=True):
+                    self._set(answered, answer)
+                self._batch = []
+        finally:
+            for _, answered in (*self._batch, *self._asked):  # this task was cancelled: nobody answers them any more
+                answered.cancel()
+
+    def _set(self, answered: asyncio.Future[Any], answer: object) -> None:
+        if isinstance(answer, LedgerLostError):
+            self.lost.set()
+        if answered.done():  # its caller was cancelled
+            return
+        if isinstance(answer, Exception):
+            answered.set_exception(answer)
+        else:
+            answered.set_result(answer)
 
 
 def _open(path: str, copy: str, opening: Future[Ledger]) -> None:
