@@ -167,7 +167,10 @@ int fsync(int fd) { note(); return ((int (*)(int)) dlsym(RTLD_NEXT, "fsync"))(fd
 
 
 def test_what_must_survive_a_power_failure_is_synced_before_the_answer(tmp_path: Path) -> None:
-    """Sides, and what a hook is about to change; no holder survives the machine, so a grant is not waited for."""
+    """Sides, what a hook is about to change, and how much of a device a sharer has.
+
+    No holder survives the machine, so a grant is not waited for.
+    """
     source, library, notes = tmp_path / "syncs.c", tmp_path / "syncs.so", tmp_path / "notes"
     source.write_text(SYNCS)
     compiler = os.environ.get("CC", "gcc")
@@ -191,6 +194,8 @@ for operation in (
     operations.unprepare("fpga.example.com", "1"),
     reserve(claim("2", "c", result=None), durable=True),
     operations.set_setting("section", "key", "value"),
+    operations.unprepare("fpga.example.com", "2"),
+    prepare(claim("3", "c", share="one of two")),
 ):
     before = len(notes.read_text())
     store.do(operation)
@@ -200,7 +205,7 @@ for operation in (
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60, env=environment
     )
-    assert done.stdout.split() == ["False", "True", "False", "False", "True", "True"]
+    assert done.stdout.split() == ["False", "True", "False", "False", "True", "True", "False", "True"]
 
 
 def test_what_is_closed_answers_with_an_error(path: str) -> None:

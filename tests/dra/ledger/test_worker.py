@@ -15,7 +15,7 @@ from deviceplugin.register import operations
 from deviceplugin.register.records import LedgerError, LedgerLostError, Side, State
 from dra_bridge.ledger.store import Ledger
 from dra_bridge.ledger.worker import AsyncLedger
-from tests.dra.ledger.samples import T0, Flaky, R, Watched, adopt, claim, grant, reserve
+from tests.dra.ledger.samples import T0, D, Flaky, R, Watched, adopt, claim, grant, prepare, reserve
 
 
 async def test_a_lost_ledger_is_reported_to_its_owner(path: str) -> None:
@@ -109,12 +109,85 @@ async def test_a_grant_does_not_wait_for_a_thread(path: str) -> None:
         assert async_ledger.snapshot.allocations[R, "a"].since == T0 + number
         if number % 100 == 99 and async_ledger._answering is not None:
             await asyncio.wait({async_ledger._answering})
-    assert disk.commits == 500
+    assert disk.commits == 500 + 5, "one more for each log that begins anew"
     assert os.path.getsize(f"{path}-wal") < 250 * 3 * 4096, "a commit has three pages"
     await async_ledger.close()
     reopened = Ledger(path)
     assert reopened.snapshot.allocations[R, "a"].since == T0 + 499
     reopened.close()
+
+
+async def test_what_comes_later_is_done_later(path: str) -> None:
+    """An Unprepare waits for its claim's Prepare, also in the moment in which the thread has ended a commit."""
+    async_ledger, disk = slow(path)
+    await async_ledger.do(adopt(R, ["a", "b"], Side.DRA, T0))
+    await async_ledger.do(reserve(claim("1", "a", result=None), durable=True))
+    disk.hold()
+    async_ledger.do(operations.begin_move(R, ["b"], Side.PLUGIN, T0))
+    await asyncio.to_thread(disk.begun.wait, 10)
+    async_ledger.do(prepare(claim("1", "a"))).cancel()
+    disk.go_on.set()
+    with async_ledger.ledger._guard:  # the thread has ended its commit, and the loop has not run since
+        pass
+    await async_ledger.do(operations.unprepare(D, "1"))
+    assert not async_ledger.snapshot.claims
+    await async_ledger.close()
+    assert not async_ledger.snapshot.claims
+
+
+async def test_nobody_waits_for_a_ledger_whose_process_is_torn_down(path: str) -> None:
+    """All tasks are cancelled then, that of the ledger among them, and some wait in spite of that."""
+    async_ledger, disk = slow(path)
+    await async_ledger.do(adopt(R, ["a", "b"], Side.DRA, T0))
+    disk.hold()
+    asked = [async_ledger.do(operations.begin_move(R, [name], Side.PLUGIN, T0)) for name in "ab"]
+    await asyncio.to_thread(disk.begun.wait, 10)
+    asked.append(async_ledger.do(operations.begin_move(R, ["a"], Side.DRA, T0)))
+    assert async_ledger._answering is not None
+    async_ledger._answering.cancel()
+    await asyncio.wait(asked, timeout=10)
+    assert all(answered.cancelled() for answered in asked)
+    disk.go_on.set()
+    await async_ledger.close()
+
+
+async def test_a_log_that_cannot_be_emptied_is_written_again(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sync that has failed once may succeed the next time, although what it was for is lost."""
+    monkeypatch.setattr("dra_bridge.ledger.store._CHECKPOINT", 3)
+    fails: set[str] = set()
+    opened: list[str] = []
+
+    def connect(where: str) -> Flaky:
+        opened.append(where)
+        return Flaky(where, fails)
+
+    async_ledger = AsyncLedger(Ledger(path, connect=connect))  # type: ignore[arg-type]
+    await async_ledger.do(adopt(R, ["a"], Side.PLUGIN, T0))
+    fails.add("PRAGMA wal_checkpoint")
+    for number in range(2):
+        await async_ledger.do(grant(R, {"a": "a"}, T0 + number))
+        assert async_ledger._answering is not None
+        await asyncio.wait({async_ledger._answering})
+    fails.clear()
+    await async_ledger.do(grant(R, {"a": "a"}, T0 + 3))
+    assert len(opened) == 2, "all of it was read again, and written into the database"
+    assert async_ledger.snapshot.allocations[R, "a"].since == T0 + 3
+    await async_ledger.close()
+
+
+async def test_a_disk_that_takes_long_holds_up_the_loop_once(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel makes writers wait where the disk does not keep up: the next ones wait in the thread."""
+    async_ledger, _ = slow(path)
+    await async_ledger.do(adopt(R, ["a"], Side.PLUGIN, T0))
+    monkeypatch.setattr("dra_bridge.ledger.store._LONG", 0.0)
+    async_ledger.ledger._paused_until = 0.0
+    assert async_ledger.do(grant(R, {"a": "a"}, T0)).done()
+    later = async_ledger.do(grant(R, {"a": "a"}, T0 + 1))
+    assert not later.done()
+    await later
+    async_ledger.ledger._paused_until = 0.0
+    assert async_ledger.do(grant(R, {"a": "a"}, T0 + 2)).done()
+    await async_ledger.close()
 
 
 async def test_what_only_this_process_is_to_know_needs_no_commit(path: str) -> None:
