@@ -224,17 +224,13 @@ class Ledger:
             return
         try:
             connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
-            self._begin_log(connection)
+            # SQLite syncs a log that begins anew: with this first frame, and not in the event loop.
+            for statement in ("BEGIN IMMEDIATE", "UPDATE seal SET id = 1 WHERE id = 1", "COMMIT"):
+                connection.execute(statement)
         except sqlite3.Error as error:
             # Which frames are on disk is not known; the next call reads and writes all of it again.
             _LOG.warning("cannot empty the log of the ledger %s: %s", self.path, error)
             self._disconnect()
-
-    @staticmethod
-    def _begin_log(connection: sqlite3.Connection) -> None:
-        """Write the first frame: SQLite syncs a log that begins anew, which is not to happen in the event loop."""
-        for statement in ("BEGIN IMMEDIATE", "UPDATE seal SET id = 1 WHERE id = 1", "COMMIT"):
-            connection.execute(statement)
 
     def do_all(self, operations: Sequence[Operation[Any]]) -> list[Any]:
         """Decide one after the other and record all in one transaction; return an answer each.
@@ -310,6 +306,8 @@ class Ledger:
     def _disconnect(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
+            with contextlib.suppress(sqlite3.Error):  # there may be no transaction
+                connection.execute("ROLLBACK")
             with contextlib.suppress(sqlite3.Error):
                 connection.close()
 
@@ -347,8 +345,6 @@ class Ledger:
             connection.execute("COMMIT")
         except (sqlite3.Error, OSError) as error:
             # What is on disk now is not known; the next call reads it again.
-            with contextlib.suppress(sqlite3.Error):
-                connection.execute("ROLLBACK")
             self._disconnect()
             raise LedgerError(f"cannot write the ledger {self.path}: {error}") from error
         self._seal = seal
@@ -435,7 +431,6 @@ class Ledger:
         connection.execute("ROLLBACK")
         # A commit whose fsync failed may be in the page cache as if it had been written. This writes it once more.
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
-        self._begin_log(connection)
         self._files = self._found_files()
         return snapshot
 
