@@ -59,7 +59,8 @@ _PRAGMAS: Final = (
     "journal_size_limit = 2097152",
 )
 
-_LONG, _PAUSE = 0.05, 10.0  # seconds
+_LONG, _PAUSE = 0.1, 10.0  # seconds
+"""A commit that takes longer is the disk's fault: on two cores with a load of 15 some took 50 ms for want of a core."""
 _CHECKPOINT: Final = 100
 """Commits after which SQLite's log is copied into the database; one has two to four pages."""
 

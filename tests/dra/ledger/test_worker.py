@@ -18,6 +18,12 @@ from dra_bridge.ledger.worker import AsyncLedger
 from tests.dra.ledger.samples import T0, D, Flaky, R, Watched, adopt, claim, grant, prepare, reserve
 
 
+@pytest.fixture(autouse=True)
+def _a_core_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine is not a slow disk."""
+    monkeypatch.setattr("dra_bridge.ledger.store._LONG", 60.0)
+
+
 async def test_a_lost_ledger_is_reported_to_its_owner(path: str) -> None:
     """The event of the async ledger is set with the first answer that fails so."""
     async_ledger = await AsyncLedger.open(path)
