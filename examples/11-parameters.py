@@ -1,4 +1,4 @@
-"""Both sides for a device of one's own, with parameters that users give in their claims."""
+"""A source for limits and claims, with parameters that users set in their claims."""
 
 import msgspec
 
@@ -7,7 +7,7 @@ from dra_bridge import run
 
 
 class Tuning(msgspec.Struct, kw_only=True):
-    """What `config: [{opaque: {driver: fpga.example.com, parameters: {...}}}]` may say; all else is an error."""
+    """The fields of `config: [{opaque: {driver: fpga.example.com, parameters: {...}}}]`; others are an error."""
 
     mode: str = "balanced"
     watts: int = 75
@@ -22,10 +22,10 @@ class Fpga(DeviceSource):
         firmware = Version("2.1.0")
         yield [Device(f"fpga{n}", numa=n // 2, attributes={"family": "Arc", "firmware": firmware}) for n in range(4)]
 
-    def edits(self, devices):  # on either side
+    def edits(self, devices):  # for limits and claims
         return ContainerEdits(env={"FPGAS": ",".join(device.id for device in devices)})
 
-    def prepare(self, devices, config):  # through claims only, before edits' container exists
+    def prepare(self, devices, config):  # for claims only, before the container exists
         return ContainerEdits(env={"FPGA_TUNING": f"{config.mode} {config.watts} W"})
 
 

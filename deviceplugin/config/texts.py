@@ -73,13 +73,13 @@ def _pattern_advice(pattern: str) -> str:
 RESOURCE_NAME = _text(
     naming.RESOURCE,
     naming.resource_advice,
-    "The extended resource that pods ask for in their limits: a vendor domain, a slash, a name.",
+    "The extended resource that pods name in their limits: a vendor domain, a slash, a name.",
     examples=["example.com/serial", "example.com/gpu"],
 )
 DRIVER_NAME = _text(
     SUBDOMAIN,
     "{!r} is not a DRA driver's name: a DNS name in lower case, such as gpu.example.com",
-    "The DRA driver through which claims find the same devices (dra-bridge); a DNS name.",
+    "The DRA driver that serves the same devices to claims (dra-bridge); a DNS name.",
     longest=naming.MAX_DRIVER,
     examples=["serial.example.com"],
 )
@@ -124,7 +124,7 @@ ATTRIBUTE_NAME = _text(
 QUANTITY = _text(
     r"\+?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]{1,3})?",
     "{!r} is not a quantity of Kubernetes; write a number, with a suffix if need be, such as 16Gi",
-    "An amount as Kubernetes writes them.",
+    "A Kubernetes quantity.",
     longest=64,
     examples=["16Gi", "500m"],
 )
@@ -151,7 +151,7 @@ PCI_CLASS = _text(
 MIG_PROFILE = _text(
     r"(?:[0-9]c\.)?[0-9]g\.[0-9]{1,4}gb(?:[+.-][a-z0-9.+]+)?",
     "{!r} is not a MIG profile; write it as nvidia-smi does, such as 1g.10gb",
-    "Partitions of this profile only, whatever `mig` says.",
+    "Only partitions of this profile; `mig` has no effect then.",
     examples=["1g.10gb", "3g.40gb"],
 )
 PATTERN = _text(

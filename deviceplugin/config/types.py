@@ -32,17 +32,18 @@ class _Strict(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class SimulatedConfig(_Strict, frozen=True, kw_only=True):
-    __doc__ = "Devices that exist in name only, for trying things out and for tests; ids sim-0, sim-1, ..."
+    __doc__ = "Devices without hardware, for tests and trials; their ids are sim-0, sim-1, ..."
 
-    count: Annotated[int, Meta(ge=1, le=65536, description="How many.")]
+    count: Annotated[int, Meta(ge=1, le=65536, description="The number of devices.")]
     numa: Annotated[
-        Annotated[int, Meta(ge=1, le=1024)] | None, _about("Over how many NUMA nodes they are spread, in blocks.")
+        Annotated[int, Meta(ge=1, le=1024)] | None,
+        _about("The number of NUMA nodes that the devices are spread over, in blocks."),
     ] = None
     unhealthy_file: Annotated[
         AbsolutePath | None,
         _about(
-            "A file, watched, that names the unhealthy ones: on each line an id and, after a space, "
-            "why. Missing or empty means that all are healthy."
+            "A file that lists the unhealthy devices: on each line an id, a space and the reason. The agent watches "
+            "it. If it is missing or empty, all devices are healthy."
         ),
     ] = None
 
@@ -53,9 +54,9 @@ class NvidiaConfig(_Strict, frozen=True, kw_only=True):
     mig: Annotated[
         Literal["none", "single", "mixed"],
         _about(
-            "none: whole GPUs. single: the partitions, which must all be of one profile, under this "
-            "resource's name. mixed: GPUs that are not partitioned under this name, partitions as "
-            "mig-<profile> in its domain, such as nvidia.com/mig-1g.10gb; those are for pods, for claims give each "
+            "none: whole GPUs. single: partitions under this resource's name; all must have the same profile. "
+            "mixed: unpartitioned GPUs under this resource's name, and partitions as mig-<profile> in its domain, "
+            "such as nvidia.com/mig-1g.10gb. The partitions of mixed are for limits only: for claims give each "
             "profile a resource with `profile` and `driver`."
         ),
     ] = "none"
@@ -63,46 +64,48 @@ class NvidiaConfig(_Strict, frozen=True, kw_only=True):
     injection: Annotated[
         Literal["env", "cdi", "nodes"],
         _about(
-            "How a container gets them. env: NVIDIA_VISIBLE_DEVICES, for the NVIDIA container runtime. "
-            "cdi: the names of the node's CDI spec for nvidia.com/gpu. nodes: device nodes and nothing else."
+            "How a container gets the GPUs. env: NVIDIA_VISIBLE_DEVICES, for the NVIDIA container runtime. "
+            "cdi: the names of the node's CDI spec for nvidia.com/gpu. nodes: only the device nodes."
         ),
     ] = "env"
     # By default those that programs cause, not the hardware: the list that NVIDIA's own plugin skips.
     ignore_xids: Annotated[
         tuple[Annotated[int, Meta(ge=0, le=65535)], ...],
-        _about("XIDs that say nothing about the GPU; by default those that applications cause."),
+        _about("XIDs that do not make the GPU unhealthy; by default those that applications cause."),
     ] = (13, 31, 43, 45, 68, 109)
     recovery: Annotated[
         Annotated[int, Meta(ge=0, le=31_536_000)] | Literal["never"],
         _about(
-            "Seconds without another fault after which successful probes make a GPU healthy again after an XID; "
-            "never leaves it unhealthy until the agent is started again."
+            "After an XID, successful probes make a GPU healthy again once this many seconds have passed without "
+            "another fault. never: the GPU stays unhealthy until the agent restarts."
         ),
     ] = 300
     library: Annotated[
         AbsolutePath | None,
-        _about("Where libnvidia-ml.so.1 is, if not where programs look; `run` loads it only with --allow-commands."),
+        _about(
+            "The path of libnvidia-ml.so.1, if the loader does not find it; `run` loads it only with --allow-commands."
+        ),
     ] = None
 
 
 class PciConfig(_Strict, frozen=True, kw_only=True):
-    __doc__ = "PCI devices that have all of this."
+    __doc__ = "PCI devices that match all of these keys."
 
     vendor: HexId | None = None
     device: HexId | None = None
     class_: Annotated[str, texts.PCI_CLASS] | None = msgspec.field(default=None, name="class")
     driver: Annotated[Pattern | None, _about("The kernel driver bound to it, such as vfio-pci; a pattern.")] = None
     address: Annotated[
-        Pattern | None, _about("Its address, such as 0000:3b:00.0; a pattern.", examples=["0000:3b:*"])
+        Pattern | None, _about("The PCI address, such as 0000:3b:00.0; a pattern.", examples=["0000:3b:*"])
     ] = None
     functions: Annotated[
         Literal["all", "physical", "virtual"],
-        _about("physical leaves out SR-IOV's virtual functions, virtual leaves out all others."),
+        _about("physical: without SR-IOV's virtual functions. virtual: only these."),
     ] = "all"
 
 
 class UsbConfig(_Strict, frozen=True, kw_only=True):
-    __doc__ = "USB devices that have all of this. Hubs are none."
+    __doc__ = "USB devices that match all of these keys. Hubs never match."
 
     vendor: HexId | None = None
     product: HexId | None = None
@@ -111,46 +114,50 @@ class UsbConfig(_Strict, frozen=True, kw_only=True):
 
 class PluginConfig(_Strict, frozen=True, kw_only=True):
     __doc__ = (
-        "Devices that a vendor's own device plugin lists, which registers in the directory of --adopt and answers "
-        "Allocate; `run` serves them only with that option. What is below is for claims."
+        "Devices of a vendor's device plugin. The plugin registers in the directory of --adopt, lists the devices and "
+        "answers Allocate; `run` serves them only with that option. The keys below concern claims."
     )
 
     claims: Annotated[
         bool,
         _about(
-            "Lets claims have the devices of a plugin that the agent does not know. Its answer must depend on the ids "
-            "alone, and it must look for no pod, neither in the API server nor in PodResources."
+            "Serves the devices to claims although the agent does not know this plugin. The plugin's answer must "
+            "depend on the ids alone, and the plugin must not look up the pod, neither in the API server nor in "
+            "PodResources."
         ),
     ] = False
     answer: Annotated[
         Literal["request", "claim"],
         _about(
-            "request: Allocate is called for each request of a claim. claim: once for all of a claim, and each "
-            "container that has a part of the claim gets the answer."
+            "request: Allocate is called for each request of a claim. claim: Allocate is called once for the whole "
+            "claim, and each container that uses a part of the claim gets the answer."
         ),
     ] = "request"
     pre_start: Annotated[
         Literal["each", "once"],
         _about(
-            "When the plugin wants PreStartContainer: before each start of a container, which claims cannot give, or "
-            "only once, when the claim is prepared."
+            "When the plugin needs PreStartContainer. each: before each start of a container, so claims are refused. "
+            "once: it is enough to call it when the claim is prepared."
         ),
     ] = "each"
     drop_annotations: Annotated[
         tuple[Pattern, ...],
-        _about("Annotations of its answers, by pattern, that containers with claims do without; others are an error."),
+        _about(
+            "Patterns of annotations that are dropped from the plugin's answers for claims; any other annotation is an "
+            "error."
+        ),
     ] = ()
 
 
 class DeviceEntry(_Strict, frozen=True, kw_only=True):
-    __doc__ = "Where devices come from; exactly one of these."
+    __doc__ = "Where devices come from; exactly one of these keys."
 
     path: Annotated[
         Glob | None,
         _about(
             "Each path that the glob matches is a device. A symlink is resolved on the host and "
-            "kept as the name inside the container; a plain file or socket is mounted. Outside of /dev `run` takes "
-            "it, and what its symlinks lead to, only with --allow-host-path."
+            "kept as the name inside the container; a plain file or socket is mounted. `run` takes a path outside of "
+            "/dev, or a symlink that leads out of /dev, only with --allow-host-path."
         ),
     ] = None
     simulated: SimulatedConfig | None = None
@@ -170,13 +177,13 @@ class DeviceEntry(_Strict, frozen=True, kw_only=True):
 
 
 class MountConfig(_Strict, frozen=True, kw_only=True):
-    __doc__ = "A file or directory of the host that containers with a device see."
+    __doc__ = "A file or directory of the host that is mounted into containers with a device."
 
     host: Annotated[
-        AbsolutePath, _about("Where it is on the host; outside of /dev `run` takes it only with --allow-host-path.")
+        AbsolutePath, _about("The path on the host; outside of /dev `run` takes it only with --allow-host-path.")
     ]
-    container: Annotated[AbsolutePath, _about("Where the container finds it.")]
-    readonly: Annotated[bool, _about("Whether the container may only read it.")] = True
+    container: Annotated[AbsolutePath, _about("The path in the container.")]
+    readonly: Annotated[bool, _about("Whether the mount is read-only.")] = True
 
 
 class SharingConfig(_Strict, frozen=True, kw_only=True):
@@ -187,11 +194,11 @@ class SharingConfig(_Strict, frozen=True, kw_only=True):
         | Annotated[
             Mapping[Pattern, Annotated[int, Meta(ge=1, le=10_000)]],
             _about(
-                "By name: a pattern that an id, a path, an address or a word of the product's name fits, "
-                "upper or lower case. The first that fits counts; what none fits is offered once."
+                "Numbers by pattern. A pattern matches a device's id, path, address or a word of its product name, "
+                "in upper or lower case. The first pattern that matches counts; a device that none matches has 1."
             ),
         ],
-        _about("How often each device is offered.", examples=[4, {"a100": 4, "t4": 2}]),
+        _about("How many containers may share each device.", examples=[4, {"a100": 4, "t4": 2}]),
     ] = 1
 
     @property
@@ -202,8 +209,8 @@ class SharingConfig(_Strict, frozen=True, kw_only=True):
 
 class CommandProbeConfig(_Strict, frozen=True, kw_only=True):
     __doc__ = (
-        "A command that looks at one device: status 0 is good, 75 tells nothing, any other is bad. It runs with the "
-        "agent's rights, root's on the node perhaps; `run` takes it only with --allow-commands."
+        "A command that probes one device. Exit status 0: healthy; 75: unknown; any other: unhealthy. It runs with the "
+        "agent's rights, which may be root's on the node; `run` takes it only with --allow-commands."
     )
 
     command: Annotated[
@@ -214,7 +221,9 @@ class CommandProbeConfig(_Strict, frozen=True, kw_only=True):
             "which are also in DEVICE_ID and DEVICE_NODES.",
         ),
     ]
-    timeout: Annotated[int, Meta(ge=1, le=600, description="Seconds after which it is killed; a failed probe.")] = 10
+    timeout: Annotated[
+        int, Meta(ge=1, le=600, description="Seconds after which the command is killed and the probe has failed.")
+    ] = 10
 
 
 class HealthConfig(_Strict, frozen=True, kw_only=True):
@@ -223,8 +232,8 @@ class HealthConfig(_Strict, frozen=True, kw_only=True):
     probe: Annotated[
         Literal["none", "open"] | CommandProbeConfig,
         _about(
-            "open: open the device's nodes (which resets some serial devices). command: run something. "
-            "With none there is only what the kind of device tells by itself."
+            "open: open the device's nodes (which resets some serial devices). A command: run it for each device. "
+            "none: health comes only from the source, such as NVML for GPUs."
         ),
     ] = "none"
     period: Annotated[int, Meta(ge=1, le=86_400, description="Seconds between probes.")] = 10
@@ -233,24 +242,27 @@ class HealthConfig(_Strict, frozen=True, kw_only=True):
 
 
 class DraConfig(_Strict, frozen=True, kw_only=True):
-    __doc__ = "How the devices are divided between pods (extended resource) and claims (DRA); for dra-bridge."
+    __doc__ = "How the devices are divided between limits (extended resource) and claims (DRA); for dra-bridge."
 
     share: Annotated[
         Annotated[int, Meta(ge=0, le=1_000_000)] | Annotated[str, texts.SHARE],
-        _about("Devices that claims get: none, all, a number, or a percentage.", examples=["none", "all", 4, "50%"]),
+        _about(
+            "How many devices claims get: none, all, a number, or a percentage.", examples=["none", "all", 4, "50%"]
+        ),
     ] = "none"
     drain: Annotated[
         Literal["cordon", "wait"],
         _about(
-            "What becomes of a device that is to move while a pod holds it: cordon withdraws it at once, "
-            "wait leaves it alone until it is idle."
+            "What happens to a device that is to move while a pod or claim holds it. cordon: new pods and claims no "
+            "longer get it, and it moves when it is idle. wait: it stays available until it is idle, and moves then."
         ),
     ] = "cordon"
     unhealthy: Annotated[
         Literal["NoSchedule", "NoExecute"],
         _about(
-            "What the taint on an unhealthy device does: NoSchedule keeps new claims away, NoExecute "
-            "ends the pods that use it as well. One resource with NoExecute means it for its whole driver."
+            "The effect of the taint on an unhealthy device. NoSchedule: new claims do not get it. NoExecute: pods "
+            "that use it are also ended. If one resource of a driver has NoExecute, it applies to all of the driver's "
+            "devices."
         ),
     ] = "NoSchedule"
 
@@ -262,50 +274,51 @@ class VersionAttribute(_Strict, frozen=True, kw_only=True):
 
 
 class ResourceConfig(_Strict, frozen=True, kw_only=True, eq=False):
-    __doc__ = "A resource and its devices. Two that are equal are served alike: a reload leaves it alone."
+    __doc__ = "A resource and its devices. A reload does not touch a resource whose keys are unchanged."
 
     name: Annotated[str, texts.RESOURCE_NAME]
     driver: Annotated[str, texts.DRIVER_NAME] | None = None
     devices: Annotated[
-        tuple[DeviceEntry, ...], Meta(min_length=1, description="Where its devices come from; all entries together.")
+        tuple[DeviceEntry, ...],
+        Meta(min_length=1, description="Where the resource's devices come from; the entries are added up."),
     ]
     permissions: Annotated[str, texts.PERMISSIONS] = "rw"
     env: Annotated[
         Mapping[Annotated[str, texts.ENV_NAME], Annotated[str, texts.ENV_VALUE]],
-        _about("Variables of containers that hold a device."),
+        _about("Environment variables of containers with a device."),
     ] = msgspec.field(default_factory=dict)
     nodes: Annotated[
         tuple[AbsolutePath, ...],
         _about(
-            "Device nodes that such containers get besides, with the same permissions: control nodes, "
-            "which devices of this resource and of others share.",
+            "More device nodes for containers with a device, with the same permissions, such as control nodes. Devices "
+            "and resources may share them.",
             examples=[["/dev/mapper/control"]],
         ),
     ] = ()
-    mounts: Annotated[tuple[MountConfig, ...], _about("What such containers see of the host.")] = ()
+    mounts: Annotated[tuple[MountConfig, ...], _about("Mounts of containers with a device.")] = ()
     annotations: Annotated[
         Mapping[Annotated[str, texts.ANNOTATION_NAME], str],
-        _about("Annotations of such containers, for the container runtime (they are not the pod's)."),
+        _about("Annotations for the container runtime, for containers with a device; not annotations of the pod."),
     ] = msgspec.field(default_factory=dict)
     cdi: Annotated[
-        tuple[Annotated[str, texts.CDI_NAME], ...], _about("CDI devices that such containers get as well.")
+        tuple[Annotated[str, texts.CDI_NAME], ...], _about("CDI devices that containers with a device get as well.")
     ] = ()
     include: Annotated[
         tuple[Pattern, ...],
-        _about("Only devices that one of these fits: their id, path, PCI address, or a symlink's target."),
+        _about("Only devices whose id, path, PCI address or symlink target matches one of these patterns."),
     ] = ()
-    exclude: Annotated[tuple[Pattern, ...], _about("No devices that one of these fits.")] = ()
+    exclude: Annotated[
+        tuple[Pattern, ...], _about("No devices that match one of these patterns, as in `include`.")
+    ] = ()
     health: HealthConfig = HealthConfig()
     sharing: SharingConfig = SharingConfig()
-    topology: Annotated[bool, _about("Whether the kubelet is told the devices' NUMA nodes; false leaves them out.")] = (
-        True
-    )
+    topology: Annotated[bool, _about("Whether the kubelet gets the devices' NUMA nodes.")] = True
     prefer: Annotated[
         Policy,
         _about(
-            "Which devices a pod gets that wants several. links: closely linked ones, replicas of "
-            "different devices. packed: replicas of few devices. distributed: replicas of the devices that are used "
-            "least. none: the first."
+            "Which devices a container gets that requests several. links: closely linked devices, and replicas of "
+            "different devices. packed: replicas of as few devices as possible. distributed: replicas of the devices "
+            "that have the fewest users. none: the first free ids."
         ),
     ] = "links"
     attributes: Annotated[
@@ -316,7 +329,7 @@ class ResourceConfig(_Strict, frozen=True, kw_only=True, eq=False):
             | Annotated[str, texts.ATTRIBUTE_TEXT]
             | VersionAttribute,
         ],
-        _about("What claims can select on; names without a domain fall under the driver's."),
+        _about("Attributes that claims can select on; a name without a domain belongs to the driver's domain."),
     ] = msgspec.field(default_factory=dict)
     capacity: Annotated[
         Mapping[AttributeName, Annotated[int, Meta(ge=0, le=2**63 - 1)] | Annotated[str, texts.QUANTITY]],
@@ -358,31 +371,35 @@ def typed_attributes(attributes: Mapping[str, bool | int | str | VersionAttribut
 
 
 class MetricsConfig(_Strict, frozen=True, kw_only=True):
-    __doc__ = "How metrics are served where --metrics-address says; read at the agent's start."
+    __doc__ = "How the agent serves metrics at --metrics-address. It reads this part only at its start."
 
     certificate: Annotated[
-        AbsolutePath | None, _about("A certificate (PEM) for TLS, read again when it is renewed.")
+        AbsolutePath | None,
+        _about("The file of a certificate (PEM) for TLS. The agent reads it again when it changes."),
     ] = None
-    key: Annotated[AbsolutePath | None, _about("Its key; if not given, the same file.")] = None
+    key: Annotated[
+        AbsolutePath | None, _about("The file of the certificate's key; by default the file of the certificate.")
+    ] = None
     client_ca: Annotated[
         AbsolutePath | None,
         _about(
-            "Authorities (PEM) of client certificates; everybody but the kubelet's probes must then "
-            "have one. Needs `certificate`."
+            "The file of the authorities (PEM) of client certificates. Every client except the kubelet's probes then "
+            "needs a certificate. Requires `certificate`."
         ),
     ] = None
-    min_version: Annotated[Literal["1.2", "1.3"], _about("The least version of TLS.")] = "1.2"
+    min_version: Annotated[Literal["1.2", "1.3"], _about("The minimum version of TLS.")] = "1.2"
     token: Annotated[
-        AbsolutePath | None, _about("A file with the bearer token that everybody but the kubelet's probes must bring.")
+        AbsolutePath | None,
+        _about("A file with a bearer token. Every client except the kubelet's probes must send it."),
     ] = None
     period: Annotated[int, Meta(ge=1, le=3600, description="Seconds between measurements of the devices' load.")] = 10
-    dcgm: Annotated[bool, _about("Whether the names of NVIDIA's DCGM exporter are given beside the own ones.")] = False
+    dcgm: Annotated[bool, _about("Whether metrics are also served under the names of NVIDIA's DCGM exporter.")] = False
 
 
 class Config(_Strict, frozen=True, kw_only=True):
     __doc__ = (
-        "What a node agent serves. Whoever may write this file decides what the agent executes and hands out of the "
-        "host, within what --allow-commands and --allow-host-path of `run` allow."
+        "What a node agent serves. Anyone who can write this file decides which commands the agent runs and which "
+        "files of the host it gives to pods, within the limits of --allow-commands and --allow-host-path of `run`."
     )
 
     resources: Annotated[tuple[ResourceConfig, ...], Meta(min_length=1, description="The resources, each once.")]

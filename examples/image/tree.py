@@ -1,10 +1,9 @@
 """The files of the agents' image: `python tree.py SITE INTO` lays them out as the root of a file system.
 
-They are what an agent loads and nothing else: this process's own Python, its standard library without what no agent
-imports, SITE (a directory of packages), the shared libraries that all these need, and programs for our entry points.
-There is no shell and no pip. Files lie where they lie on this machine, so that they find each other; SITE lies at
-/opt/site.
-examples/Dockerfile runs it, and the tests make their image with it.
+The image has only the files that an agent loads: the running Python, its standard library without the modules that no
+agent imports, SITE (a directory of packages), the shared libraries of all these, and a program for each entry point.
+There is no shell and no pip. SITE becomes /opt/site; all other files keep the paths that they have on this machine.
+examples/Dockerfile runs this script, and the tests make their image with it.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ LEFT_OUT = frozenset(
 EXTENSIONS = re.compile(r"(_curses|_curses_panel|_dbm|_gdbm|_tkinter|nis|readline|_test\w*|_xxtest\w*|xx\w*)\.")
 """Extensions that no agent imports, some of which need further libraries."""
 SYSTEM = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d/*", "/etc/debian_version", "/etc/os-release")
-"""How the loader finds libraries, and what scanners and the NVIDIA runtime know a system by."""
+"""Files of the dynamic loader, and files by which scanners and the NVIDIA runtime identify a system."""
 
 
 def files(site: str, compiled: str, environment: Mapping[str, str]) -> dict[str, str]:
@@ -73,7 +72,7 @@ def texts() -> dict[str, str]:
 
 
 def _below(top: str, without: Collection[str] = ()) -> Iterator[str]:
-    """The files in a directory and below, without directories of these names and what only makes an image big."""
+    """Yield the files below a directory, without directories of these names and without files that no agent needs."""
     for directory, names, inside in os.walk(top):
         names[:] = [name for name in names if name not in without]
         for name in inside:

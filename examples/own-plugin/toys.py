@@ -1,4 +1,4 @@
-"""An own plugin for limits and claims: `limits: {example.com/toy: 1}`, or `deviceClassName: toy.example.com`."""
+"""A plugin for limits and claims: `limits: {example.com/toy: 1}`, or `deviceClassName: toy.example.com`."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from dra_bridge import run
 
 
 class Tuning(msgspec.Struct):
-    """What a claim may ask for: `parameters: {mode: fast}`."""
+    """The parameters of a claim: `parameters: {mode: fast}`."""
 
     mode: str = "balanced"
 
@@ -23,7 +23,7 @@ class Toys(DeviceSource):
         self.nodes = [Path(node) for node in nodes]
         self.modes = {}
 
-    def watch(self):  # these come and go with no machine: one list is enough
+    def watch(self):  # these device nodes never change: one list is enough
         yield [
             Device(
                 node.name,
