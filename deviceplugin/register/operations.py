@@ -248,14 +248,15 @@ def reserve(
     view: View,
     *,
     durable: bool,
-    pull: bool = False,
+    move_idle: bool = False,
     along: Collection[RecordKey] = (),
 ) -> Decision[Claim | rules.Refused | rules.Excluded]:
     """Reserve a claim's devices, if nobody else has them, while its driver sets them up; `prepare` completes it.
 
-    Answers the claim as the ledger has it already (with a `result` of None it is not completed), else the reservation.
-    Without `durable` a crash forgets it. With it, an Unprepare after a crash can undo what the driver did to the
-    devices. pull: if it is refused, begin the move of its idle devices to DRA. along: devices that follow them then.
+    Returns the claim's record if the ledger has one (a `result` of None means that it is not completed), else the
+    reservation. durable: keep the reservation after a crash, so that an Unprepare can then undo the setup of the
+    devices. move_idle: if the reservation is refused, begin to move the claim's idle devices to DRA. along: devices
+    that must move together with these.
     """
     recorded = state.claims.get((claim.driver, claim.uid))
     if recorded is not None and (
@@ -263,32 +264,32 @@ def reserve(
     ):
         return Decision(recorded)
     durable = durable or (recorded is not None and recorded.durable)
-    return _take(state, replace(claim, result=None, durable=durable), view, pull=pull, along=along)
+    return _take(state, replace(claim, result=None, durable=durable), view, move_idle=move_idle, along=along)
 
 
 @_operation
 def prepare(
-    state: RegisterSnapshot, claim: Claim, view: View, *, pull: bool = False, along: Collection[RecordKey] = ()
+    state: RegisterSnapshot, claim: Claim, view: View, *, move_idle: bool = False, along: Collection[RecordKey] = ()
 ) -> Decision[Claim | rules.Refused | rules.Excluded]:
-    """Give a claim its devices until it is unprepared; a claim that is prepared already is answered as it was.
+    """Grant a claim its devices until it is unprepared. Returns the existing record if it is already prepared.
 
-    Devices of administrative access are not held, and may be on any side. claim: with its result, which is answered
-    after restarts, too. pull, along: as of `reserve`.
+    Devices of administrative access are not held, and may be on any side. claim: with its result, so that Prepare gets
+    the same answer after a restart. move_idle, along: see `reserve`.
     """
     recorded = state.claims.get((claim.driver, claim.uid))
     if recorded is not None and recorded.result is not None:
         return Decision(recorded)
-    return _take(state, replace(claim, durable=True), view, pull=pull, along=along)
+    return _take(state, replace(claim, durable=True), view, move_idle=move_idle, along=along)
 
 
 def _take(
-    state: RegisterSnapshot, claim: Claim, view: View, *, pull: bool, along: Collection[RecordKey]
+    state: RegisterSnapshot, claim: Claim, view: View, *, move_idle: bool, along: Collection[RecordKey]
 ) -> Decision[Claim | rules.Refused | rules.Excluded]:
     held = [device for device in claim.devices if not device.admin]
     for device in held:
         refused = rules.prepare_refusal(state, claim.driver, device.resource, device.device)
         if refused is not None:
-            return _pulled(state, claim, refused, along) if pull else Decision(refused)
+            return _moves_begun(state, claim, refused, along) if move_idle else Decision(refused)
     unit = claim_unit(claim.driver, claim.uid)
     wanted = [Wanted((device.resource, device.device), device.identity, device.amount) for device in held]
     if why := refusal([wanted_use(unit, device, view) for device in wanted], state, view):
@@ -297,13 +298,13 @@ def _take(
     return Decision(record, (_put_claim(record),))
 
 
-def _pulled(
+def _moves_begun(
     state: RegisterSnapshot, claim: Claim, refused: rules.Refused, along: Collection[RecordKey]
 ) -> Decision[Claim | rules.Refused | rules.Excluded]:
-    """Begin the moves of a claim's idle devices, or none.
+    """Begin to move a refused claim's idle devices to DRA; return the refusal, which says whether they move.
 
-    None if any that would leave with them is of a resource that pods have by limits on both sides. How many ids the
-    kubelet still counts is not known here: any fewer may be too few for its pods.
+    No move begins if one of the devices, or of those that would move along, is of a resource that pods have by limits
+    on both sides: the kubelet may need all remaining ids to admit its pods again, and their number is not known here.
     """
     leaving = sorted({of for of, device in {*claim.held, *along} if state.device(of, device).state is State.PLUGIN})
     if stays := next((of for of in leaving if all(rules.held_by_limits(state, of))), ""):
@@ -321,10 +322,10 @@ def _pulled(
 
 @_operation
 def reopen(state: RegisterSnapshot, driver: str, uid: str) -> Decision[Claim | None]:
-    """Turn a prepared claim back into a reservation, which holds its devices and has no answer.
+    """Turn a prepared claim back into a reservation: it holds its devices and has no result.
 
-    So it is after a reboot, when its devices must be set up again, and after an Unprepare while processes of its pods
-    ran.
+    Called after a reboot, when the devices must be set up again, and after an Unprepare while processes of the claim's
+    pods still ran.
     """
     recorded = state.claims.get((driver, uid))
     if recorded is None or recorded.result is None:
@@ -335,9 +336,10 @@ def reopen(state: RegisterSnapshot, driver: str, uid: str) -> Decision[Claim | N
 
 @_operation
 def adopt_claims(state: RegisterSnapshot, claims: Iterable[Claim]) -> Decision[tuple[Claim, ...]]:
-    """Record what the claims' own files name and the register lacks: it was lost, or is from before; answer that.
+    """Record claims and devices that the claims' files name and the register lacks; return the new records.
 
-    A claim of which it lacks a device was allocated anew since; it may have what it had before, too.
+    The register lacks them if it was lost or replaced by an older copy. A claim that the register has with other
+    devices was allocated anew; it then counts as holder of both its former and its new devices.
     """
     new = []
     for claim in claims:
@@ -354,7 +356,7 @@ def adopt_claims(state: RegisterSnapshot, claims: Iterable[Claim]) -> Decision[t
 def describe(
     state: RegisterSnapshot, driver: str, uid: str, namespace: str, name: str, pods: Collection[str] = ()
 ) -> Decision[Claim | None]:
-    """Add what is known of a claim: its name, where only its CDI file was known, and pods that share it."""
+    """Add to a claim's record its name, if only its CDI file was known so far, and pods that share the claim."""
     recorded = state.claims.get((driver, uid))
     if recorded is None:
         return Decision(None)
@@ -366,7 +368,7 @@ def describe(
 
 @_operation
 def unprepare(state: RegisterSnapshot, driver: str, uid: str) -> Decision[Claim | None]:
-    """Take back a claim's devices; answer the record that was there, None for an unknown claim."""
+    """Remove a claim's record, which frees its devices; return the record, or None for an unknown claim."""
     key = driver, uid
     recorded = state.claims.get(key)
     if recorded is None:
@@ -380,7 +382,7 @@ def unprepare(state: RegisterSnapshot, driver: str, uid: str) -> Decision[Claim 
 
 @_operation
 def set_setting(state: RegisterSnapshot, section: str, key: str, value: str | None) -> Decision[None]:
-    """Keep a value, or drop it (None)."""
+    """Store a value, or remove it (None)."""
     if state.setting(section, key) == value:
         return Decision(None)
     record = None if value is None else Setting(section, key, value)

@@ -140,8 +140,8 @@ class DeviceRecord:
     driver: str = ""
 
     @property
-    def pulled(self) -> bool:
-        """Whether it moves to DRA because a claim for it came."""
+    def moves_for_claim(self) -> bool:
+        """Whether it moves to DRA because a claim needs it."""
         return self.state is State.TO_DRA and self.reason.startswith(FOR_CLAIM)
 
 

@@ -136,7 +136,9 @@ class ClaimDevices:
             await self.register.verify_granted(record.held)
         except DeviceConflictError as error:
             raise self._refused(ref, str(error), str(error)) from error
-        await self._ask(ref, (), lambda view: operations.prepare(record, view, pull=True, along=self._along(record)))
+        await self._ask(
+            ref, (), lambda view: operations.prepare(record, view, move_idle=True, along=self._along(record))
+        )
 
     def _along(self, record: Claim) -> frozenset[DeviceKey]:
         """Return the devices that move along with a claim's."""
@@ -499,7 +501,7 @@ def _reserve_alike(
     record: Claim, view: View, *, durable: bool, along: frozenset[DeviceKey]
 ) -> Operation[Claim | Refused | Excluded]:
     """Reserve a claim's devices, unless others that share one have it with other parameters; then answer why not."""
-    reserve = operations.reserve(record, view, durable=durable, pull=True, along=along)
+    reserve = operations.reserve(record, view, durable=durable, move_idle=True, along=along)
 
     def decide(state: RegisterSnapshot) -> Decision[Claim | Refused | Excluded]:
         decision = reserve(state)

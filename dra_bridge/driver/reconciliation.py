@@ -1,4 +1,4 @@
-"""Ends claims that are over by all evidence, and compares the files of claims with the ledger."""
+"""Unprepares claims that no pod uses any more, and restores or removes CDI files so that they match the ledger."""
 
 from __future__ import annotations
 
@@ -36,15 +36,16 @@ class ClaimReconciler:
     ) -> dict[str, list[str]]:
         """Unprepare unused claims, and restore missing CDI files.
 
-        A claim ends here only when the kubelet does not count it as prepared, no process of its pods can run, and the
-        API server, naming the claim, says that it is deleted or allocated elsewhere. What is not known stays.
+        A claim is unprepared only if three conditions hold: the kubelet's claim state does not name it, no process of
+        its pods can run, and the API server says that this claim is deleted or allocated elsewhere. If one of them
+        cannot be read, the claim stays prepared.
 
-        named: UIDs of the claims in the kubelet's claim state. pods: which pods' processes run. unlisted: see
-        `RunningPods`. sweep: whether to remove CDI files of claims that the ledger does
-        not know; not before the ledger was given these files as evidence, for the ledger may be the one that is wrong.
+        named: UIDs of the claims in the kubelet's claim state. pods: the pods whose processes run. unlisted: see
+        `RunningPods`. sweep: whether to remove CDI files of claims that are not in the ledger. The ledger may have lost
+        these claims, so sweep only after it has adopted the claims' files.
 
-        Returns the UIDs of claims by what was done: "unprepared"; "reopened", to be prepared again after a reboot;
-        "rewritten" and "removed", their CDI files; "unknown", nothing, since it is not known whether they are over.
+        Returns the UIDs of claims by action: "unprepared"; "reopened": to be prepared again after a reboot;
+        "rewritten" and "removed": their CDI files; "unknown": no action, since a condition could not be read.
         """
         uids: dict[str, list[str]] = {}
         turns = asyncio.Semaphore(16)
@@ -74,7 +75,7 @@ class ClaimReconciler:
     async def _reconcile_one(
         self, uid: str, named: frozenset[str], pods: PodProcesses, unlisted: Mapping[str, float]
     ) -> str:
-        """Return what was done to a claim: see `reconcile`; "" if nothing."""
+        """Reconcile one claim; return the action as in `reconcile`, "" if there was none."""
         record = self.records.get(uid)
         if record is None:
             return ""

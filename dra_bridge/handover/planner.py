@@ -13,19 +13,22 @@ from dra_bridge.handover.share import Drain, Share
 
 
 def held_and_expected(now: RegisterSnapshot) -> tuple[frozenset[DeviceKey], frozenset[DeviceKey]]:
-    """Return the devices that a pod or a claim holds, and those that move to DRA because a claim came for them.
+    """Return the devices that a pod or a claim holds, and those that move to DRA because a claim needs them.
 
-    A device that a pod was given while it moved is held, not expected: the claim waits for the pod.
+    A device that a pod got during its move is only in the first set: the claim waits for the pod.
     """
     by_pods = frozenset((allocation.resource, allocation.device) for allocation in now.allocations.values())
     by_claims = frozenset().union(*(claim.held for claim in now.claims.values()))
-    pulled = frozenset(key for key, record in now.devices.items() if record.pulled)
-    return by_pods | by_claims, pulled - by_pods
+    for_claims = frozenset(key for key, record in now.devices.items() if record.moves_for_claim)
+    return by_pods | by_claims, for_claims - by_pods
 
 
 @dataclass(frozen=True, slots=True)
 class Moving:
-    """Whose devices a handover moves. leaving: the driver is to lose them; else also those of no driver."""
+    """Selects the devices that a handover moves: those published under a driver, and those of no driver.
+
+    leaving: only those published under the driver, which is to lose them.
+    """
 
     driver: str = ""
     leaving: bool = False

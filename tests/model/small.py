@@ -82,7 +82,7 @@ class Device(NamedTuple):
 
     state: int
     new: bool = False
-    pulled: bool = False
+    for_claim: bool = False
     pending: bool = False
     fresh: bool = False
     absent: int = 0
@@ -248,7 +248,7 @@ def snapshot(system: SystemState) -> RegisterSnapshot:
     held: list[tuple[str, tuple[str, str], Record]] = []
     for name, device in zip(NAMES, system.devices, strict=True):
         if device.state < len(STATES):
-            reason = "for claim default/c" if device.pulled else ""
+            reason = "for claim default/c" if device.for_claim else ""
             sequence = LATER if device.new else FORMER
             state = STATES[device.state]
             driver = "" if state is State.PLUGIN else D
@@ -293,7 +293,7 @@ def written(system: SystemState, now: RegisterSnapshot) -> SystemState:
         record, hold = now.devices.get((R, name)), now.allocations.get((R, name))
         device = Device(UNKNOWN)
         if record is not None:
-            device = Device(STATES.index(record.state), moving and record.sequence > FORMER, record.pulled)
+            device = Device(STATES.index(record.state), moving and record.sequence > FORMER, record.moves_for_claim)
         if hold is not None:
             absent = {None: 0, RECENT: 1, OLD: 2}[hold.absent_since] if hold.pending else 0
             fresh = scanning and hold.sequence > FORMER
@@ -402,7 +402,7 @@ class Small:
             if decision.changes:
                 after = written(system, now.with_changes(decision.changes, NOW + 1))
                 if not self.reasons:
-                    after = after._replace(devices=tuple(device._replace(pulled=False) for device in after.devices))
+                    after = after._replace(devices=tuple(device._replace(for_claim=False) for device in after.devices))
             if len(self._known) > 300_000:
                 self._known.clear()
             known = self._known[asked] = decision.answer, after
@@ -534,7 +534,7 @@ class Small:
                 _, after = self.do(
                     system,
                     ("reserve", uid),
-                    partial(operations.reserve, claim_of(uid, claim), ALONE, durable=False, pull=True),
+                    partial(operations.reserve, claim_of(uid, claim), ALONE, durable=False, move_idle=True),
                 )
                 if after.claims[number].record:
                     yield (
@@ -542,12 +542,12 @@ class Small:
                         changed(after, number, node=OnNode.RESERVED),
                     )
                 elif after != system:
-                    yield f"pull c{number}", after
+                    yield f"move_idle c{number}", after
             elif claim.node is OnNode.RESERVED:
                 yield f"file c{number}", changed(system, number, node=OnNode.WRITTEN, file=True)
             elif claim.node is OnNode.WRITTEN:
                 answer, after = self.do(
-                    system, ("prepare", uid), partial(operations.prepare, claim_of(uid, claim), ALONE, pull=True)
+                    system, ("prepare", uid), partial(operations.prepare, claim_of(uid, claim), ALONE, move_idle=True)
                 )
                 if isinstance(answer, Refused | Excluded):
                     undone = changed(after, number, node=OnNode.NONE, file=False)
@@ -788,7 +788,7 @@ class Small:
                 continue
             if word in {"choose", "pick", "delete", "lose", "draft"}:
                 continue
-            if word in {"reserve", "pull"} and who not in stays:
+            if word in {"reserve", "move_idle"} and who not in stays:
                 continue
             yield after
         if system.stage != IDLE:

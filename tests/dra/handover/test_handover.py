@@ -168,7 +168,7 @@ def test_what_is_held_is_not_expected(tmp_path: Path) -> None:
     claim = Claim("d", "1", "default", "c", (ClaimDevice(R, "a"),), None, 1.0)
     with DirectLedger(str(tmp_path / "ledger.db")) as store:
         store.do(adopt(R, DEVICES, Side.PLUGIN, 1.0))
-        store.do(reserve(claim, durable=True, pull=True))
+        store.do(reserve(claim, durable=True, move_idle=True))
         assert held_and_expected(store.snapshot) == (frozenset(), frozenset({(R, "a")}))
         store.do(grant(R, {"a": "a"}, 1.0))
         assert held_and_expected(store.snapshot) == (frozenset({(R, "a")}), frozenset())

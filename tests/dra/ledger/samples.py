@@ -80,15 +80,15 @@ def grant(
 
 
 def reserve(
-    claim: Claim, *, durable: bool, pull: bool = False, along: Collection[RecordKey] = ()
+    claim: Claim, *, durable: bool, move_idle: bool = False, along: Collection[RecordKey] = ()
 ) -> Operation[Claim | Refused | Excluded]:
     """Reserve a claim's devices."""
-    return operations.reserve(claim, VIEW, durable=durable, pull=pull, along=along)
+    return operations.reserve(claim, VIEW, durable=durable, move_idle=move_idle, along=along)
 
 
-def prepare(claim: Claim, *, pull: bool = False) -> Operation[Claim | Refused | Excluded]:
+def prepare(claim: Claim, *, move_idle: bool = False) -> Operation[Claim | Refused | Excluded]:
     """Give a claim its devices."""
-    return operations.prepare(claim, VIEW, pull=pull)
+    return operations.prepare(claim, VIEW, move_idle=move_idle)
 
 
 def state(store: DirectLedger, device: str = "a") -> State:

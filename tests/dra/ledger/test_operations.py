@@ -132,7 +132,7 @@ def test_a_claim_is_refused_on_the_plugins_side_and_pulls_an_idle_device(store: 
     """The kubelet tries again; by then the device may have moved."""
     assert isinstance(store.do(prepare(claim("1", "a"))), Refused)
     assert state(store) is State.PLUGIN
-    refusal = store.do(prepare(claim("1", "a", "b"), pull=True))
+    refusal = store.do(prepare(claim("1", "a", "b"), move_idle=True))
     assert isinstance(refusal, Refused)
     assert refusal.moving
     assert (state(store, "a"), state(store, "b")) == (State.TO_DRA, State.TO_DRA)
@@ -142,7 +142,7 @@ def test_a_claim_is_refused_on_the_plugins_side_and_pulls_an_idle_device(store: 
 def test_a_claim_does_not_pull_a_held_device(store: DirectLedger) -> None:
     """A pod has it; the claim waits for a person or the pod."""
     store.do(grant(R, {"a": "a"}, T0))
-    refusal = store.do(reserve(claim("1", "a"), durable=True, pull=True))
+    refusal = store.do(reserve(claim("1", "a"), durable=True, move_idle=True))
     assert isinstance(refusal, Refused)
     assert refusal.holder == "a pod"
     assert state(store) is State.PLUGIN
@@ -158,7 +158,7 @@ def test_a_claim_pulls_nothing_beside_limits_of_both_sides(store: DirectLedger, 
     assert isinstance(store.do(prepare(by_limits)), Claim)
     if plugin:
         store.do(grant(R, {"c": "c"}, T0))
-    refusal = store.do(reserve(claim("1", "a"), durable=True, pull=True))
+    refusal = store.do(reserve(claim("1", "a"), durable=True, move_idle=True))
     assert isinstance(refusal, Refused)
     assert (refusal.unmoved, refusal.moving) == (R if plugin and dra else "", not (plugin and dra))
     assert ("a kubelet restart would end some" in refusal.message) is (plugin and dra)
@@ -182,7 +182,7 @@ def test_a_claim_pulls_all_of_its_devices_or_none(store: DirectLedger, of_claim:
     if of_claim:
         asked = replace(asked, devices=(*asked.devices, ClaimDevice(other, "c")))
     along = () if of_claim else ((R, "a"), (other, "c"))
-    refusal = store.do(reserve(asked, durable=True, pull=True, along=along))
+    refusal = store.do(reserve(asked, durable=True, move_idle=True, along=along))
     assert isinstance(refusal, Refused)
     assert (refusal.moving, refusal.unmoved) == (not both, other if both else "")
     assert (f"it stays there while pods have devices of {other} by limits on both sides" in refusal.message) is both
@@ -417,13 +417,13 @@ def by(driver: str, one: Claim) -> Claim:
 def test_a_claim_gets_devices_of_its_own_driver_alone(store: DirectLedger, path: str, ask: Ask) -> None:
     """Another driver's claim is refused and moves nothing, also after a restart; the refusal names the driver."""
     store.do(operations.begin_move(R, ["a"], Side.DRA, T0, driver=D))
-    refusal = store.do(ask(by(OTHER, claim("1", "a")), pull=True))
+    refusal = store.do(ask(by(OTHER, claim("1", "a")), move_idle=True))
     assert isinstance(refusal, Refused)
     assert not refusal.moving, "it does not come to that driver"
     assert store.do(operations.commit_to_dra(R, ["a"], kubelet(store), T0)).devices == ("a",)
     store.close()
     with DirectLedger(path) as again:
-        refusal = again.do(ask(by(OTHER, claim("1", "a")), pull=True))
+        refusal = again.do(ask(by(OTHER, claim("1", "a")), move_idle=True))
         assert isinstance(refusal, Refused)
         assert f"(driver {D})" in refusal.message
         assert state(again) is State.DRA
@@ -447,9 +447,9 @@ def test_a_device_goes_to_another_driver_by_way_of_the_plugins_side(store: Direc
 
 def test_a_claim_that_pulls_a_device_pulls_it_to_its_driver(store: DirectLedger) -> None:
     """A claim of another driver waits until the device is back."""
-    store.do(prepare(claim("1", "a"), pull=True))
+    store.do(prepare(claim("1", "a"), move_idle=True))
     assert (state(store), store.snapshot.device(R, "a").driver) == (State.TO_DRA, D)
-    refusal = store.do(prepare(by(OTHER, claim("2", "a")), pull=True))
+    refusal = store.do(prepare(by(OTHER, claim("2", "a")), move_idle=True))
     assert isinstance(refusal, Refused)
     assert not refusal.moving
 

@@ -680,7 +680,7 @@ def test_memory_and_file_never_differ(tmp_path_factory: pytest.TempPathFactory, 
         st.builds(lambda d, i: operations.adopt({(R, d): i}, "1"), device, identity),
         st.builds(lambda d, s: operations.begin_move(R, [d], s, T0), device, st.sampled_from(Side)),
         st.builds(
-            lambda u, d, a, i: prepare(claim(u, d, amount=a, identity=i), pull=True), uid, device, amount, identity
+            lambda u, d, a, i: prepare(claim(u, d, amount=a, identity=i), move_idle=True), uid, device, amount, identity
         ),
         st.builds(lambda u, d, i, k: reserve(claim(u, d, identity=i), durable=k), uid, device, identity, st.booleans()),
         st.builds(lambda u: operations.unprepare(D, u), uid),
