@@ -1,7 +1,7 @@
-"""What an author writes: a source of devices, and hooks around their use.
+"""The base class that plugin authors derive from: a source of devices, with optional hooks.
 
-Hooks may be plain functions, which run in a thread of their own, or coroutine functions, which must not block. Each
-has a deadline, and one that fails costs its own call only.
+A hook may be a plain function, which runs in a thread of its own, or a coroutine function, which must not block. Each
+hook has a deadline. If a hook fails, only the call that it belongs to fails.
 """
 
 from __future__ import annotations
@@ -21,26 +21,27 @@ Measured = Mapping[str, Mapping[str, float | Mapping[str, float] | None]]
 
 
 class DeviceSource:
-    """A kind of device on this node; derive from it, name a resource, write `watch`.
+    """A kind of device on this node. A subclass sets `resource` and defines `watch`.
 
-    docs/sources.md has an example of each hook, with a test. A name that is almost a hook's or a setting's is
-    refused when the class is defined (TypeError), and so are names that no resource or driver has (NamingError).
+    docs/sources.md has an example of each hook, with a test. Defining a subclass raises TypeError if a name in it is
+    close to that of a hook or a setting, and NamingError if `resource` or `driver` is not a valid name.
 
     Attributes:
-        resource: the extended resource, vendor-domain/name, as pods ask for it.
-        driver: the DRA driver's name as DeviceClasses select it, or None for a plugin only.
+        resource: the extended resource, vendor-domain/name, that pods name in their limits.
+        driver: the name of the DRA driver, which DeviceClasses select, or None for limits only.
         replicas: how many containers may share one device; above 1 the kubelet sees that many ids for each device
             (fewer where `replicas_of` says so).
-        topology: whether the kubelet learns the devices' NUMA nodes. Its hints grow exponentially with the nodes
-            (kubernetes#135541); leave them out where that hurts.
-        policy: which devices go well together where a pod wants several and there is no `prefer`: "links", closely
-            linked ones (by `links`, by NUMA nodes without them), replicas of different devices; "packed", replicas of
-            few devices; "distributed", replicas of the devices that are used least; "none", the first.
-        hook_timeout: seconds after which a hook's call is given up. The kubelet waits for Allocate without a deadline
-            and admits no other pod meanwhile (kubernetes#117435), 30 s for PreStartContainer, which calls `reset`, and
-            45 s for NodePrepareResources, which calls `reset` and `prepare`: a longer time is warned of at the start.
-        config_type: what a claim's opaque parameters are decoded into, any type that msgspec can convert a JSON object
-            to (a Struct, a dataclass). Unknown fields are errors. None: this driver takes no parameters.
+        topology: whether the kubelet gets the devices' NUMA nodes. The number of its topology hints grows
+            exponentially with the NUMA nodes (kubernetes#135541); set False if that is too slow.
+        policy: which devices a container gets that requests several, if there is no `prefer`. "links": closely linked
+            devices (by `links`, else by NUMA nodes), and replicas of different devices. "packed": replicas of as few
+            devices as possible. "distributed": replicas of the devices with the fewest users. "none": the first ids.
+        hook_timeout: seconds after which a hook's call fails. The kubelet waits for Allocate without a deadline and
+            admits no other pod meanwhile (kubernetes#117435). It waits 30 s for PreStartContainer, which calls `reset`,
+            and 45 s for NodePrepareResources, which calls `reset` and `prepare`. The agent logs a warning at its start
+            if these hooks may take longer.
+        config_type: the type that a claim's opaque parameters are decoded into: any type that msgspec can convert a
+            JSON object to (a Struct, a dataclass). Unknown fields are errors. None: the driver takes no parameters.
 
     """
 
@@ -55,7 +56,7 @@ class DeviceSource:
     HOOKS: ClassVar[tuple[str, ...]] = ("edits", "reset", "prefer", "released", "prepare", "unprepare", "measure")
 
     def __init_subclass__(cls, **more: Any) -> None:
-        """Raise TypeError if a name is almost a hook's or setting's, NamingError if resource or driver is none."""
+        """Check names: TypeError if one is close to a hook's or setting's, NamingError for resource and driver."""
         super().__init_subclass__(**more)
         own = cls.__dict__
         check_names(cls.__name__, own.get("resource"), own.get("driver"))
@@ -70,9 +71,9 @@ class DeviceSource:
     def watch(self) -> AsyncIterator[Sequence[Device]] | Iterator[Sequence[Device]]:
         """Yield the full list of devices now, and again whenever anything about it changes.
 
-        An async generator, which must not block, or a plain one, which runs in a thread of its own and may block. When
-        it ends, its last list stays valid. When it raises, or yields anything but lists of Device, it is started again
-        after a while; its last list stays valid meanwhile.
+        It is an async generator, which must not block, or a plain generator, which runs in a thread of its own and may
+        block. If it ends, its last list stays valid. If it raises, or yields anything but lists of Device, it is
+        called again after a delay, and its last list stays valid meanwhile.
 
             async def watch(self):
                 while True:
@@ -82,87 +83,90 @@ class DeviceSource:
         raise NotImplementedError(f"{type(self).__name__} must define watch()")
 
     def edits(self, devices: Sequence[Device]) -> ContainerEdits | Awaitable[ContainerEdits]:
-        """Return what a container with these devices gets beyond what they carry themselves.
+        """Return what a container gets in addition to the devices' own nodes, mounts and variables.
 
-        Called once a container, before it exists, and again if it is admitted again; for a claim once for each of its
-        requests. It runs for each of those that share a device, also for administrative access, and changes no device.
-        Its variables, nodes and mounts replace those of the devices:
+        For limits it is called once for each container, before the container exists, and again if the pod is admitted
+        again. For claims it is called once for each request, also with administrative access. If a device is shared, it
+        is called for each pod or claim. It must not change the devices. Its variables, nodes and mounts take precedence
+        over those of the devices:
         `ContainerEdits(env={"FPGAS": ",".join(device.id for device in devices)})`.
         """
         return ContainerEdits()
 
     def reset(self, devices: Sequence[Device]) -> Awaitable[None] | None:
-        """Make the devices ready for their next user.
+        """Prepare the devices for their next user.
 
-        With limits it is called before each start of a container, also of one that starts again in its pod. With
-        claims it is called once, when the claim is prepared: the kubelet tells a DRA driver nothing of containers that
-        start again. What has to be done between two users belongs to `released` or to this hook; what each start
-        needs, the program in the container must do itself, if pods with claims use it.
+        For limits it is called before each start of a container, restarts included. For claims it is called once, when
+        the claim is prepared, since the kubelet does not tell a DRA driver of restarts. So cleaning between two users
+        belongs here or into `released`. Work that each start of a container needs must be done by the program in the
+        container, if pods with claims use the device.
 
-        Of a device that pods share it runs for each of them, while the others use it. Of one that claims share it runs
-        for the first alone, and never for administrative access.
+        If pods share a device, it is called for each of them while the others use the device. If claims share a
+        device, it is called for the first claim only. It is never called for administrative access.
 
-        An error keeps the container from starting; the kubelet tries again. `for device in devices: wipe(device.id)`
+        If it raises, the container does not start, and the kubelet tries again:
+        `for device in devices: wipe(device.id)`
         """
         return None
 
     def prefer(
         self, available: Sequence[Device], must_include: Sequence[Device], size: int
     ) -> Sequence[Device | str] | Awaitable[Sequence[Device | str]]:
-        """Return the `size` devices out of `available` that go best together, `must_include` among them.
+        """Return the `size` devices of `available` that a container should get, with all of `must_include`.
 
-        An answer that does not fit (or an error) is replaced by the framework's own choice. Devices or their ids:
+        If the answer is invalid or the hook raises, the framework chooses. The answer has devices or their ids:
         `[*must_include, *(device for device in available if device not in must_include)][:size]`
         """
         raise NotImplementedError
 
     def released(self, devices: Sequence[Device]) -> Awaitable[None] | None:
-        """Take note that the last pod or claim that had these devices is gone: once for all that shared one.
+        """Clean up after the last pod or claim that had these devices is gone; called once for a shared device.
 
-        The device plugin API has no Deallocate: this follows from the kubelet's checkpoint and the pods' cgroups, some
-        seconds later, at least once. Soon after the start of the process it is called for all devices without a holder.
-        So it does again what it has done: `for device in devices: wipe(device.id)`
+        The device plugin API has no Deallocate, so the agent detects the end some seconds later, from the kubelet's
+        checkpoint and the pods' cgroups. It calls this hook at least once. Soon after its start it calls it for all
+        devices without a holder, so the hook must be idempotent: `for device in devices: wipe(device.id)`
         """
         return None
 
     def prepare(
         self, devices: Sequence[Device], config: Any
     ) -> ContainerEdits | Awaitable[ContainerEdits | None] | None:
-        """Set devices up as a claim's request wants them; return what its containers get beyond `edits`.
+        """Set up the devices of a claim's request; return what its containers get in addition to `edits`.
 
-        Called on the DRA side only, once for each request of a claim, after `reset`; not for administrative access. It
-        runs for each claim that shares a device, always with the same parameters: a claim with others is refused while
-        another one has the device. `config` is a `config_type` made from the parameters of class and claim (the claim's
-        win; its defaults without any), None without one. It may be called again for the same devices, if it failed or
-        the agent ended; an error is the claim's, its pods wait and the kubelet tries again.
-        `return ContainerEdits(env={"FPGA_MODE": config.mode})`
+        Called for claims only, once for each request, after `reset`; not for administrative access. If claims share a
+        device, it is called for each of them, always with the same parameters: a claim with other parameters is refused
+        while another claim has the device. `config` is an instance of `config_type` from the parameters of DeviceClass
+        and claim; those of the claim take precedence, and without any it has the defaults. Without a `config_type` it
+        is None. The hook may be called again for the same devices, after it failed or the agent ended. If it raises,
+        the claim's pods wait, and the kubelet tries again. `return ContainerEdits(env={"FPGA_MODE": config.mode})`
         """
         return None
 
     def unprepare(self, devices: Sequence[Device]) -> Awaitable[None] | None:
-        """Undo `prepare`, for all devices of a claim together; also where `prepare` failed.
+        """Undo `prepare` for all devices of a claim together, also if `prepare` failed.
 
-        Of a device that claims share it is called when the last of them ends; never for administrative access.
+        If claims share a device, it is called when the last of them ends. It is never called for administrative access.
 
-        It may be called again, so that what is not there any more is no error: `self.modes.pop(device.id, None)`. An
-        error keeps the claim's pods from ending; the kubelet tries again.
+        It may be called again, so it must not fail if there is nothing to undo: `self.modes.pop(device.id, None)`. If
+        it raises, the claim's pods cannot end, and the kubelet tries again.
         """
         return None
 
     def measure(self, devices: Sequence[Device]) -> Measured | Awaitable[Measured]:
-        """Return how busy the devices are, by id and quantity; called at a period if there are metrics.
+        """Return the load of the devices by id and quantity; called periodically if the agent serves metrics.
 
-        `deviceplugin.metrics.load` knows the common quantities (`utilization_ratio`, `memory_used_bytes`); others
-        become metrics of their own, in base units, with `_total` at the end if they only grow. What a device cannot
-        tell is left out or None, never 0: `{"fpga0": {"utilization_ratio": 0.5, "power_watts": None}}`. After an error
-        or a timeout nothing is shown; the next call follows when this one has ended.
+        `deviceplugin.metrics.load` lists the common quantities (`utilization_ratio`, `memory_used_bytes`). Each other
+        quantity becomes a metric of its own: use base units, and the suffix `_total` if it only grows. Leave out a
+        quantity that a device cannot report, or return None, never 0:
+        `{"fpga0": {"utilization_ratio": 0.5, "power_watts": None}}`. After an error or a timeout the metrics are
+        absent; the next call is made after this one has ended.
         """
         raise NotImplementedError
 
     def replicas_of(self, device: Device) -> int:
-        """Return how many containers may share this one device, 1 to `replicas`; a plain function.
+        """Return how many containers may share this device, 1 to `replicas`. It must be a plain function.
 
-        It is called for each device of a list. Any other answer, or an error, fails the list.
+        It is called for each device of a list. If it returns anything else or raises, the list fails.
 
         `return 1 if device.attributes["model"] == "small" else self.replicas`
         """
@@ -170,7 +174,7 @@ class DeviceSource:
 
     @property
     def links(self) -> Mapping[frozenset[str], float]:
-        """How close two devices are, frozenset of their ids -> number, higher is closer; cheap to ask.
+        """How close two devices are: frozenset of two ids -> number. Higher is closer. It must be quick.
 
         The usual scale is the number of NVLinks times 100, plus the PCIe level; see `deviceplugin.topology.Link`.
         `{frozenset(("fpga0", "fpga1")): 100.0}`
@@ -178,10 +182,11 @@ class DeviceSource:
         return {}
 
     async def child_sources(self) -> AsyncIterator[Sequence[DeviceSource]]:
-        """Yield the sources of further resources that come with this one, all of them, when one more is known.
+        """Yield the full list of child sources, for further resources, whenever there is one more.
 
-        They are served until this one ends; after an error this is called again. Which kinds of partitions there are,
-        for example, is known only when the hardware is read: `yield [Halves("example.com/fpga-half")]`
+        Use it for resources that are known only after the hardware was read, such as kinds of partitions:
+        `yield [Halves("example.com/fpga-half")]`. Child sources are served until this source ends. After an error this
+        generator is started again.
         """
         none: Sequence[Sequence[DeviceSource]] = ()
         for child_sources in none:
@@ -189,13 +194,13 @@ class DeviceSource:
 
     @property
     def hooks(self) -> frozenset[str]:
-        """The hooks that this source really has."""
+        """The names of the hooks that the class overrides."""
         return _hooks_of(type(self))  # type: ignore[arg-type]  # a class is hashable
 
 
 _METHODS: Final = (types.FunctionType, staticmethod, classmethod, property)
 _ALIKE: Final = 0.82
-"""How alike two names are (difflib) of which one is taken for a mistake: perfer is, watch and match are not."""
+"""The least ratio of difflib at which a name counts as misspelt: perfer does for prefer, match does not for watch."""
 
 
 def check_names(kind: str, resource: object, driver: object) -> None:
@@ -209,25 +214,25 @@ def check_names(kind: str, resource: object, driver: object) -> None:
 
 
 def _likely_name(kind: type[DeviceSource], name: str, value: object) -> str:
-    """Return the method or setting of `DeviceSource` that a name is almost that of; "" if none.
+    """Return the method or setting of `DeviceSource` that a name is a likely misspelling of; "" if there is none.
 
-    Also the hook that a call of the kubelet's API becomes. What the class itself has was not misspelt, and a value of
-    another type than a setting's is the author's own.
+    A call of the kubelet's API counts as a misspelling of its hook. A method or setting that the class defines itself
+    was not misspelt, and a value of another type than the setting's is the author's own attribute.
 
-    It is an error, not a warning: a `released` that is never called leaves one user's data to the next, and nothing
-    else shows it. Who means another method only has to rename it.
+    A misspelling is an error, not a warning: if `released` is never called, one user's data is left to the next, and
+    nothing else shows that. An author who means another method can rename it.
     """
     if hasattr(DeviceSource, name):
         return ""
     method = isinstance(value, _METHODS)
-    # A property is not misspelt by a plain method, nor the other way round.
+    # A plain method is no misspelt property, and a property is no misspelt method.
     hooks = [hook for hook in _OPTIONAL if isinstance(value, property) == (hook == "links")]
     names = hooks if method else [setting for setting, kind_of in _SETTINGS.items() if isinstance(value, kind_of)]
     free = [candidate for candidate in names if getattr(kind, candidate) is getattr(DeviceSource, candidate)]
     if (meant := _OTHER_NAMES.get(name.lower().replace("_", ""))) in free:
         return str(meant)
     letters = Counter(name.lower())
-    # No word is more alike than by its letters in any order; with most names this spares every agent the import.
+    # The common letters, in any order, are an upper bound of difflib's ratio: most names need no import of difflib.
     near = [
         candidate
         for candidate in free
@@ -257,7 +262,7 @@ _OTHER_NAMES: Final = {
     "getpreferredallocation": "prefer",
     "resourcename": "resource",
 }
-"""What is meant by names of the kubelet's API."""
+"""The method or setting that a name of the kubelet's API stands for."""
 
 
 @functools.cache  # needed by every Allocate; a class does not change

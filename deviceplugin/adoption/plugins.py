@@ -1,8 +1,8 @@
-"""The vendors' plugins that have registered in the agent's directory: their sockets, their lists, and calls to them.
+"""Follows the vendors' plugins that register in the agent's directory: sockets, device lists, calls to the plugins.
 
 Facts (kubelet 1.36.3, cm/devicemanager/plugin/v1beta1): at its start the kubelet removes the sockets in its directory,
-then makes kubelet.sock. Within Register it dials the endpoint and calls GetDevicePluginOptions; what Register itself
-says of options is ignored. The newest endpoint of a resource counts. A plugin has one reader of its list: a second
+then makes kubelet.sock. Within Register it dials the endpoint and calls GetDevicePluginOptions; it ignores the options
+in Register itself. The newest endpoint of a resource counts. A plugin has one reader of its list: a second
 stream swallows updates, or ends the process (NVIDIA, AMD, Intel, KubeVirt and others), so each endpoint gets one, which
 lives as long as the plugin does.
 """
@@ -64,7 +64,7 @@ VendorList = Mapping[str, ListedDevice]
 
 
 def listed(message: pb.ListAndWatchResponse) -> VendorList:
-    """Return a list as a set, by id and in the order of ids: what is repeated or reordered is the same."""
+    """Return a list as a mapping in the order of ids, so that repeated or reordered lists compare equal."""
     devices = {
         device.ID: ListedDevice(
             "" if device.health == "Healthy" else "its plugin lists it as unhealthy",
@@ -82,10 +82,10 @@ _UNANSWERED: Final = {
 
 
 class VendorCallError(Exception):
-    """Raised when a plugin refuses a call, in its own words, or does not answer it, with a text that names the plugin.
+    """Raised when a plugin refuses a call (its message) or does not answer (a message that names the plugin).
 
-    code: what the kubelet gets. UNAVAILABLE is what a client makes of a connection that was cut. unanswered: whether
-    there is no answer. details: what gRPC says.
+    code: the status that the kubelet gets; a gRPC client reports a lost connection as UNAVAILABLE. unanswered: whether
+    there was no answer. details: gRPC's message.
     """
 
     def __init__(self, plugin: VendorPlugin, method: str, code: grpc.StatusCode, details: str) -> None:
@@ -95,12 +95,12 @@ class VendorCallError(Exception):
 
 
 class AdoptionError(Exception):
-    """Raised when plugins cannot be adopted on this node at all: by the directory, or by its path."""
+    """Raised when no plugin can be adopted on this node, because of the directory or its path."""
 
 
 @dataclass(eq=False)
 class VendorPlugin:
-    """One endpoint that a plugin has registered. devices: its last list, none before the first. alive: it streams.
+    """An endpoint that a plugin has registered. devices: its last list. alive: its stream is open.
 
     since: when it registered, or when its stream ended (Unix seconds).
     """
@@ -120,7 +120,7 @@ class VendorPlugin:
     _calls: dict[str, Any] = field(default_factory=dict)
 
     async def call(self, method: str, request: bytes, timeout: float | None = None) -> bytes:
-        """Pass a call of the kubelet on; return the answer as it came. Raises VendorCallError."""
+        """Forward a call of the kubelet to the plugin; return the answer unchanged. Raises VendorCallError."""
         if method not in self._calls:
             self._calls[method] = self.channel.unary_unary(_SERVICE + method)  # type: ignore[call-arg]  # bytes stay bytes
         try:
@@ -134,9 +134,9 @@ class VendorPlugin:
             raise VendorCallError(self, method, grpc.StatusCode.UNAVAILABLE, "it has ended its list") from error
 
     async def call_in_turn(self, method: str, request: bytes) -> bytes:
-        """Do as `call`, once calls before it are answered; after `TURN` seconds it is asked all the same.
+        """Do as `call` once earlier calls are answered, at most `TURN` seconds later.
 
-        It may hang in an Allocate to a claim, while the kubelet admits no other pod until this call is answered.
+        The plugin may hang in an Allocate for a claim, and the kubelet admits no other pod until this call is answered.
         """
         async with contextlib.AsyncExitStack() as stack:
             with contextlib.suppress(TimeoutError):
@@ -145,29 +145,29 @@ class VendorPlugin:
             return await self.call(method, request)
 
     async def allocate(self, ids: Sequence[str]) -> bytes:
-        """Allocate devices to one container; return the AllocateResponse as it came. Raises VendorCallError."""
+        """Allocate devices to one container; return the AllocateResponse unchanged. Raises VendorCallError."""
         self._drop({key for key, task in self.claimed.items() if task.done()}, ids)
         request = pb.AllocateRequest(container_requests=[pb.ContainerAllocateRequest(devices_ids=ids)])
         return await self.call("Allocate", request.SerializeToString())
 
     def listed(self, devices: VendorList) -> None:
-        """Take a list. An id that has gone, or come again, may mean other hardware than when it was allocated."""
+        """Handle a new list. An id that left it or came back may stand for other hardware than at its Allocate."""
         self._drop(set(self.claimed), devices.keys() ^ (self.devices or {}).keys())
         self.devices = devices
 
     def forget(self, uid: str) -> None:
-        """Drop the answers to a claim: it has ended."""
+        """Drop the answers for a claim that has ended."""
         for key in [key for key in self.claimed if key[0] == uid]:
             del self.claimed[key]
 
     def _drop(self, keys: Collection[tuple[str, tuple[str, ...]]], ids: Collection[str]) -> None:
-        """Drop the answers of these that are out of date for any of these devices."""
+        """Drop those of these answers that are out of date for one of these devices."""
         for key in keys:
             if not set(key[1]).isdisjoint(ids):
                 del self.claimed[key]
 
     def lists(self) -> Any:
-        """Open the one stream of lists."""
+        """Open the only ListAndWatch stream."""
         call = self.channel.unary_stream(
             _SERVICE + "ListAndWatch",
             request_serializer=pb.Empty.SerializeToString,
@@ -179,7 +179,7 @@ class VendorPlugin:
 class VendorPlugins(RegistrationServicer):
     """Serves kubelet.sock in a directory of the agent's own, and follows the plugins that register there.
 
-    `plugins_registry` in it takes the place of the kubelet's.
+    The subdirectory `plugins_registry` stands for the kubelet's directory of that name.
     registered: called with a resource whenever a plugin has registered it.
     """
 
@@ -209,20 +209,20 @@ class VendorPlugins(RegistrationServicer):
 
     @property
     def registered_resources(self) -> set[str]:
-        """The resources of the plugins that live."""
+        """The resources of the plugins whose streams are open."""
         return {resource for resource, plugin in self._plugins.items() if plugin.alive}
 
     def bypassed(self, resource: str) -> None:
-        """Take note that a plugin has registered a resource elsewhere: it is not waited for until it comes here."""
+        """Note that a plugin registered a resource with the kubelet: do not wait for it until it registers here."""
         self._bypassed.add(resource)
         self._notify()
 
     def registered_elsewhere(self, resource: str) -> bool:
-        """Return whether a plugin has registered a resource elsewhere, and none has registered it here since."""
+        """Return whether a plugin registered a resource with the kubelet, and none has registered it here since."""
         return resource in self._bypassed
 
     async def allocate(self, plugin: VendorPlugin, wanted: Sequence[Sequence[str]]) -> bytes:
-        """Allocate devices to containers, one after another; return one AllocateResponse, byte for byte.
+        """Allocate devices to containers, one after another; return one AllocateResponse with the plugin's bytes.
 
         Raises VendorCallError: the plugin refuses, or has gone.
         """
@@ -233,7 +233,7 @@ class VendorPlugins(RegistrationServicer):
         return await self._in_turn(plugin, work)
 
     async def _in_turn(self, plugin: VendorPlugin, work: Callable[[], Coroutine[Any, Any, bytes]]) -> bytes:
-        """Have a plugin work while no other does; one that hangs holds up only its own endpoint in the end."""
+        """Call one plugin at a time. A call that hangs blocks the others for a while, then only its own endpoint."""
         ended = False
 
         def end_turn() -> None:
@@ -254,14 +254,14 @@ class VendorPlugins(RegistrationServicer):
                     self._turn.release()
 
     async def allocate_claim(self, plugin: VendorPlugin, uid: str, ids: Sequence[str], timeout: float) -> bytes:
-        """Allocate devices to a claim, and call PreStartContainer if the plugin wants that; return the answer.
+        """Allocate devices to a claim, and call PreStartContainer if the plugin needs it; return the answer.
 
-        Allocate has no deadline. The call goes on though its caller waits no longer. The next try of the claim (uid)
-        for the same devices gets its answer, for `KEPT` seconds, unless the claim has ended, or one of the devices was
-        allocated to somebody else or was not listed meanwhile.
+        Allocate has no deadline. The call continues after its caller has timed out. For `KEPT` seconds the next try of
+        the claim (uid) for the same devices gets its answer. The answer is out of date, and dropped, if the claim has
+        ended, or if one of the devices was allocated to another holder or left the list meanwhile.
 
-        Raises VendorCallError: the plugin refuses, or has gone. TimeoutError: it has not answered for `timeout`
-        seconds. ConnectionError: the agent ends. LookupError: the answer is out of date, for such a reason.
+        Raises VendorCallError: the plugin refuses or is gone. TimeoutError: no answer within `timeout` seconds.
+        ConnectionError: the agent ends. LookupError: the answer is out of date.
         """
         key, claimed = (uid, tuple(ids)), plugin.claimed
         if (task := claimed.get(key)) is None:
@@ -280,7 +280,7 @@ class VendorPlugins(RegistrationServicer):
         return answer
 
     def _allocated(self, plugin: VendorPlugin, key: tuple[str, tuple[str, ...]], task: asyncio.Task[bytes]) -> None:
-        """Keep an answer until somebody takes it, or it is old; what failed is asked again."""
+        """Keep an answer until a caller takes it or it is too old; a failed call is not kept."""
         self._tasks.discard(task)
 
         def drop() -> None:
@@ -308,7 +308,7 @@ class VendorPlugins(RegistrationServicer):
         return await self._in_turn(plugin, work)
 
     async def run(self) -> None:
-        """Serve until cancelled. Raises AdoptionError: that is not possible here."""
+        """Serve until cancelled. Raises AdoptionError if that is impossible on this node."""
         server = grpc.aio.server(options=SERVER_OPTIONS)
         add_RegistrationServicer_to_server(self, server)
         lock = InstanceLock(self.directory, KUBELET_SOCKET)
@@ -321,7 +321,7 @@ class VendorPlugins(RegistrationServicer):
             lock.release()
 
     async def _lock(self, lock: InstanceLock) -> None:
-        """Have the directory for this agent: another one's plugins would come here, and not find back to it."""
+        """Lock the directory: plugins of another agent would register here, and not return to that agent."""
         until = time.monotonic() + TAKEOVER
         while not lock.acquire():
             if time.monotonic() > until:
@@ -330,10 +330,10 @@ class VendorPlugins(RegistrationServicer):
             await asyncio.sleep(0.1)  # flock has no wait with a deadline
 
     async def _serve(self, server: grpc.aio.Server, lock: InstanceLock) -> None:
-        """Remove the plugins' sockets, then make kubelet.sock, as a kubelet that starts does.
+        """Remove the plugins' sockets, then create kubelet.sock, as a kubelet does at its start.
 
-        gRPC unlinks by its path what it has made, so kubelet.sock is a second name of a socket that has one of its own.
-        It takes the place of a former one by a rename, which inotify tells as a name that is made.
+        gRPC unlinks the path of its socket when it stops. So gRPC gets another path, and kubelet.sock is a hard link to
+        it. A rename puts it in the place of a former kubelet.sock; plugins see this as a creation (inotify).
         """
         name = f"kubelet-{os.urandom(4).hex()}.sock"
         own, link, public = (self.directory / file_name for file_name in (name, f"{name}.link", KUBELET_SOCKET))
@@ -358,7 +358,7 @@ class VendorPlugins(RegistrationServicer):
     # The API's name.
 
     async def Register(self, request: pb.RegisterRequest, context: Any) -> pb.Empty:  # noqa: N802
-        """Take a plugin's endpoint as the kubelet does: nothing but what the kubelet refuses is refused.
+        """Register a plugin's endpoint as the kubelet does; refuse only what the kubelet refuses.
 
         A socket that is not in the directory may be in `plugins_registry`: the Kubernetes sample registers by its name
         alone if the file DEPRECATION is not there, wherever it has its socket.
@@ -372,7 +372,7 @@ class VendorPlugins(RegistrationServicer):
         return pb.Empty()
 
     async def _take(self, resource: str, versions: Sequence[str], socket: Path) -> None:
-        """Follow the plugin that serves a resource at a socket from now on. Raises RefusedError."""
+        """Follow the plugin of a resource at this socket from now on. Raises RefusedError."""
         extra = {"resource": printable(resource)}
         if VERSION not in versions:
             raise RefusedError(f"API version {', '.join(versions)!r} is not {VERSION}")
@@ -403,7 +403,7 @@ class VendorPlugins(RegistrationServicer):
         self.registered(resource)
 
     async def _options(self, plugin: VendorPlugin) -> pb.DevicePluginOptions:
-        """Ask a plugin what it wants. Raises RefusedError: there is no answer."""
+        """Return a plugin's options. Raises RefusedError if it does not answer."""
         try:
             answer = await plugin.call("GetDevicePluginOptions", b"", DIAL)
         except VendorCallError as error:
@@ -413,7 +413,7 @@ class VendorPlugins(RegistrationServicer):
         return pb.DevicePluginOptions.FromString(answer)
 
     async def _follow(self, plugin: VendorPlugin) -> None:
-        """Take a plugin's lists for as long as it lives; what another one has replaced is read and ignored."""
+        """Read a plugin's lists until its stream ends; ignore them once another plugin has replaced it."""
         why = "ended the stream"
         try:
             async for message in plugin.lists():
@@ -439,8 +439,9 @@ class VendorPlugins(RegistrationServicer):
     async def lists(self, resource: str) -> AsyncGenerator[VendorList]:
         """Yield the devices of a resource now and after each change.
 
-        What was listed and is not, and all devices of a plugin that has gone, stay Unhealthy for `GRACE` seconds. An
-        empty first list is not "no devices": the next one is waited for as long, unless a plugin is `bypassed`.
+        Devices that left the list, and all devices of a plugin that is gone, stay in it as Unhealthy for `GRACE`
+        seconds. An empty first list need not mean that there are no devices: wait as long for the next list, unless the
+        plugin is `bypassed`.
         """
         absent: dict[str, float] = {}
         shown: VendorList | None = None

@@ -1,14 +1,14 @@
-"""Keeps one resource registered with the kubelet: serve, register, watch, and again.
+"""Keeps one resource registered with the kubelet, in a loop: serve, register, watch.
 
-The kubelet forgets registrations when it restarts, and sometimes without that. Every event wakes the same loop, and
-the next step is a pure function of what is seen (`next_step`), so a restart takes the same path as the start.
+The kubelet loses registrations when it restarts, and sometimes without a restart. Every event wakes the same loop. The
+next step is a pure function of the present state (`next_step`), so a restart is handled as the start is.
 
 Facts (kubelet 1.36.3): at its start the kubelet deletes every socket in the directory, its own
 last, then makes kubelet.sock; it dials back before it answers Register; when an old ListAndWatch
 ends after the same name was registered again, it drops the new registration, so the old stream
 is ended first. A recreated kubelet.sock need not mean that plugins' sockets were deleted. Kubelet
-1.37.1 refuses a socket that it has not taken note of as disconnected, and does so for ever after
-the first such try (handler.go, connectClient): so each Register has a socket of its own.
+1.37.1 refuses a socket whose disconnection it has not noticed, and after the first such try
+refuses it for ever (handler.go, connectClient): so each Register has a socket of its own.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ _NEEDED: Final = "the agent needs write access to the kubelet's device plugin di
 
 
 class RegistrationError(Exception):
-    """Raised when a resource cannot be served, whatever the kubelet does: by its directory, or by another process."""
+    """Raised when a resource cannot be served because of the directory or another process, not the kubelet."""
 
 
 def slug(resource: str) -> str:
-    """Return a name for files made from a resource's, unique and readable: example.com_fpga-1a2b3c."""
+    """Return a unique, readable file name for a resource: example.com_fpga-1a2b3c."""
     digest = hashlib.sha256(resource.encode()).hexdigest()[:6]
     return f"{re.sub(r'[^A-Za-z0-9._-]', '_', resource)}-{digest}"
 
@@ -75,10 +75,10 @@ def socket_name(resource: str, directory: str, instance: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What is seen at one moment. ready: there is a list to serve.
+    """The state at one moment. ready: there is a list to serve.
 
-    kubelet: kubelet.sock. served: the own socket is in its place. live: a ListAndWatch is open. listened: one was since
-    the last Register that succeeded. registered: the kubelet.sock of that Register. since: seconds since then. foreign:
+    kubelet: kubelet.sock. served: our socket is in its place. live: a ListAndWatch is open. listened: one was open
+    since the last successful Register. registered: the kubelet.sock of that Register. since: seconds since it. foreign:
     whether another plugin has registered the resource since.
     """
 
@@ -103,7 +103,7 @@ class Step(enum.Enum):
 
 
 def next_step(seen: Seen, patience: float) -> Step:
-    """Decide what to do; `patience` is how many seconds after Register the kubelet may take to listen."""
+    """Return the next step. patience: seconds that the kubelet has after Register to open ListAndWatch."""
     if not seen.ready:
         return Step.WAIT_FOR_DEVICES
     if seen.kubelet is None:
@@ -147,7 +147,7 @@ class InstanceLock:
         return True
 
     def owner(self) -> str:
-        """Return what the holder wrote about itself."""
+        """Return the text that the holder of the lock wrote into the file."""
         try:
             return self.path.read_text(errors="replace").strip() or "unknown"
         except OSError:
@@ -190,7 +190,7 @@ class RegistrationTiming:
 class SocketServer:
     """Serves an endpoint on a socket in the device plugin directory, under the resource's lock.
 
-    Each socket has a name of its own that is never used again, so that a server's stop() unlinks nobody's socket.
+    Each socket has a name that is never used again, so that a server's stop() cannot unlink another server's socket.
     """
 
     def __init__(self, endpoint: Endpoint, directory: Path, timing: RegistrationTiming) -> None:
@@ -207,11 +207,11 @@ class SocketServer:
 
     @property
     def in_place(self) -> bool:
-        """Whether there is a server, and its path leads to the socket that it made."""
+        """Whether there is a server, and its path still leads to its own socket."""
         return self._identity is not None and file_identity(self._socket) == self._identity
 
     async def lock_resource(self) -> None:
-        """Take this resource's lock; wait a little for another instance. Raises RegistrationError: it does not end."""
+        """Lock this resource; wait shortly for another instance. Raises RegistrationError if that does not end."""
         if self.lock.acquire():
             return
         served = f"{self._endpoint.resource} is served on this node by another process already"
@@ -246,7 +246,7 @@ class SocketServer:
         return path.name
 
     def _remove_stale_sockets(self) -> None:
-        """Remove sockets of killed instances: this process has the lock, and nobody answers there."""
+        """Remove sockets of killed instances. This process has the lock, so no other instance serves them."""
         tail = "x" * 8 + ".sock"
         prefix = socket_name(self._endpoint.resource, str(self._directory), "x" * 8).removesuffix(tail)
         remove_abandoned(self._directory.glob(f"{prefix}{'[0-9a-f]' * 8}.sock"))
@@ -258,7 +258,7 @@ class SocketServer:
             self._server = self._identity = None
 
     def remove_socket(self) -> None:
-        """Remove the own socket, so that nobody connects any more."""
+        """Remove the socket, so that no new connection is made."""
         if self.in_place:
             with contextlib.suppress(OSError):
                 self._socket.unlink()
@@ -311,7 +311,7 @@ class PluginRegistration:
         endpoint.inventory.subscribe(lambda snapshot: self.wake())
 
     async def run(self) -> None:
-        """Serve and register until cancelled, then drain and remove the own socket. Raises RegistrationError."""
+        """Serve and register until cancelled, then drain and remove the socket. Raises RegistrationError."""
         try:
             # The kubelet replaces its checkpoint several times for a pod.
             gather = filewatch.Gather(LOOK_FOR_CLAIMS, prompt=".sock")
@@ -375,7 +375,7 @@ class PluginRegistration:
         return self._foreign.found(await self.endpoint.host.recorded(), there, self.endpoint.streams.sent)
 
     def _has_directory(self) -> bool:
-        """Whether the kubelet's directory is there. Raises RegistrationError: it is none, or cannot be looked at."""
+        """Whether the kubelet's directory exists. Raises RegistrationError: it is no directory, or unreadable."""
         directory = self._kubelet.parent
         try:
             mode = directory.stat().st_mode
@@ -405,7 +405,7 @@ class PluginRegistration:
             self._backoff.tries = 1  # one more without a pause, then ever slower until it holds
 
     def _tell(self, finding: Finding) -> None:
-        """Tell that another plugin has registered the resource, or may have."""
+        """Report that another plugin has registered the resource, or may have."""
         extra = {"resource": self.endpoint.resource}
         if not finding.sure:
             _LOG.info(
@@ -421,7 +421,7 @@ class PluginRegistration:
         self.endpoint.host.contested(finding.reason)
 
     async def _pause(self, watch: filewatch.Watch, delay: float, kubelet: FileIdentity | None) -> None:
-        """Wait before the next try, but not if the kubelet is another one meanwhile."""
+        """Wait before the next try; return early if the kubelet has restarted."""
         until = time.monotonic() + delay
         while file_identity(self._kubelet) == kubelet:
             if (rest := until - time.monotonic()) <= 0:
@@ -443,7 +443,7 @@ class PluginRegistration:
         )
 
     async def _register(self, watch: filewatch.Watch) -> bool:
-        """Serve if need be, end the old stream, register once; return whether the kubelet took it."""
+        """Serve if necessary, end the old stream, register once; return whether the kubelet accepted it."""
         resource, timing = self.endpoint.resource, self._timing
         kubelet, accepted, self._accepted = file_identity(self._kubelet), self._accepted, None
         if self.endpoint.streams.live and accepted is not None and accepted.kubelet == kubelet:
@@ -494,7 +494,7 @@ class PluginRegistration:
     async def _answered(
         self, call: asyncio.Task[pb.Empty], watch: filewatch.Watch, kubelet: FileIdentity | None
     ) -> bool:
-        """Wait for Register's answer, or raise AioRpcError; return False once another kubelet or none is there."""
+        """Wait for Register's answer; return False if the kubelet restarts or ends meanwhile. Raises AioRpcError."""
         try:
             while file_identity(self._kubelet) == kubelet:
                 hint = asyncio.create_task(watch.wait(self._timing.poll))
@@ -508,16 +508,17 @@ class PluginRegistration:
             call.cancel()
 
     async def _unregister(self) -> None:
-        """End the stream, if there is one: the kubelet offers none of the devices then, and others may register."""
+        """End the stream, if one is open: the kubelet then offers no devices, and other plugins may register."""
         self.statistics.registered, self._accepted = False, None
         if self.endpoint.streams.live:
             await self.endpoint.calls_ended(self._timing.calls)
             await self.endpoint.streams.end(self._timing.stream)
 
     async def _close(self) -> None:
-        """Remove the own socket, let calls in flight end, end the streams.
+        """Remove the socket, let calls in flight end, then end the streams.
 
-        In this order: with the stream the kubelet closes its connection, and fails pods whose Allocate is in flight.
+        The order matters: when the stream ends, the kubelet closes its connection and fails pods with an Allocate in
+        flight.
         """
         self.statistics.registered = False
         self._server.remove_socket()
@@ -528,7 +529,7 @@ class PluginRegistration:
         await self._server.end()
 
     def _log_once(self, key: str, message: str, level: int = logging.INFO) -> None:
-        """Log a message once, until another one is logged."""
+        """Log a message unless it equals the last one."""
         if self._last_logged != key:
             self._last_logged = key
             _LOG.log(level, "%s", message, extra={"resource": self.endpoint.resource})

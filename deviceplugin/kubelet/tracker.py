@@ -1,8 +1,8 @@
-"""Finds out and remembers who holds what, for all resources of this process.
+"""Tracks the holders of devices by evidence of the node, for all resources of this process.
 
-A scan reads the kubelet's checkpoint and the pods' cgroups. Where a newer checkpoint might say that an allocation has
-ended, PodResources `List` has the kubelet drop ended pods (kubelet 1.36, devicemanager/manager.go); then the kubelet is
-asked to write its checkpoint (`CheckpointReader.written`).
+A scan reads the kubelet's checkpoint and the pods' cgroups. If a newer checkpoint might show that an allocation has
+ended, the scan calls PodResources `List`, which makes the kubelet drop ended pods (kubelet 1.36,
+devicemanager/manager.go). Then it makes the kubelet write its checkpoint (`CheckpointReader.written`).
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ GRANT_REWRITE: Final = 4.0
 
 
 class DeviceLists(Protocol):
-    """The lists of devices that the kubelet gets of this process (`deviceplugin.node.agent.Agent`)."""
+    """The device lists that this process sends to the kubelet (`deviceplugin.node.agent.Agent`)."""
 
     def resend(self) -> bool:
-        """Send them once more; return whether the kubelet listens to any resource."""
+        """Send the lists once more; return whether the kubelet receives the list of any resource."""
 
     def adopted(self, resource: str) -> bool:
-        """Return whether another plugin makes the answers to Allocate of a resource."""
+        """Return whether a vendor's plugin answers Allocate for a resource."""
 
 
 class HolderTracker:
-    """Reads who holds this node's plugin allocations; the register keeps what is known of them.
+    """Reads from the node which pods hold plugin allocations; the register keeps the result.
 
     scan_wanted: set when a scan is due at once. copies: those of other agents' allocations. claim_uses: whether to call
     `List` at each scan, to learn which containers use claims, for metrics. believe_checkpoint: as in `PodReader`.
@@ -114,7 +114,7 @@ class HolderTracker:
         """UIDs of holders whose admission is over: they were known at the start, or were seen to run."""
 
     async def start(self) -> None:
-        """Take what the checkpoint and other agents' copies name now as held; before anything is served."""
+        """Record the allocations that the checkpoint and other agents' copies name, before anything is served."""
         self._read_copies()
         seen = await asyncio.to_thread(self._read)
         await self._register.add_holders(await asyncio.to_thread(self._possible_holders, seen))
@@ -163,14 +163,13 @@ class HolderTracker:
         return frozenset(possible)
 
     async def still_held(self, resource: str, device_ids: Collection[str]) -> Mapping[str, str]:
-        """Return those ids that another pod still holds, and why; asked before a new Allocate.
+        """Return the ids that another pod still holds, with reasons; called before a new Allocate is answered.
 
-        The kubelet gives an id away again only when it counts its holder as ended. It may be wrong: of a pod that was
-        deleted by force, of one that it does not know after a lost checkpoint, and of one that it has just admitted,
-        if somebody called PodResources List during that pod's Allocate (kubernetes#137534). It still names the latter
-        in the checkpoint that it is asked for now; of a holder that it counts as ended it has dropped the allocations
-        before this Allocate. Pods that have no cgroup yet are the new holder itself: its init container had the device
-        before.
+        The kubelet allocates an id again only when it counts the former holder as ended. It can be wrong in three
+        cases: the pod was deleted by force; the kubelet lost its checkpoint and does not know the pod; or a client
+        called PodResources List during the pod's Allocate (kubernetes#137534). In the last case a checkpoint that is
+        written now still names the pod. A holder that the kubelet counts as ended is not in it. A pod without a cgroup
+        is the new holder itself, whose init container had the device before.
         """
         wanted = frozenset(device_ids)
         known_pods = {holder.pod_uid for holder in of_ids(self._known_or(self._newest()), resource, wanted)}
@@ -203,7 +202,7 @@ class HolderTracker:
     def _holders_now(
         self, resource: str, device_ids: frozenset[str]
     ) -> tuple[Sequence[Allocation], Mapping[str, str], frozenset[str]]:
-        """Return the known or named allocations of these ids, running pods by id, and pods with empty cgroups."""
+        """Return the recorded allocations of these ids, running pods by id, and pods with empty cgroups."""
         read, pods = self._last_written(), self.pods.read()
         allocations = of_ids(self._known_or(read) - self._ended_containers(read, pods), resource, device_ids)
         uids = {allocation.pod_uid for allocation in allocations}
@@ -211,10 +210,10 @@ class HolderTracker:
         return allocations, holders.running(allocations, resource, device_ids, may_run), pods.empty & uids
 
     async def ended(self, resource: str, device_ids: Collection[str]) -> _EndedAndOthers:
-        """Return the known allocations of these ids whose pods have ended, and the others; asked before a new Allocate.
+        """Return the recorded allocations of these ids whose pods have ended, and the others; before a new Allocate.
 
-        The others are those of pods that run, and of pods that were admitted and have not been seen to run: the new
-        holder's init container may have had the device before.
+        The others are of pods that run, or that were admitted and have not run yet: such a pod can be the new holder,
+        whose init container had the device before.
         """
         wanted = frozenset(device_ids)
         if not of_ids(self._known_or(self._newest()), resource, wanted):
@@ -271,7 +270,7 @@ class HolderTracker:
         return frozenset(filter(applies, noted))
 
     async def recorded(self, resource: str, served: Collection[str]) -> KubeletRecord | None:
-        """Return what the checkpoint says now that concerns a resource; None if it cannot be read.
+        """Return the checkpoint's entries of a resource as of now; None if it cannot be read.
 
         served: the resources of this process, which ask at the same time: a new file is read once for all of them.
         """
@@ -294,7 +293,7 @@ class HolderTracker:
         )
 
     async def reread(self) -> None:
-        """Read the checkpoint and copies that have changed: they name what was allocated since the last scan."""
+        """Read the checkpoint and other agents' copies if they changed: they name allocations since the last scan."""
         if self._read_copies():
             self._scan_wanted.set()
         if self._checkpoint.current() is None or self._checkpoint.missing_nodes:
@@ -314,7 +313,7 @@ class HolderTracker:
         return frozenset() if report is None else await self._listed(report, running)
 
     def missing(self) -> list[str]:
-        """Return what cannot be seen of this node, and what that means; for the log at the start. Blocks."""
+        """Return what cannot be read of this node, and the consequences, for the log at the start. Blocks."""
         return [problem for problem in (self.pods.missing(), self._names.missing()) if problem]
 
     def title(self, pod_uid: str) -> str:
@@ -326,7 +325,7 @@ class HolderTracker:
         return self._names.pods(uids)
 
     def holders(self, resource: str) -> Mapping[str, frozenset[PodContainer]]:
-        """Return who holds which of a resource's ids, with names as far as they are known."""
+        """Return the holders of a resource's ids, with their names if these are known."""
         return {
             device_id: frozenset(
                 PodContainer(*self._names.known.get(holder.pod_uid, ("", "")), holder.container, holder.pod_uid)
@@ -341,7 +340,7 @@ class HolderTracker:
         return granted
 
     def foreign(self, observed: Collection[str]) -> tuple[Use, ...]:
-        """Return what pods hold and the register does not know: of other plugins, or of lost records.
+        """Return allocations of pods that are not in the register: those of other plugins, or of lost records.
 
         observed: the resources whose allocations the register has compared with evidence. The same object until it
         changes.
@@ -366,7 +365,7 @@ class HolderTracker:
         return {key: tuple(those) for key, those in pods.items() if len(those) > 1}
 
     def unnamed_reasons(self, resource: str) -> Mapping[str, str]:
-        """Return the ids that are held though the kubelet may give them away, and why they count as held."""
+        """Return the ids that count as held although the kubelet may allocate them again, with the reasons."""
         unnamed = self.snapshot.unnamed(resource)
         refused = {device_id: why for (of, device_id), why in list(self._refused.items()) if of == resource}
         return refused | {
@@ -376,10 +375,11 @@ class HolderTracker:
         }
 
     async def scan(self, wanted: Collection[tuple[str, str]] | None = None) -> HolderSnapshot | None:
-        """Read the evidence now; return None if an own Allocate came in between: the evidence may be older than it.
+        """Read the evidence now; return None if this process answered an Allocate meanwhile, which may be newer.
 
-        wanted: (resource, device id) that may be free. The kubelet is asked for a checkpoint unless each has a holder
-        whose processes run; also if processes of a holder have ended, and from time to time if none have been seen.
+        wanted: (resource, device id) that may be free. The kubelet is made to write its checkpoint unless each of these
+        has a holder whose processes run. It is also made to do so if processes of a holder have ended, and periodically
+        if a holder has had no processes yet.
         """
         await self.in_flight.wait()
         at = time.monotonic()
@@ -432,9 +432,9 @@ class HolderTracker:
 
 
 class CheckpointReader:
-    """Reads the kubelet's checkpoint, has it written anew, and remembers what devices were when they were granted.
+    """Reads the kubelet's checkpoint, makes the kubelet write it, and keeps the identities of granted devices.
 
-    A list that is sent again makes the kubelet write the checkpoint (kubelet 1.36, devicemanager/manager.go).
+    A device list that is sent again makes the kubelet write the checkpoint (kubelet 1.36, devicemanager/manager.go).
     known: returns the allocations that count as held; what their devices were is remembered. What is in the answers of
     adopted resources says nothing, since control nodes recur in all of them.
     """
@@ -450,7 +450,7 @@ class CheckpointReader:
         self._known = known
 
     def current(self) -> CheckpointVersion | None:
-        """Return what was read last if the file is still the same, else None."""
+        """Return the last result if the file has not changed since, else None."""
         last = self.last
         return last if checkpoint.identity(self._directory) == last.file else None
 
@@ -461,7 +461,7 @@ class CheckpointReader:
         return now
 
     def take(self, checkpoints: Sequence[CheckpointVersion]) -> None:
-        """Remember the last of these checkpoints, and what they say of granted devices. May block for device nodes."""
+        """Keep the last of these checkpoints, and the identities of granted devices. May block for device nodes."""
         kept = frozenset(self._known()).union(*(version.allocations for version in checkpoints))
         grants = {allocation: grant for allocation, grant in self.grants.items() if allocation in kept}
         answers = {allocation: response for file in checkpoints for allocation, response in file.responses.items()}
@@ -478,9 +478,9 @@ class CheckpointReader:
         self.last, self.grants = checkpoints[-1], grants
 
     async def written(self, patience: float | None = None) -> tuple[Sequence[CheckpointVersion], str]:
-        """Return checkpoints written at our request, which show what is allocated now, or why there are none.
+        """Return current checkpoints, which the kubelet wrote at our request, or the reason why there are none.
 
-        patience: seconds that the kubelet has for each, else REWRITE.
+        patience: seconds that the kubelet has to write each, by default REWRITE.
         """
         written: list[CheckpointVersion] = []
         last = checkpoint.identity(self._directory)
@@ -494,7 +494,7 @@ class CheckpointReader:
         return written, ""
 
     async def _rewritten(self, before: FileIdentity | None, patience: float) -> CheckpointVersion | None:
-        """Wait until the checkpoint is another file than before; None if it is not in time."""
+        """Wait until the kubelet has replaced the checkpoint file; None if it does not in time."""
         with filewatch.shared().watch([str(self._directory)]) as watch:
             until = time.monotonic() + patience
             while (rest := until - time.monotonic()) > 0:
@@ -520,12 +520,12 @@ class RequestSchedule:
         self._delay = FIRST_REQUEST
 
     def dispute(self) -> None:
-        """Note that the kubelet has counted as free what is held: it has dropped the holder."""
+        """Note that the kubelet allocated a held id again: it has dropped the holder."""
         self._disputed = True
         self._scan_wanted.set()
 
     def due(self, now: HolderSnapshot, pods: PodProcesses, wanted: Collection[tuple[str, str]] | None) -> bool:
-        """Return whether to ask at this scan. wanted: as in `HolderTracker.scan`."""
+        """Return whether this scan makes the kubelet write a checkpoint. wanted: see `HolderTracker.scan`."""
         uncertain = holders.needs_request(now.held, pods)
         ended = any(allocation.pod_uid in self._running for allocation in uncertain)
         self._running = frozenset(allocation.pod_uid for allocation in now.held.keys() - uncertain)
@@ -554,7 +554,7 @@ class PodNames:
         self._directory = directory
 
     async def update(self, uids: Collection[str]) -> None:
-        """Know the names of these pods, and of no others."""
+        """Keep the names of these pods, and drop all others."""
         if not self.known.keys() >= set(uids):
             self.known |= await asyncio.to_thread(self.read, uids)
         self.known = {uid: name for uid, name in self.known.items() if uid in uids}
@@ -583,7 +583,7 @@ class PodNames:
         return times
 
     def missing(self) -> str:
-        """Return why no names can be seen, and what that means; "" if they can."""
+        """Return why no names can be read, and the consequences; "" if they can."""
         if os.path.isdir(self._directory):
             return ""
         return (

@@ -1,7 +1,7 @@
-"""The register of one agent process: what each way to a device asks before it offers, grants or lets go of one.
+"""The register of one agent process. Both sides call it before they offer, grant or release a device.
 
-The decision is `deviceplugin.register.question`; this module puts together what it asks about, and has the store carry
-out the answer. There is one register for a process, whatever the config calls its resources and drivers.
+`deviceplugin.register.question` decides. This module collects the records and evidence for the decision, and lets the
+store record the result. A process has one register for all its resources and drivers.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _WORDS: Final[Mapping[SideName, str]] = {"plugin": "for pods", "dra": "for claim
 
 
 class OtherSideError(DeviceConflictError):
-    """Raised when a device is not on the side that asks for it."""
+    """Raised when a device is requested by the side that it is not on."""
 
 
 class UnknownHolderError(DeviceConflictError):
@@ -83,7 +83,7 @@ class ResourceDevices(Protocol):
 
 
 class RegisterHost:
-    """What a register asks of the process around it. These are the answers of one that serves no resource.
+    """The interface of a register to its process. The defaults here are those of a process that serves no resource.
 
     services: the resources of the process by name, as they are at any time.
     """
@@ -91,19 +91,19 @@ class RegisterHost:
     services: Mapping[str, ResourceDevices] = MappingProxyType({})
 
     def foreign_uses(self) -> tuple[Use, ...]:
-        """Return what other drivers and plugins hold, by their files and the kubelet's; the same until it changes."""
+        """Return holdings of other drivers and plugins, from files; the same object until these change."""
         return ()
 
     async def reread(self) -> None:
-        """Have `foreign_uses` and the kubelet's checkpoint read anew."""
+        """Read the sources of `foreign_uses` and the kubelet's checkpoint again."""
 
     def evidence_missing(self, resource: str, device: str) -> str:
-        """Return why it is not known yet who holds a device; "" if it is."""
+        """Return why the holder of a device is not known yet; "" if it is known."""
         return ""
 
 
 async def _tokens_now(devices: Mapping[_K, Device]) -> dict[_K, Tokens]:
-    """Return what devices are now, by the same keys; in a thread if that may block."""
+    """Return the identities of devices as of now, by the same keys; in a thread if that may block."""
 
     def read() -> dict[_K, Tokens]:
         return {key: identity.tokens_now(device) for key, device in devices.items()}
@@ -112,7 +112,7 @@ async def _tokens_now(devices: Mapping[_K, Device]) -> dict[_K, Tokens]:
 
 
 class ListedHardware:
-    """What the devices of this process's resources are. served: these resources by name, as they are at any time."""
+    """The identities of the devices of this process's resources. served: the current resources by name."""
 
     def __init__(self, served: Mapping[str, ResourceDevices]) -> None:
         self.served: Final = served
@@ -147,7 +147,7 @@ class ListedHardware:
         return key[1] in snapshot.devices and key[1] not in snapshot.gone
 
     def group(self, resource: str, device: str) -> tuple[DeviceKey, ...]:
-        """Return a device and those of its driver that move together with it, the first of them leading."""
+        """Return a device and the devices of its driver that move together with it; the first one leads the move."""
         services, hardware = self.served, self.now()
         if (resource, device) not in hardware.related:
             return ((resource, device),)
@@ -161,7 +161,7 @@ class ListedHardware:
 
 
 class Register:
-    """Who holds which device of this node, whatever it is called, and whether somebody else may have it.
+    """Records the holders of this node's devices by identity, and decides whether another holder may have a device.
 
     host: the process around it. store: keeps the records.
     """
@@ -191,7 +191,7 @@ class Register:
         return self.store.snapshot
 
     def view(self) -> View:
-        """Return what the question needs beside the records; the same object until it changes."""
+        """Return the input of the question besides the records; the same object until it changes."""
         hardware, overdue = self.listed.now(), self.hooks.overdue
         foreign = *self._host.foreign_uses(), *self._possible_now()
         key = hardware, foreign, overdue
@@ -218,7 +218,7 @@ class Register:
         return self._view[1]
 
     def _possible_now(self) -> tuple[Use, ...]:
-        """Return the uses of devices that pods may have by another plugin."""
+        """Return uses of devices that pods may have got from another plugin."""
         services, hardware, records = self.listed.served, self.listed.now(), self.snapshot.allocations
         if self._possible[0] is not hardware or self._possible[1] is not records:
             named = {
@@ -235,11 +235,11 @@ class Register:
     # What a device is, and how much of it somebody gets.
 
     def identity(self, resource: str, device: str) -> str:
-        """Return what a device is, as it is recorded; "" if that is not known."""
+        """Return the recorded identity of a device; "" if it is unknown."""
         return identity.recorded(self.listed.now().tokens((resource, device)), self.boot)
 
     def times(self, resource: str, device: Device) -> int | None:
-        """Return how often a device is offered; None if its resource is not served."""
+        """Return how many containers may share a device; None if its resource is not served."""
         service = self.listed.served.get(resource)
         return None if service is None else len(service.ids_now(device))
 
@@ -264,15 +264,15 @@ class Register:
         return self.snapshot.state(*key).side
 
     def offers(self, resource: str, device: str) -> bool:
-        """Return whether the plugin side may show a device Healthy, if nobody holds what excludes it."""
+        """Return whether the plugin side may list a device as Healthy, provided that no holder excludes it."""
         return self.snapshot.state(resource, device).healthy and not self.evidence_missing(resource, device)
 
     def withheld(self, resource: str, side: SideName) -> Mapping[str, str]:
-        """Return what must not be offered on a side, and why: ids of the kubelet's, or devices for claims.
+        """Return the kubelet's ids, or the devices for claims, that a side must not offer, with reasons.
 
-        An id is requested beside all holdings but its own, a device for claims beside all but those of its driver's
-        claims: what they hold stays offered, and the scheduler itself fits parts beside others that claims hold. Ids
-        are decided in order; an idle one that is offered counts as held for those after it.
+        An id is checked against all holdings but its own. A device for claims is checked against all holdings but those
+        of its driver's claims: these devices stay offered, since the scheduler itself accounts for their parts. Ids are
+        checked in order, and an idle id that is offered counts as held for the ids after it.
         """
         services = self.listed.served
         if resource not in services:
@@ -318,7 +318,7 @@ class Register:
         return withheld
 
     def _by_itself(self, key: DeviceKey, ids: Sequence[str], entries: Collection[tuple[str, DeviceKey]]) -> bool:
-        """Return whether only the device's one id is held, and the device is what was granted: the usual case."""
+        """Return whether only the device's one id is held, and its identity is that of the grant: the usual case."""
         if len(ids) > 1 or entries != {("allocations", (key[0], ids[0]))}:
             return False
         allocation = self.snapshot.allocations[key[0], ids[0]]
@@ -327,7 +327,7 @@ class Register:
     def _excluded(
         self, key: DeviceKey, ids: Sequence[str], side: SideName, state: RegisterSnapshot, view: View
     ) -> dict[str, str]:
-        """Return which ids of a device, or for claims the device itself, could not be granted now, and why."""
+        """Return the ids of a device, or for claims the device itself, that could not be granted now, with reasons."""
         resource, driver = key[0], self.listed.served[key[0]].source.driver
         wanted = self.wanted(*key)
         if side == "dra":
@@ -356,11 +356,11 @@ class Register:
 
     @staticmethod
     def _is_possible_only(use: Use, *, held: bool) -> bool:
-        """Return whether a use does not count: nobody else gets what has a holder, so that it stays shown as it was."""
+        """Return whether a use is only possible while the device has a known holder: then it changes no offer."""
         return held and use.unit[0] == UNCERTAIN
 
     def _elsewhere(self, key: DeviceKey) -> str:
-        """Return which peer is on the other side, so that neither is offered; "" if none is."""
+        """Return a peer that is on the other side, so that neither is offered; "" if there is none."""
         mine, services = self.side(key), self.listed.served
         for peer in sorted(self.listed.now().peers(key)):
             if self.listed.has(peer) and (theirs := self.side(peer)) != mine:
@@ -371,7 +371,7 @@ class Register:
         return ""
 
     def _named_before(self, key: DeviceKey, side: SideName) -> str:
-        """Return under which other id an idle device is offered already, so that it counts once; "" if none."""
+        """Return another id under which an idle device is already offered, so that it is offered once; "" if none."""
         services = self.listed.served
         mine = services[key[0]].source
         for other in sorted(self.listed.now().aliases(key), key=natural_key):
@@ -382,17 +382,17 @@ class Register:
         return ""
 
     def last_withheld(self, resource: str, side: SideName = "plugin") -> Mapping[str, str]:
-        """Return which devices `withheld` left out last on a side, and why; from any thread."""
+        """Return the last result of `withheld` for a side; from any thread."""
         return self._withheld.get((resource, side), {})
 
     def same_as(self, resource: str, device_id: str) -> frozenset[DeviceKey]:
-        """Return the listed devices that are what was given away by an id of the kubelet's, as far as that is known."""
+        """Return the listed devices with the identity that an id of the kubelet's had when it was granted."""
         allocation, hardware = self.snapshot.allocations.get((resource, device_id)), self.listed.now()
         tokens = identity.tokens_of(allocation.identity, self.boot) if allocation is not None else frozenset()
         return frozenset(key for token in tokens for key in hardware.having(token))
 
     def held_twice(self, resource: str) -> frozenset[str]:
-        """Return the devices of a served resource of which holders, under whatever ids, have more than there is."""
+        """Return the devices of a served resource whose holders, under all ids, have more than the whole device."""
         state, view, service = self.snapshot, self.view(), self.listed.served[resource]
         held = state.index.keys() | {point for use in view.others for point in use.points}
         return frozenset(
@@ -407,11 +407,11 @@ class Register:
     async def grant(
         self, resource: str, ids: Mapping[str, str], asked: Mapping[str, Wanted] = NONE
     ) -> Mapping[str, Wanted]:
-        """Record that ids (by id, the device) are given to a container; return what was recorded, and nothing before.
+        """Record a grant of ids (device by id) to a container; return the recorded allocations once they are stored.
 
-        asked: what each id stood for when it was requested; by default as of now. Raises ConflictError: it stands for
-        something else now; what others hold, or the side, leaves too little of a device; or it is not known yet who
-        holds it. Raises what the store raises if it could not be recorded.
+        asked: the device and amount that each id stood for at the request; by default as of now. Raises ConflictError
+        if an id stands for another device now, if the holders or the side of a device leave too little of it, or if its
+        holder is not known yet. Raises the store's error if the grant could not be recorded.
         """
         devices = list(dict.fromkeys(ids.values()))
         keys = [(resource, device) for device in devices]
@@ -435,9 +435,9 @@ class Register:
 
     @contextmanager
     def _granting(self, keys: Collection[DeviceKey]) -> Iterator[None]:
-        """Let no `released` hook begin on devices while they are granted.
+        """Keep `released` hooks of devices from starting while the devices are granted.
 
-        A grant of a device that shares nothing with others changes what is offered of that device alone.
+        A grant of a device without peers changes the offers of that device alone.
         """
         self._granted_now.update(keys)
         listed = self.listed.now()
@@ -450,13 +450,13 @@ class Register:
                 self.notify()
 
     def is_held(self, key: DeviceKey) -> bool:
-        """Return whether a pod or a claim holds any of a device, by this name."""
+        """Return whether a pod or a claim holds any part of a device under this name."""
         return key in self.snapshot.index
 
     async def decide(self, keys: Collection[DeviceKey], operation: Callable[[View], Operation[_T]]) -> _T:
-        """Verify devices and have the store carry out an operation that gives them to a claim.
+        """Verify devices, then let the store execute an operation that grants them to a claim.
 
-        Raises ConflictError as `verify` does, and what the store raises.
+        Raises ConflictError as `verify` does, and the store's errors.
         """
         if keys:  # those of a claim that has its devices already are not looked at again
             await self._host.reread()
@@ -465,7 +465,7 @@ class Register:
             return await self.store.do(operation(self.view()))
 
     def is_free(self, key: DeviceKey, units: Collection[tuple[str, ...]] = ()) -> bool:
-        """Return whether nobody holds any of a device, or is being granted it. units: holders that do not count."""
+        """Return whether a device has no holder and no grant in progress. units: holders that do not count."""
         if any(self._granted_now[name] > 0 for name in (key, *self.listed.now().aliases(key))):
             return False
         whole = Use(("released", *key), "", key, self.listed.now().tokens(key), Fraction(1))
@@ -480,9 +480,9 @@ class Register:
         return {peer for key in keys for peer in (key, *self.listed.now().peers(key))}
 
     async def verify(self, keys: Iterable[DeviceKey], *, resets: bool = True) -> None:
-        """Check that devices are what they were listed as, and wait for hooks. Raises ConflictError.
+        """Check that devices have the identity that was listed, and wait for their hooks. Raises ConflictError.
 
-        resets: also for `reset`, which is only waited for by who does not call it himself.
+        resets: also wait for `reset`; False for a caller that calls `reset` itself.
         """
         keys = tuple(keys)
         if self._adopted is not self.listed.now():
@@ -512,7 +512,7 @@ class Register:
                 raise DeviceConflictError(f"{was}: {shown(listed[name])}, now {shown(now[name])}")
 
     async def verify_granted(self, keys: Iterable[DeviceKey]) -> None:
-        """Check that devices still are what they were when they were granted. Raises ConflictError: one is not."""
+        """Check that devices have the identity that they had when granted. Raises ConflictError if one has not."""
         services, state, view = self.listed.served, self.snapshot, self.view()
         granted: dict[DeviceKey, Tokens] = {}
         devices: dict[DeviceKey, Device] = {}
@@ -530,7 +530,7 @@ class Register:
     # Evidence.
 
     async def adopt(self) -> None:
-        """Give holdings whose identity is not known the one that their devices have now."""
+        """Set the identity of holdings that have none to the present identity of their devices."""
         state, hardware = self.snapshot, self.listed.now()
         keys = {(allocation.resource, allocation.device) for allocation in state.allocations.values()}
         keys.update(key for claim in state.claims.values() for key in claim.held)
@@ -551,11 +551,11 @@ class Register:
     # Changes.
 
     def subscribe(self, callback: Callable[[], None]) -> None:
-        """Call `callback` when other devices may be offered than before because of what others hold."""
+        """Call `callback` when a change of holdings may change which devices are offered."""
         self._subscribers.append(callback)
 
     def notify(self) -> None:
-        """Tell the subscribers if other devices may be offered now; most grants concern the device itself alone."""
+        """Call the subscribers if the offers of other devices may change; most grants change only their own device."""
         hardware, state, view = self.listed.now(), self.snapshot, self.view()
         self._noticed_view = view
         foreign: dict[Point, object] = {}
