@@ -1,4 +1,4 @@
-"""Values that describe devices and what a container gets with them: frozen, no I/O."""
+"""Frozen values that describe devices, and what a container gets with them."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ QUANTITY: Final = re.compile(
 
 
 class Health(enum.Enum):
-    """What is known of a device's health. A device of unknown health is still offered, since it need not be broken.
+    """The health of a device. A device of unknown health is still offered, since it need not be broken.
 
-    A source says it of each device in each list: `Device("fpga0", health=Health.UNHEALTHY, message="over 95 °C")`. An
-    unhealthy device is given to nobody; who has it keeps it. UNKNOWN is for what could not be read.
+    A source sets it for each device of a list: `Device("fpga0", health=Health.UNHEALTHY, message="over 95 °C")`. New
+    pods and claims do not get an unhealthy device; its present holder keeps it. UNKNOWN: the health could not be read.
     """
 
     HEALTHY = "healthy"
@@ -36,12 +36,12 @@ class Health(enum.Enum):
 
     @property
     def usable(self) -> bool:
-        """Whether new containers may be given such a device."""
+        """Whether new containers may get such a device."""
         return self is not Health.UNHEALTHY
 
 
 class Version(str):
-    """A semantic version as an attribute value, so that selectors can compare it as one."""
+    """A semantic version as an attribute value, which selectors can compare as a version."""
 
     __slots__ = ()
 
@@ -137,7 +137,7 @@ def _nodes(nodes: Sequence[DeviceNode | str]) -> tuple[DeviceNode, ...]:
 
 @dataclass(frozen=True, slots=True)
 class DeviceNode:
-    """A device node of the host and how a container sees it.
+    """A device node of the host, and its path and permissions in a container.
 
     `container` empty means the same path as on the host. `permissions` is any of r (read), w (write) and m (mknod).
     """
@@ -156,7 +156,7 @@ class DeviceNode:
 
     @property
     def path(self) -> str:
-        """Where the container finds the node."""
+        """The path in the container."""
         return self.container or self.host
 
 
@@ -250,18 +250,19 @@ NO_EDITS: Final = ContainerEdits()
 class Device:
     """One device of a node, the same on both sides.
 
-    id: its name on this node, 1 to 63 characters, the same after a restart (the kubelet's checkpoint remembers it).
-    numa: the NUMA node or nodes it is close to; None, or -1 as the file `numa_node` of sysfs has it, if unknown.
-    nodes: its device nodes. edits: what else a container gets that holds it.
-    attributes: what claims select on; unqualified names belong to the driver's domain.
+    id: its name on this node, 1 to 63 characters. It must be the same after a restart, since it is in the kubelet's
+        checkpoint.
+    numa: the NUMA node or nodes that it is close to. If unknown: None, or -1 as in the file `numa_node` of sysfs.
+    nodes: its device nodes. edits: what a container with the device gets besides.
+    attributes: attributes that claims select on; names without a domain belong to the driver's domain.
     capacity: amounts by name, an int or a Kubernetes quantity such as "16Gi".
-    message: why it is not healthy, for people.
-    consumes: what it takes of shared counters while it has a holder, by counter set and counter. Partitions of one
-        physical device exclude each other by it: none is granted if the counters do not suffice.
-    counters: whole counter sets that it brings along, by name; several partitions may bring the same one.
-    identity: what it is, beyond its id (a serial number, say), without spaces; two devices of one identity are the
-        same hardware, and never have two holders. The numbers of `nodes` that no other device of the list has identify
-        it, too.
+    message: why it is not healthy, for messages.
+    consumes: the quantities that it takes of shared counters while it has a holder, by counter set and counter.
+        Partitions of one physical device exclude each other by this: none is granted if a counter is too low.
+    counters: counter sets that it declares, by name; several partitions may declare the same set.
+    identity: identifies the hardware, for example by a serial number, without spaces. Devices of one identity are the
+        same hardware and never have two holders. Device numbers of `nodes` that no other device of the list has
+        identify it, too.
     """
 
     id: str
@@ -320,11 +321,11 @@ class Device:
 
     @property
     def container_edits(self) -> ContainerEdits:
-        """What this device alone puts into a container, that is its nodes and its edits."""
+        """What a container gets from this device: its nodes and its edits."""
         return replace(self.edits, nodes=(*self.nodes, *self.edits.nodes)) if self.nodes else self.edits
 
     def with_health(self, health: Health, message: str = "") -> Device:
-        """Return the same device in another state of health."""
+        """Return the same device with another health."""
         if (self.health, self.message) == (health, message):
             return self
         return replace(self, health=health, message=message)

@@ -1,6 +1,6 @@
-"""Which devices a container had best get together: pure functions over ids, NUMA nodes and link scores.
+"""Chooses the devices that a container gets together: pure functions over ids, NUMA nodes and link scores.
 
-An id of which nothing is known gets a low place, never an error. Ids are compared naturally: sim-2 before sim-10.
+An unknown id ranks low and raises no error. Ids are compared in natural order: sim-2 before sim-10.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ def preferred(available: Ids, must_include: Ids, size: int, score: Score, *, dea
     3. the highest total of all pairs that are left;
     4. the smallest ids, in natural order.
 
-    A single device is the one whose loss hurts least: in place of 2, what two requests for four devices can still get,
-    one after the other, and then, among equals, what four requests for two.
+    If `size` is 1, rule 2 is replaced: the remainder is the best one for two requests of four devices, one after the
+    other, and among equals the best one for four requests of two.
 
-    All of this is exact for up to 16 devices, and beyond as long as enough of them are interchangeable. Otherwise a
-    heuristic follows 1, 3 and 4 as far as it gets in a fixed number of steps (some 10 ms for 64 devices), or until
-    `deadline` seconds have passed: only then can two calls differ. Order and repetitions of the input never matter.
+    The result is exact for up to 16 devices, and for more if enough of them are interchangeable. Otherwise a heuristic
+    applies 1, 3 and 4 within a fixed number of steps (some 10 ms for 64 devices), or until `deadline` seconds have
+    passed; only a deadline can make two calls differ. Order and repetitions of the input never matter.
 
     `must_include` is always kept, even if it is longer than `size` or not `available`; if there are too few devices,
     all of them are returned. Scores that are no integers are rounded to twelve digits of the largest. The list is in
@@ -122,8 +122,8 @@ def choose(
 def links(available: Ids, must_include: Ids, size: int, score: Score, physical: Mapping[str, str]) -> list[str]:
     """Choose replicas of different devices that are closest together.
 
-    Once every device that is free has given one, the next round begins. Of a device the smallest id is taken. Without
-    replicas this is `preferred`.
+    Each free device gives one replica, its smallest id, before any gives a second one. Without replicas this is
+    `preferred`.
     """
     taken = set(must_include)
     free = _by_device(set(available) - taken, physical)
@@ -148,9 +148,9 @@ def packed(available: Ids, must_include: Ids, size: int, physical: Mapping[str, 
 
 
 def distributed(available: Ids, must_include: Ids, size: int, physical: Mapping[str, str]) -> list[str]:
-    """Choose replicas one by one, each of the device that has the fewest in use by then.
+    """Choose replicas one by one, each of the device with the fewest replicas in use at that point.
 
-    In use are those of `physical` that are not `available`, and what is chosen. Ties: the device with the most free
+    In use are the ids of `physical` that are not `available`, and the chosen ones. Ties: the device with the most free
     replicas, then the smallest id.
     """
     taken = set(must_include)

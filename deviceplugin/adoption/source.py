@@ -1,4 +1,4 @@
-"""A resource whose devices a vendor's plugin lists: its source, and the endpoint that passes the kubelet's calls on."""
+"""An adopted resource, whose devices a vendor's plugin lists: its source, and the endpoint that forwards calls."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ ANSWER: Final = 25.0
 
 @dataclass(frozen=True, slots=True)
 class Adopted:
-    """What a config says of the devices of an adopted resource, for claims.
+    """The config of an adopted resource, for claims.
 
     attributes, capacity: of each device; `{id}` in a text stands for the device's id. together: the requests of a claim
     are allocated in one call. dropped_annotations: patterns of annotations that are left out. pre_start_once: whether
-    PreStartContainer once, when a claim is prepared, is enough for the plugin. ids: a regular expression; a device
-    whose id does not fit is another plugin's than the one of which it is known that it serves claims. "" for any.
+    it is enough for the plugin to get PreStartContainer once, when a claim is prepared. ids: a regular expression for
+    the ids of the plugin that is known to serve claims, "" for any; a device with another id is of another plugin.
     """
 
     driver: str | None = None
@@ -52,7 +52,7 @@ class Adopted:
 
 
 class AdoptedSource(DeviceSource):
-    """The devices of a resource as the plugin lists them that has registered it with the agent."""
+    """The devices of a resource as listed by the plugin that registered the resource with the agent."""
 
     def __init__(self, resource: str, plugins: VendorPlugins, adopted: Adopted | None = None) -> None:
         self.resource = resource
@@ -61,7 +61,7 @@ class AdoptedSource(DeviceSource):
         self.driver = self.adopted.driver
 
     async def watch(self) -> AsyncIterator[Sequence[Device]]:
-        """Yield what the plugin lists; sets, so that what it repeats or reorders is no change."""
+        """Yield the plugin's lists. A repeated or reordered list is no change."""
         async for devices in self.plugins.lists(self.resource):
             yield [self._device(name, devices) for name in devices]
 
@@ -78,10 +78,10 @@ class AdoptedSource(DeviceSource):
         )
 
     async def answer(self, devices: Sequence[Device], uid: str) -> ContainerEdits:
-        """Have the plugin allocate devices to a request of the claim with this UID; return what its containers get.
+        """Let the plugin allocate devices to a request of the claim with this UID; return what its containers get.
 
-        A plugin that is asked again while it has not answered is not called twice. Raises AnswerError: there is no
-        answer, or a claim cannot carry it.
+        A repeated request does not call the plugin again while it has not answered the first. Raises AnswerError: there
+        is no answer, or the answer has parts that claims cannot transport.
         """
         plugin, ids = self.plugins.plugin(self.resource), [device.id for device in devices]
         if plugin is None or not plugin.alive:
@@ -118,20 +118,20 @@ class AdoptedSource(DeviceSource):
         return edits
 
     def forget(self, uid: str) -> None:
-        """Drop what the plugin has answered to a claim that has ended, and nobody has taken."""
+        """Drop the plugin's unused answers for a claim that has ended."""
         if (plugin := self.plugins.plugin(self.resource)) is not None:
             plugin.forget(uid)
 
 
 def _missing(mounts: Sequence[Mount]) -> str:
-    """Return a path of a mount that is not there; "" if all are. In a pod the agent sees the host's /dev alone."""
+    """Return the path of a mount that does not exist; "" if all exist. In a pod the agent sees only the host's /dev."""
     in_pod = "KUBERNETES_SERVICE_HOST" in os.environ
     hosts = (mount.host for mount in mounts if not in_pod or mount.host.startswith("/dev/"))
     return next((host for host in hosts if not os.path.lexists(host)), "")
 
 
 class VendorIds(DeviceIds):
-    """Ids that mean what the vendor's plugin means by them: one that looks like a replica's is a device's."""
+    """The vendor's plugin's ids, unchanged: also an id that looks like that of a replica is a device's."""
 
     def device_id_of(self, name: str) -> str:
         """Return the id itself."""
@@ -147,9 +147,9 @@ class VendorIds(DeviceIds):
 
 
 class AdoptedEndpoint(Endpoint):
-    """Passes the kubelet's calls on to the vendor's plugin; its answers go back as they came, byte for byte.
+    """Forwards the kubelet's calls to the vendor's plugin, and its answers to the kubelet byte for byte.
 
-    The register is asked as for any other resource: what is held is known, and refused to others.
+    The register grants and refuses the devices as those of any other resource.
     """
 
     IDS = VendorIds
@@ -157,7 +157,7 @@ class AdoptedEndpoint(Endpoint):
 
     @property
     def options(self) -> pb.DevicePluginOptions:
-        """What the plugin wants, PreStartContainer while pods may have its devices."""
+        """The plugin's options; PreStartContainer only while pods may have its devices."""
         plugin, options = self.source.plugins.plugin(self.resource), pb.DevicePluginOptions()
         if plugin is not None:
             options.CopyFrom(plugin.options)
@@ -167,10 +167,10 @@ class AdoptedEndpoint(Endpoint):
 
     @property
     def ready(self) -> bool:
-        """Whether the plugin lives: without it the kubelet sees what it sees without the agent, an endpoint that ends.
+        """Whether the plugin is connected. If not, the agent's endpoint ends, as the plugin's would without the agent.
 
-        So a plugin that goes back to the kubelet's directory finds nobody there, unless devices are `kept_back`. Until
-        1.36 the kubelet drops it when the stream of another endpoint of the resource ends after it has registered.
+        So a plugin that registers with the kubelet again is alone there, unless devices are `kept_back`. A kubelet up
+        to 1.36 drops such a plugin if the stream of another endpoint of the resource ends after its registration.
         """
         plugin = self.source.plugins.plugin(self.resource)
         return super().ready and plugin is not None and plugin.alive
@@ -187,11 +187,11 @@ class AdoptedEndpoint(Endpoint):
 
     @property
     def kept_back(self) -> frozenset[str]:
-        """The ids of devices that claims hold, or may get: a plugin that registers with the kubelet would give them.
+        """Ids of devices that claims hold or may get. A plugin that registers with the kubelet would allocate them.
 
-        The plugin that registers last gets the kubelet's Allocates, and here they are refused. What is for claims was
-        not healthy in the last list of a former agent: that is a condition of its move to DRA. A claim that is known
-        by its file alone has no record of its devices.
+        The plugin that registered last gets the kubelet's Allocates; this endpoint refuses them for these ids. In the
+        last list of a former agent these devices were not healthy, since that is a condition of their move to DRA. A
+        claim that is known only by its file has no record of its devices.
         """
         snapshot = self._register.snapshot
         for_claims = {record.device for record in snapshot.of(self.resource).values() if not record.state.allocates}
@@ -203,16 +203,16 @@ class AdoptedEndpoint(Endpoint):
         return self.ids.entries(lambda device: False, ()) if lines is None and self.kept_back else lines
 
     def keep_registered(self, registered: Collection[str]) -> None:
-        """Keep ids that the plugin does not list, and that pods may have or just get, in the list as unhealthy.
+        """Keep ids that the plugin does not list, and that pods have or may just get, in the list as unhealthy.
 
-        Another plugin of the resource may be asked to allocate one now. A kubelet crashes if a list without the id
-        comes before the answer (1.36.3, devicemanager/manager.go, allocateContainerResources).
+        The kubelet may just be calling Allocate for one of them at another plugin of the resource. It crashes if a list
+        without the id comes before the answer (1.36.3, devicemanager/manager.go, allocateContainerResources).
         """
         held = self._holders.snapshot.of(self.resource) if self._holders is not None else ()
         self.ids.keep({*registered, *held, *self._register.snapshot.of(self.resource)})
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Have a server answer the kubelet's calls by this; requests and answers that are passed on stay bytes."""
+        """Add this endpoint to a server; requests and answers that are forwarded stay bytes."""
         handlers = {
             "GetDevicePluginOptions": grpc.unary_unary_rpc_method_handler(
                 self.GetDevicePluginOptions, pb.Empty.FromString, pb.DevicePluginOptions.SerializeToString
@@ -230,9 +230,9 @@ class AdoptedEndpoint(Endpoint):
         return await self.allocate(request, context, self._forward)
 
     async def _forward(self, wanted: Sequence[tuple[str, ...]]) -> bytes:
-        """Record the grant, then ask the plugin; if it fails or hangs, the grant ends as that of a rejected pod does.
+        """Record the grant, then call the plugin. If that fails or hangs, the grant ends like that of a rejected pod.
 
-        Its ids are checked against the plugin's own list: some plugins answer ids that they do not know with success.
+        The ids are checked against the plugin's list, since some plugins answer unknown ids with success.
         """
         plugin, names = self._plugin(), [name for ids in wanted for name in ids]
         for name in names:
@@ -247,7 +247,7 @@ class AdoptedEndpoint(Endpoint):
             raise Refusal(error.code, "plugin", self._words(error)) from error
 
     def _words(self, error: VendorCallError) -> str:
-        """Return what the kubelet is told: what the plugin itself says stays as it is."""
+        """Return the error for the kubelet; the plugin's own message is unchanged."""
         return f"{self.resource}: {error}" if error.unanswered else str(error)
 
     def _plugin(self) -> VendorPlugin:
@@ -265,7 +265,7 @@ class AdoptedEndpoint(Endpoint):
             return await self._pass("PreStartContainer", request, context)
 
     async def _pass(self, method: str, request: bytes, context: Any) -> bytes:
-        """Pass a call on; what the plugin answers, or that it fails, is the answer."""
+        """Forward a call; the plugin's answer or error is the answer."""
         try:
             return await self._plugin().call_in_turn(method, request)
         except Refusal as refusal:

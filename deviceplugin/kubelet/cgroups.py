@@ -5,8 +5,8 @@ The kubelet makes a pod's cgroup before the pod's sandbox and removes it after t
 `kubepods/burstable/pod<uid>`; systemd driver: `kubepods.slice/kubepods-burstable.slice/
 kubepods-burstable-pod<uid, - as _>.slice`), which may itself lie below the kubelet's cgroup root.
 
-A tree may be another kubelet's, or one that is out of use (cgroupsPerQOS or cgroupRoot were changed). An agent that
-runs in a pod of its kubelet finds out: the tree must show that pod.
+A tree may belong to another kubelet, or be unused (cgroupsPerQOS or cgroupRoot were changed). An agent in a pod of its
+kubelet checks that: the tree must contain its own pod.
 """
 
 from __future__ import annotations
@@ -36,11 +36,10 @@ device away again.
 
 @dataclass(frozen=True, slots=True)
 class PodProcesses:
-    """What was seen of pods at one moment, by pod UIDs.
+    """The pods with processes at one moment, by UID.
 
-    running: pods in whose cgroup there is a process; None if no cgroup tree of this kubelet is visible. directories:
-    pods that have a directory; None if they are not visible either. empty: pods whose cgroup has no process. paths:
-    where each pod has its cgroups.
+    running: pods with a process in their cgroup; None if no cgroup tree of this kubelet is visible. directories: pods
+    with a directory; None if these are not visible. empty: pods whose cgroup has no process. paths: each pod's cgroups.
     """
 
     running: frozenset[str] | None = None
@@ -49,10 +48,10 @@ class PodProcesses:
     paths: Mapping[str, tuple[str, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     def may_run(self, pod_uid: str) -> str:
-        """Return why a process of this pod may still run, in words; "" if none can.
+        """Return why a process of this pod may still run, as text; "" if none can.
 
-        Without cgroups a pod counts as running while its directory exists, which does not tell a pod that has
-        completed from one that was deleted by force and runs on.
+        Without cgroups a pod counts as running while its directory exists. That does not distinguish a completed pod
+        from a pod that was deleted by force and still runs.
         """
         if self.running is not None:
             return "processes of its pod run" if pod_uid in self.running else ""
@@ -89,7 +88,7 @@ class PodReader:
         """When the trees were searched (monotonic seconds)."""
 
     def read(self) -> PodProcesses:
-        """Return which pods' processes run now."""
+        """Return the pods with processes now."""
         if (seen := self._read_cgroups()) is not None:
             self._cgroups_seen = True
             return seen
@@ -100,7 +99,7 @@ class PodReader:
         return PodProcesses(None, read_directories(self.kubelet_root))
 
     def in_cgroups(self) -> frozenset[str] | None:
-        """Return the UIDs of pods in whose cgroup a process is seen; None if no cgroups are visible."""
+        """Return the UIDs of pods with a process in their cgroup; None if no cgroups are visible."""
         seen = self._read_cgroups()
         return None if seen is None else seen.running
 
@@ -117,7 +116,7 @@ class PodReader:
         return seen
 
     def may_exist(self, pod_uid: str) -> bool:
-        """Return whether a pod may have a cgroup; quick. It has none if those that were seen last are gone."""
+        """Return whether a pod may have a cgroup; quick. It has none if its last known cgroups are gone."""
         paths = self._paths.get(pod_uid)
         return paths is None or not all(map(_is_gone, paths))
 
@@ -141,7 +140,7 @@ class PodReader:
         return running or frozenset()
 
     def missing(self) -> str:
-        """Return what cannot be seen of this node's pods, and what that means, for the log; "" if all can."""
+        """Return what cannot be read of this node's pods, and the consequences, for the log; "" if nothing."""
         if self.in_cgroups() is not None:
             return ""
         what = f"no pod cgroups (kubepods) of this kubelet are visible in {self._cgroups}"
@@ -156,7 +155,7 @@ class PodReader:
 
 
 def pod_cgroups(trees: Sequence[str], own: str = "") -> PodProcesses | None:
-    """Return which pods' cgroups have a process, and which none; None if not visible. own: the own pod's UID or ""."""
+    """Return the pods with and without a process in their cgroup; None if invisible. own: our pod's UID or ""."""
     runs: dict[str, bool] = {}
     paths: dict[str, tuple[str, ...]] = {}
     try:
@@ -213,7 +212,7 @@ def _pods(directory: str) -> Iterator[tuple[str, str]]:
 
 
 def _is_gone(path: str) -> bool:
-    """Return whether a cgroup was removed: it is not there, and the one that it was in is there."""
+    """Return whether a cgroup was removed: it does not exist, and its parent does."""
     try:
         os.stat(path)
     except FileNotFoundError:
@@ -224,7 +223,7 @@ def _is_gone(path: str) -> bool:
 
 
 def _populated(path: str) -> bool:
-    """Return whether there is a process in a pod's cgroup or below it; yes if that cannot be read.
+    """Return whether a pod's cgroup has a process in it or below it; True if that cannot be read.
 
     Version 2 has cgroup.events. In version 1 the controller `pids` counts the processes of the whole subtree. Another
     controller has only cgroup.procs, which leaves out processes of other PID namespaces (cgroup-v1.c:
@@ -260,7 +259,7 @@ def _subdirectories(directory: str) -> list[tuple[str, str]]:
 
 
 def read_directories(kubelet_root: Path) -> frozenset[str] | None:
-    """Return the UIDs of pods that have a directory under the kubelet's root; None if that is not visible."""
+    """Return the UIDs of pods with a directory under the kubelet's root; None if that is invisible."""
     try:
         return frozenset(os.listdir(kubelet_root / "pods"))
     except OSError:
@@ -268,7 +267,7 @@ def read_directories(kubelet_root: Path) -> frozenset[str] | None:
 
 
 def own_pod(kubelet_root: Path, mounts: str = "/proc/self/mountinfo") -> str:
-    """Return the UID of the pod that this process runs in; "" if it is in none of this kubelet's.
+    """Return the UID of this process's pod; "" if it is in no pod of this kubelet.
 
     The kubelet mounts `<root>/pods/<uid>/etc-hosts` into each container (kubelet 1.36, kubelet_pods.go: makeMounts).
     """

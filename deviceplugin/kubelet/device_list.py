@@ -1,4 +1,4 @@
-"""The list of devices as the kubelet gets it, the ids in it, and the streams that send it."""
+"""The device list for the kubelet: its ids, and the ListAndWatch streams that send it."""
 
 from __future__ import annotations
 
@@ -50,9 +50,8 @@ def rendered(lines: Iterable[Entry]) -> pb.ListAndWatchResponse:
 class DeviceIds:
     """The ids under which the kubelet knows the devices of one resource.
 
-    How often a device is offered changes only while nobody holds the device. A legacy id is one from
-    before the configured number of replicas changed: a pod may have it, and it is shown. held: whether anybody holds a
-    device.
+    The number of replicas of a device changes only while the device has no holder. A legacy id is one from before the
+    configured number changed: a pod may have it, so it stays in the list. held: returns whether a device has a holder.
     """
 
     def __init__(
@@ -66,10 +65,10 @@ class DeviceIds:
         self.legacy: Mapping[str, str] = {}  # by id, its device
 
     def entries(self, offers: Callable[[str], bool], withheld: Collection[str]) -> tuple[Entry, ...]:
-        """Return what the kubelet is to see now. offers: whether a device is offered. withheld: ids that are not.
+        """Return the present list for the kubelet. offers: returns whether a device is offered. withheld: other ids.
 
-        A device of unknown health is shown healthy: only a device known to be broken is withdrawn.
-        What is not offered is shown unhealthy, never dropped; so are legacy ids.
+        A device of unknown health is listed as healthy: only a device that is known to be broken is withdrawn. A device
+        that is not offered, and a legacy id, is listed as unhealthy and never left out.
         """
         devices = self._inventory.snapshot.devices
         numa = {device.id: device.numa_nodes for device in devices.values() if self._source.topology}
@@ -87,7 +86,7 @@ class DeviceIds:
         return tuple(name for device in self._inventory.snapshot.devices.values() for name in self.names_of(device))
 
     def replace(self, source: DeviceSource) -> None:
-        """Use the ids of another source from now on; those that it would not offer become legacy ids."""
+        """Use the ids of another source; ids that it would not offer become legacy ids."""
         before = {**{name: self.device_id_of(name) for name in self.offered()}, **self.legacy}
         self._source = source
         self._inventory.share(shares(source, self._inventory.snapshot.devices.values()))
@@ -96,7 +95,7 @@ class DeviceIds:
         self.legacy = {name: device for name, device in before.items() if name not in now}
 
     def keep(self, names: Iterable[str]) -> None:
-        """Make legacy ids of those that are not offered."""
+        """Mark those of these ids that are not offered as legacy ids."""
         offered = frozenset(self.offered())
         self.legacy = {**self.legacy, **{name: self.device_id_of(name) for name in names if name not in offered}}
 
@@ -106,7 +105,7 @@ class DeviceIds:
         self.legacy = {name: device for name, device in self.legacy.items() if name not in drop}
 
     def adopt_existing(self, names: Iterable[str]) -> frozenset[str]:
-        """Make legacy ids of those that pods have from before this agent began; return those of unlisted devices."""
+        """Mark ids that pods had before this agent began as legacy ids; return those of unlisted devices."""
         devices, offered = self._inventory.snapshot.devices, {*self.offered(), *self.legacy}
         ids = {name: self.device_id_of(name) for name in names if name not in offered}
         adopted = {name: device for name, device in ids.items() if device in devices}
@@ -114,7 +113,7 @@ class DeviceIds:
         return frozenset(ids.keys() - adopted.keys())
 
     def device_id_of(self, name: str) -> str:
-        """Return the device of one of the kubelet's ids, also of one from before sharing changed."""
+        """Return the device of one of the kubelet's ids, legacy ids included."""
         listed = self._inventory.snapshot.devices.get(self.offered_as(name))
         if name in self.legacy and (listed is None or name not in self.names_of(listed)):
             return self.legacy[name]
@@ -130,7 +129,7 @@ class DeviceIds:
         return names
 
     def _times_of(self, device: Device, times: int) -> int:
-        """Return how often a device is offered, if its source says so many times: as before while anybody holds it."""
+        """Return the number of replicas, given the source's: it stays as before while the device has a holder."""
         before = self._times.get(device.id, times)
         if times != before and self._held(device.id):
             if self._refused.get(device.id) != times:
@@ -144,7 +143,7 @@ class DeviceIds:
         return times
 
     def ids_of(self, device: str) -> tuple[str, ...]:
-        """Return all ids under which the kubelet may know a device, those from before sharing changed included."""
+        """Return all ids under which the kubelet may know a device, legacy ids included."""
         listed = self._inventory.snapshot.devices.get(device)
         now = self.names_of(listed) if listed is not None else (device,)
         return (*now, *(name for name, of in self.legacy.items() if of == device))
@@ -168,7 +167,8 @@ class Stream:
 class ListStreams:
     """ListAndWatch calls of a resource. begun: streams so far.
 
-    lines: returns the list now, None before the first. in_flight: Allocates, which a longer list waits for.
+    lines: returns the present list, None before the first. in_flight: Allocates in flight; a longer list waits for
+    their end.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class ListStreams:
         self._serving, self._on_end = True, on_end
 
     def stop(self) -> None:
-        """Let every stream end at its next list, and those that only begin."""
+        """Let every present and new stream end at its next list."""
         self._serving, self._on_end = False, lambda: None
 
     @property
@@ -231,18 +231,18 @@ class ListStreams:
         return await in_time(self._none_open.wait(), timeout)
 
     def refresh(self) -> None:
-        """Have every stream send the list again if it has changed."""
+        """Send the list on every stream if it has changed."""
         self._refresh.set()
         self._refresh = asyncio.Event()
 
     def resend(self) -> bool:
-        """Send the list once more, so that the kubelet writes its checkpoint; return whether the kubelet listens."""
+        """Send the list again, so that the kubelet writes its checkpoint; return whether a stream is open."""
         self._resends += 1
         self.refresh()
         return any(stream.shown is not None for stream in self._open)
 
     def _note(self, now: SentList) -> None:
-        """Note a list that is sent now; of those before it only the ones that were replaced lately are kept."""
+        """Note a list that is sent now; of former lists keep only those that were replaced lately."""
         replaced = itertools.pairwise((*self.sent, now))
         self.sent = (*(sent_list for sent_list, after in replaced if after.at > now.at - LATE), now)
 

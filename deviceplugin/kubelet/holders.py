@@ -1,7 +1,7 @@
-"""Decides from evidence who still holds which device. Pure; the only place that decides it.
+"""Decides from evidence which allocations still hold devices. Pure functions; no other module decides it.
 
 An allocation ends when checkpoints that were written at our own requests do not name it and no process of its pod
-can run any more. Whatever is missing, silent or unreadable means "unknown", and unknown counts as held.
+can run any more. Evidence that is missing, late or unreadable means "unknown", and unknown counts as held.
 PodResources `List` takes no part in this (`deviceplugin.kubelet.podresources` says why).
 """
 
@@ -21,7 +21,7 @@ from deviceplugin.register.rules import KubeletSnapshot, ObservedAllocation
 
 
 class HoldReason(NamedTuple):
-    """Why an allocation counts as held. named: by the checkpoint. certain: more than an old checkpoint says so."""
+    """Why an allocation counts as held. named: by the checkpoint. certain: not only by an old checkpoint."""
 
     named: bool
     certain: bool
@@ -30,11 +30,11 @@ class HoldReason(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HolderEvidence:
-    """What was read at one moment.
+    """The evidence of one scan.
 
-    checkpoints: the files that were read, none if none could be read. current: they were written after our own request
-    for a write, and `shows_present` is true of them. problem: why there is no checkpoint, or why it is not current.
-    ended: allocations that no checkpoint names and whose containers have ended, though their pods run.
+    checkpoints: the checkpoint files that were read; empty if none was readable. current: they were written after our
+    own request, and `shows_present` is true for them. problem: why there is no checkpoint, or why it is not current.
+    ended: allocations that no checkpoint names and whose containers have ended, although their pods run.
     """
 
     checkpoints: Sequence[CheckpointVersion]
@@ -46,11 +46,11 @@ class HolderEvidence:
 
 @dataclass(frozen=True, slots=True)
 class HolderSnapshot:
-    """Who holds what, as of a moment.
+    """The allocations that counted as held at one moment.
 
-    at: when reading the evidence began (monotonic seconds). current: what no checkpoint names was not allocated then.
-    held: every allocation that counts as held. registered: ids that the kubelet counts as healthy by resource, as of
-    any of the checkpoints; None if none could be read. problem: what is not known, "" if all is known.
+    at: when reading the evidence began (monotonic seconds). current: whether an allocation that no checkpoint names had
+    ended by then. held: the allocations that count as held. registered: by resource, the ids that the kubelet counts as
+    healthy in any of the checkpoints; None if none was readable. problem: what is unknown, "" if nothing.
     """
 
     at: float = 0.0
@@ -68,10 +68,10 @@ class HolderSnapshot:
         return by_id
 
     def unnamed(self, resource: str) -> frozenset[str]:
-        """Return the ids that the kubelet may give away though they are in use: unnamed, but their pod's processes run.
+        """Return the ids that the kubelet may allocate although they are in use: not named, but with running processes.
 
-        A holder that is not named and has no processes may have ended. To show its device unhealthy until that is
-        proved would fail pods; the next grant reads its processes again.
+        A holder that is not named and has no processes has probably ended. Listing its device as unhealthy until that
+        is proved would fail pods. The next grant reads its processes again.
         """
         mine = [holding for holding in self.held.items() if holding[0].resource == resource]
         named = {allocation.device_id for allocation, holding in mine if holding.named}
@@ -79,22 +79,22 @@ class HolderSnapshot:
 
 
 def shows_present(written: Collection[CheckpointVersion]) -> bool:
-    """Whether the kubelet made up at least one of these after the first request; no matter which.
+    """Return whether the kubelet composed at least one of these files after the first request.
 
-    The kubelet makes up the contents under its lock and writes the file without it, so an older state can replace a
-    newer one (kubelet 1.36, devicemanager/manager.go, writeCheckpoint). A writer has at most one such file under way.
-    The writers are the list of each resource, which the file names, and the node's status (GetCapacity). Admissions
-    follow one another: none begins before the file of the one before is written. Not counted are containers
-    that start after the kubelet has lost its checkpoint: they get their devices anew and write, too.
+    The kubelet composes the contents under its lock, but writes the file without the lock. So an older state can
+    replace a newer one (kubelet 1.36, devicemanager/manager.go, writeCheckpoint). Each writer has at most one file in
+    progress. The writers are the list of each resource, which the file names, and the node's status (GetCapacity).
+    Admissions run one after the other, and each has written its file before the next begins. Containers that start
+    after the kubelet lost its checkpoint also write, since they get devices again; they are not counted here.
 
-    written: different files that were seen since the first request, after each of which another one was requested.
+    written: the different files that were seen since the first request; each was followed by another request.
     """
     resources = {resource for version in written for resource in version.registered}
     return len(written) > len(resources) + 1
 
 
 def holders(before: Iterable[Allocation], seen: HolderEvidence, at: float = 0.0) -> HolderSnapshot:
-    """Decide which allocations count as held. before: those that were held until now. at: when reading began."""
+    """Return the allocations that count as held. before: those held until now. at: when reading began."""
     current = seen.current and bool(seen.checkpoints)
     named: frozenset[Allocation] = frozenset().union(*(version.allocations for version in seen.checkpoints))
     held: dict[Allocation, HoldReason] = {}
@@ -118,7 +118,7 @@ def holders(before: Iterable[Allocation], seen: HolderEvidence, at: float = 0.0)
 def running(
     allocations: Iterable[Allocation], resource: str, device_ids: Collection[str], pods: Collection[str]
 ) -> dict[str, str]:
-    """Return the ids of which a known holder's processes run, and its pod. pods: those whose processes run."""
+    """Return the ids whose recorded holder still has processes, with its pod. pods: pods with processes."""
     return {
         allocation.device_id: allocation.pod_uid
         for allocation in of_ids(allocations, resource, device_ids)
@@ -136,30 +136,31 @@ def of_ids(allocations: Iterable[Allocation], resource: str, device_ids: Collect
 
 
 def ended(allocations: Iterable[Allocation], pods: PodProcesses, begun: Collection[str]) -> frozenset[Allocation]:
-    """Return the allocations of pods that have run and do not run any more. begun: pods whose admission is over."""
+    """Return the allocations of pods that ran and have no process any more. begun: pods whose admission is over."""
     return frozenset(
         allocation for allocation in allocations if allocation.pod_uid in begun and not pods.may_run(allocation.pod_uid)
     )
 
 
 def claim_is_over(claim_uid: str, pod_uids: Iterable[str], named: Collection[str], pods: PodProcesses) -> bool:
-    """Whether a claim has no use on this node: the kubelet's claim state does not name it, and no pod of it can run."""
+    """Return whether a claim is unused on this node: not in the kubelet's claim state, and no pod of it can run."""
     return claim_uid not in named and not any(pods.may_run(uid) for uid in pod_uids)
 
 
 def needs_request(held: Mapping[Allocation, HoldReason], pods: PodProcesses) -> frozenset[Allocation]:
-    """Return the allocations of which a newer checkpoint might say that they have ended."""
+    """Return the allocations that a newer checkpoint might show as ended."""
     return frozenset(
         allocation for allocation, holding in held.items() if not (holding.named and pods.may_run(allocation.pod_uid))
     )
 
 
 class UnrecordedEvidence(NamedTuple):
-    """What `unrecorded` decides from; equal to another if nothing of it has changed.
+    """The input of `unrecorded`. Two inputs are equal if nothing has changed.
 
-    held: what counts as held. named: by the checkpoint. answers: what the answers to Allocate say, copied: what other
-    agents' copies do. unscanned: allocations that a copy has come to name since the last scan. observed: resources
-    whose allocations the register has compared with evidence. records: the register's of these allocations.
+    held: allocations that count as held. named: those in the checkpoint. answers: grants read from the answers to
+    Allocate. copied: grants read from other agents' copies. unscanned: allocations that a copy has named only since the
+    last scan. observed: resources whose allocations the register has compared with evidence. records: the register's
+    records of these allocations.
     """
 
     held: Mapping[Allocation, HoldReason]
@@ -173,9 +174,9 @@ class UnrecordedEvidence(NamedTuple):
 
 
 def unrecorded(seen: UnrecordedEvidence, title: Callable[[str], str] = str) -> tuple[Use, ...]:
-    """Return what pods hold and the register does not know: of other plugins, or of lost records.
+    """Return allocations of pods that are not in the register: those of other plugins, or of lost records.
 
-    title: a pod's name by its UID, for people.
+    title: returns a pod's name by its UID, for messages.
     """
     allocations = sorted(seen.named.union(seen.held, seen.unscanned))
     # An old answer has the nodes of all devices of its container; what the records say of these is known.
@@ -207,10 +208,10 @@ def kubelet_snapshot(
     granted: Callable[[Allocation], Wanted | None] = lambda allocation: None,
     title: Callable[[str], str] = str,
 ) -> KubeletSnapshot:
-    """Return what a scan found of one resource, in the form that the register takes.
+    """Return a scan's result for one resource, as input of the register.
 
-    sequence: the register's before the scan. device_of: returns the device of one of the kubelet's ids. granted:
-    returns what the answer to Allocate says. title: a pod's name by its UID, for people.
+    sequence: that of the register before the scan. device_of: returns the device of one of the kubelet's ids. granted:
+    returns the grant in the answer to Allocate. title: returns a pod's name by its UID, for messages.
     """
     registered = (scan.registered or {}).get(resource, frozenset())
     held = {}

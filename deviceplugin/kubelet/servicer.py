@@ -43,7 +43,7 @@ KEPT_FAILURES: Final = 256  # starts of containers of which it is known that the
 
 @dataclass(slots=True)
 class ServicerStatistics:
-    """What an endpoint has done so far; counters only grow. Durations in seconds."""
+    """Counters of an endpoint, which only grow. Durations are in seconds."""
 
     allocations: int = 0
     allocation_durations: Durations = field(default_factory=Durations)
@@ -80,24 +80,24 @@ class Refusal(Exception):  # noqa: N818  # the field's word; it is an answer, no
 
 
 class EndpointHost:
-    """What an endpoint and its registration ask of the service around them. These are the answers without one."""
+    """The interface of an endpoint and its registration to their service. The defaults are those without a service."""
 
     def granted(self) -> None:
-        """Take that ids were granted."""
+        """Called after ids were granted."""
 
     async def release_former(self, names: Sequence[str]) -> None:
-        """Have `released` called of devices whose former holders have ended, before these ids are granted."""
+        """Call `released` for devices whose former holders have ended, before these ids are granted."""
 
     def draining(self) -> Collection[str]:
-        """Return the devices that new pods had better not get, if there are enough others."""
+        """Return the devices that new pods should get only if there are not enough others."""
         return ()
 
     async def recorded(self) -> KubeletRecord | None:
-        """Return what the kubelet's checkpoint says of the resource; None if it cannot be read."""
+        """Return the resource's entries in the kubelet's checkpoint; None if it cannot be read."""
         return None
 
     def contested(self, reason: str) -> None:
-        """Take that another plugin has registered the resource."""
+        """Called when another plugin has registered the resource."""
 
 
 class Endpoint(DevicePluginServicer):
@@ -138,7 +138,7 @@ class Endpoint(DevicePluginServicer):
 
     @property
     def options(self) -> pb.DevicePluginOptions:
-        """What this resource announces: only hooks that are really there, while they may be needed."""
+        """The options to announce. PreStartContainer only with `reset`, and while pods may have devices."""
         reset = "reset" in self.source.hooks and self._register.snapshot.serves_pods(self.resource)
         return pb.DevicePluginOptions(pre_start_required=reset, get_preferred_allocation_available=True)
 
@@ -149,16 +149,16 @@ class Endpoint(DevicePluginServicer):
 
     @property
     def awaits(self) -> str:
-        """What is waited for until it is `ready`, in words."""
+        """The reason why it is not `ready`, for messages."""
         return "the first list of devices"
 
     @property
     def kept_back(self) -> frozenset[str]:
-        """The ids that stay registered, as unhealthy, though there is nothing to serve: nobody else may give them."""
+        """The ids that stay registered as unhealthy without a plugin, so that no other plugin allocates them."""
         return frozenset()
 
     def keep_registered(self, registered: Collection[str]) -> None:
-        """Take what the kubelet counts as healthy, before Register is called."""
+        """Read the ids that the kubelet counts as healthy, before Register is called."""
 
     async def calls_ended(self, timeout: float) -> bool:
         """Wait until no Allocate or PreStartContainer is in flight; return whether that was within `timeout` seconds.
@@ -168,25 +168,25 @@ class Endpoint(DevicePluginServicer):
         return await in_time(self._calls.wait(), timeout)
 
     def replace(self, source: DeviceSource) -> None:
-        """Use another source. Ids that it does not offer are shown unhealthy until forgotten: a pod may have them."""
+        """Use another source. Ids that it does not offer stay listed as unhealthy for a while: a pod may have them."""
         self.source = source
         self.ids.replace(source)
         self.refresh()
 
     def refresh(self) -> None:
-        """Have every stream send the list again if it has changed; and the kubelet be told of other options."""
+        """Send the list on every stream if it has changed, and register again if the options have changed."""
         if self._announced is not None and self._announced != self.options:
             self.wake()
         self.streams.refresh()
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Have a server answer the kubelet's calls by this."""
+        """Add this servicer to a server."""
         add_DevicePluginServicer_to_server(self, server)
 
     # The names of the methods below are the API's.
 
     async def GetDevicePluginOptions(self, request: pb.Empty, context: object) -> pb.DevicePluginOptions:  # noqa: N802
-        """Answer which of the optional calls this plugin wants."""
+        """Answer which optional calls this plugin needs."""
         self._announced = self.options
         return self._announced
 
@@ -250,7 +250,7 @@ class Endpoint(DevicePluginServicer):
     async def GetPreferredAllocation(  # noqa: N802
         self, request: pb.PreferredAllocationRequest, context: object
     ) -> pb.PreferredAllocationResponse:
-        """Answer which devices go well together; never fails (an error here fails every pod of the node)."""
+        """Answer which devices a container should get. Never fails: an error here fails every pod of the node."""
         began = time.perf_counter()
         response = pb.PreferredAllocationResponse()
         with self._allocations.busy(AllocationsInFlight.AFTER_PREFERENCE):
@@ -267,7 +267,7 @@ class Endpoint(DevicePluginServicer):
         request: pb.PreStartContainerRequest,
         context: grpc.aio.ServicerContext[pb.PreStartContainerRequest, pb.PreStartContainerResponse],
     ) -> pb.PreStartContainerResponse:
-        """Reset the devices of a container that is about to start, unless one is other hardware than was granted."""
+        """Reset a container's devices before its start; refuse if an id stands for other hardware than at the grant."""
         listed = self.inventory.snapshot.devices
         names = dict.fromkeys(map(self.ids.device_id_of, request.devices_ids))
         devices = [listed[name] for name in names if name in listed]
@@ -303,7 +303,7 @@ class Endpoint(DevicePluginServicer):
             _LOG.warning(text, *where, error, extra=extra)
 
     def _is_held(self, device: str) -> bool:
-        """Return whether anybody holds a device, or is about to."""
+        """Return whether a device has a holder or a grant in progress."""
         return device in self._asked_for or self._register.is_held((self.resource, device))
 
     def _lines_if_listed(self) -> tuple[Entry, ...] | None:

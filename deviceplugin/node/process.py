@@ -40,12 +40,12 @@ DEBOUNCE: Final = 0.05
 
 @dataclass(frozen=True, slots=True)
 class ConfigFile:
-    """A config file that is followed.
+    """A config file that the agent follows.
 
-    lock: what it may name, at its changes as well. content: what was in it (None: it could not be read). config: what
-    that says. refused: why the last change was not taken, "" if it was. unserved: why not all of the config is served.
-    kept: where the file that was served last is kept, None for nowhere. former: config is that one.
-    vendors: the plugins of others that may list devices.
+    lock: which commands and paths it may name, now and after changes. content: its bytes (None: unreadable). config:
+    its parsed content. refused: why the last change was refused, "" if it was applied. unserved: why a part of the
+    config is not served. kept: where the last valid file is saved, None for nowhere. former: whether config is that of
+    the saved file. vendors: the adopted plugins.
     """
 
     path: Path
@@ -60,9 +60,9 @@ class ConfigFile:
 
     @classmethod
     def read(cls, path: Path, lock: Lock, kept: Path | None = None, vendors: VendorPlugins | None = None) -> ConfigFile:
-        """Read a file; if it cannot be used, the one that was served last, of which a log line tells.
+        """Read a file. If it is invalid, log that and use the last valid file.
 
-        Raises ConfigError: it cannot be used, or names what the lock forbids, and so with the one that was served last.
+        Raises ConfigError if both are invalid, or name a command or path that the lock forbids.
         """
         from deviceplugin import config
 
@@ -81,7 +81,7 @@ class ConfigFile:
             return cls(path, lock, content, former, refused=why, kept=kept, former=True, vendors=vendors)
 
     def keep(self) -> None:
-        """Keep what was in the file for a start at which it cannot be used; not one of which not all is served."""
+        """Save the file for a start with an invalid file, if all of it is served."""
         if self.kept is None or self.content is None or self.refused or self.unserved:
             return
         try:
@@ -116,7 +116,7 @@ class ConfigFile:
 
 
 class Program:
-    """What a process runs: an agent, with the plugin side alone. node: its name for the log."""
+    """The program of a process: an agent of the plugin side. node: the node's name for the log."""
 
     def __init__(self, agent: Agent, node: str = "") -> None:
         self.agent = agent
@@ -127,7 +127,7 @@ class Program:
         await self.agent.run()
 
     async def take(self, config: Config, changed: Mapping[str, DeviceSource], unchanged: Sequence[str]) -> None:
-        """Serve what a config says now. changed: the new and changed sources by resource."""
+        """Serve a new config. changed: the new and changed sources by resource."""
         await self.agent.reconfigure(changed, unchanged)
 
 
@@ -140,14 +140,14 @@ def run(
     token: str | Path | None = None,
     argv: Sequence[str] | None = None,
 ) -> None:
-    """Serve these sources until SIGTERM or SIGINT; what the last line of an author's file calls.
+    """Serve these sources until SIGTERM or SIGINT. Call it at the end of your plugin's file.
 
-    metrics_address: where metrics are served, as HOST:PORT; the option --metrics-address goes before it, and without
-    either there are none. certificate, key, client_ca, token: absolute paths of the files that protect them, as
-    `metrics` of a config file has them; the kubelet's probes need neither token nor client certificate.
+    metrics_address: HOST:PORT of the metrics. The option --metrics-address takes precedence; without either there are
+    no metrics. certificate, key, client_ca, token: absolute paths of files that protect the metrics, with the meaning
+    of `metrics` in a config file. The kubelet's probes need neither token nor client certificate.
 
-    The command line (or `argv`) has options; see `--help`. Ends the process with status 1 if the node cannot be served.
-    Raises TypeError if something is no source, NamingError if a source's resource or driver cannot be one, ValueError
+    Reads options from the command line (or `argv`); see `--help`. Ends the process with status 1 if the node cannot be
+    served. Raises TypeError if an argument is not a source, NamingError for an invalid resource or driver, ValueError
     if a path is not absolute or the certificate is missing.
     """
     metrics = metrics_config(certificate=certificate, key=key, client_ca=client_ca, token=token)
@@ -278,12 +278,12 @@ async def _follow_config(program: Program, file: ConfigFile, reload: asyncio.Eve
 
 
 def _tell(agent: Agent, file: ConfigFile) -> None:
-    """Have the agent's status say what became of the file."""
+    """Report in the agent's status whether the file was applied."""
     agent.config_error, agent.former_config = file.refused or file.unserved, file.former
 
 
 async def _keep(program: Program, file: ConfigFile) -> None:
-    """Keep a file once it is served."""
+    """Save a file once it is served."""
     await program.agent.begun.wait()
     file.keep()  # nothing is awaited: that of a change comes after it
 
@@ -303,7 +303,7 @@ def _content(path: Path) -> bytes | None:
 
 
 async def _reload(program: Program, file: ConfigFile) -> ConfigFile:
-    """Serve what the file says now; return it as it was taken. A file that cannot be used changes nothing."""
+    """Apply the file's present content; return the new state. An invalid file changes nothing."""
     from deviceplugin import config
 
     path, current = file.path, file.config

@@ -1,4 +1,4 @@
-"""The services of a node's resources, also of those resources that a source brings along."""
+"""The services of a node's resources, including those of child sources."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ _LOG: Final = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ServiceContext:
-    """What all services of a node share.
+    """The objects that all services of a node share.
 
-    plugins: the device plugin directory. turn: held while a resource registers. claim_side: what serves claims in this
-    process. scan_wanted: set when a scan should come soon.
+    plugins: the device plugin directory. turn: held while a resource registers. claim_side: the part of this process
+    that serves claims. scan_wanted: set when a scan should run soon.
     """
 
     plugins: Path
@@ -56,7 +56,7 @@ class ServiceContext:
 
 
 class Service(EndpointHost):
-    """One resource: follows its source, registers it, and has `released` called for devices that come free."""
+    """Serves one resource: follows its source, registers it, and calls `released` for devices that become free."""
 
     def __init__(self, source: DeviceSource, context: ServiceContext) -> None:
         self.source = source
@@ -100,7 +100,7 @@ class Service(EndpointHost):
     # What the endpoint and its registration ask.
 
     def granted(self) -> None:
-        """Have a scan find out soon which pod a grant was for."""
+        """Request a scan, which will find the pod of a grant."""
         self._context.scan_wanted.set()
 
     def draining(self) -> Collection[str]:
@@ -108,11 +108,11 @@ class Service(EndpointHost):
         return self._context.claim_side.draining(self.resource)
 
     async def recorded(self) -> KubeletRecord | None:
-        """Return what the kubelet's checkpoint says of the resource; None if it cannot be read."""
+        """Return the resource's entries in the kubelet's checkpoint; None if it cannot be read."""
         return await self._context.tracker.recorded(self.resource, self._register.listed.served)
 
     def contested(self, reason: str) -> None:
-        """Take that another plugin has registered the resource."""
+        """Called when another plugin has registered the resource."""
         self._context.scan_wanted.set()
         self._context.vendors.bypassed(self.resource)
         self._context.claim_side.contested(self.resource, reason)
@@ -120,7 +120,7 @@ class Service(EndpointHost):
     # What the follower of the source tells.
 
     def take_source(self, source: DeviceSource) -> None:
-        """Have the hooks of another source answer."""
+        """Use the hooks of another source."""
         former, self.source = self.source, source
         self.endpoint.replace(source)
         if source.hooks != former.hooks:
@@ -128,7 +128,7 @@ class Service(EndpointHost):
         self._context.scan_wanted.set()
 
     def listed(self) -> None:
-        """Take over the ids that pods have from before; sharing may have changed while no agent ran."""
+        """Adopt the ids that pods already have; the number of replicas may have changed while no agent ran."""
         if self._existing:
             before, self._existing = self._existing, self.endpoint.ids.adopt_existing(self._existing)
             self.endpoint.refresh()
@@ -136,22 +136,22 @@ class Service(EndpointHost):
                 self._context.scan_wanted.set()
 
     def release_idle(self) -> None:
-        """Have `released` called of the devices that came free while their holders were not known: now they are."""
+        """Call `released` for devices that became free while their holders were unknown, now that these are known."""
         if self._release_later:
             self._context.scan_wanted.set()
 
     @property
     def _ids(self) -> frozenset[str]:
-        """The ids that the register has as given to pods."""
+        """The ids that pods have by the register."""
         return frozenset(allocation.device_id for allocation in self._register.snapshot.allocations_of(self.resource))
 
     @property
     def in_use(self) -> bool:
-        """Whether anything of this resource is given to pods."""
+        """Whether pods have devices of this resource."""
         return bool(self._ids)
 
     def _holder(self, device: str) -> str:
-        """Return who has a device, in words: pods as of the last scan, else who the register says; "" if nobody."""
+        """Return a device's holders as text: pods by the last scan, else by the register; "" if there are none."""
         tracker = self._context.tracker
         held = [allocation for allocation in tracker.snapshot.held if allocation.resource == self.resource]
         if pods := {
@@ -176,9 +176,10 @@ class Service(EndpointHost):
 
     @property
     def awaited(self) -> frozenset[str]:
-        """The kubelet's ids for which something is to be done once they have no holder.
+        """The kubelet's ids that need an action once they have no holder.
 
-        Those of gone devices and of former sharing are forgotten; after the start, all idle ones are released.
+        Ids of removed devices and of former numbers of replicas are dropped. After the start `released` is called for
+        all idle ids.
         """
         snapshot, ids_now = self.inventory.snapshot, self.endpoint.ids
         devices = snapshot.devices if self._first_release_due and "released" in self.source.hooks else snapshot.gone
@@ -186,7 +187,7 @@ class Service(EndpointHost):
         return ids | ids_now.legacy.keys()
 
     def observe(self, now: HolderSnapshot, released: Collection[str]) -> None:
-        """Draw the conclusions of a scan: what came free, and what may be forgotten. released: ids that came free."""
+        """Apply the result of a scan: call `released`, and drop ids. released: ids that became free."""
         ids, register = self.endpoint.ids, self._register
         in_use = self._ids | now.of(self.resource).keys()
         self._released &= now.held.keys()
@@ -227,7 +228,7 @@ class Service(EndpointHost):
         self.endpoint.refresh()
 
     def _is_free(self, device: str, ids: Collection[str] = ()) -> bool:
-        """Return whether nobody holds a device, as far as that is known. ids: of holders that have ended."""
+        """Return whether a device has no known holder. ids: those of holders that have ended."""
         units = {allocation_unit(self.resource, device_id) for device_id in ids}
         register = self._register
         return not register.evidence_missing(self.resource, device) and register.is_free((self.resource, device), units)
@@ -237,10 +238,10 @@ class Service(EndpointHost):
         return hooks.start(self.endpoint.statistics.hooks, "released", self.source, devices)
 
     async def release_former(self, names: Sequence[str]) -> None:
-        """Have `released` called of devices whose holders have ended, before these ids are granted.
+        """Call `released` for devices whose holders have ended, before these ids are granted.
 
-        The kubelet may give an id to the next pod before a scan sees that its holder has ended. Raises Refusal if
-        `released` failed, or still works on one of the devices.
+        The kubelet may allocate an id to the next pod before a scan notices the end of its holder. Raises Refusal if
+        `released` failed, or still runs for one of the devices.
         """
         context, listed, resolver = self._context, self.inventory.devices, self.endpoint.ids
         ids = {device: resolver.ids_of(device) for device in map(resolver.device_id_of, names) if device in listed}
@@ -272,7 +273,7 @@ class Service(EndpointHost):
         return self.source.plugins.connection(self.resource) if isinstance(self.source, AdoptedSource) else None
 
     def status(self) -> ResourceStatus:
-        """Return what is known now."""
+        """Return the present status."""
         name, context = self.resource, self._context
         register, withheld = context.register, {}
         for side in SIDES:
@@ -306,7 +307,7 @@ class Service(EndpointHost):
 
 @dataclass(eq=False)
 class Supervisor:
-    """Starts, replaces and ends services; starts one again that failed.
+    """Starts, replaces and ends services, and restarts failed ones.
 
     services: by resource; only this class changes them once the agent runs. fail: called with the reason when a
     resource cannot be served on this node at all.
@@ -321,7 +322,7 @@ class Supervisor:
     """The resource whose source brought another resource along."""
 
     def start(self, service: Service, *, fatal: bool = True) -> None:
-        """Serve a resource; fatal: end the agent if it cannot be registered at first."""
+        """Serve a resource. fatal: end the agent if the first registration fails."""
         name = service.resource
         self._tasks[name] = asyncio.create_task(self._supervise(service, fatal=fatal), name=f"serve {name}")
         self._follow_child_sources(service.source)
@@ -350,7 +351,7 @@ class Supervisor:
         return name in self.services and isinstance(self.services[name].source, AdoptedSource)
 
     def serve(self, source: DeviceSource) -> None:
-        """Serve one more source, or another one for a resource that is served."""
+        """Serve another source, of a new or a served resource."""
         name = source.resource
         if name in self.services:
             self.services[name].follower.replace(source)
@@ -360,7 +361,7 @@ class Supervisor:
             self.start(self.services[name], fatal=False)
 
     def _follow_child_sources(self, source: DeviceSource) -> None:
-        """Serve the further resources that a source brings along, in place of those of the source before it."""
+        """Serve the child sources of a source, in place of those of its predecessor."""
         name = source.resource
         if (before := self._child_tasks.pop(name, None)) is not None:
             before.cancel()
@@ -371,7 +372,7 @@ class Supervisor:
             self._child_tasks[name] = asyncio.create_task(work, name=f"child sources of {name}")
 
     def _end_children(self, parent: str, kept: Collection[str]) -> None:
-        """End the resources that the source before has brought along, and this one does not."""
+        """End the child resources of the predecessor that this source does not have."""
         for name in [name for name, of in self._parents.items() if of == parent and name not in kept]:
             self._tasks[name].cancel()
 
@@ -404,7 +405,7 @@ class Supervisor:
                 await asyncio.sleep(delay)
 
     async def _supervise(self, service: Service, *, fatal: bool) -> None:
-        """Run a service; start it again if it ends by an error that is not its user's to mend."""
+        """Run a service; restart it after an error, unless only the user can correct it."""
         backoff = Backoff(first=1.0, most=30.0)
         name = service.resource
         try:

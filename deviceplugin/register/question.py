@@ -1,7 +1,8 @@
-"""The one question: may a holder have devices beside all that others hold? Pure.
+"""Decides whether a holder may have devices beside all present holdings. Pure functions.
 
-Two uses are of the same hardware if their identities share a token, or if they have one name and either has no
-identity of this boot. The parts of it, and what is taken of a counter, never add up to more than there is.
+Two uses are of the same hardware if their identities share a token, or if they have the same name and one of them has
+no identity of this boot. The parts of a device never add up to more than the device, and the quantities taken of a
+counter never to more than the counter has.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ UNCERTAIN: Final = "uncertain"
 
 
 class Use(NamedTuple):
-    """What one holder has of one device.
+    """The part of one device that one holder has.
 
-    unit: of one holder: an id of the kubelet's, a claim, a hook, or something of another plugin or driver. title: the
-    holder, for messages. key: None if only its tokens are known. tokens: of this boot, none if they are not known.
-    part: None if it is not known. takes: what is taken of counters.
+    unit: identifies the holder: one of the kubelet's ids, a claim, a hook, or a holder of another plugin or driver.
+    title: the holder, for messages. key: the device; None if only its tokens are known. tokens: the device's identity
+    in this boot, empty if unknown. part: None if unknown. takes: the quantities taken of counters.
     """
 
     unit: tuple[str, ...]
@@ -43,20 +44,20 @@ class Use(NamedTuple):
 
     @property
     def points(self) -> set[Point]:
-        """What may have no other holders than there is room for."""
+        """The tokens, device and counters whose holdings must not exceed their size."""
         return {*self.tokens, *((self.key,) if self.key else ())}
 
     def concerns(self, points: Collection[Point]) -> bool:
-        """Whether it is of any of these points, counters included."""
+        """Return whether it concerns one of these points, counters included."""
         return not self.points.isdisjoint(points) or any(counter[1:] in points for counter in self.takes)
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What the question needs beside the register's own records.
+    """The input of the question besides the register's records.
 
-    boot: the node's. scopes: of counters, by resource that is served now. limits: of counters that a listed device
-    declares. others: what is held and is not in the register: by other drivers, and by hooks that work on.
+    boot: the node's boot id. scopes: the scope of counters, by served resource. limits: the counters that listed
+    devices declare. others: holdings that are not in the register: of other drivers, and of hooks that still run.
     """
 
     boot: str = ""
@@ -66,7 +67,7 @@ class View:
 
 
 class Wanted(NamedTuple):
-    """A device that somebody is to get, as it is now."""
+    """A requested device, with its present identity and the requested amount."""
 
     key: DeviceKey
     identity: str
@@ -74,7 +75,7 @@ class Wanted(NamedTuple):
 
 
 def allocation_unit(resource: str, device_id: str) -> tuple[str, ...]:
-    """Return what the kubelet counts as one: an id of a resource."""
+    """Return the unit of one of the kubelet's ids."""
     return "id", resource, device_id
 
 
@@ -84,13 +85,13 @@ def claim_unit(driver: str, uid: str) -> tuple[str, ...]:
 
 
 def takes_of(device: Device) -> tuple[tuple[str, str, str], ...]:
-    """Return what whoever has a device takes of counters, in the order of their names."""
+    """Return the quantities that a device's holder takes of counters, in the order of their names."""
     taken = ((name, counter, str(value)) for name, of in device.consumes.items() for counter, value in of.items())
     return tuple(sorted(taken))
 
 
 def part_of(amount: Amount) -> Fraction | None:
-    """Return which part of the device an amount is; None if that is not known."""
+    """Return an amount as a fraction of the device; None if it is unknown."""
     return _part(amount.part)
 
 
@@ -103,7 +104,7 @@ def _part(text: str) -> Fraction | None:
 
 
 def takes_recorded(amount: Amount, scope: str = "") -> dict[Counter, Fraction]:
-    """Return what is taken of counters, in the scope that was recorded. Raises NamingError: a quantity is none."""
+    """Return the recorded takes of counters in their scope. Raises NamingError for an invalid quantity."""
     return {(scope or amount.scope, *taken[:2]): parse_quantity(taken[2]) for taken in amount.takes}
 
 
@@ -121,7 +122,7 @@ def in_scopes(use: Use, scopes: Mapping[str, str]) -> Use:
 
 
 def wanted_use(unit: tuple[str, ...], wanted: Wanted, view: View) -> Use:
-    """Return what a holder is to get as a use."""
+    """Return a requested device as a use."""
     tokens = identity.tokens_of(wanted.identity, view.boot)
     takes = takes_recorded(wanted.amount)
     return in_scopes(Use(unit, "", wanted.key, tokens, part_of(wanted.amount), takes), view.scopes)
@@ -151,7 +152,7 @@ def use_of_claim(claim: Claim, device: ClaimDevice, view: View) -> Use:
 
 
 def uses(state: RegisterSnapshot, points: Iterable[Point], view: View) -> list[Use]:
-    """Return what is held of any of these points: by the register's records, and by others."""
+    """Return the uses at any of these points: from the register's records, and of others."""
     points = set(points)
     held: list[Use] = []
     for table, key in {entry for point in points for entry in state.index.get(point, ())}:
@@ -184,14 +185,14 @@ def possible_uses(
 
 
 def is_given_by_others(allocation: AllocationRecord) -> bool:
-    """Return whether another plugin made an allocation: its record does not say how much of the device it has."""
+    """Return whether another plugin made an allocation: its record has no amount."""
     return not (allocation.amount.part or allocation.pending)
 
 
 def held_twice(wanted: Wanted, times: int, state: RegisterSnapshot, view: View) -> bool:
-    """Return whether holders have more of a device, whatever they call it, than there is; hooks do not count.
+    """Return whether holders, under all ids, have more than the whole device; hooks do not count.
 
-    times: how often it is offered; what is held of it without a known amount counts as one of these.
+    times: how many containers may share it; a holding of unknown amount counts as one of them.
     """
     points: set[Point] = {wanted.key, *identity.tokens_of(wanted.identity, view.boot)}
     held = [use for use in uses(state, points, view) if use.part != 0 and use.unit[0] not in ("hook", UNCERTAIN)]
@@ -212,10 +213,10 @@ def refusal(
     own: Callable[[Use], bool] = lambda use: False,
     counted: Callable[[Use], bool] = lambda use: True,
 ) -> str:
-    """Return why a holder may not have these devices beside what all others hold; "" if it may.
+    """Return why a holder may not have these devices beside all present holdings; "" if it may.
 
-    What the holder has already, by its units, does not count; what it asks for adds up. beside: what counts as held
-    besides. own: tells what else does not count. counted: tells of which uses it counts what they take of counters.
+    Present holdings of the same units do not count, and requests for one device add up. beside: further holdings that
+    count. own: returns whether another use does not count. counted: returns whether a use's takes of counters count.
     """
     units = {use.unit for use in wanted}
     wanted = [use for use in wanted if use.part != 0]

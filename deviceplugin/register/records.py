@@ -1,4 +1,4 @@
-"""The ledger's frozen records, a snapshot of all of them, what an operation returns, and the ledger's errors."""
+"""The register's frozen records, its snapshot, the result of an operation, and the ledger's errors."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _T_co = TypeVar("_T_co", covariant=True)
 
 
 class LedgerError(Exception):
-    """Raised when something could not be recorded; nothing was granted then."""
+    """Raised when a change could not be recorded; then nothing was granted."""
 
 
 class LedgerLostError(LedgerError):
-    """Raised when the files are not those that were opened, or have lost what was written.
+    """Raised when the files were replaced since they were opened, or have lost written records.
 
-    Nothing is granted any more. The process must begin again, and find out from evidence what is held.
+    Nothing is granted after that. The process must restart, and rebuild the records from evidence.
     """
 
 
@@ -37,12 +37,12 @@ class Side(enum.Enum):
 
     @property
     def text(self) -> str:
-        """The side in words, for messages."""
+        """The side as text, for messages."""
         return "DRA" if self is Side.DRA else "plugin"
 
 
 class State(enum.Enum):
-    """Where a device is; the states of the handover. One that does not move has the value of its side."""
+    """The states of a device. A device that does not move is in the state named like its side."""
 
     PLUGIN = "plugin"
     TO_DRA = "to-dra"
@@ -72,19 +72,19 @@ class State(enum.Enum):
 
     @property
     def side(self) -> SideName:
-        """The side that the device is on now, also while it moves: plugin, dra, or none if it is quarantined."""
+        """The side of the device, also during a move: plugin, dra, or none if it is quarantined."""
         return "plugin" if self.allocates else "dra" if self.prepares else "none"
 
     @property
     def goal(self) -> Side | None:
-        """The side where a device is or moves to; None if it is quarantined."""
+        """The side that the device is on or moves to; None if it is quarantined."""
         if self is State.QUARANTINED:
             return None
         return Side.DRA if self in {State.DRA, State.TO_DRA} else Side.PLUGIN
 
     @property
     def text(self) -> str:
-        """The state in words, for messages."""
+        """The state as text, for messages."""
         return _WORDS[self]
 
 
@@ -107,11 +107,11 @@ Point = str | RecordKey
 
 
 class Amount(msgspec.Struct, frozen=True, array_like=True):
-    """How much of a device one holder has, as it was granted.
+    """The part of a device that one holder was granted.
 
-    part: "1" for the whole device, "1/3" for one of three replicas, "0" for access without holding it, "" if it is not
-    known. takes: (counter set, counter, quantity) for each counter that the device consumes. scope: whose counters
-    these are, the driver of the resource or its name if it has none; "" if there are none, or if it is not known.
+    part: "1" for the whole device, "1/3" for one of three replicas, "0" for administrative access, "" if unknown.
+    takes: (counter set, counter, quantity) for each counter that the device consumes. scope: the namespace of these
+    counters: the resource's driver, or the resource's name if it has no driver; "" without counters or if unknown.
     """
 
     part: str = ""
@@ -125,10 +125,10 @@ WHOLE: Final = Amount("1")
 
 @dataclass(frozen=True, slots=True)
 class DeviceRecord:
-    """One physical device, and on which side it is.
+    """The state of one device.
 
-    since: Unix seconds. sequence: of the change that led to this state. driver: the one under which it is published;
-    "" on the plugin's side.
+    since: Unix seconds. sequence: of the change that led to this state. driver: the driver whose slices have the
+    device; "" on the plugin side.
     """
 
     resource: str
@@ -149,9 +149,9 @@ class DeviceRecord:
 class AllocationRecord:
     """A kubelet device id (the device's own, or a replica's) that Allocate has given to a container.
 
-    holders: those that the kubelet's checkpoint has named since. pending: the container of the last grant has not
-    been named yet. Only this process knows `absent_since` and `pod`. absent_since: when the first checkpoint without
-    the id was requested (monotonic seconds). pod: a holder's namespace/name or UID, for people. identity, amount: as of
+    holders: the containers that the kubelet's checkpoint has named since. pending: no checkpoint has named the
+    container of the last grant yet. absent_since: when the first checkpoint without the id was requested (monotonic
+    seconds). pod: a holder's namespace/name or UID, for messages. These two are not stored. identity, amount: see
     `ClaimDevice`.
     """
 
@@ -171,9 +171,9 @@ class AllocationRecord:
 class ClaimDevice(msgspec.Struct, frozen=True, array_like=True):
     """A device of a claim. share: of consumable capacity, else "". admin: access without holding it.
 
-    identity: what the device was when it was granted (`deviceplugin.identity.recorded`). amount: how much of it.
-    parameters: those that it was set up with, as JSON; "" for none. limits: the scheduler made the claim for the
-    `limits` of a pod, so the kubelet counts the device among the extended resource; also if that is not known.
+    identity: the device's identity at the grant (`deviceplugin.identity.recorded`). amount: the granted part.
+    parameters: the parameters of its setup, as JSON; "" for none. limits: whether the scheduler created the claim for
+    a pod's `limits`, so that the kubelet counts the device for the extended resource; also True if that is unknown.
     """
 
     resource: str
@@ -190,8 +190,8 @@ class ClaimDevice(msgspec.Struct, frozen=True, array_like=True):
 class Claim:
     """A claim that is prepared, or is being prepared (result None).
 
-    result: what the driver answers with; the ledger does not read it. pods: UIDs of the pods that it was reserved
-    for when it was prepared. durable: on disk, not only in this process.
+    result: the driver's answer, which the register does not interpret. pods: UIDs of the pods that the claim was
+    reserved for when it was prepared. durable: whether the record is on disk, not only in this process.
     """
 
     driver: str
@@ -239,11 +239,10 @@ NONE: Final[Mapping[Any, Any]] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class RegisterSnapshot:
-    """Everything the ledger knows at one moment.
+    """All records of the register at one moment.
 
-    sequence: of the last change; it only grows. ended: the last claims that were unprepared, the oldest first; only
-    this process knows them. index: (table, key) of the allocations and claims that hold something of a point; made by
-    `with_changes` alone.
+    sequence: of the last change; it only grows. ended: the last unprepared claims, the oldest first; not stored.
+    index: (table, key) of the allocations and claims by the points of their holdings; only `with_changes` builds it.
     """
 
     sequence: int = 0
@@ -255,12 +254,12 @@ class RegisterSnapshot:
     index: Mapping[Point, frozenset[tuple[str, RecordKey]]] = field(default_factory=lambda: NONE)
 
     def setting(self, section: str, key: str) -> str | None:
-        """Return a value that was kept by `set_setting`; None if there is none."""
+        """Return a value that `set_setting` stored; None if there is none."""
         setting = self.settings.get((section, key))
         return None if setting is None else setting.value
 
     def device(self, resource: str, device: str) -> DeviceRecord:
-        """Return a device's record; an unknown one is on the plugin's side."""
+        """Return a device's record; an unknown device is on the plugin side."""
         return self.devices.get((resource, device)) or DeviceRecord(resource, device, State.PLUGIN, 0.0)
 
     def state(self, resource: str, device: str) -> State:
@@ -277,10 +276,10 @@ class RegisterSnapshot:
         return [allocation for allocation in self.allocations.values() if allocation.resource == resource]
 
     def serves_pods(self, resource: str) -> bool:
-        """Return whether pods have, or may soon get, devices of a resource by the plugin's side.
+        """Return whether pods have, or may soon get, devices of a resource from the plugin side.
 
-        Where they do not, PreStartContainer must not be asked for: the kubelet calls it for pods, too, that DRA serves
-        by their `limits`, and starts none of their containers, since they have no devices of the plugin's (kubelet
+        If not, the plugin must not announce PreStartContainer. The kubelet would call it also for pods whose `limits`
+        DRA serves. These have no devices of the plugin, so the kubelet would start none of their containers (kubelet
         1.36.3 and 1.37.1, devicemanager/manager.go: callPreStartContainerIfNeeded).
         """
         states = {record.state for record in self.of(resource).values()}
@@ -320,7 +319,7 @@ class RegisterSnapshot:
 
 
 def _points(record: Record | None) -> set[Point]:
-    """Return by what an allocation or a claim is found."""
+    """Return the points that an allocation or a claim is indexed by."""
     points: set[Point] = set()
     match record:
         case AllocationRecord():
@@ -342,7 +341,7 @@ def _points(record: Record | None) -> set[Point]:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One record put, or dropped (record None), in a table of the snapshot. durable False: in this process only."""
+    """A record to put into a table of the snapshot, or to remove (record None). durable False: not stored."""
 
     table: str
     key: RecordKey
@@ -352,7 +351,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Decision(Generic[_T_co]):
-    """The answer of an operation, and the changes that must be recorded before it is given."""
+    """The answer of an operation, and the changes to record before the answer is used."""
 
     answer: _T_co
     changes: tuple[Change, ...] = ()

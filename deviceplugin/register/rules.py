@@ -1,4 +1,4 @@
-"""When Allocate and Prepare are granted, what moves and grants wait for: pure functions of a snapshot and evidence."""
+"""Whether Allocate, Prepare and the end of a move are granted: pure functions of a snapshot and evidence."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ other parts ran meanwhile; the rest is for a busy node, which may not schedule o
 
 
 class HolderWait(str):
-    """What a move waits for, where that is a holder that is known: it may take as long as the holder likes.
+    """The reason why a move waits, if it waits for a known holder: then the wait may be as long as the holder runs.
 
     msgspec encodes no subclass of str: use `str()` of it.
     """
@@ -43,9 +43,9 @@ class HolderWait(str):
 class ObservedAllocation:
     """A kubelet device id that containers hold, by the checkpoint and the pod cgroups.
 
-    pod: one of its pods, for people. sure: more than an old checkpoint says so. What is not sure counts as held, but
-    does not contradict the ledger. reason: why it counts as held, for people. identity, amount: of the answer to
-    Allocate, as far as the checkpoint has it.
+    pod: one of its pods, for messages. sure: not only by an old checkpoint. If not sure, the id counts as held but
+    does not contradict the register. reason: why it counts as held, for messages. identity, amount: from the answer to
+    Allocate, if the checkpoint has it.
     """
 
     device: str
@@ -59,9 +59,9 @@ class ObservedAllocation:
 
 @dataclass(frozen=True, slots=True)
 class KubeletSnapshot:
-    """Who holds what of one resource, by the checkpoint and the pod cgroups (`deviceplugin.kubelet.holders`).
+    """The held ids of one resource, by the checkpoint and the pod cgroups (`deviceplugin.kubelet.holders`).
 
-    sequence: the ledger's before they were read. at: when reading began (monotonic seconds). current: the checkpoint
+    sequence: the register's before these were read. at: when reading began (monotonic seconds). current: the checkpoint
     was written after that, and no Allocate was in flight meanwhile. held: by kubelet device id. registered: devices
     that the kubelet counts as healthy. problem: why it is not current.
     """
@@ -76,10 +76,10 @@ class KubeletSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class KubeletEvidence:
-    """What the end of a move to DRA needs; times are monotonic seconds of one process.
+    """The evidence that the end of a move to DRA needs; times are monotonic seconds of one process.
 
-    sequence: the ledger's before any of it. shown: when ListAndWatch sent the device as Unhealthy, by device.
-    snapshot: begun after that.
+    sequence: the register's before all of it. shown: when ListAndWatch sent each device as Unhealthy. snapshot: the
+    holders, read after that.
     """
 
     sequence: int
@@ -89,9 +89,9 @@ class KubeletEvidence:
 
 @dataclass(frozen=True, slots=True)
 class ClusterEvidence:
-    """What the end of a move to the plugin side needs; times are monotonic seconds of one process.
+    """The evidence that the end of a move to the plugin side needs; times are monotonic seconds of one process.
 
-    sequence: the ledger's before any of it. withdrawn: when the API server accepted the slice without the device, by
+    sequence: the register's before all of it. withdrawn: by device, when the API server accepted the slice without the
     device. listed_at: when a consistent LIST of all claims began. allocated: namespace/name of the claim whose
     allocation names a device, by device, whether or not the claim is prepared.
     """
@@ -104,11 +104,11 @@ class ClusterEvidence:
 
 @dataclass(frozen=True, slots=True)
 class ClaimEvidence:
-    """A claim whose allocation names devices of this node, or of which files are on this node.
+    """A claim whose allocation names devices of this node, or that has files on this node.
 
-    devices: those of one resource that it holds. prepared: it has files, or the kubelet counts it as prepared.
-    Namespace and name may be unknown ("") then. pods: UIDs of its pods that are known. granted: what is known of its
-    devices, of all resources; of a device that is missing here only its id is known.
+    devices: the devices of one resource that it holds. prepared: it has files, or the kubelet counts it as prepared;
+    namespace and name may then be unknown (""). pods: the known UIDs of its pods. granted: the known grants of its
+    devices, of all resources; of a device without a grant here only the id is known.
     """
 
     driver: str
@@ -123,11 +123,11 @@ class ClaimEvidence:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What is known of one resource's holders without the ledger.
+    """The evidence of one resource's holders, from outside of the register.
 
     held: by kubelet device id, from the checkpoint. claims: from the API server, the kubelet's claim state and the
-    claims' files; what comes first is known best. current: the checkpoint was written at our own request; otherwise it
-    proves nothing by absence.
+    claims' files, the most reliable source first. current: whether the checkpoint was written at our own request; if
+    not, the absence of an id proves nothing.
     """
 
     held: Mapping[str, ObservedAllocation] = field(default_factory=lambda: NONE)
@@ -136,7 +136,7 @@ class Evidence:
 
     @property
     def merged(self) -> list[ClaimEvidence]:
-        """The claims, each once."""
+        """The claims without duplicates."""
         merged: dict[RecordKey, ClaimEvidence] = {}
         for claim in self.claims:
             key = claim.driver, claim.uid
@@ -154,7 +154,7 @@ class Evidence:
 
 
 def added(recorded: tuple[ClaimDevice, ...], further: Iterable[ClaimDevice]) -> tuple[ClaimDevice, ...]:
-    """Return the recorded devices of a claim, and those of `further` that the record does not have."""
+    """Return a claim's recorded devices, plus the devices of `further` that are not recorded."""
     names = {(device.resource, device.device) for device in recorded}
     return (*recorded, *(device for device in further if (device.resource, device.device) not in names))
 
@@ -163,8 +163,8 @@ def added(recorded: tuple[ClaimDevice, ...], further: Iterable[ClaimDevice]) -> 
 class Refused:
     """Why a pod or a claim does not get a device.
 
-    moving: a move to the requested side is under way, so another try makes sense. unmoved: the resource that
-    keeps it from beginning, since pods have devices of it by limits on both sides; "" if none does.
+    moving: a move to the requested side is in progress, so a later try can succeed. unmoved: the resource that prevents
+    such a move, since pods have its devices by limits on both sides; "" if there is none.
     """
 
     record: DeviceRecord
@@ -174,7 +174,7 @@ class Refused:
 
     @property
     def message(self) -> str:
-        """The refusal for people: device, side, since when, and who holds it."""
+        """The refusal as a message: device, side, since when, and the holder."""
         record = self.record
         text = f"device {record.device!r} of {record.resource} is {record.state.text}"
         if record.since:  # 0: it was always so
@@ -193,7 +193,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Excluded:
-    """Why a pod or a claim does not get a device: what others hold does not leave enough of it."""
+    """Why a pod or a claim does not get a device: its holders leave too little of it."""
 
     message: str
 
@@ -267,10 +267,10 @@ def to_plugin_waits_for(now: RegisterSnapshot, record: DeviceRecord, evidence: C
 
 
 def grant_is_over(record: AllocationRecord, snapshot: KubeletSnapshot) -> bool:
-    """Return whether a grant is over whose pod no checkpoint has ever named.
+    """Return whether a grant has ended whose pod no checkpoint has ever named.
 
-    The pod may still be on its way from Allocate to the kubelet's checkpoint. So two checkpoints without it are
-    needed, each written at our request, and requested at least WELL_APART seconds after one another.
+    The kubelet may not have written the pod into its checkpoint yet. So this takes two checkpoints without the id, both
+    written at our request, with at least WELL_APART seconds between the requests.
     """
     return snapshot.current and record.absent_since is not None and snapshot.at - record.absent_since >= WELL_APART
 

@@ -1,7 +1,7 @@
-"""How far the nodes of a cluster are, and what to do next: pure functions over what the API server has.
+"""The progress of a cluster's nodes and the next steps of a rollout: pure functions over objects of the API server.
 
-A rollout keeps its state on the Nodes: the share that a Node had before the rollout is in the annotation
-`<driver>/dra-share-before`, so that any later run can go on or undo.
+A rollout keeps its state on the Nodes. The annotation `<driver>/dra-share-before` has the share that the Node had
+before the rollout, so that any later run can continue or undo it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ COUNTED_TWICE: Final = (
 
 
 def before_annotation(driver: str) -> str:
-    """Return the key of the annotation in which a rollout records what was on the Node before it."""
+    """Return the key of the annotation in which a rollout records the Node's former share."""
     return f"{driver}/dra-share-before"
 
 
@@ -52,9 +52,8 @@ class Before(msgspec.Struct, frozen=True, omit_defaults=True):
 class ReportedDevice(DeviceProgress, frozen=True, kw_only=True):
     """One device as its agent reports it. pods: those that its claims are reserved for.
 
-    known: whether the holder is that of now, "" if nobody has it. health: "" if it is not known. withheld: why it is
-    offered to nobody, "" if it is or if that is not known. admins: claims with administrative access, which hold
-    nothing.
+    known: whether `holder` is current ("" for no holder). health: "" if unknown. withheld: why the device
+    is withheld, "" if it is not or if that is unknown. admins: claims with administrative access, which do not hold it.
     """
 
     resource: str
@@ -86,7 +85,7 @@ class NodeView:
 
     @property
     def taken_in(self) -> bool:
-        """Whether the agent knows what the Node asks for."""
+        """Whether the agent has read the Node's request."""
         return self.reported is not None and self.reported.requested == (self.requested or "")
 
 
@@ -108,7 +107,7 @@ def drivers_of(slices: Iterable[Object]) -> list[str]:
 def views(
     driver: str, nodes: Iterable[Object], slices: Iterable[Object], claims: Iterable[Object] = ()
 ) -> list[NodeView]:
-    """Return how far these nodes are with a driver, in the natural order of their names."""
+    """Return the progress of these nodes with a driver, in the natural order of their names."""
     by_node: dict[str, list[Object]] = {}
     for body in slices:
         if body["spec"]["driver"] == driver:
@@ -182,7 +181,7 @@ def _titles(claims: Iterable[Object]) -> tuple[str, ...]:
 
 
 def with_answers(view: NodeView, answers: Answers) -> NodeView:
-    """Return a node with what its agent answered: health, what moves wait for, holders that no claim names."""
+    """Return a node with its agent's answer: health, why moves wait, holders that no claim names."""
     devices = []
     for device in view.devices:
         now = answers.devices.get((view.node, device.resource, device.name))
@@ -199,7 +198,7 @@ def with_answers(view: NodeView, answers: Answers) -> NodeView:
 
 
 def problems(answers: Answers) -> list[str]:
-    """Return a sentence for each problem that agents have themselves, with their nodes."""
+    """Return a sentence for each problem that agents report about themselves, with their nodes."""
     by_problem: dict[str, list[str]] = {}
     for node, texts in answers.problems.items():
         for problem in texts:
@@ -208,7 +207,7 @@ def problems(answers: Answers) -> list[str]:
 
 
 def unknown(nodes: Iterable[NodeView], answers: Answers) -> list[str]:
-    """Return a sentence for each reason for which holders or the health of devices are not known."""
+    """Return a sentence for each reason why holders or the health of devices are unknown."""
     by_reason: dict[str, list[str]] = {}
     for view in nodes:
         if any(not (device.known and device.health) for device in view.devices):
@@ -218,7 +217,7 @@ def unknown(nodes: Iterable[NodeView], answers: Answers) -> list[str]:
 
 
 def withheld(view: NodeView) -> list[str]:
-    """Return a sentence for each reason for which devices are withheld, and what the scheduler makes of them."""
+    """Return a sentence for each reason why devices are withheld, and how the scheduler counts them."""
     by_reason: dict[str, list[str]] = {}
     for device in view.devices:
         if device.withheld:
@@ -277,7 +276,7 @@ def finished(view: NodeView) -> bool:
 
 
 def obstacles(view: NodeView) -> list[str]:
-    """Return why a node does not have the requested share yet, for people; nothing if it has."""
+    """Return why a node does not have the requested share yet, for messages; empty if it has."""
     if view.reported is None:
         if view.serves:
             return ["its agent reports no moves: it is an older one, or its annotation cannot be read"]
@@ -311,7 +310,7 @@ def obstacles(view: NodeView) -> list[str]:
 
 
 def holder(device: ReportedDevice) -> str:
-    """Return who has a device, in words: a pod, or claims and the pods that these are for; "" if nobody."""
+    """Return a device's holders as text: a pod, or claims and their pods; "" if there are none."""
     return " for ".join(filter(None, (device.holder, ", ".join(device.pods))))
 
 
@@ -340,10 +339,10 @@ def _share(text: str | None) -> Share | None:
 
 
 def failing_pods(pods: Iterable[Object], events: Iterable[Object], resources: Collection[str]) -> dict[str, str]:
-    """Return the pods of a node that devices may have failed, in words, by the beginning of their UIDs.
+    """Return the pods of a node that may have failed because of devices, as text by the beginning of their UIDs.
 
-    Such are pods that ask for one of the resources or have claims, and that are Failed (as after
-    UnexpectedAdmissionError) or cannot start for an event FailedPrepareDynamicResources.
+    These are pods that request one of the resources or have claims, and that are Failed (as after
+    UnexpectedAdmissionError) or cannot start, by an event FailedPrepareDynamicResources.
     """
     unprepared = {
         (event.get("involvedObject") or {}).get("uid"): str(event.get("message", ""))
@@ -366,7 +365,7 @@ def failing_pods(pods: Iterable[Object], events: Iterable[Object], resources: Co
 
 
 def requests_of(pod: Object) -> dict[str, int]:
-    """Return how much of extended resources a pod asks for; init containers give back what they had."""
+    """Return a pod's requests of extended resources; other containers reuse those of init containers."""
     amounts: dict[str, int] = {}
     for key, combined in (("containers", int.__add__), ("initContainers", max)):
         for container in pod["spec"].get(key) or ():
@@ -378,7 +377,7 @@ def requests_of(pod: Object) -> dict[str, int]:
 
 
 def quantity(text: str | int | None) -> int:
-    """Return the whole number that a quantity such as 8 or 1k is; 0 for what is none."""
+    """Return a quantity such as 8 or 1k as an integer; 0 if it is none."""
     try:
         return int(parse_quantity(text or 0))
     except NamingError:
@@ -387,10 +386,10 @@ def quantity(text: str | int | None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What a rollout is for. share: the annotation's text, None to remove it; without meaning in an undo.
+    """The goal of a rollout. share: the annotation's text, None to remove it; unused in an undo.
 
-    owner: the user and the share, for people: the same command of the same user goes on with nodes that it has begun.
-    take_over: whether to go on with nodes that another owner has begun.
+    owner: the user and the share. The same command of the same user continues with the nodes that it has begun.
+    take_over: whether to continue with nodes that another owner has begun.
     """
 
     share: str | None = None
@@ -404,7 +403,7 @@ class Goal:
 
 
 def conflict(goal: Goal, requested: str | None, before: Before | None, *, begun: bool = False) -> str:
-    """Return who else asks a node for another share than the goal's, in words; "" if nobody does.
+    """Return which other share a node has by another owner than the goal's, as text; "" if there is no conflict.
 
     begun: whether this run has set the node's share to the goal's: it does so once.
     """
@@ -420,7 +419,7 @@ def conflict(goal: Goal, requested: str | None, before: Before | None, *, begun:
 
 
 class Phase(enum.Enum):
-    """How far a node is. UNTOUCHED: an undo has nothing to do there. UNSERVED: no agent of the driver serves it."""
+    """The progress of a node. UNTOUCHED: an undo has nothing to do. UNSERVED: no agent of the driver serves it."""
 
     WAITING = "waiting"
     MOVING = "moving"
@@ -430,7 +429,7 @@ class Phase(enum.Enum):
 
 
 def phase(goal: Goal, view: NodeView) -> Phase:
-    """Return how far a node is."""
+    """Return the progress of a node."""
     if goal.undo and view.before is None:
         return Phase.UNTOUCHED
     if view.reported is None and not goal.undo:
@@ -442,10 +441,10 @@ def phase(goal: Goal, view: NodeView) -> Phase:
 
 @dataclass(frozen=True, slots=True)
 class RolloutStep:
-    """What to do now.
+    """The next steps of a rollout.
 
-    begin: nodes to ask. forget: nodes that are as before the rollout, whose record can go. stop: what went wrong, so
-    that nothing more is begun. over: nothing is left to do or to wait for.
+    begin: nodes whose share to set. forget: nodes that are as before the rollout, whose record to remove. stop: the
+    failure because of which no further node is begun. over: whether there is nothing left to do or to wait for.
     """
 
     begin: tuple[str, ...] = ()
@@ -456,7 +455,7 @@ class RolloutStep:
 
 @dataclass(frozen=True, slots=True)
 class RolloutLimits:
-    """How careful a rollout is. patience: seconds that a node may take; pause: stop after the first nodes."""
+    """The limits of a rollout. patience: seconds that a node may take; pause: stop after the first nodes."""
 
     max_unavailable: int = 1
     patience: float = 600.0
@@ -473,7 +472,7 @@ def decide(
     own: Collection[str] = frozenset(),
     gone: Collection[str] = (),
 ) -> RolloutStep:
-    """Decide what a rollout does next.
+    """Return the next steps of a rollout.
 
     ages: seconds since this run first saw each node move. failing: `failing_pods` by node; those that were failing
     before the node was begun do not count. own: nodes that this run has begun. gone: those of them that were not done
@@ -516,15 +515,16 @@ def decide(
 
 
 def share_patch(driver: str, share: str | None) -> dict[str, Any]:
-    """Return the merge patch of a Node that asks for a share, or (None) for nothing any more."""
+    """Return the merge patch of a Node that requests a share, or (None) removes the request."""
     return {"metadata": {"annotations": {share_annotation(driver): share}}}
 
 
 def begin_patch(goal: Goal, driver: str, node: Object, failing: Collection[str]) -> dict[str, Any] | None:
-    """Return the merge patch that begins a node: the share, and what was before it.
+    """Return the merge patch that begins a node: the share, and the former share.
 
-    None if it was begun, or belongs to another owner by now. node: as it is, which the patch depends on. failing: UIDs
-    as of `failing_pods`. What was before the first rollout stays known through later ones; an undo goes back to it.
+    None if the node is begun already, or belongs to another owner by now. node: its present state, on which the patch
+    depends. failing: UIDs as in `failing_pods`. Later rollouts keep the share from before the first one, and an undo
+    restores that.
     """
     annotations = node["metadata"].get("annotations") or {}
     key, before_key = share_annotation(driver), before_annotation(driver)
@@ -537,7 +537,7 @@ def begin_patch(goal: Goal, driver: str, node: Object, failing: Collection[str])
 
 
 def forget_patch(goal: Goal, driver: str, node: Object) -> dict[str, Any] | None:
-    """Return the merge patch that removes what a rollout has recorded on a node.
+    """Return the merge patch that removes a rollout's record from a node.
 
     None if there is no record, or another share than before the rollout is requested now.
     """
