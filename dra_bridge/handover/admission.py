@@ -1,14 +1,14 @@
-"""Which pods the kubelet would end if it started anew now, and which moves would make it do so. Pure.
+"""Computes which pods a kubelet restart would end now, and which moves would cause that. Pure functions.
 
-At its start the kubelet admits the node's pods again, the oldest by their creation first (HandlePodAdditions). Of the
-pod that it admits it leaves out what DRA serves, but not of the pods beside it (removeMissingExtendedResources,
-lifecycle/predicate.go; kubernetes#124586). It compares the sum with the Node's `status.allocatable`, or with the number
-of ids in its checkpoint if that is larger (sanitizeNodeAllocatable, devicemanager/manager.go). A pod that does not fit
-is ended, though it runs. So it is in kubelet 1.36.
+Facts (kubelet 1.36): at its start the kubelet admits the node's pods again, the oldest first (HandlePodAdditions). For
+the pod that it admits it does not count limits that DRA serves. For the pods admitted before, it does count them
+(removeMissingExtendedResources, lifecycle/predicate.go; kubernetes#124586). It compares the sum with the Node's
+`status.allocatable`, or with the number of ids in its checkpoint if that is larger (sanitizeNodeAllocatable,
+devicemanager/manager.go). A pod that does not fit is ended, although it runs.
 
-So a pod of the plugin side is in danger beside pods that get their `limits` through DRA and are older than it. The
-kubelet's own number is 0 until the agent has registered. Nobody is in danger where the one kind of pods has ended
-before the other kind comes: devices return to the plugin's side when no pod has any through DRA by `limits`.
+So a restart can end a pod of the plugin side if older pods get their `limits` through DRA. The kubelet's own number is
+0 until the agent has registered. No pod is at risk if all pods of one kind have ended before pods of the other kind
+start. Therefore devices return to the plugin side only when no pod has any through DRA by `limits`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ AGE: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What the kubelet counts of one resource, in its own ids.
+    """The kubelet's counts of one resource, as numbers of its ids.
 
-    shown: ids that ListAndWatch shows Healthy, and goes on to show so; None if the kubelet does not listen. by_plugin:
-    ids that pods have, also of withdrawn devices. by_dra: what pods have through DRA by their `limits`.
+    shown: ids that the present and the next list have as Healthy; None without a ListAndWatch stream. by_plugin: ids
+    that pods have, also of withdrawn devices. by_dra: devices that pods have through DRA by their `limits`.
     """
 
     shown: int | None
@@ -38,7 +38,7 @@ class Counts:
 
     @property
     def capacity(self) -> int:
-        """What the kubelet compares with at its next start, if the agent has registered by then."""
+        """The number that the kubelet compares with at its next start, if the agent has registered by then."""
         return max(self.shown or 0, self.by_plugin)
 
 
@@ -65,10 +65,10 @@ def resources_served_by_dra(now: RegisterSnapshot) -> set[str]:
 
 
 def may_leave(now: Counts, ids: int) -> bool:
-    """Return whether so many ids that are shown Healthy may leave for DRA, all at once.
+    """Return whether so many Healthy ids may move to DRA at once.
 
-    They may where no pod of the plugin side can be ended by it: there is none, or none beside it is served by DRA, or
-    the kubelet's number stays the same, or stays large enough for all.
+    They may if a kubelet restart then ends no pod of the plugin side: there are no such pods, or DRA serves no pod by
+    limits, or the kubelet's number stays the same, or it stays large enough for all pods.
     """
     if not now.by_plugin or not now.by_dra:
         return True
@@ -79,7 +79,7 @@ def may_leave(now: Counts, ids: int) -> bool:
 
 
 class AdmittedPod(NamedTuple):
-    """A pod that the kubelet admits again. created: Unix seconds. asks: for how much of one resource."""
+    """A pod that the kubelet admits again. created: Unix seconds. asks: its limit of one resource."""
 
     title: str
     created: float
@@ -119,9 +119,9 @@ def pods_of(now: RegisterSnapshot, resource: str) -> list[AdmittedPod]:
 
 
 def denied_now(now: RegisterSnapshot, resource: str) -> tuple[str, ...]:
-    """Return the UIDs of the pods that the kubelet would deny if it started anew now.
+    """Return the UIDs of the pods that the kubelet would deny if it restarted now.
 
-    Its number counts as 0: an agent that is late, or away, has not registered by then.
+    Its own number is taken as 0, since the agent may not have registered by then.
     """
     if not served_by_dra(now, resource):
         return ()

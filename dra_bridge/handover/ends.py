@@ -1,4 +1,4 @@
-"""The ends of moves: gathers what their commits wait for; and the end of devices that are unplugged."""
+"""Ends moves: collects the evidence for their commits. Also ends the records of unplugged devices."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def shown_unhealthy(
 
 
 async def end_moves_to_dra(moved: MovedResource, waiting: dict[str, str]) -> tuple[str, ...]:
-    """Commit the moves to DRA that can end; return their devices. They cost the API server nothing.
+    """Commit the moves to DRA that can end; return their devices. This makes no request to the API server.
 
-    waiting: what the others wait for is added.
+    waiting: the reasons why the others wait are added to it.
     """
     resource, endpoint, evidence = moved.name, moved.endpoint, moved.evidence
     device_id_of = endpoint.ids.device_id_of
@@ -85,17 +85,17 @@ def _waits_for_limits(claim: str) -> HolderWait:
 
 @dataclass(slots=True, eq=False)
 class MovesToPlugin:
-    """Ends moves of one resource's devices to the plugin side, and asks the API server for it as seldom as it can.
+    """Ends moves of one resource's devices to the plugin side, with as few requests to the API server as possible.
 
-    A device costs one list of the claims once the API server has taken the slice without it (one list for all devices
-    that wait then). While a claim's allocation names it, that claim is read after 0.5 s at first and 5 min at most, and
-    the claims are listed again when it names it no longer. A list that fails is tried again after 30 s at most.
+    Once the API server has accepted the slice without a device, the claims are listed once, for all devices that wait
+    then. While a claim's allocation names the device, that claim is read again, after 0.5 s at first and at most 5 min
+    later. When it no longer names the device, the claims are listed again. A failed list is repeated within 30 s.
 
-    None ends while a pod has any of the resource through DRA by its `limits`, unless it is forced: a kubelet restart
-    would end pods that come to the plugin's side then (`dra_bridge.handover.admission`).
+    No move ends while a pod has a device of the resource through DRA by its `limits`, unless the move is forced. A
+    kubelet restart would end pods that start on the plugin side then (`dra_bridge.handover.admission`).
 
-    queries: by device and the sequence of its record: each move asks anew. waits: makes the delays between two reads of
-    the claim that a device waits for.
+    queries: by device and the sequence of its record, so each move begins new ones. waits: makes the delays between
+    two reads of the claim that a device waits for.
     """
 
     moved: MovedResource
@@ -105,8 +105,8 @@ class MovesToPlugin:
     async def commit(self, waiting: dict[str, str], forced: Callable[[], bool]) -> tuple[str, ...]:
         """Commit the moves that can end; return their devices.
 
-        waiting: what the others wait for is added. forced: whether the share is now; that may change while the claims
-        are listed.
+        waiting: the reasons why the others wait are added to it. forced: returns whether the share is forced now, which
+        may change while the claims are listed.
         """
         moved, mine = self.moved, self.moved.name
         before = moved.ledger.snapshot
@@ -153,7 +153,7 @@ class MovesToPlugin:
     def _known(
         self, now: RegisterSnapshot, devices: Iterable[str], prepared: Mapping[str, Claim]
     ) -> dict[str, _ClaimQuery]:
-        """Return what is known of the claims that name these devices. prepared: claims by device."""
+        """Return the queries of the claims that name these devices. prepared: claims by device."""
         keys = {name: (name, now.device(self.moved.name, name).sequence) for name in devices}
         self.queries = {key: self.queries.get(key) or _ClaimQuery(self.waits()) for key in keys.values()}
         for name, key in keys.items():
@@ -182,10 +182,10 @@ class MovesToPlugin:
 
 
 async def forget_unplugged(moved: MovedResource, waiting: dict[str, str]) -> None:
-    """Forget devices that are unplugged, once nobody holds them and no claim names them.
+    """Drop the records of unplugged devices, once they have no holder and no claim names them.
 
-    One on the DRA side, or on its way, moves to the plugin's side first, which shows that no claim names it.
-    waiting: what they wait for is added.
+    A device on the DRA side, or on its way there, moves to the plugin side first; that proves that no claim names it.
+    waiting: the reasons why they wait are added to it.
     """
     resource = moved.name
     if not moved.inventory.snapshot.listed:

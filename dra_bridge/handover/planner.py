@@ -1,4 +1,4 @@
-"""Which devices are to move next: pure functions over the ledger's snapshot."""
+"""Chooses the devices that move next: pure functions of the register's snapshot."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ ALL: Final = Moving()
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Which moves are to begin now. draining: devices that are to leave the plugin side once idle (drain: wait)."""
+    """The moves to begin now. draining: devices that leave the plugin side once they are idle (drain: wait)."""
 
     to_dra: tuple[str, ...] = ()
     to_plugin: tuple[str, ...] = ()
@@ -69,13 +69,13 @@ def plan(
 ) -> Plan:
     """Choose the devices that move so that as many as `share` says are on, or on their way to, DRA.
 
-    Moves under way go on where they serve the share. Idle devices move before held ones, and held ones only with
-    `cordon`.
+    Moves in progress continue if the share still needs them. Idle devices move before held ones, and held ones only
+    with `cordon`.
 
     states: of every device that counts; quarantined ones stay where they are. held: devices that a pod or a claim
     holds. groups: devices that belong together (links, a switch, a NUMA node) and move whole rather than in fragments.
-    expected: devices on their way to DRA because a claim came for them. Those are not turned round, or no retry
-    of that claim would ever find its device.
+    expected: devices that move to DRA for a claim. These moves are not reversed, or no retry of the claim would find
+    its device.
     """
     devices = sorted((name for name, state in states.items() if state is not State.QUARANTINED), key=natural)
     dra = [name for name in devices if states[name] in (State.DRA, State.TO_DRA)]
@@ -102,9 +102,9 @@ def _choose(
 ) -> tuple[str, ...]:
     """Choose `count` candidates to go to the side where `there` are already.
 
-    Devices in the state `turning` come first: they are on their way back, and nobody on the other side holds them;
-    those of them that somebody holds here before others.
-    Then come whole groups: those begun already, then those that fit, idle ones before held ones.
+    Devices in the state `turning` come first, those with a holder on this side before others: they move back, and have
+    no holder on the other side. Then come whole groups: first groups that have begun, then groups that fit, idle ones
+    before held ones.
     """
     at = {name: index for index, name in enumerate(candidates)}
     returning = [name for name in candidates if states[name] is turning]
@@ -145,7 +145,8 @@ def leading(
 ) -> tuple[dict[str, State], frozenset[str], frozenset[str]]:
     """Return what `plan` decides about: the states of devices that lead or are by themselves, held and expected ones.
 
-    The others follow (`followers`). A leader is held, or expected, if any device of its group is.
+    The other devices follow their leaders (`followers`). A leader counts as held, or expected, if any device of its
+    group is.
     """
     held, expected = held_and_expected(now)
     groups = {name: members for name in states if (members := together[name])[0] == (resource, name)}
@@ -161,9 +162,9 @@ def leading(
 def followers(
     now: RegisterSnapshot, resource: str, devices: Iterable[str], together: Together
 ) -> list[tuple[str, Side, str]]:
-    """Return the devices that are to move with others of their group: where to, and why.
+    """Return the devices that follow others of their group, with the side and the reason.
 
-    A device follows the one that leads its group. If a claim came for one of them, all move to DRA.
+    A device follows the leader of its group. If one of them moves to DRA for a claim, all do.
     """
     _, expected = held_and_expected(now)
     moves: list[tuple[str, Side, str]] = []
@@ -180,7 +181,7 @@ def followers(
 
 
 def groups(devices: Mapping[str, Device], links: Mapping[frozenset[str], float]) -> Sequence[frozenset[str]]:
-    """Return devices that belong together: by their closest links, else by NUMA node, where there are several."""
+    """Return groups of devices that belong together: by their closest links, else by NUMA node."""
     if linked := link_groups(devices, links):
         return linked
     by_numa: dict[tuple[int, ...], set[str]] = {}

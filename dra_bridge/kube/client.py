@@ -1,7 +1,7 @@
 """The client of one API server: reads, writes and watches of objects, which are plain dicts as JSON has them.
 
-Many agents talk to one API server. Nothing here polls. A lost server is asked again after random waits that grow to
-half a minute, and a loss or a recovery is logged once.
+Many agents use one API server, so the client never polls. After a failure it connects again after random waits of up
+to half a minute. It logs each loss and each recovery of the server once.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ objects once in about 4 minutes for each watch.
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """All objects there are, and the resourceVersion at which that is true.
+    """A list of all objects, with its resourceVersion.
 
-    A watch yields it at the beginning, and whenever it did not end as the client had asked.
+    A watch yields it at the beginning, and after an end that the client had not requested.
     """
 
     items: list[Object]
@@ -50,7 +50,7 @@ class Listed:
 
 
 class Changed(msgspec.Struct, frozen=True):
-    """One object that was added, changed or deleted since. type: ADDED, MODIFIED or DELETED."""
+    """A change of one object. type: ADDED, MODIFIED or DELETED."""
 
     type: str
     object: Object
@@ -72,7 +72,7 @@ class Cluster:
         watch_seconds: tuple[float, float] = (240.0, 480.0),
         silence: tuple[float, float] = SILENCE,
     ) -> None:
-        """Connect to nothing yet.
+        """Store the settings; do not connect yet.
 
         configuration: read at the first request, and again when the server cannot be reached. deadline: seconds for one
         request and its answer. backoff: the waits of watches after failures. watch_seconds: how long the server is
@@ -86,12 +86,12 @@ class Cluster:
 
     @classmethod
     def from_environment(cls, kubeconfig: str | os.PathLike[str] | None = None, **options: Any) -> Cluster:
-        """Reach the server that a kubeconfig file names, else the one of the pod, else KUBECONFIG or ~/.kube/config."""
+        """Use the server of a kubeconfig file, else that of the pod, else of KUBECONFIG or ~/.kube/config."""
         return cls(lambda: auth.from_environment(kubeconfig), **options)
 
     @classmethod
     def from_server(cls, url: str, **options: Any) -> Cluster:
-        """Reach the server at a URL, without credentials."""
+        """Use the server at a URL, without credentials."""
         return cls(lambda: auth.from_server(url), **options)
 
     async def __aenter__(self) -> Self:
@@ -113,12 +113,12 @@ class Cluster:
 
     @property
     def where(self) -> str:
-        """The server's address and where it is from, for people; "" until the configuration is read."""
+        """The server's address and the source of the address, for messages; "" until the configuration is read."""
         return self._connection.where
 
     @property
     def statistics(self) -> RequestStatistics:
-        """What went to the API server so far."""
+        """The counters of requests to the API server."""
         return self._connection.statistics
 
     async def version(self) -> str:
@@ -187,9 +187,9 @@ class Cluster:
     async def ask_pod(
         self, namespace: str, name: str, port: int, path: str, *, tls: bool = False, timeout: float
     ) -> bytes:
-        """Return what a pod answers to a GET, through the API server (pods/proxy). timeout: seconds.
+        """Return a pod's answer to a GET through the API server (pods/proxy). timeout: seconds.
 
-        Raises ApiError, with the code and the words of whoever refuses.
+        Raises ApiError, with code and message of the API server or of the pod.
         """
         pod = f"{'https:' if tls else ''}{name}:{port}"
         return await self._connection.fetch(api.path_of(api.PODS, "v1", pod, namespace, "proxy") + path, timeout)
@@ -225,13 +225,13 @@ class Cluster:
     ) -> AsyncGenerator[Listed | Changed, None]:
         """Yield all objects now, then each change, for ever.
 
-        A watch that ends when the server was asked to end it is resumed at its position. After any other end (a lost
-        connection, an early end, a refusal, silence) `Listed` comes again and replaces all that was known. The position
-        must not be used then: the server's storage may have been restored from an older snapshot, and kube-apiserver
-        opens a watch at a position in its future without an error and sends nothing on it until its revision has
-        caught up (Cacher.Watch, cacher.go, 1.36).
+        A watch that ends at the requested time is resumed at its position. After any other end (a lost connection, an
+        early end, a refusal, silence) it yields a new `Listed`, which replaces all earlier objects. It must not resume
+        at the position then: the server's storage may have been restored from an older snapshot. kube-apiserver opens a
+        watch at a future position without an error, and sends nothing until its revision has reached that position
+        (Cacher.Watch, cacher.go, 1.36).
 
-        Outages, refusals and servers without DRA are waited out, whatever they last. Close the generator
+        Through outages, refusals and servers without DRA it keeps waiting, without a limit. Close the generator
         (`contextlib.aclosing`) to end the watch.
         """
         backoff = self.backoff.fresh()
@@ -339,7 +339,7 @@ async def _next_line(lines: AsyncIterator[bytes], silence: float) -> bytes:
 
 
 def _check(answer: Object, method: str, path: str, kind: Kind, name: str) -> None:
-    """Raise UnavailableError unless this is what an API server answers: an object of the kind, or a list of them."""
+    """Raise UnavailableError unless this is an API server's answer: an object of the kind, or a list of them."""
     if method == "DELETE" and answer.get("kind") == "Status" and answer.get("status") == "Success":
         return
     metadata = answer.get("metadata")

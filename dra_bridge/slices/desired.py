@@ -1,4 +1,4 @@
-"""The ResourceSlices that a driver's pool should consist of: a pure function of its devices and their sides.
+"""Computes the ResourceSlices of a driver's pool: a pure function of its devices and their sides.
 
 Each driver has one pool on a node, named like the node. The limits are Kubernetes 1.36's (k8s.io/api/resource/v1).
 """
@@ -31,7 +31,7 @@ CounterAmounts = Mapping[str, int | str]
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What one resource gives to its driver's pool.
+    """One resource's part of its driver's pool.
 
     offered: ids on the DRA side, None for all. replicas: how many claims share a device, by id; one if it is not
     named. order: ids that come first, because the scheduler takes devices from the front. qualifier: in the devices'
@@ -54,7 +54,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """All that one driver has on one node.
+    """The pool of one driver on one node.
 
     offers: one for each resource of the driver, also those that offer nothing now. unhealthy: the effect of the taint
     `<driver>/unhealthy`. annotations: on the pool's first slice, names under `<driver>/`; the others have them without
@@ -70,7 +70,7 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Desired:
-    """What the API server should have.
+    """The desired objects on the API server.
 
     slices: bodies as resource.k8s.io/v1 has them, without `spec.pool.generation`, owner and resourceVersion. needs:
     features that the pool uses where the server has them. problems: what was left out and why, one sentence each.
@@ -82,7 +82,7 @@ class Desired:
 
 
 def slice_name(node: str, driver: str, number: int) -> str:
-    """Return the name of a pool's slice, the same each time: so a create whose answer was lost is not done twice."""
+    """Return the name of a pool's slice. It is constant, so repeating a create whose answer was lost is harmless."""
     digest = hashlib.sha256(f"{node}\0{driver}".encode()).hexdigest()[:5]
     end = f"-{digest}-{number}"
     return f"{node}-{driver}"[: MAX_NAME - len(end)].rstrip("-.") + end
@@ -91,8 +91,8 @@ def slice_name(node: str, driver: str, number: int) -> str:
 def desired(pool: Pool, *, without: Collection[Feature] = ()) -> Desired | None:
     """Return the slices that this pool should consist of; None while a source has not listed its devices.
 
-    Pure: the same input gives the same bodies. What the API would refuse of a single device is left out and reported,
-    instead of failing the whole pool: an attribute, a capacity, or the device.
+    Pure: the same input gives the same bodies. If the API would refuse an attribute, a capacity or a whole device, only
+    that is left out and reported, so that the rest of the pool is published.
 
     Each device has its place in one slice, also while it is not offered. So a change of one device's side, health or
     taints changes only the slice with its place, which is one atomic write. without: features that the server lacks.
@@ -204,7 +204,7 @@ def _attribute(value: AttributeValue) -> Object:
 
 
 def _capacity(value: int | str, replicas: int) -> Object:
-    """Return a capacity. Of a shared device, a claim that does not say how much it needs takes an equal part.
+    """Return a capacity. If a device is shared, a claim without a requested amount takes an equal part.
 
     Without a policy such a claim would take all of it, and the device would not be shared
     (k8s.io/api/resource/v1, CapacityRequestPolicy).

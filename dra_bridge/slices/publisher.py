@@ -1,4 +1,4 @@
-"""The publisher, which keeps this node's ResourceSlices on the API server as they are wanted."""
+"""Keeps this node's ResourceSlices on the API server equal to the desired ones."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROUNDS: Final = 6
 
 @dataclass(frozen=True, slots=True)
 class PoolState:
-    """How far a driver's pool is.
+    """The state of a driver's pool.
 
     wanted, accepted: the tickets of the newest `want` and of the newest one that the API server has. slices: how many
     there are. devices: names of the devices in them. unsupported: features that the server lacks. problems: what was
@@ -72,7 +72,7 @@ class _RateLimit:
 
 @dataclass(slots=True, eq=False)
 class _PublishedDriver:
-    """What the publisher remembers of one driver."""
+    """The publisher's state of one driver."""
 
     pool: Pool
     rate_limit: _RateLimit
@@ -83,17 +83,17 @@ class _PublishedDriver:
 
 
 class Publisher:
-    """Makes the API server have this node's slices as they are wanted, and keeps it so.
+    """Makes this node's slices on the API server equal to the desired ones, and keeps them so.
 
-    One watch for all drivers. Slices of other drivers, nodes and pools are not touched. It writes only when something
-    changed or was deleted (the kubelet deletes all slices of its node when it starts). What fails is tried again, as
-    long as it takes.
+    There is one watch for all drivers. Slices of other drivers, nodes and pools are not touched. It writes only after
+    a slice was changed or deleted (the kubelet deletes all slices of its node when it starts). A failed write is
+    repeated until it succeeds.
     """
 
     def __init__(
         self, cluster: Cluster, node: str, *, burst: int = 10, per_second: float = 0.5, probe_again: float = 60.0
     ) -> None:
-        """Do nothing yet; `want` says what, `run` does it.
+        """Do nothing yet: `want` sets the desired slices, `run` writes them.
 
         burst, per_second: how many rounds of writes a driver may make at once, and how fast that is regained.
         probe_again: see `ServerFeatures`.
@@ -109,7 +109,7 @@ class Publisher:
         self._changed = asyncio.Event()
 
     def want(self, pool: Pool) -> int:
-        """Say what a driver's pool should be from now on; return a ticket for `accepted`.
+        """Set the desired pool of a driver; return a ticket for `accepted`.
 
         Raises ValueError if the pool is for another node.
         """
@@ -128,18 +128,18 @@ class Publisher:
         return driver.state.wanted
 
     def state(self, driver: str) -> PoolState:
-        """Return how far a driver's pool is."""
+        """Return the state of a driver's pool."""
         entry = self._drivers.get(driver)
         return entry.state if entry else PoolState()
 
     async def accepted(self, driver: str, ticket: int) -> PoolState:
-        """Wait until the API server has what was wanted with this ticket, or something newer."""
+        """Wait until the API server has the pool of this ticket or of a later one."""
         while (state := self.state(driver)).accepted < ticket:
             await self._changed.wait()
         return state
 
     async def run(self) -> None:
-        """Publish until cancelled. Slices are left as they are then: claims in use need them."""
+        """Publish until cancelled. The slices stay then, since claims in use need them."""
         async with asyncio.TaskGroup() as group:
             self._group = group
             for driver in self._drivers.values():
@@ -244,7 +244,7 @@ class Publisher:
                 await self._pause(driver, wait)
 
     async def _pause(self, driver: _PublishedDriver, seconds: float) -> None:
-        """Wait after a failure; end early when something else is wanted and the server answers."""
+        """Wait after a failure; end early if the desired slices change and the server answers."""
         ticket = driver.state.wanted
 
         async def newer() -> None:
@@ -259,7 +259,7 @@ class Publisher:
                 task.cancel()
 
     async def _reconcile(self, driver: _PublishedDriver) -> bool:
-        """Make the slices as they are wanted; return False if that does not end."""
+        """Write the desired slices; return False if they do not become stable."""
         pool, ticket = driver.pool, driver.state.wanted
         version = await self.cluster.version()
         for _ in range(ROUNDS):
