@@ -258,7 +258,7 @@ class _Demo:
         return rows
 
     def check_runs(self, pod: FakePod) -> None:
-        """Wait until a pod runs; check that it has as many devices as it asked for, and that no other pod has them."""
+        """Wait until a pod runs; check that it has all requested devices, and that no other pod has them."""
         (count,) = pod.wait_running(TIMEOUT).requests.values()
         check(pod.running and len(pod.device_ids) == count, f"{pod.name} runs with {count} devices")
         others = {name for other in self.pods if other.running and other is not pod for name in other.device_ids}

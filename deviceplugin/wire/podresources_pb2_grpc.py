@@ -55,7 +55,7 @@ class PodResourcesListerServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def List(self, request, context):
-        """Rebuilds the device manager's own books on the way: not while an Allocate is in flight
+        """Rebuilds the device manager's state as a side effect: not while an Allocate is in flight
         (kubernetes#137534). Leaves out init containers that are not sidecars.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -28,7 +28,7 @@ class PodResourcesListerStub:
         deviceplugin.wire.podresources_pb2.ListPodResourcesRequest,
         deviceplugin.wire.podresources_pb2.ListPodResourcesResponse,
     ]
-    """Rebuilds the device manager's own books on the way: not while an Allocate is in flight
+    """Rebuilds the device manager's state as a side effect: not while an Allocate is in flight
     (kubernetes#137534). Leaves out init containers that are not sidecars.
     """
 
@@ -48,7 +48,7 @@ class PodResourcesListerAsyncStub:
         deviceplugin.wire.podresources_pb2.ListPodResourcesRequest,
         deviceplugin.wire.podresources_pb2.ListPodResourcesResponse,
     ]
-    """Rebuilds the device manager's own books on the way: not while an Allocate is in flight
+    """Rebuilds the device manager's state as a side effect: not while an Allocate is in flight
     (kubernetes#137534). Leaves out init containers that are not sidecars.
     """
 
@@ -70,7 +70,7 @@ class PodResourcesListerServicer(metaclass=abc.ABCMeta):
         request: deviceplugin.wire.podresources_pb2.ListPodResourcesRequest,
         context: _ServicerContext,
     ) -> typing.Union[deviceplugin.wire.podresources_pb2.ListPodResourcesResponse, collections.abc.Awaitable[deviceplugin.wire.podresources_pb2.ListPodResourcesResponse]]:
-        """Rebuilds the device manager's own books on the way: not while an Allocate is in flight
+        """Rebuilds the device manager's state as a side effect: not while an Allocate is in flight
         (kubernetes#137534). Leaves out init containers that are not sidecars.
         """
 

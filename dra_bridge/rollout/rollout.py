@@ -179,10 +179,10 @@ async def migrate(
     wait: bool = False,
     timeout: float = 0.0,
 ) -> bool:
-    """Ask these nodes for a share (None: for nothing any more); return whether all went well.
+    """Request a share of these nodes (None: remove the request); return whether all of them succeeded.
 
-    wait: until every device is where it should be, `timeout` seconds at the most if given. Raises RolloutError if it
-    cannot be asked for and nothing was written, ClusterError if the API server cannot be asked.
+    wait: wait until every device is on its side, at most `timeout` seconds if given. Raises RolloutError if the share
+    is impossible and nothing was written, ClusterError if the API server does not answer.
     """
     views = await read_nodes(cluster, driver, names, with_claims=False)
     if problems := [f"node {view.node}: {fleet.obstacles(view)[0]}" for view in views if view.reported is None]:
