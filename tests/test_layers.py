@@ -9,11 +9,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.source import PRODUCT, ROOT, modules, nodes, tree
+
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 
@@ -44,42 +44,19 @@ def is_module(name: str) -> bool:
     return path.with_name(f"{path.name}.py").exists() or (path / "__init__.py").exists()
 
 
-When = Literal["at once", "later", "types only"]
-
-
 @functools.cache
-def imports(path: Path) -> tuple[tuple[str, When], ...]:
-    """The modules that a file imports, and when: as it is imported itself, in a function, or for a type checker."""
-    found: list[tuple[str, When]] = []
-    tree = ast.parse(path.read_text())
-    when: dict[int, When] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            when.update((id(inner), "types only") for inner in ast.walk(node))
-        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            when.update((id(inner), "later") for inner in ast.walk(node))
-    for node in ast.walk(tree):
+def imports(path: Path) -> frozenset[str]:
+    """The modules that a file imports: as it is imported itself, in a function, or for a type checker."""
+    found: set[str] = set()
+    for node in nodes(path):
         if isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
                 # `from package import module` imports the module, even while the package is still being imported.
                 name = f"{node.module}.{alias.name}"
-                found.append((name if is_module(name) else node.module, when.get(id(node), "at once")))
+                found.add(name if is_module(name) else node.module)
         elif isinstance(node, ast.Import):
-            found += [(alias.name, when.get(id(node), "at once")) for alias in node.names]
-    return tuple(found)
-
-
-def modules(package: str) -> dict[str, Path]:
-    """The modules of a package by name, without generated ones."""
-    found = {}
-    for path in sorted((ROOT / package).rglob("*.py")):
-        if "wire" not in path.parts:
-            name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-            found[name.removesuffix(".__init__")] = path
-    return found
-
-
-PRODUCT = modules("deviceplugin") | modules("dra_bridge")
+            found |= {alias.name for alias in node.names}
+    return frozenset(found)
 
 
 def layer_of(module: str) -> str:
@@ -93,7 +70,7 @@ def layer_of(module: str) -> str:
 
 def crossings(name: str) -> Iterator[str]:
     """The other layers that a module imports from, also for types alone."""
-    for module, _ in imports(PRODUCT[name]):
+    for module in imports(PRODUCT[name]):
         if module.partition(".")[0] in ("deviceplugin", "dra_bridge") and layer_of(module) != layer_of(name):
             yield layer_of(module)
 
@@ -151,11 +128,9 @@ def test_modules_are_short() -> None:
 
 def test_each_class_has_a_name_of_its_own() -> None:
     """Who reads a name knows which class it is; so it is with names of types that are no classes."""
-    trees = [ast.parse(path.read_text()) for path in PRODUCT.values()]
-    names = [node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-    assigned = (
-        target for tree in trees for node in tree.body if isinstance(node, ast.Assign) for target in node.targets
-    )
+    names = [node.name for path in PRODUCT.values() for node in nodes(path) if isinstance(node, ast.ClassDef)]
+    top = (node for path in PRODUCT.values() for node in tree(path).body)
+    assigned = (target for node in top if isinstance(node, ast.Assign) for target in node.targets)
     names += [target.id for target in assigned if isinstance(target, ast.Name) and re.match("[A-Z][a-z]", target.id)]
     assert sorted(name for name in set(names) if names.count(name) > 1) == []
 
@@ -163,13 +138,13 @@ def test_each_class_has_a_name_of_its_own() -> None:
 def test_framework_knows_nothing_of_the_bridge() -> None:
     """dra_bridge depends on deviceplugin, never the other way round; no client of the API server is loaded here."""
     foreign = {"dra_bridge", "aiohttp", "kubernetes_asyncio", "tests"}
-    imported = {(name, module) for name, path in modules("deviceplugin").items() for module, _ in imports(path)}
+    imported = {(name, module) for name, path in modules("deviceplugin").items() for module in imports(path)}
     assert not {(name, module) for name, module in imported if module.partition(".")[0] in foreign}
 
 
 def test_no_import_runs_back_up() -> None:
     """No module imports itself by way of others, be it later, in a function, or for types alone."""
-    graph = {name: {module for module, _ in imports(path)} & PRODUCT.keys() - {name} for name, path in PRODUCT.items()}
+    graph = {name: imports(path) & PRODUCT.keys() - {name} for name, path in PRODUCT.items()}
     done: set[str] = set()
 
     def visit(name: str, above: tuple[str, ...]) -> None:
@@ -185,9 +160,7 @@ def test_no_import_runs_back_up() -> None:
 
 def test_values_import_nothing() -> None:
     """Devices are values: their module imports nothing of the package."""
-    assert not [
-        module for module, _ in imports(ROOT / "deviceplugin" / "device.py") if module.startswith("deviceplugin")
-    ]
+    assert not [module for module in imports(ROOT / "deviceplugin" / "device.py") if module.startswith("deviceplugin")]
 
 
 @pytest.mark.parametrize(
