@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, settings, strategies
 
 gc.disable()  # until the tests are loaded: nothing of them is garbage
 settings.register_profile("quick", max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -23,7 +23,8 @@ settings.load_profile("quick")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config) -> None:
-    """Compile modules that no run has compiled before, or each of the processes that are to start would do it."""
+    """Do once in a fresh clone what each process that is to start would do: compile, and make the table of Unicode."""
+    strategies.text().validate()  # hypothesis writes the table
     if sys.dont_write_bytecode:
         return
     tests = Path(__file__).parent

@@ -140,6 +140,7 @@ def printed(status: str, version: str = "v1") -> str:
     )
 
 
+@HERE
 async def test_an_exec_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An exec plugin is run once however many ask, and again when its token is refused."""
     monkeypatch.setattr(access, "RENEW", 0.0)
