@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings, strategies
+from hypothesis import HealthCheck, given, settings, strategies
 
 gc.disable()  # until the tests are loaded: nothing of them is garbage
 settings.register_profile("quick", max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -21,16 +21,22 @@ settings.register_profile("thorough", settings.get_profile("quick"), max_example
 settings.load_profile("quick")
 
 
+@settings(max_examples=2, database=None)
+@given(strategies.text(), strategies.lists(strategies.floats(), min_size=200))
+def draw(_text: str, _numbers: list[float]) -> None:
+    """Have hypothesis write its table of Unicode, and the constants in modules: it draws one float in seven of them."""
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config) -> None:
-    """Do once in a fresh clone what each process that is to start would do: compile, and make the table of Unicode."""
-    strategies.text().validate()  # hypothesis writes the table
+    """Do what no run has done before, or each of the processes that are to start would: compile modules, and `draw`."""
     if sys.dont_write_bytecode:
         return
     tests = Path(__file__).parent
     for path in config.rootpath.glob("tests/**/test_*.py"):
         if not any(path.parent.glob(f"__pycache__/{path.stem}.*-pytest-*.pyc")) and "cluster" not in path.parts:
             importlib.import_module(".".join(path.relative_to(tests.parent).with_suffix("").parts))
+    draw()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
