@@ -8,10 +8,11 @@ gates take a Cluster in place of the one before. It keeps them until a test want
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import re
-import tempfile
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,10 +75,29 @@ class Shared:
             raise
 
 
+def longest_first(items: Sequence[pytest.Item], processes: int) -> list[pytest.Item]:
+    """Return tests so that each process begins with some of the longest.
+
+    `--dist worksteal` gives each process a run of them, and moves tests from the end of a run later. The others stay in
+    their order: those next to each other often want the same options of a cluster.
+    """
+    longest = [item for item in items if item.get_closest_marker("lengthy")]
+    rest = [item for item in items if item not in longest]
+    ordered: list[pytest.Item] = []
+    for index in range(processes):
+        first = longest[index::processes]
+        more = (len(items) - len(ordered)) // (processes - index) - len(first)
+        ordered += [*first, *rest[: max(0, more)]]
+        del rest[: max(0, more)]
+    return ordered + rest
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Refuse to run where a node would harm the machine, instead of skipping."""
+    """Refuse to run where a node would harm the machine, instead of skipping; put the longest tests first."""
     here = Path(__file__).parent
     ours = [item for item in items if here in item.path.parents]
+    if len(ours) == len(items):
+        items[:] = longest_first(items, getattr(config, "workerinput", {}).get("workercount", 1))
     for item in ours:
         item.add_marker(pytest.mark.timeout(1800))  # a cluster starts, and containers come and go
     wanted = bool(ours)
@@ -111,14 +131,21 @@ def cluster(make_cluster: Callable[..., Cluster]) -> Cluster:
 
 
 @pytest.fixture(scope="session")
-def archive() -> Iterator[Path]:
-    """The image that examples/Dockerfile describes, under two tags."""
+def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The image that examples/Dockerfile describes, under two tags; made once for all processes of a run."""
     text = (Path(__file__).parents[2] / "examples" / "Dockerfile").read_text()
     (entrypoint,) = re.findall(r"^ENTRYPOINT (.+)$", text, re.MULTILINE)
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "agent.tar"
-        image.write_agent(path, json.loads(entrypoint), image.AGENTS, image_environment())
-        yield path
+    directory = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        directory = directory.parent
+    path = directory / "agent.tar"
+    with open(directory / "agent.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            new = path.with_suffix(".new")
+            image.write_agent(new, json.loads(entrypoint), image.AGENTS, image_environment())
+            new.rename(path)
+    return path
 
 
 @pytest.fixture

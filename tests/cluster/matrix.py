@@ -167,7 +167,7 @@ def run(version: str, tests: Sequence[str], report: Path) -> None:
     subprocess.run([sys.executable, "-m", "tests.cluster.build", version], check=True, env=environment)
     isolated = f"{NODES}*popen//python={sys.executable} -m tests.cluster.isolate {sys.executable}"
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
-    subprocess.run([*pytest, "-d", "--tx", isolated, "--dist", "worksteal", *tests], check=False, env=environment)
+    subprocess.run([*pytest, "--tx", isolated, "--dist", "worksteal", *tests], check=False, env=environment)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -102,6 +102,7 @@ def wait_states(bridge: Bridge, **wanted: int) -> None:
     bridge.cluster.wait_for(lambda: dict(states(bridge)) == counts, 60, f"the devices are {counts}")
 
 
+@pytest.mark.lengthy
 def test_a_kubelet_restart_after_each_step_ends_no_pod(bridge: Bridge) -> None:
     """There, back and there again: pods of the plugin side, unchanged ones through DRA, and claims all go on."""
     cluster = bridge.cluster

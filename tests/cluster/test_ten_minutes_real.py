@@ -157,6 +157,7 @@ def run(command: str, directory: Path, environment: dict[str, str]) -> str:
     return done.stdout.rstrip("\n")
 
 
+@pytest.mark.lengthy
 def test_the_page_is_what_happens(reader: dict[str, str], tmp_path: Path) -> None:
     """Every command of the page prints what the page shows, from the plain plugin to claims and back."""
     page = PAGE.read_text()
