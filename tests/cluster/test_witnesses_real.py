@@ -426,7 +426,7 @@ class Scene(sides.Scene):
             found = self.cluster.pod(name)
             if found.phase == "Failed" or found.uid in without:
                 self.remake(found, manifest)
-            elif "resourceClaims" in manifest["spec"]:
+            elif "resourceClaims" in manifest["spec"] or "extendedResourceClaimStatus" in found.status:
                 # Any change makes the kubelet try again at once; its own Events are rate limited and do not tell.
                 annotations = {"retry": str(int(time.monotonic()))}
                 self.cluster.api.patch("Pod", name, {"metadata": {"annotations": annotations}})
