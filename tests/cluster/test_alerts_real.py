@@ -198,6 +198,7 @@ def without_slices(bridge: Bridge) -> Iterator[None]:
         bridge.cluster.api.patch(*change, {"rules": role["rules"]}, api_version="rbac.authorization.k8s.io/v1")
 
 
+@pytest.mark.lengthy
 def test_alerts_about_sources_and_others(small_disk: Path, bridge: Bridge, prometheus: Prometheus) -> None:
     """Faults of sources and hooks, another plugin, a full disk, a checkpoint that cannot be read, lost rights."""
     cluster = bridge.cluster
