@@ -2,7 +2,7 @@
 
 Every container writes down which device it holds, from when to when, on the clock that all
 containers share (/proc/uptime). A checker then proves that no two ever held one device at once.
-CHURN_SECONDS is for how long; the default suits CI.
+CHURN_SECONDS is for how long; the default suits CI, and with CLUSTER_LONG in the environment it is longer.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ import pytest
 from tests.cluster import image, isolate
 from tests.cluster.bridge import Bridge, seconds_until
 from tests.cluster.node import Cluster, ClusterError
+from tests.scenarios.sides import LONG
 
 DRIVER = "card.example.net"
 RESOURCE = "example.net/card"
 DEVICES = Path(isolate.DEVICES) / "handover"
 NOTES = Path(isolate.DEVICES) / "notes"
-CHURN_SECONDS = float(os.environ.get("CHURN_SECONDS", "75"))
+CHURN_SECONDS = float(os.environ.get("CHURN_SECONDS", "75" if LONG else "45"))
 
 # Which device is it, since when, and that it still is: a beat every 50 ms until the end.
 WORKER = f"""
@@ -301,6 +302,7 @@ def test_devices_return_when_unchanged_pods_have_ended(bridge: Bridge) -> None:
     cluster.wait_allocatable(RESOURCE, 8)
 
 
+@pytest.mark.lengthy
 def test_no_pod_fails_where_there_is_room(bridge: Bridge) -> None:
     """While each side keeps room for its pods, devices move back and forth under churn and no pod fails at all."""
     start_churn(bridge, replicas=2)
@@ -327,6 +329,7 @@ def test_no_pod_fails_where_there_is_room(bridge: Bridge) -> None:
 REPORTING = 10.0
 
 
+@pytest.mark.lengthy
 def test_no_device_ever_has_two_holders(bridge: Bridge) -> None:
     """Pods of both kinds churn while devices move back and forth, through kubelet restarts, kills and an outage."""
     cluster = bridge.cluster
@@ -404,16 +407,20 @@ def moves_while_pods_wait(bridge: Bridge, changes: int) -> tuple[Churn, list[Hol
     return churn, holdings()
 
 
-# The kubelet writes the node's status every 10 s, as it does by default; elsewhere in these tests every second.
-AS_BY_DEFAULT = {"nodeStatusUpdateFrequency": "10s"}
+# The kubelet's periods as they are by default; elsewhere in these tests they are shorter.
+AS_BY_DEFAULT = {"nodeStatusUpdateFrequency": "10s", "syncFrequency": "1m"}
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("may_write", [False, True], ids=["kubelet-reports", "agent-reports"])
 def test_no_waiting_pod_fails_when_devices_move(make_cluster: Callable[..., Cluster], may_write: bool) -> None:
-    """While pods of both kinds always wait, at most 0.1 pods fail a share change; without the right it is as before."""
+    """While pods of both kinds always wait, at most 0.1 pods fail a share change; without the right it is as before.
+
+    With CLUSTER_LONG there are twice as many changes: 20, and 6 without the right.
+    """
     cluster = make_cluster(kubelet_config=AS_BY_DEFAULT)
     with serving_cards(cluster, node_status=may_write) as bridge:
-        changes = 20 if may_write else 6
+        changes = (10 if may_write else 3) * (1 + LONG)
         churn, found = moves_while_pods_wait(bridge, changes)
         refused = bridge.logs().count("the status of node")
         why = Counter(said.partition(":")[0] for _, said in churn.failed.values())
