@@ -43,7 +43,7 @@ _RUNS = itertools.count()
 
 
 class ClaimPod(Pod):
-    """A pod with claims. What the kubelet could not prepare it tries again after a minute, or when the pod changes."""
+    """A pod with claims. What the kubelet could not prepare it tries again after 10 s, or when the pod changes."""
 
     def wait_running(self, timeout: float = 120.0) -> Pod:
         """Wait until all its containers run; each time the kubelet could not prepare its claims it is made to retry."""

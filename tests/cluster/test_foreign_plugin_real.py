@@ -109,10 +109,15 @@ def test_the_kubelet_hangs_when_it_is_noticed(scene: Scene) -> None:
     """Until the kubelet has taken the agent's registration again the agent is not ready, and says why."""
     cluster = scene.cluster
     serve(scene, 2)
-    kubelet = cluster.components["kubelet"].pid
+    kubelet, agent = cluster.components["kubelet"].pid, scene.agents.process
+    assert agent is not None
+    agent.send_signal(signal.SIGSTOP)  # else it notices, and registers again, before the kubelet hangs
     with other_plugin("theirs"):
-        cluster.wait_for(lambda: healthy() == ["theirs"], 5, "the kubelet has their list")
-        os.kill(kubelet, signal.SIGSTOP)  # the agent looks a second after it has seen their socket
+        try:
+            cluster.wait_for(lambda: healthy() == ["theirs"], 5, "the kubelet has their list")
+            os.kill(kubelet, signal.SIGSTOP)
+        finally:
+            agent.send_signal(signal.SIGCONT)
         try:
             why = "not registered with the kubelet: another plugin has registered it"
             cluster.wait_for(lambda: why in scene.agents.lacks(), 30, "the agent is not ready")
