@@ -125,7 +125,7 @@ class Deployed(Bridge):
         said = f"was read again: changed {RESOURCE}"
 
         def taken() -> bool:
-            # The kubelet looks at a pod's volumes once a minute, and when the pod changes.
+            # The kubelet looks at a pod's volumes now and then, and when the pod changes.
             looked = {"metadata": {"annotations": {"looked-at": str(int(time.monotonic()))}}}
             self.cluster.api.patch("Pod", agent.name, looked, NAMESPACE)
             return agent.logs().count(said) > self.reloads

@@ -90,18 +90,6 @@ def released(node: Cluster) -> Iterator[Released]:
         yield made
 
 
-def read_again(released: Released, agent: Pod, what: str) -> None:
-    """Wait until the agent's pod has read its changed file. The kubelet looks when the pod changes."""
-    count = agent.logs().count("was read again")
-
-    def taken() -> bool:
-        looked = {"metadata": {"annotations": {"looked-at": str(len(agent.logs()))}}}
-        released.cluster.api.patch("Pod", agent.name, looked, NAMESPACE)
-        return agent.logs().count("was read again") > count
-
-    released.cluster.wait_for(taken, PATIENCE, what, log="kubelet")
-
-
 def test_life_of_a_release(released: Released) -> None:
     """Holders on each side keep their devices through upgrade, rollback, removal and another installation."""
     cluster, agent = released.cluster, released.agent()
@@ -114,11 +102,11 @@ def test_life_of_a_release(released: Released) -> None:
     # An upgrade changes the ConfigMap, which the agent takes as it runs; so does a rollback.
     released.share(1)
     released.apply()
-    read_again(released, agent, "the agent has read the upgrade's file")
+    released.read_again(agent)
     released.wait_offered(1)
     cluster.wait_allocatable(RESOURCE, COUNT - 1)
     released.helm("rollback", RELEASE, "1")
-    read_again(released, agent, "the agent has read the first file again")
+    released.read_again(agent)
     released.wait_offered(2)
     assert released.agent().uid == agent.uid
     assert agent.restarts() == 0

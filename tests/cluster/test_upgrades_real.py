@@ -150,7 +150,7 @@ def test_a_new_image_with_a_broken_file(deployed: Deployed) -> None:
     deployed.apply()
 
     def mended() -> bool:
-        # The kubelet looks at a pod's volumes once a minute, and when the pod changes.
+        # The kubelet looks at a pod's volumes now and then, and when the pod changes.
         looked = {"metadata": {"annotations": {"looked-at": str(int(time.monotonic()))}}}
         cluster.api.patch("Pod", second.name, looked, NAMESPACE)
         return ready(second)
