@@ -86,9 +86,9 @@ def longest_first(items: Sequence[pytest.Item], processes: int) -> list[pytest.I
     ordered: list[pytest.Item] = []
     for index in range(processes):
         first = longest[index::processes]
-        more = (len(items) - len(ordered)) // (processes - index) - len(first)
-        ordered += [*first, *rest[: max(0, more)]]
-        del rest[: max(0, more)]
+        more = max(0, (len(items) - len(ordered)) // (processes - index) - len(first))
+        ordered += [*first, *rest[:more]]
+        del rest[:more]
     return ordered + rest
 
 

@@ -120,14 +120,17 @@ class Deployed(Bridge):
         """Return what the agent's pod has said since its container started."""
         return self.agent().logs()
 
+    def change(self, pod: Pod) -> None:
+        """Have the kubelet look at a pod's volumes at once: it does so when the pod changes, else from time to time."""
+        changed = {"metadata": {"annotations": {"changed-at": str(int(time.monotonic()))}}}
+        self.cluster.api.patch("Pod", pod.name, changed, NAMESPACE)
+
     def read_again(self, agent: Pod) -> None:
         """Wait until the agent's pod has read its changed file once more than is known of by now."""
         said = f"was read again: changed {RESOURCE}"
 
         def taken() -> bool:
-            # The kubelet looks at a pod's volumes now and then, and when the pod changes.
-            looked = {"metadata": {"annotations": {"looked-at": str(int(time.monotonic()))}}}
-            self.cluster.api.patch("Pod", agent.name, looked, NAMESPACE)
+            self.change(agent)
             return agent.logs().count(said) > self.reloads
 
         self.cluster.wait_for(taken, PATIENCE, "the agent has read the file again", log="kubelet")

@@ -7,7 +7,6 @@ move, and a drain of the node. `tests.cluster.test_daemonset_real` has the agent
 from __future__ import annotations
 
 import json
-import time
 import urllib.error
 from collections import Counter
 from typing import Any
@@ -150,9 +149,7 @@ def test_a_new_image_with_a_broken_file(deployed: Deployed) -> None:
     deployed.apply()
 
     def mended() -> bool:
-        # The kubelet looks at a pod's volumes now and then, and when the pod changes.
-        looked = {"metadata": {"annotations": {"looked-at": str(int(time.monotonic()))}}}
-        cluster.api.patch("Pod", second.name, looked, NAMESPACE)
+        deployed.change(second)
         return ready(second)
 
     cluster.wait_for(mended, PATIENCE, "it is ready")
