@@ -639,9 +639,9 @@ async def test_a_withdrawal_waits_for_no_allocation(serve: Serve, monkeypatch: p
             known.withheld = ["a", "b"]
             served.endpoint.refresh()
             assert await lists.next() == {"a": "Unhealthy", "b": "Unhealthy"}
-            for _ in range(1000):  # until the stream waits for the next change
-                await asyncio.sleep(0)
-            assert served.endpoint.streams.healthy() == set()
+            async with asyncio.timeout(60):  # until the stream waits for the next change
+                while served.endpoint.streams.healthy() != set():  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
             known.withheld = []
             served.endpoint.refresh()
             later = asyncio.create_task(lists.next())
