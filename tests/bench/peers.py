@@ -2,7 +2,8 @@
 
 Prepare and Unprepare are compared with the Go example driver (kubernetes-sigs/dra-example-driver), Allocate with
 squat's generic-device-plugin. All of them serve one real kubelet at the same time. In each round pods of one of them
-start at once and are deleted at once; rounds of all of them follow each other. The times are means of the kubelet's own
+start at once and are deleted at once; rounds of all of them follow each other, in another order each time: what the
+node still does after claims of one slows down the next. The times are means of the kubelet's own
 histograms, as differences of sum and count over the rounds. `tests.bench.empty` shows what of them is Python's gRPC: a
 driver and a plugin that do nothing else. The limits are ratios of means within one run, so a machine
 that others use is good enough; on one that is idle the figures repeat better.
@@ -17,6 +18,7 @@ import argparse
 import json
 import math
 import os
+import random
 import re
 import shutil
 import stat
@@ -231,6 +233,8 @@ def measure(cluster: Cluster, side: Side, size: int, title: str) -> None:
         pod.delete()
     for pod in pods:
         pod.wait_gone(180.0)
+    # The controllers delete the claims afterwards: their work would slow down the next side.
+    cluster.wait_for(lambda: not cluster.api.list("ResourceClaim", "default"), 60.0, "no claim is left")
     after = times(cluster.metrics())
     side.cpu[size] += cpu_of(side.process) - cpu
     for operation, key in side.operations.items():
@@ -267,11 +271,11 @@ def compared(sides: Sequence[Side]) -> list[tuple[str, int, float, float]]:
 
 def inside(rounds: int) -> int:
     """Measure on a node; return 1 when a limit is missed."""
+    order = random.Random(1)
     with Cluster() as cluster, agents(cluster) as sides:
         for size in SIZES:
             for number in range(rounds + 1):
-                for index in range(len(sides)):
-                    side = sides[(index + number) % len(sides)]
+                for side in order.sample(sides, len(sides)):
                     measure(cluster, side, size, f"p{size}-{number}-{sides.index(side)}")
                 if number == 0 and size == SIZES[0]:  # connections are made and programs warm up
                     for side in sides:
