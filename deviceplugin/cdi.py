@@ -172,6 +172,16 @@ def _node(host: str, status: os.stat_result, path: str, permissions: str) -> dic
     return {**node, "permissions": "".join(letter for letter in "rwm" if letter in permissions)}
 
 
+def own_directory(directory: str) -> str:
+    """Return where agents of this project keep their other files of the node's boot: below the directory of CDI specs.
+
+    That directory is mounted, and in memory on most nodes. Runtimes look into no directory below it. Beside the specs
+    each of these files would cost time: whenever a file of any name is renamed or removed there, containerd reads all
+    specs again (container-device-interface 1.1, pkg/cdi/cache.go: watch), while the kubelet waits for our answer.
+    """
+    return os.path.join(directory, "deviceplugin")
+
+
 class CdiStore:
     """The CDI files of one driver's claims. Thread-safe; blocks. Raises CdiError: the driver cannot be a CDI vendor."""
 
@@ -194,7 +204,8 @@ class CdiStore:
         path = self.path(uid)
         if self.read(uid) == data:
             return False
-        # Runtimes read *.json and *.yaml only, and never what begins with a dot.
+        # Runtimes read *.json and *.yaml only, and never what begins with a dot. The draft is in the same directory:
+        # containerd notices that it is renamed, and not that the file has come.
         draft = os.path.join(self.directory, f".{self._prefix}{uid}.{self._run}.{os.urandom(8).hex()}")
         try:
             os.makedirs(self.directory, mode=0o755, exist_ok=True)

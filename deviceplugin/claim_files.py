@@ -1,7 +1,9 @@
-"""Files of our own beside the CDI specs: what each prepared claim holds, whatever its devices are called today.
+"""Files of our own: what each prepared claim holds, whatever its devices are called today.
 
-`<driver>_<claim UID>.claim` is JSON. Runtimes read *.json and *.yaml only. Each prepared claim has one, also a claim
-without edits. The directory is in memory on most nodes, so the files go with the containers at a reboot.
+`<driver>_<claim UID>.claim` is JSON, in `cdi.own_directory`. Each prepared claim has one, also a claim without edits.
+The directory is in memory on most nodes, so the files go with the containers at a reboot.
+
+Functions and classes take the directory of CDI specs.
 """
 
 from __future__ import annotations
@@ -85,15 +87,16 @@ def read_all(directory: str, without: Collection[str] = ()) -> tuple[ClaimFile, 
 
     Raises OSError: the directory is there and cannot be read. A file that cannot be read has no devices.
     """
+    own = cdi.own_directory(directory)
     try:
-        names = sorted(os.listdir(directory))
+        names = sorted(os.listdir(own))
     except FileNotFoundError:
         return ()
     files = []
     for name in names:
         if (named := _FILE.fullmatch(name)) and named["driver"] not in without:
             try:
-                with open(os.path.join(directory, name), "rb") as file:
+                with open(os.path.join(own, name), "rb") as file:
                     files.append(decode(file.read(), named["driver"], named["uid"]))
             except FileNotFoundError:
                 continue  # it has just been removed
@@ -108,5 +111,5 @@ class ClaimFileStore(cdi.CdiStore):
     SUFFIX = _SUFFIX
 
     def __init__(self, driver: str, directory: str = cdi.DIRECTORY) -> None:
-        super().__init__(driver, directory)
+        super().__init__(driver, cdi.own_directory(directory))
         self._prefix = f"{driver}_"

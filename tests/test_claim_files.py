@@ -38,6 +38,11 @@ def put(directory: Path, *files: ClaimFile) -> None:
         claim_files.ClaimFileStore(file.driver, str(directory)).write(file.uid, claim_files.encode(file))
 
 
+def own(directory: Path) -> Path:
+    """Return where the files lie."""
+    return Path(cdi.own_directory(str(directory)))
+
+
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     """With all that it says of each device, and the same bytes whatever the order of its pods."""
     other = made("2", "2nd.example.com", devices=(), pods=frozenset())
@@ -48,17 +53,16 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 
 
 def test_runtimes_do_not_read_it(tmp_path: Path) -> None:
-    """They take *.json and *.yaml; the names clash with no CDI file, draft or copy of a ledger."""
+    """They look into no directory below that of the specs; the names clash with no draft or copy of a ledger."""
     put(tmp_path, made())
     cdi.CdiStore(D, str(tmp_path)).write("1", b"{}")
-    (tmp_path / f"{D}.allocations").write_bytes(b"")
-    (tmp_path / f".{D}_2.left.over").write_bytes(b"")
-    assert sorted(os.listdir(tmp_path)) == sorted(
-        [f"{D}-claim_1.json", f"{D}_1.claim", f"{D}.allocations", f".{D}_2.left.over"]
-    )
+    (own(tmp_path) / f"{D}.allocations").write_bytes(b"")
+    (own(tmp_path) / f".{D}_2.left.over").write_bytes(b"")
+    assert sorted(os.listdir(tmp_path)) == ["deviceplugin", f"{D}-claim_1.json"]
+    assert sorted(os.listdir(own(tmp_path))) == sorted([f"{D}_1.claim", f"{D}.allocations", f".{D}_2.left.over"])
     assert claim_files.read_all(str(tmp_path)) == (made(),)
     assert cdi.CdiStore(D, str(tmp_path)).list() == claim_files.ClaimFileStore(D, str(tmp_path)).list() == {"1"}
-    assert not (tmp_path / f".{D}_2.left.over").exists(), "a draft that a crash left is removed"
+    assert not (own(tmp_path) / f".{D}_2.left.over").exists(), "a draft that a crash left is removed"
     assert claim_files.ClaimFileStore(D, str(tmp_path)).remove("1")
     assert os.path.exists(tmp_path / f"{D}-claim_1.json")
 
@@ -80,7 +84,7 @@ def test_runtimes_do_not_read_it(tmp_path: Path) -> None:
 def test_a_damaged_file_says_that_its_devices_are_unknown(tmp_path: Path, text: bytes) -> None:
     """Its name tells the driver and the claim; the other files are read all the same."""
     put(tmp_path, made("3"))
-    (tmp_path / f"{D}_1.claim").write_bytes(text)
+    (own(tmp_path) / f"{D}_1.claim").write_bytes(text)
     found = {file.uid: file for file in claim_files.read_all(str(tmp_path))}
     assert found == {"1": ClaimFile(driver=D, uid="1"), "3": made("3")}
     assert found["1"].devices is None
@@ -88,17 +92,17 @@ def test_a_damaged_file_says_that_its_devices_are_unknown(tmp_path: Path, text: 
 
 def test_a_file_that_cannot_be_read_says_so(tmp_path: Path) -> None:
     """A directory in its place, and a link that leads nowhere, are no files of claims that ended."""
-    (tmp_path / f"{D}_1.claim").mkdir()
-    (tmp_path / f"{D}_2.claim").symlink_to(tmp_path / f"{D}_2.claim")
+    (own(tmp_path) / f"{D}_1.claim").mkdir(parents=True)
+    (own(tmp_path) / f"{D}_2.claim").symlink_to(own(tmp_path) / f"{D}_2.claim")
     assert [(file.uid, file.devices) for file in claim_files.read_all(str(tmp_path))] == [("1", None), ("2", None)]
 
 
 def test_a_directory_that_is_not_there_has_no_files(tmp_path: Path) -> None:
     """One that is there and cannot be read proves nothing."""
     assert claim_files.read_all(str(tmp_path / "none")) == ()
-    (tmp_path / "file").write_bytes(b"")
+    (tmp_path / "deviceplugin").write_bytes(b"")
     with pytest.raises(OSError, match="Not a directory"):
-        claim_files.read_all(str(tmp_path / "file"))
+        claim_files.read_all(str(tmp_path))
 
 
 @given(st.binary() | st.builds(lambda at: claim_files.encode(made())[:at], st.integers(0, 400)))

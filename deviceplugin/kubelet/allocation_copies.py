@@ -1,4 +1,4 @@
-"""What other agents of the node say that pods hold: the copies of their allocations, in the directory of CDI files.
+"""What other agents of the node say that pods hold: the copies of their allocations (`register.copies`).
 
 No checkpoint names a pod any more that was deleted by force. If it hangs, only the agent that gave it a device knows
 it: one with another `--agent-name`, or `dra-bridge run` before `deviceplugin run`. The copy of an agent that runs
@@ -15,6 +15,7 @@ from typing import Final
 
 import msgspec
 
+from deviceplugin import cdi
 from deviceplugin.files import FileIdentity, file_identity
 from deviceplugin.identity import boot_id
 from deviceplugin.kubelet.checkpoint import Allocation
@@ -25,10 +26,10 @@ _LOG: Final = logging.getLogger(__name__)
 
 
 class AllocationCopies:
-    """The copies in a directory, without that of the agent `own`."""
+    """The copies below a directory of CDI specs, without that of the agent `own`."""
 
     def __init__(self, directory: Path, own: str = "") -> None:
-        self._directory = directory
+        self._directory = Path(cdi.own_directory(str(directory)))
         self._own = f"{own}{copies.SUFFIX}"
         self._read: dict[str, FileIdentity] = {}
 

@@ -168,7 +168,7 @@ class OrphanedClaims:
                 self._problem = error
 
     def _read_files(self, served: frozenset[str]) -> None:
-        directory = file_identity(self.cdi_directory)
+        directory = file_identity(cdi.own_directory(self.cdi_directory))
         if directory is None or self._directory != directory or self._read_for != served:
             self._read_for = served
             stable = directory is not None and time.time_ns() - directory.modified_ns > _TICK

@@ -1,4 +1,4 @@
-"""The copy that an agent with a ledger keeps of its allocations: `<agent>.allocations` in the directory of CDI files.
+"""The copy that an agent with a ledger keeps of its allocations: `<agent>.allocations` in `cdi.own_directory`.
 
 Without ledger and checkpoint nothing else names the pods of the plugin side. The directory is in memory on most nodes;
 a copy of another boot says nothing.
@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from deviceplugin import files
+from deviceplugin import cdi, files
 from deviceplugin.register.records import AllocationRecord
 
 SUFFIX: Final = ".allocations"
@@ -26,8 +26,8 @@ class Copy(msgspec.Struct, frozen=True):
 
 
 def path(directory: str, agent: str) -> str:
-    """Return where the copy of an agent lies."""
-    return os.path.join(directory, f"{agent}{SUFFIX}")
+    """Return where the copy of an agent lies. directory: of the CDI specs."""
+    return os.path.join(cdi.own_directory(directory), f"{agent}{SUFFIX}")
 
 
 def write(path: str, copy: Copy) -> None:

@@ -576,7 +576,7 @@ def test_log_of_the_ledger_is_lost(scene: Scene) -> None:
     pod = scene.pod("a0", "a")
     scene.running(pod)
     scene.before = len(locks.holders())
-    copy = CDI / "dra-bridge.allocations"
+    copy = CDI / "deviceplugin" / "dra-bridge.allocations"
     scene.cluster.wait_for(lambda: pod.uid in copy.read_text(), LIMIT, "the copy names it")
     scene.cluster.kill("kubelet")
     scene.agents.kill()
@@ -1062,8 +1062,8 @@ def test_cdi_directory_is_wiped(scene: Scene) -> None:
     """A container of a claim starts again though the CDI directory was wiped."""
     user = scene.claimed("b")
     began = time.monotonic()
-    for file in CDI.iterdir():
-        file.unlink()
+    for path in CDI.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
     (pid,) = locks.pids(user.uid)
     os.kill(pid, signal.SIGKILL)
     scene.cluster.wait_for(lambda: user.restarts() and locks.pids(user.uid), LIMIT, "the container runs again")

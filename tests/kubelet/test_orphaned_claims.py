@@ -119,7 +119,7 @@ def test_a_claim_that_we_prepared_and_that_has_no_file_may_hold_any_device(tmp_p
         assert not of(tmp_path, driver).lost(), "who serves it asks its own evidence"
         file(tmp_path, "a", driver=driver)
         assert [holder(claims, R, "x", one) for one in drivers] == [""] * 3
-        (tmp_path / "cdi" / f"{driver}_uid-1.claim").unlink()
+        (tmp_path / "cdi" / "deviceplugin" / f"{driver}_uid-1.claim").unlink()
     written.write(tmp_path, [claim("0", kind="admin_")])
     assert not of(tmp_path).lost()
 
@@ -130,7 +130,7 @@ def test_a_file_that_goes_while_the_kubelet_names_its_claim_is_remembered(tmp_pa
     file(tmp_path, "a")
     claims = of(tmp_path)
     assert [holder(claims, R, name, None) for name in ("a", "b")] == [held(), ""]
-    (tmp_path / "cdi" / f"{D}_uid-1.claim").unlink()
+    (tmp_path / "cdi" / "deviceplugin" / f"{D}_uid-1.claim").unlink()
     assert [holder(claims, R, name, None) for name in ("a", "b")] == [held(), ""]
     written.write(tmp_path, [])
     assert [holder(claims, R, name, None) for name in ("a", "b")] == ["", ""]
@@ -202,7 +202,7 @@ def test_the_end_of_forgotten_processes_is_noticed(tmp_path: Path, monkeypatch: 
 def test_a_damaged_file_may_be_of_any_device(tmp_path: Path) -> None:
     """Whether or not the kubelet names the claim; a served driver sees to its own."""
     file(tmp_path, "a", driver=OLD)
-    (tmp_path / "cdi" / f"{OLD}_uid-1.claim").write_bytes(b"{")
+    (tmp_path / "cdi" / "deviceplugin" / f"{OLD}_uid-1.claim").write_bytes(b"{")
     for named in ([], [claim("a", driver=OLD)]):
         written.write(tmp_path, named)
         assert holder(of(tmp_path), "example.com/other", "x", None).startswith(f"{UNKNOWN} whether a claim holds it")

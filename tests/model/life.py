@@ -23,6 +23,7 @@ from deviceplugin.kubelet.device_list import Stream
 from deviceplugin.kubelet.paths import Paths
 from deviceplugin.kubelet.podresources import AllocationsInFlight
 from deviceplugin.node.service import Service
+from deviceplugin.register import copies
 from deviceplugin.register.records import LedgerError, Operation, RegisterSnapshot
 from deviceplugin.sharing import shares
 from deviceplugin.source import DeviceSource
@@ -203,7 +204,7 @@ class Life(Bridge):
     async def _open_ledger(self) -> AsyncLedger:
         path = self.ledger_path
         self.ledger = DirectLedger(
-            str(path), f"{self.node.drivers.cdi_directory}/{AGENT}.allocations", connect=self.outside.connect
+            str(path), copies.path(self.node.drivers.cdi_directory, AGENT), connect=self.outside.connect
         )
         return cast("AsyncLedger", SlowLedger(self.ledger, self.outside))
 

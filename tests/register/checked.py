@@ -540,7 +540,7 @@ class CheckedNode:
             found = [*plugins.glob("*/ledger.db*"), *plugins.glob("*/register.db*")]
             found = [path for path in found if path.suffix != ".lock"]
         elif file == "copy":
-            found = list(self.node.cdi.glob("*.allocations"))
+            found = list(self.node.cdi.glob("*/*.allocations"))
         elif file == "slices":
             self.server.wipe(NODE)
             found = []

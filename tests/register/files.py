@@ -27,5 +27,5 @@ def registers(root: Path) -> list[Path]:
 
 def lose_copies(cdi: Path) -> None:
     """Delete the copy of the allocations in the directory of CDI files."""
-    for path in cdi.glob("*.allocations"):
+    for path in cdi.glob("*/*.allocations"):
         path.unlink()

@@ -70,7 +70,7 @@ async def test_without_its_register_a_claim_of_a_former_driver_is_known_and_unpr
         for one in (*others, pod):
             await here.stopped(one)
         await here.until(lambda: here.healthy() == {"d0", "d1"}, 30)
-        assert not list(node.cdi.glob(f"*{D}*claim*"))
+        assert not list(node.cdi.rglob(f"*{D}*claim*"))
 
 
 class Slow(Listed):
@@ -195,7 +195,7 @@ async def test_the_copy_of_another_boot_is_not_believed(node: FakeNode) -> None:
     await asyncio.to_thread(node.stop)
     lose_register(node.root)
     node.damage_checkpoint("deleted")
-    copies = [*node.cdi.glob("*.allocations")]
+    copies = [*node.cdi.glob("*/*.allocations")]
     assert any(boot_id() in copy.read_text() for copy in copies)
     for copy in copies:
         copy.write_text(copy.read_text().replace(boot_id(), "00000000-0000-4000-8000-000000000000"))
@@ -214,7 +214,7 @@ async def test_a_copy_that_cannot_be_written_costs_no_pod_its_device(
     node: FakeNode, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The log warns of it, the register does without, and the next agent writes the copy as soon as it starts."""
-    blocked = [node.cdi / f"{name}.allocations" for name in (D, "dra-bridge")]
+    blocked = [node.cdi / "deviceplugin" / f"{name}.allocations" for name in (D, "dra-bridge")]
     for path in blocked:
         path.mkdir(parents=True)
     async with serving(node, Listed(A, D, "d0")) as here:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -152,7 +151,7 @@ class ServedDriver:
 
     @property
     def all_files(self) -> list[str]:
-        return sorted(os.listdir(self.cdi)) if self.cdi.is_dir() else []
+        return sorted(path.name for path in self.cdi.rglob("*") if not path.is_dir())
 
     @property
     def files(self) -> list[str]:

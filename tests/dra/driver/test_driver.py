@@ -986,7 +986,7 @@ async def test_a_claims_file_is_there_before_its_answer_is_recorded(
     here.claims.add(claim("1", result("d0")), claim("2", result("d1")))
     await here.prepared("1")
     assert seen == [["1"]]
-    os.mkdir(here.cdi / f"{D}_2.claim")
+    os.mkdir(here.cdi / "deviceplugin" / f"{D}_2.claim")
     answer = await here.refusal("2")
     assert answer.reason == "cdi"
 
@@ -997,7 +997,7 @@ async def test_a_claims_file_has_what_is_learned_later(here: ServedDriver) -> No
     await here.async_ledger.do(operations.describe(D, "1", "", "", ["second"]))
     await here.driver.files.describe("1")
     assert here.own["1"].pods == {"pod-uid", "second"}
-    os.remove(here.cdi / f"{D}_1.claim")
+    os.remove(here.cdi / "deviceplugin" / f"{D}_1.claim")
     await here.driver.files.describe("1")
     await here.driver.files.describe("unknown")
     assert here.own == {}
@@ -1019,7 +1019,7 @@ async def test_an_own_file_that_vanishes_is_written_again_at_once(
     before = here.own
     keeping = asyncio.create_task(here.driver.files.keep())
     for uid in ("1", "2"):
-        os.remove(here.cdi / f"{D}_{uid}.claim")
+        os.remove(here.cdi / "deviceplugin" / f"{D}_{uid}.claim")
         async with asyncio.timeout(20):
             while here.own != before:  # noqa: ASYNC110  # files tell nobody
                 await asyncio.sleep(0.01)
@@ -1084,7 +1084,7 @@ async def test_a_claim_whose_file_is_lost_shares_with_nobody(serve: Serve) -> No
     here = await serve(Halves())
     here.claims.add(claim("1", result("d0", **SHARE)), claim("2", result("d0", **{**SHARE, "shareID": "t"})))
     await here.prepared("1")
-    os.remove(here.cdi / f"{D}_1.claim")
+    os.remove(here.cdi / "deviceplugin" / f"{D}_1.claim")
     after = await lost(here)
     assert (D, "1") in after.async_ledger.snapshot.claims
     await after.refusal("2")
@@ -1116,8 +1116,8 @@ async def test_pods_of_file_and_claim_state_count(here: ServedDriver) -> None:
 async def test_a_damaged_file_says_nothing_where_no_other_does(here: ServedDriver) -> None:
     """The CDI file or the claim state tell the devices; without them they are not known, unless the ledger knows."""
     await here.give("1", "d0")
-    (here.cdi / f"{D}_1.claim").write_bytes(b"{")
-    (here.cdi / "other.example.com_1.claim").write_bytes(b"{")
+    (here.cdi / "deviceplugin" / f"{D}_1.claim").write_bytes(b"{")
+    (here.cdi / "deviceplugin" / "other.example.com_1.claim").write_bytes(b"{")
     state = in_claim_state((NODE, "d1", ""))
     assert [one.devices for one in here.driver.claim_evidence([], R)] == [{"d0"}]
     os.remove(here.cdi / here.files[0])
@@ -1131,7 +1131,7 @@ async def test_a_damaged_file_says_nothing_where_no_other_does(here: ServedDrive
 async def test_a_claim_without_known_pods_runs_until_the_next_boot(here: ServedDriver) -> None:
     """It is known from its CDI file alone, or was never for a pod."""
     await here.give("1", "d0")
-    os.remove(here.cdi / f"{D}_1.claim")
+    os.remove(here.cdi / "deviceplugin" / f"{D}_1.claim")
     after = await lost(here)
     (found,) = after.async_ledger.snapshot.claims.values()
     assert (found.name, found.pods) == ("", frozenset())
@@ -1154,7 +1154,7 @@ async def test_files_of_claims_that_the_kubelet_counts_as_prepared_are_not_swept
     assert await here.driver.reconciler.reconcile({"1"}, ENDED) == {}
     assert await here.driver.reconciler.reconcile((), ENDED, sweep=False) == {}
     assert here.files == [kept]
-    (here.cdi / f"{D}_bare.claim").write_bytes(b"")
+    (here.cdi / "deviceplugin" / f"{D}_bare.claim").write_bytes(b"")
     assert await here.driver.reconciler.reconcile((), ENDED) == {"removed": ["1", "bare"]}
     assert here.all_files == []
 

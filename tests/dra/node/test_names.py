@@ -44,7 +44,7 @@ async def test_a_claim_is_known_by_its_file_when_no_device_has_its_name(
     for file in path.parent.glob(f"{path.name}*"):
         file.unlink()
     if damaged:
-        (own,) = (node.root / "cdi").glob("*.claim")
+        (own,) = (node.root / "cdi").glob("*/*.claim")
         own.write_bytes(b"{")
         node.damage_claim_state("deleted")
         await asyncio.to_thread(node.restart)

@@ -97,7 +97,7 @@ async def test_ledger_and_claim_state_are_lost_and_a_claims_pod_hangs(node: Fake
         pod.force_delete(hang=True)
         assert node.server.objects("resourceclaims") == []
     node.damage_claim_state("deleted")
-    for file in (*path.parent.glob(f"{path.name}*"), *(() if own else cdi.glob("*.claim"))):
+    for file in (*path.parent.glob(f"{path.name}*"), *(() if own else cdi.glob("*/*.claim"))):
         file.unlink()
     await asyncio.to_thread(node.start)
     async with witnessed(node, offered=False) as (again, _):
