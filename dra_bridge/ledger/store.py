@@ -158,6 +158,13 @@ def outlives_boot(change: Change) -> bool:
     return change.durable and (wanted or change.table in ("devices", "settings"))
 
 
+def _after(state: RegisterSnapshot, decision: Decision[Any]) -> RegisterSnapshot:
+    """Return the snapshot that follows a decision. Its sequence grows if any change is to be written."""
+    if not decision.changes:
+        return state
+    return state.with_changes(decision.changes, state.sequence + any(change.durable for change in decision.changes))
+
+
 class Ledger:
     """The file. Synchronous and thread-safe; `AsyncLedger` is for event loops.
 
@@ -264,10 +271,8 @@ class Ledger:
                     answers.append(error)
                     continue
                 answers.append(decision.answer)
-                if decision.changes:
-                    grows = any(change.durable for change in decision.changes)
-                    after = after.with_changes(decision.changes, after.sequence + grows)
-                    changes += decision.changes
+                after = _after(after, decision)
+                changes += decision.changes
             if after.sequence != self.snapshot.sequence:
                 self._write(after.sequence, changes)
             self.snapshot = after
@@ -289,12 +294,10 @@ class Ledger:
             decision = operation(self.snapshot)
             if any(map(outlives_boot, decision.changes)):
                 return None
-            if decision.changes:
-                grows = any(change.durable for change in decision.changes)
-                after = self.snapshot.with_changes(decision.changes, self.snapshot.sequence + grows)
-                if grows:
-                    self._write(after.sequence, decision.changes)
-                self.snapshot = after
+            after = _after(self.snapshot, decision)
+            if after.sequence != self.snapshot.sequence:
+                self._write(after.sequence, decision.changes)
+            self.snapshot = after
             return decision
         finally:
             if (now := time.monotonic()) - began > _LONG:
