@@ -198,6 +198,12 @@ class AdoptedEndpoint(Endpoint):
         held = (device for claim in snapshot.claims.values() for device in claim.devices)
         return frozenset(for_claims.union(device.device for device in held if device.resource == self.resource))
 
+    @property
+    def plugin_socket(self) -> str:
+        """The name of the plugin's socket; also of one that has disconnected."""
+        plugin = self.source.plugins.plugin(self.resource)
+        return "" if plugin is None else plugin.socket.name
+
     def _lines_if_listed(self) -> tuple[Entry, ...] | None:
         lines = super()._lines_if_listed()
         return self.ids.entries(lambda device: False, ()) if lines is None and self.kept_back else lines

@@ -31,6 +31,8 @@ _TICK: Final = 0.01
 """Seconds by which a file's time may lag behind the clock."""
 _OWN: Final = re.compile(r"kubelet\.sock|.*-[0-9a-f]{8}\.sock")
 """Sockets of the kubelet and of this framework, of which a lock lets one process serve a resource."""
+_TIME: Final = re.compile(r"\d{9,}")
+"""The Unix time of the start, which some plugins have in the names of their sockets (GKE's, generic-device-plugin)."""
 
 Socket = tuple[str, FileIdentity]
 
@@ -45,7 +47,8 @@ class SentList(NamedTuple):
 class Finding(NamedTuple):
     """Why another plugin has registered a resource, "" if none has; and in how many seconds to look again.
 
-    sure: it has, else it may have. A plugin of another resource that comes back with the same list looks the same.
+    sure: it has, else it may have. By its socket alone it is known only where that is named as the adopted plugin's: a
+    plugin of another resource that comes back with the same list looks the same.
     """
 
     reason: str = ""
@@ -124,9 +127,18 @@ class ForeignPluginWatch:
             self._before = (*self._before, SentList(now, record.registered))
 
     def found(
-        self, record: KubeletRecord | None, there: frozenset[Socket], sent: Sequence[SentList], now: float | None = None
+        self,
+        record: KubeletRecord | None,
+        there: frozenset[Socket],
+        sent: Sequence[SentList],
+        now: float | None = None,
+        *,
+        plugin: str = "",
     ) -> Finding:
-        """Return whether another plugin has registered the resource. sent: see `contradiction`. now: Unix seconds."""
+        """Return whether another plugin has registered the resource.
+
+        sent: see `contradiction`. now: Unix seconds. plugin: the name of the adopted plugin's socket, "" for none.
+        """
         now = time.time() if now is None else now
         self._new = {socket: noted for socket, noted in self._new.items() if socket in there}
         for socket in there - self._known - self._new.keys():
@@ -145,7 +157,9 @@ class ForeignPluginWatch:
         if differs == "" and all(sent_list.ids != last.ids for sent_list in sent[:-1]):
             self._taken = last
         again = LATE if differs == "" else max(LISTED, sent[-1].at + LATE - now)
-        for socket, (since, others) in sorted(self._new.items()):
+        own = {socket for socket in self._new if plugin and _TIME.sub("", socket[0]) == _TIME.sub("", plugin)}
+        for socket in sorted(self._new, key=lambda socket: (socket not in own, socket)):
+            since, others = self._new[socket]
             if record.written < since - _TICK:
                 continue  # its plugin has sent no list yet
             if record.others != others:
@@ -153,10 +167,11 @@ class ForeignPluginWatch:
                 del self._new[socket]
             elif now < since + LISTED:
                 again = min(again, since + LISTED - now)
+                if socket in own:
+                    break  # a finding by another socket would have Register called, which makes all sockets known
             else:
-                return Finding(
-                    f"the socket {socket[0]} is new, and the devices of no other resource have changed since",
-                    sure=False,
-                )
+                sure = socket in own
+                why = "named as its adopted plugin's" if sure else "the devices of no other resource have changed since"
+                return Finding(f"the socket {socket[0]} is new, and {why}", sure=sure)
         self._others = record.others
         return Finding("", again)

@@ -371,8 +371,8 @@ class PluginRegistration:
         if now < self._next_look:
             return Finding(again=self._next_look - now)
         self._next_look = now + (LOOK_FOR_CLAIMS if self.endpoint.kept_back else LOOK)
-        there = sockets(self._kubelet.parent)
-        return self._foreign.found(await self.endpoint.host.recorded(), there, self.endpoint.streams.sent)
+        there, sent = sockets(self._kubelet.parent), self.endpoint.streams.sent
+        return self._foreign.found(await self.endpoint.host.recorded(), there, sent, plugin=self.endpoint.plugin_socket)
 
     def _has_directory(self) -> bool:
         """Whether the kubelet's directory exists. Raises RegistrationError: it is no directory, or unreadable."""

@@ -157,6 +157,11 @@ class Endpoint(DevicePluginServicer):
         """The ids that stay registered as unhealthy without a plugin, so that no other plugin allocates them."""
         return frozenset()
 
+    @property
+    def plugin_socket(self) -> str:
+        """The name of the socket of the adopted plugin that was registered last; "" for none."""
+        return ""
+
     def keep_registered(self, registered: Collection[str]) -> None:
         """Read the ids that the kubelet counts as healthy, before Register is called."""
 

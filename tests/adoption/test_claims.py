@@ -249,6 +249,40 @@ def test_a_reverted_path_while_claims_hold_devices(scene: Scene) -> None:
     scene.wait_log("a plugin registered at", 2)
 
 
+def test_a_reverted_path_of_a_plugin_that_lists_what_the_agent_lists(scene: Scene) -> None:
+    """The kubelet's checkpoint shows no difference: neither then, nor where the agent's list follows the plugin's."""
+    _, vendor, claimed = scene.claimed()
+    vendor.stop()
+    scene.wait_log("its plugin has disconnected")
+    vendor.health(g0="Unhealthy", g1="Unhealthy")
+    vendor.directory = scene.node.device_plugin_dir
+    vendor.start()
+    scene.wait_log("another plugin has registered this resource with the kubelet: the socket")
+    scene.wait_log("instead of this agent, while claims have devices")
+    scene.wait_log("registered again")
+    wait_for("the Event", lambda: "AdoptedPluginBypassed" in events(scene), 10)
+    kept_from_pods(scene, vendor)
+    assert len(vendor.calls("Allocate")) == 1
+    assert claimed.running
+
+
+def test_a_plugin_of_another_resource_comes_back_while_the_adopted_one_is_away(scene: Scene) -> None:
+    """With the list that it had: the agent registers again, in case it was the adopted one, and raises no alarm."""
+    other = scene.vendor(resource("o0", name="other.example/gadget"))
+    other.move(scene.node.device_plugin_dir)
+    scene.node.wait_allocatable("other.example/gadget", 1)
+    _, vendor, claimed = scene.claimed()
+    vendor.stop()
+    scene.wait_log("its plugin has disconnected")
+    other.stop()
+    other.start()
+    scene.wait_log("another plugin may have registered this resource: the socket")
+    scene.wait_log("registered again")
+    assert "instead of this agent" not in scene.agents[-1].log()
+    assert "AdoptedPluginBypassed" not in events(scene)
+    assert claimed.running
+
+
 def test_an_agent_that_starts_after_the_path_was_reverted(scene: Scene) -> None:
     """It has no plugin, and registers all the same: the kubelet counts as healthy what claims hold."""
     agent, vendor, claimed = scene.claimed()

@@ -147,6 +147,41 @@ def test_a_socket_counts_when_no_other_resource_explains_it() -> None:
     assert watch.found(after, frozenset({SOCKET}), sent, NOW + 60).reason == ""
 
 
+@pytest.mark.parametrize(
+    ("name", "registered", "known"),
+    [
+        ("theirs.sock", "theirs.sock", True),
+        ("nvidiaGPU-1769000000.sock", "nvidiaGPU-1768000000.sock", True),  # the time of its start (GKE's)
+        ("theirs.sock", "", False),  # no plugin has registered with the agent
+        ("theirs.sock", "others.sock", False),
+        ("kubevirt-vfio1.sock", "kubevirt-vfio0.sock", False),
+    ],
+)
+def test_a_socket_that_has_the_name_of_the_adopted_plugins_is_told(name: str, registered: str, *, known: bool) -> None:
+    """Its list equals ours, or ours has followed it: a plugin of the same name tells which resource it is of."""
+    socket = (name, SOCKET[1])
+    watch, sent = ForeignPluginWatch(), [SentList(NOW, OURS)]
+    watch.begin(record(), frozenset())
+    after = record(written=NOW + 1.2)
+    assert watch.found(after, frozenset({socket}), sent, NOW + 1.9, plugin=registered).reason == ""
+    found = watch.found(after, frozenset({socket}), sent, NOW + 2.1, plugin=registered)
+    assert found.reason.startswith(f"the socket {name} is new")
+    assert found.sure is known
+
+
+def test_a_socket_of_unknown_resource_does_not_hide_that_of_the_adopted_plugin() -> None:
+    """The sockets of a plugin of several resources come one after the other; Register makes all of them known ones."""
+    first = ("another.sock", FileIdentity(1, 2, int((NOW + 0.5) * 1e9)))
+    watch, sent = ForeignPluginWatch(), [SentList(NOW, OURS)]
+    watch.begin(record(), frozenset())
+    after, both = record(written=NOW + 1.2), frozenset({first, SOCKET})
+    found = watch.found(after, both, sent, NOW + 1.6, plugin=SOCKET[0])
+    assert (found.reason, found.again) == ("", pytest.approx(LISTED - 0.6))
+    found = watch.found(after, both, sent, NOW + 2.1, plugin=SOCKET[0])
+    assert found.reason.startswith("the socket theirs.sock is new")
+    assert found.sure
+
+
 def test_a_socket_of_another_resource_is_nothing() -> None:
     """A plugin that comes with a resource of its own is not ours to notice, and is not asked about again."""
     watch, sent = ForeignPluginWatch(), [SentList(NOW, OURS)]
