@@ -81,7 +81,11 @@ class SeenHealth:
 
 @dataclass(slots=True)
 class Plugin:
-    """One registered instance of a driver."""
+    """One registered instance of a driver.
+
+    channel: it is not closed, since grpcio's thread that follows its state would raise an error then; it ends with
+    that thread. follow: what is called with its state. calls: those in flight.
+    """
 
     driver: str
     endpoint: str
@@ -91,8 +95,9 @@ class Plugin:
     connected: bool = False
     told: bool = False
     health_service: str = ""
-    health: Any = None
     ended: bool = False
+    follow: Callable[[grpc.ChannelConnectivity], None] = lambda state: None
+    calls: set[Any] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -385,13 +390,30 @@ class FakeDraKubelet:
         )
         began = time.monotonic()
         try:
-            response = getattr(stub, method)(request, timeout=timeout)
+            with self._calling(plugin, lambda: getattr(stub, method).future(request, timeout=timeout)) as call:
+                response = call.result()
+        except grpc.FutureCancelledError as error:
+            raise PodError(f"{method}: the connection is closed") from error
         except grpc.RpcError as error:
             raise PodError(f"{method}: {error}") from error
         finally:
             with self._condition:
                 self.calls.append((plugin.driver, method, time.monotonic() - began))
         return dict(response.claims)
+
+    @contextlib.contextmanager
+    def _calling(self, plugin: Plugin, begin: Callable[[], Any]) -> Iterator[Any]:
+        """Begin a call, which `_close` cancels. Raises grpc.FutureCancelledError: the connection is closed."""
+        with self._condition:
+            if plugin.ended:
+                raise grpc.FutureCancelledError
+            call = begin()
+            plugin.calls.add(call)
+        try:
+            yield call
+        finally:
+            with self._condition:
+                plugin.calls.discard(call)
 
     # Plugin watcher and reconciler.
 
@@ -449,7 +471,8 @@ class FakeDraKubelet:
             self._store.setdefault(info.name, []).append(plugin)
             self._actual[path] = seen, plugin
             self._tries.pop(path, None)
-        channel.subscribe(lambda state: self._connectivity(plugin, state), try_to_connect=True)
+        plugin.follow = lambda state: self._connectivity(plugin, state)
+        channel.subscribe(plugin.follow, try_to_connect=True)
         if plugin.health_service:
             threading.Thread(
                 target=self._follow_health, args=(plugin,), name="fake kubelet health", daemon=True
@@ -489,10 +512,11 @@ class FakeDraKubelet:
         self._close(plugin)
 
     def _close(self, plugin: Plugin) -> None:
-        plugin.ended = True
-        if plugin.health is not None:
-            plugin.health.cancel()
-        plugin.channel.close()
+        plugin.channel.unsubscribe(plugin.follow)
+        with self._condition:
+            plugin.ended, calls = True, list(plugin.calls)
+        for call in calls:
+            call.cancel()
 
     def _connectivity(self, plugin: Plugin, state: grpc.ChannelConnectivity) -> None:
         with self._condition:
@@ -517,38 +541,32 @@ class FakeDraKubelet:
     # Health.
 
     def _follow_health(self, plugin: Plugin) -> None:
-        stub: Any = DRAResourceHealthStub if plugin.health_service == HEALTH_SERVICES[0] else AlphaHealthStub
+        service: Any = DRAResourceHealthStub if plugin.health_service == HEALTH_SERVICES[0] else AlphaHealthStub
+        watch, request = service(plugin.channel).NodeWatchResources, health_pb.NodeWatchResourcesRequest()
         while not plugin.ended and not self._stop.is_set():
-            try:
-                plugin.health = stub(plugin.channel).NodeWatchResources(
-                    health_pb.NodeWatchResourcesRequest(), wait_for_ready=True
-                )
-                for response in _until_ended(plugin):
-                    self._hear(plugin.driver, response)
-            except (grpc.RpcError, ValueError):  # the stream failed, or the channel is closed
-                pass
+            with (
+                contextlib.suppress(grpc.RpcError, grpc.FutureCancelledError),  # the stream failed, or is closed
+                self._calling(plugin, lambda: watch(request, wait_for_ready=True)) as responses,
+            ):
+                for response in responses:
+                    self._hear(plugin, response)
             with self._condition:
                 self._health.pop(plugin.driver, None)
                 self._condition.notify_all()
                 self._condition.wait_for(lambda: plugin.ended, 0.05)
 
-    def _hear(self, driver: str, response: health_pb.NodeWatchResourcesResponse) -> None:
+    def _hear(self, plugin: Plugin, response: health_pb.NodeWatchResourcesResponse) -> None:
         now = time.monotonic()
         with self._condition:
-            self.updates.append((driver, len(response.devices)))
-            reported = self._health.setdefault(driver, {})
+            if plugin.ended:
+                return
+            self.updates.append((plugin.driver, len(response.devices)))
+            reported = self._health.setdefault(plugin.driver, {})
             for entry in response.devices:
                 reported[entry.device.pool_name, entry.device.device_name] = _Reported(
                     entry.health, entry.message, now, float(entry.health_check_timeout_seconds or HEALTH_TIMEOUT)
                 )
             self._condition.notify_all()
-
-
-def _until_ended(plugin: Plugin) -> Iterator[health_pb.NodeWatchResourcesResponse]:
-    for response in plugin.health:
-        if plugin.ended:
-            return
-        yield response
 
 
 def _device(device: Any) -> AnsweredDevice:

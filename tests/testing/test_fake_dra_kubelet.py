@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import shutil
+import sys
 import tempfile
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import pytest
 
 from deviceplugin.testing import claim_state
@@ -59,6 +65,57 @@ def state(root: Path) -> list[DevicesOfClaim]:
 
 def remembered(*pods: FakeDraPod, devices: int = 1) -> list[DevicesOfClaim]:
     return [DevicesOfClaim("default", "c", "uid-c", {DRIVER: [DEVICE] * devices}, {pod.uid for pod in pods})]
+
+
+class TestConnection:
+    def test_its_end_disturbs_no_thread_of_grpcio(
+        self, kubelet: FakeDraKubelet, driver: BareDriver, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The kubelet stops while grpcio's thread that follows the connection is about to look at it again."""
+        arrived, let_go, watching = threading.Event(), threading.Event(), set()
+
+        def now() -> float:
+            if sys._getframe(1).f_code.co_name == "_poll_connectivity":
+                watching.add(threading.current_thread())
+                arrived.set()
+                assert let_go.wait(10)
+            return time.time()
+
+        raised: list[object] = []
+        monkeypatch.setattr(threading, "excepthook", raised.append)
+        monkeypatch.setattr(grpc._channel, "time", SimpleNamespace(**{**vars(time), "time": now}))
+        assert arrived.wait(10)
+        kubelet.stop()
+        let_go.set()
+        for thread in watching:
+            thread.join(10)
+            assert not thread.is_alive()
+        assert not raised
+
+    def test_its_end_ends_the_calls_in_flight(self, kubelet: FakeDraKubelet, driver: BareDriver) -> None:
+        """As the kubelet's do, also that of a method which the driver does not answer."""
+        arrived, let_go = threading.Event(), threading.Event()
+
+        def hang(method: str) -> None:
+            arrived.set()
+            assert let_go.wait(10)
+
+        driver.before_answer = hang
+        with ThreadPoolExecutor(1) as pool:
+            preparing = pool.submit(kubelet.prepare_pod, POD)
+            assert arrived.wait(10)
+            (plugin,) = kubelet.plugins(DRIVER)
+            kubelet.stop()
+            with pytest.raises(PodError, match="NodePrepareResources: the connection is closed"):
+                preparing.result(5)
+            let_go.set()
+        assert not plugin.calls
+
+    def test_its_loss_is_noticed(self, kubelet: FakeDraKubelet, driver: BareDriver) -> None:
+        """Without a call: a driver that has ended, and whose sockets are still there, is not connected."""
+        (plugin,) = kubelet.plugins(DRIVER)
+        driver.stop()
+        kubelet.wait_for(lambda: not plugin.connected)
 
 
 class TestClaimState:
