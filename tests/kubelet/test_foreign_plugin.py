@@ -176,7 +176,8 @@ def test_a_socket_of_unknown_resource_does_not_hide_that_of_the_adopted_plugin()
     watch.begin(record(), frozenset())
     after, both = record(written=NOW + 1.2), frozenset({first, SOCKET})
     found = watch.found(after, both, sent, NOW + 1.6, plugin=SOCKET[0])
-    assert (found.reason, found.again) == ("", pytest.approx(LISTED - 0.6))
+    assert found.reason == ""
+    assert found.again == pytest.approx(LISTED - 0.6)
     found = watch.found(after, both, sent, NOW + 2.1, plugin=SOCKET[0])
     assert found.reason.startswith("the socket theirs.sock is new")
     assert found.sure

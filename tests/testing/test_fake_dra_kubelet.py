@@ -13,7 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import grpc
 import pytest
 
 from deviceplugin.testing import claim_state
@@ -83,7 +82,7 @@ class TestConnection:
 
         raised: list[object] = []
         monkeypatch.setattr(threading, "excepthook", raised.append)
-        monkeypatch.setattr(grpc._channel, "time", SimpleNamespace(**{**vars(time), "time": now}))
+        monkeypatch.setattr("grpc._channel.time", SimpleNamespace(**{**vars(time), "time": now}))
         assert arrived.wait(10)
         kubelet.stop()
         let_go.set()
