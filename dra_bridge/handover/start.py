@@ -30,8 +30,8 @@ class MoveStarter:
     """Begins moves of one resource's devices, so that their sides become as the share says.
 
     allocatable: see `Handover`. draining: devices on the plugin side that are to leave it, so
-    that new pods had better get others. blocked: what devices wait for whose moves cannot begin. returning: devices
-    that return while none is offered, since DRA serves pods by limits. begun: how many moves have begun, by direction.
+    that new pods had better get others. blocked: what devices wait for whose moves cannot begin. begun: how many moves
+    have begun, by direction.
     """
 
     moved: MovedResource
@@ -40,7 +40,6 @@ class MoveStarter:
     allocatable: AllocatableStatus | None
     draining: frozenset[str] = frozenset()
     blocked: Mapping[str, str] = field(default_factory=dict)
-    returning: frozenset[str] = frozenset()
     begun: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -101,16 +100,11 @@ class MoveStarter:
             return wanted
         served = resources_served_by_dra(now)
         limited = {name for name in leaders if served and any(of in served for of, _ in self.moved.group(name))}
-        # The last such pod may have ended here while the scheduler has chosen devices for the next one. What turned
-        # round now would be given to further ones, and the others would wait for those.
-        self.returning = frozenset(name for name in self.returning if leaders.get(name) is State.TO_PLUGIN)
-        limited |= self.returning
         waiting = {name for name in limited if leaders[name] is State.TO_PLUGIN}
         if back := limited.intersection(planned(leaders | dict.fromkeys(waiting, State.DRA), self.drain).to_plugin):
             # None arrives on the plugin's side before the pods that DRA serves by limits have ended, and no other ones
-            # come once the slices offer nothing. What claims are to keep turns round when the others have arrived.
+            # come once the slices offer nothing. What claims are to keep turns round then.
             leaves = {name for name in limited if leaders[name] is State.DRA} if self.drain == "cordon" else set()
-            self.returning = frozenset(leaves | waiting)
             self.blocked = dict.fromkeys(back - leaves - waiting, _BLOCKED)
             return Plan((), tuple(sorted(leaves, key=natural)))
         if self._may_leave(now, wanted.to_dra):
