@@ -115,12 +115,13 @@ class Handover:
         """Do what can be done now; return whether a move ended, and whether any is under way."""
         waiting: dict[str, str] = {}
         await forget_unplugged(self._moved, waiting)
-        if await self._starter.begin():
+        limited = self._to_plugin.limited
+        if await self._starter.begin(limited):
             self._moved.side.moved(self.resource)
         waiting.update(self._starter.blocked)
         # This side first: it does not need the kubelet, which may take long to answer.
         before = self._moved.ledger.snapshot
-        if returned := await self._to_plugin.commit(waiting, lambda: self.share.forced):
+        if returned := await self._to_plugin.commit(waiting, lambda: self.share.forced, self._starter.kept):
             self._committed(Side.PLUGIN, returned, before)
             if self._allocatable is not None:
                 devices = [self._moved.inventory.devices.get(name) for name in returned]
@@ -135,7 +136,7 @@ class Handover:
             self.waiting = waiting
             self._moved.side.publish()
         self.look()
-        return bool(returned or arrived), bool(waiting)
+        return bool(returned or arrived or limited - self._to_plugin.limited), bool(waiting)
 
     def _log_waits(self, waits: Mapping[str, str]) -> None:
         """Log what moves wait for; only holders at INFO, all else takes a moment as a rule."""

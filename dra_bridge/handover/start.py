@@ -55,11 +55,14 @@ class MoveStarter:
             _LOG.info(text, share, self.share, extra={"resource": self.resource})
             self.share, self.drain = share, drain
 
-    async def begin(self) -> bool:
-        """Begin the moves that the share asks for, once the scheduler knows how many devices stay; return if any."""
-        wanted = self._planned()
+    async def begin(self, limited: frozenset[str]) -> bool:
+        """Begin the moves that the share asks for, once the scheduler knows how many devices stay; return if any.
+
+        limited: see `MovesToPlugin`.
+        """
+        wanted = self._planned(limited)
         while await self._announced(wanted.to_dra):
-            wanted = self._planned()  # meanwhile pods may have got other devices
+            wanted = self._planned(limited)  # meanwhile pods may have got other devices
         self.draining = self._followed(wanted.draining)
         for devices, side in ((wanted.to_dra, Side.DRA), (wanted.to_plugin, Side.PLUGIN)):
             if devices:
@@ -84,8 +87,15 @@ class MoveStarter:
             if name in listed.devices and name not in listed.gone
         }
 
-    def _planned(self) -> Plan:
-        """Return what the share asks for, as far as it makes no kubelet restart end a pod."""
+    def kept(self) -> frozenset[str]:
+        """Return the devices that would begin to move to DRA now if DRA served no pod by limits."""
+        return self._followed(self._planned(frozenset()).to_dra)
+
+    def _planned(self, limited_resources: frozenset[str]) -> Plan:
+        """Return what the share asks for, as far as it makes no kubelet restart end a pod.
+
+        limited_resources: see `MovesToPlugin.limited`.
+        """
         now = self.moved.ledger.snapshot
         listed = self._listed()
         leaders, held, expected = leading(now, self.resource, listed, self.moved.together(listed))
@@ -98,7 +108,7 @@ class MoveStarter:
         self.blocked = {}
         if self.share.forced:
             return wanted
-        served = resources_served_by_dra(now)
+        served = resources_served_by_dra(now) | limited_resources
         limited = {name for name in leaders if served and any(of in served for of, _ in self.moved.group(name))}
         waiting = {name for name in limited if leaders[name] is State.TO_PLUGIN}
         if back := limited.intersection(planned(leaders | dict.fromkeys(waiting, State.DRA), self.drain).to_plugin):

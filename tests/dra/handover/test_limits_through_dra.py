@@ -25,6 +25,16 @@ async def started(here: AgentOnNode, name: str, count: int = 1) -> FakePod:
     return pod
 
 
+def allocate_by_limits(here: AgentOnNode, claim: str, device: str) -> None:
+    """Have the scheduler allocate a device to a claim for a pod's limits; the kubelet does not ask for it."""
+    (pool,) = here.node.server.objects("resourceslices")
+    names = here.bridge.drivers[D].driver.devices.by_name
+    name = next(name for name, (_, listed) in names.items() if listed.id == device)
+    made = allocated_claim(claim, D, pool["spec"]["pool"]["name"], name)
+    made["metadata"]["annotations"] = {"resource.kubernetes.io/extended-resource-claim": "true"}
+    here.node.server.create(made)
+
+
 async def test_devices_return_when_no_pod_has_one_through_dra_by_limits(node: FakeNode) -> None:
     """Idle ones leave the slices and wait with the held one; a pod with a claim of its own keeps none but its own."""
     async with on_node(node, fpgas(3)) as here:
@@ -82,17 +92,81 @@ async def test_an_allocation_by_limits_that_is_not_prepared_keeps_devices(node: 
     async with on_node(node, fpgas(2)) as here:
         here.ask("all")
         await here.settle(DRA, DRA)
-        (pool,) = node.server.objects("resourceslices")
-        names = here.bridge.drivers[D].driver.devices.by_name
-        name = next(name for name, (_, device) in names.items() if device.id == "d0")
-        claim = allocated_claim("late", D, pool["spec"]["pool"]["name"], name)
-        claim["metadata"]["annotations"] = {"resource.kubernetes.io/extended-resource-claim": "true"}
-        node.server.create(claim)
+        allocate_by_limits(here, "late", "d0")
         here.ask("none")
         await here.until(lambda: here.waiting.get("d0") == "claim default/late")
         await here.until(lambda: here.waiting.get("d1", "").startswith("claim default/late (its pod has"))
         node.server.delete("resourceclaims", "late", "default")
         await here.settle(PLUGIN, PLUGIN)
+
+
+async def test_none_turns_round_before_the_others_have_returned(node: FakeNode) -> None:
+    """Else pods by limits would get it through DRA, and the others would wait for these pods, again and again."""
+    async with on_node(node, fpgas(4)) as here:
+        here.ask("all")
+        await here.settle(DRA, DRA, DRA, DRA)
+        unchanged = await started(here, "unchanged")
+        (held,) = node.devices_of(unchanged)
+        allocate_by_limits(here, "late", min({"d0", "d1"} - {held}))
+        here.ask("1")
+        await here.settle(TO_PLUGIN, TO_PLUGIN, TO_PLUGIN, TO_PLUGIN)
+        await here.until(lambda: not here.published)
+        await here.stopped(unchanged)
+        await here.until(lambda: all("default/late" in here.waiting.get(f"d{n}", "") for n in range(4)))
+        await here.settle(TO_PLUGIN, TO_PLUGIN, TO_PLUGIN, TO_PLUGIN)
+        node.server.delete("resourceclaims", "late", "default")
+        await here.until(
+            lambda: sorted(one.value for one in here.states.values()) == ["dra", "plugin", "plugin", "plugin"]
+        )
+
+
+async def test_claims_keep_their_share_beside_pods_by_limits_that_wait(node: FakeNode) -> None:
+    """What the share leaves to claims does not arrive on the plugin's side, where a pod that waits would get it."""
+    async with on_node(node, fpgas(3)) as here:
+        here.ask("all")
+        await here.settle(DRA, DRA, DRA)
+        unchanged = await started(here, "unchanged", 3)
+        waiting = [node.start_pod(f"waits-{number}", {R: 1}) for number in range(3)]
+        here.ask("1")
+        await here.settle(TO_PLUGIN, TO_PLUGIN, TO_PLUGIN)
+        await here.until(lambda: not here.published)
+        claims = node.start_pod("claims", template={D: 1})
+        await here.stopped(unchanged)
+        await asyncio.to_thread(claims.wait_running, 60)
+        await here.until(lambda: sum(pod.running for pod in waiting) == 2)
+        assert sorted(one.value for one in here.states.values()) == ["dra", "plugin", "plugin"]
+
+
+async def test_claims_that_hold_more_than_their_share_keep_it(node: FakeNode) -> None:
+    """One of their devices turns round while the other waits for its claim."""
+    async with on_node(node, fpgas(3)) as here:
+        here.ask("all")
+        await here.settle(DRA, DRA, DRA)
+        unchanged = await started(here, "unchanged")
+        for name in ("c0", "c1"):
+            await here.claimant(name)
+        here.ask("1")
+        await here.settle(TO_PLUGIN, TO_PLUGIN, TO_PLUGIN)
+        await here.stopped(unchanged)
+        await here.until(lambda: sorted(one.value for one in here.states.values()) == ["dra", "plugin", "to-plugin"])
+        await here.until(lambda: len(here.published) == 1)
+
+
+async def test_a_move_to_dra_turns_round_while_a_claim_keeps_another_from_returning(node: FakeNode) -> None:
+    """As soon as no pod has a device by limits; else it would arrive on DRA's side though the share is none."""
+    async with on_node(node, fpgas(3)) as here:
+        held = await started(here, "held")
+        here.ask("all")
+        await here.until(lambda: sorted(one.value for one in here.states.values()) == ["dra", "dra", "to-dra"])
+        unchanged = await started(here, "unchanged")
+        await here.claimant("claims")
+        here.ask("none")
+        await here.until(
+            lambda: sorted(one.value for one in here.states.values()) == ["to-dra", "to-plugin", "to-plugin"]
+        )
+        await here.stopped(unchanged)
+        await here.until(lambda: sorted(one.value for one in here.states.values()) == ["plugin", "plugin", "to-plugin"])
+        assert held.running
 
 
 async def test_a_move_that_is_withdrawn_waits_too(node: FakeNode) -> None:
