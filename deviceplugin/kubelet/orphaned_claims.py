@@ -223,7 +223,7 @@ class OrphanedClaims:
             for driver in others:
                 if _is_ours(claim, driver):
                     who = f"claim {claim.title} through driver {driver}, which is not served here"
-                    lost.append(f"there is no file of {who}, in {self.cdi_directory}")
+                    lost.append(f"there is no file of {who}, in {cdi.own_directory(self.cdi_directory)}")
                 if claim.devices[driver]:
                     drivers[driver] = f"it is not known what claim {claim.title} through driver {driver} holds"
         unknown, why = (f"{_UNKNOWN}: {those[0]}" if those else "" for those in (problems, lost))
