@@ -183,6 +183,30 @@ def test_a_socket_of_unknown_resource_does_not_hide_that_of_the_adopted_plugin()
     assert found.sure
 
 
+def test_the_adopted_plugins_socket_is_told_though_another_resource_changes() -> None:
+    """A plugin of two resources of which the agent serves one brings both, or another plugin's health changes."""
+    watch, sent = ForeignPluginWatch(), [SentList(NOW, OURS)]
+    watch.begin(record(), frozenset())
+    watch.found(record(), frozenset({SOCKET}), sent, NOW + 1.3, plugin=SOCKET[0])
+    after = record(written=NOW + 1.5, others={"other.example/gadget": frozenset({"o0"})})
+    assert watch.found(after, frozenset({SOCKET}), sent, NOW + 2.1, plugin=SOCKET[0]).sure
+    assert watch.found(after, frozenset({SOCKET}), sent, NOW + 2.1, plugin=SOCKET[0]).reason
+
+
+def test_the_adopted_plugins_socket_is_waited_for_before_another_is_told() -> None:
+    """Its plugin has sent no list yet; Register would make its socket a known one. It is not waited for for ever."""
+    first = ("another.sock", FileIdentity(1, 2, int((NOW + 0.5) * 1e9)))
+    late = ("theirs.sock", FileIdentity(1, 3, int((NOW + 1.4) * 1e9)))
+    watch, sent = ForeignPluginWatch(), [SentList(NOW, OURS)]
+    watch.begin(record(), frozenset())
+    before, both = record(written=NOW + 1.2), frozenset({first, late})
+    assert watch.found(before, both, sent, NOW + 1.6, plugin=late[0]).reason == ""
+    found = watch.found(record(written=NOW + 2.0), both, sent, NOW + 2.5, plugin=late[0])
+    assert found.reason.startswith("the socket theirs.sock is new")
+    assert found.sure
+    assert not watch.found(before, both, sent, NOW + 6.5, plugin=late[0]).sure
+
+
 def test_a_socket_of_another_resource_is_nothing() -> None:
     """A plugin that comes with a resource of its own is not ours to notice, and is not asked about again."""
     watch, sent = ForeignPluginWatch(), [SentList(NOW, OURS)]
