@@ -113,7 +113,8 @@ def test_a_claim_that_we_prepared_and_that_has_no_file_may_hold_any_device(tmp_p
     for driver in (D, "0.example.com"):
         written.write(tmp_path, [claim("0", driver=driver)])
         claims = of(tmp_path)
-        why = f"{UNKNOWN} whether a claim holds it: there is no file of {held(driver)}, in {tmp_path / 'cdi' / 'deviceplugin'}"
+        directory = tmp_path / "cdi" / "deviceplugin"
+        why = f"{UNKNOWN} whether a claim holds it: there is no file of {held(driver)}, in {directory}"
         assert [holder(claims, R, "x", one) for one in drivers] == [why] * 3
         assert claims.lost() == why
         assert not of(tmp_path, driver).lost(), "who serves it asks its own evidence"
