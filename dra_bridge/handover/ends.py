@@ -13,7 +13,7 @@ from deviceplugin.kubelet.holders import kubelet_snapshot
 from deviceplugin.register import operations
 from deviceplugin.register.records import Claim, RegisterSnapshot, Side, State
 from deviceplugin.register.rules import ClusterEvidence, HolderWait, KubeletEvidence
-from dra_bridge.handover.admission import resources_served_by_dra, served_by_dra
+from dra_bridge.handover.admission import served_by_dra
 from dra_bridge.handover.moved import MovedResource
 from dra_bridge.handover.planner import held_and_expected
 
@@ -95,16 +95,17 @@ class MovesToPlugin:
     kubelet restart would end pods that start on the plugin side then (`dra_bridge.handover.admission`).
 
     queries: by device and the sequence of its record, so each move begins new ones. waits: makes the delays between
-    two reads of the claim that a device waits for. limited: the resources of which pods have, or may get, devices
-    through DRA by their `limits`: by the ledger, and when it names none any more until a list of claims names none.
+    two reads of the claim that a device waits for. limited: whether pods have, or may get, devices of the resource
+    through DRA by their `limits`: by the ledger, and when it names none any more, until a list of claims names none or
+    no device waits.
     """
 
     moved: MovedResource
     waits: Callable[[], Backoff] = lambda: Backoff(first=0.5, most=300.0)
     queries: dict[tuple[str, int], _ClaimQuery] = field(default_factory=dict)
-    limited: frozenset[str] = frozenset()
+    limited: bool = False
     _limits: _ClaimQuery | None = None
-    """Asks whether `limited` still holds; None while the ledger says so."""
+    """Asks whether `limited` still holds; None while the ledger tells."""
 
     async def commit(
         self, waiting: dict[str, str], forced: Callable[[], bool], kept: Callable[[], Collection[str]]
@@ -112,7 +113,7 @@ class MovesToPlugin:
         """Commit the moves that can end; return their devices.
 
         waiting: the reasons why the others wait are added to it. forced: returns whether the share is forced now, which
-        may change while the claims are listed. kept: returns the devices that turn round as soon as none is `limited`.
+        may change while the claims are listed. kept: returns the devices that turn round once `limited` is False.
         """
         moved, mine = self.moved, self.moved.name
         before = moved.ledger.snapshot
@@ -120,8 +121,8 @@ class MovesToPlugin:
         claims = {name: claim for claim in before.claims.values() for of, name in claim.held if of == mine}
         queries = self._known(before, devices, claims)
         served = [] if forced() else served_by_dra(before, mine)
-        by_ledger = resources_served_by_dra(before)
-        self.limited = self.limited.union(by_ledger) if devices else frozenset(by_ledger)
+        by_ledger = bool(served_by_dra(before, mine))
+        self.limited = by_ledger or (self.limited and bool(devices))
         withdrawn = {}
         for name in devices:
             if name in claims:
@@ -133,13 +134,13 @@ class MovesToPlugin:
             else:
                 withdrawn[name] = at
         asked = list(withdrawn)
-        if served or self.limited == by_ledger:
+        if self.limited == by_ledger or forced():
             self._limits = None
-        elif any(moved.side.withdrawn(mine, name) is None for name in devices) and not forced():
+        elif any(moved.side.withdrawn(mine, name) is None for name in devices):
             waiting.update(dict.fromkeys(withdrawn, "the API server to accept the slice without the others"))
             return ()
         else:
-            self._limits = self._limits or _ClaimQuery(self.waits())
+            self._limits = self._limits or _ClaimQuery(Backoff(first=0.5, most=30.0))
             queries[""] = self._limits
             asked.append("")
         lists = await self._read(queries, asked)
@@ -153,9 +154,9 @@ class MovesToPlugin:
         limits = sorted(key for key in allocations.limits if key[0] == mine)
         keeps: Collection[str] = ()
         if self._limits is not None:
-            self.limited = frozenset(by_ledger.union(of for of, _ in allocations.limits))
-            self._limits.claim = next((allocations.claims[key] for key in sorted(allocations.limits)), "")
-            keeps = kept() if not limits else ()
+            self.limited = bool(limits)
+            self._limits.claim = allocations.claims[limits[0]] if limits else ""
+            keeps = () if limits else kept()
         for name in withdrawn:
             queries[name].claim, queries[name].device = allocated.get(name, ""), name
             if limits and name not in allocated and not forced():

@@ -116,7 +116,7 @@ class Handover:
         waiting: dict[str, str] = {}
         await forget_unplugged(self._moved, waiting)
         limited = self._to_plugin.limited
-        if await self._starter.begin(limited):
+        if await self._starter.begin(limited=limited):
             self._moved.side.moved(self.resource)
         waiting.update(self._starter.blocked)
         # This side first: it does not need the kubelet, which may take long to answer.
@@ -136,7 +136,7 @@ class Handover:
             self.waiting = waiting
             self._moved.side.publish()
         self.look()
-        return bool(returned or arrived or limited - self._to_plugin.limited), bool(waiting)
+        return bool(returned or arrived or limited > self._to_plugin.limited), bool(waiting)
 
     def _log_waits(self, waits: Mapping[str, str]) -> None:
         """Log what moves wait for; only holders at INFO, all else takes a moment as a rule."""

@@ -55,14 +55,14 @@ class MoveStarter:
             _LOG.info(text, share, self.share, extra={"resource": self.resource})
             self.share, self.drain = share, drain
 
-    async def begin(self, limited: frozenset[str]) -> bool:
+    async def begin(self, *, limited: bool) -> bool:
         """Begin the moves that the share asks for, once the scheduler knows how many devices stay; return if any.
 
         limited: see `MovesToPlugin`.
         """
-        wanted = self._planned(limited)
+        wanted = self._planned(limited=limited)
         while await self._announced(wanted.to_dra):
-            wanted = self._planned(limited)  # meanwhile pods may have got other devices
+            wanted = self._planned(limited=limited)  # meanwhile pods may have got other devices
         self.draining = self._followed(wanted.draining)
         for devices, side in ((wanted.to_dra, Side.DRA), (wanted.to_plugin, Side.PLUGIN)):
             if devices:
@@ -88,13 +88,13 @@ class MoveStarter:
         }
 
     def kept(self) -> frozenset[str]:
-        """Return the devices that would begin to move to DRA now if DRA served no pod by limits."""
-        return self._followed(self._planned(frozenset()).to_dra)
+        """Return the devices that would begin to move to DRA now if `MovesToPlugin.limited` were False."""
+        return self._followed(self._planned(limited=False).to_dra)
 
-    def _planned(self, limited_resources: frozenset[str]) -> Plan:
+    def _planned(self, *, limited: bool) -> Plan:
         """Return what the share asks for, as far as it makes no kubelet restart end a pod.
 
-        limited_resources: see `MovesToPlugin.limited`.
+        limited: see `MovesToPlugin`.
         """
         now = self.moved.ledger.snapshot
         listed = self._listed()
@@ -108,13 +108,13 @@ class MoveStarter:
         self.blocked = {}
         if self.share.forced:
             return wanted
-        served = resources_served_by_dra(now) | limited_resources
-        limited = {name for name in leaders if served and any(of in served for of, _ in self.moved.group(name))}
-        waiting = {name for name in limited if leaders[name] is State.TO_PLUGIN}
-        if back := limited.intersection(planned(leaders | dict.fromkeys(waiting, State.DRA), self.drain).to_plugin):
+        served = resources_served_by_dra(now) | ({self.resource} if limited else set())
+        bound = {name for name in leaders if served and any(of in served for of, _ in self.moved.group(name))}
+        waiting = {name for name in bound if leaders[name] is State.TO_PLUGIN}
+        if back := bound.intersection(planned(leaders | dict.fromkeys(waiting, State.DRA), self.drain).to_plugin):
             # None arrives on the plugin's side before the pods that DRA serves by limits have ended, and no other ones
             # come once the slices offer nothing. What claims are to keep turns round then.
-            leaves = {name for name in limited if leaders[name] is State.DRA} if self.drain == "cordon" else set()
+            leaves = {name for name in bound if leaders[name] is State.DRA} if self.drain == "cordon" else set()
             self.blocked = dict.fromkeys(back - leaves - waiting, _BLOCKED)
             return Plan((), tuple(sorted(leaves, key=natural)))
         if self._may_leave(now, wanted.to_dra):
