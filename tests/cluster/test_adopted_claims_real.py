@@ -479,7 +479,7 @@ def test_a_reverted_path_after_the_config_has_dropped_the_resource(
 
 
 def test_a_reverted_plugin_that_comes_again_and_again(scene: Scene, vendors: dict[str, Vendor]) -> None:
-    """One that ends when the agent has registered again, as AMD's does, is noticed by its list each time it is back."""
+    """One that ends when the agent has registered again, as AMD's does, is noticed each time it is back."""
     cluster = scene.cluster
     scene.nodes("a", 2)
     scene.serve(adopted("a", "all"))
@@ -490,7 +490,7 @@ def test_a_reverted_plugin_that_comes_again_and_again(scene: Scene, vendors: dic
     vendor = vendors["a"]
     vendor.quirks = {"stream_end": "exit"}
     reverted(scene, vendor)
-    told = "another plugin has registered this resource with the kubelet: its checkpoint has"
+    told = "another plugin has registered this resource with the kubelet: "
     for number in range(8):
         cluster.wait_for(lambda: scene.agents.log().count(told) > number, LIMIT, "it is noticed again")  # noqa: B023
         assert vendor.process is not None
