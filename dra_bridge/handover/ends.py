@@ -120,9 +120,9 @@ class MovesToPlugin:
         devices = moved.in_state(before, State.TO_PLUGIN)
         claims = {name: claim for claim in before.claims.values() for of, name in claim.held if of == mine}
         queries = self._known(before, devices, claims)
-        served = [] if forced() else served_by_dra(before, mine)
-        by_ledger = bool(served_by_dra(before, mine))
-        self.limited = by_ledger or (self.limited and bool(devices))
+        by_ledger = served_by_dra(before, mine)
+        self.limited = bool(by_ledger or (self.limited and devices))
+        served = [] if forced() else by_ledger
         withdrawn = {}
         for name in devices:
             if name in claims:
@@ -134,7 +134,7 @@ class MovesToPlugin:
             else:
                 withdrawn[name] = at
         asked = list(withdrawn)
-        if self.limited == by_ledger or forced():
+        if by_ledger or not self.limited or forced():
             self._limits = None
         elif any(moved.side.withdrawn(mine, name) is None for name in devices):
             waiting.update(dict.fromkeys(withdrawn, "the API server to accept the slice without the others"))
