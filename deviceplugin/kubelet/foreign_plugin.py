@@ -160,20 +160,19 @@ class ForeignPluginWatch:
         own = {socket for socket in self._new if plugin and _TIME.sub("", socket[0]) == _TIME.sub("", plugin)}
         for socket in sorted(self._new, key=lambda socket: (socket not in own, socket)):
             since, others = self._new[socket]
-            if record.written < since - _TICK:  # its plugin has sent no list yet
-                if socket in own and now < since + LATE:
-                    again = min(again, since + LATE - now)
-                    break  # a finding by another socket would have Register called, which makes all sockets known
-                continue
-            if record.others != others and socket not in own:
+            listed, sure = record.written >= since - _TICK, socket in own
+            due = since + (LISTED if listed else LATE)
+            if sure and now < due:
+                again = min(again, due - now)
+                break  # a finding by another socket would have Register called, which makes all sockets known
+            if not listed:
+                continue  # its plugin has sent no list yet
+            if record.others != others and not sure:
                 self._known |= {socket}  # the list was that of another resource
                 del self._new[socket]
-            elif now < since + LISTED:
-                again = min(again, since + LISTED - now)
-                if socket in own:
-                    break  # as above
+            elif now < due:
+                again = min(again, due - now)
             else:
-                sure = socket in own
                 why = "named as its adopted plugin's" if sure else "the devices of no other resource have changed since"
                 return Finding(f"the socket {socket[0]} is new, and {why}", sure=sure)
         self._others = record.others
