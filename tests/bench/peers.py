@@ -2,11 +2,11 @@
 
 Prepare and Unprepare are compared with the Go example driver (kubernetes-sigs/dra-example-driver), Allocate with
 squat's generic-device-plugin. All of them serve one real kubelet at the same time. In each round pods of one of them
-start at once and are deleted at once; rounds of all of them follow each other, in another order each time: what the
-node still does after claims of one slows down the next. The times are means of the kubelet's own
+start at once and are deleted at once; rounds of all of them follow each other, each in a random order (the same ones in
+each run): what the node still does after claims of one slows down the next. The times are means of the kubelet's own
 histograms, as differences of sum and count over the rounds. `tests.bench.empty` shows what of them is Python's gRPC: a
-driver and a plugin that do nothing else. The limits are ratios of means within one run, so a machine
-that others use is good enough; on one that is idle the figures repeat better.
+driver and a plugin that do nothing else. The limits are ratios of means within one run, so a machine that others use is
+good enough; on one that is idle the figures repeat better.
 
 The peers are built as `tests.cluster.build.PEERS` says. The run fails if one cannot be had, or if a limit is missed.
 It needs root, Go and a quarter of an hour.
