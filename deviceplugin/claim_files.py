@@ -16,21 +16,22 @@ from typing import Final
 import msgspec
 
 from deviceplugin import cdi
+from deviceplugin.identity import UNIDENTIFIED, Identity
 from deviceplugin.naming import NamingError, parse_quantity
 
-VERSION: Final = 1
+VERSION: Final = 2
 _SUFFIX: Final = ".claim"
 _FILE: Final = re.compile(rf"(?P<driver>[A-Za-z0-9][A-Za-z0-9.-]*)_(?P<uid>{cdi.UID.pattern}){re.escape(_SUFFIX)}")
 
 
-class FiledDevice(msgspec.Struct, frozen=True, omit_defaults=True):
+class FiledDevice(msgspec.Struct, frozen=True):
     """A device of a claim; the fields are those of `deviceplugin.register.records.ClaimDevice` and its amount."""
 
     resource: str
     device: str
     share: str = ""
     admin: bool = False
-    identity: str = ""
+    identity: Identity = UNIDENTIFIED
     part: str = ""
     takes: tuple[tuple[str, str, str], ...] = ()
     parameters: str = ""

@@ -16,6 +16,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Final, Literal
 
+import msgspec
+
 from deviceplugin.device import Device
 from deviceplugin.inventory import Inventory
 
@@ -23,8 +25,6 @@ Tokens = frozenset[str]
 Stat = Callable[[str], os.stat_result]
 NodeKind = Literal["char", "block"]
 
-_SURE: Final = "boot:"
-_UNSURE: Final = "nodes:"
 _LOOKED_UP: Final = re.compile(r"(char|block|file):\d+:\d+")
 """An identity that `token` has made, which is looked up again; other identities are the source's word."""
 MEMORY: Final = 1
@@ -119,27 +119,35 @@ def boot_id() -> str:
         return ""
 
 
-def recorded(tokens: Tokens, boot: str, *, sure: bool = True) -> str:
-    """Return tokens as a ledger records them; "" for none. They are valid during one boot of the node only.
+class Identity(msgspec.Struct, frozen=True, array_like=True):
+    """What the hardware of a holding was when it was granted.
 
-    sure: they are those of one device; else they are all that is known of several, or of a control node, too.
+    tokens: valid during one boot of the node only. boot: its id. sure: the tokens are those of one device; else they
+    are those of all devices that one answer to Allocate names, or of a control node.
     """
-    return " ".join((f"{_SURE if sure else _UNSURE}{boot}", *sorted(tokens))) if tokens else ""
+
+    boot: str = ""
+    tokens: Tokens = frozenset()
+    sure: bool = True
+
+    def in_boot(self, boot: str) -> Tokens:
+        """Return the tokens; none if they are of another boot, whose containers no longer run."""
+        return self.tokens if self.boot == boot else frozenset()
+
+    def says_more_than(self, recorded: Identity) -> bool:
+        """Return whether this identity, which was found in this boot, replaces the recorded one of a holding."""
+        if not self.tokens or (self.boot, self.sure) == (recorded.boot, recorded.sure):
+            return False
+        return self.boot != recorded.boot or self.sure
 
 
-def tokens_of(record: str, boot: str) -> Tokens:
-    """Return the tokens that a ledger recorded; none of another boot, whose containers no longer run."""
-    of, *tokens = record.split() or [""]
-    return frozenset(tokens) if of in {f"{_SURE}{boot}", f"{_UNSURE}{boot}"} else frozenset()
+UNIDENTIFIED: Final = Identity()
+"""The identity of a device of which nothing is known."""
 
 
-def replaces(observed: str, record: str) -> bool:
-    """Return whether what was found of a holding, in this boot, says more than what a ledger has recorded of it."""
-    of, *tokens = observed.split() or [""]
-    before, *_ = record.split() or [""]
-    if not tokens or of == before:
-        return False
-    return before.partition(":")[2] != of.partition(":")[2] or of.startswith(_SURE)
+def identified(tokens: Tokens, boot: str, *, sure: bool = True) -> Identity:
+    """Return the identity that these tokens make in a boot of the node; `UNIDENTIFIED` without tokens."""
+    return Identity(boot, tokens, sure) if tokens else UNIDENTIFIED
 
 
 async def publish(inventory: Inventory, devices: Sequence[Device], replicas: Mapping[str, int]) -> bool:

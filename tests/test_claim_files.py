@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from deviceplugin import cdi, claim_files
 from deviceplugin.claim_files import ClaimFile, FiledDevice
+from tests.identities import seen_as
 
 D = "fpga.example.com"
 R = "example.com/fpga"
@@ -25,7 +26,14 @@ def made(uid: str = "1", driver: str = D, **more: object) -> ClaimFile:
         "pods": frozenset({"p2", "p1"}),
         "devices": (
             FiledDevice(
-                R, "d0", "s", False, "boot:b char:240:0", "1/3", (("set", "memory", "5Gi"),), '{"mode":"fast"}'
+                R,
+                "d0",
+                "s",
+                False,
+                seen_as("b", "char:240:0"),
+                "1/3",
+                (("set", "memory", "5Gi"),),
+                '{"mode":"fast"}',
             ),
             FiledDevice(R, "d1", admin=True, part="0"),
         ),

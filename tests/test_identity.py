@@ -110,10 +110,10 @@ def test_what_a_device_is_now_is_found_by_its_paths(tmp_path: Path) -> None:
 def test_a_record_counts_during_one_boot() -> None:
     """Device numbers are given anew at each boot, and no container of before runs."""
     tokens = frozenset({"char:1:2", "pci:a"})
-    record = identity.recorded(tokens, "x")
-    assert identity.tokens_of(record, "x") == tokens
-    assert identity.tokens_of(record, "y") == identity.tokens_of("", "y") == frozenset()
-    assert identity.recorded(frozenset(), "x") == ""
+    record = identity.identified(tokens, "x")
+    assert record.in_boot("x") == tokens
+    assert record.in_boot("y") == identity.UNIDENTIFIED.in_boot("y") == frozenset()
+    assert identity.identified(frozenset(), "x") == identity.UNIDENTIFIED
 
 
 def test_an_identity_has_no_spaces() -> None:

@@ -17,7 +17,7 @@ from typing import Final
 import msgspec
 from google.protobuf.message import DecodeError
 
-from deviceplugin.identity import numbers_of, recorded
+from deviceplugin.identity import UNIDENTIFIED, identified, numbers_of
 from deviceplugin.naming import NamingError, parse_quantity
 from deviceplugin.register.question import Wanted
 from deviceplugin.register.records import UNKNOWN, Amount
@@ -36,7 +36,7 @@ def annotate(response: pb.ContainerAllocateResponse, resource: str, devices: Map
         "devices": {
             device_id: {
                 "device": wanted.key[1],
-                "tokens": wanted.identity.split(" ")[1:],
+                "tokens": sorted(wanted.identity.tokens),
                 "part": wanted.amount.part,
                 "takes": wanted.amount.takes,
                 "scope": wanted.amount.scope,
@@ -54,14 +54,14 @@ def granted(response: str, resource: str, device_id: str, boot: str) -> Wanted:
     How much of it was granted is not known without any annotation.
     """
     of, devices, paths = _decoded(response, resource)
-    wanted = devices.get(device_id, Wanted((resource, ""), "", UNKNOWN))
-    return wanted if of == boot else wanted._replace(identity=recorded(numbers_of(paths), boot, sure=False))
+    wanted = devices.get(device_id, Wanted((resource, ""), UNIDENTIFIED, UNKNOWN))
+    return wanted if of == boot else wanted._replace(identity=identified(numbers_of(paths), boot, sure=False))
 
 
 def nodes_missing(response: str, resource: str, wanted: Wanted, boot: str) -> bool:
     """Return whether an answer of another boot names device nodes none of which was there when it was `granted`."""
     of, _, paths = _decoded(response, resource)
-    return of != boot and bool(paths) and not wanted.identity
+    return of != boot and bool(paths) and not wanted.identity.tokens
 
 
 def ours(wanted: Wanted) -> bool:
@@ -86,7 +86,7 @@ def _decoded(response: str, resource: str) -> tuple[str, Mapping[str, Wanted], t
     devices = {
         name: Wanted(
             (resource, device.device),
-            recorded(device.tokens, value.boot),
+            identified(device.tokens, value.boot),
             Amount(device.part, device.takes, device.scope),
         )
         for name, device in value.devices.items()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from deviceplugin.identity import Tokens, tokens_of
+from deviceplugin.identity import UNIDENTIFIED, Tokens
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation, CheckpointVersion
 from deviceplugin.kubelet.granted import ours
@@ -183,13 +183,13 @@ def unrecorded(seen: UnrecordedEvidence, title: Callable[[str], str] = str) -> t
     recorded: dict[tuple[str, str], Tokens] = {}
     for allocation in allocations:
         if (record := seen.records.get(allocation[2:])) is not None:
-            recorded[allocation[:2]] = recorded.get(allocation[:2], frozenset()) | tokens_of(record.identity, seen.boot)
+            recorded[allocation[:2]] = recorded.get(allocation[:2], frozenset()) | record.identity.in_boot(seen.boot)
     uses = []
     for allocation in allocations:
         _, what = seen.answers.get(allocation) or ("", seen.copied.get(allocation))
         if what is None:
             continue
-        is_recorded, tokens = allocation[2:] in seen.records, tokens_of(what.identity, seen.boot)
+        is_recorded, tokens = allocation[2:] in seen.records, what.identity.in_boot(seen.boot)
         unit, who = allocation_unit(allocation.resource, allocation.device_id), f"pod {title(allocation.pod_uid)}"
         if ours(what) and not is_recorded:
             over = allocation.resource in seen.observed and allocation not in seen.unscanned
@@ -218,7 +218,7 @@ def kubelet_snapshot(
     for device_id, allocations in scan.of(resource).items():
         # The most certain holder is shown; what the checkpoint names needs no further reason.
         shown, holding = min(allocations.items(), key=lambda item: (not item[1].certain, item[0]))
-        answer = granted(shown) or Wanted((resource, ""), "", UNKNOWN)
+        answer = granted(shown) or Wanted((resource, ""), UNIDENTIFIED, UNKNOWN)
         held[device_id] = ObservedAllocation(
             answer.key[1] or device_of(device_id),
             title(shown.pod_uid),

@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 from deviceplugin import cdi, claim_files
 from deviceplugin.claim_files import ClaimFile
 from deviceplugin.files import FileIdentity, file_identity
-from deviceplugin.identity import NodeKind, Tokens, boot_id, node_token, numbers_of, tokens_of
+from deviceplugin.identity import NodeKind, Tokens, boot_id, node_token, numbers_of
 from deviceplugin.kubelet import claim_state
 from deviceplugin.kubelet.cgroups import PodReader
 from deviceplugin.kubelet.claim_state import ClaimStateError, ClaimStateMissingError, PreparedClaim
@@ -211,7 +211,7 @@ class OrphanedClaims:
                 lost.append(f"the file of {who}, cannot be read")
             for device in file.devices or ():
                 if not device.admin:
-                    amount, tokens = Amount(device.part, device.takes), tokens_of(device.identity, self.boot)
+                    amount, tokens = Amount(device.part, device.takes), device.identity.in_boot(self.boot)
                     unit, takes = claim_unit(file.driver, file.uid), takes_recorded(amount, file.driver)
                     uses.append(Use(unit, who, (device.resource, device.device), tokens, part_of(amount), takes))
         for claim in self._claims:

@@ -170,7 +170,7 @@ class Agent(RegisterHost):
     def _held_by_claims(self) -> set[str]:
         """Return the resources of which claims hold devices that may be vendors', which have no identity."""
         held = (device for claim in self.register.snapshot.claims.values() for device in claim.devices)
-        return {device.resource for device in held if not device.identity.split()[1:]}  # beside the boot
+        return {device.resource for device in held if not device.identity.tokens}
 
     def keep_from_pods(self) -> None:
         """Serve adopted resources that no config names while claims hold devices of them; before `run`.

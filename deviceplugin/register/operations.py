@@ -13,7 +13,7 @@ from typing import Concatenate, Final, ParamSpec, TypeVar
 
 import msgspec
 
-from deviceplugin.identity import replaces, same_hardware, tokens_of
+from deviceplugin.identity import UNIDENTIFIED, Identity, same_hardware
 from deviceplugin.naming import parse_quantity
 from deviceplugin.register import rules
 from deviceplugin.register.question import View, Wanted, allocation_unit, claim_unit, part_of, refusal, wanted_use
@@ -102,16 +102,16 @@ def forget(state: RegisterSnapshot, resource: str, devices: Collection[str]) -> 
 
 
 @_operation
-def adopt(state: RegisterSnapshot, identities: Mapping[RecordKey, str], boot: str) -> Decision[None]:
+def adopt(state: RegisterSnapshot, identities: Mapping[RecordKey, Identity], boot: str) -> Decision[None]:
     """Give holdings whose identity is not known, or is of another boot, the one that their devices have now.
 
     An identity that has all nodes of an answer to Allocate is replaced as well, if one of these nodes is the device's.
     """
     changes: list[Change] = []
 
-    def unknown(recorded: str, key: RecordKey) -> bool:
-        now = identities.get(key, "")
-        return replaces(now, recorded) and same_hardware(tokens_of(now, boot), tokens_of(recorded, boot))
+    def unknown(recorded: Identity, key: RecordKey) -> bool:
+        now = identities.get(key, UNIDENTIFIED)
+        return now.says_more_than(recorded) and same_hardware(now.in_boot(boot), recorded.in_boot(boot))
 
     for allocation in state.allocations.values():
         key = allocation.resource, allocation.device
@@ -152,7 +152,8 @@ def grant(
         if before is None:
             record = AllocationRecord(*given, identity=requested.identity, amount=requested.amount)
         else:  # earlier holders stay in the record until evidence says that they are gone
-            identity, amount = requested.identity or before.identity, _larger(before.amount, requested.amount)
+            identity = requested.identity if requested.identity.tokens else before.identity
+            amount = _larger(before.amount, requested.amount)
             record = AllocationRecord(*given, before.holders, pod=before.pod, identity=identity, amount=amount)
         changes.append(_put_allocation(record))
     return Decision(None, tuple(changes))
@@ -227,7 +228,7 @@ def _observed(record: AllocationRecord, snapshot: rules.KubeletSnapshot) -> Allo
     if observed.device != record.device and not record.amount.part:
         # No answer says which device it is, and it was found before its source had listed it.
         record = replace(record, device=observed.device)
-    if replaces(observed.identity, record.identity):
+    if observed.identity.says_more_than(record.identity):
         record = replace(record, identity=observed.identity)
     if not record.amount.part and observed.amount.part:
         record = replace(record, amount=observed.amount)

@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Final, NamedTuple
 
-from deviceplugin import identity
 from deviceplugin.device import Device
 from deviceplugin.exclusion import DeviceKey, titled
-from deviceplugin.identity import Tokens, same_hardware, shown
+from deviceplugin.identity import Identity, Tokens, same_hardware, shown
 from deviceplugin.naming import parse_quantity
 from deviceplugin.register.records import AllocationRecord, Amount, Claim, ClaimDevice, Point, RegisterSnapshot
 
@@ -70,7 +69,7 @@ class Wanted(NamedTuple):
     """A requested device, with its present identity and the requested amount."""
 
     key: DeviceKey
-    identity: str
+    identity: Identity
     amount: Amount
 
 
@@ -123,14 +122,14 @@ def in_scopes(use: Use, scopes: Mapping[str, str]) -> Use:
 
 def wanted_use(unit: tuple[str, ...], wanted: Wanted, view: View) -> Use:
     """Return a requested device as a use."""
-    tokens = identity.tokens_of(wanted.identity, view.boot)
+    tokens = wanted.identity.in_boot(view.boot)
     takes = takes_recorded(wanted.amount)
     return in_scopes(Use(unit, "", wanted.key, tokens, part_of(wanted.amount), takes), view.scopes)
 
 
 def use_of_allocation(allocation: AllocationRecord, view: View) -> Use:
     """Return an allocation as a use."""
-    tokens = identity.tokens_of(allocation.identity, view.boot)
+    tokens = allocation.identity.in_boot(view.boot)
     title = f"pod {allocation.pod}" if allocation.pod else "a pod"
     unit = allocation_unit(allocation.resource, allocation.device_id)
     takes = takes_recorded(allocation.amount)
@@ -142,7 +141,7 @@ def use_of_allocation(allocation: AllocationRecord, view: View) -> Use:
 
 def use_of_claim(claim: Claim, device: ClaimDevice, view: View) -> Use:
     """Return one device of a claim as a use; a claim that is known from evidence alone may have any part of it."""
-    tokens = identity.tokens_of(device.identity, view.boot)
+    tokens = device.identity.in_boot(view.boot)
     title = f"claim {claim.title}" if claim.name else f"claim {claim.uid}"
     unit = claim_unit(claim.driver, claim.uid)
     takes = takes_recorded(device.amount, claim.driver)
@@ -175,7 +174,7 @@ def possible_uses(
     """
     possible: list[Use] = []
     for allocation in records:
-        of, tokens = devices.get(allocation.resource, {}), identity.tokens_of(allocation.identity, boot)
+        of, tokens = devices.get(allocation.resource, {}), allocation.identity.in_boot(boot)
         if is_given_by_others(allocation) and allocation.device not in of and tokens.isdisjoint(listed):
             what = f"pod {allocation.pod} has {allocation.device_id} of {allocation.resource} from another plugin"
             title = f"{what}, and it is not known which device that is"
@@ -194,7 +193,7 @@ def held_twice(wanted: Wanted, times: int, state: RegisterSnapshot, view: View) 
 
     times: how many containers may share it; a holding of unknown amount counts as one of them.
     """
-    points: set[Point] = {wanted.key, *identity.tokens_of(wanted.identity, view.boot)}
+    points: set[Point] = {wanted.key, *wanted.identity.in_boot(view.boot)}
     held = [use for use in uses(state, points, view) if use.part != 0 and use.unit[0] not in ("hook", UNCERTAIN)]
     for point in points:
         of_point = [use for use in held if point in use.points]

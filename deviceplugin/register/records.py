@@ -10,6 +10,8 @@ from typing import Any, Final, Generic, Literal, TypeVar
 
 import msgspec
 
+from deviceplugin.identity import UNIDENTIFIED, Identity
+
 _T = TypeVar("_T")
 _T_co = TypeVar("_T_co", covariant=True)
 
@@ -164,14 +166,14 @@ class AllocationRecord:
     pending: bool = True
     absent_since: float | None = None
     pod: str = ""
-    identity: str = ""
+    identity: Identity = UNIDENTIFIED
     amount: Amount = UNKNOWN
 
 
 class ClaimDevice(msgspec.Struct, frozen=True, array_like=True):
     """A device of a claim. share: of consumable capacity, else "". admin: access without holding it.
 
-    identity: the device's identity at the grant (`deviceplugin.identity.recorded`). amount: the granted part.
+    identity: the device's identity at the grant. amount: the granted part.
     parameters: the parameters of its setup, as JSON; "" for none. limits: whether the scheduler created the claim for
     a pod's `limits`, so that the kubelet counts the device for the extended resource; also True if that is unknown.
     """
@@ -180,7 +182,7 @@ class ClaimDevice(msgspec.Struct, frozen=True, array_like=True):
     device: str
     share: str = ""
     admin: bool = False
-    identity: str = ""
+    identity: Identity = UNIDENTIFIED
     amount: Amount = UNKNOWN
     parameters: str = ""
     limits: bool = False
@@ -334,7 +336,7 @@ def _points(record: Record | None) -> set[Point]:
             held = []
     for resource, device, identity, amount in held:
         points.add((resource, device))
-        points.update(identity.split(" ")[1:])
+        points.update(identity.tokens)
         points.update((counter_set, counter) for counter_set, counter, _ in amount.takes)
     return points
 

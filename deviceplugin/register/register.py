@@ -29,7 +29,7 @@ from deviceplugin.exclusion import (
     titled,
 )
 from deviceplugin.hook_runs import DeviceBusyError, HookRuns
-from deviceplugin.identity import Tokens, shown
+from deviceplugin.identity import Identity, Tokens, identified, shown
 from deviceplugin.inventory import Inventory
 from deviceplugin.register import operations
 from deviceplugin.register.question import (
@@ -234,9 +234,9 @@ class Register:
 
     # What a device is, and how much of it somebody gets.
 
-    def identity(self, resource: str, device: str) -> str:
-        """Return the recorded identity of a device; "" if it is unknown."""
-        return identity.recorded(self.listed.now().tokens((resource, device)), self.boot)
+    def identity(self, resource: str, device: str) -> Identity:
+        """Return the identity of a device as of now."""
+        return identified(self.listed.now().tokens((resource, device)), self.boot)
 
     def times(self, resource: str, device: Device) -> int | None:
         """Return how many containers may share a device; None if its resource is not served."""
@@ -388,7 +388,7 @@ class Register:
     def same_as(self, resource: str, device_id: str) -> frozenset[DeviceKey]:
         """Return the listed devices with the identity that an id of the kubelet's had when it was granted."""
         allocation, hardware = self.snapshot.allocations.get((resource, device_id)), self.listed.now()
-        tokens = identity.tokens_of(allocation.identity, self.boot) if allocation is not None else frozenset()
+        tokens = allocation.identity.in_boot(self.boot) if allocation is not None else frozenset()
         return frozenset(key for token in tokens for key in hardware.having(token))
 
     def held_twice(self, resource: str) -> frozenset[str]:
@@ -534,7 +534,7 @@ class Register:
         state, hardware = self.snapshot, self.listed.now()
         keys = {(allocation.resource, allocation.device) for allocation in state.allocations.values()}
         keys.update(key for claim in state.claims.values() for key in claim.held)
-        identities = {key: identity.recorded(tokens, self.boot) for key in keys if (tokens := hardware.tokens(key))}
+        identities = {key: identified(tokens, self.boot) for key in keys if (tokens := hardware.tokens(key))}
         if identities:
             await self.store.do(operations.adopt(identities, self.boot))
         self._adopted = hardware

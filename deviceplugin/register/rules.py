@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Final
 
+from deviceplugin.identity import UNIDENTIFIED, Identity
 from deviceplugin.register.records import (
     NONE,
     UNKNOWN,
@@ -53,7 +54,7 @@ class ObservedAllocation:
     sure: bool = True
     holders: frozenset[ContainerKey] = frozenset()
     reason: str = ""
-    identity: str = ""
+    identity: Identity = UNIDENTIFIED
     amount: Amount = UNKNOWN
 
 

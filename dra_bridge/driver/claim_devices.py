@@ -8,7 +8,7 @@ from fractions import Fraction
 from deviceplugin import naming
 from deviceplugin.claim_files import ClaimFile, FiledDevice
 from deviceplugin.device import Device
-from deviceplugin.identity import recorded
+from deviceplugin.identity import UNIDENTIFIED, Identity, identified
 from deviceplugin.register.question import takes_of
 from deviceplugin.register.records import Amount, Claim, ClaimDevice
 from dra_bridge.driver.claims import Result
@@ -31,7 +31,7 @@ def granted_device(
         device.id,
         result.share_id or "",
         admin,
-        recorded(tokens, boot),
+        identified(tokens, boot),
         Amount(part, () if admin else takes_of(device)),
         asked.parameters,
         limits,
@@ -88,7 +88,7 @@ def claim_of(file: ClaimFile, now: float) -> Claim:
 def devices_of(file: ClaimFile) -> Iterator[ClaimDevice]:
     """Yield the devices of a claim's file; their identities name the boot, also where nothing else is known."""
     for device in file.devices or ():
-        identity = device.identity or f"boot:{file.boot}"
+        identity = Identity(file.boot) if device.identity == UNIDENTIFIED else device.identity
         amount = Amount(device.part, device.takes)
         held = device.resource, device.device, device.share, device.admin, identity, amount, device.parameters
         yield ClaimDevice(*held, limits=device.limits)

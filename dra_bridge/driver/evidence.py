@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from deviceplugin import cdi
 from deviceplugin.claim_files import ClaimFile
+from deviceplugin.identity import Identity
 from deviceplugin.kubelet.claim_state import PreparedClaim
 from deviceplugin.register.records import UNKNOWN, WHOLE, ClaimDevice
 from deviceplugin.register.rules import ClaimEvidence
@@ -25,7 +26,7 @@ class Published(NamedTuple):
     def evidence(self, driver: str, resource: str, ids: Mapping[str, str], boot: str) -> ClaimEvidence:
         """Return what the claim holds of one resource. ids: of the resource's devices, by published name."""
         granted = tuple(
-            ClaimDevice(resource, ids[name], share or "", False, f"boot:{boot}", WHOLE if share == "" else UNKNOWN)
+            ClaimDevice(resource, ids[name], share or "", False, Identity(boot), WHOLE if share == "" else UNKNOWN)
             for name, share in self.shares
             if name in ids
         )

@@ -59,7 +59,7 @@ def is_over(
     boot: this one. named, pods: see `ClaimReconciler.reconcile`. unlisted: further pods that may use it.
     """
     prepared = prepared_of(claim)
-    begun = {prepared.boot} if prepared is not None else {device.identity.split(" ")[0][5:] for device in claim.devices}
+    begun = {prepared.boot} if prepared is not None else {device.identity.boot for device in claim.devices}
     unknown = not claim.pods and boot in begun
     return not unknown and holders.claim_is_over(claim.uid, claim.pods.union(unlisted), named, pods)
 

@@ -38,7 +38,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from deviceplugin.files import inode_of, locked
-from deviceplugin.identity import boot_id
+from deviceplugin.identity import Identity, boot_id
 from deviceplugin.register import copies, records
 from deviceplugin.register.copies import Copy
 from deviceplugin.register.records import Change, Decision, LedgerError, LedgerLostError, Operation, RegisterSnapshot
@@ -47,7 +47,7 @@ _LOG: Final = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _Row = tuple[str | int | float | None, ...]
 
-SCHEMA: Final = 4
+SCHEMA: Final = 5
 """The schema's version (PRAGMA user_version); a file of any other is put aside."""
 _APPLICATION: Final = 0x64706C67  # "dplg"
 _KEEP_ASIDE: Final = 5
@@ -95,6 +95,7 @@ _DECODERS: Final[dict[str, Callable[[Any], Any]]] = {
     "state": records.State,
     "holders": msgspec.json.Decoder(frozenset[records.ContainerKey]).decode,
     "pending": bool,
+    "identity": msgspec.json.Decoder(Identity).decode,
     "amount": msgspec.json.Decoder(records.Amount).decode,
     "pods": msgspec.json.Decoder(frozenset[str]).decode,
     "devices": msgspec.json.Decoder(tuple[records.ClaimDevice, ...]).decode,
@@ -109,7 +110,7 @@ def _row(table: str, record: records.Record) -> _Row:
 def _encoded(value: Any) -> Any:
     if isinstance(value, records.State):
         return value.value
-    if isinstance(value, frozenset | tuple | records.Amount):
+    if isinstance(value, frozenset | tuple | records.Amount | Identity):
         return msgspec.json.encode(value, order="deterministic").decode()
     return int(value) if isinstance(value, bool) else value
 

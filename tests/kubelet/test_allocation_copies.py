@@ -13,13 +13,16 @@ from deviceplugin.register import copies
 from deviceplugin.register.copies import Copy
 from deviceplugin.register.question import Wanted
 from deviceplugin.register.records import AllocationRecord, Amount
+from tests.identities import seen_as
 
 R = "example.com/fpga"
 
 
 def put(directory: Path, agent: str, *holders: tuple[str, str], boot: str | None = None) -> None:
     """Write the copy of an agent that has given a half of d0 to these containers."""
-    one = AllocationRecord(R, "d0::0", "d0", 1.0, 1, frozenset(holders), identity="boot:b n1", amount=Amount("1/2"))
+    one = AllocationRecord(
+        R, "d0::0", "d0", 1.0, 1, frozenset(holders), identity=seen_as("b", "n1"), amount=Amount("1/2")
+    )
     copies.write(copies.path(str(directory), agent), Copy(boot_id() if boot is None else boot, 1, (one,)))
 
 
@@ -30,7 +33,7 @@ def test_what_is_copied_is_read_once(tmp_path: Path) -> None:
     put(tmp_path, "own", ("u0", "main"))
     put(tmp_path, "one", ("u1", "main"), ("u1", "side"))
     put(tmp_path, "two", ("u2", "main"))
-    what = Wanted((R, "d0"), "boot:b n1", Amount("1/2"))
+    what = Wanted((R, "d0"), seen_as("b", "n1"), Amount("1/2"))
     holders = [("u1", "main"), ("u1", "side"), ("u2", "main")]
     assert found.changed() == {Allocation(*one, R, "d0::0"): what for one in holders}
     assert found.changed() == {}

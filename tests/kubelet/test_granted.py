@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deviceplugin.identity import recorded
+from deviceplugin.identity import UNIDENTIFIED, identified
 from deviceplugin.kubelet.granted import annotate, annotation, granted
 from deviceplugin.register.question import Wanted
 from deviceplugin.register.records import UNKNOWN, WHOLE, Amount
@@ -19,10 +19,10 @@ from deviceplugin.wire import deviceplugin_pb2 as pb
 R = "example.com/r"
 BOOT = "boot"
 TAKES = (("gpu", "memory", "5"),)
-A = Wanted((R, "a"), recorded(frozenset({"char:240:1", "uuid:a"}), BOOT), WHOLE)
-B = Wanted((R, "b"), recorded(frozenset({"char:240:2"}), BOOT), Amount("1/2", TAKES))
-C = Wanted((R, "c"), "", WHOLE)
-NOTHING = Wanted((R, ""), "", UNKNOWN)
+A = Wanted((R, "a"), identified(frozenset({"char:240:1", "uuid:a"}), BOOT), WHOLE)
+B = Wanted((R, "b"), identified(frozenset({"char:240:2"}), BOOT), Amount("1/2", TAKES))
+C = Wanted((R, "c"), UNIDENTIFIED, WHOLE)
+NOTHING = Wanted((R, ""), UNIDENTIFIED, UNKNOWN)
 
 
 THREADS = """
@@ -91,7 +91,7 @@ def test_without_an_annotation_of_this_boot_the_nodes_tell(value: str | None) ->
     elif value is not None:
         response.annotations[annotation(R)] = value
     number = os.stat(node).st_rdev
-    tokens = recorded(frozenset({f"char:{os.major(number)}:{os.minor(number)}"}), BOOT, sure=False)
+    tokens = identified(frozenset({f"char:{os.major(number)}:{os.minor(number)}"}), BOOT, sure=False)
     expected = (A if value == "another boot" else NOTHING)._replace(identity=tokens)
     assert granted(kept(response), R, "a", BOOT) == expected
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from deviceplugin.device import Device
+from deviceplugin.identity import UNIDENTIFIED
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation, CheckpointVersion
@@ -12,6 +13,7 @@ from deviceplugin.register.question import Wanted
 from deviceplugin.register.records import UNKNOWN, Amount
 from deviceplugin.register.rules import ObservedAllocation
 from deviceplugin.source import DeviceSource
+from tests.identities import seen_as
 
 R = "example.com/gpu"
 HALF = Amount("1/2")
@@ -53,11 +55,11 @@ def test_all_holders_of_an_id_are_returned() -> None:
 
 def test_what_the_answer_to_allocate_said_is_returned() -> None:
     """Of the holder that is shown; where the checkpoint does not say it, nothing is known."""
-    answers = {"a": Wanted((R, "device-a"), "boot:1 n1", HALF)}
+    answers = {"a": Wanted((R, "device-a"), seen_as("1", "n1"), HALF)}
     now = scanned(Allocation("u1", "main", R, "a"), Allocation("u2", "main", R, "b"))
     held = kubelet_snapshot(1, now, R, str, lambda one: answers.get(one.device_id)).held
     found = [(one.device, one.identity, one.amount) for one in held.values()]
-    assert found == [("device-a", "boot:1 n1", HALF), ("b", "", UNKNOWN)]
+    assert found == [("device-a", seen_as("1", "n1"), HALF), ("b", UNIDENTIFIED, UNKNOWN)]
 
 
 def test_what_only_an_old_checkpoint_says_is_not_sure() -> None:

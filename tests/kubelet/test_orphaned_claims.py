@@ -25,6 +25,7 @@ from deviceplugin.register.store import MemoryStore
 from deviceplugin.testing import FakeKubelet
 from deviceplugin.testing import claim_state as written
 from deviceplugin.testing.claim_state import AnsweredDevice, DevicesOfClaim
+from tests.identities import seen_as
 from tests.programs import running
 
 R = "example.com/sim"
@@ -139,8 +140,8 @@ def test_a_file_that_goes_while_the_kubelet_names_its_claim_is_remembered(tmp_pa
 
 def test_administrative_access_holds_nothing(tmp_path: Path) -> None:
     """Neither the device nor its nodes."""
-    seen = FiledDevice(R, "a", admin=True, identity="boot:b char:240:0")
-    file(tmp_path, seen, FiledDevice(R, "b", identity="boot:b char:240:1"))
+    seen = FiledDevice(R, "a", admin=True, identity=seen_as("b", "char:240:0"))
+    file(tmp_path, seen, FiledDevice(R, "b", identity=seen_as("b", "char:240:1")))
     written.write(tmp_path, [claim("a", "b")])
     claims = of(tmp_path)
     assert [holder(claims, R, name, D) for name in ("a", "b")] == ["", held()]
@@ -149,8 +150,14 @@ def test_administrative_access_holds_nothing(tmp_path: Path) -> None:
 
 def test_a_renamed_device_is_known_by_what_it_is(tmp_path: Path) -> None:
     """The file has its tokens; those of another boot are of another node."""
-    file(tmp_path, FiledDevice(R, "a", identity="boot:b char:240:0 uuid:1"), uid="uid-1")
-    file(tmp_path, FiledDevice(R, "b", identity="boot:before char:240:1"), uid="uid-2", boot="before", name="other")
+    file(tmp_path, FiledDevice(R, "a", identity=seen_as("b", "char:240:0", "uuid:1")), uid="uid-1")
+    file(
+        tmp_path,
+        FiledDevice(R, "b", identity=seen_as("before", "char:240:1")),
+        uid="uid-2",
+        boot="before",
+        name="other",
+    )
     written.write(tmp_path, [claim("a"), claim("b", uid="uid-2")])
     claims = of(tmp_path)
     assert nodes(claims) == {held(): {"char:240:0", "uuid:1"}}
@@ -245,7 +252,7 @@ def test_a_claim_with_a_file_of_ours_and_another_drivers_device(tmp_path: Path) 
     both = claim("a", driver=OLD)
     both.drivers["nic.vendor.example"] = list(claim("n", driver="nic.vendor.example").drivers["nic.vendor.example"])
     written.write(tmp_path, [both])
-    file(tmp_path, FiledDevice(R, "a", identity="boot:b char:240:1"), driver=OLD)
+    file(tmp_path, FiledDevice(R, "a", identity=seen_as("b", "char:240:1")), driver=OLD)
     for driver, name, minor in ((OLD, "a", 9), ("nic.vendor.example", "n", 2)):
         node = {"path": "/dev/x", "type": "c", "major": 240, "minor": minor}
         cdi_file(tmp_path, driver, "uid-1", **{f"claim_uid-1_r_{name}": node})

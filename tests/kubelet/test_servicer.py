@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deviceplugin.device import ContainerEdits, Device, DeviceNode, Health, Mount
-from deviceplugin.identity import recorded
+from deviceplugin.identity import identified
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet import device_list
 from deviceplugin.kubelet.device_list import DeviceIds
@@ -1195,5 +1195,5 @@ async def test_an_answer_says_what_was_recorded(serve: Serve) -> None:
     (response,) = await call
     kept = base64.b64encode(response.SerializeToString()).decode()
     record = served.register.snapshot.allocations[R, "a"]
-    assert record.identity == recorded(frozenset({"x"}), served.register.boot)
+    assert record.identity == identified(frozenset({"x"}), served.register.boot)
     assert granted(kept, R, "a", served.register.boot) == ((R, "a"), record.identity, record.amount)

@@ -30,6 +30,7 @@ from deviceplugin.testing.devicemanager import PluginCallError
 from deviceplugin.testing.kubelet import Damage
 from deviceplugin.wire import podresources_pb2
 from deviceplugin.wire.podresources_pb2_grpc import PodResourcesListerStub
+from tests.identities import seen_as
 from tests.testing.bare import RESOURCE as R
 from tests.testing.bare import BarePlugin
 
@@ -146,7 +147,7 @@ async def test_what_another_agents_copy_names_is_held_while_its_pod_runs(tracked
     pod = await tracked.hold()
     other = "example.com/other"
     hangs, over = Allocation(pod.uid, "main", other, "d0"), Allocation("gone", "main", other, "d1")
-    what = {one: Wanted((other, one.device_id), f"boot:{boot_id()} n1", Amount("1")) for one in (hangs, over)}
+    what = {one: Wanted((other, one.device_id), seen_as(boot_id(), "n1"), Amount("1")) for one in (hangs, over)}
 
     def held() -> set[str]:
         return {one.unit[2] for one in tracked.tracker.foreign({other})}
@@ -172,9 +173,11 @@ async def test_what_the_register_forgets_between_two_scans_is_held_at_once(track
     pod = await tracked.run_pod()
     other = "example.com/other"
     one = Allocation(pod.uid, "main", other, "d0")
-    tracked.copied = {one: Wanted((other, "d0"), f"boot:{boot_id()} n1", Amount("1"))}
+    tracked.copied = {one: Wanted((other, "d0"), seen_as(boot_id(), "n1"), Amount("1"))}
     await tracked.scan()
-    record = AllocationRecord(other, "d0", "d0", 0.0, 1, identity=f"boot:{boot_id()} n1", holders=frozenset({one[:2]}))
+    record = AllocationRecord(
+        other, "d0", "d0", 0.0, 1, identity=seen_as(boot_id(), "n1"), holders=frozenset({one[:2]})
+    )
     known: tuple[dict[tuple[str, str], AllocationRecord], ...] = ({}, {(other, "d0"): record}, {})
     for records in known:
         tracked.register.store = store = MemoryStore()

@@ -8,9 +8,10 @@ from dataclasses import replace
 from typing import Any, Final
 from unittest.mock import patch
 
-from deviceplugin import claim_files, identity
+from deviceplugin import claim_files
 from deviceplugin.device import Device
 from deviceplugin.hook_runs import HookRuns
+from deviceplugin.identity import Identity
 from deviceplugin.kubelet import holders, orphaned_claims
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation
@@ -188,7 +189,7 @@ BY_DRIVER: Final = ((operations, "refusal", _refusal_by_driver),)
 
 WALKS: Final[dict[str, tuple[str, tuple[tuple[object, str, Replacement], ...], str]]] = {
     "the amounts are summed": ("every name", tuple((*where, _pairwise) for where in QUESTION), _TOO_MANY),
-    "identity": ("every name", ((identity, "tokens_of", _no_tokens),), _TOO_MANY),
+    "identity": ("every name", ((Identity, "in_boot", _no_tokens),), _TOO_MANY),
     "Prepare: the driver": (
         "former driver",
         (*BY_DRIVER, (rules, "prepare_refusal", _prepare_of_any_driver)),

@@ -35,6 +35,7 @@ from enum import IntEnum
 from functools import partial
 from typing import Any, Final, NamedTuple
 
+from deviceplugin.identity import UNIDENTIFIED
 from deviceplugin.kubelet import holders
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation, CheckpointVersion
@@ -513,7 +514,7 @@ class Small:
                 if holders.running(known, R, [name], {one.pod_uid for one in known if processes.may_run(one.pod_uid)}):
                     yield f"refuse p{number}", with_pod(system, number, Pod())
                     continue
-                wanted = {name: Wanted((R, name), "", WHOLE)}
+                wanted = {name: Wanted((R, name), UNIDENTIFIED, WHOLE)}
                 answer, after = self.do(system, ("grant", name), partial(operations.grant, R, wanted, ALONE, 0.0))
                 then = Pod() if isinstance(answer, Refused | Excluded) else after.pods[number]._replace(at=At.ANSWERED)
                 yield f"grant p{number}", with_pod(after, number, then)

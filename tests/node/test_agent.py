@@ -24,7 +24,7 @@ import pytest
 from deviceplugin.config import OPEN, Config, ConfigError, Lock, load
 from deviceplugin.device import ContainerEdits, Device, Health
 from deviceplugin.exclusion import DeviceConflictError
-from deviceplugin.identity import boot_id, recorded
+from deviceplugin.identity import boot_id, identified
 from deviceplugin.kubelet.checkpoint import Allocation
 from deviceplugin.kubelet.device_list import Stream
 from deviceplugin.kubelet.granted import annotate
@@ -468,7 +468,7 @@ async def test_what_a_pod_has_counts_before_its_resource_is_compared(tmp_path: P
     device, hardware = Device("b", identity="uuid:1"), frozenset({"uuid:1"})
     agent.services[other].inventory.publish([device], {"b": hardware})
     answer = pb.ContainerAllocateResponse()
-    annotate(answer, R, {"a": Wanted((R, "a"), recorded(hardware, boot_id()), WHOLE)}, boot_id())
+    annotate(answer, R, {"a": Wanted((R, "a"), identified(hardware, boot_id()), WHOLE)}, boot_id())
     entry = written.PodDevicesEntry("u1", "main", R, {-1: ["a"]}, answer.SerializeToString())
     paths.plugins.mkdir(parents=True)
     (paths.plugins / written.FILE_NAME).write_bytes(written.Checkpoint([entry]).to_json())

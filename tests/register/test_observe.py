@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deviceplugin.identity import recorded
+from deviceplugin.identity import UNIDENTIFIED, Identity, identified
 from deviceplugin.register import operations
 from deviceplugin.register.operations import Observed
 from deviceplugin.register.question import View, Wanted
@@ -34,7 +34,7 @@ class Known:
         self.store.snapshot = now.with_changes(decision.changes, now.sequence + 1) if decision.changes else now
         return decision.answer
 
-    def granted(self, ids: Iterable[str], identity: str = "", amount: Amount = WHOLE) -> Known:
+    def granted(self, ids: Iterable[str], identity: Identity = UNIDENTIFIED, amount: Amount = WHOLE) -> Known:
         wanted = {one: Wanted((R, one.partition("::")[0]), identity, amount) for one in ids}
         assert self.do(operations.grant(R, wanted, View(), 0.0)) is None
         return self
@@ -70,7 +70,9 @@ class Known:
         return self.store.snapshot.allocations[R, device_id]
 
 
-def named(device: str, pod: str = "u1", *containers: str, sure: bool = True, identity: str = "") -> ObservedAllocation:
+def named(
+    device: str, pod: str = "u1", *containers: str, sure: bool = True, identity: Identity = UNIDENTIFIED
+) -> ObservedAllocation:
     holders = frozenset((pod, one) for one in containers or ("main",))
     return ObservedAllocation(device, pod, sure, holders, identity=identity)
 
@@ -147,7 +149,7 @@ def test_a_scan_that_began_before_a_grant_says_nothing_of_it() -> None:
 
 def test_what_is_found_is_recorded_as_what_its_answer_says() -> None:
     """Identity and amount of an id that the register does not know are those of the answer to Allocate."""
-    identity = recorded(frozenset({"n1"}), "boot")
+    identity = identified(frozenset({"n1"}), "boot")
     half = ObservedAllocation("a", "p", holders=frozenset({("u1", "main")}), identity=identity, amount=HALF)
     known = Known()
     done = known.observe(KubeletSnapshot(0, 0.0, True, {"a::0": half}))
@@ -162,7 +164,7 @@ def test_what_is_not_known_of_a_holding_is_taken_from_its_answer() -> None:
     known.do(operations.add_holders([("u1", "main", R, "a::0"), ("u2", "main", R, "b::1")], 0.0))
     assert [known.record(one).amount for one in ("a::0", "b::1")] == [UNKNOWN, UNKNOWN]
     assert [known.record(one).device for one in ("a::0", "b::1")] == ["a", "b"]
-    first, second = (recorded(frozenset({one}), "boot") for one in ("n1", "n2"))
+    first, second = (identified(frozenset({one}), "boot") for one in ("n1", "n2"))
     for identity, amount in ((first, HALF), (second, WHOLE)):
         one = ObservedAllocation("a", "p", holders=frozenset({("u1", "main")}), identity=identity, amount=amount)
         known.observe(KubeletSnapshot(known.store.snapshot.sequence, 0.0, True, {"a::0": one}))

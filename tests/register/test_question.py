@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deviceplugin.identity import Identity, identified
 from deviceplugin.register.question import (
     Counter,
     Use,
@@ -41,9 +42,9 @@ MEMORY: Counter = (D, "card", "memory")
 VIEW = View(BOOT, {R: D, S: D}, {MEMORY: Fraction(10)})
 
 
-def named(*tokens: str, boot: str = BOOT) -> str:
+def named(*tokens: str, boot: str = BOOT) -> Identity:
     """An identity as it is recorded."""
-    return " ".join((f"boot:{boot}", *tokens)) if tokens else ""
+    return identified(frozenset(tokens), boot)
 
 
 def takes(memory: str, part: str = "1") -> Amount:
@@ -343,7 +344,7 @@ def test_whatever_is_granted_in_turn_never_exceeds_the_whole(
         if (one := listed.get(name)) is None:
             continue
         amount = Amount(f"1/{one.parts}", (("card", "memory", str(one.memory)),) if one.memory else ())
-        identity, device_id = named(*sorted(one.tokens)), f"{name}::{number % one.parts}"
+        identity, device_id = named(*one.tokens), f"{name}::{number % one.parts}"
         unit = claim_unit(D, device_id) if by_claim else allocation_unit(R, device_id)
         asks = wanted_use(unit, Wanted((R, name), identity, amount), VIEW)
         others = [use for of, use in granted.items() if of != unit]

@@ -13,7 +13,7 @@ import pytest
 from deviceplugin.device import Device
 from deviceplugin.exclusion import DeviceConflictError, DeviceKey, HardwareIndex, hardware_of
 from deviceplugin.hooks import HookStatistics, HookTimeoutError
-from deviceplugin.identity import Tokens, boot_id, recorded
+from deviceplugin.identity import UNIDENTIFIED, Identity, Tokens, boot_id, identified
 from deviceplugin.register import operations
 from deviceplugin.register.question import Use
 from deviceplugin.register.records import (
@@ -32,6 +32,7 @@ from deviceplugin.register.records import (
 from deviceplugin.register.rules import KubeletSnapshot, ObservedAllocation
 from deviceplugin.register.store import MemoryStore
 from deviceplugin.source import DeviceSource
+from tests.identities import seen_as
 from tests.register.resources import ListedResource, ListedResources
 
 R = "example.com/r"
@@ -62,9 +63,9 @@ def part(name: str, memory: int | str, *, brings: int | str | None = 10) -> Devi
     return Device(name, consumes={"gpu": {"memory": memory}}, counters=counters)
 
 
-def seen(tokens: str) -> str:
+def seen(tokens: str) -> Identity:
     """Return tokens as a record of this boot has them."""
-    return recorded(frozenset(tokens.split()), boot_id())
+    return identified(frozenset(tokens.split()), boot_id())
 
 
 class RegisterInMemory(ListedResources):
@@ -91,7 +92,9 @@ class RegisterInMemory(ListedResources):
             await self.grant(*names, resource=resource)
         assert self.store.snapshot.allocations.keys() == before
 
-    async def named(self, resource: str = R, *held: str, identity: str = "", amount: Amount = WHOLE) -> None:
+    async def named(
+        self, resource: str = R, *held: str, identity: Identity = UNIDENTIFIED, amount: Amount = WHOLE
+    ) -> None:
         """Have a checkpoint that the kubelet was asked for name a pod with these ids, and no other."""
         self.now += 1.0
         by_id = {
@@ -232,7 +235,7 @@ async def test_what_was_granted_is_remembered_as_what_it_was() -> None:
     assert here.withheld() == set()
     await here.grant("a")
     await here.register.verify_granted([key("a")])
-    assert here.register.identity(R, "a") == f"boot:{boot_id()} n2"
+    assert here.register.identity(R, "a") == seen_as(boot_id(), "n2")
 
 
 async def test_what_is_not_listed_any_more_is_not_granted() -> None:
@@ -259,7 +262,7 @@ async def test_a_holding_of_unknown_identity_is_what_its_device_is_listed_as() -
     It counts at the next grant, though nothing has been scanned since the list.
     """
     here = RegisterInMemory()
-    await here.named(R, "a", identity=recorded(frozenset({"n9"}), "another boot"))
+    await here.named(R, "a", identity=identified(frozenset({"n9"}), "another boot"))
     here.list(a="n1", b="n1", c="n3")
     await here.refused("b", why="the same hardware")
     assert here.store.snapshot.allocations[key("a")].identity == seen("n1")
@@ -271,7 +274,7 @@ async def test_a_holding_of_unknown_identity_is_what_its_device_is_listed_as() -
 async def test_all_nodes_of_an_answer_are_those_of_its_devices_until_these_are_listed() -> None:
     """Its devices are not told apart before; one that is listed as something else keeps what its holder got."""
     here = RegisterInMemory(d="n1", e="n2", f="n9")
-    unsure = recorded(frozenset({"n1", "n2", "n3"}), boot_id(), sure=False)
+    unsure = identified(frozenset({"n1", "n2", "n3"}), boot_id(), sure=False)
     await here.named(R, "a", "b", "c", identity=unsure)
     assert here.withheld() == {"d", "e"}
     here.list(a="n1", b="n2", c="n9", d="n1", e="n2", f="n9", g="n3")

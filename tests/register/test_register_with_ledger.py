@@ -13,7 +13,7 @@ import pytest
 
 from deviceplugin.device import Device
 from deviceplugin.exclusion import DeviceConflictError
-from deviceplugin.identity import boot_id
+from deviceplugin.identity import UNIDENTIFIED, Identity, boot_id
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation, CheckpointVersion
 from deviceplugin.kubelet.holders import HolderEvidence, HolderSnapshot, holders
@@ -26,6 +26,7 @@ from deviceplugin.register.rules import Excluded
 from dra_bridge.ledger.store import Ledger
 from dra_bridge.ledger.worker import AsyncLedger
 from tests.dra.ledger.samples import T0, D, DirectLedger, Flaky, R, adopt, cluster, kubelet
+from tests.identities import seen_as
 from tests.register.resources import ListedResource, ListedResources
 
 S = "example.com/other"
@@ -81,7 +82,7 @@ def path(tmp_path: Any) -> str:
     return str(tmp_path / "register.db")
 
 
-def claim(uid: str, device: str, identity: str = "", amount: Amount = WHOLE) -> Claim:
+def claim(uid: str, device: str, identity: Identity = UNIDENTIFIED, amount: Amount = WHOLE) -> Claim:
     held = ClaimDevice(R, device, "", False, identity, amount)
     return Claim(D, uid, "ml", uid, (held,), "ready", T0)
 
@@ -165,12 +166,12 @@ async def test_what_is_adopted_is_on_disk(path: str) -> None:
         before.do(operations.add_holders([("u1", "main", R, "a")], T0))
     async with on_disk(path, listed(R, a="", b="n2")) as here:
         await here.register.adopt()
-        assert here.allocations["a"].identity == ""
+        assert here.allocations["a"].identity == UNIDENTIFIED
         here.services[R].list(a="n1", b="n2")
         await here.register.adopt()
     async with on_disk(path, listed(R, a="n2", b="n1")) as here:
         await here.register.adopt()
-        assert here.allocations["a"].identity == f"boot:{boot_id()} n1"
+        assert here.allocations["a"].identity == seen_as(boot_id(), "n1")
         assert here.register.withheld(R, "plugin").keys() == {"a", "b"}
 
 

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from deviceplugin.device import Device
+from deviceplugin.identity import Identity
 from deviceplugin.inventory import Inventory
 from deviceplugin.register.records import Amount, Claim, ClaimDevice
 from deviceplugin.sharing import shares
@@ -17,6 +18,7 @@ from deviceplugin.source import DeviceSource
 from dra_bridge.driver.claim_devices import devices_of, filed, granted_device
 from dra_bridge.driver.claims import Result
 from dra_bridge.driver.served import RequestDevices, ServedResource
+from tests.identities import seen_as
 
 R = "example.com/fpga"
 D = "fpga.example.com"
@@ -68,7 +70,7 @@ def test_a_device_that_is_not_shared_is_had_whole() -> None:
     """Also of a source with replicas, where the API server cannot share."""
     one = granted(Device("d"))
     assert (one.resource, one.device, one.share, one.admin, one.amount) == (R, "d", "", False, Amount("1"))
-    assert one.identity == "boot:b char:240:0 uuid:1"
+    assert one.identity == seen_as("b", "char:240:0", "uuid:1")
     assert one.parameters == ""
 
 
@@ -104,4 +106,4 @@ def test_a_file_says_all_that_a_record_does() -> None:
     assert (file.driver, file.uid, file.namespace, file.name, file.boot) == (D, "1", "ml", "train", "b")
     assert file.agent == "agent"
     assert file.pods == {"p"}
-    assert list(devices_of(file)) == [full, msgspec.structs.replace(plain, identity="boot:b")]
+    assert list(devices_of(file)) == [full, msgspec.structs.replace(plain, identity=Identity("b"))]

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from deviceplugin import cdi
 from deviceplugin.claim_files import ClaimFile, FiledDevice
 from deviceplugin.device import ContainerEdits, Device, Health
+from deviceplugin.identity import Identity
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.claim_state import ClaimStateError, PreparedClaim
@@ -54,6 +55,7 @@ from dra_bridge.wire.dra_v1_pb2_grpc import DRAPluginStub
 from dra_bridge.wire.dra_v1beta1_pb2_grpc import DRAPluginStub as BetaStub
 from tests.dra.driver.served import NODE, T0, D, Plain, R, ServedDriver, claim, opaque, ref, result, served_driver
 from tests.dra.ledger.samples import adopt
+from tests.identities import seen_as
 
 ENDED = PodProcesses(frozenset())
 """No process of any pod runs."""
@@ -1034,7 +1036,7 @@ async def test_a_claims_file_says_what_its_device_is(here: ServedDriver) -> None
     here.inventory.publish(devices, {"d0": frozenset({"uuid:1", "char:240:0"})})
     await here.give("1", "d0")
     (device,) = here.own["1"].devices or ()
-    assert device.identity == "boot:1 char:240:0 uuid:1"
+    assert device.identity == seen_as("1", "char:240:0", "uuid:1")
 
 
 async def lost(here: ServedDriver, *prepared: PreparedClaim) -> ServedDriver:
@@ -1070,7 +1072,7 @@ async def test_a_lost_ledger_knows_what_claims_share(serve: Serve, *, named: boo
     ]
     after = await lost(here, *(state if named else ()))
     for key, record in after.async_ledger.snapshot.claims.items():
-        expected = [msgspec.structs.replace(one, identity="boot:1") for one in before[key].devices]
+        expected = [msgspec.structs.replace(one, identity=Identity("1")) for one in before[key].devices]
         assert (list(record.devices), record.pods, record.title) == (expected, before[key].pods, before[key].title)
     assert [one.amount.part for _, claim in sorted(before.items()) for one in claim.devices] == ["1/2", "1"]
     other = {**SHARE, "shareID": "t"}
@@ -1173,8 +1175,8 @@ async def test_the_kubelets_claim_state_is_evidence(here: ServedDriver) -> None:
     other = PreparedClaim("2", "default", "c", frozenset(), {"other.example.com": frozenset({(NODE, "d0", "")})})
     (found,) = here.driver.claim_evidence([state, elsewhere, other], R)
     granted = (
-        ClaimDevice(R, "d0", identity="boot:1", amount=WHOLE),
-        ClaimDevice(R, "d1", "s", identity="boot:1", amount=UNKNOWN),
+        ClaimDevice(R, "d0", identity=Identity("1"), amount=WHOLE),
+        ClaimDevice(R, "d1", "s", identity=Identity("1"), amount=UNKNOWN),
     )
     names = "default", "claim-1", frozenset({"pod-uid"})
     assert found == ClaimEvidence(D, "1", frozenset({"d0", "d1"}), True, *names, granted)

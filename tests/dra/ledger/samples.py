@@ -7,6 +7,7 @@ import sqlite3
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Self, TypeVar, cast
 
+from deviceplugin.identity import UNIDENTIFIED, Identity
 from deviceplugin.register import operations
 from deviceplugin.register.operations import Reconciled
 from deviceplugin.register.question import View, Wanted
@@ -65,14 +66,14 @@ def claim(
     admin: bool = False,
     share: str = "",
     amount: Amount = WHOLE,
-    identity: str = "",
+    identity: Identity = UNIDENTIFIED,
 ) -> Claim:
     listed = tuple(ClaimDevice(R, device, share, admin, identity, amount) for device in devices)
     return Claim(D, uid, "default", f"claim-{uid}", listed, result, T0)
 
 
 def grant(
-    resource: str, ids: Mapping[str, str], now: float = T0, *, amount: Amount = WHOLE, identity: str = ""
+    resource: str, ids: Mapping[str, str], now: float = T0, *, amount: Amount = WHOLE, identity: Identity = UNIDENTIFIED
 ) -> Operation[Refused | Excluded | None]:
     """Give devices, by id of the kubelet's, to a container."""
     wanted = {name: Wanted((resource, device), identity, amount) for name, device in ids.items()}

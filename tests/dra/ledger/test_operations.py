@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from deviceplugin.identity import UNIDENTIFIED, Identity
 from deviceplugin.register import operations
 from deviceplugin.register.question import Use, View, Wanted
 from deviceplugin.register.records import (
@@ -49,9 +50,10 @@ from tests.dra.ledger.samples import (
     state,
     to_dra,
 )
+from tests.identities import seen_as
 
 HALF = Amount("1/2")
-N1, N2 = "boot:1 char:240:1", "boot:1 char:240:2"
+N1, N2 = seen_as("1", "char:240:1"), seen_as("1", "char:240:2")
 OTHER = "other.example.com"
 Ask = Callable[..., Operation[Any]]
 
@@ -538,22 +540,38 @@ def test_holdings_of_unknown_identity_adopt_what_their_devices_are_now(store: Di
     for one in (claim("1", "b"), claim("admin", "b", admin=True)):
         store.do(prepare(one))
     sequence = store.snapshot.sequence
-    store.do(operations.adopt({(R, "z"): N1, (R, "c"): ""}, "1"))
+    store.do(operations.adopt({(R, "z"): N1, (R, "c"): UNIDENTIFIED}, "1"))
     assert store.snapshot.sequence == sequence, "nothing new is not written"
 
-    def known() -> list[str]:
+    def recorded() -> list[Identity]:
         allocations, claims = store.snapshot.allocations, store.snapshot.claims
         held = [claims[D, uid].devices[0] for uid in ("1", "admin")]
         return [*(allocations[R, name].identity for name in "ac"), *(one.identity for one in held)]
 
     for now, boot, expected in (
-        (("boot:1 n1", "boot:1 n2"), "1", ["boot:1 n1", "", "boot:1 n2", ""]),
-        (("boot:1 n3", "boot:1 n4"), "1", ["boot:1 n1", "", "boot:1 n2", ""]),
-        (("boot:2 n5", "boot:2 n6"), "2", ["boot:2 n5", "", "boot:2 n6", ""]),
-        (("boot:2 n7", "boot:2 n8"), "2", ["boot:2 n5", "", "boot:2 n6", ""]),
+        (
+            (seen_as("1", "n1"), seen_as("1", "n2")),
+            "1",
+            [seen_as("1", "n1"), UNIDENTIFIED, seen_as("1", "n2"), UNIDENTIFIED],
+        ),
+        (
+            (seen_as("1", "n3"), seen_as("1", "n4")),
+            "1",
+            [seen_as("1", "n1"), UNIDENTIFIED, seen_as("1", "n2"), UNIDENTIFIED],
+        ),
+        (
+            (seen_as("2", "n5"), seen_as("2", "n6")),
+            "2",
+            [seen_as("2", "n5"), UNIDENTIFIED, seen_as("2", "n6"), UNIDENTIFIED],
+        ),
+        (
+            (seen_as("2", "n7"), seen_as("2", "n8")),
+            "2",
+            [seen_as("2", "n5"), UNIDENTIFIED, seen_as("2", "n6"), UNIDENTIFIED],
+        ),
     ):
         store.do(operations.adopt({(R, "a"): now[0], (R, "b"): now[1]}, boot))
-        assert known() == expected
+        assert recorded() == expected
     assert {"n5", "n6"} <= store.snapshot.index.keys()
     assert "n1" not in store.snapshot.index
 

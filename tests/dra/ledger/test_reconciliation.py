@@ -23,6 +23,7 @@ from tests.dra.ledger.samples import (
     state,
     to_dra,
 )
+from tests.identities import seen_as
 
 
 def test_an_empty_ledger_is_rebuilt_from_evidence(path: str) -> None:
@@ -137,7 +138,10 @@ def test_a_claim_over_two_resources_is_found_once_for_each_of_them(store: Direct
 def test_a_claim_that_is_found_twice_is_one_claim(store: DirectLedger) -> None:
     """What comes first is known best; the rest adds devices, pods and the name. Seen devices are not held."""
     store.do(operations.forget(R, ["a"]))
-    granted = ClaimDevice(R, "a", "s", identity="boot:b uuid:1", amount=Amount("1/2")), ClaimDevice(R, "b", admin=True)
+    granted = (
+        ClaimDevice(R, "a", "s", identity=seen_as("b", "uuid:1"), amount=Amount("1/2")),
+        ClaimDevice(R, "b", admin=True),
+    )
     more = ClaimDevice(R, "a"), ClaimDevice(R, "c", "t")
     found = [
         ClaimEvidence(D, "1", frozenset({"a"}), True, pods=frozenset({"u1"}), granted=granted),

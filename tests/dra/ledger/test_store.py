@@ -20,6 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deviceplugin.identity import UNIDENTIFIED
 from deviceplugin.register import operations, rules
 from deviceplugin.register.records import (
     UNKNOWN,
@@ -60,6 +61,7 @@ from tests.dra.ledger.samples import (
     reserve,
     seen,
 )
+from tests.identities import seen_as
 
 
 def test_a_directory_in_place_of_the_file_is_put_aside(path: str) -> None:
@@ -216,7 +218,7 @@ def test_what_is_closed_answers_with_an_error(path: str) -> None:
         store.do(grant(R, {"a": "a"}, T0))
 
 
-@pytest.mark.parametrize("version", [0, 3, 5, 99])
+@pytest.mark.parametrize("version", [0, 4, 6, 99])
 def test_a_file_of_another_schema_is_put_aside(store: DirectLedger, path: str, version: int) -> None:
     """Older or newer: never a reason to stay down, never lost."""
     store.close()
@@ -320,7 +322,7 @@ def test_a_new_ledger_has_the_allocations_of_the_copy(path: str, copy: str) -> N
     with DirectLedger(path, copy) as opened:
         opened.do(adopt(R, ["a", "b"], Side.PLUGIN, T0))
         for name in ("a::0", "a::1"):
-            opened.do(grant(R, {name: "a"}, amount=Amount("1/2"), identity="boot:1 n1"))
+            opened.do(grant(R, {name: "a"}, amount=Amount("1/2"), identity=seen_as("1", "n1")))
         held = {"a::0": held_by("a", "u1/main")}
         opened.do(operations.observe(R, replace(seen(opened), held=held), T0))
         for _ in range(9):
@@ -332,7 +334,7 @@ def test_a_new_ledger_has_the_allocations_of_the_copy(path: str, copy: str) -> N
         kept = {key: replace(one, absent_since=None) for key, one in known.items()}
         assert opened.snapshot.allocations == kept
         assert opened.snapshot.sequence > sequence, "a copy of now is newer than one of before the loss"
-        assert isinstance(opened.do(grant(R, {"x": "x"}, identity="boot:1 n1")), Excluded)
+        assert isinstance(opened.do(grant(R, {"x": "x"}, identity=seen_as("1", "n1"))), Excluded)
     with DirectLedger(path) as opened:
         assert opened.snapshot.allocations == {
             key: replace(one, pod="", absent_since=None) for key, one in kept.items()
@@ -549,6 +551,7 @@ def test_a_full_disk_at_the_first_start_is_an_error_that_names_the_file(tmp_path
 import resource, signal
 from deviceplugin.register.records import LedgerError
 from tests.dra.ledger.samples import DirectLedger
+from tests.identities import seen_as
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
@@ -602,7 +605,7 @@ def test_what_only_the_process_knows_stays_when_the_file_is_read_again(path: str
         store.do(operations.observe(R, seen(store, 1.0), T0))
         store.do(prepare(claim("old", "b")))
         store.do(operations.unprepare(D, "old"))
-        store.do(reserve(claim("reserved", "c", identity="boot:1 n1"), durable=False))
+        store.do(reserve(claim("reserved", "c", identity=seen_as("1", "n1")), durable=False))
         before = store.snapshot
         fails.add("COMMIT")
         with pytest.raises(LedgerError):
@@ -615,7 +618,7 @@ def test_what_only_the_process_knows_stays_when_the_file_is_read_again(path: str
         found = [ClaimEvidence(D, "old", frozenset({"b"}), prepared=True)]
         store.do(operations.reconcile_evidence(R, Evidence(claims=found), ["b"], Side.DRA, T0))
         assert (D, "old") not in store.snapshot.claims, "it was unprepared"
-        assert isinstance(store.do(prepare(claim("2", "b", identity="boot:1 n1"))), Excluded), (
+        assert isinstance(store.do(prepare(claim("2", "b", identity=seen_as("1", "n1")))), Excluded), (
             "what is reserved is held"
         )
         assert store.do(operations.observe(R, seen(store, 100.0), T0)).released == ("a",)
@@ -671,7 +674,14 @@ def test_memory_and_file_never_differ(tmp_path_factory: pytest.TempPathFactory, 
     """Whatever is asked in whatever order, a ledger opened again knows the same."""
     path = str(tmp_path_factory.mktemp("same") / "l.db")
     device, uid = st.sampled_from("abc"), st.sampled_from("123")
-    identity = st.sampled_from(["", "boot:1 n1", "boot:1 n1 n2", "boot:0 n3"])
+    identity = st.sampled_from(
+        [
+            UNIDENTIFIED,
+            seen_as("1", "n1"),
+            seen_as("1", "n1", "n2"),
+            seen_as("0", "n3"),
+        ]
+    )
     amount = st.sampled_from([WHOLE, Amount("1/2"), Amount("1/4", (("memory", "bytes", "5"),)), UNKNOWN])
     operation = st.one_of(
         st.builds(lambda d, s: adopt(R, [d], s, T0), device, st.sampled_from(Side)),
