@@ -90,6 +90,7 @@ def _device(seen: DeviceView) -> dict[str, Any]:
         "state": location.state,
         "stateSince": _iso(location.since) if location.since else None,
         "reason": location.reason,
+        "waits": location.waits,
         "withheld": seen.withheld.reason if seen.withheld else "",
         "numa": list(device.numa_nodes),
         "attributes": dict(device.attributes),
@@ -248,7 +249,7 @@ def _unlisted(resource: ResourceView) -> str:
 
     def line(device: UnlistedDevice) -> str:
         side = _span("warn", STATES.get(device.location.state, device.location.state))
-        return f"<li>{escape(device.id)} {_span('dim', 'not listed now')} {side}{_small(device.location.reason)} " + (
+        return f"<li>{escape(device.id)} {_span('dim', 'not listed now')} {side}{_small(device.location.why)} " + (
             f"{_holder_list(resource.name, device.id, device.holders)}</li>"
         )
 
@@ -279,7 +280,7 @@ def _row(resource: str, seen: DeviceView, view: AgentView, *, loads: bool) -> st
         _cell(
             "Side",
             _span(moving, STATES.get(location.state, location.state))
-            + _small(location.reason)
+            + _small(location.why)
             + _small(_since(_moving_since(seen)))
             + withheld,
         ),

@@ -14,12 +14,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DeviceLocation:
-    """Where a device is: its side (plugin or dra), its state in the ledger, since when (Unix seconds), and why."""
+    """Where a device is: its side (plugin or dra), its state in the ledger, since when (Unix seconds), and why.
+
+    waits: what its move waits for, "" if it does not move.
+    """
 
     side: str = "plugin"
     state: str = "plugin"
     since: float = 0.0
     reason: str = ""
+    waits: str = ""
+
+    @property
+    def why(self) -> str:
+        """What its move waits for, else why it is in its state, for people."""
+        return f"waits for {self.waits}" if self.waits else self.reason
 
 
 DEFAULT_LOCATION: Final = DeviceLocation()  # where a device is that no provider reports

@@ -18,7 +18,6 @@ from deviceplugin.naming import parse_quantity
 from deviceplugin.register import rules
 from deviceplugin.register.question import View, Wanted, allocation_unit, claim_unit, part_of, refusal, wanted_use
 from deviceplugin.register.records import (
-    FOR_CLAIM,
     NONE,
     AllocationRecord,
     Amount,
@@ -66,7 +65,7 @@ class Committed:
     """Devices that arrived, and what each of the others waits for."""
 
     devices: tuple[str, ...] = ()
-    waiting: Mapping[str, str] = field(default_factory=lambda: NONE)
+    waiting: Mapping[str, rules.MoveWait] = field(default_factory=lambda: NONE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,8 +312,8 @@ def _moves_begun(
     changes: list[Change] = []
     for resource, device in sorted(claim.held):
         if state.state(resource, device) is State.PLUGIN and not state.allocations_on(resource, (device,)):
-            reason = f"{FOR_CLAIM}{claim.title}"
-            changes += _moved(state, resource, {device: State.TO_DRA}, claim.since, reason, claim.driver)
+            reason, to = f"for claim {claim.title}", {device: State.TO_DRA}
+            changes += _moved(state, resource, to, claim.since, reason, claim.driver, for_claim=True)
             at = refused.record
             if (resource, device) == (at.resource, at.device):
                 refused = replace(refused, record=replace(at, state=State.TO_DRA, since=claim.since), moving=True)
@@ -399,11 +398,14 @@ def begin_move(
     now: float,
     reason: str = "",
     driver: str = "",
+    *,
+    for_claim: bool = False,
 ) -> Decision[Mapping[str, State]]:
     """Begin moves to a side; answer the new state of each device that changed.
 
     A device that is moving to the other side returns. Quarantined devices stay, and those of another driver: they leave
-    its slices first, by a move to the plugin's side. driver: the one whose claims are to get the devices.
+    its slices first, by a move to the plugin's side. driver: the one whose claims are to get the devices. for_claim:
+    whether a claim needs them.
     """
     at = {device: state.device(resource, device) for device in devices}
     moves = {
@@ -413,7 +415,7 @@ def begin_move(
         and record.state.goal is not to
         and (to is Side.PLUGIN or record.driver in ("", driver))
     }
-    return Decision(moves, _moved(state, resource, moves, now, reason, driver))
+    return Decision(moves, _moved(state, resource, moves, now, reason, driver, for_claim=for_claim))
 
 
 @_operation
@@ -442,10 +444,10 @@ def _in_state(state: RegisterSnapshot, resource: str, devices: Iterable[str], at
 
 
 def _committed(
-    state: RegisterSnapshot, resource: str, waits: Mapping[str, str], arrived: State, now: float
+    state: RegisterSnapshot, resource: str, waits: Mapping[str, rules.MoveWait | None], arrived: State, now: float
 ) -> Decision[Committed]:
-    moves = {device: arrived for device, what in waits.items() if not what}
-    waiting = {device: what for device, what in waits.items() if what}
+    moves = {device: arrived for device, what in waits.items() if what is None}
+    waiting = {device: what for device, what in waits.items() if what is not None}
     return Decision(Committed(tuple(moves), waiting), _moved(state, resource, moves, now))
 
 
@@ -575,12 +577,20 @@ def _put_claim(record: Claim) -> Change:
 
 
 def _moved(
-    state: RegisterSnapshot, resource: str, moves: Mapping[str, State], now: float, reason: str = "", driver: str = ""
+    state: RegisterSnapshot,
+    resource: str,
+    moves: Mapping[str, State],
+    now: float,
+    reason: str = "",
+    driver: str = "",
+    *,
+    for_claim: bool = False,
 ) -> tuple[Change, ...]:
     """Return the changes that give devices new states. driver: of those that had none."""
     records = []
     for device, to in moves.items():
         before = state.device(resource, device)
         of = "" if to is State.PLUGIN else before.driver or driver
-        records.append(replace(before, state=to, since=now, sequence=state.sequence + 1, reason=reason, driver=of))
+        at = replace(before, state=to, since=now, sequence=state.sequence + 1)
+        records.append(replace(at, reason=reason, driver=of, for_claim=for_claim))
     return tuple(Change("devices", (resource, record.device), record) for record in records)

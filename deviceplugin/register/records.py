@@ -97,8 +97,6 @@ _WORDS: Final = {
     State.TO_PLUGIN: "moving from DRA to the device plugin",
     State.QUARANTINED: "quarantined",
 }
-FOR_CLAIM: Final = "for claim "
-"""Begins the reason of a move that a claim has begun."""
 
 RecordKey = tuple[str, str]
 """(resource, device), (resource, kubelet device id), (driver, claim UID) or (section, key of a setting)."""
@@ -129,8 +127,9 @@ WHOLE: Final = Amount("1")
 class DeviceRecord:
     """The state of one device.
 
-    since: Unix seconds. sequence: of the change that led to this state. driver: the driver whose slices have the
-    device; "" on the plugin side.
+    since: Unix seconds. sequence: of the change that led to this state. reason: for messages. driver: the driver whose
+    slices have the device; "" on the plugin side. for_claim: whether a Prepare of a claim that needs the device has
+    begun its move.
     """
 
     resource: str
@@ -140,11 +139,12 @@ class DeviceRecord:
     sequence: int = 0
     reason: str = ""
     driver: str = ""
+    for_claim: bool = False
 
     @property
     def moves_for_claim(self) -> bool:
         """Whether it moves to DRA because a claim needs it."""
-        return self.state is State.TO_DRA and self.reason.startswith(FOR_CLAIM)
+        return self.state is State.TO_DRA and self.for_claim
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,13 +31,28 @@ other parts ran meanwhile; the rest is for a busy node, which may not schedule o
 """
 
 
-class HolderWait(str):
-    """The reason why a move waits, if it waits for a known holder: then the wait may be as long as the holder runs.
+@dataclass(frozen=True, slots=True)
+class MoveWait:
+    """What the move of a device waits for. text: for messages.
 
-    msgspec encodes no subclass of str: use `str()` of it.
+    on_holder: whether it waits for a holder, which may run for long; if not, for evidence, which takes a moment. pod,
+    claim: namespace/name of the holder, "" if it is another or its name is not known.
     """
 
-    __slots__ = ()
+    text: str
+    on_holder: bool = False
+    pod: str = ""
+    claim: str = ""
+
+    @staticmethod
+    def for_pod(pod: str) -> MoveWait:
+        """Return the wait for a pod that holds the device. pod: namespace/name or UID, "" if it is not known."""
+        return MoveWait(f"pod {pod}" if pod else "its pod", on_holder=True, pod=pod)
+
+    @staticmethod
+    def for_claim(claim: str) -> MoveWait:
+        """Return the wait for a claim that has the device. claim: namespace/name."""
+        return MoveWait(f"claim {claim}", on_holder=True, claim=claim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,47 +239,45 @@ def prepare_refusal(now: RegisterSnapshot, driver: str, resource: str, device: s
     return Refused(record, holder, record.state is State.TO_DRA and record.driver in ("", driver))
 
 
-def to_dra_waits_for(now: RegisterSnapshot, record: DeviceRecord, evidence: KubeletEvidence) -> str:
-    """Return what the commit of TO_DRA still waits for; "" if it is granted."""
+def to_dra_waits_for(now: RegisterSnapshot, record: DeviceRecord, evidence: KubeletEvidence) -> MoveWait | None:
+    """Return what the commit of TO_DRA still waits for; None if it is granted."""
     shown = evidence.shown.get(record.device)
     seen = evidence.snapshot
     if evidence.sequence < record.sequence:
-        return "evidence read after the move began"
+        return MoveWait("evidence read after the move began")
     if shown is None:
-        return "ListAndWatch to show it Unhealthy"
+        return MoveWait("ListAndWatch to show it Unhealthy")
     for held in seen.held.values():
         if held.device == record.device:
             text = f"pod {held.pod} ({held.reason})" if held.reason else f"pod {held.pod}"
-            return HolderWait(text) if held.sure else text
+            return MoveWait(text, on_holder=held.sure, pod=held.pod)
     if not seen.current:
-        return f"a checkpoint that the kubelet has written since ({seen.problem or 'not requested yet'})"
+        return MoveWait(f"a checkpoint that the kubelet has written since ({seen.problem or 'not requested yet'})")
     if seen.at < shown or record.device in seen.registered:
-        return "the kubelet to acknowledge that it is Unhealthy"
+        return MoveWait("the kubelet to acknowledge that it is Unhealthy")
     if seen.sequence < evidence.sequence:
-        return "a snapshot of the kubelet's holders"
+        return MoveWait("a snapshot of the kubelet's holders")
     for allocation in now.allocations_on(record.resource, (record.device,)):
-        return (
-            HolderWait(f"pod {allocation.pod}")
-            if allocation.pod
-            else f"the pod it was allocated to at {_utc(allocation.since)}"
-        )
-    return ""
+        if allocation.pod:
+            return MoveWait.for_pod(allocation.pod)
+        return MoveWait(f"the pod it was allocated to at {_utc(allocation.since)}")
+    return None
 
 
-def to_plugin_waits_for(now: RegisterSnapshot, record: DeviceRecord, evidence: ClusterEvidence) -> str:
-    """Return what the commit of TO_PLUGIN still waits for; "" if it is granted."""
+def to_plugin_waits_for(now: RegisterSnapshot, record: DeviceRecord, evidence: ClusterEvidence) -> MoveWait | None:
+    """Return what the commit of TO_PLUGIN still waits for; None if it is granted."""
     accepted = evidence.withdrawn.get(record.device)
     if evidence.sequence < record.sequence:
-        return "evidence read after the move began"
+        return MoveWait("evidence read after the move began")
     if accepted is None:
-        return "the API server to accept the slice without it"
+        return MoveWait("the API server to accept the slice without it")
     if evidence.listed_at < accepted:
-        return "a list of claims"
+        return MoveWait("a list of claims")
     if record.device in evidence.allocated:
-        return HolderWait(f"claim {evidence.allocated[record.device]}")
+        return MoveWait.for_claim(evidence.allocated[record.device])
     for claim in now.claims_on(record.resource, (record.device,)):
-        return HolderWait(f"claim {claim.title}")
-    return ""
+        return MoveWait.for_claim(claim.title)
+    return None
 
 
 def grant_is_over(record: AllocationRecord, snapshot: KubeletSnapshot) -> bool:

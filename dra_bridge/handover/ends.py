@@ -12,7 +12,7 @@ from deviceplugin.backoff import Backoff
 from deviceplugin.kubelet.holders import kubelet_snapshot
 from deviceplugin.register import operations
 from deviceplugin.register.records import Claim, RegisterSnapshot, Side, State
-from deviceplugin.register.rules import ClusterEvidence, HolderWait, KubeletEvidence
+from deviceplugin.register.rules import ClusterEvidence, KubeletEvidence, MoveWait
 from dra_bridge.handover.admission import served_by_dra
 from dra_bridge.handover.moved import MovedResource
 from dra_bridge.handover.planner import held_and_expected
@@ -34,7 +34,7 @@ def shown_unhealthy(
     return {device: at for device in devices if device not in healthy}
 
 
-async def end_moves_to_dra(moved: MovedResource, waiting: dict[str, str]) -> tuple[str, ...]:
+async def end_moves_to_dra(moved: MovedResource, waiting: dict[str, MoveWait]) -> tuple[str, ...]:
     """Commit the moves to DRA that can end; return their devices. This makes no request to the API server.
 
     waiting: the reasons why the others wait are added to it.
@@ -50,12 +50,12 @@ async def end_moves_to_dra(moved: MovedResource, waiting: dict[str, str]) -> tup
     shown = shown_unhealthy(devices, sent, device_id_of)
     if not shown:
         missing = "the kubelet to listen" if sent is None else "ListAndWatch to show it Unhealthy"
-        waiting.update(dict.fromkeys(devices, missing))
+        waiting.update(dict.fromkeys(devices, MoveWait(missing)))
         return ()
     ids = {(resource, device_id) for device in shown for device_id in endpoint.ids.ids_of(device)}
     scan = await evidence.scan(ids)
     if scan is None:
-        waiting.update(dict.fromkeys(devices, "a moment without an Allocate in flight"))
+        waiting.update(dict.fromkeys(devices, MoveWait("a moment without an Allocate in flight")))
         return ()
     seen = kubelet_snapshot(before.sequence, scan, resource, device_id_of, title=evidence.title)
     proof = KubeletEvidence(before.sequence, shown, seen)
@@ -77,10 +77,9 @@ class _ClaimQuery:
     due: float = 0.0
 
 
-def _waits_for_limits(claim: str) -> HolderWait:
-    return HolderWait(
-        f"claim {claim} (its pod has a device by limits: until it ends, a kubelet restart would end others)"
-    )
+def _waits_for_limits(claim: str) -> MoveWait:
+    text = f"claim {claim} (its pod has a device by limits: until it ends, a kubelet restart would end others)"
+    return MoveWait(text, on_holder=True, claim=claim)
 
 
 @dataclass(slots=True, eq=False)
@@ -108,7 +107,7 @@ class MovesToPlugin:
     """Asks whether `limited` still holds; None while the ledger tells."""
 
     async def commit(
-        self, waiting: dict[str, str], forced: Callable[[], bool], kept: Callable[[], Collection[str]]
+        self, waiting: dict[str, MoveWait], forced: Callable[[], bool], kept: Callable[[], Collection[str]]
     ) -> tuple[str, ...]:
         """Commit the moves that can end; return their devices.
 
@@ -126,18 +125,19 @@ class MovesToPlugin:
         withdrawn = {}
         for name in devices:
             if name in claims:
-                waiting[name] = HolderWait(f"claim {claims[name].title}")
+                waiting[name] = MoveWait.for_claim(claims[name].title)
             elif served:
                 waiting[name] = _waits_for_limits(served[0].title)
             elif (at := moved.side.withdrawn(mine, name)) is None:
-                waiting[name] = "the API server to accept the slice without it"
+                waiting[name] = MoveWait("the API server to accept the slice without it")
             else:
                 withdrawn[name] = at
         asked = list(withdrawn)
         if by_ledger or not self.limited or forced():
             self._limits = None
         elif any(moved.side.withdrawn(mine, name) is None for name in devices):
-            waiting.update(dict.fromkeys(withdrawn, "the API server to accept the slice without the others"))
+            wait = MoveWait("the API server to accept the slice without the others")
+            waiting.update(dict.fromkeys(withdrawn, wait))
             return ()
         else:
             self._limits = self._limits or _ClaimQuery(Backoff(first=0.5, most=30.0))
@@ -171,10 +171,10 @@ class MovesToPlugin:
         return done.devices
 
     @staticmethod
-    def _waits_for(query: _ClaimQuery) -> str:
+    def _waits_for(query: _ClaimQuery) -> MoveWait:
         if not query.claim:
-            return "a list of claims"
-        return HolderWait(f"claim {query.claim}") if query.device else _waits_for_limits(query.claim)
+            return MoveWait("a list of claims")
+        return MoveWait.for_claim(query.claim) if query.device else _waits_for_limits(query.claim)
 
     def _known(
         self, now: RegisterSnapshot, devices: Iterable[str], prepared: Mapping[str, Claim]
@@ -207,7 +207,7 @@ class MovesToPlugin:
         return True
 
 
-async def forget_unplugged(moved: MovedResource, waiting: dict[str, str]) -> None:
+async def forget_unplugged(moved: MovedResource, waiting: dict[str, MoveWait]) -> None:
     """Drop the records of unplugged devices, once they have no holder and no claim names them.
 
     A device on the DRA side, or on its way there, moves to the plugin side first; that proves that no claim names it.
@@ -219,12 +219,7 @@ async def forget_unplugged(moved: MovedResource, waiting: dict[str, str]) -> Non
     now = moved.ledger.snapshot
     unplugged = moved.moving.of(now, resource).keys() - moved.inventory.devices.keys()
     if allocations := now.allocations_on(resource, unplugged):
-        waiting.update(
-            {
-                allocation.device: HolderWait(f"pod {allocation.pod}" if allocation.pod else "its pod")
-                for allocation in allocations
-            }
-        )
+        waiting.update({allocation.device: MoveWait.for_pod(allocation.pod) for allocation in allocations})
         await moved.evidence.scan({(resource, allocation.device_id) for allocation in allocations})
     now, devices = moved.ledger.snapshot, moved.inventory.devices
     held, _ = held_and_expected(now)

@@ -17,7 +17,7 @@ from typing import Final
 from deviceplugin.backoff import Backoff
 from deviceplugin.device import counted
 from deviceplugin.register.records import LedgerError, RegisterSnapshot, Side
-from deviceplugin.register.rules import HolderWait
+from deviceplugin.register.rules import MoveWait
 from dra_bridge.handover.admission import denied_now
 from dra_bridge.handover.allocatable import AllocatableStatus
 from dra_bridge.handover.ends import MovesToPlugin, end_moves_to_dra, forget_unplugged
@@ -41,7 +41,7 @@ class Handover:
     """Moves one resource's devices between the sides until their sides are as the share says.
 
     allocatable: makes the number of devices known to the scheduler; None to leave that to the kubelet. waiting: what
-    moves wait for, by device; a `HolderWait` where that is a holder. denied: UIDs of the pods that a kubelet restart
+    moves wait for, by device. denied: UIDs of the pods that a kubelet restart
     would end, as of the last look; "" for one that is not known yet.
     """
 
@@ -49,7 +49,7 @@ class Handover:
         self, moved: MovedResource, share: Share, drain: Drain = "cordon", allocatable: AllocatableStatus | None = None
     ) -> None:
         self.resource = moved.name
-        self.waiting: Mapping[str, str] = {}
+        self.waiting: Mapping[str, MoveWait] = {}
         self.denied: tuple[str, ...] = ()
         self._moved = moved
         self._allocatable = allocatable
@@ -113,7 +113,7 @@ class Handover:
 
     async def _step(self) -> tuple[bool, bool]:
         """Do what can be done now; return whether a move ended, and whether any is under way."""
-        waiting: dict[str, str] = {}
+        waiting: dict[str, MoveWait] = {}
         await forget_unplugged(self._moved, waiting)
         limited = self._to_plugin.limited
         if await self._starter.begin(limited=limited):
@@ -138,15 +138,13 @@ class Handover:
         self.look()
         return bool(returned or arrived or limited > self._to_plugin.limited), bool(waiting)
 
-    def _log_waits(self, waits: Mapping[str, str]) -> None:
+    def _log_waits(self, waits: Mapping[str, MoveWait]) -> None:
         """Log what moves wait for; only holders at INFO, all else takes a moment as a rule."""
         for name, what in waits.items():
-            level = logging.INFO if isinstance(what, HolderWait) else logging.DEBUG
-            extra = {"resource": self.resource, "device": name}
-            kind, _, holder = what.partition(" (")[0].partition(" ")
-            if kind in ("pod", "claim"):
-                extra[kind] = holder
-            _LOG.log(level, "the move of device %s waits for %s", name, what, extra=extra)
+            level = logging.INFO if what.on_holder else logging.DEBUG
+            holder = {key: title for key, title in (("pod", what.pod), ("claim", what.claim)) if title}
+            extra = {"resource": self.resource, "device": name, **holder}
+            _LOG.log(level, "the move of device %s waits for %s", name, what.text, extra=extra)
 
     def _committed(self, side: Side, devices: Sequence[str], before: RegisterSnapshot) -> None:
         """Count and log the moves that ended."""

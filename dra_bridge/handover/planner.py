@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from deviceplugin.device import Device, natural
 from deviceplugin.exclusion import DeviceKey
@@ -159,15 +159,22 @@ def leading(
     return leaders, frozenset(name for name, members in groups.items() if not held.isdisjoint(members)), awaited
 
 
-def followers(
-    now: RegisterSnapshot, resource: str, devices: Iterable[str], together: Together
-) -> list[tuple[str, Side, str]]:
-    """Return the devices that follow others of their group, with the side and the reason.
+class FollowingMove(NamedTuple):
+    """The move of a device that follows others. for_claim: whether they move to DRA because a claim needs one."""
+
+    device: str
+    side: Side
+    reason: str
+    for_claim: bool = False
+
+
+def followers(now: RegisterSnapshot, resource: str, devices: Iterable[str], together: Together) -> list[FollowingMove]:
+    """Return the moves of the devices that follow others of their group.
 
     A device follows the leader of its group. If one of them moves to DRA for a claim, all do.
     """
     _, expected = held_and_expected(now)
-    moves: list[tuple[str, Side, str]] = []
+    moves: list[FollowingMove] = []
     for name in devices:
         members = together[name]
         awaited = next((now.device(*key) for key in members if key in expected), None)
@@ -176,7 +183,7 @@ def followers(
         if awaited is not None:
             goal, reason = Side.DRA, awaited.reason
         if len(members) > 1 and goal is not None and now.state(resource, name).goal not in (goal, None):
-            moves.append((name, goal, reason))
+            moves.append(FollowingMove(name, goal, reason, awaited is not None))
     return moves
 
 

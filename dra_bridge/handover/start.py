@@ -12,16 +12,18 @@ from typing import Final
 from deviceplugin.device import counted, natural
 from deviceplugin.register import operations
 from deviceplugin.register.records import RegisterSnapshot, Side, State
-from deviceplugin.register.rules import HolderWait
+from deviceplugin.register.rules import MoveWait
 from dra_bridge.handover.admission import counts_of, may_leave, resources_served_by_dra
 from dra_bridge.handover.allocatable import AllocatableStatus
 from dra_bridge.handover.moved import MovedResource
-from dra_bridge.handover.planner import Plan, followers, groups, leading, plan
+from dra_bridge.handover.planner import FollowingMove, Plan, followers, groups, leading, plan
 from dra_bridge.handover.share import Drain, Share
 
 _LOG: Final = logging.getLogger(__name__)
-_BLOCKED: Final = HolderWait(
-    "pods of one side to end: a kubelet restart would end pods of the plugin side beside pods that DRA serves by limits"
+_BLOCKED: Final = MoveWait(
+    "pods of one side to end: a kubelet restart would end pods of the plugin side beside pods that DRA serves by "
+    "limits",
+    on_holder=True,
 )
 
 
@@ -39,7 +41,7 @@ class MoveStarter:
     drain: Drain
     allocatable: AllocatableStatus | None
     draining: frozenset[str] = frozenset()
-    blocked: Mapping[str, str] = field(default_factory=dict)
+    blocked: Mapping[str, MoveWait] = field(default_factory=dict)
     begun: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -66,15 +68,15 @@ class MoveStarter:
         self.draining = self._followed(wanted.draining)
         for devices, side in ((wanted.to_dra, Side.DRA), (wanted.to_plugin, Side.PLUGIN)):
             if devices:
-                await self._begin_move(devices, side, f"the share is {self.share}")
+                await self._begin_move(devices, side, f"the share is {self.share}", for_claim=False)
         following = self._following()
-        while await self._announced([name for name, side, _ in following if side is Side.DRA]):
+        while await self._announced([each.device for each in following if each.side is Side.DRA]):
             following = self._following()
-        for name, side, reason in following:
-            await self._begin_move((name,), side, reason)
+        for each in following:
+            await self._begin_move((each.device,), each.side, each.reason, for_claim=each.for_claim)
         return bool(wanted or following)
 
-    def _following(self) -> list[tuple[str, Side, str]]:
+    def _following(self) -> list[FollowingMove]:
         listed = self._listed()
         return followers(self.moved.ledger.snapshot, self.resource, listed, self.moved.together(listed))
 
@@ -161,8 +163,9 @@ class MoveStarter:
         self.draining |= self._followed(leaving)  # until then new pods had better get others
         return await self.allocatable.lower(self.resource, len(staying))
 
-    async def _begin_move(self, devices: Sequence[str], side: Side, reason: str) -> None:
-        begin = operations.begin_move(self.resource, devices, side, time.time(), reason, self.moved.moving.driver)
+    async def _begin_move(self, devices: Sequence[str], side: Side, reason: str, *, for_claim: bool) -> None:
+        now, driver = time.time(), self.moved.moving.driver
+        begin = operations.begin_move(self.resource, devices, side, now, reason, driver, for_claim=for_claim)
         moves = await self.moved.ledger.do(begin)
         self.begun.update(state.value for state in moves.values())
         text = "%s begin to move to the %s side (%s)" if len(moves) > 1 else "%s begins to move to the %s side (%s)"

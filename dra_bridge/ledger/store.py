@@ -76,7 +76,7 @@ _RECORDS: Final = {
     "settings": records.Setting,
 }
 _TABLES: Final = {
-    "devices": ("resource", "device", "state", "since", "sequence", "reason", "driver"),
+    "devices": ("resource", "device", "state", "since", "sequence", "reason", "driver", "for_claim"),
     "allocations": ("resource", "device_id", "device", "since", "sequence", "holders", "pending", "identity", "amount"),
     "claims": ("driver", "uid", "namespace", "name", "devices", "result", "since", "sequence", "pods"),
     "settings": ("section", "key", "value"),
@@ -95,6 +95,7 @@ _DECODERS: Final[dict[str, Callable[[Any], Any]]] = {
     "state": records.State,
     "holders": msgspec.json.Decoder(frozenset[records.ContainerKey]).decode,
     "pending": bool,
+    "for_claim": bool,
     "identity": msgspec.json.Decoder(Identity).decode,
     "amount": msgspec.json.Decoder(records.Amount).decode,
     "pods": msgspec.json.Decoder(frozenset[str]).decode,

@@ -16,7 +16,6 @@ from prometheus_client.metrics_core import (
 from deviceplugin.kubelet.podresources import PodContainer
 from deviceplugin.metrics.collectors import buckets
 from deviceplugin.register.records import State
-from deviceplugin.register.rules import HolderWait
 from dra_bridge.kube import Cluster
 from dra_bridge.slices.publisher import PoolState, Publisher
 
@@ -144,7 +143,7 @@ def _moves(drivers: Sequence[DriverRuntime]) -> Iterator[Metric]:
         for (resource, device), record in driver.async_ledger.snapshot.devices.items():
             if record.state in (State.TO_DRA, State.TO_PLUGIN) and record.driver == driver.name:
                 what = resources[resource].handover.waiting.get(device) if resource in resources else None
-                holder = isinstance(what, HolderWait)
+                holder = what is not None and what.on_holder
                 waits.add_metric((resource, device, "holder"), holder)
                 waits.add_metric((resource, device, "evidence"), not holder)
     if waits.samples:

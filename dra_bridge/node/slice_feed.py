@@ -178,7 +178,7 @@ class SliceFeed:
                 continue
             listed = runtime.listed
             shares[resource] = str(runtime.handover.share)
-            waits |= {(resource, device): str(what) for device, what in runtime.handover.waiting.items()}
+            waits |= {(resource, device): what.text for device, what in runtime.handover.waiting.items()}
             gone |= {(resource, name) for name in records.of(resource).keys() - (listed.devices.keys() - listed.gone)}
         share, qualifiers = self._context.share, qualifiers_of(records, self._context.name)
         current = progress.progress(

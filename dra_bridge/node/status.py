@@ -12,7 +12,6 @@ from deviceplugin.kubelet.podresources import PodContainer
 from deviceplugin.metrics.report import ClaimedDevice, DeviceLocation, Event, ProviderReport, ShareProgress
 from deviceplugin.register.records import Claim, RegisterSnapshot, State
 from dra_bridge.node.slice_feed import qualifiers_of
-from dra_bridge.rollout.agents import WAITS
 
 if TYPE_CHECKING:
     from dra_bridge.node.driver_runtime import DriverRuntime
@@ -141,7 +140,7 @@ class BridgeStatus:
             "prepareFailures": dict(driver.driver.statistics.prepare.failures),
             "shares": {resource: str(handover.share) for resource, handover in handovers.items()},
             "waiting": {
-                resource: {device: str(what) for device, what in handover.waiting.items()}
+                resource: {device: what.text for device, what in handover.waiting.items()}
                 for resource, handover in handovers.items()
                 if handover.waiting
             },
@@ -179,13 +178,13 @@ def _shares(driver: DriverRuntime) -> dict[str, ShareProgress]:
 
 def _locations(now: RegisterSnapshot, drivers: Sequence[DriverRuntime]) -> dict[tuple[str, str], DeviceLocation]:
     waits = {
-        (resource, device): f"{WAITS}{what}"
+        (resource, device): what.text
         for driver in drivers
         for resource, runtime in list(driver.resources.items())
         for device, what in dict(runtime.handover.waiting).items()
     }
     return {
-        key: DeviceLocation(record.state.side, record.state.value, record.since, waits.get(key) or record.reason)
+        key: DeviceLocation(record.state.side, record.state.value, record.since, record.reason, waits.get(key, ""))
         for key, record in now.devices.items()
     }
 

@@ -13,7 +13,14 @@ from dataclasses import dataclass
 from typing import Final
 
 from dra_bridge.kube import DAEMON_SETS, PODS, Cluster, NotFoundError, Object
-from dra_bridge.rollout.agents import LABEL, Answers, ask_agents, namespaces_of_agents, running_agents
+from dra_bridge.rollout.agents import (
+    LABEL,
+    Answers,
+    UnlistedClaims,
+    ask_agents,
+    namespaces_of_agents,
+    running_agents,
+)
 from dra_bridge.rollout.fleet import shortened
 from dra_bridge.rollout.rollout import RolloutError
 
@@ -289,15 +296,13 @@ def in_use(answers: Answers, agents: Collection[AgentPod], nodes: Collection[str
         if node in serving
     ]
     away, claims = dict[str, set[str]](), dict[str, set[str]]()
-    devices = {key: (device.holder or "", device.state) for key, device in answers.devices.items()}
-    for (node, resource, _), (holders, state) in (devices | dict(answers.unlisted)).items():
+    listed = {key: UnlistedClaims(device.state, device.claims) for key, device in answers.devices.items()}
+    for (node, resource, _), device in (listed | dict(answers.unlisted)).items():
         if (node, resource) in answers.adopted:
-            if state not in ("", "plugin"):
+            if device.state not in ("", "plugin"):
                 away.setdefault(resource, set()).add(node)
-            for title in holders.split(", "):
-                if title.startswith("claim "):
-                    claims.setdefault(resource, set()).add(title.removeprefix("claim "))
-    for resource, titles in sorted(claims.items()):
+            claims.setdefault(resource, set()).update(device.claims)
+    for resource, titles in sorted((name, titles) for name, titles in claims.items() if titles):
         reasons.append(f"claims have devices of {resource}: {shortened(sorted(titles))}; end their pods first")
     for resource, where in sorted(away.items()):
         reasons.append(

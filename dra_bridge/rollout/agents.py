@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -30,8 +30,6 @@ BINDING: Final = "dra-bridge"
 """The binding of the agents' ServiceAccount, as `manifests` calls it by default."""
 PORT: Final = "metrics"
 """The name of the container port that `manifests` gives to an agent's page."""
-WAITS: Final = "waits for "
-"""How the reason of a device begins whose move waits."""
 TIMEOUT: Final = 3.0  # seconds in which an agent must answer
 TOTAL: Final = 15.0  # seconds after which no more agents are waited for
 AT_ONCE: Final = 16  # agents that are asked at one time
@@ -58,7 +56,7 @@ class _DeviceStatus(msgspec.Struct):
     gone: bool = False
     withheld: str = ""
     state: str = ""
-    reason: str = ""
+    waits: str = ""
     holders: list[_ReportedHolder] = []
 
 
@@ -92,7 +90,7 @@ class DeviceNow(msgspec.Struct, frozen=True):
     """One device as its agent sees it. holder: "" if nobody has it, None if that is not known.
 
     withheld: why the agent offers it to nobody, "" if it does. state: in the agent's register. waits: what its move
-    waits for.
+    waits for. claims: namespace/name of those that have it.
     """
 
     health: str
@@ -103,6 +101,14 @@ class DeviceNow(msgspec.Struct, frozen=True):
     withheld: str = ""
     state: str = ""
     waits: str = ""
+    claims: tuple[str, ...] = ()
+
+
+class UnlistedClaims(NamedTuple):
+    """A device that a register knows and no source lists now. claims: namespace/name of those that have it."""
+
+    state: str
+    claims: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,15 +117,14 @@ class Answers:
 
     devices: by node, resource and id. reasons: why something is not known, by node. problems: of agents themselves, by
     node: what keeps one from being ready, a config file that it has refused. adopted: node and resource of those whose
-    devices a vendor's plugin lists, and whether that is connected. unlisted: titles of the holders, and the state, of
-    devices that a register knows and no source lists now, by node, resource and id.
+    devices a vendor's plugin lists, and whether that is connected. unlisted: by node, resource and id.
     """
 
     devices: Mapping[tuple[str, str, str], DeviceNow] = field(default_factory=dict)
     reasons: Mapping[str, str] = field(default_factory=dict)
     problems: Mapping[str, Sequence[str]] = field(default_factory=dict)
     adopted: Mapping[tuple[str, str], bool] = field(default_factory=dict)
-    unlisted: Mapping[tuple[str, str, str], tuple[str, str]] = field(default_factory=dict)
+    unlisted: Mapping[tuple[str, str, str], UnlistedClaims] = field(default_factory=dict)
 
 
 async def namespaces_of_agents(cluster: Cluster) -> list[str]:
@@ -179,7 +184,7 @@ async def ask_agents(cluster: Cluster, nodes: Collection[str], namespace: str = 
     devices: dict[tuple[str, str, str], DeviceNow] = {}
     problems: dict[str, tuple[str, ...]] = {}
     adopted: dict[tuple[str, str], bool] = {}
-    unlisted: dict[tuple[str, str, str], tuple[str, str]] = {}
+    unlisted: dict[tuple[str, str, str], UnlistedClaims] = {}
     for (_, node), answer in zip(asked, answers, strict=True):
         if isinstance(answer, str):
             reasons[node] = answer
@@ -193,7 +198,8 @@ async def ask_agents(cluster: Cluster, nodes: Collection[str], namespace: str = 
                 adopted[node, resource.resource] = resource.vendor.connected
             devices_now = {device.id: _now(device, known=answer.holders_known) for device in resource.devices}
             devices |= {(node, resource.resource, name): now for name, now in devices_now.items()}
-            unlisted |= {(node, resource.resource, of.id): (_titles(of.holders), of.state) for of in resource.unlisted}
+            for each in resource.unlisted:
+                unlisted[node, resource.resource, each.id] = UnlistedClaims(each.state, _claims(each.holders))
     return Answers(devices, reasons, problems, adopted, unlisted)
 
 
@@ -226,11 +232,23 @@ def _titles(holders: Sequence[_ReportedHolder]) -> str:
     return ", ".join(dict.fromkeys(holder.text for holder in holders))
 
 
+def _claims(holders: Sequence[_ReportedHolder]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(f"{each.namespace}/{each.claim}" for each in holders if each.side == "dra"))
+
+
 def _now(device: _DeviceStatus, *, known: bool) -> DeviceNow:
     """known: whether pods that have it would be named. Claims are named in any case."""
     holder: str | None = _titles(device.holders)
     pods = sorted({user.pod for user in device.holders if user.side == "dra" and user.pod})
     holder = holder if holder or known else None
-    waits = device.reason.removeprefix(WAITS) if device.reason.startswith(WAITS) else ""
-    health, state = device.health, device.state
-    return DeviceNow(health, device.message, device.gone, holder, tuple(pods), device.withheld, state, waits)
+    return DeviceNow(
+        device.health,
+        device.message,
+        device.gone,
+        holder,
+        tuple(pods),
+        device.withheld,
+        device.state,
+        device.waits,
+        _claims(device.holders),
+    )

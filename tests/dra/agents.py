@@ -14,6 +14,7 @@ import pytest
 from deviceplugin.device import ContainerEdits, Device
 from deviceplugin.node.agent import Agent
 from deviceplugin.register.records import RegisterSnapshot, State
+from deviceplugin.register.rules import MoveWait
 from deviceplugin.source import DeviceSource
 from deviceplugin.testing import FakeKubelet, FakePod
 from deviceplugin.testing.claim_state import DevicesOfClaim
@@ -142,10 +143,15 @@ class AgentOnNode:
         return dict(found.resources[self.resource].devices) if found is not None else {}
 
     @property
-    def waiting(self) -> dict[str, str]:
+    def waits(self) -> dict[str, MoveWait]:
         """What the moves of devices wait for, by id."""
         resources = [one for driver in self.bridge.drivers.values() for one in driver.resources.values()]
-        return {device: reason for one in resources for device, reason in one.handover.waiting.items()}
+        return {device: wait for one in resources for device, wait in one.handover.waiting.items()}
+
+    @property
+    def waiting(self) -> dict[str, str]:
+        """The same as text."""
+        return {device: wait.text for device, wait in self.waits.items()}
 
     def healthy(self, resource: str = "") -> set[str]:
         """Return the ids that the kubelet would give to pods, of one resource or of all."""

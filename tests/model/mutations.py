@@ -55,11 +55,13 @@ BY_STATE: Final = ((rules, "prepare_refusal", _prepare_by_state), (operations, "
 """Grants by the device's state alone, without the other side's holders: they would hide that a move ended early."""
 
 
-def _old_commit_to_dra(now: RegisterSnapshot, record: DeviceRecord, evidence: KubeletEvidence) -> str:
+def _old_commit_to_dra(now: RegisterSnapshot, record: DeviceRecord, evidence: KubeletEvidence) -> rules.MoveWait | None:
     return _TO_DRA(now, replace(record, sequence=0), evidence)
 
 
-def _old_commit_to_plugin(now: RegisterSnapshot, record: DeviceRecord, evidence: ClusterEvidence) -> str:
+def _old_commit_to_plugin(
+    now: RegisterSnapshot, record: DeviceRecord, evidence: ClusterEvidence
+) -> rules.MoveWait | None:
     return _TO_PLUGIN(now, replace(record, sequence=0), evidence)
 
 
@@ -103,8 +105,8 @@ MUTATIONS: Final[dict[str, tuple[tuple[object, str, Replacement], ...]]] = {
     "Allocate": (*BY_STATE, (rules, "allocate_refusal", _nobody)),
     "Prepare": (*BY_STATE, (rules, "prepare_refusal", _nobody)),
     "the question, between claims": ((operations, "refusal", _nothing),),
-    "commit to DRA": ((rules, "to_dra_waits_for", _nothing), *BY_STATE),
-    "commit to the plugin": ((rules, "to_plugin_waits_for", _nothing), *BY_STATE),
+    "commit to DRA": ((rules, "to_dra_waits_for", _nobody), *BY_STATE),
+    "commit to the plugin": ((rules, "to_plugin_waits_for", _nobody), *BY_STATE),
     "grant without a pod": ((rules, "grant_is_over", _released_at_once), *BY_STATE),
     "commit to DRA: evidence from after the move began": ((rules, "to_dra_waits_for", _old_commit_to_dra), *BY_STATE),
     "commit to the plugin: evidence from after the move began": (

@@ -249,11 +249,10 @@ def snapshot(system: SystemState) -> RegisterSnapshot:
     held: list[tuple[str, tuple[str, str], Record]] = []
     for name, device in zip(NAMES, system.devices, strict=True):
         if device.state < len(STATES):
-            reason = "for claim default/c" if device.for_claim else ""
             sequence = LATER if device.new else FORMER
             state = STATES[device.state]
             driver = "" if state is State.PLUGIN else D
-            devices[R, name] = DeviceRecord(R, name, state, 0.0, sequence, reason, driver)
+            devices[R, name] = DeviceRecord(R, name, state, 0.0, sequence, driver=driver, for_claim=device.for_claim)
         recorded = frozenset(
             (str(uid), CONTAINER) for uid, pod in enumerate(system.pods) if pod.recorded and NAMES[pod.device] == name
         )

@@ -30,9 +30,9 @@ async def test_a_device_leaves_the_slice_at_once_and_waits_for_its_claim(tmp_pat
     await flow.move(0, lambda: flow.state("b") is State.PLUGIN)
     assert flow.state("a") is State.TO_PLUGIN
     assert flow.slice() == []
-    assert flow.handover.waiting["a"] == "claim default/1"
+    assert flow.handover.waiting["a"].claim == "default/1"
     await flow.prepare("1")
-    await flow.move(0, lambda: flow.handover.waiting["a"] == "claim default/1")
+    await flow.move(0, lambda: flow.handover.waiting["a"].claim == "default/1")
     await flow.unprepare("1")
     outside.record("deallocated", "1")
     await flow.move(0)
@@ -138,7 +138,7 @@ async def test_a_share_that_is_forced_no_more_when_the_claims_are_listed(
         await flow.handover._step()
         flow.publish()
     assert {flow.state(name) for name in DEVICES} == {State.TO_PLUGIN}
-    assert "until it ends, a kubelet restart would end others" in flow.handover.waiting["b"]
+    assert "until it ends, a kubelet restart would end others" in flow.handover.waiting["b"].text
     await flow.end()
 
 
@@ -233,11 +233,11 @@ def test_parts_follow_the_first(tmp_path: Path) -> None:
         store.do(adopt(S, ["c"], Side.PLUGIN, 0.0))
         assert followers(store.snapshot, R, "abd", TOGETHER) == []
         store.do(operations.begin_move(R, ["a", "d"], Side.DRA, 0.0))
-        assert followers(store.snapshot, R, "abd", TOGETHER) == [("b", Side.DRA, "it moves with a")]
-        assert followers(store.snapshot, S, "c", TOGETHER) == [("c", Side.DRA, "it moves with a")]
+        assert followers(store.snapshot, R, "abd", TOGETHER) == [("b", Side.DRA, "it moves with a", False)]
+        assert followers(store.snapshot, S, "c", TOGETHER) == [("c", Side.DRA, "it moves with a", False)]
         store.do(operations.begin_move(R, ["b"], Side.DRA, 0.0))
         store.do(operations.begin_move(R, ["a"], Side.PLUGIN, 0.0))
-        assert followers(store.snapshot, R, "abd", TOGETHER) == [("b", Side.PLUGIN, "it moves with a")]
+        assert followers(store.snapshot, R, "abd", TOGETHER) == [("b", Side.PLUGIN, "it moves with a", False)]
 
 
 def test_a_claim_for_a_part_takes_all_along(tmp_path: Path) -> None:
@@ -245,10 +245,10 @@ def test_a_claim_for_a_part_takes_all_along(tmp_path: Path) -> None:
     with DirectLedger(str(tmp_path / "ledger.db")) as store:
         store.do(adopt(R, ["a", "b"], Side.PLUGIN, 0.0))
         store.do(adopt(S, ["c"], Side.PLUGIN, 0.0))
-        store.do(operations.begin_move(R, ["b"], Side.DRA, 0.0, "for claim default/x"))
+        store.do(operations.begin_move(R, ["b"], Side.DRA, 0.0, "whatever the words", for_claim=True))
         for resource, names in ((R, "ab"), (S, "c")):
-            for name, side, reason in followers(store.snapshot, resource, names, TOGETHER):
-                store.do(operations.begin_move(resource, [name], side, 0.0, reason))
+            for name, side, reason, for_claim in followers(store.snapshot, resource, names, TOGETHER):
+                store.do(operations.begin_move(resource, [name], side, 0.0, reason, for_claim=for_claim))
         assert {record.state for record in store.snapshot.devices.values()} == {State.TO_DRA}
         leaders, held, expected = leading(store.snapshot, R, states(store.snapshot, R), TOGETHER)
         assert (leaders, expected) == ({"a": State.TO_DRA}, frozenset("a"))

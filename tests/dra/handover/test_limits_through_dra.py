@@ -7,7 +7,6 @@ import asyncio
 import pytest
 
 from deviceplugin.device import Device
-from deviceplugin.register import rules
 from deviceplugin.register.records import State
 from deviceplugin.testing.pods import FakePod
 from dra_bridge.node.share import HandoverPolicy
@@ -45,7 +44,7 @@ async def test_devices_return_when_no_pod_has_one_through_dra_by_limits(node: Fa
         here.ask("none")
         await here.settle(TO_PLUGIN, TO_PLUGIN, TO_PLUGIN)
         await here.until(lambda: "by limits" in here.waiting.get("d2", ""))
-        assert isinstance(here.waiting["d2"], rules.HolderWait)
+        assert here.waits["d2"].on_holder
         await here.until(lambda: not here.published)
         assert not here.healthy()
         await here.stopped(unchanged)

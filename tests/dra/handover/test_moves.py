@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from deviceplugin.node import logs
-from deviceplugin.register import rules
 from deviceplugin.register.records import State
 from dra_bridge.kube import ClusterError
 from dra_bridge.node import slice_feed
@@ -54,7 +53,7 @@ async def test_a_shared_device_moves_as_a_whole(node: FakeNode) -> None:
         await here.settle(State.TO_PLUGIN)
         await here.stopped(claimed[0])
         await here.until(lambda: len(here.claims) == 1 and here.waiting.get("d0", "").startswith("claim default/"))
-        assert isinstance(here.waiting["d0"], rules.HolderWait)
+        assert here.waits["d0"].on_holder
         assert here.states == {"d0": State.TO_PLUGIN}
         assert not here.healthy()
         await here.stopped(claimed[1])
@@ -96,7 +95,7 @@ async def test_a_move_to_dra_is_cancelled_while_a_pod_holds_the_device(node: Fak
         pod = await here.run("p", {R: 1})
         here.ask("all")
         await here.until(lambda: here.waiting.get("d0") == "pod default/p" and not here.healthy())
-        assert isinstance(here.waiting["d0"], rules.HolderWait)  # so that no alert fires
+        assert here.waits["d0"].on_holder  # so that no alert fires
         here.ask("none")
         await here.settle(State.PLUGIN)
         await here.until(lambda: here.healthy() == {"d0"})

@@ -28,9 +28,9 @@ from deviceplugin.register.records import (
 from deviceplugin.register.rules import (
     Evidence,
     Excluded,
-    HolderWait,
     KubeletEvidence,
     KubeletSnapshot,
+    MoveWait,
     ObservedAllocation,
     Refused,
 )
@@ -76,7 +76,7 @@ def test_allocate_is_granted_while_the_device_is_leaving_and_the_move_waits(stor
     assert store.do(grant(R, {"a": "a"}, T0)) is None
     done = store.do(operations.commit_to_dra(R, ["a"], evidence, T0))
     assert done.devices == ()
-    assert "allocated" in done.waiting["a"]
+    assert "allocated" in done.waiting["a"].text
 
 
 @pytest.mark.parametrize("to", [State.DRA, State.TO_PLUGIN, State.QUARANTINED])
@@ -112,7 +112,7 @@ def test_replicas_hold_one_device_together(store: DirectLedger) -> None:
     store.do(operations.observe(R, replace(snapshot, at=63.0), T0))
     assert list(store.snapshot.allocations) == [(R, "a::1")]
     assert store.do(operations.commit_to_dra(R, ["a"], kubelet(store, held=held), T0)).waiting == {
-        "a": "pod default/two"
+        "a": MoveWait.for_pod("default/two")
     }
 
 
@@ -218,7 +218,9 @@ def test_several_claims_may_share_a_device_on_the_dra_side(store: DirectLedger) 
     assert isinstance(store.do(prepare(claim("3", "a", share="share-3", amount=HALF))), Excluded)
     store.do(operations.begin_move(R, ["a"], Side.PLUGIN, T0))
     store.do(operations.unprepare(D, "1"))
-    assert store.do(operations.commit_to_plugin(R, ["a"], cluster(store), T0)).waiting == {"a": "claim default/claim-2"}
+    assert store.do(operations.commit_to_plugin(R, ["a"], cluster(store), T0)).waiting == {
+        "a": MoveWait.for_claim("default/claim-2")
+    }
     store.do(operations.unprepare(D, "2"))
     assert store.do(operations.commit_to_plugin(R, ["a"], cluster(store), T0)).devices == ("a",)
 
@@ -237,7 +239,9 @@ def test_a_reservation_in_memory_holds_until_the_process_ends(store: DirectLedge
     assert isinstance(store.do(reserve(claim("1", "a"), durable=False)), Claim)
     assert store.snapshot.sequence == sequence
     store.do(operations.begin_move(R, ["a"], Side.PLUGIN, T0))
-    assert store.do(operations.commit_to_plugin(R, ["a"], cluster(store), T0)).waiting == {"a": "claim default/claim-1"}
+    assert store.do(operations.commit_to_plugin(R, ["a"], cluster(store), T0)).waiting == {
+        "a": MoveWait.for_claim("default/claim-1")
+    }
     store.close()
     with DirectLedger(path) as again:
         assert not again.snapshot.claims
@@ -296,9 +300,9 @@ def test_a_move_to_dra_ends_only_with_all_of_its_evidence_in_order(store: Direct
     for what, evidence in broken(kubelet(store)).items():
         done = store.do(operations.commit_to_dra(R, ["a"], evidence, T0))
         assert done.devices == (), what
-        assert what in done.waiting["a"]
+        assert what in done.waiting["a"].text
         # Only a holder that is known may take as long as it likes.
-        assert isinstance(done.waiting["a"], HolderWait) is what.startswith("pod default/p")
+        assert done.waiting["a"].on_holder is what.startswith("pod default/p")
     assert store.do(operations.commit_to_dra(R, ["a", "b"], kubelet(store), T0)).devices == ("a",)
     assert (state(store), state(store, "b")) == (State.DRA, State.PLUGIN)
 
@@ -315,8 +319,8 @@ def test_a_move_to_the_plugin_ends_only_with_all_of_its_evidence(store: DirectLe
         "claim default/x": replace(good, allocated={"a": "default/x"}),
     }.items():
         waits = store.do(operations.commit_to_plugin(R, ["a"], evidence, T0)).waiting["a"]
-        assert what in waits
-        assert isinstance(waits, HolderWait) is what.startswith("claim ")
+        assert what in waits.text
+        assert waits.on_holder is what.startswith("claim ")
     assert store.do(operations.commit_to_plugin(R, ["a"], good, T0)).devices == ("a",)
 
 

@@ -226,7 +226,7 @@ async def test_claims_of_a_former_driver_keep_their_devices(
         else:
             await until(lambda: sliced(node, E) == {other})
         await until(lambda: agent.drivers[D].resources[A].handover.waiting.keys() == {device})
-        assert str(agent.drivers[D].resources[A].handover.waiting[device]).startswith("claim default/train")
+        assert agent.drivers[D].resources[A].handover.waiting[device].claim.startswith("default/train")
         assert device not in healthy(node, A) | sliced(node, D) | sliced(node, E)
         await until(lambda: not agent.agent.register.evidence_missing(A, device))
         with pytest.raises(DeviceConflictError, match=f"driver {D}"):

@@ -23,7 +23,7 @@ from deviceplugin.kubelet.podresources import PodContainer
 from deviceplugin.metrics.collectors import AgentCollector
 from deviceplugin.metrics.report import ClaimedDevice, DeviceLocation
 from deviceplugin.register.records import Claim, ClaimDevice, DeviceRecord, RegisterSnapshot, State
-from deviceplugin.register.rules import HolderWait
+from deviceplugin.register.rules import MoveWait
 from dra_bridge.driver import ClaimStatistics, registrar
 from dra_bridge.driver.preparation import CallStatistics
 from dra_bridge.handover.moves import MoveStatistics
@@ -79,7 +79,7 @@ def bridge(**changes: Any) -> Any:
     moves.begun["to-dra"], moves.finished["to-dra"], moves.seconds["to-dra"] = 3, 2, 1.5
     moving = SimpleNamespace(
         statistics=moves,
-        waiting={"b": HolderWait("team/train"), "c": "a list of claims"},
+        waiting={"b": MoveWait("team/train", on_holder=True), "c": MoveWait("a list of claims")},
         share=Share(2),
         denied=("young",),
     )
@@ -136,10 +136,10 @@ def values(status: BridgeStatus) -> dict[str, float]:
 
 
 def test_places_are_those_of_the_ledger() -> None:
-    """Side, state and since when; what a move waits for is its reason."""
+    """Side, state and since when; what its move waits for."""
     places = status_of(bridge()).report().locations
     assert places[RESOURCE, "a"] == DeviceLocation("dra", "dra", 5.0, "the share is 2")
-    assert places[RESOURCE, "b"] == DeviceLocation("plugin", "to-dra", 5.0, "waits for team/train")
+    assert places[RESOURCE, "b"] == DeviceLocation("plugin", "to-dra", 5.0, "the share is 2", "team/train")
     assert places[RESOURCE, "c"].side == "dra"
     assert places[RESOURCE, "d"] == DeviceLocation("none", "quarantined", 5.0, "the share is 2")
 

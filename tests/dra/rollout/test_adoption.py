@@ -241,10 +241,10 @@ def test_options_of_agents() -> None:
 def test_claims_are_in_the_way_back() -> None:
     """Devices that claims have, or are to have, and agents that do not answer."""
     devices = {
-        ("n1", "a/x", "g0"): DeviceNow("Healthy", holder="claim ml/c", state="dra"),
+        ("n1", "a/x", "g0"): DeviceNow("Healthy", holder="claim ml/c", state="dra", claims=("ml/c",)),
         ("n1", "a/x", "g1"): DeviceNow("Healthy", holder="", state="dra"),
         ("n1", "a/y", "g0"): DeviceNow("Healthy", holder="pod ml/p", state="plugin"),
-        ("n1", "a/own", "g0"): DeviceNow("Healthy", holder="claim ml/d", state="dra"),
+        ("n1", "a/own", "g0"): DeviceNow("Healthy", holder="claim ml/d", state="dra", claims=("ml/d",)),
     }
     other = AgentPod("n2", OURS, mounted=True, ready=True, plugins=PLUGINS, registry=REGISTRY, claims=True)
     limits = AgentPod("n3", OURS, mounted=True, ready=True, plugins=PLUGINS, registry=REGISTRY, claims=False)

@@ -144,7 +144,7 @@ async def test_claims_of_a_plugin_that_is_away(server: FakeApiServer) -> None:
     server.proxied = lambda path: (200, status(still))
     answers = await asked(server, "n1")
     assert not answers.devices
-    assert answers.unlisted == {("n1", "v/x", "g0"): ("claim ml/c", "dra"), ("n1", "v/x", "g1"): ("", "dra")}
+    assert answers.unlisted == {("n1", "v/x", "g0"): ("dra", ("ml/c",)), ("n1", "v/x", "g1"): ("dra", ())}
     agent = AgentPod("n1", "/a", mounted=True, ready=True, plugins="/p", registry="/r", claims=True)
     assert in_use(answers, [agent], {"n1"}) == [
         "claims have devices of v/x: ml/c; end their pods first",
@@ -154,7 +154,7 @@ async def test_claims_of_a_plugin_that_is_away(server: FakeApiServer) -> None:
 
 async def test_what_moves_wait_for_now(server: FakeApiServer) -> None:
     """What an agent says of a device that moves is newer than its slice; of another state it says nothing."""
-    device = {"id": "a", "health": "healthy", "state": "to-dra", "reason": "waits for pod default/train-0"}
+    device = {"id": "a", "health": "healthy", "state": "to-dra", "waits": "pod default/train-0"}
     server.create(agent_pod("n1"))
     server.proxied = lambda path: (
         200,
