@@ -320,7 +320,9 @@ class Endpoint(DevicePluginServicer):
             return None
         if self._announced is not None and self.options.pre_start_required > self._announced.pre_start_required:
             return self.ids.entries(lambda device: False, ())
-        withheld = set(self._register.withheld(self.resource, "plugin"))
+        now = self._register.withheld(self.resource, "plugin")
+        self._register.offered(self.resource, "plugin", now)
+        withheld = set(now.ids)
         if self._holders is not None:
             withheld.update(self._holders.unnamed_reasons(self.resource))
         return self.ids.entries(lambda device: self._register.offers(self.resource, device), withheld)

@@ -277,10 +277,10 @@ class Service(EndpointHost):
         name, context = self.resource, self._context
         register, withheld = context.register, {}
         for side in SIDES:
-            given = register.given_by_others.get((name, side), frozenset())
-            for device, why in register.last_withheld(name, side).items():
-                if side == "plugin" or device in given:
-                    withheld[device] = Withheld("foreign" if device in given else "excluded", why)
+            last = register.last_withheld(name, side)
+            for device, why in last.devices.items():
+                if side == "plugin" or device in last.by_others:
+                    withheld[device] = Withheld("foreign" if device in last.by_others else "excluded", why)
         withheld |= {
             device: Withheld("unknown", why)
             for device in self.inventory.devices

@@ -7,7 +7,6 @@ store record the result. A process has one register for all its resources and dr
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import time
 from collections import Counter
@@ -25,28 +24,24 @@ from deviceplugin.exclusion import (
     Hardware,
     HardwareIndex,
     hardware_of,
-    natural_key,
     titled,
 )
 from deviceplugin.hook_runs import DeviceBusyError, HookRuns
 from deviceplugin.identity import Identity, Tokens, identified, shown
 from deviceplugin.inventory import Inventory
 from deviceplugin.register import operations
+from deviceplugin.register.offers import ListedResource, OfferQuestion, WithheldDevices, withheld_devices
 from deviceplugin.register.question import (
-    UNCERTAIN,
     Use,
     View,
     Wanted,
-    allocation_unit,
     held_twice,
     in_scopes,
     is_given_by_others,
     possible_uses,
     refusal,
     takes_of,
-    use_of_allocation,
     uses,
-    wanted_use,
 )
 from deviceplugin.register.records import NONE, WHOLE, Amount, Operation, Point, RegisterSnapshot, SideName
 from deviceplugin.register.rules import Excluded, KubeletSnapshot, Refused
@@ -58,7 +53,6 @@ _T = TypeVar("_T")
 _K = TypeVar("_K")
 
 SIDES: Final[tuple[SideName, ...]] = ("dra", "plugin")
-_WORDS: Final[Mapping[SideName, str]] = {"plugin": "for pods", "dra": "for claims", "none": "quarantined"}
 
 
 class OtherSideError(DeviceConflictError):
@@ -176,11 +170,9 @@ class Register:
         self._subscribers: list[Callable[[], None]] = []
         self._noticed: object = None
         self._noticed_view: View | None = None
-        self._withheld: dict[tuple[str, SideName], Mapping[str, str]] = {}
+        self._withheld: dict[tuple[str, SideName], WithheldDevices] = {}
         self._view: tuple[tuple[HardwareIndex, tuple[Use, ...], Mapping[DeviceKey, str]] | None, View] = (None, View())
         self._possible: tuple[object, object, tuple[Use, ...]] = (None, None, ())
-        self.given_by_others: dict[tuple[str, SideName], frozenset[str]] = {}
-        """The withheld devices that pods have, or may have, by another plugin of the same resource."""
         self._granted_now: Counter[DeviceKey] = Counter()
         self._adopted: HardwareIndex | None = None
         """What was listed when holdings adopted what their devices are."""
@@ -267,123 +259,29 @@ class Register:
         """Return whether the plugin side may list a device as Healthy, provided that no holder excludes it."""
         return self.snapshot.state(resource, device).healthy and not self.evidence_missing(resource, device)
 
-    def withheld(self, resource: str, side: SideName) -> Mapping[str, str]:
-        """Return the kubelet's ids, or the devices for claims, that a side must not offer, with reasons.
-
-        An id is checked against all holdings but its own. A device for claims is checked against all holdings but those
-        of its driver's claims: these devices stay offered, since the scheduler itself accounts for their parts. Ids are
-        checked in order, and an idle id that is offered counts as held for the ids after it.
-        """
-        services = self.listed.served
-        if resource not in services:
-            return {}
-        state, view, hardware, service = self.snapshot, self.view(), self.listed.now(), services[resource]
-        foreign = {point for use in view.others for point in use.points}
-        busy = foreign | state.index.keys()
-        others = {point for use in view.others if use.unit[0] == UNCERTAIN for point in use.points}
-        given = (allocation for allocation in state.allocations.values() if is_given_by_others(allocation))
-        others.update(point for allocation in given for point in use_of_allocation(allocation, view).points)
-        by_others: set[str] = set()
-        withheld: dict[str, str] = {}
-        reasons: dict[str, str] = {}
-        for device in service.inventory.snapshot.devices.values():
-            key, tokens = (resource, device.id), hardware.tokens((resource, device.id))
-            if not (key in busy or device.consumes or key in hardware.related) and busy.isdisjoint(tokens):
-                continue  # nobody holds any of it, as is usual
-            ids = service.ids_now(device) if side == "plugin" else (device.id,)
-            points: set[Point] = {key, *tokens}
-            points.update((name, counter) for name, of in device.consumes.items() for counter in of)
-            entries = {entry for point in points for entry in state.index.get(point, ())}
-            free = foreign.isdisjoint(points) and (
-                not entries or (side == "plugin" and self._by_itself(key, ids, entries))
+    def withheld(self, resource: str, side: SideName) -> WithheldDevices:
+        """Return what a side must not offer of a resource now."""
+        listed = {
+            name: ListedResource(
+                service.inventory.snapshot, service.source.driver or "", service.source.replicas, service.ids_now
             )
-            excluded = {} if free else self._excluded(key, ids, side, state, view)
-            if key in hardware.related and len(excluded) < len(ids):
-                named_before = "" if state.index.get(key) else self._named_before(key, side)
-                if why := self._elsewhere(key) or named_before:
-                    excluded = dict.fromkeys(ids, why) | excluded
-            withheld |= excluded
-            at = state.state(*key)
-            if excluded and len(excluded) == len(ids) and (at.healthy if side == "plugin" else at.offered):
-                reasons[device.id] = next(iter(excluded.values()))  # on the other side it is not looked for
-                if points & others:
-                    by_others.add(device.id)
-        before = self._withheld.get((resource, side), {})
-        for name, why in reasons.items():
+            for name, service in self.listed.served.items()
+        }
+        asked = OfferQuestion(self.snapshot, self.view(), self.listed.now(), listed, self.wanted)
+        return withheld_devices(asked, resource, side)
+
+    def offered(self, resource: str, side: SideName, withheld: WithheldDevices) -> None:
+        """Keep what a side withholds of a resource by the list or slices that it has made, and log what is new."""
+        before = self.last_withheld(resource, side).devices
+        for name, why in withheld.devices.items():
             if before.get(name) != why:
                 extra = {"resource": resource, "device": name}
                 _LOG.info("device %s is not offered on the %s side: %s", name, side, why, extra=extra)
-        self._withheld[resource, side] = reasons
-        self.given_by_others[resource, side] = frozenset(by_others)
-        return withheld
+        self._withheld[resource, side] = withheld
 
-    def _by_itself(self, key: DeviceKey, ids: Sequence[str], entries: Collection[tuple[str, DeviceKey]]) -> bool:
-        """Return whether only the device's one id is held, and its identity is that of the grant: the usual case."""
-        if len(ids) > 1 or entries != {("allocations", (key[0], ids[0]))}:
-            return False
-        allocation = self.snapshot.allocations[key[0], ids[0]]
-        return allocation.device == key[1] and allocation.identity == self.identity(*key)
-
-    def _excluded(
-        self, key: DeviceKey, ids: Sequence[str], side: SideName, state: RegisterSnapshot, view: View
-    ) -> dict[str, str]:
-        """Return the ids of a device, or for claims the device itself, that could not be granted now, with reasons."""
-        resource, driver = key[0], self.listed.served[key[0]].source.driver
-        wanted = self.wanted(*key)
-        if side == "dra":
-            held = key in state.index
-            why = refusal(
-                [wanted_use(("slice",), wanted, view)._replace(part=Fraction(1))],
-                state,
-                view,
-                own=lambda use: (
-                    use.key == key and (use.unit[:2] == ("claim", driver) or self._is_possible_only(use, held=held))
-                ),
-                counted=lambda use: use.unit[0] != "claim",
-            )
-            return {key[1]: why} if why else {}
-        refused: dict[str, str] = {}
-        offered: list[Use] = []
-        for name in ids:
-            requested = wanted_use(allocation_unit(resource, name), wanted, view)
-            given = (resource, name) in state.allocations
-            own = functools.partial(self._is_possible_only, held=given)
-            if why := refusal([requested], state, view, offered, own=own):
-                refused[name] = why
-            elif not given:
-                offered.append(requested)
-        return refused
-
-    @staticmethod
-    def _is_possible_only(use: Use, *, held: bool) -> bool:
-        """Return whether a use is only possible while the device has a known holder: then it changes no offer."""
-        return held and use.unit[0] == UNCERTAIN
-
-    def _elsewhere(self, key: DeviceKey) -> str:
-        """Return a peer that is on the other side, so that neither is offered; "" if there is none."""
-        mine, services = self.side(key), self.listed.served
-        for peer in sorted(self.listed.now().peers(key)):
-            if self.listed.has(peer) and (theirs := self.side(peer)) != mine:
-                reason = f"overlaps {titled(peer)}, which is {_WORDS[theirs]}"
-                if services[key[0]].source.driver != services[peer[0]].source.driver:
-                    reason += "; give both resources the share none, or both the share all"
-                return reason
-        return ""
-
-    def _named_before(self, key: DeviceKey, side: SideName) -> str:
-        """Return another id under which an idle device is already offered, so that it is offered once; "" if none."""
-        services = self.listed.served
-        mine = services[key[0]].source
-        for other in sorted(self.listed.now().aliases(key), key=natural_key):
-            theirs = services[other[0]].source
-            together = other[0] == key[0] or (side == "dra" and mine.driver and mine.driver == theirs.driver)
-            if together and mine.replicas == 1 and natural_key(other) < natural_key(key) and self.listed.has(other):
-                return f"it is offered as {titled(other)}"
-        return ""
-
-    def last_withheld(self, resource: str, side: SideName = "plugin") -> Mapping[str, str]:
-        """Return the last result of `withheld` for a side; from any thread."""
-        return self._withheld.get((resource, side), {})
+    def last_withheld(self, resource: str, side: SideName = "plugin") -> WithheldDevices:
+        """Return what a side withholds by the last list or slices that it has made; from any thread."""
+        return self._withheld.get((resource, side), WithheldDevices())
 
     def same_as(self, resource: str, device_id: str) -> frozenset[DeviceKey]:
         """Return the listed devices with the identity that an id of the kubelet's had when it was granted."""

@@ -149,7 +149,10 @@ class SliceFeed:
             offered = frozenset(name for name in names if self._context.ready(resource, name))
             if self._context.bypassed(resource):
                 offered = frozenset(name for name in offered if records.claims_on(resource, (name,)))
-            offered -= self._register.withheld(resource, "dra").keys() if offered else set()
+            if offered:
+                withheld = self._register.withheld(resource, "dra")
+                self._register.offered(resource, "dra", withheld)
+                offered -= withheld.ids.keys()
             without += [(resource, name) for name in (snapshot.devices.keys() | recorded.keys()) - offered]
             replicas = {name: len(runtime.service.ids_now(device)) for name, device in snapshot.devices.items()}
             order = runtime.order.of(snapshot.devices.keys(), source.links)

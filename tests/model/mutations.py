@@ -17,7 +17,7 @@ from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation
 from deviceplugin.kubelet.device_list import DeviceIds
 from deviceplugin.kubelet.servicer import Endpoint
-from deviceplugin.register import operations, question, register, rules
+from deviceplugin.register import offers, operations, question, register, rules
 from deviceplugin.register.question import Use, View
 from deviceplugin.register.records import DeviceRecord, RegisterSnapshot
 from deviceplugin.register.rules import ClusterEvidence, KubeletEvidence, KubeletSnapshot, Refused
@@ -185,7 +185,7 @@ def _no_files(*_: object) -> tuple[()]:
     return ()
 
 
-QUESTION: Final = ((operations, "refusal"), (register, "refusal"))
+QUESTION: Final = ((operations, "refusal"), (register, "refusal"), (offers, "refusal"))
 BY_DRIVER: Final = ((operations, "refusal", _refusal_by_driver),)
 """The question without claims of other drivers: it would hide that Prepare has forgotten the driver."""
 

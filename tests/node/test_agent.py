@@ -484,7 +484,7 @@ async def test_what_a_pod_has_counts_before_its_resource_is_compared(tmp_path: P
         assert ((R, "a") in agent.register.snapshot.allocations) is compared
         with pytest.raises(DeviceConflictError, match="the same hardware"):
             await agent.register.grant(other, {"b": "b"})
-        assert agent.register.withheld(R, "plugin") == {}, "to its own id the kubelet keeps"
+        assert agent.register.withheld(R, "plugin").ids == {}, "to its own id the kubelet keeps"
         await agent.scanner.observe(agent.tracker.snapshot, agent.register.snapshot.sequence)
     (paths.plugins / written.FILE_NAME).write_bytes(written.Checkpoint([]).to_json())
     await taken(agent, scan(1.0))

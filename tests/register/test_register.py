@@ -127,7 +127,7 @@ class RegisterInMemory(ListedResources):
         self.store.snapshot = self.store.snapshot.with_changes(changes, self.store.snapshot.sequence + 1)
 
     def withheld(self, side: SideName = "plugin", resource: str = R) -> set[str]:
-        return set(self.register.withheld(resource, side))
+        return set(self.register.withheld(resource, side).ids)
 
 
 # What excludes what.
@@ -399,7 +399,7 @@ async def test_an_id_is_offered_beside_its_own_holder() -> None:
 async def test_ids_of_one_thing_are_offered_once() -> None:
     """The first one is, unless another one is held: what the kubelet and the scheduler count is what there is."""
     here = RegisterInMemory(a10="n1", a9="n1", b="n2")
-    assert here.register.withheld(R, "plugin") == {"a10": f"it is offered as a9 of {R}"}
+    assert here.register.withheld(R, "plugin").ids == {"a10": f"it is offered as a9 of {R}"}
     await here.grant("a10")
     assert here.withheld() == {"a9"}
 
@@ -483,7 +483,7 @@ async def test_nothing_that_a_hook_works_on_after_its_timeout_is_granted() -> No
             ):
                 await here.register.verify([key(device)], resets=False)
         assert here.withheld("dra") == here.withheld() == {"a", "b"}
-        assert here.register.withheld(R, "plugin")["a"] == "`reset` is still running on it, after its timeout"
+        assert here.register.withheld(R, "plugin").ids["a"] == "`reset` is still running on it, after its timeout"
         assert [here.register.is_free(key(name)) for name in "abc"] == [False, False, True]
     finally:
         over.set()
@@ -550,6 +550,8 @@ async def test_a_device_of_the_other_side_is_not_missed(caplog: pytest.LogCaptur
     here = RegisterInMemory(Device("x"))
     here.side(State.DRA, "x")
     await here.claim("x")
-    assert set(here.register.withheld(R, "plugin")) == {"x"}
-    assert here.register.last_withheld(R) == {}
+    withheld = here.register.withheld(R, "plugin")
+    here.register.offered(R, "plugin", withheld)
+    assert set(withheld.ids) == {"x"}
+    assert not withheld.devices
     assert "is not offered" not in caplog.text

@@ -106,7 +106,7 @@ async def test_nothing_is_granted_that_a_claim_has_under_any_name(path: str) -> 
         assert isinstance(one, Claim)
         with pytest.raises(DeviceConflictError, match="are the same hardware"):
             await register.grant(S, {"b": "b"})
-        assert register.withheld(S, "plugin").keys() == {"b"}
+        assert register.withheld(S, "plugin").ids.keys() == {"b"}
         await here.ledger.do(operations.unprepare(D, "1"))
         await here.ledger.do(operations.begin_move(R, ["a"], Side.PLUGIN, T0))
         evidence = cluster(cast("DirectLedger", here.ledger.ledger))
@@ -126,7 +126,7 @@ async def test_no_claim_gets_what_a_pod_has_under_any_name(path: str) -> None:
             ask = partial(operations.prepare, claim(device, device, here.register.identity(R, device)))
             answers.append(await here.register.decide([(R, device)], ask))
         assert [type(answer) for answer in answers] == [Excluded, Claim]
-        assert here.register.withheld(R, "dra").keys() == {"b"}, "the slice keeps what a claim has"
+        assert here.register.withheld(R, "dra").ids.keys() == {"b"}, "the slice keeps what a claim has"
 
 
 async def test_parts_are_counted_in_any_unit(path: str) -> None:
@@ -139,7 +139,7 @@ async def test_parts_are_counted_in_any_unit(path: str) -> None:
             await here.register.grant(R, {name: name})
         with pytest.raises(DeviceConflictError, match="counter memory of card"):
             await here.register.grant(R, {"c": "c"})
-        assert here.register.withheld(R, "plugin").keys() == {"c"}
+        assert here.register.withheld(R, "plugin").ids.keys() == {"c"}
 
 
 # Restarts.
@@ -150,14 +150,14 @@ async def test_the_next_agent_knows_who_has_what_it_calls_otherwise(path: str) -
     async with on_disk(path, listed(R, a="n1", b="n2")) as here:
         await here.register.grant(R, {"a": "a"})
     async with on_disk(path, listed(S, x="n1", a="n2")) as here:
-        assert here.register.withheld(S, "plugin").keys() == {"x"}
+        assert here.register.withheld(S, "plugin").ids.keys() == {"x"}
         with pytest.raises(DeviceConflictError, match="the same hardware"):
             await here.register.grant(S, {"x": "x"})
         await here.register.grant(S, {"a": "a"})
     async with on_disk(path, listed(R, a="n2", b="n3")) as here:
         with pytest.raises(DeviceConflictError, match="is held as n1, and is n2 now"):
             await here.register.grant(R, {"a": "a"})
-        assert here.register.withheld(R, "plugin").keys() == {"a"}
+        assert here.register.withheld(R, "plugin").ids.keys() == {"a"}
 
 
 async def test_what_is_adopted_is_on_disk(path: str) -> None:
@@ -172,7 +172,7 @@ async def test_what_is_adopted_is_on_disk(path: str) -> None:
     async with on_disk(path, listed(R, a="n2", b="n1")) as here:
         await here.register.adopt()
         assert here.allocations["a"].identity == seen_as(boot_id(), "n1")
-        assert here.register.withheld(R, "plugin").keys() == {"a", "b"}
+        assert here.register.withheld(R, "plugin").ids.keys() == {"a", "b"}
 
 
 async def test_holders_are_known_again_after_a_restart(path: str) -> None:

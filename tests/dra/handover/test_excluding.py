@@ -116,7 +116,7 @@ async def test_an_agent_that_starts_after_a_link_was_replaced_knows_the_holder(n
     async with on_node(node, Listed(A, D, Device("new", identity="x"), Device("third", identity="y"))) as here:
         await here.until(lambda: here.healthy() == {"third"})
         assert here.bridge.agent.register.evidence_missing(A, "new") == ""
-        assert here.bridge.agent.register.last_withheld(A) == {"new": f"{text} (x)"}
+        assert here.bridge.agent.register.last_withheld(A).devices == {"new": f"{text} (x)"}
         await here.stopped(pod)
         await here.until(lambda: here.healthy() == {"new", "third"})
 

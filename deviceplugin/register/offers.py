@@ -1,0 +1,178 @@
+"""Decides which devices are withheld from the device list and from the slices. Pure functions."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Final, NamedTuple
+
+from deviceplugin.device import Device
+from deviceplugin.exclusion import DeviceKey, HardwareIndex, natural_key, titled
+from deviceplugin.inventory import InventorySnapshot
+from deviceplugin.register.question import (
+    UNCERTAIN,
+    Use,
+    View,
+    Wanted,
+    allocation_unit,
+    is_given_by_others,
+    refusal,
+    use_of_allocation,
+    wanted_use,
+)
+from deviceplugin.register.records import Point, RegisterSnapshot, SideName
+
+_SIDES: Final[Mapping[SideName, str]] = {"plugin": "for pods", "dra": "for claims", "none": "quarantined"}
+
+
+class ListedResource(NamedTuple):
+    """A served resource at one moment. driver: "" for none. ids: returns the kubelet's ids of a device."""
+
+    snapshot: InventorySnapshot
+    driver: str
+    replicas: int
+    ids: Callable[[Device], tuple[str, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class OfferQuestion:
+    """What decides which devices a side may offer.
+
+    state: the register's records. view: see `View`. hardware: of all listed devices. resources: by name. wanted:
+    returns what a holder would get by one id of a device.
+    """
+
+    state: RegisterSnapshot
+    view: View
+    hardware: HardwareIndex
+    resources: Mapping[str, ListedResource]
+    wanted: Callable[[str, str], Wanted]
+
+
+@dataclass(frozen=True, slots=True)
+class WithheldDevices:
+    """What one side must not offer of a resource, although its source lists it.
+
+    ids: the kubelet's ids, or for claims the devices, with reasons. devices: those that the side would offer else and
+    of which no id is left, with reasons. by_others: those of them that pods have, or may have, by another plugin of the
+    same resource.
+    """
+
+    ids: Mapping[str, str] = field(default_factory=dict)
+    devices: Mapping[str, str] = field(default_factory=dict)
+    by_others: frozenset[str] = frozenset()
+
+
+def withheld_devices(asked: OfferQuestion, resource: str, side: SideName) -> WithheldDevices:
+    """Return what a side must not offer of a resource.
+
+    An id is checked against all holdings but its own. A device for claims is checked against all holdings but those
+    of its driver's claims: these devices stay offered, since the scheduler itself accounts for their parts. Ids are
+    checked in order, and an idle id that is offered counts as held for the ids after it.
+    """
+    if (listed := asked.resources.get(resource)) is None:
+        return WithheldDevices()
+    state, view, hardware = asked.state, asked.view, asked.hardware
+    foreign = {point for use in view.others for point in use.points}
+    busy = foreign | state.index.keys()
+    others = {point for use in view.others if use.unit[0] == UNCERTAIN for point in use.points}
+    given = (allocation for allocation in state.allocations.values() if is_given_by_others(allocation))
+    others.update(point for allocation in given for point in use_of_allocation(allocation, view).points)
+    by_others: set[str] = set()
+    withheld: dict[str, str] = {}
+    reasons: dict[str, str] = {}
+    for device in listed.snapshot.devices.values():
+        key, tokens = (resource, device.id), hardware.tokens((resource, device.id))
+        if not (key in busy or device.consumes or key in hardware.related) and busy.isdisjoint(tokens):
+            continue  # nobody holds any of it, as is usual
+        ids = listed.ids(device) if side == "plugin" else (device.id,)
+        points: set[Point] = {key, *tokens}
+        points.update((name, counter) for name, of in device.consumes.items() for counter in of)
+        entries = {entry for point in points for entry in state.index.get(point, ())}
+        free = foreign.isdisjoint(points) and (
+            not entries or (side == "plugin" and _holds_itself_alone(asked, key, ids, entries))
+        )
+        excluded = {} if free else _excluded(asked, key, ids, side)
+        if key in hardware.related and len(excluded) < len(ids):
+            named_before = "" if state.index.get(key) else _offered_under_another_id(asked, key, side)
+            if why := _peer_on_other_side(asked, key) or named_before:
+                excluded = dict.fromkeys(ids, why) | excluded
+        withheld |= excluded
+        at = state.state(*key)
+        if excluded and len(excluded) == len(ids) and (at.healthy if side == "plugin" else at.offered):
+            reasons[device.id] = next(iter(excluded.values()))
+            if points & others:
+                by_others.add(device.id)
+    return WithheldDevices(withheld, reasons, frozenset(by_others))
+
+
+def _holds_itself_alone(
+    asked: OfferQuestion, key: DeviceKey, ids: Sequence[str], entries: Collection[tuple[str, DeviceKey]]
+) -> bool:
+    """Return whether only the device's one id is held, and its identity is that of the grant: the usual case."""
+    if len(ids) > 1 or entries != {("allocations", (key[0], ids[0]))}:
+        return False
+    allocation = asked.state.allocations[key[0], ids[0]]
+    return allocation.device == key[1] and allocation.identity == asked.wanted(*key).identity
+
+
+def _excluded(asked: OfferQuestion, key: DeviceKey, ids: Sequence[str], side: SideName) -> dict[str, str]:
+    """Return the ids of a device, or for claims the device itself, that could not be granted now, with reasons."""
+    state, view, resource = asked.state, asked.view, key[0]
+    driver, wanted = asked.resources[resource].driver, asked.wanted(*key)
+    if side == "dra":
+        held = key in state.index
+        why = refusal(
+            [wanted_use(("slice",), wanted, view)._replace(part=Fraction(1))],
+            state,
+            view,
+            own=lambda use: use.key == key and (use.unit[:2] == ("claim", driver) or _is_only_possible(use, held=held)),
+            counted=lambda use: use.unit[0] != "claim",
+        )
+        return {key[1]: why} if why else {}
+    refused: dict[str, str] = {}
+    offered: list[Use] = []
+    for name in ids:
+        requested = wanted_use(allocation_unit(resource, name), wanted, view)
+        given = (resource, name) in state.allocations
+        own = functools.partial(_is_only_possible, held=given)
+        if why := refusal([requested], state, view, offered, own=own):
+            refused[name] = why
+        elif not given:
+            offered.append(requested)
+    return refused
+
+
+def _is_only_possible(use: Use, *, held: bool) -> bool:
+    """Return whether a use is only possible while the device has a known holder: then it changes no offer."""
+    return held and use.unit[0] == UNCERTAIN
+
+
+def _peer_on_other_side(asked: OfferQuestion, key: DeviceKey) -> str:
+    """Return the reason if a device of the same hardware is on the other side, so that neither is offered; else ""."""
+    mine, resources = asked.state.state(*key).side, asked.resources
+    for peer in sorted(asked.hardware.peers(key)):
+        if _is_listed(asked, peer) and (theirs := asked.state.state(*peer).side) != mine:
+            reason = f"overlaps {titled(peer)}, which is {_SIDES[theirs]}"
+            if resources[key[0]].driver != resources[peer[0]].driver:
+                reason += "; give both resources the share none, or both the share all"
+            return reason
+    return ""
+
+
+def _offered_under_another_id(asked: OfferQuestion, key: DeviceKey, side: SideName) -> str:
+    """Return the reason if an idle device is offered under an id before this one, so that it is offered once."""
+    mine = asked.resources[key[0]]
+    for other in sorted(asked.hardware.aliases(key), key=natural_key):
+        theirs = asked.resources[other[0]]
+        together = other[0] == key[0] or (side == "dra" and mine.driver and mine.driver == theirs.driver)
+        if together and mine.replicas == 1 and natural_key(other) < natural_key(key) and _is_listed(asked, other):
+            return f"it is offered as {titled(other)}"
+    return ""
+
+
+def _is_listed(asked: OfferQuestion, key: DeviceKey) -> bool:
+    snapshot = asked.resources[key[0]].snapshot
+    return key[1] in snapshot.devices and key[1] not in snapshot.gone
