@@ -107,6 +107,17 @@ class UnavailableError(ApiError):
     """
 
 
+class UnreadableError(UnavailableError):
+    """Raised when the API server answered, and with more than is taken at once or with what cannot be decoded.
+
+    The server is not lost. Like one without an answer, a write may have been carried out.
+    """
+
+
+class OversizedError(UnreadableError):
+    """Raised when an answer is larger than is taken at once; the rest of it was not read."""
+
+
 class ForbiddenError(ApiError):
     """Raised when the client lacks the right to do that (403)."""
 
@@ -170,16 +181,22 @@ class _Status(msgspec.Struct):
         )
 
 
-def error_of(code: int, body: bytes, retry_after: str = "", *, kind: Kind | None = None, name: str = "") -> ApiError:
+def error_of(
+    code: int, body: bytes | Object, retry_after: str = "", *, kind: Kind | None = None, name: str = ""
+) -> ApiError:
     """Return the error that an answer about an object stands for; `body` is a Status object, or any text."""
     try:
-        status = msgspec.json.decode(body, type=_Status)
+        status = msgspec.json.decode(body, type=_Status) if isinstance(body, bytes) else msgspec.convert(body, _Status)
     except (msgspec.MsgspecError, RecursionError):
-        status = _Status("Status", message=body[:400].decode(errors="replace").strip() or "no further answer")
+        status = _Status("Status", message=_beginning(body) or "no further answer")
     status.code = code
     if retry_after.isdecimal():
         status.details.retry_after = int(retry_after[:9])
     return status.error(kind, name)
+
+
+def _beginning(body: bytes | Object) -> str:
+    return (body if isinstance(body, bytes) else b"")[:400].decode(errors="replace").strip()
 
 
 def error_of_status(status: Object) -> ApiError:

@@ -15,17 +15,19 @@ import time
 import urllib.parse
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Self
+from typing import Any, Final, NamedTuple, Self, TypeVar
 
 import msgspec
 
 from deviceplugin.backoff import Backoff
-from dra_bridge.kube import api, auth
+from dra_bridge.kube import api, auth, forms
 from dra_bridge.kube.api import ApiError, GoneError, Kind, Object, UnavailableError
 from dra_bridge.kube.auth import Access
-from dra_bridge.kube.connection import Connection, Discovery, RequestStatistics
+from dra_bridge.kube.connection import ApiRequest, Connection, Discovery, RequestStatistics
+from dra_bridge.kube.forms import Form, ListedClaim, Page
 
 logger: Final = logging.getLogger(__name__)
+T = TypeVar("T")
 
 COMPONENT: Final = "dra-bridge"  # the field manager of patches and the source of Events
 SILENCE: Final = (180.0, 300.0)
@@ -54,6 +56,18 @@ class Changed(msgspec.Struct, frozen=True):
 
     type: str
     object: Object
+
+
+class _Asked(NamedTuple):
+    """What is asked of a server; its path depends on the version of resource.k8s.io that it serves."""
+
+    method: str
+    kind: Kind
+    name: str
+    namespace: str
+    parameters: Mapping[str, str] | None = None
+    body: object = None
+    subresource: str = ""
 
 
 class Cluster:
@@ -136,27 +150,60 @@ class Cluster:
         """Read one object. Raises NotFoundError if there is none."""
         return await self._request("GET", kind, name, namespace)
 
+    async def claim(self, name: str, namespace: str) -> ListedClaim:
+        """Read what a ResourceClaim is allocated. Raises NotFoundError if there is none."""
+        return await self._exchange(_Asked("GET", api.RESOURCE_CLAIMS, name, namespace), forms.CLAIM)
+
     async def list(
-        self, kind: Kind, namespace: str = "", *, field_selector: str = "", label_selector: str = "", page: int = 500
+        self, kind: Kind, namespace: str = "", *, field_selector: str = "", label_selector: str = ""
     ) -> Listed:
-        """Read all objects of a kind as of one moment (a consistent read), `page` objects a request."""
-        parameters = {**api.selectors_of(field_selector, label_selector), "limit": str(page)}
-        items: list[Object] = []
-        while True:
+        """Read all objects of a kind as of one moment (a consistent read)."""
+        selectors = api.selectors_of(field_selector, label_selector)
+        for again in (True, False):
+            items: list[Object] = []
+            version = ""
             try:
-                answer = await self._request("GET", kind, "", namespace, parameters)
+                async for page in self.pages(kind, forms.page_of(kind), namespace, selectors):
+                    items += page.items
+                    version = page.resource_version
             except GoneError:
-                if "limit" not in parameters:
+                if not again:
                     raise
-                del parameters["limit"]  # the pages' moment is too old: all in one
-                parameters.pop("continue", None)
-                items = []
                 continue
-            items += answer.get("items") or ()
-            metadata = answer["metadata"]
-            if not metadata.get("continue"):
-                return Listed(items, str(metadata["resourceVersion"]))
-            parameters["continue"] = metadata["continue"]
+            return Listed(items, version)
+        raise AssertionError("not reached")
+
+    async def pages(
+        self, kind: Kind, form: Form[Page[T]], namespace: str = "", selectors: Mapping[str, str] | None = None
+    ) -> AsyncGenerator[Page[T], None]:
+        """Yield the parts of one list, all as of the moment of the first one, each about `forms.PAGE` bytes.
+
+        The first request is a consistent read: without resourceVersion it is answered by etcd, or by a cache that has
+        reached etcd's revision. Each further one names that revision. Once etcd has compacted it (after 5 to 10
+        minutes) the server answers with 410 and a token that goes on at the newest revision (etcd3/errors.go, 1.36).
+        An allocation that passes from a claim in a later part to one in an earlier part is in neither then. So that
+        token is not used.
+
+        Raises GoneError where the list has to begin anew, OversizedError: one object is larger than an answer may be.
+        """
+        limit, version, more = forms.FIRST_LIMIT, "", ""
+        while True:
+            parameters = {**(selectors or {}), "limit": str(limit), **({"continue": more} if more else {})}
+            asked = _Asked("GET", kind, "", namespace, parameters)
+            try:
+                page = await self._exchange(asked, form, forms.MAX_PAGE if limit > 1 else None)
+            except api.OversizedError:
+                if limit == 1:
+                    raise
+                limit = forms.smaller_limit(limit)
+                continue
+            if version not in ("", page.resource_version):
+                raise GoneError(f"list {kind.plural}: its parts are of {version} and of {page.resource_version}")
+            yield page
+            version, more = page.resource_version, page.more
+            if not more:
+                return
+            limit = forms.next_limit(limit, len(page.items), page.size)
 
     async def create(self, kind: Kind, body: Object, namespace: str = "", *, dry_run: bool = False) -> Object:
         """Create an object and return it as the server has it; dry_run: the server checks it and does not store it.
@@ -304,6 +351,13 @@ class Cluster:
         body: object = None,
         subresource: str = "",
     ) -> Object:
+        asked = _Asked(method, kind, name, namespace, parameters, body, subresource)
+        answer = await self._exchange(asked, forms.JSON)
+        _check(answer, method, kind, name)
+        return answer
+
+    async def _exchange(self, asked: _Asked, form: Form[T], most: int | None = None) -> T:
+        method, kind, name, namespace, parameters, body, subresource = asked
         for again in (True, False):
             version = kind.version or await self.version()
             if method in ("POST", "PUT") and isinstance(body, dict):
@@ -315,14 +369,13 @@ class Cluster:
                 body.setdefault("kind", kind.kind)
             path = api.path_of(kind, version, name, namespace, subresource)
             try:
-                answer = await self._connection.send(method, path, parameters, body, kind, name)
+                return await self._connection.exchange(
+                    ApiRequest(method, path, parameters, body, kind, name), form, most
+                )
             except UnavailableError as error:
                 if error.code != 404 or kind.version or not again:
                     raise
                 self._discovery.forget()  # perhaps the version is not served: the server is another one now
-                continue
-            _check(answer, method, path, kind, name)
-            return answer
         raise AssertionError("not reached")
 
 
@@ -338,16 +391,10 @@ async def _next_line(lines: AsyncIterator[bytes], silence: float) -> bytes:
         raise
 
 
-def _check(answer: Object, method: str, path: str, kind: Kind, name: str) -> None:
-    """Raise UnavailableError unless this is an API server's answer: an object of the kind, or a list of them."""
+def _check(answer: Object, method: str, kind: Kind, name: str) -> None:
+    """Raise UnavailableError unless this is an API server's answer: an object of the kind."""
     if method == "DELETE" and answer.get("kind") == "Status" and answer.get("status") == "Success":
         return
     metadata = answer.get("metadata")
-    listed = method == "GET" and not name
-    if (
-        not isinstance(metadata, dict)
-        or answer.get("kind") != (f"{kind.kind}List" if listed else kind.kind)
-        or (name and metadata.get("name") != name)
-        or (listed and not metadata.get("resourceVersion"))
-    ):
-        raise UnavailableError(f"{method} {path}: the answer is not the requested object")
+    if not isinstance(metadata, dict) or answer.get("kind") != kind.kind or (name and metadata.get("name") != name):
+        raise UnavailableError(f"{method} {kind.plural} {name}: the answer is not the requested object")

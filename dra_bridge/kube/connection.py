@@ -11,17 +11,19 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 
-from dra_bridge.kube import api, auth
+from dra_bridge.kube import api, auth, forms
 from dra_bridge.kube.api import GROUP, AccessError, ApiError, Kind, Object, UnavailableError
 from dra_bridge.kube.auth import Access
-from dra_bridge.kube.http import HTTP_ERRORS, HttpClient, Response, proxy_of
+from dra_bridge.kube.forms import Form
+from dra_bridge.kube.http import HTTP_ERRORS, MAX_BODY, HttpClient, OversizedBodyError, Response, proxy_of
 from dra_bridge.kube.kubeconfig import KubeConfigError
 
 logger: Final = logging.getLogger(__name__)
+T = TypeVar("T")
 
 USER_AGENT: Final = "dra-bridge"
 VERSIONS: Final = ("v1", "v1beta2", "v1beta1")
@@ -29,7 +31,8 @@ VERSIONS: Final = ("v1", "v1beta2", "v1beta1")
 
 LOST: Final = 30.0
 """Seconds without an answer after which the API server counts as out of reach."""
-_FAILURES: Final = (*HTTP_ERRORS, TimeoutError, OSError, KubeConfigError, ValueError, RecursionError)
+_DEEP: Final = "the answer nests too deep to be decoded"
+_FAILURES: Final = (*HTTP_ERRORS, TimeoutError, OSError, KubeConfigError, ValueError)
 """What a request without an answer raises, also when a token file or plugin fails, or the answer is not JSON."""
 
 
@@ -50,6 +53,17 @@ class RequestStatistics:
         """Return since when (Unix seconds) the server is out of reach; None while it is not."""
         lost = 0.0 if self.lost_since is None else time.monotonic() - self.lost_since
         return time.time() - lost if lost >= LOST else None
+
+
+class ApiRequest(NamedTuple):
+    """A request. body: of a PATCH, a merge patch. kind, name: the requested object, if it is for one."""
+
+    method: str
+    path: str
+    parameters: Mapping[str, str] | None = None
+    body: object = None
+    kind: Kind | None = None
+    name: str = ""
 
 
 class Connection:
@@ -79,38 +93,36 @@ class Connection:
         for client in [*([reached[1]] if reached else []), *self._former]:
             await client.aclose()
 
-    async def send(
-        self,
-        method: str,
-        path: str,
-        parameters: Mapping[str, str] | None = None,
-        body: object = None,
-        kind: Kind | None = None,
-        name: str = "",
-    ) -> Object:
-        """Send a request and return its answer. Raises ApiError if it is refused or not answered.
+    async def send(self, method: str, path: str) -> Object:
+        """Send a request about no object and return its answer. Raises ApiError if it is refused or not answered."""
+        return await self.exchange(ApiRequest(method, path), forms.JSON)
 
-        body: of a PATCH, a merge patch. kind, name: the requested object, if the request is for one.
+    async def exchange(self, request: ApiRequest, form: Form[T], most: int | None = None) -> T:
+        """Send a request and return its answer in a form. most: see `HttpClient.request`.
+
+        Raises ApiError if it is refused or not answered, OversizedError if the answer is larger.
         """
+        method, path, parameters, body = request.method, request.path, request.parameters, request.body
         content = b"" if body is None else msgspec.json.encode(body)
         content_type = "application/merge-patch+json" if method == "PATCH" else "application/json"
-        more = {"Content-Type": content_type} if content else {}
+        more = {"Accept": form.accept, **({"Content-Type": content_type} if content else {})}
         target = f"{path}?{urllib.parse.urlencode(parameters)}" if parameters else path
 
-        async def request(server: HttpClient, headers: dict[str, str]) -> Response:
+        async def once(server: HttpClient, headers: dict[str, str]) -> Response:
             self.statistics.requests[method] += 1
-            return await server.request(method, target, headers | more, content)
+            return await server.request(method, target, headers | more, content, most)
 
         with self._failures(method, path):
-            response = await self._authorized(request)
+            response = await self._authorized(once)
             if response.status >= 300:
-                raise self._refused(response, kind, name)
+                raise self._refused(response, request.kind, request.name)
         self._answered()
         try:
-            answer = msgspec.json.decode(response.body)
-        except (msgspec.MsgspecError, RecursionError) as error:
-            raise UnavailableError(f"{method} {path}: the answer is not JSON: {error}") from error
-        return answer if isinstance(answer, dict) else {"value": answer}
+            return form.decode(response.body)
+        except RecursionError as error:
+            raise api.UnreadableError(f"{method} {path}: {_DEEP}") from error
+        except ValueError as error:
+            raise UnavailableError(f"{method} {path}: the answer is not the requested object: {error}") from error
 
     @asynccontextmanager
     async def stream(self, path: str) -> AsyncGenerator[AsyncIterator[bytes], None]:
@@ -139,11 +151,16 @@ class Connection:
             self.statistics.requests["GET"] += 1
             async with asyncio.timeout(timeout), server.stream("GET", path, headers) as response:
                 if response.status == 200:
-                    return b"".join([line async for line in response.lines])
+                    answer = bytearray()
+                    async for line in response.lines:
+                        answer += line
+                        if len(answer) > MAX_BODY:
+                            raise api.OversizedError(f"the answer is larger than {MAX_BODY} bytes")
+                    return bytes(answer)
         except _FAILURES as error:
             late = f"no answer within {timeout:g} s"
             raise UnavailableError(late if isinstance(error, TimeoutError) else str(error) or "no answer") from error
-        raise api.error_of(response.status, response.body)
+        raise api.error_of(response.status, bytes(response.body))
 
     async def _authorized(self, request: Callable[[HttpClient, dict[str, str]], Awaitable[Response]]) -> Response:
         """Make a request, and make it again with new credentials if the server refuses the old ones (401)."""
@@ -160,7 +177,8 @@ class Connection:
 
     def _refused(self, response: Response, kind: Kind | None = None, name: str = "") -> ApiError:
         retry_after = response.headers.get("retry-after", "")
-        error = api.error_of(response.status, response.body, retry_after, kind=kind, name=name)
+        body = forms.refusal_of(response.body) or bytes(response.body)
+        error = api.error_of(response.status, body, retry_after, kind=kind, name=name)
         if isinstance(error, UnavailableError):
             self.statistics.failures += 1
         else:
@@ -171,9 +189,18 @@ class Connection:
 
     @contextmanager
     def _failures(self, method: str, path: str) -> Iterator[None]:
-        """Count a request without an answer, and raise UnavailableError; the server is lost from the first one on."""
+        """Count a request without an answer, and raise UnavailableError; the server is lost from the first one on.
+
+        A server that answers with too much is not lost.
+        """
         try:
             yield
+        except OversizedBodyError as error:
+            self._answered()
+            raise api.OversizedError(f"{method} {path}: {error}") from error
+        except RecursionError as error:
+            self._answered()
+            raise api.UnreadableError(f"{method} {path}: {_DEEP}") from error
         except _FAILURES as error:
             self._renew = True
             reason = "no answer in time" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
@@ -226,7 +253,7 @@ class Connection:
                 await self.connect()
         assert self._reached is not None
         access, server = self._reached
-        headers = {"User-Agent": USER_AGENT, "Accept": "application/json"}
+        headers = {"User-Agent": USER_AGENT, "Accept": forms.JSON.accept}
         if authorization := await access.authorize(refused):
             headers["Authorization"] = authorization
         return server, headers

@@ -20,11 +20,13 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError(f"aiohttp is not installed; {installing('bridge')}", name="aiohttp") from error
 import yarl
 from aiohttp.http import HttpProcessingError
+from aiohttp.http_exceptions import LineTooLong
 
 MAX_CONNECTIONS: Final = 32  # connections at one time, those of watches included
 MAX_REQUESTS: Final = 4  # not counting streams; a new connection's TLS handshake takes longer than some requests
 IDLE: Final = 60.0  # seconds after which an idle connection is not used any more
-MAX_BODY: Final = 64 * 2**20  # bytes of one answer: 500 objects (a page of a list) of 128 KiB each
+MAX_BODY: Final = 16 * 2**20
+"""Bytes of one answer: etcd takes objects of 1.5 MiB, and JSON writes one byte of them as up to six."""
 MAX_LINE: Final = 8 * 2**20  # bytes of one watch event: kube-apiserver takes objects of up to 3 MiB, etcd of 1.5 MiB
 
 _KEEPALIVE: Final = (
@@ -36,18 +38,26 @@ _KEEPALIVE: Final = (
 )
 """A peer that is gone without a FIN (node or load balancer lost) is noticed after 30 s, also by a silent watch."""
 
-HTTP_ERRORS: Final = (aiohttp.ClientError, HttpProcessingError)
+
+class OversizedBodyError(Exception):
+    """Raised when the server answers with more than is taken; the rest is not read."""
+
+
+HTTP_ERRORS: Final = (aiohttp.ClientError, HttpProcessingError, OversizedBodyError)
 """What a client raises, beside OSError, when there is no answer, or one that is not HTTP or too large."""
 
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class Response(NamedTuple):
-    """An answer. body: empty if it is streamed; then lines yields it line by line, and may be left unread."""
+    """An answer. body: empty if it is streamed; then lines yields it line by line, and may be left unread.
+
+    `lines` raises OversizedBodyError where a line is too long.
+    """
 
     status: int
     headers: Mapping[str, str]
-    body: bytes
+    body: bytes | bytearray
     lines: AsyncIterator[bytes]
 
 
@@ -115,10 +125,15 @@ class HttpClient:
             await self.aclose()
         return bool(self._requests)
 
-    async def request(self, method: str, target: str, headers: Mapping[str, str], content: bytes = b"") -> Response:
-        """Send a request and read the whole answer. target: path and query."""
+    async def request(
+        self, method: str, target: str, headers: Mapping[str, str], content: bytes = b"", most: int | None = None
+    ) -> Response:
+        """Send a request and read the whole answer. target: path and query. most: bytes of the answer, else `MAX_BODY`.
+
+        Raises OversizedBodyError.
+        """
         async with self._turns, self._exchange(method, target, headers, content) as response:
-            return Response(response.status, response.headers, await self._body(response), self._lines(response))
+            return Response(response.status, response.headers, await self._body(response, most), self._lines(response))
 
     @contextlib.asynccontextmanager
     async def stream(self, method: str, target: str, headers: Mapping[str, str]) -> AsyncIterator[Response]:
@@ -165,18 +180,22 @@ class HttpClient:
         return self._session
 
     @staticmethod
-    async def _body(response: aiohttp.ClientResponse) -> bytes:
-        body = bytearray()
+    async def _body(response: aiohttp.ClientResponse, most: int | None = None) -> bytes | bytearray:
+        most = MAX_BODY if most is None else most
+        body = bytearray()  # returned as it is: a copy would double the memory
         async for piece in response.content.iter_any():
             body += piece
-            if len(body) > MAX_BODY:
-                raise aiohttp.ClientPayloadError(f"the answer is larger than {MAX_BODY >> 20} MiB")
-        return bytes(body)
+            if len(body) > most:
+                raise OversizedBodyError(f"the answer is larger than {most} bytes")
+        return body
 
     @staticmethod
     async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-        while line := await response.content.readline(max_line_length=MAX_LINE):
-            yield line
+        try:
+            while line := await response.content.readline(max_line_length=MAX_LINE):
+                yield line
+        except LineTooLong as error:
+            raise OversizedBodyError(f"a line is longer than {MAX_LINE} bytes") from error
 
 
 def proxy_of(url: str) -> str:

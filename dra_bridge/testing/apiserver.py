@@ -13,6 +13,7 @@ dropped where their feature is off. Plain HTTP, no authentication, no admission.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import copy
 import json
@@ -30,10 +31,18 @@ from typing import Any, Final, NamedTuple, Self
 
 from deviceplugin.naming import NamingError, check_attribute_name, check_label, parse_quantity
 from dra_bridge.kube.api import Object
+from dra_bridge.testing import protobuf
 
 __all__ = ["FakeApiServer", "Fault", "LoggedRequest", "StoredObjects"]
 
 
+INCONSISTENT: Final = (
+    "The provided continue parameter is too old to display a consistent list result. You can start a new list without "
+    "the continue parameter, or use the continue token in this response to retrieve the remainder of the results. "
+    "Continuing with the provided token results in an inconsistent list - objects that were created, modified, or "
+    "deleted between the time the first chunk was returned and now may show up in the list."
+)
+"""What kube-apiserver says of a token whose version is compacted (storage/etcd3/errors.go, 1.36)."""
 GROUP: Final = "resource.k8s.io"
 RBAC: Final = "rbac.authorization.k8s.io"
 APPS: Final = "apps"
@@ -141,8 +150,8 @@ class FakeApiServer:
         self._version = 100
         self._oldest = 0
         self._stores: dict[str, _Store] = {}
-        self._pages: dict[str, tuple[list[Object], str]] = {}
-        """What is left of lists that were asked for in pages, and their position, by what goes on with them."""
+        self._moments: dict[tuple[str, str, int], list[Object]] = {}
+        """The objects of lists that were asked for in pages: by path, selectors and resource version."""
         self._faults: list[tuple[Callable[[LoggedRequest], bool], Fault, int]] = []
         self._bookmark = 0
         self._bookmark_at = 0
@@ -222,7 +231,7 @@ class FakeApiServer:
         """Forget the history: watches and pages that begin before now are answered with 410, open watches go on."""
         with self._changed:
             self._oldest = self._version
-            self._pages.clear()
+            self._moments.clear()
 
     def snapshot(self) -> StoredObjects:
         """Return all that is stored, for `restore`."""
@@ -238,7 +247,7 @@ class FakeApiServer:
         """
         with self._changed:
             self._version = self._oldest = snapshot.version
-            self._pages.clear()
+            self._moments.clear()
             for plural, store in self._stores.items():
                 store.history.clear()
                 store.objects = copy.deepcopy(snapshot.objects.get(plural, {}))
@@ -498,18 +507,7 @@ class FakeApiServer:
             return 200, self._shown(stored, plural, version)
         if method == "GET":
             with self._changed:
-                if token := request.query.get("continue"):
-                    if token not in self._pages:
-                        raise _RefusedError(410, "Expired", "The provided continue parameter is too old")
-                    chosen, position = self._pages.pop(token)
-                else:
-                    chosen, position = self._selected(plural, namespace, request.query), str(self._version)
-                metadata = {"resourceVersion": position}
-                limit = int(request.query.get("limit") or 0)
-                if limit and len(chosen) > limit:
-                    metadata["continue"] = uuid.uuid4().hex
-                    self._pages[metadata["continue"]] = chosen[limit:], position
-                    chosen = chosen[:limit]
+                chosen, metadata = self._page(plural, namespace, request)
                 items = [self._shown(chosen_body, plural, version) for chosen_body in chosen]
             return 200, {"kind": f"{KINDS[plural][1]}List", "metadata": metadata, "items": items}
         if method == "POST":
@@ -523,6 +521,32 @@ class FakeApiServer:
             conditions = (body or {}).get("preconditions") or {}
             return 200, self._delete(plural, namespace, name, conditions, request.query)
         return 405, "the server does not allow this method"
+
+    def _page(self, plural: str, namespace: str, request: LoggedRequest) -> tuple[list[Object], Object]:
+        """Return a part of a list, as storage/etcd3/store.go (GetList) and storage/continue.go of 1.36 do."""
+        start, position = "", self._version
+        place = request.path, f"{request.query.get('fieldSelector')} {request.query.get('labelSelector')}"
+        if token := request.query.get("continue"):
+            told = json.loads(base64.urlsafe_b64decode(token + "=" * (-len(token) % 4)))
+            start = told["start"]
+            if told["rv"] != -1:  # -1: goes on at the newest version
+                position = told["rv"]
+                if (*place, position) not in self._moments:
+                    error = _RefusedError(410, "Expired", INCONSISTENT)
+                    error.status["metadata"] = {"continue": _token(-1, start)}
+                    raise error
+        chosen = self._moments.get((*place, position)) or self._selected(plural, namespace, request.query)
+        left = [body for body in chosen if _key(body) >= start]
+        metadata: Object = {"resourceVersion": str(position)}
+        limit = int(request.query.get("limit") or 0)
+        if limit and len(left) > limit:
+            self._moments[*place, position] = chosen
+            metadata |= {
+                "continue": _token(position, _key(left[limit - 1]) + "\0"),
+                "remainingItemCount": len(left) - limit,
+            }
+            left = left[:limit]
+        return left, metadata
 
     def _resource(self, parts: list[str]) -> tuple[str, str, str, str, str] | None:
         if parts[:2] == ["api", "v1"]:
@@ -544,7 +568,7 @@ class FakeApiServer:
         objects = self._stores.get(plural, _Store()).objects
         return [
             body
-            for (where, _), body in sorted(objects.items())
+            for (where, _), body in sorted(objects.items(), key=lambda item: _key(item[1]))
             if namespace in ("", where)
             and _matches(body, query.get("fieldSelector", ""))
             and _labelled(body, query.get("labelSelector", ""))
@@ -689,10 +713,14 @@ class _Handler(BaseHTTPRequestHandler):
     do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = _handle  # noqa: N815
 
     def _send(self, code: int, answer: Object | str, retry_after: int = 0) -> None:
-        text = answer if isinstance(answer, str) else json.dumps(answer)
-        content = text.encode()
+        if isinstance(answer, str):
+            content, media_type = answer.encode(), "text/plain"
+        elif protobuf.MEDIA_TYPE in self.headers.get("Accept", ""):
+            content, media_type = protobuf.encoded(answer), protobuf.MEDIA_TYPE
+        else:
+            content, media_type = json.dumps(answer).encode(), "application/json"
         self.send_response(code)
-        self.send_header("Content-Type", "text/plain" if isinstance(answer, str) else "application/json")
+        self.send_header("Content-Type", media_type)
         self.send_header("Content-Length", str(len(content)))
         if retry_after:
             self.send_header("Retry-After", str(retry_after))
@@ -725,6 +753,17 @@ def _missing(plural: str, name: str) -> _RefusedError:
     error = _RefusedError(404, "NotFound", f'{f"{plural}.{group}".rstrip(".")} "{name}" not found')
     error.status["details"] = {"name": name, "kind": plural, **({"group": group} if group else {})}
     return error
+
+
+def _key(body: Object) -> str:
+    """Return what etcd sorts an object of a kind by."""
+    metadata = body["metadata"]
+    return f"{metadata['namespace']}/{metadata['name']}" if metadata.get("namespace") else str(metadata["name"])
+
+
+def _token(version: int, start: str) -> str:
+    text = json.dumps({"v": "meta.k8s.io/v1", "rv": version, "start": start})
+    return base64.urlsafe_b64encode(text.encode()).decode().rstrip("=")
 
 
 def _no_page() -> tuple[int, str]:

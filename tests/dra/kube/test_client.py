@@ -247,36 +247,6 @@ async def test_a_closed_connection_is_no_outage(server: FakeApiServer, cluster: 
     assert cluster.statistics.failures == 0
 
 
-async def test_pages_are_one_list(server: FakeApiServer, cluster: Cluster) -> None:
-    """A list is asked for in pages and returned whole."""
-    for number in range(5):
-        server.create(node_body(f"n{number}"))
-    listing = await cluster.list(NODES, page=2)
-    assert [one["metadata"]["name"] for one in listing.items] == [f"n{number}" for number in range(5)]
-    assert len(server.requests("GET", "/nodes")) == 3
-
-
-async def test_pages_whose_moment_is_gone_are_asked_for_all_at_once(
-    server: FakeApiServer, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What came with the first pages is not in the list twice."""
-    for number in range(5):
-        server.create(node_body(f"n{number}"))
-    real, pages = cluster._request, 0
-
-    async def compacted(*arguments: Any, **options: Any) -> Any:
-        nonlocal pages
-        if (pages := pages + 1) == 3:
-            server.compact()
-        return await real(*arguments, **options)
-
-    monkeypatch.setattr(cluster, "_request", compacted)
-    listing = await cluster.list(NODES, page=2)
-    assert sorted(one["metadata"]["name"] for one in listing.items) == [f"n{number}" for number in range(5)]
-    limits = [request.query.get("limit") for request in server.requests("GET", "/nodes")]
-    assert limits == ["2", "2", "2", None]
-
-
 async def test_events(cluster: Cluster) -> None:
     """An event is about its object, in the object's namespace, and cut to what the API takes."""
     await cluster.event(RESOURCE_CLAIMS, {"name": "c", "namespace": "ns"}, "Refused", "é" * 2000, "n1")

@@ -104,7 +104,7 @@ async def test_few_requests_are_under_way_at_a_time() -> None:
     """Of many requests at once the later ones wait for a connection instead of making their own."""
     async with answering(OK) as other, reaching(other.url) as server:
         answers = await asyncio.gather(*(server.request("GET", "/a", {}) for _ in range(3 * MAX_REQUESTS)))
-        assert {answer.body for answer in answers} == {b"{}"}
+        assert {bytes(answer.body) for answer in answers} == {b"{}"}
         assert other.connections == MAX_REQUESTS
 
 

@@ -1,0 +1,179 @@
+"""The forms in which objects are asked for: JSON as it is, and of ResourceClaims what they are allocated, by protobuf.
+
+A tenant writes claims of up to 1.5 MB, of any number, whose parameters nest up to 10,000 levels (apimachinery 1.36,
+sigs.k8s.io/json). In protobuf what its author wrote is one field, which is not decoded, so that neither its depth nor
+its letters matter, and one object has at most the size that etcd takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final, Generic, NamedTuple, TypeVar
+
+import msgspec
+from google.protobuf.message import DecodeError
+
+from dra_bridge.kube.api import Kind, Object
+from dra_bridge.wire import objects_pb2 as pb
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+MAGIC: Final = b"k8s\0"
+"""Begins each answer in Kubernetes' protobuf."""
+FOR_LIMITS: Final = "resource.kubernetes.io/extended-resource-claim"
+"""The annotation, "true", of claims that the scheduler makes for the `limits` of a pod (1.34 and later)."""
+
+MAX_PAGE: Final = 4 * 2**20
+"""Bytes of a page with several objects; of a larger one the rest is not read, and fewer objects are asked for."""
+PAGE: Final = 2**20
+"""Bytes that a page is to have."""
+MAX_LIMIT: Final = 500
+"""Objects of a page at the most, as client-go asks for them."""
+FIRST_LIMIT: Final = 100
+"""Objects of the first page."""
+
+
+class Form(NamedTuple, Generic[T_co]):
+    """One form of an answer. accept: its media types. decode: raises ValueError if the body is not what it has to be.
+
+    decode may also raise RecursionError.
+    """
+
+    accept: str
+    decode: Callable[[bytes | bytearray], T_co]
+
+
+class Page(NamedTuple, Generic[T_co]):
+    """A part of a list. resource_version: of the whole list. more: continues it; "" at its end. size: in bytes."""
+
+    items: Sequence[T_co]
+    resource_version: str
+    more: str
+    size: int
+
+
+def next_limit(limit: int, count: int, size: int) -> int:
+    """Return how many objects to ask for after a page of `count` objects and `size` bytes that was limited."""
+    fitting = max(1, count) * PAGE // max(1, size)
+    return max(1, min(MAX_LIMIT, 4 * limit, fitting))
+
+
+def smaller_limit(limit: int) -> int:
+    """Return how many objects to ask for after a page that was too large."""
+    return max(1, limit // 8)
+
+
+def _json(body: bytes | bytearray) -> Object:
+    answer = msgspec.json.decode(body)
+    return answer if isinstance(answer, dict) else {"value": answer}
+
+
+JSON: Final = Form("application/json", _json)
+
+
+def page_of(kind: Kind) -> Form[Page[Object]]:
+    """Return the form of a page of whole objects."""
+
+    def decode(body: bytes | bytearray) -> Page[Object]:
+        answer = _json(body)
+        metadata = answer.get("metadata")
+        if (
+            answer.get("kind") != f"{kind.kind}List"
+            or not isinstance(metadata, dict)
+            or not metadata.get("resourceVersion")
+        ):
+            raise ValueError("it is not the requested list")
+        more = str(metadata.get("continue") or "")
+        return Page(answer.get("items") or [], str(metadata["resourceVersion"]), more, len(body))
+
+    return Form(JSON.accept, decode)
+
+
+class ClaimResult(NamedTuple):
+    """A device that is allocated to a claim."""
+
+    driver: str
+    pool: str
+    device: str
+    admin: bool
+
+
+class ListedClaim(NamedTuple):
+    """What is read of a claim in a list.
+
+    for_limits: whether the scheduler made it for the `limits` of a pod. results: of its allocation. pods: UIDs of those
+    that it is reserved for.
+    """
+
+    uid: str
+    namespace: str
+    name: str
+    for_limits: bool
+    results: tuple[ClaimResult, ...]
+    pods: tuple[str, ...]
+
+    @property
+    def title(self) -> str:
+        """namespace/name."""
+        return f"{self.namespace}/{self.name}"
+
+
+def _raw(body: bytes | bytearray, kind: str) -> bytes:
+    envelope = pb.Envelope.FromString(bytes(body[len(MAGIC) :])) if body.startswith(MAGIC) else None
+    if envelope is None or envelope.type.kind != kind.encode():
+        raise ValueError(f"it is no {kind} in protobuf")
+    return envelope.raw
+
+
+def _text(data: bytes) -> str:
+    return data.decode(errors="replace")
+
+
+def _claim(data: bytes) -> ListedClaim:
+    claim = pb.Claim.FromString(data)
+    metadata, status = claim.metadata, claim.status
+    return ListedClaim(
+        _text(metadata.uid),
+        _text(metadata.namespace),
+        _text(metadata.name),
+        any((one.key, one.value) == (FOR_LIMITS.encode(), b"true") for one in metadata.annotations),
+        tuple(
+            ClaimResult(_text(one.driver), _text(one.pool), _text(one.device), one.admin_access)
+            for one in status.allocation.devices.results
+        ),
+        tuple(_text(one.uid) for one in status.reserved_for if one.resource == b"pods"),
+    )
+
+
+def _protobuf(decode: Callable[[bytes | bytearray], T]) -> Form[T]:
+    def decoded(body: bytes | bytearray) -> T:
+        try:
+            return decode(body)
+        except DecodeError as error:
+            raise ValueError(f"it is no protobuf: {error}") from error
+
+    return Form("application/vnd.kubernetes.protobuf", decoded)
+
+
+def _claim_page(body: bytes | bytearray) -> Page[ListedClaim]:
+    listed = pb.List.FromString(_raw(body, "ResourceClaimList"))
+    if not listed.metadata.resource_version:
+        raise ValueError("it is not the requested list")
+    version, more = _text(listed.metadata.resource_version), _text(listed.metadata.more)
+    return Page([_claim(item) for item in listed.items], version, more, len(body))
+
+
+CLAIM: Final = _protobuf(lambda body: _claim(_raw(body, "ResourceClaim")))
+CLAIMS: Final = _protobuf(_claim_page)
+
+
+def refusal_of(body: bytes | bytearray) -> Object | None:
+    """Return a refusal in protobuf as JSON has it; None if the body is none."""
+    try:
+        status = pb.Refusal.FromString(_raw(body, "Status"))
+    except (DecodeError, ValueError):
+        return None
+    names = {key: _text(getattr(status.details, key)) for key in ("name", "group", "kind")}
+    details = {**names, "retryAfterSeconds": status.details.retry_after_seconds}
+    return {"kind": "Status", "reason": _text(status.reason), "message": _text(status.message), "details": details}
