@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import msgspec
 
 from deviceplugin import cdi
+from dra_bridge.kube import FOR_LIMITS
 
 _T = TypeVar("_T")
 
@@ -136,7 +137,7 @@ def stands_for_limits(annotations: Mapping[str, str] | None) -> bool:
 
     annotations: the claim's.
     """
-    return (annotations or {}).get("resource.kubernetes.io/extended-resource-claim") == "true"
+    return (annotations or {}).get(FOR_LIMITS) == "true"
 
 
 def parse_allocation(claim: Mapping[str, Any] | None, ref: ClaimRef, driver: str, pool: str) -> ClaimAllocation:

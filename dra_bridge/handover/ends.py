@@ -148,7 +148,6 @@ class MovesToPlugin:
             waiting[name] = self._waits_for(queries[name])
         if not lists:
             return ()
-        at = time.monotonic()
         allocations = await moved.evidence.allocated()
         allocated = {device: claim for (resource, device), claim in allocations.claims.items() if resource == mine}
         limits = sorted(key for key in allocations.limits if key[0] == mine)
@@ -165,7 +164,7 @@ class MovesToPlugin:
         arrived = {
             name: at for name, at in withdrawn.items() if (queries[name].device or forced()) and name not in keeps
         }
-        evidence = ClusterEvidence(before.sequence, arrived, at, allocated)
+        evidence = ClusterEvidence(before.sequence, arrived, allocations.at, allocated)
         done = await moved.ledger.do(operations.commit_to_plugin(mine, arrived, evidence, time.time()))
         waiting.update(done.waiting)
         return done.devices

@@ -20,9 +20,11 @@ from dra_bridge.handover.planner import ALL, Moving, Together
 class Allocated:
     """What allocations of claims name on this node, as of a consistent list of all claims.
 
-    claims: namespace/name by (resource, device). limits: those of them that pods have by their `limits`.
+    at: when the list began (monotonic seconds). claims: namespace/name by (resource, device). limits: those of them
+    that pods have by their `limits`.
     """
 
+    at: float
     claims: Mapping[DeviceKey, str] = field(default_factory=dict)
     limits: frozenset[DeviceKey] = frozenset()
 
@@ -42,7 +44,7 @@ class MoveEvidence(Protocol):
         """Return a pod's name, for people."""
 
     async def allocated(self) -> Allocated:
-        """List all claims, consistently."""
+        """List all claims, consistently; the list begins after this call."""
 
     async def allocates(self, claim: str, resource: str, device: str) -> bool:
         """Read a claim, by namespace/name; return whether its allocation names a device of this node.

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Final
 
@@ -21,6 +22,7 @@ from dra_bridge.driver import ClusterClaims, DriverNode
 from dra_bridge.driver.claim_devices import claim_of
 from dra_bridge.handover.allocatable import GRACE, AllocatableStatus
 from dra_bridge.ledger.worker import AsyncLedger
+from dra_bridge.node.claim_lists import ClaimLists
 from dra_bridge.node.driver_runtime import DriverRuntime
 from dra_bridge.node.node_object import NodeStatusWriter, NodeWatch
 from dra_bridge.node.options import BridgeOptions
@@ -82,7 +84,8 @@ class Bridge(ClaimSide):
             options.agent_name,
             report=options.claim_status,
         )
-        self.node = BridgeNode(shared, self.agent, cluster, self.publisher, self._watch, self._allocatable)
+        claims = ClaimLists(cluster)
+        self.node = BridgeNode(shared, self.agent, cluster, claims, self.publisher, self._watch, self._allocatable)
         self.agent.providers.append(BridgeStatus(self.node, self.drivers))
 
     @property
@@ -108,7 +111,7 @@ class Bridge(ClaimSide):
         Raises AgentError: a resource cannot be served on this node at all.
         """
         try:
-            async with self.cluster, asyncio.TaskGroup() as group:
+            async with self.cluster, aclosing(self.node.claims), asyncio.TaskGroup() as group:
                 self._group = group
                 try:
                     if await self._opened():

@@ -23,8 +23,9 @@ from deviceplugin.register.records import LedgerError
 from dra_bridge.driver import ClaimRef, Driver, RunningPods
 from dra_bridge.driver.claim_files import ClaimFiles
 from dra_bridge.driver.records import is_over
-from dra_bridge.kube import RESOURCE_CLAIMS, Cluster, ClusterError
+from dra_bridge.kube import ClusterError, ListedClaim
 from dra_bridge.ledger.worker import AsyncLedger
+from dra_bridge.node.claim_lists import ClaimLists
 from dra_bridge.node.resource import ResourceRuntime
 
 _LOG: Final = logging.getLogger(__name__)
@@ -111,7 +112,7 @@ class ClaimReconciliation:
     driver: Driver
     pods: ClaimPods
     tracker: HolderTracker
-    cluster: Cluster
+    lists: ClaimLists
 
     async def run(self, resources: Mapping[str, ResourceRuntime]) -> None:
         """Reconcile at once and from time to time, until cancelled."""
@@ -171,13 +172,16 @@ class ClaimReconciliation:
         nameless = [claim for claim in records.all() if not claim.name and claim.uid not in named]
         if not nameless:
             return
-        listed = (await self.cluster.list(RESOURCE_CLAIMS)).items
-        by_uid = {claim["metadata"]["uid"]: claim for claim in listed}
+        wanted, by_uid = {claim.uid for claim in nameless}, dict[str, ListedClaim]()
+
+        def visit(claim: ListedClaim) -> None:
+            if claim.uid in wanted:
+                by_uid[claim.uid] = claim
+
+        await self.lists.read(visit)
         for claim in nameless:
-            if (listed_claim := by_uid.get(claim.uid)) is not None:
-                metadata, users = listed_claim["metadata"], (listed_claim.get("status") or {}).get("reservedFor") or ()
-                pods = [user["uid"] for user in users if user.get("resource") == "pods"]
-                names = metadata["namespace"], metadata["name"], pods
+            if (listed := by_uid.get(claim.uid)) is not None:
+                names = listed.namespace, listed.name, listed.pods
                 await records.ledger.do(operations.describe(records.driver, claim.uid, *names))
             elif is_over(claim, self.driver.files.boot, named, processes, unlisted):
                 extra = {"driver": records.driver, "claim": claim.uid}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Final, Protocol
+from typing import ClassVar, Final, Protocol
 
 from deviceplugin.backoff import Backoff
 from deviceplugin.cdi import CdiError
@@ -22,9 +22,9 @@ from deviceplugin.register import operations
 from deviceplugin.register.records import LedgerError, Side, State
 from deviceplugin.register.rules import ClaimEvidence, Evidence
 from dra_bridge.driver import Driver
-from dra_bridge.driver.claims import stands_for_limits
 from dra_bridge.handover.moved import Allocated
-from dra_bridge.kube import RESOURCE_CLAIMS, Cluster, ClusterError, NotFoundError
+from dra_bridge.kube import ClaimResult, Cluster, ClusterError, ListedClaim, NotFoundError
+from dra_bridge.node.claim_lists import ClaimLists
 from dra_bridge.node.resource import DriverContext, ResourceRuntime
 from dra_bridge.node.slice_feed import decide_names, qualifiers_of
 
@@ -44,6 +44,7 @@ class EvidenceReader:
     driver: Driver
     agent: Agent
     cluster: Cluster
+    lists: ClaimLists
     errors: ClassVar[tuple[type[Exception], ...]] = (ClusterError,)
 
     async def scan(self, wanted: Collection[DeviceKey]) -> HolderSnapshot | None:
@@ -81,14 +82,13 @@ class EvidenceReader:
         recorded = self.agent.register.snapshot.of(resource)
         if any(name not in recorded or recorded[name].state is State.QUARANTINED for name in devices):
             # What is allocated: a claim that the kubelet has not prepared yet keeps its device on the DRA side.
-            async with asyncio.timeout(5.0):
-                listed = await self._list()
+            _, listed = await self._list()
             uids = {claim.uid for claim in claims}
-            for data, keys in listed:
-                names = wanted & {device for of, device in keys if of == resource}
-                if names and data["uid"] not in uids:
-                    uid, title = data["uid"], (data["namespace"], data["name"])
-                    claims.append(ClaimEvidence(self.driver.name, uid, names, False, *title))
+            for claim in listed:
+                names = wanted & {device for of, device in self._allocated(claim) if of == resource}
+                if names and claim.uid not in uids:
+                    title = claim.namespace, claim.name
+                    claims.append(ClaimEvidence(self.driver.name, claim.uid, names, False, *title))
         mine = {device_id: holder for device_id, holder in held.items() if holder.device in wanted}
         return Evidence(mine, tuple(claims), current=now.current)
 
@@ -97,30 +97,34 @@ class EvidenceReader:
         record = self.driver.records.get(claim.uid)
         return record is not None and (record.result is not None or not record.durable)
 
-    async def _list(self) -> list[tuple[Mapping[str, Any], set[DeviceKey]]]:
-        """List all claims, consistently; return the metadata of each and what of this node is allocated to it."""
-        claims = (await self.cluster.list(RESOURCE_CLAIMS)).items
-        return [(claim["metadata"], self._allocated(claim)) for claim in claims]
+    async def _list(self) -> tuple[float, list[ListedClaim]]:
+        """List all claims, consistently; return when the list began, and those that name devices of the driver here."""
+        found: list[ListedClaim] = []
 
-    def _allocated(self, claim: Mapping[str, Any]) -> set[DeviceKey]:
+        def visit(claim: ListedClaim) -> None:
+            if any(map(self._here, claim.results)):
+                found.append(claim)
+
+        return (await self.lists.read(visit)).at, found
+
+    def _here(self, result: ClaimResult) -> bool:
+        return (result.driver, result.pool) == (self.driver.name, self.driver.pool) and not result.admin
+
+    def _allocated(self, claim: ListedClaim) -> set[DeviceKey]:
         """Return (resource, device) of this node that a claim's allocation names, without administrative access."""
-        results = (((claim.get("status") or {}).get("allocation") or {}).get("devices") or {}).get("results") or ()
         devices = self.driver.devices.by_name
         return {
-            (devices[name][0].source.resource, devices[name][1].id)
-            for result in results
-            if result.get("driver") == self.driver.name
-            and result.get("pool") == self.driver.pool
-            and not result.get("adminAccess")
-            and (name := result.get("device", "")) in devices
+            (devices[result.device][0].source.resource, devices[result.device][1].id)
+            for result in claim.results
+            if self._here(result) and result.device in devices
         }
 
     async def allocated(self) -> Allocated:
         """List all claims, consistently; return what is allocated here."""
-        listed = await self._list()
-        claims = {key: f"{data['namespace']}/{data['name']}" for data, keys in listed for key in keys}
-        limits = (keys for data, keys in listed if stands_for_limits(data.get("annotations")))
-        return Allocated(claims, frozenset().union(*limits))
+        at, listed = await self._list()
+        named = [(claim, self._allocated(claim)) for claim in listed]
+        claims = {key: claim.title for claim, keys in named for key in keys}
+        return Allocated(at, claims, frozenset().union(*(keys for claim, keys in named if claim.for_limits)))
 
     async def allocates(self, claim: str, resource: str, device: str) -> bool:
         """Read one claim, by namespace/name; return whether its allocation names the device of this node.
@@ -129,10 +133,10 @@ class EvidenceReader:
         """
         namespace, _, name = claim.partition("/")
         try:
-            body = await self.cluster.get(RESOURCE_CLAIMS, name, namespace)
+            found = await self.cluster.claim(name, namespace)
         except NotFoundError:
             return False
-        return any(of == resource and device in ("", name) for of, name in self._allocated(body))
+        return any(of == resource and device in ("", name) for of, name in self._allocated(found))
 
 
 class ReconciledDriver(Protocol):

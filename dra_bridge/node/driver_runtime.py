@@ -63,8 +63,8 @@ class DriverRuntime(DriverHost):
         self.registrar = Registrar(self.driver, node.directory, root / "plugins_registry", changed=self.publish)
         self.feed = SliceFeed(context, self.registrar)
         register.subscribe(self.publish)
-        self.claims = ClaimReconciliation(self.driver, pods, tracker, node.cluster)
-        evidence = EvidenceReader(self.driver, node.agent, node.cluster)
+        self.claims = ClaimReconciliation(self.driver, pods, tracker, node.claims)
+        evidence = EvidenceReader(self.driver, node.agent, node.cluster, node.claims)
         self.devices = DeviceReconciler(context, evidence, self)
 
     def serve(self, service: Service, policy: HandoverPolicy, *, leaving: bool = False) -> None:

@@ -21,6 +21,7 @@ from dra_bridge.handover.allocatable import AllocatableStatus
 from dra_bridge.handover.moves import Handover
 from dra_bridge.kube import NODES, Cluster, ClusterError
 from dra_bridge.ledger.worker import AsyncLedger
+from dra_bridge.node.claim_lists import ClaimLists
 from dra_bridge.node.node_object import NodeWatch
 from dra_bridge.node.share import DriverShare, HandoverPolicy
 from dra_bridge.slices.publisher import Publisher
@@ -117,6 +118,7 @@ class BridgeNode:
     drivers: DriverNode
     agent: Agent
     cluster: Cluster
+    claims: ClaimLists
     publisher: Publisher
     watch: NodeWatch
     allocatable: AllocatableStatus

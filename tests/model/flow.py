@@ -138,7 +138,7 @@ class Outside(ClusterClaims):
 
     async def listed(self) -> Allocated:
         """List all claims."""
-        return Allocated({(R, device): f"default/{uid}" for uid, device in self.allocated.items()})
+        return Allocated(time.monotonic(), {(R, device): f"default/{uid}" for uid, device in self.allocated.items()})
 
 
 class Served:

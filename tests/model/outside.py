@@ -12,7 +12,7 @@ import os
 import re
 import sqlite3
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -28,9 +28,11 @@ from deviceplugin.kubelet.tracker import CheckpointReader
 from deviceplugin.testing import claim_state
 from deviceplugin.testing.claim_state import AnsweredDevice, DevicesOfClaim
 from dra_bridge.driver import Prepared
-from dra_bridge.kube import RESOURCE_CLAIMS, ClusterError, Kind, NotFoundError
+from dra_bridge.kube import RESOURCE_CLAIMS, ClusterError, Kind, ListedClaim, NotFoundError
+from dra_bridge.kube.forms import CLAIM, Form, Page
 from dra_bridge.slices.desired import Pool
 from dra_bridge.slices.publisher import PoolState
+from dra_bridge.testing.protobuf import encoded
 
 R: Final = "example.com/fpga"
 S: Final = "example.com/half"
@@ -294,10 +296,8 @@ class Outside:
             raise ClusterError("the API server is away")
 
     async def list(self, kind: Kind, **selected: str) -> Any:
-        """List objects."""
+        """List a driver's slices."""
         await self.ask()
-        if kind is RESOURCE_CLAIMS:
-            return SimpleNamespace(items=[one.body() for one in self.claims.values() if one.exists])
         driver = selected["field_selector"].rpartition("=")[2]
         found = self.slices.get(driver, Slices())
         return SimpleNamespace(items=[{"metadata": {"annotations": dict(found.annotations)}}] if found.accepted else [])
@@ -308,6 +308,17 @@ class Outside:
         if name not in self.claims or not self.claims[name].exists:
             raise NotFoundError(name)
         return self.claims[name].body()
+
+    async def pages(self, kind: Kind, form: Form[Page[ListedClaim]]) -> AsyncIterator[Page[ListedClaim]]:
+        """List all claims, in one part."""
+        await self.ask()
+        items = [one.body() for one in self.claims.values() if one.exists]
+        listed = {"kind": f"{kind.kind}List", "metadata": {"resourceVersion": "1"}, "items": items}
+        yield form.decode(encoded(listed))
+
+    async def claim(self, name: str, namespace: str) -> ListedClaim:
+        """Read what a claim is allocated."""
+        return CLAIM.decode(encoded({"kind": "ResourceClaim", **await self.get(RESOURCE_CLAIMS, name, namespace)}))
 
     async def event(self, *_: object) -> None:
         """Write no Event."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from functools import partial
 from pathlib import Path
 
@@ -130,7 +131,7 @@ async def test_a_share_that_is_forced_no_more_when_the_claims_are_listed(
 
     async def lists_claims() -> Allocated:
         flow.handover.ask(Share(0))
-        return Allocated({(R, "a"): "default/by-limits"}, frozenset({(R, "a")}))
+        return Allocated(time.monotonic(), {(R, "a"): "default/by-limits"}, frozenset({(R, "a")}))
 
     monkeypatch.setattr(flow, "allocated", lists_claims)
     flow.handover.ask(Share(0, forced=True))

@@ -1,0 +1,122 @@
+"""Lists of all claims of the cluster, for all drivers and devices of a node that wait for one."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Final
+
+from deviceplugin.backoff import Backoff
+from deviceplugin.durations import Durations
+from deviceplugin.tasks import Tasks
+from dra_bridge.kube import CLAIMS, RESOURCE_CLAIMS, ApiError, Cluster, ClusterError, ListedClaim, UnavailableError
+
+Visit = Callable[[ListedClaim], None]
+
+DEADLINE: Final = 240.0
+"""Seconds for one list; etcd keeps the moment of its first part for 300 s at the least (kube-apiserver compacts)."""
+REST: Final = 3.0
+"""Seconds without a list after one, for each second that it took: a list has the weight of all claims."""
+LONGEST_REST: Final = 60.0
+
+
+@dataclass(slots=True)
+class ClaimListStatistics:
+    """What lists of claims took so far; counters only grow. durations: of those that failed, too."""
+
+    durations: Durations = field(default_factory=Durations)
+    bytes: int = 0
+    failures: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ListBegun:
+    """A list that was read to its end. at: when its first request was made (monotonic seconds)."""
+
+    at: float
+
+
+@dataclass(slots=True, eq=False)
+class _Next:
+    """The list that has not begun yet. visits: those that get each of its claims."""
+
+    reading: asyncio.Task[ListBegun | ClusterError]
+    visits: list[Visit] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class ClaimLists:
+    """Reads consistent lists of all claims, one at a time, and no part of one is kept once it was visited.
+
+    backoff: the waits after failures. _next: the list that has not begun yet; all calls until then share it, since none
+    that has begun counts for what comes later. _due: when the next one may begin (monotonic seconds). _failure: of the
+    last one, if it failed.
+    """
+
+    cluster: Cluster
+    backoff: Backoff = field(default_factory=lambda: Backoff(first=0.5, most=30.0))
+    statistics: ClaimListStatistics = field(default_factory=ClaimListStatistics)
+    _next: _Next | None = None
+    _due: float = 0.0
+    _failure: ClusterError | None = None
+    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _tasks: Tasks = field(default_factory=Tasks)
+
+    async def read(self, visit: Visit) -> ListBegun:
+        """Have `visit` called with each claim of a list that begins after this call.
+
+        What `visit` was given counts only if this returns. Raises ClusterError; for some time after a failure at once.
+        """
+        if self._failure is not None and time.monotonic() < self._due:
+            raise self._failure.with_traceback(None)
+        if self._next is None:
+            self._next = _Next(self._tasks.start(self._read()))
+        following = self._next
+        following.visits.append(visit)
+        done = await asyncio.shield(following.reading)
+        if isinstance(done, ClusterError):
+            raise done
+        return done
+
+    async def aclose(self) -> None:
+        """End the reading of lists; calls of `read` are cancelled."""
+        await self._tasks.close()
+
+    async def _read(self) -> ListBegun | ClusterError:
+        async with self._turn:
+            await asyncio.sleep(self._due - time.monotonic())
+            assert self._next is not None
+            visits, self._next = self._next.visits, None
+            began = time.monotonic()
+            try:
+                await self._visited(visits)
+            except ClusterError as error:
+                self.statistics.failures += 1
+                self._failure = error
+                asked = error.retry_after if isinstance(error, ApiError) else 0.0
+                self._due = time.monotonic() + max(self.backoff.next(), min(asked, self.backoff.most))
+                return error
+            finally:
+                took = time.monotonic() - began
+                self.statistics.durations.add(took)
+            self._failure = None
+            self.backoff.reset()
+            rest = min(REST * took, LONGEST_REST)
+            self._due = time.monotonic() + random.uniform(rest / 2, rest)  # noqa: S311  # jitter
+            return ListBegun(began)
+
+    async def _visited(self, visits: list[Visit]) -> None:
+        try:
+            async with asyncio.timeout(DEADLINE):
+                async with aclosing(self.cluster.pages(RESOURCE_CLAIMS, CLAIMS)) as pages:
+                    async for page in pages:
+                        self.statistics.bytes += page.size
+                        for claim in page.items:
+                            for visit in visits:
+                                visit(claim)
+        except TimeoutError as error:
+            raise UnavailableError(f"the list of claims has not ended within {DEADLINE:g} s") from error
