@@ -1,0 +1,135 @@
+"""Claims that an unprivileged tenant may create, and what the agent has to do with them: nothing stops its moves."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Final
+
+import pytest
+
+from dra_bridge.wire import objects_pb2 as pb
+from tests.cluster.api import Api
+from tests.cluster.bridge import Bridge
+from tests.cluster.node import Cluster
+from tests.cluster.test_handover import RESOURCE, serving_cards
+
+TENANT: Final = "tenant"
+MANY: Final = 200
+WEIGHT: Final = 500_000
+"""Bytes of one heavy claim; etcd takes 1.5 MiB."""
+
+
+@pytest.fixture
+def bridge(cluster: Cluster) -> Iterator[Bridge]:
+    with serving_cards(cluster) as running:
+        yield running
+
+
+@contextmanager
+def tenant(bridge: Bridge) -> Iterator[Api]:
+    """A user with the right to make claims in one namespace; what it made is deleted at the end."""
+    cluster = bridge.cluster
+    place = {"name": TENANT, "namespace": TENANT}
+    rule = {"apiGroups": ["resource.k8s.io"], "resources": ["resourceclaims"], "verbs": ["create"]}
+    group = "rbac.authorization.k8s.io"
+    cluster.api.apply(
+        [
+            {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": TENANT}},
+            {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": place},
+            {"apiVersion": f"{group}/v1", "kind": "Role", "metadata": place, "rules": [rule]},
+            {
+                "apiVersion": f"{group}/v1",
+                "kind": "RoleBinding",
+                "metadata": place,
+                "roleRef": {"apiGroup": group, "kind": "Role", "name": TENANT},
+                "subjects": [{"kind": "ServiceAccount", **place}],
+            },
+        ]
+    )
+    try:
+        yield cluster.api_with_token(cluster.service_account_token(TENANT, TENANT))
+    finally:
+        code, answer = cluster.api.raw("DELETE", claims_path(bridge))  # answers with all of them
+        assert code == 200, answer[:500]
+
+
+def claims_path(bridge: Bridge) -> str:
+    return f"/apis/{bridge.api_version}/namespaces/{TENANT}/resourceclaims"
+
+
+def claim(bridge: Bridge, name: str, annotation: str = "", parameters: str = "{}", times: int = 1) -> bytes:
+    """Return a claim that no device fits, as JSON."""
+    opaque = {"opaque": {"driver": "none.example.com", "parameters": {}}}
+    spec = bridge.claim_spec(
+        {"name": "none", "exactly": {"deviceClassName": "none.example.com"}}, config=[opaque] * times
+    )
+    metadata = {"name": name, "annotations": {"note": annotation}}
+    body = {"apiVersion": bridge.api_version, "kind": "ResourceClaim", "metadata": metadata, "spec": spec}
+    return json.dumps(body).replace('"parameters": {}', f'"parameters": {parameters}').encode()
+
+
+def heavy(bridge: Bridge, api: Api) -> None:
+    """As many bytes as fit into annotation and parameters; JSON writes each < as six."""
+    text = "<" * 170_000
+    parameters = json.dumps({"text": "x" * 10_200})
+
+    def make(number: int) -> None:
+        made(api, claims_path(bridge), claim(bridge, f"heavy-{number}", text, parameters, 32))
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(make, range(MANY)))
+
+
+def deep(bridge: Bridge, api: Api) -> None:
+    """Parameters that nest deeper than a decoder of JSON in Python goes."""
+    made(api, claims_path(bridge), claim(bridge, "deep", parameters='{"a":' + "[" * 4000 + "]" * 4000 + "}"))
+
+
+def letters(bridge: Bridge, api: Api) -> None:
+    """An annotation that is no UTF-8; only a client that writes protobuf can make it."""
+    code, template = api.raw(
+        "POST",
+        claims_path(bridge) + "?dryRun=All",
+        claim(bridge, "letters", "note"),
+        {"Content-Type": "application/json", "Accept": "application/vnd.kubernetes.protobuf"},
+    )
+    assert code == 201, template
+    envelope = pb.Envelope.FromString(template[4:])
+    body = pb.Claim.FromString(envelope.raw)
+    body.metadata.annotations[0].value = b"\xff\xfe"
+    envelope.raw = body.SerializeToString()
+    made(api, claims_path(bridge), b"k8s\0" + envelope.SerializeToString(), "application/vnd.kubernetes.protobuf")
+
+
+def made(api: Api, path: str, body: bytes, content_type: str = "application/json") -> None:
+    code, answer = api.raw("POST", path, body, {"Content-Type": content_type})
+    assert code == 201, answer[:500]
+
+
+def highest(bridge: Bridge) -> int:
+    """Return the most resident memory that the agent ever had, in MiB."""
+    assert bridge.process is not None
+    with open(f"/proc/{bridge.process.pid}/status") as status:
+        return int(re.findall(r"VmHWM:\s+(\d+)", status.read())[0]) // 1024
+
+
+@pytest.mark.parametrize("make", [heavy, deep, letters])
+def test_devices_return_to_the_plugin_side_beside_claims_of_a_tenant(
+    bridge: Bridge, make: Callable[[Bridge, Api], None]
+) -> None:
+    """Whatever claims a tenant makes, devices return to the plugin side, and the API server is not called lost."""
+    bridge.share("all")
+    bridge.wait_offered(8)
+    bridge.cluster.wait_allocatable(RESOURCE, 0)
+    before = highest(bridge)
+    with tenant(bridge) as api:
+        make(bridge, api)
+        bridge.share("none")
+        bridge.cluster.wait_allocatable(RESOURCE, 8, timeout=60)
+        print(f"highest resident memory before and after: {before} and {highest(bridge)} MiB")
+        assert "is lost" not in bridge.log()
+        assert highest(bridge) - before < 64
