@@ -122,6 +122,30 @@ async def test_a_list_that_fails_is_not_tried_at_every_step(tmp_path: Path, monk
     await flow.end()
 
 
+async def test_a_list_that_began_before_the_slice_was_accepted_ends_no_move(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever shared it: a claim may have been allocated the device after its moment. A later one ends the move."""
+    flow = await Flow.begin(tmp_path, Outside(), Source())
+    await flow.move(2)
+    began = 4.0
+
+    async def lists_claims() -> Allocated:
+        return Allocated(began)
+
+    monkeypatch.setattr(flow, "allocated", lists_claims)
+    monkeypatch.setattr(flow, "withdrawn", lambda resource, device: None if device in flow.slice() else 5.0)
+    flow.handover.ask(Share(0))
+    for _ in range(5):
+        await flow.handover._step()
+        flow.publish()
+    assert {flow.state(name) for name in DEVICES} == {State.TO_PLUGIN}
+    assert dict(flow.handover.waiting) == dict.fromkeys(DEVICES, "a list of claims")
+    began = 6.0
+    await flow.move(0)
+    await flow.end()
+
+
 async def test_a_share_that_is_forced_no_more_when_the_claims_are_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
