@@ -26,7 +26,7 @@ FOR_LIMITS: Final = "resource.kubernetes.io/extended-resource-claim"
 
 MAX_PAGE: Final = 4 * 2**20
 """Bytes of a page with several objects; of a larger one the rest is not read, and fewer objects are asked for."""
-PAGE: Final = 2**20
+PAGE: Final = 2 * 2**20
 """Bytes that a page is to have."""
 MAX_LIMIT: Final = 500
 """Objects of a page at the most, as client-go asks for them."""

@@ -19,7 +19,7 @@ Visit = Callable[[ListedClaim], None]
 
 DEADLINE: Final = 240.0
 """Seconds for one list; etcd keeps the moment of its first part for 300 s at the least (kube-apiserver compacts)."""
-REST: Final = 3.0
+REST: Final = 1.0
 """Seconds without a list after one, for each second that it took: a list has the weight of all claims."""
 LONGEST_REST: Final = 60.0
 

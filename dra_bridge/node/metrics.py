@@ -20,6 +20,7 @@ from dra_bridge.kube import Cluster
 from dra_bridge.slices.publisher import PoolState, Publisher
 
 if TYPE_CHECKING:
+    from dra_bridge.node.claim_lists import ClaimListStatistics
     from dra_bridge.node.driver_runtime import DriverRuntime
 
 _GAUGES: Final = {
@@ -43,6 +44,7 @@ def families(
     drivers: Sequence[DriverRuntime],
     publisher: Publisher,
     cluster: Cluster,
+    lists: ClaimListStatistics,
     ends: Mapping[str, Sequence[PodContainer]],
     *,
     kubelet_listens: bool,
@@ -69,6 +71,7 @@ def families(
     if ended.samples:
         yield ended
     yield from _requests(cluster)
+    yield from _lists(lists)
 
 
 def _figures(runtime: DriverRuntime, state: PoolState, kubelet_listens: bool) -> Mapping[str, float]:
@@ -161,3 +164,14 @@ def _requests(cluster: Cluster) -> Iterator[Metric]:
     yield CounterMetricFamily("deviceplugin_api_watches", "Watches opened at the API server", value=made.watches)
     about, reached = "1 while the API server answers; 0 after half a minute without", made.unreachable_since() is None
     yield GaugeMetricFamily("deviceplugin_api_reachable", about, value=int(reached))
+
+
+def _lists(made: ClaimListStatistics) -> Iterator[Metric]:
+    about = "Time that lists of all claims took, those that failed included"
+    duration = HistogramMetricFamily("deviceplugin_claim_list_duration_seconds", about, labels=())
+    duration.add_metric((), *buckets(made.durations))
+    yield duration
+    about = "Lists of all claims that failed; devices on their way to the plugin side wait for the next"
+    yield CounterMetricFamily("deviceplugin_claim_list_failures", about, value=made.failures)
+    about = "Bytes of all claims of the cluster, as they came in lists"
+    yield CounterMetricFamily("deviceplugin_claim_list_bytes", about, value=made.bytes)

@@ -75,7 +75,16 @@ class BridgeStatus:
             name: tuple(pods.get(uid, PodContainer(uid=uid)) for uid in holders) for name, holders in denied.items()
         }
         return ProviderReport(
-            families=list(metrics.families(drivers, self._node.publisher, cluster, ends, kubelet_listens=listens)),
+            families=list(
+                metrics.families(
+                    drivers,
+                    self._node.publisher,
+                    cluster,
+                    self._node.claims.statistics,
+                    ends,
+                    kubelet_listens=listens,
+                )
+            ),
             status={driver.name: self._status(driver, listens) for driver in drivers},
             unready=list(self._unready(drivers)),
             locations=_locations(now, drivers),

@@ -27,7 +27,7 @@ from deviceplugin.wire import deviceplugin_pb2_grpc as pb_grpc
 from dra_bridge.testing.apiserver import FakeApiServer
 from dra_bridge.testing.node import FakeNode
 from dra_bridge.testing.serving import device_class
-from tests.bench import bench_client, bench_metrics
+from tests.bench import bench_claims, bench_client, bench_metrics
 from tests.bench.kubelet import OPTIONS, Kubelet
 from tests.config.files import bombs
 from tests.kubeconfigs import written
@@ -395,6 +395,19 @@ def client() -> None:
     result("GET of a Node over a kept connection, median", measured.seconds * 1e3, "ms", 1.5)
 
 
+def claims() -> None:
+    """A list of all claims, as a move to the plugin side reads it: few, many, and a tenant's heavy ones."""
+    few = bench_claims.measure(10, 2_000)
+    for what, count, size in (("10", 10, 2_000), ("30,000", 30_000, 2_000), ("200 of 500 kB", 200, 500_000)):
+        listed = bench_claims.measure(count, size)
+        assert listed.found == 10
+        result(f"a list of {what} claims: bytes", listed.size / MB, "MB", None)
+        result(f"a list of {what} claims: bytes, against 10", listed.size / few.size, "", None)
+        result(f"a list of {what} claims: requests", listed.requests, "", None)
+        result(f"a list of {what} claims", listed.seconds, "s", None)
+        result(f"a list of {what} claims: resident, more at the most", listed.peak / MB, "MB", 24)
+
+
 def bridge() -> None:
     """The agent with both sides, which reaches the API server by a kubeconfig and serves a pod of each side."""
     with FakeApiServer() as server, FakeNode(server, "n1") as node:
@@ -503,6 +516,7 @@ PARTS: dict[str, Callable[[], None]] = {
     "flat": flat,
     "metrics": metrics,
     "client": client,
+    "claims": claims,
     "bridge": bridge,
     "flood": flood,
     "hostile": hostile,

@@ -29,6 +29,7 @@ from dra_bridge.driver.preparation import CallStatistics
 from dra_bridge.handover.moves import MoveStatistics
 from dra_bridge.handover.share import Share
 from dra_bridge.kube.connection import LOST, RequestStatistics
+from dra_bridge.node.claim_lists import ClaimListStatistics
 from dra_bridge.node.status import BridgeStatus
 from dra_bridge.slices.publisher import PoolState
 from tests.metrics.views import RESOURCE, Source, Still, resource
@@ -61,7 +62,9 @@ def claim(name: str, *devices: ClaimDevice, result: str | None = "{}") -> Claim:
 
 def status_of(made: Any) -> BridgeStatus:
     """Return the status of the parts of a bridge."""
-    node = SimpleNamespace(name=made.node.name, agent=made.agent, cluster=made.cluster, publisher=made.publisher)
+    claims = SimpleNamespace(statistics=ClaimListStatistics(durations(0.04), 3000, 2))
+    parts = {"agent": made.agent, "cluster": made.cluster, "publisher": made.publisher, "claims": claims}
+    node = SimpleNamespace(name=made.node.name, **parts)
     return BridgeStatus(cast("Any", node), made.drivers)
 
 
@@ -237,6 +240,9 @@ def test_figures_are_those_of_the_parts() -> None:
         "api_errors_total": 1,
         "api_watches_total": 3,
         "api_reachable": 1,
+        "claim_list_duration_seconds_count": 1,
+        "claim_list_failures_total": 2,
+        "claim_list_bytes_total": 3000,
     }.items() <= found.items()
     assert not any(name.startswith(f"handover_waits {RESOURCE} a") for name in found)
 

@@ -1,0 +1,138 @@
+"""One list of all claims of a cluster, as a move to the plugin side reads it: bytes, seconds, and memory at the most.
+
+`python -m tests.bench claims` runs it. The client is a process of its own (this module as a program). The server has
+the claims encoded, so that the seconds are mostly the client's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+import urllib.parse
+from collections.abc import Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import NamedTuple
+
+from dra_bridge.wire import objects_pb2 as pb
+
+NODE = "n1"
+
+
+class Listing(NamedTuple):
+    """size: of all answers, in bytes. peak: bytes of resident memory that the list took at the most, beyond before."""
+
+    found: int
+    requests: int
+    size: int
+    seconds: float
+    peak: float
+
+
+def client(url: str) -> None:
+    """Be the client: print what was measured."""
+    import dra_bridge.node.bridge  # noqa: F401
+    from dra_bridge.kube import Cluster, ListedClaim
+    from dra_bridge.node.claim_lists import ClaimLists
+
+    async def listed() -> Listing:
+        async with Cluster.from_server(url) as cluster:
+            await cluster.version()
+            lists, found = ClaimLists(cluster), list[str]()
+
+            def visit(claim: ListedClaim) -> None:
+                if any(result.pool == NODE for result in claim.results):
+                    found.append(claim.uid)
+
+            asked, before, began = cluster.statistics.requests["GET"], highest(), time.perf_counter()
+            await lists.read(visit)
+            seconds, requests = time.perf_counter() - began, cluster.statistics.requests["GET"] - asked
+            return Listing(len(found), requests, lists.statistics.bytes, seconds, highest() - before)
+
+    print(json.dumps(asyncio.run(listed())))
+
+
+def highest() -> int:
+    """Return the most resident memory that this process ever had, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+
+def claims(count: int, size: int) -> list[bytes]:
+    """Return claims of so many bytes as the server has them; every tenth is allocated, and ten of them here."""
+    made = []
+    spec = b"x" * size
+    for number in range(count):
+        name = f"claim-{number:05}".encode()
+        claim = pb.Claim(metadata=pb.Metadata(name=name, namespace=b"team", uid=name), spec=spec)
+        if number % max(1, count // 10) == 0 or number % 10 == 0:
+            pool = NODE if number % max(1, count // 10) == 0 else "other"
+            claim.status.allocation.devices.results.add(driver=b"d.example.com", pool=pool.encode(), device=name)
+        made.append(claim.SerializeToString())
+    return made
+
+
+@contextlib.contextmanager
+def serving(items: Sequence[bytes]) -> Iterator[str]:
+    """Serve these claims at a URL, in parts as they are asked for."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+            """Write nothing."""
+
+        def do_GET(self) -> None:
+            path, _, text = self.path.partition("?")
+            if path == "/apis/resource.k8s.io":
+                body = json.dumps({"kind": "APIGroup", "versions": [{"version": "v1"}]}).encode()
+            elif path == "/apis/resource.k8s.io/v1":
+                body = json.dumps({"kind": "APIResourceList", "resources": [{"name": "resourceslices"}]}).encode()
+            else:
+                query = dict(urllib.parse.parse_qsl(text))
+                begin, limit = int(query.get("continue", 0)), int(query["limit"])
+                more = str(begin + limit).encode() if begin + limit < len(items) else b""
+                listed = pb.List(metadata=pb.ListMetadata(resource_version=b"7", more=more))
+                listed.items.extend(items[begin : begin + limit])
+                kind = pb.Type(kind=b"ResourceClaimList")
+                body = b"k8s\0" + pb.Envelope(type=kind, raw=listed.SerializeToString()).SerializeToString()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            with contextlib.suppress(OSError):  # the client does not read what is too large
+                self.wfile.write(body)
+
+    class Server(ThreadingHTTPServer):
+        def handle_error(self, request: object, client_address: object) -> None:
+            """A client that goes away is nothing to print."""
+
+    with Server(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def measure(count: int, size: int) -> Listing:
+    """Have so many claims of so many bytes listed."""
+    from tests.programs import image_environment
+
+    environment = {**os.environ, **image_environment()}
+    with serving(claims(count, size)) as url:
+        command = [sys.executable, "-m", "tests.bench.bench_claims", url]
+        for _ in range(2):  # an image has bytecode: the first run leaves it
+            done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120, env=environment)
+    return Listing(*json.loads(done.stdout))
+
+
+if __name__ == "__main__":
+    client(sys.argv[1])
