@@ -58,7 +58,7 @@ class ClaimLists:
     """
 
     cluster: Cluster
-    backoff: Backoff = field(default_factory=lambda: Backoff(first=0.5, most=30.0))
+    backoff: Backoff = field(default_factory=lambda: Backoff(first=0.5, most=15.0))
     statistics: ClaimListStatistics = field(default_factory=ClaimListStatistics)
     _next: _Next | None = None
     _due: float = 0.0
