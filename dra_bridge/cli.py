@@ -265,7 +265,7 @@ def _run(options: argparse.Namespace) -> int:
 
 def _uninstall(options: argparse.Namespace) -> int:
     from deviceplugin import config
-    from dra_bridge.kube import RESOURCE_CLAIMS, ForbiddenError
+    from dra_bridge.kube import ForbiddenError
     from dra_bridge.rollout.agents import LABEL, namespaces_of_agents, running_agents
     from dra_bridge.rollout.fleet import allocations, shortened
     from dra_bridge.rollout.rollout import check_driver
@@ -276,7 +276,7 @@ def _uninstall(options: argparse.Namespace) -> int:
             namespaces = [options.namespace] if options.namespace else await namespaces_of_agents(cluster)
             # Before they are removed nothing is wrong with agents that run.
             agents = [] if options.check else await running_agents(cluster, namespaces, options.node)
-            claims = (await cluster.list(RESOURCE_CLAIMS)).items
+            claims = await cluster.allocated_claims()
         except ForbiddenError as error:
             return [f"it is not known whether agents run or claims are in use: {error.message}"]
         nodes = shortened(pod["spec"].get("nodeName", "") for pod in agents)

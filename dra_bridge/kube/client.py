@@ -154,24 +154,35 @@ class Cluster:
         """Read what a ResourceClaim is allocated. Raises NotFoundError if there is none."""
         return await self._exchange(_Asked("GET", api.RESOURCE_CLAIMS, name, namespace), forms.CLAIM)
 
-    async def list(
-        self, kind: Kind, namespace: str = "", *, field_selector: str = "", label_selector: str = ""
-    ) -> Listed:
-        """Read all objects of a kind as of one moment (a consistent read)."""
-        selectors = api.selectors_of(field_selector, label_selector)
+    async def allocated_claims(self) -> list[Object]:
+        """Read of all ResourceClaims that are allocated what they are allocated and reserved for, as of one moment."""
+        claims, _ = await self._whole(api.RESOURCE_CLAIMS, forms.CLAIMS)
+        return [claim.body() for claim in claims if claim.results]
+
+    async def _whole(
+        self, kind: Kind, form: Form[Page[T]], namespace: str = "", selectors: Mapping[str, str] | None = None
+    ) -> tuple[list[T], str]:
+        """Return all parts of a list as one, and its resourceVersion."""
         for again in (True, False):
-            items: list[Object] = []
+            items: list[T] = []
             version = ""
             try:
-                async for page in self.pages(kind, forms.page_of(kind), namespace, selectors):
+                async for page in self.pages(kind, form, namespace, selectors):
                     items += page.items
                     version = page.resource_version
             except GoneError:
                 if not again:
                     raise
                 continue
-            return Listed(items, version)
+            return items, version
         raise AssertionError("not reached")
+
+    async def list(
+        self, kind: Kind, namespace: str = "", *, field_selector: str = "", label_selector: str = ""
+    ) -> Listed:
+        """Read all objects of a kind as of one moment (a consistent read)."""
+        selectors = api.selectors_of(field_selector, label_selector)
+        return Listed(*await self._whole(kind, forms.page_of(kind), namespace, selectors))
 
     async def pages(
         self, kind: Kind, form: Form[Page[T]], namespace: str = "", selectors: Mapping[str, str] | None = None

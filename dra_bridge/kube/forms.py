@@ -99,11 +99,18 @@ class ClaimResult(NamedTuple):
     admin: bool
 
 
+class ReservedPod(NamedTuple):
+    """A pod that a claim is reserved for."""
+
+    name: str
+    uid: str
+
+
 class ListedClaim(NamedTuple):
     """What is read of a claim in a list.
 
-    for_limits: whether the scheduler made it for the `limits` of a pod. results: of its allocation. pods: UIDs of those
-    that it is reserved for.
+    for_limits: whether the scheduler made it for the `limits` of a pod. results: of its allocation. pods: those that it
+    is reserved for.
     """
 
     uid: str
@@ -111,12 +118,22 @@ class ListedClaim(NamedTuple):
     name: str
     for_limits: bool
     results: tuple[ClaimResult, ...]
-    pods: tuple[str, ...]
+    pods: tuple[ReservedPod, ...]
 
     @property
     def title(self) -> str:
         """namespace/name."""
         return f"{self.namespace}/{self.name}"
+
+    def body(self) -> Object:
+        """Return what was read as JSON has it."""
+        results = [
+            {"driver": one.driver, "pool": one.pool, "device": one.device, "adminAccess": one.admin}
+            for one in self.results
+        ]
+        pods = [{"resource": "pods", "name": one.name, "uid": one.uid} for one in self.pods]
+        status = {"allocation": {"devices": {"results": results}}, "reservedFor": pods} if results else {}
+        return {"metadata": {"namespace": self.namespace, "name": self.name, "uid": self.uid}, "status": status}
 
 
 def _raw(body: bytes | bytearray, kind: str) -> bytes:
@@ -142,7 +159,7 @@ def _claim(data: bytes) -> ListedClaim:
             ClaimResult(_text(one.driver), _text(one.pool), _text(one.device), one.admin_access)
             for one in status.allocation.devices.results
         ),
-        tuple(_text(one.uid) for one in status.reserved_for if one.resource == b"pods"),
+        tuple(ReservedPod(_text(one.name), _text(one.uid)) for one in status.reserved_for if one.resource == b"pods"),
     )
 
 

@@ -181,7 +181,7 @@ class ClaimReconciliation:
         await self.lists.read(visit)
         for claim in nameless:
             if (listed := by_uid.get(claim.uid)) is not None:
-                names = listed.namespace, listed.name, listed.pods
+                names = listed.namespace, listed.name, [pod.uid for pod in listed.pods]
                 await records.ledger.do(operations.describe(records.driver, claim.uid, *names))
             elif is_over(claim, self.driver.files.boot, named, processes, unlisted):
                 extra = {"driver": records.driver, "claim": claim.uid}

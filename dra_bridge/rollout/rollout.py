@@ -17,7 +17,7 @@ from typing import Any, Final, Self
 from deviceplugin.device import natural
 from deviceplugin.tasks import cancel_all
 from dra_bridge import kube
-from dra_bridge.kube import NODES, RESOURCE_CLAIMS, RESOURCE_SLICES, Cluster, Object
+from dra_bridge.kube import NODES, RESOURCE_SLICES, Cluster, Object
 from dra_bridge.rollout import fleet
 from dra_bridge.rollout.fleet import Goal, NodeView, Phase, RolloutLimits
 from dra_bridge.rollout.reporter import Reporter
@@ -60,7 +60,7 @@ async def read_nodes(
         slices = (await cluster.list(RESOURCE_SLICES)).items
     if driver and driver not in {body["spec"]["driver"] for body in slices}:
         await check_driver(cluster, driver)
-    claims = (await cluster.list(RESOURCE_CLAIMS)).items if with_claims else []
+    claims = await cluster.allocated_claims() if with_claims else []
     views = [
         view
         for name in ([driver] if driver else fleet.drivers_of(slices))
@@ -165,7 +165,7 @@ class _Fleet:
     async def explain(self, waiting: Callable[[NodeView], bool]) -> None:
         """Show what the nodes that are waiting wait for, with the holders of now."""
         with contextlib.suppress(kube.UnavailableError, kube.ForbiddenError):
-            self._claims = (await self.cluster.list(RESOURCE_CLAIMS)).items
+            self._claims = await self.cluster.allocated_claims()
         self.reporter.explain([view for view in self.views() if waiting(view)])
 
 

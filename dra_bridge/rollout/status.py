@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dra_bridge.kube import Cluster, ForbiddenError
+from dra_bridge.kube import Cluster, ForbiddenError, UnreadableError
 from dra_bridge.rollout import fleet
 from dra_bridge.rollout.agents import ask_agents
 from dra_bridge.rollout.display import FleetStatus
@@ -25,7 +25,7 @@ async def read_status(cluster: Cluster, driver: str, names: Sequence[str], names
     try:
         problems += await ended_by_restart(cluster, nodes, problems)
         waiting = await hints(cluster, nodes)
-    except ForbiddenError as error:
+    except (ForbiddenError, UnreadableError) as error:
         waiting = [f"pods that wait for devices are not known: {error}"]
     unknown = [*fleet.unknown(nodes, answers), *await other_classes(cluster, nodes)]
     return FleetStatus(nodes, problems, waiting, unknown)

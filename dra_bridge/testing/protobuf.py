@@ -41,7 +41,7 @@ def _claim(body: Object) -> bytes:
         named = {key: result.get(key, "").encode() for key in ("driver", "pool", "device")}
         made.status.allocation.devices.results.add(**named, admin_access=bool(result.get("adminAccess")))
     for user in status.get("reservedFor") or ():
-        made.status.reserved_for.add(resource=user.get("resource", "").encode(), uid=user.get("uid", "").encode())
+        made.status.reserved_for.add(**{key: user.get(key, "").encode() for key in ("resource", "name", "uid")})
     return made.SerializeToString()
 
 

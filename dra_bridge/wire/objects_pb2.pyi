@@ -251,16 +251,19 @@ class Consumer(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     RESOURCE_FIELD_NUMBER: builtins.int
+    NAME_FIELD_NUMBER: builtins.int
     UID_FIELD_NUMBER: builtins.int
     resource: builtins.bytes
+    name: builtins.bytes
     uid: builtins.bytes
     def __init__(
         self,
         *,
         resource: builtins.bytes = ...,
+        name: builtins.bytes = ...,
         uid: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["resource", b"resource", "uid", b"uid"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "resource", b"resource", "uid", b"uid"]) -> None: ...
 
 global___Consumer = Consumer
 

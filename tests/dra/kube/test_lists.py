@@ -191,6 +191,9 @@ async def test_an_object_that_nests_deep_is_no_lost_server(server: FakeApiServer
     (claim,) = await claims_of(cluster)
     assert claim == await cluster.claim("c", "ns")
     assert [(result.driver, result.pool, result.device) for result in claim.results] == [("d", "n", "d0")]
+    (body,) = await cluster.allocated_claims()
+    found = {"driver": "d", "pool": "n", "device": "d0", "adminAccess": False}
+    assert body["status"]["allocation"] == {"devices": {"results": [found]}}
 
 
 def test_text_that_is_no_utf_8_does_not_matter() -> None:
