@@ -129,7 +129,9 @@ class MovesToPlugin:
             elif served:
                 waiting[name] = _waits_for_limits(served[0].title)
             elif (at := moved.side.withdrawn(mine, name)) is None:
-                waiting[name] = MoveWait("the API server to accept the slice without it")
+                others = moved.side.offering(mine, name)
+                what = f"the end of slice {others} of others, which offers it" if others else ""
+                waiting[name] = MoveWait(what or "the API server to accept the slice without it")
             else:
                 withdrawn[name] = at
         asked = list(withdrawn)
@@ -162,7 +164,10 @@ class MovesToPlugin:
                 queries[name].claim, queries[name].device = allocations.claims[limits[0]], ""
             waiting[name] = self._waits_for(queries[name])
         arrived = {
-            name: at for name, at in withdrawn.items() if (queries[name].device or forced()) and name not in keeps
+            name: at
+            for name, at in withdrawn.items()
+            # A slice of others may have offered it since.
+            if (queries[name].device or forced()) and name not in keeps and moved.side.withdrawn(mine, name) == at
         }
         evidence = ClusterEvidence(before.sequence, arrived, allocations.at, allocated)
         done = await moved.ledger.do(operations.commit_to_plugin(mine, arrived, evidence, time.time()))

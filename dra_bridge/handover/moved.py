@@ -59,6 +59,9 @@ class DriverSide(Protocol):
     def withdrawn(self, resource: str, device: str) -> float | None:
         """Return since when (monotonic seconds) the API server has had slices without a device, if it has."""
 
+    def offering(self, resource: str, device: str) -> str:
+        """Return the name of a slice that others wrote and that offers a device; "" if there is none."""
+
     def endpoint(self, resource: str) -> Endpoint | None:
         """Return the servicer of a resource whose devices move along, None if it is not served."""
 

@@ -235,12 +235,15 @@ class Cluster:
         manager = {"fieldManager": COMPONENT}
         return await self._request("PATCH", kind, name, namespace, manager, patch, subresource=subresource)
 
-    async def delete(self, kind: Kind, name: str, namespace: str = "", *, uid: str = "") -> None:
-        """Delete an object. Raises NotFoundError if there is none, ConflictError if it has another UID than given."""
+    async def delete(self, kind: Kind, name: str, namespace: str = "", *, uid: str = "") -> Object:
+        """Delete an object; return its last state or a Status. One with `metadata.finalizers` is still there.
+
+        Raises NotFoundError if there is none, ConflictError if it has another UID than given.
+        """
         options: Object = {"apiVersion": "v1", "kind": "DeleteOptions"}
         if uid:
             options["preconditions"] = {"uid": uid}
-        await self._request("DELETE", kind, name, namespace, body=options)
+        return await self._request("DELETE", kind, name, namespace, body=options)
 
     async def ask_pod(
         self, namespace: str, name: str, port: int, path: str, *, tls: bool = False, timeout: float

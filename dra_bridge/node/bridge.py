@@ -29,6 +29,7 @@ from dra_bridge.node.options import BridgeOptions
 from dra_bridge.node.resource import BridgeNode
 from dra_bridge.node.share import HandoverPolicy
 from dra_bridge.node.status import MAX_SURGE, BridgeStatus
+from dra_bridge.slices.foreign import ForeignKind
 from dra_bridge.slices.publisher import Publisher
 
 _LOG: Final = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ class Bridge(ClaimSide):
         self.agent = Agent(
             sources, options.paths, period=period, report_holders=report_holders, claim_side=self, vendors=vendors
         )
-        self.publisher = Publisher(cluster, node := options.node)
+        self.publisher = Publisher(cluster, node := options.node, noticed=self._others_wrote)
         self._allocatable = AllocatableStatus(
             NodeStatusWriter(cluster, node), self.agent.tracker.pod_resources, grace=grace
         )
@@ -230,6 +231,10 @@ class Bridge(ClaimSide):
         """Take note that a plugin has registered a resource with the kubelet, bypassing this agent."""
         for runtime in self.drivers.values():  # also of a driver that no config names any more
             runtime.contested(resource, reason)
+
+    def _others_wrote(self, driver: str, kind: ForeignKind, what: str) -> None:
+        if driver in self.drivers:
+            self.drivers[driver].others_wrote(kind, what)
 
     def _policy(self, resource: str) -> HandoverPolicy:
         parent = self._parents.get(resource, "")

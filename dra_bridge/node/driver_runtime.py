@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
@@ -25,11 +26,14 @@ from dra_bridge.node.device_reconciliation import DeviceReconciler, EvidenceRead
 from dra_bridge.node.resource import BYPASSED, BridgeNode, DriverContext, ResourceRuntime
 from dra_bridge.node.share import NO_DEVICES, DriverShare, HandoverPolicy
 from dra_bridge.node.slice_feed import SliceFeed, qualifiers_of
+from dra_bridge.slices.foreign import ForeignKind
 
 _LOG: Final = logging.getLogger(__name__)
 
 DEBOUNCE: Final = 0.2
 """Seconds from a change of claims until the other parts are notified: once for pods that start together."""
+ALARMS: Final = 600.0
+"""Seconds between two Events about one kind of writes of others into the pool."""
 
 
 class DriverRuntime(DriverHost):
@@ -52,6 +56,7 @@ class DriverRuntime(DriverHost):
         self._registering: asyncio.Task[None] | None = None
         self._tasks = Tasks()
         self._notifying: asyncio.TimerHandle | None = None
+        self._alarmed: dict[ForeignKind, float] = {}
         self._node = node
         self._register = register = node.agent.register
         tracker, root = node.agent.tracker, node.agent.paths.kubelet_root
@@ -125,6 +130,10 @@ class DriverRuntime(DriverHost):
     def withdrawn(self, resource: str, device: str) -> float | None:
         """See `SliceFeed`."""
         return self.feed.withdrawn(resource, device)
+
+    def offering(self, resource: str, device: str) -> str:
+        """See `SliceFeed`."""
+        return self.feed.offering(resource, device)
 
     def endpoint(self, resource: str) -> Endpoint | None:
         """Return the servicer of a resource of this driver, None if there is none."""
@@ -236,6 +245,15 @@ class DriverRuntime(DriverHost):
         _LOG.error("device %s is quarantined: %s", device, reason, extra={"resource": resource, "device": device})
         message = f"device {device} of {resource} is quarantined: {reason}"
         self._tasks.start(self._node.alarm("DeviceQuarantined", message))
+
+    def others_wrote(self, kind: ForeignKind, what: str) -> None:
+        """Raise the alarm for what others wrote into the pool, not again for a while for one kind of writes."""
+        now = time.monotonic()
+        if now - self._alarmed.get(kind, -math.inf) >= ALARMS:
+            self._alarmed[kind] = now
+            self._tasks.start(self._node.alarm("PoolWrittenByOthers", f"driver {self.name}: {what}"))
+        for runtime in self.resources.values():
+            runtime.handover.wake()
 
     def contested(self, resource: str, reason: str) -> None:
         """Withdraw what nobody holds of an adopted resource whose plugin bypasses this agent; alarm."""

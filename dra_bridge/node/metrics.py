@@ -17,6 +17,7 @@ from deviceplugin.kubelet.podresources import PodContainer
 from deviceplugin.metrics.collectors import buckets
 from deviceplugin.register.records import State
 from dra_bridge.kube import Cluster
+from dra_bridge.slices.foreign import ForeignKind
 from dra_bridge.slices.publisher import PoolState, Publisher
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ _GAUGES: Final = {
     "slices_published": "1 while the slices at the API server are those that the agent wants",
     "slices": "ResourceSlices of this node (from the API server)",
     "slice_devices": "Devices in the slices of this node",
+    "slices_foreign": "ResourceSlices of others that are in the driver's pool of this node",
     "slice_problems": "Devices left out of the slices, and reasons why the API server rejects them",
 }
 _COUNTERS: Final = {
@@ -60,6 +62,13 @@ def families(
     about = "Times that the ledger could not record something; nothing was granted then"
     failures = drivers[0].async_ledger.write_failures if drivers else 0  # all of them have the one of the agent
     yield CounterMetricFamily("deviceplugin_dra_ledger_write_failures", about, value=failures)
+    about = "Writes of others into the driver's pool of this node that were undone, by kind"
+    undone = CounterMetricFamily("deviceplugin_slice_foreign_writes", about, labels=("driver", "kind"))
+    for driver in drivers:
+        overcome = publisher.state(driver.name).overcome
+        for kind in ForeignKind:
+            undone.add_metric((driver.name, kind.value), overcome.get(kind, 0))
+    yield undone
     yield from _calls(drivers)
     yield from _hooks(drivers)
     yield from _moves(drivers)
@@ -85,6 +94,7 @@ def _figures(runtime: DriverRuntime, state: PoolState, kubelet_listens: bool) ->
         "dra_prepared_again": statistics.prepared_again,
         "slices_published": state.accepted >= state.wanted > 0,
         "slices": state.slices,
+        "slices_foreign": sum(one.kind is not ForeignKind.POOL for one in state.foreign),
         "slice_devices": len(state.devices),
         "slice_writes": state.writes,
         "slice_problems": len(state.problems),

@@ -17,6 +17,7 @@ from dra_bridge.kube import RESOURCE_SLICES
 from dra_bridge.node.resource import DriverContext
 from dra_bridge.rollout import progress
 from dra_bridge.slices.desired import Offer, Pool
+from dra_bridge.slices.foreign import is_own
 
 _LOG: Final = logging.getLogger(__name__)
 FIRST: Final = 5.0
@@ -54,10 +55,11 @@ async def decide_names(context: DriverContext, resource: str) -> bool:
     services = context.node.agent.services.values()
     served = [service.resource for service in services if service.source.driver == context.name]
     if not kept:
-        selector = f"spec.nodeName={context.node.name},spec.driver={context.name}"
+        pool = context.node.name
+        selector = f"spec.nodeName={pool},spec.driver={context.name}"
         async with asyncio.timeout(5.0):
             slices = await context.node.cluster.list(RESOURCE_SLICES, field_selector=selector)
-        before = progress.read(context.name, slices.items)
+        before = progress.read(context.name, [body for body in slices.items if is_own(body, context.name, pool)])
         kept = before.qualifiers if before is not None else {}
     for name, qualifier in naming.kept_qualifiers(kept, served).items():
         await context.ledger.do(operations.set_setting(_section(context.name), name, qualifier))
@@ -84,12 +86,24 @@ class SliceFeed:
         self._changed.set()
 
     def withdrawn(self, resource: str, device: str) -> float | None:
-        """Return since when (monotonic seconds) the API server has had slices without the device, if it has."""
+        """Return since when (monotonic seconds) the API server has had slices without the device, if it has.
+
+        A slice of others counts that offers it, and one of the agent's to which others have added it: claims can get it.
+        """
         ticket, at = self._without.get((resource, device), (0, None))
         if at is None and ticket and self._publisher.state(self._context.name).accepted >= ticket:
             at = time.monotonic()
             self._without[resource, device] = ticket, at
-        return at
+        since = self._publisher.withdrawn(self._context.name, self._published(resource, device))
+        return None if at is None or since is None else max(at, since)
+
+    def offering(self, resource: str, device: str) -> str:
+        """Return the name of a slice of others that offers the device; "" if there is none."""
+        return self._publisher.offering(self._context.name, self._published(resource, device))
+
+    def _published(self, resource: str, device: str) -> str:
+        qualifier = qualifiers_of(self._context.ledger.snapshot, self._context.name).get(resource, "")
+        return naming.device_name(device, qualifier)
 
     async def run(self) -> None:
         """Make the slices whenever something changes, until cancelled."""

@@ -12,6 +12,7 @@ from deviceplugin.kubelet.podresources import PodContainer
 from deviceplugin.metrics.report import ClaimedDevice, DeviceLocation, Event, ProviderReport, ShareProgress
 from deviceplugin.register.records import Claim, RegisterSnapshot, State
 from dra_bridge.node.slice_feed import qualifiers_of
+from dra_bridge.slices import foreign
 
 if TYPE_CHECKING:
     from dra_bridge.node.driver_runtime import DriverRuntime
@@ -103,6 +104,7 @@ class BridgeStatus:
             shares={name: share for driver in drivers for name, share in _shares(driver).items()},
             problems=[
                 *([] if since is None else [f"the API server is unreachable since {_clock(since)}: {OUTAGE}"]),
+                *(text for driver in drivers for text in self._others(driver.name)),
                 *_ends(ends),
             ],
             node=self._node.name,
@@ -129,6 +131,11 @@ class BridgeStatus:
         for name in sorted(named - {"", *(driver.name for driver in drivers)}):
             yield f"driver {name} has not started: another agent may have the ledger; {MAX_SURGE}"
 
+    def _others(self, driver: str) -> Iterator[str]:
+        """Yield what others write into a driver's pool."""
+        state = self._node.publisher.state(driver)
+        return foreign.problems(driver, state.foreign, state.recent)
+
     def _waits_for_plugins(self, driver: DriverRuntime) -> bool:
         """Return whether all of a driver's devices are of vendors' plugins that are not there yet: no slice is due."""
         services = self._agent.services
@@ -143,7 +150,7 @@ class BridgeStatus:
             "slices": state.slices,
             "generation": state.generation,
             "published": state.accepted >= state.wanted > 0,
-            "problems": list(state.problems),
+            "problems": [*state.problems, *self._others(driver.name)],
             "unsupported": sorted(map(str, state.unsupported)),
             "preparedClaims": len(driver.driver.records.all()),
             "prepareFailures": dict(driver.driver.statistics.prepare.failures),

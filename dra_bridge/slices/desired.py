@@ -23,6 +23,8 @@ MAX_DEVICES: Final = 64
 """Devices of a slice: the limit of slices in which any has taints or consumes counters (128 without)."""
 MAX_COUNTER_SETS: Final = 8
 MAX_NAME: Final = 253
+NAMES: Final = 8
+"""Names that a slice may have: the first one, and others for when it is taken."""
 
 Feature = Literal["taints", "sharing", "counters"]
 """A feature of the API server. Without it, the server drops the fields of the feature without an error."""
@@ -81,14 +83,34 @@ class Desired:
     problems: tuple[str, ...]
 
 
-def slice_name(node: str, driver: str, number: int) -> str:
-    """Return the name of a pool's slice. It is constant, so repeating a create whose answer was lost is harmless."""
-    digest = hashlib.sha256(f"{node}\0{driver}".encode()).hexdigest()[:5]
-    end = f"-{digest}-{number}"
-    return f"{node}-{driver}"[: MAX_NAME - len(end)].rstrip("-.") + end
+def slice_name(node: str, driver: str, number: int, taken: Collection[str] = ()) -> str:
+    """Return the name of a pool's slice. It is constant, so repeating a create whose answer was lost is harmless.
+
+    taken: names that slices of others have; the first other one of `NAMES` is returned then.
+    """
+    for variant in range(NAMES):
+        seed = f"{node}\0{driver}" + (f"\0{variant}" if variant else "")
+        end = f"-{hashlib.sha256(seed.encode()).hexdigest()[:5]}-{number}"
+        name = f"{node}-{driver}"[: MAX_NAME - len(end)].rstrip("-.") + end
+        if name not in taken:
+            break
+    return name
 
 
-def desired(pool: Pool, *, without: Collection[Feature] = ()) -> Desired | None:
+def own_name(node: str, driver: str, name: str) -> bool:
+    """Return whether a slice of this pool may be named so."""
+    number = name.rpartition("-")[2]
+    if not (number.isascii() and number.isdecimal() and len(number) < 6):
+        return False
+    tried: set[str] = set()
+    while len(tried) < NAMES:
+        tried.add(candidate := slice_name(node, driver, int(number), tried))
+        if candidate == name:
+            return True
+    return False
+
+
+def desired(pool: Pool, *, without: Collection[Feature] = (), taken: Collection[str] = ()) -> Desired | None:
     """Return the slices that this pool should consist of; None while a source has not listed its devices.
 
     Pure: the same input gives the same bodies. If the API would refuse an attribute, a capacity or a whole device, only
@@ -96,6 +118,7 @@ def desired(pool: Pool, *, without: Collection[Feature] = ()) -> Desired | None:
 
     Each device has its place in one slice, also while it is not offered. So a change of one device's side, health or
     taints changes only the slice with its place, which is one atomic write. without: features that the server lacks.
+    taken: names that slices of others have.
     """
     if not all(offer.snapshot.listed for offer in pool.offers):
         return None
@@ -132,7 +155,7 @@ def desired(pool: Pool, *, without: Collection[Feature] = ()) -> Desired | None:
         parts = [{}]
     slices: list[Object] = []
     for number, part in enumerate(parts):
-        metadata: Object = {"name": slice_name(pool.node, pool.driver, number)}
+        metadata: Object = {"name": slice_name(pool.node, pool.driver, number, taken)}
         if pool.annotations:
             # On all: by them the policies know a slice as one of this agent's, which a former driver may delete.
             metadata["annotations"] = dict(pool.annotations) if number == 0 else dict.fromkeys(pool.annotations, "")

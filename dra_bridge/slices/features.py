@@ -105,7 +105,7 @@ def _probe_body(pool: Pool, features: Collection[Feature]) -> Object:
         "counters": [{"counterSet": "probe", "counters": {"probe": {"value": "1"}}}],
     }
     return {
-        "metadata": {"name": slice_name(pool.node, pool.driver, 0)[: MAX_NAME - 6] + "-probe"},
+        "metadata": {"generateName": slice_name(pool.node, pool.driver, 0)[: MAX_NAME - 12] + "-probe-"},
         "spec": {
             "driver": pool.driver,
             "nodeName": pool.node,

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 
 from deviceplugin.naming import NamingError, parse_quantity
 from dra_bridge.kube import Object
+
+UNGROWABLE: Final = 2**62
+"""A generation from here on is not outgrown, unless this agent wrote it: the API server takes none above 2**63 - 1."""
 
 
 def in_version(body: Object, version: str) -> Object:
@@ -37,7 +40,7 @@ def fingerprint(body: Object) -> str:
     """Return a digest of a slice's content that does not depend on how it is written.
 
     Quantities count by their value; empty and missing fields are the same, and the order of keys does not matter. When
-    a taint was added, the pool's generation, and fields that this package does not use do not count.
+    a taint was added and the pool's generation do not count.
     """
     spec = body["spec"]
     pool = spec.get("pool") or {}
@@ -60,6 +63,8 @@ def fingerprint(body: Object) -> str:
                     for consumed in device.get("consumesCounters") or ()
                 ],
                 bool(device.get("allowMultipleAllocations")),
+                # What this package does not use, others may have added, such as bindingConditions.
+                sorted((key, value) for key, value in device.items() if key not in _OF_DEVICES and value),
             ]
             for device in spec.get("devices") or ()
         ],
@@ -69,6 +74,11 @@ def fingerprint(body: Object) -> str:
         ],
     ]
     return hashlib.sha256(msgspec.json.encode(content)).hexdigest()
+
+
+_OF_DEVICES: Final = frozenset(
+    {"name", "attributes", "capacity", "taints", "consumesCounters", "allowMultipleAllocations"}
+)
 
 
 def _number(value: Any) -> str | None:
@@ -124,12 +134,16 @@ def plan(
     one write that takes effect at once. A change of several goes into a new generation, whose first slice supersedes
     the old one; slices that are left over are deleted last. A plan that was broken off is continued.
 
-    owner: ownerReference of each slice. generation: the highest one that was ever written. mutations: a difference
-    that the server itself makes is not written again.
+    A generation that is higher than `generation` and not below `UNGROWABLE` is not outgrown but undone: a slice that is
+    wanted is replaced by one of the generation before, any other is deleted. The scheduler remembers no generation.
+
+    existing: also slices of others in the pool, which are deleted; none of them has a wanted name. owner: ownerReference
+    of each slice. generation: the highest one that was ever written. mutations: a difference that the server itself
+    makes is not written again.
     """
     bodies = {body["metadata"]["name"]: body for body in wanted}
     current = {body["metadata"]["name"]: body for body in existing}
-    latest = max([generation, *map(generation_of, existing)])
+    latest = max([generation, *(number for number in map(generation_of, existing) if number < UNGROWABLE)])
 
     prints = {name: (fingerprint(bodies[name]), fingerprint(current[name])) for name in bodies.keys() & current.keys()}
     same = {
@@ -148,10 +162,11 @@ def plan(
     for name, body in bodies.items():
         present = current.get(name)
         owned = present is not None and (owner is None or present["metadata"].get("ownerReferences") == [owner])
-        if name in changed or present is None or not owned or _split(body)[0] != _split(present)[0]:
+        if name in changed or present is None or not owned or annotations_of(body)[0] != annotations_of(present)[0]:
             verb: Literal["create", "replace"] = "create" if present is None else "replace"
             writes.append(Write(verb, _body(body, present, target, owner, times or {})))
-    return writes + [Write("delete", body) for body in extras]
+    # One that is being deleted already waits for its finalizers.
+    return writes + [Write("delete", body) for body in extras if not body["metadata"].get("deletionTimestamp")]
 
 
 def generation_of(body: Object) -> int:
@@ -159,7 +174,7 @@ def generation_of(body: Object) -> int:
     return int((body["spec"].get("pool") or {}).get("generation") or 0)
 
 
-def _split(body: Object) -> tuple[dict[str, str], dict[str, str]]:
+def annotations_of(body: Object) -> tuple[dict[str, str], dict[str, str]]:
     """Return the annotations of a slice that are the driver's, and the others."""
     prefix = f"{body['spec']['driver']}/"
     annotations = body["metadata"].get("annotations") or {}
@@ -173,7 +188,7 @@ def _body(wanted: Object, present: Object | None, generation: int, owner: Object
         have = present["metadata"]
         kept = ("uid", "resourceVersion", "labels", "finalizers", "ownerReferences")
         metadata.update({key: have[key] for key in kept if key in have})
-        annotations = {**_split(present)[1], **(metadata.pop("annotations", None) or {})}
+        annotations = {**annotations_of(present)[1], **(metadata.pop("annotations", None) or {})}
         if annotations:
             metadata["annotations"] = annotations
     if owner is not None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,15 +15,21 @@ from typing import Any, Final
 
 from dra_bridge import kube
 from dra_bridge.kube import RESOURCE_SLICES, ApiError, Cluster, NotFoundError, Object
-from dra_bridge.slices.desired import Desired, Pool, desired
+from dra_bridge.slices.desired import Desired, Pool, desired, own_name
 from dra_bridge.slices.features import WITHOUT, ServerFeatures, features_of
-from dra_bridge.slices.mirror import Mirror
+from dra_bridge.slices.foreign import ForeignKind, ForeignSlice, ForeignWrite, foreign_slices, is_own, kind_of
+from dra_bridge.slices.foreign import manager_of, remembered, sentence
+from dra_bridge.slices.mirror import Mirror, SliceScope
 from dra_bridge.slices.plan import Write, generation_of, in_version, neutral, plan
 
 logger: Final = logging.getLogger(__name__)
 
 ROUNDS: Final = 6
 """How often in a row slices are written until the server has them as they are wanted."""
+DELETES: Final = 16
+"""Slices of others that are deleted in one round of writes."""
+LINES: Final = 10.0
+"""Seconds between two lines of the log at WARNING about one kind of writes of others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +38,8 @@ class PoolState:
 
     wanted, accepted: the tickets of the newest `want` and of the newest one that the API server has. slices: how many
     there are. devices: names of the devices in them. unsupported: features that the server lacks. problems: what was
-    left out and why, or what keeps the server from accepting it. writes: successful ones.
+    left out and why, or what keeps the server from accepting it. writes: successful ones. foreign: slices of others that
+    are in the pool now. overcome: how many writes of others were overcome, by kind. recent: the last ones.
     """
 
     wanted: int = 0
@@ -41,6 +50,9 @@ class PoolState:
     unsupported: frozenset[str] = frozenset()
     problems: tuple[str, ...] = ()
     writes: int = 0
+    foreign: tuple[ForeignSlice, ...] = ()
+    overcome: Mapping[ForeignKind, int] = field(default_factory=dict)
+    recent: tuple[ForeignWrite, ...] = ()
 
 
 class _RateLimit:
@@ -76,27 +88,45 @@ class _PublishedDriver:
 
     pool: Pool
     rate_limit: _RateLimit
+    mirror: Mirror
     state: PoolState = field(default_factory=PoolState)
     wake: asyncio.Event = field(default_factory=asyncio.Event)
-    mirror: Mirror = field(default_factory=Mirror)
+    watched: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once the watch of slices without a node has listed them."""
     warned: set[str] = field(default_factory=set)
+    reported: dict[ForeignKind, float] = field(default_factory=dict)
+    """When a line about a kind of writes of others was logged last (monotonic seconds)."""
+    refused: dict[str, tuple[str, float]] = field(default_factory=dict)
+    """By UID, why a slice of others could not be deleted, and when to try again (monotonic seconds)."""
 
 
 class Publisher:
     """Makes this node's slices on the API server equal to the desired ones, and keeps them so.
 
-    There is one watch for all drivers. Slices of other drivers, nodes and pools are not touched. It writes only after
+    One watch for all drivers is of the slices that name this node, one for each driver of those that name no node: the
+    API server has both in an index (registry/resource/resourceslice/strategy.go, 1.32 to 1.37). It writes only after
     a slice was changed or deleted (the kubelet deletes all slices of its node when it starts). A failed write is
     repeated until it succeeds.
+
+    A driver's pool is the agent's own: what others write into it is overcome, see `dra_bridge.slices.foreign`. Slices of
+    other drivers, nodes and pools are not touched.
     """
 
     def __init__(
-        self, cluster: Cluster, node: str, *, burst: int = 10, per_second: float = 0.5, probe_again: float = 60.0
+        self,
+        cluster: Cluster,
+        node: str,
+        *,
+        burst: int = 10,
+        per_second: float = 0.5,
+        probe_again: float = 60.0,
+        noticed: Callable[[str, ForeignKind, str], None] = lambda driver, kind, what: None,
     ) -> None:
         """Do nothing yet: `want` sets the desired slices, `run` writes them.
 
         burst, per_second: how many rounds of writes a driver may make at once, and how fast that is regained.
-        probe_again: see `ServerFeatures`.
+        probe_again: see `ServerFeatures`. noticed: called with a driver, what others wrote into its pool, and a sentence
+        that says so for people, when that was overcome, or is found and cannot be.
         """
         self.cluster: Final = cluster
         self._node = node
@@ -107,6 +137,7 @@ class Publisher:
         self._listed = asyncio.Event()
         self._owner: Object | None = None
         self._changed = asyncio.Event()
+        self._noticed = noticed
 
     def want(self, pool: Pool) -> int:
         """Set the desired pool of a driver; return a ticket for `accepted`.
@@ -117,7 +148,9 @@ class Publisher:
             raise ValueError(f"this publisher is for node {self._node}, not {pool.node}")
         driver = self._drivers.get(pool.driver)
         if driver is None:
-            driver = self._drivers[pool.driver] = _PublishedDriver(pool, self._rate_limit())
+            driver = self._drivers[pool.driver] = _PublishedDriver(
+                pool, self._rate_limit(), Mirror(pool.driver, self._node)
+            )
             if self._group is not None:
                 self._start(driver, self._group)
         elif driver.pool == pool:
@@ -131,6 +164,20 @@ class Publisher:
         """Return the state of a driver's pool."""
         entry = self._drivers.get(driver)
         return entry.state if entry else PoolState()
+
+    def withdrawn(self, driver: str, device: str) -> float | None:
+        """Return since when (monotonic seconds) the API server has had no slice that offers a device of a driver's pool.
+
+        Whoever wrote it, and of whatever generation: it counts again when the others go. None: there is one, or what the
+        API server has is not known. device: its published name.
+        """
+        entry = self._drivers.get(driver)
+        return entry.mirror.withdrawn(device) if entry else None
+
+    def offering(self, driver: str, device: str) -> str:
+        """Return the name of a slice of others that offers a device of a driver's pool; "" if there is none."""
+        found = (one.name for one in self.state(driver).foreign if device in one.devices)
+        return next(found, "")
 
     async def accepted(self, driver: str, ticket: int) -> PoolState:
         """Wait until the API server has the pool of this ticket or of a later one."""
@@ -158,13 +205,29 @@ class Publisher:
                     continue
                 self._owner = None  # the Node may be another one
                 for driver in self._drivers.values():
-                    driver.mirror.relist(new_watch=True)
+                    driver.mirror.relist(SliceScope.NODE, new_watch=True)
                 for item in event.items:
                     self._keep(neutral(item))
                 self._features.forget_missing()
                 for driver in self._drivers.values():
                     driver.wake.set()
                 self._listed.set()
+
+    async def _watch_nodeless(self, driver: _PublishedDriver) -> None:
+        selector = self._selector(driver, SliceScope.NODELESS)
+        async with aclosing(self.cluster.follow(RESOURCE_SLICES, field_selector=selector)) as events:
+            async for event in events:
+                if isinstance(event, kube.Changed):
+                    self._observe(neutral(event.object), deleted=event.type == "DELETED")
+                    continue
+                driver.mirror.relist(SliceScope.NODELESS, new_watch=True)
+                for item in event.items:
+                    self._keep(neutral(item))
+                driver.watched.set()
+                driver.wake.set()
+
+    def _selector(self, driver: _PublishedDriver, scope: SliceScope) -> str:
+        return f"spec.driver={driver.pool.driver},spec.nodeName={self._node if scope is SliceScope.NODE else ''}"
 
     def _observe(self, body: Object, *, deleted: bool) -> None:
         driver = self._driver_of(body)
@@ -184,12 +247,13 @@ class Publisher:
 
     def _driver_of(self, body: Object) -> _PublishedDriver | None:
         spec = body.get("spec") or {}
-        if spec.get("nodeName") != self._node or (spec.get("pool") or {}).get("name") != self._node:
+        if (spec.get("nodeName") or (spec.get("pool") or {}).get("name")) != self._node:
             return None
         return self._drivers.get(spec.get("driver", ""))
 
     def _start(self, driver: _PublishedDriver, group: asyncio.TaskGroup) -> None:
         group.create_task(self._work(driver), name=f"slices of {driver.pool.driver}")
+        group.create_task(self._watch_nodeless(driver), name=f"slices of {driver.pool.driver} without a node")
 
     async def _work(self, driver: _PublishedDriver) -> None:
         backoff = self.cluster.backoff.fresh()
@@ -197,19 +261,21 @@ class Publisher:
         while True:
             await driver.wake.wait()
             await self._listed.wait()
+            await driver.watched.wait()
             driver.wake.clear()
             wait, done = 0.0, False
             try:
-                if not driver.mirror.listed:  # it joined after the watch began, or what the server has is in doubt
-                    selector = f"spec.nodeName={self._node},spec.driver={driver.pool.driver}"
+                # It joined after the watch began, or what the server has is in doubt.
+                for scope in set(SliceScope) - driver.mirror.listed:
+                    selector = self._selector(driver, scope)
                     listing = await self.cluster.list(RESOURCE_SLICES, field_selector=selector)
-                    driver.mirror.relist()
+                    driver.mirror.relist(scope)
                     for item in listing.items:
                         self._keep(neutral(item))
                 done = await self._reconcile(driver)
             except (kube.ConflictError, NotFoundError, kube.VersionChangedError) as error:
                 # What the server has is not what the watch reported: read it, and try again.
-                driver.mirror.listed = False
+                driver.mirror.listed.clear()
                 conflicts += 1
                 if isinstance(error, NotFoundError):
                     self._owner = None
@@ -260,40 +326,109 @@ class Publisher:
 
     async def _reconcile(self, driver: _PublishedDriver) -> bool:
         """Write the desired slices; return False if they do not become stable."""
-        pool, ticket = driver.pool, driver.state.wanted
+        pool, ticket, mirror = driver.pool, driver.state.wanted, driver.mirror
         version = await self.cluster.version()
         for _ in range(ROUNDS):
-            wanted = desired(pool, without=self._features.missing)
+            self._see_foreign(driver)
+            wanted = desired(pool, without=self._features.missing, taken=mirror.taken)
             if wanted is None:
                 return True
             if await self._features.probe(pool, wanted, version):
                 continue
             await self._know_owner(wanted)
+            bodies = list(mirror.bodies.values())
             writes = plan(
                 wanted.slices,
-                list(driver.mirror.bodies.values()),
+                [body for body in bodies if body["spec"]["pool"]["name"] == self._node],
                 owner=self._owner,
-                generation=driver.mirror.generation,
-                mutations=driver.mirror.mutations,
-                times=driver.mirror.times,
+                generation=mirror.generation,
+                mutations=mirror.mutations,
+                times=mirror.times,
             )
+            writes = [write for write in writes if not self._is_foreign(write)]
+            # What others have does not keep the pool from being accepted: it may be there for ever.
+            clearing = self._clearing(driver)
             if not writes:
                 self._finish(driver, wanted, ticket)
-                return True
+                if not clearing:
+                    return True
             if await driver.rate_limit.round(ticket) and driver.state.wanted != ticket:
                 return True  # something newer is wanted and has woken the worker
             for write in writes:
-                try:
-                    await self._write(driver, write, version)
-                except kube.UnavailableError as error:
-                    if error.code != 429:
-                        # It may have been carried out, or may be later. So the slices are read again and written in
-                        # a generation that is newer than all. The late write then names an older resourceVersion and
-                        # is refused, or it makes a slice of an older generation, which the scheduler does not use.
-                        driver.mirror.unanswered(write.body)
-                    raise
+                await self._write(driver, write, version)
+            for body in clearing:
+                await self._clear(driver, body)
+        if driver.state.accepted >= ticket:
+            driver.wake.set()  # only others write again and again; how often that is undone is limited
+            return True
         self._problem(driver, f"the API server still has other slices after {ROUNDS} rounds of writes")
         return False
+
+    def _is_foreign(self, write: Write) -> bool:
+        return write.verb == "delete" and not is_own(write.body, write.body["spec"]["driver"], self._node)
+
+    def _see_foreign(self, driver: _PublishedDriver) -> None:
+        """Show which slices of others are in the pool, and take no name that one of them has."""
+        bodies, name = driver.mirror.bodies, driver.pool.driver
+        driver.refused = {uid: why for uid, why in driver.refused.items() if uid in set(map(_uid, bodies.values()))}
+        refused = {uid: why for uid, (why, _) in driver.refused.items()}
+        foreign = tuple(foreign_slices(bodies.values(), name, self._node, refused))
+        driver.mirror.taken |= {one.name for one in foreign if own_name(self._node, name, one.name)}
+        if foreign != driver.state.foreign:
+            known = {one.uid for one in driver.state.foreign}
+            self._set(driver, foreign=foreign)
+            for one in foreign:
+                if one.kind is ForeignKind.POOL and one.uid not in known:
+                    self._report(driver, one.kind, sentence(one.kind, one.name, one.manager))
+
+    def _clearing(self, driver: _PublishedDriver) -> list[Object]:
+        """Return the slices of others that are to be deleted now, those of the highest generation first."""
+        now = time.monotonic()
+        found = [
+            body
+            for body in driver.mirror.bodies.values()
+            if body["spec"]["pool"]["name"] == self._node
+            and not is_own(body, driver.pool.driver, self._node)
+            and not body["metadata"].get("deletionTimestamp")
+            and driver.refused.get(_uid(body), ("", 0.0))[1] <= now
+        ]
+        return sorted(found, key=generation_of, reverse=True)[:DELETES]
+
+    async def _clear(self, driver: _PublishedDriver, body: Object) -> None:
+        """Delete a slice of others. One that may not be deleted, or waits for finalizers, is left for now."""
+        kind, name, manager = kind_of(body, self._node), body["metadata"]["name"], manager_of(body)
+        try:
+            await self._delete(driver, body)
+        except (kube.ForbiddenError, kube.InvalidError) as error:  # the second is what admission policies answer
+            again = 10 * self.cluster.backoff.longest()
+            driver.refused[_uid(body)] = (error.message, time.monotonic() + again)
+            asyncio.get_running_loop().call_later(again + 0.01, driver.wake.set)
+            what = f"{sentence(kind, name, manager)}; it cannot be deleted: {error.message}"
+        else:
+            left = driver.mirror.bodies.get(name)
+            if left is not None and _uid(left) == _uid(body):
+                what = f"{sentence(kind, name, manager)}; it is being deleted and waits for its finalizers"
+            else:
+                self._overcame(driver, kind, name, manager)
+                return
+        self._report(driver, kind, what)
+
+    def _report(self, driver: _PublishedDriver, kind: ForeignKind, what: str) -> None:
+        """Report a write of others; somebody who writes many slices makes few lines."""
+        now = time.monotonic()
+        rarely = now - driver.reported.get(kind, -math.inf) < LINES
+        if not rarely:
+            driver.reported[kind] = now
+        logger.log(logging.DEBUG if rarely else logging.WARNING, "%s", what, extra={"driver": driver.pool.driver})
+        self._noticed(driver.pool.driver, kind, what)
+
+    def _overcame(self, driver: _PublishedDriver, kind: ForeignKind, name: str, manager: str) -> None:
+        """Count a write of others that was overcome."""
+        state, what = driver.state, sentence(kind, name, manager)
+        recent = remembered(state.recent, ForeignWrite(kind, name, manager, time.monotonic()))
+        self._set(driver, overcome={**state.overcome, kind: state.overcome.get(kind, 0) + 1}, recent=recent)
+        if kind is not ForeignKind.DELETED:  # the kubelet does it at each of its starts
+            self._report(driver, kind, f"{what}; the agent has undone it")
 
     async def _know_owner(self, wanted: Desired) -> None:
         if self._owner is None and wanted.slices:
@@ -307,33 +442,83 @@ class Publisher:
             }
 
     async def _write(self, driver: _PublishedDriver, write: Write, version: str) -> None:
-        metadata = write.body["metadata"]
+        """Write one slice of the agent's own."""
+        mirror, name = driver.mirror, write.body["metadata"]["name"]
         if write.verb == "delete":
-            with suppress(NotFoundError):
-                await self.cluster.delete(RESOURCE_SLICES, metadata["name"], uid=metadata.get("uid", ""))
-            driver.mirror.deleted(write.body)
-        else:
-            body = in_version(write.body, version)
-            send = self.cluster.create if write.verb == "create" else self.cluster.replace
-            driver.mirror.gone.clear()
+            await self._delete(driver, write.body)
+            return
+        undone = self._undone(mirror, name)
+        manager = manager_of(mirror.bodies[name]) if name in mirror.bodies else ""
+        body = in_version(write.body, version)
+        send = self.cluster.create if write.verb == "create" else self.cluster.replace
+        mirror.gone.clear()
+        try:
             answer = neutral(await send(RESOURCE_SLICES, body))
-            # What the server dropped or changed is not sent again.
-            missing = features_of(write.body) - features_of(answer)
-            self._features.lacks(missing)
-            if driver.mirror.compare(write.body, answer) and not missing:
-                text = "the API server or a webhook changes the slices that are written; they are not written again"
-                self._warn_once(driver, text)
-            if answer["metadata"].get("uid", "") in driver.mirror.gone:
-                driver.wake.set()  # it has been deleted since, and the watch was faster than the answer
-            else:
-                self._keep(answer)
+        except kube.UnavailableError as error:
+            if error.code != 429:
+                # It may have been carried out, or may be later. So the slices are read again and written in
+                # a generation that is newer than all. The late write then names an older resourceVersion and
+                # is refused, or it makes a slice of an older generation, which the scheduler does not use.
+                mirror.unanswered(write.body)
+            raise
+        except kube.ConflictError:
+            if write.verb == "create" and await self._is_taken(driver, name):
+                mirror.taken.add(name)
+                self._overcame(driver, ForeignKind.NAME, name, "")
+            raise
+        # What the server dropped or changed is not sent again.
+        missing = features_of(write.body) - features_of(answer)
+        self._features.lacks(missing)
+        if mirror.wrote(write.body, answer) and not missing:
+            text = "the API server or a webhook changes the slices that are written; they are not written again"
+            self._warn_once(driver, text)
+        if _uid(answer) in mirror.gone:
+            driver.wake.set()  # it has been deleted since, and the watch was faster than the answer
+        else:
+            self._keep(answer)
+        self._set(driver, writes=driver.state.writes + 1)
+        if undone is not None:
+            self._overcame(driver, undone, name, manager)
+
+    def _undone(self, mirror: Mirror, name: str) -> ForeignKind | None:
+        """Return what others did to a slice of the agent's own that a write now undoes."""
+        if mirror.lost(name):
+            return ForeignKind.DELETED
+        if (body := mirror.bodies.get(name)) is None:
+            return None
+        if generation_of(body) > mirror.generation:
+            return ForeignKind.GENERATION
+        return ForeignKind.EDITED if mirror.edited(name) else None
+
+    async def _is_taken(self, driver: _PublishedDriver, name: str) -> bool:
+        """Return whether a slice that is not of the pool has a name: no list and no watch shows it."""
+        try:
+            found = neutral(await self.cluster.get(RESOURCE_SLICES, name))
+        except NotFoundError:
+            return False
+        return not is_own(found, driver.pool.driver, self._node)
+
+    async def _delete(self, driver: _PublishedDriver, body: Object) -> None:
+        metadata, left = body["metadata"], None
+        driver.mirror.gone.clear()
+        try:
+            with suppress(NotFoundError):
+                left = await self.cluster.delete(RESOURCE_SLICES, metadata["name"], uid=metadata.get("uid", ""))
+        except kube.UnavailableError as error:
+            if error.code != 429:
+                driver.mirror.listed.clear()  # it may have been carried out, or may be later
+            raise
+        if left is not None and left["metadata"].get("finalizers"):
+            driver.mirror.keep(neutral(left))
+        else:
+            driver.mirror.deleted(body)
         self._set(driver, writes=driver.state.writes + 1)
 
     def _finish(self, driver: _PublishedDriver, wanted: Desired, ticket: int) -> None:
         unsupported = self._features.missing & wanted.needs
         for message in (*(WITHOUT[feature] for feature in sorted(unsupported)), *wanted.problems):
             self._warn_once(driver, message)
-        bodies = driver.mirror.bodies.values()
+        bodies = [body for body in driver.mirror.bodies.values() if is_own(body, driver.pool.driver, self._node)]
         self._set(
             driver,
             accepted=max(ticket, driver.state.accepted),
@@ -359,6 +544,10 @@ class Publisher:
         driver.state = replace(driver.state, **changes)
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+def _uid(body: Object) -> str:
+    return str(body["metadata"].get("uid", ""))
 
 
 async def remove_slices(cluster: Cluster, drivers: Iterable[str], node: str = "") -> int:

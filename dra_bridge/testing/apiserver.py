@@ -414,6 +414,11 @@ class FakeApiServer:
                 same["metadata"].pop("resourceVersion")
                 if same == after:
                     return copy.deepcopy(before)  # a write that changes nothing makes no new version
+            if before is not None and "deletionTimestamp" in before["metadata"]:
+                after["metadata"]["deletionTimestamp"] = before["metadata"]["deletionTimestamp"]
+                if not after["metadata"].get("finalizers"):
+                    self._store(store, "DELETED", namespace, name, after)
+                    return copy.deepcopy(after)
             self._store(store, "ADDED" if before is None else "MODIFIED", namespace, name, after)
             return copy.deepcopy(after)
 
@@ -428,8 +433,16 @@ class FakeApiServer:
             for key, wanted in conditions.items():
                 if before["metadata"][key] != wanted:
                     raise _RefusedError(409, "Conflict", f"Precondition failed: {key}", name=name)
+            left = copy.deepcopy(before)
+            if left["metadata"].get("finalizers"):
+                if "deletionTimestamp" not in left["metadata"] and not query.get("dryRun"):
+                    left["metadata"]["deletionTimestamp"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+                    self._store(store, "MODIFIED", namespace, name, left)
+                return copy.deepcopy(left)
             if not query.get("dryRun"):
-                self._store(store, "DELETED", namespace, name, copy.deepcopy(before))
+                self._store(store, "DELETED", namespace, name, left)
+            if plural == "resourceslices":  # ReturnDeletedObject, registry/resource/resourceslice/storage.go
+                return left
             return {"apiVersion": "v1", "kind": "Status", "status": "Success"}
 
     def _store(self, store: _Store, event: str, namespace: str, name: str, after: Object) -> None:
@@ -519,7 +532,8 @@ class FakeApiServer:
             return 200, self._shown(done, plural, version)
         if method == "DELETE" and name:
             conditions = (body or {}).get("preconditions") or {}
-            return 200, self._delete(plural, namespace, name, conditions, request.query)
+            left = self._delete(plural, namespace, name, conditions, request.query)
+            return 200, left if left["kind"] == "Status" else self._shown(left, plural, version)
         return 405, "the server does not allow this method"
 
     def _page(self, plural: str, namespace: str, request: LoggedRequest) -> tuple[list[Object], Object]:
@@ -889,9 +903,12 @@ def _validate(spec: Object, old: Object, name: str) -> None:
         wrong("spec.devices", "Duplicate value")
     if spec["pool"].get("resourceSliceCount", 0) <= 0:
         wrong("spec.pool.resourceSliceCount", "must be greater than zero")
+    if spec["pool"].get("generation", 0) > 2**63 - 1:
+        message = "json: cannot unmarshal number into Go struct field ResourcePool.spec.pool.generation of type int64"
+        raise _RefusedError(400, "BadRequest", message)
     if spec["pool"].get("generation", 0) < 0:
         wrong("spec.pool.generation", "must be greater than or equal to zero")
-    if not spec.get("nodeName"):
+    if sum(bool(spec.get(key)) for key in ("nodeName", "nodeSelector", "allNodes", "perDeviceNodeSelection")) != 1:
         wrong("spec", "exactly one of `nodeName`, `nodeSelector`, `allNodes`, `perDeviceNodeSelection` is required")
     for key in ("driver", "nodeName"):
         if old and spec.get(key) != old.get(key):

@@ -65,11 +65,14 @@ def class_of(resource: str, classes: Iterable[Mapping[str, Any]]) -> str | None:
 
 
 def offered(slices: Iterable[Mapping[str, Any]], node: str) -> list[tuple[str, str, Object]]:
-    """Return (driver, pool, device) of all complete pools of a node, in the order of their slices."""
+    """Return (driver, pool, device) of all complete pools of a node, in the order of their slices.
+
+    Node selectors are not evaluated: slices with one are for no node.
+    """
     pools: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for body in slices:
         spec = body["spec"]
-        if spec.get("nodeName") == node:
+        if spec.get("nodeName") == node or spec.get("allNodes"):
             pools.setdefault((spec["driver"], spec["pool"]["name"]), []).append(body)
     devices = []
     for (driver, pool), members in sorted(pools.items()):
@@ -77,6 +80,9 @@ def offered(slices: Iterable[Mapping[str, Any]], node: str) -> list[tuple[str, s
         current = [body for body in members if body["spec"]["pool"].get("generation", 0) == newest]
         if len(current) != current[0]["spec"]["pool"]["resourceSliceCount"]:
             continue
+        names = [device["name"] for body in current for device in body["spec"].get("devices") or ()]
+        if len(set(names)) < len(names):
+            continue  # "duplicate device name": buildPool, pools_stable.go of k8s.io/dynamic-resource-allocation 0.36
         for body in sorted(current, key=lambda body: str(body["metadata"]["name"])):
             devices += [(driver, pool, device) for device in body["spec"].get("devices") or ()]
     return devices

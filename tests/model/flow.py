@@ -307,6 +307,10 @@ class Flow(DriverHost):
         """Return since when the slice is without a device."""
         return None if device in self.slice() else 0.0
 
+    def offering(self, resource: str, device: str) -> str:
+        """Return that nobody else writes slices."""
+        return ""
+
     # What pods and claims ask; each tries again, as the kubelet does.
 
     async def patiently(self, work: Callable[[], Any]) -> Any:

@@ -30,7 +30,7 @@ from deviceplugin.testing.claim_state import AnsweredDevice, DevicesOfClaim
 from dra_bridge.driver import Prepared
 from dra_bridge.kube import RESOURCE_CLAIMS, ClusterError, Kind, ListedClaim, NotFoundError
 from dra_bridge.kube.forms import CLAIM, Form, Page
-from dra_bridge.slices.desired import Pool
+from dra_bridge.slices.desired import Pool, slice_name
 from dra_bridge.slices.publisher import PoolState
 from dra_bridge.testing.protobuf import encoded
 
@@ -300,7 +300,9 @@ class Outside:
         await self.ask()
         driver = selected["field_selector"].rpartition("=")[2]
         found = self.slices.get(driver, Slices())
-        return SimpleNamespace(items=[{"metadata": {"annotations": dict(found.annotations)}}] if found.accepted else [])
+        metadata = {"name": slice_name(NODE, driver, 0), "annotations": dict(found.annotations)}
+        spec = {"driver": driver, "nodeName": NODE, "pool": {"name": NODE}}
+        return SimpleNamespace(items=[{"metadata": metadata, "spec": spec}] if found.accepted else [])
 
     async def get(self, kind: Kind, name: str, namespace: str) -> Mapping[str, Any]:
         """Read a claim."""
@@ -334,6 +336,14 @@ class Outside:
         """Return how far a driver's slices are."""
         mine = self.slices.get(driver, Slices())
         return PoolState(mine.ticket, mine.accepted)
+
+    def withdrawn(self, driver: str, device: str) -> float | None:
+        """Return since when no slice offers a device."""
+        return None if device in self.slices.get(driver, Slices()).there else 0.0
+
+    def offering(self, driver: str, device: str) -> str:
+        """Return that nobody else writes slices."""
+        return ""
 
     def accept(self, driver: str) -> None:
         """Have the API server take the slices that are wanted."""

@@ -753,7 +753,7 @@ async def test_restored_storage(server: FakeApiServer, end_streams: bool) -> Non
 
 
 async def test_two_drivers_one_watch(server: FakeApiServer) -> None:
-    """Two drivers share one watch; one that joins later finds its slices."""
+    """Two drivers share the watch of the node's slices; one that joins later finds its slices."""
     other = Pool("fpga.example.com", NODE, (Offer(snapshot(Device("f0"), resource="example.com/fpga")),))
 
     async def watched() -> None:
@@ -766,7 +766,8 @@ async def test_two_drivers_one_watch(server: FakeApiServer) -> None:
         await became(publisher, other)
         assert sorted(published(server)) == ["a", "f0"]
         await watched()
-        assert len([entry for entry in server.log if entry.watch]) == 1
+        watched_fields = [entry.query["fieldSelector"] for entry in server.log if entry.watch]
+        assert watched_fields.count(f"spec.nodeName={NODE}") == 1
         assert len(server.writes) == 1
 
 
