@@ -198,6 +198,20 @@ def without_slices(bridge: Bridge) -> Iterator[None]:
         bridge.cluster.api.patch(*change, {"rules": role["rules"]}, api_version="rbac.authorization.k8s.io/v1")
 
 
+@contextlib.contextmanager
+def a_slice_that_stays(bridge: Bridge) -> Iterator[None]:
+    """Have a slice of others in the pool of gpu.example.com, which cannot be deleted."""
+    api, node = bridge.cluster.api, bridge.cluster.node_name
+    pool = {"name": node, "generation": 1, "resourceSliceCount": 1}
+    metadata = {"name": "stays", "finalizers": ["example.com/stays"]}
+    spec = {"driver": "gpu.example.com", "allNodes": True, "pool": pool}
+    api.create({"apiVersion": bridge.api_version, "kind": "ResourceSlice", "metadata": metadata, "spec": spec})
+    try:
+        yield
+    finally:
+        api.patch("resourceslice", "stays", {"metadata": {"finalizers": None}})
+
+
 @pytest.mark.lengthy
 def test_alerts_about_sources_and_others(small_disk: Path, bridge: Bridge, prometheus: Prometheus) -> None:
     """Faults of sources and hooks, another plugin, a full disk, a checkpoint that cannot be read, lost rights."""
@@ -249,6 +263,8 @@ def test_alerts_about_sources_and_others(small_disk: Path, bridge: Bridge, prome
     ill.write_text("")
     small_disk.unlink()
     late.wait_running()
+    with a_slice_that_stays(bridge):
+        cluster.wait_for(lambda: prometheus.told("PoolWrittenByOthers", "driver") == {"gpu.example.com"}, 60, "it is told")
 
     with covered_checkpoint(bridge.directory):
         cluster.stop_apiserver()
