@@ -64,10 +64,10 @@ def families(
     yield CounterMetricFamily("deviceplugin_dra_ledger_write_failures", about, value=failures)
     about = "Writes of others into the driver's pool of this node that were undone, by kind"
     undone = CounterMetricFamily("deviceplugin_slice_foreign_writes", about, labels=("driver", "kind"))
-    for driver in drivers:
-        overcome = publisher.state(driver.name).overcome
+    for runtime in drivers:
+        overcome = publisher.state(runtime.name).overcome
         for kind in ForeignKind:
-            undone.add_metric((driver.name, kind.value), overcome.get(kind, 0))
+            undone.add_metric((runtime.name, kind.value), overcome.get(kind, 0))
     yield undone
     yield from _calls(drivers)
     yield from _hooks(drivers)

@@ -88,7 +88,7 @@ class SliceFeed:
     def withdrawn(self, resource: str, device: str) -> float | None:
         """Return since when (monotonic seconds) the API server has had slices without the device, if it has.
 
-        A slice of others counts that offers it, and one of the agent's to which others have added it: claims can get it.
+        A slice of others that offers it counts, and one of the agent's to which others have added it.
         """
         ticket, at = self._without.get((resource, device), (0, None))
         if at is None and ticket and self._publisher.state(self._context.name).accepted >= ticket:

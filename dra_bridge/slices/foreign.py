@@ -111,7 +111,7 @@ def offered_in(body: Object, node: str) -> frozenset[str]:
 def manager_of(body: Object) -> str:
     """Return the program that changed an object last, by its managedFields; "" if they do not tell."""
     entries = body["metadata"].get("managedFields") or ()
-    latest = max(entries, key=lambda entry: str(entry.get("time", "")), default={})
+    latest: Mapping[str, str] = max(entries, key=lambda entry: str(entry.get("time", "")), default={})
     return str(latest.get("manager", ""))
 
 
@@ -166,6 +166,6 @@ def problems(
         count = f"{len(recent)} times" if len(recent) < REMEMBERED else f"at least {REMEMBERED} times"
         last = sentence(recent[-1].kind, recent[-1].name, recent[-1].manager)
         yield (
-            f"driver {driver}: others write into the pool or delete from it again and again, {count} in the last "
+            f"driver {driver}: others write into the pool, or delete slices, again and again: {count} in the last "
             f"{WINDOW / 60:.0f} minutes; the agent undoes it, but not at any rate; the last: {last}"
         )

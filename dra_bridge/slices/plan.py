@@ -137,9 +137,9 @@ def plan(
     A generation that is higher than `generation` and not below `UNGROWABLE` is not outgrown but undone: a slice that is
     wanted is replaced by one of the generation before, any other is deleted. The scheduler remembers no generation.
 
-    existing: also slices of others in the pool, which are deleted; none of them has a wanted name. owner: ownerReference
-    of each slice. generation: the highest one that was ever written. mutations: a difference that the server itself
-    makes is not written again.
+    existing: also slices of others in the pool, which are deleted; none of them has a wanted name. owner:
+    ownerReference of each slice. generation: the highest one that was ever written. mutations: a difference that the
+    server itself makes is not written again.
     """
     bodies = {body["metadata"]["name"]: body for body in wanted}
     current = {body["metadata"]["name"]: body for body in existing}

@@ -17,8 +17,17 @@ from dra_bridge import kube
 from dra_bridge.kube import RESOURCE_SLICES, ApiError, Cluster, NotFoundError, Object
 from dra_bridge.slices.desired import Desired, Pool, desired, own_name
 from dra_bridge.slices.features import WITHOUT, ServerFeatures, features_of
-from dra_bridge.slices.foreign import ForeignKind, ForeignSlice, ForeignWrite, foreign_slices, is_own, kind_of
-from dra_bridge.slices.foreign import manager_of, remembered, sentence
+from dra_bridge.slices.foreign import (
+    ForeignKind,
+    ForeignSlice,
+    ForeignWrite,
+    foreign_slices,
+    is_own,
+    kind_of,
+    manager_of,
+    remembered,
+    sentence,
+)
 from dra_bridge.slices.mirror import Mirror, SliceScope
 from dra_bridge.slices.plan import Write, generation_of, in_version, neutral, plan
 
@@ -38,8 +47,8 @@ class PoolState:
 
     wanted, accepted: the tickets of the newest `want` and of the newest one that the API server has. slices: how many
     there are. devices: names of the devices in them. unsupported: features that the server lacks. problems: what was
-    left out and why, or what keeps the server from accepting it. writes: successful ones. foreign: slices of others that
-    are in the pool now. overcome: how many writes of others were overcome, by kind. recent: the last ones.
+    left out and why, or what keeps the server from accepting it. writes: successful ones. foreign: slices of others
+    that are in the pool now. overcome: how many writes of others were overcome, by kind. recent: the last ones.
     """
 
     wanted: int = 0
@@ -108,8 +117,8 @@ class Publisher:
     a slice was changed or deleted (the kubelet deletes all slices of its node when it starts). A failed write is
     repeated until it succeeds.
 
-    A driver's pool is the agent's own: what others write into it is overcome, see `dra_bridge.slices.foreign`. Slices of
-    other drivers, nodes and pools are not touched.
+    A driver's pool is the agent's own: what others write into it is overcome, see `dra_bridge.slices.foreign`. Slices
+    of other drivers, nodes and pools are not touched.
     """
 
     def __init__(
@@ -125,8 +134,8 @@ class Publisher:
         """Do nothing yet: `want` sets the desired slices, `run` writes them.
 
         burst, per_second: how many rounds of writes a driver may make at once, and how fast that is regained.
-        probe_again: see `ServerFeatures`. noticed: called with a driver, what others wrote into its pool, and a sentence
-        that says so for people, when that was overcome, or is found and cannot be.
+        probe_again: see `ServerFeatures`. noticed: called with a driver, what others wrote into its pool, and a
+        sentence that says so for people, when that was overcome, or is found and cannot be.
         """
         self.cluster: Final = cluster
         self._node = node
@@ -166,10 +175,10 @@ class Publisher:
         return entry.state if entry else PoolState()
 
     def withdrawn(self, driver: str, device: str) -> float | None:
-        """Return since when (monotonic seconds) the API server has had no slice that offers a device of a driver's pool.
+        """Return since when (monotonic seconds) the API server has had no slice that offers a device of a pool.
 
-        Whoever wrote it, and of whatever generation: it counts again when the others go. None: there is one, or what the
-        API server has is not known. device: its published name.
+        None: there is one, whoever wrote it and of whatever generation (it counts again when the others go), or what
+        the API server has is not known. device: its published name.
         """
         entry = self._drivers.get(driver)
         return entry.mirror.withdrawn(device) if entry else None

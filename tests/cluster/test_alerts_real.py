@@ -264,7 +264,9 @@ def test_alerts_about_sources_and_others(small_disk: Path, bridge: Bridge, prome
     small_disk.unlink()
     late.wait_running()
     with a_slice_that_stays(bridge):
-        cluster.wait_for(lambda: prometheus.told("PoolWrittenByOthers", "driver") == {"gpu.example.com"}, 60, "it is told")
+        cluster.wait_for(
+            lambda: prometheus.told("PoolWrittenByOthers", "driver") == {"gpu.example.com"}, 60, "it is told"
+        )
 
     with covered_checkpoint(bridge.directory):
         cluster.stop_apiserver()

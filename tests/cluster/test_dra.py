@@ -769,7 +769,7 @@ def _forty_claims(bridge: Bridge) -> None:
 
 
 def test_steady_state(bridge: Bridge) -> None:
-    """At rest nothing is written, and a node costs three watches: of its slices, of those without a node, of its Node."""
+    """At rest nothing is written, and a node costs three watches: of its slices, of those without a node, its Node."""
     cluster = bridge.cluster
 
     def counts(name: str, *labels: str) -> dict[tuple[str, ...], float]:

@@ -25,6 +25,14 @@ MOST = 2**63 - 1
 """The highest generation that the API server takes."""
 
 
+class BridgeWithStatus(Bridge):
+    """The agent, with its page."""
+
+    def command(self) -> list[str]:
+        """Return what is run."""
+        return [*super().command(), "--metrics-address", f"127.0.0.1:{METRICS}"]
+
+
 @pytest.fixture
 def bridge(cluster: Cluster) -> Iterator[Bridge]:
     resource = {
@@ -33,10 +41,7 @@ def bridge(cluster: Cluster) -> Iterator[Bridge]:
         "devices": [{"simulated": {"count": 3}}],
         "dra": {"share": 2},
     }
-    with Bridge.running(cluster, resource) as running:
-        running.stop()
-        running.start("--metrics-address", f"127.0.0.1:{METRICS}")
-        running.wait_registered()
+    with BridgeWithStatus.running(cluster, resource) as running:
         running.wait_offered(2)
         yield running
         for one in running.slices():
@@ -72,7 +77,8 @@ def get(path: str) -> str:
 
 
 def own(bridge: Bridge) -> dict[str, Any]:
-    return bridge.cluster.api.get("resourceslice", slice_name(bridge.cluster.node_name, DRIVER, 0))
+    found: dict[str, Any] = bridge.cluster.api.get("resourceslice", slice_name(bridge.cluster.node_name, DRIVER, 0))
+    return found
 
 
 def status(bridge: Bridge) -> dict[str, Any]:
@@ -102,13 +108,14 @@ def healed(bridge: Bridge, *, counted: dict[str, float] | None) -> None:
 
     def alone() -> bool:
         names = [one["metadata"]["name"] for one in bridge.slices()]
-        return names == [name] and set(bridge.offered()) == {"sim-1", "sim-2"}
+        return names == [name] and set(bridge.offered()) == {"sim-0", "sim-1"}
 
     cluster.wait_for(alone, 30.0, "the pool has the agent's slice alone")
     if counted is not None:
         cluster.wait_for(lambda: overcome(bridge) == counted, 10.0, f"{counted} is counted")
-        assert any(f"driver {DRIVER}: slice" in text for text in events(bridge))
-        assert status(bridge)["dra-bridge"][DRIVER]["problems"] == []
+        named = f"driver {DRIVER}: slice"
+        cluster.wait_for(lambda: any(named in text for text in events(bridge)), 10.0, "an Event says it")
+        assert status(bridge)["providers"]["dra-bridge"][DRIVER]["problems"] == []
     bridge.claim("after", bridge.one())
     bridge.pod("after", {"fake": "after"}).wait_running()
     bridge.share("all")
@@ -120,17 +127,20 @@ def edit(bridge: Bridge, change: dict[str, Any]) -> None:
     bridge.cluster.api.patch("resourceslice", own(bridge)["metadata"]["name"], {"spec": change})
 
 
-@pytest.mark.parametrize("generation", [1, 5, MOST], ids=["low", "high", "highest"])
-@pytest.mark.parametrize("where", ["nodeName", "allNodes", "nodeSelector"])
+@pytest.mark.parametrize(
+    ("where", "generation"),
+    [("nodeName", 9), ("nodeName", MOST), ("allNodes", 9), ("allNodes", MOST), ("nodeSelector", MOST)],
+    ids=["nodeName-high", "nodeName-highest", "allNodes-high", "allNodes-highest", "nodeSelector-highest"],
+)
 def test_a_slice_in_the_pool(bridge: Bridge, where: str, generation: int) -> None:
     """A slice of others in the pool is deleted, whatever its generation and node selection; claims and moves go on."""
     hostname = {"key": "kubernetes.io/hostname", "operator": "In", "values": [bridge.cluster.node_name]}
-    spec: dict[str, Any] = {
+    wheres: dict[str, dict[str, Any]] = {
         "nodeName": {},
         "allNodes": {"allNodes": True},
         "nodeSelector": {"nodeSelector": {"nodeSelectorTerms": [{"matchExpressions": [hostname]}]}},
-    }[where]
-    bridge.cluster.api.create(foreign(bridge, generation=generation, **spec))
+    }
+    bridge.cluster.api.create(foreign(bridge, generation=generation, **wheres[where]))
     kind = "generation" if generation == MOST else "slice" if where == "nodeName" else "nodeless"
     healed(bridge, counted={kind: 1.0})
 
@@ -169,7 +179,7 @@ def test_what_is_written_while_no_agent_runs(bridge: Bridge) -> None:
     edit(bridge, {"pool": {"generation": MOST}})
     bridge.cluster.api.create(foreign(bridge, "one", MOST))
     bridge.cluster.api.create(foreign(bridge, "two", MOST, allNodes=True))
-    bridge.start("--metrics-address", f"127.0.0.1:{METRICS}")
+    bridge.start()
     bridge.wait_registered()
     healed(bridge, counted={"generation": 3.0})
     assert own(bridge)["spec"]["pool"]["generation"] < 100
@@ -183,7 +193,7 @@ def test_the_name_is_taken(bridge: Bridge) -> None:
     bridge.cluster.api.delete("resourceslice", body["metadata"]["name"])
     bridge.cluster.api.create(body)
     try:
-        bridge.start("--metrics-address", f"127.0.0.1:{METRICS}")
+        bridge.start()
         bridge.wait_registered()
         bridge.wait_offered(2)
         assert overcome(bridge) == {"name": 1.0}
@@ -233,18 +243,18 @@ def stopped(bridge: Bridge) -> Iterator[None]:
 def test_a_device_of_a_slice_of_others_does_not_return(bridge: Bridge) -> None:
     """While a slice of others offers a device, it is not given to the plugin side; then it is."""
     cluster = bridge.cluster
-    body = foreign(bridge, generation=MOST, device="sim-2")
+    body = foreign(bridge, generation=MOST, device="sim-1")
     body["metadata"]["finalizers"] = ["example.com/stays"]
     cluster.api.create(body)
     bridge.share("none")
 
     def waits() -> bool:
-        waiting = status(bridge)["dra-bridge"][DRIVER]["waiting"].get(RESOURCE, {})
-        return "slice foreign of others" in waiting.get("sim-2", "") and "sim-1" not in waiting
+        waiting = status(bridge)["providers"]["dra-bridge"][DRIVER]["waiting"].get(RESOURCE, {})
+        return "slice foreign of others" in waiting.get("sim-1", "") and "sim-0" not in waiting
 
     cluster.wait_for(waits, 30.0, "one device waits for the slice of others, the other has returned")
     cluster.wait_allocatable(RESOURCE, 2)
-    problems = status(bridge)["dra-bridge"][DRIVER]["problems"]
+    problems = status(bridge)["providers"]["dra-bridge"][DRIVER]["problems"]
     print(problems)
     assert any("waits for its finalizers: example.com/stays" in text for text in problems)
     cluster.api.patch("resourceslice", "foreign", {"metadata": {"finalizers": None}})
@@ -267,7 +277,7 @@ def test_somebody_who_writes_again_and_again(bridge: Bridge) -> None:
     try:
 
         def said() -> list[str]:
-            found = status(bridge)["dra-bridge"][DRIVER]["problems"]
+            found = status(bridge)["providers"]["dra-bridge"][DRIVER]["problems"]
             return [text for text in found if "again and again" in text]
 
         (text,) = cluster.wait_for(said, 60.0, "the problem is named")

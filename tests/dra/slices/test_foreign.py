@@ -12,17 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deviceplugin.device import Device
 from dra_bridge.kube import Cluster, UnavailableError
 from dra_bridge.slices.desired import NAMES, own_name, slice_name
 from dra_bridge.slices.foreign import OFTEN, WINDOW, ForeignKind, ForeignWrite, problems
 from dra_bridge.slices.plan import UNGROWABLE, generation_of
+from dra_bridge.slices.plan import plan as plan_of
 from dra_bridge.slices.publisher import Publisher
 from dra_bridge.testing.apiserver import FakeApiServer, Fault
 from dra_bridge.testing.scheduler import offered
 from tests.dra.objects import node_body
 from tests.dra.slices.test_publisher import DRIVER, NODE, applied, became, client, many, pool, running, slices
-from tests.dra.slices.test_publisher import plan as plan_of
 
 MOST = 2**63 - 1
 """The highest generation that the API server takes."""
@@ -68,9 +67,7 @@ async def publishing(
     """A publisher of so many devices, once the API server has them."""
     seen = noticed if noticed is not None else []
     async with client(server) as cluster:
-        publisher = Publisher(
-            cluster, NODE, noticed=lambda *what: seen.append(what), **{"burst": 10_000, **options}
-        )
+        publisher = Publisher(cluster, NODE, noticed=lambda *what: seen.append(what), **{"burst": 10_000, **options})
         async with running(publisher, pool(*many(devices))):
             yield publisher
 
@@ -170,8 +167,11 @@ async def test_an_edited_slice(server: FakeApiServer, edit: str, devices: int) -
         EDITS[edit](body["spec"])
         server.replace(body)
         await asyncio.to_thread(
-            server.wait_for, lambda it: [one["spec"]["devices"] for one in it.objects()] ==
-            [one["spec"]["devices"] for one in before] and len(in_use(it)) == devices
+            server.wait_for,
+            lambda it: (
+                [one["spec"]["devices"] for one in it.objects()] == [one["spec"]["devices"] for one in before]
+                and len(in_use(it)) == devices
+            ),
         )
         kind = ForeignKind.GENERATION if edit in ("generation", "all at once") else ForeignKind.EDITED
         await until(lambda: kinds(publisher) == {kind: 1}, "it is counted")
@@ -338,7 +338,9 @@ async def test_a_move_ends_during_a_fight(server: FakeApiServer) -> None:
     async with publishing(server) as publisher, fighting(server, foreign(generation=3)):
         for count in range(3, 8):
             await became(publisher, pool(*many(count)))
-            assert f"gpu{count - 1}" in {device["name"] for one in server.objects() for device in one["spec"]["devices"]}
+            assert f"gpu{count - 1}" in {
+                device["name"] for one in server.objects() for device in one["spec"]["devices"]
+            }
         assert publisher.state(DRIVER).problems == ()
 
 
@@ -393,7 +395,7 @@ async def test_an_unanswered_write_beside_the_highest_generation(
 ) -> None:
     """A lost answer makes the next generation higher than its own one, not higher than that of others."""
     async with publishing(server) as publisher:
-        create, replace, lost = Cluster.create, Cluster.replace, list[Any]()
+        replace, lost = Cluster.replace, list[Any]()
 
         async def unanswered(cluster: Cluster, kind: Any, body: Any, *more: Any, **options: Any) -> Any:
             if lost:
@@ -407,7 +409,6 @@ async def test_an_unanswered_write_beside_the_highest_generation(
         await becomes(server, "gpu0", "gpu1", "gpu2")
         (body,) = server.objects()
         assert generation_of(lost[0]) < generation_of(body) < UNGROWABLE
-        del create
 
 
 async def test_an_unanswered_delete_of_the_highest_generation(server: FakeApiServer) -> None:
@@ -469,8 +470,3 @@ def test_few_writes_of_others_are_no_problem() -> None:
     (text,) = problems(DRIVER, (), writes, now=float(OFTEN))
     assert f"{OFTEN} times in the last 10 minutes" in text
     assert list(problems(DRIVER, (), writes, now=WINDOW)) == []
-
-
-def test_devices_of_the_pool_alone_count() -> None:
-    """The name of the device in `Device` and in a slice of others is compared as it is published."""
-    assert slices(pool(Device("a")))[0]["spec"]["devices"][0]["name"] == "a"
