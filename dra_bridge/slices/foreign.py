@@ -14,6 +14,7 @@ from enum import Enum
 from typing import Final
 
 from dra_bridge.kube import Object
+from dra_bridge.kube.client import COMPONENT
 from dra_bridge.slices.desired import own_name
 from dra_bridge.slices.plan import UNGROWABLE, generation_of
 
@@ -109,9 +110,14 @@ def offered_in(body: Object, node: str) -> frozenset[str]:
 
 
 def manager_of(body: Object) -> str:
-    """Return the program that changed an object last, by its managedFields; "" if they do not tell."""
+    """Return the program that changed an object last, by its managedFields; "" if they do not tell.
+
+    Their times are whole seconds: of two programs in one second it is not the agent.
+    """
     entries = body["metadata"].get("managedFields") or ()
-    latest: Mapping[str, str] = max(entries, key=lambda entry: str(entry.get("time", "")), default={})
+    latest: Mapping[str, str] = max(
+        entries, key=lambda entry: (str(entry.get("time", "")), entry.get("manager") != COMPONENT), default={}
+    )
     return str(latest.get("manager", ""))
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from dra_bridge.kube import Cluster, UnavailableError
 from dra_bridge.slices.desired import NAMES, own_name, slice_name
-from dra_bridge.slices.foreign import OFTEN, WINDOW, ForeignKind, ForeignWrite, problems
+from dra_bridge.slices.foreign import OFTEN, WINDOW, ForeignKind, ForeignWrite, manager_of, problems
 from dra_bridge.slices.plan import UNGROWABLE, generation_of
 from dra_bridge.slices.plan import plan as plan_of
 from dra_bridge.slices.publisher import Publisher
@@ -461,6 +461,16 @@ def test_names_differ_from_those_that_are_taken() -> None:
         taken.add(name)
     for other in ("", "foreign", "foreign-1", f"{NODE}-{DRIVER}-0", slice_name("node2", DRIVER, 0), "x-٣"):
         assert not own_name(NODE, DRIVER, other)
+
+
+def test_the_writer_is_the_last_that_is_not_the_agent() -> None:
+    """The fields' managers tell who wrote last; in one second with the agent it is the other one."""
+    early, late = "2026-01-01T00:00:00Z", "2026-01-01T00:00:01Z"
+    fields = [{"manager": "dra-bridge", "time": late}, {"manager": "kubectl-edit", "time": late},
+              {"manager": "helm", "time": early}]  # fmt: skip
+    assert manager_of({"metadata": {"managedFields": fields}}) == "kubectl-edit"
+    assert manager_of({"metadata": {"managedFields": fields[::2]}}) == "dra-bridge"
+    assert manager_of({"metadata": {}}) == ""
 
 
 def test_few_writes_of_others_are_no_problem() -> None:
