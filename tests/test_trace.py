@@ -1,0 +1,26 @@
+"""How many functions and modules a call of the kubelet's, and a move, pass through."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.bench.trace import LIMITS, Trace, traces
+
+
+@pytest.fixture(scope="module")
+def traced() -> dict[str, Trace]:
+    return traces()
+
+
+@pytest.mark.parametrize("path", LIMITS)
+def test_a_path_is_no_longer_than_its_limit(path: str, traced: dict[str, Trace]) -> None:
+    """A call, or a move, passes through at most as many functions and modules of the product as its limit says."""
+    size, limit = traced[path].size, LIMITS[path]
+    exceeded = size.functions > limit.functions or size.modules > limit.modules
+    assert not exceeded, f"{size}, limit: {limit}"
+
+
+def test_the_question_is_decided_where_a_device_is_granted(traced: dict[str, Trace]) -> None:
+    """Allocate and NodePrepareResources decide the question, Unprepare does not."""
+    decided = {path: traced[path].asked("question decided") > 0 for path in LIMITS if path != "move"}
+    assert decided == {"Allocate": True, "NodePrepareResources": True, "NodeUnprepareResources": False}
