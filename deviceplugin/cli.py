@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from deviceplugin import config
 from deviceplugin.config import Config, ConfigError, Lock
-from deviceplugin.device import Device, counted
+from deviceplugin.device import Device, counted, printable
 from deviceplugin.node import logs
 from deviceplugin.node.options import EXITS, add_config_options, add_run_options, lock_of, run_options
-from deviceplugin.tables import print_table, printable
+from deviceplugin.tables import print_table
 from deviceplugin.version import VERSION, installing
 
 if TYPE_CHECKING:

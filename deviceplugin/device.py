@@ -60,7 +60,7 @@ def counted(number: int, what: str = "device") -> str:
 
 
 def printable(text: str) -> str:
-    """Return text with its control and other unprintable characters escaped."""
+    """Return text with all characters escaped that move a terminal's cursor, or change its colours or its order."""
     return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 

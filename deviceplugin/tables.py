@@ -6,12 +6,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-
-def printable(text: str) -> str:
-    """Return a line in which what would move a terminal's cursor, change its colours or its order stands escaped."""
-    return "".join(
-        character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
-    )
+from deviceplugin.device import printable
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], red: Sequence[Sequence[str]] = ()) -> None:

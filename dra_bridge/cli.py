@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from deviceplugin.cli import CommandError, CommandLine
-from deviceplugin.device import counted
+from deviceplugin.device import counted, printable
 from deviceplugin.node import logs
 from deviceplugin.node.options import add_config_options, lock_of
-from deviceplugin.tables import import_rich, print_lines, printable
+from deviceplugin.tables import import_rich, print_lines
 from deviceplugin.version import VERSION
 from dra_bridge.node.options import add_kubeconfig, add_run_options, run_options
 

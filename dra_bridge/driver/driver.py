@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 DEADLINE: Final = 30.0
 """Seconds for one claim; the kubelet gives a call 45 (kubelet 1.36, cm/dra/plugin)."""
 
-PATIENCE: Final = 40.0
+CALL_DEADLINE: Final = 40.0
 """Seconds for a call: also for what undoes a claim that failed at its deadline, whose hooks may hang, too."""
 
 
@@ -52,8 +52,8 @@ class DriverNode:
 class Driver:
     """One DRA driver of this node. Belongs to one event loop.
 
-    host: the agent around it. deadline: seconds for one claim. patience: seconds for a call; what is not done then is
-    an error in the answer, and it goes on.
+    host: the agent around it. deadline: seconds for one claim. call_deadline: seconds for a call. A claim that is not
+    done by then gets an error in the answer, and its preparation goes on.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Driver:
         host: DriverHost | None = None,
         *,
         deadline: float = DEADLINE,
-        patience: float = PATIENCE,
+        call_deadline: float = CALL_DEADLINE,
     ) -> None:
         host, api, register = host or DriverHost(), node.api, node.register
         self.name: Final = name
@@ -73,7 +73,7 @@ class Driver:
         self.records = records = ClaimRecords(name, node.pool, register.store)
         self.devices = served_devices = ServedDevices(name, tuple(served), host)
         self.files = files = ClaimFiles(records, node.cdi_directory, node.boot or register.boot, node.agent)
-        self._patience = patience
+        self._call_deadline = call_deadline
         self._tasks = tasks = Tasks()
         events = ClaimEvents(records, api, tasks, node.report)
         devices = ClaimDevices(records, served_devices, register, events, statistics, host)
@@ -97,8 +97,8 @@ class Driver:
     ) -> dict[str, _T | ClaimError]:
         # A caller that goes away does not stop what has begun: its next try finds it done.
         if tasks:
-            await asyncio.wait(tasks.values(), timeout=self._patience)
-        late = f"not done within {self._patience:g} s; it goes on"
+            await asyncio.wait(tasks.values(), timeout=self._call_deadline)
+        late = f"not done within {self._call_deadline:g} s; it goes on"
         timeouts = {uid: ClaimError("timeout", f"claim {ref.title}: {late}") for uid, ref in refs.items()}
         return {uid: _answer(task) if task.done() else timeouts[uid] for uid, task in tasks.items()}
 

@@ -28,7 +28,7 @@ GRACE: Final = 1.0
 
 The scheduler binds pods that it chose before, and the kubelet admits them: some ten milliseconds on an idle node.
 """
-PATIENCE: Final = 3.0
+LOWER_DEADLINE: Final = 3.0
 """Seconds after which devices are withdrawn although the kubelet writes its own number back again and again."""
 LATE: Final = 2.0
 """Seconds after a number was lowered in which a larger one is the kubelet's from before, and is written over.
@@ -103,7 +103,7 @@ class AllocatableStatus:
             self._lowered.pop(resource, None)
         waited = lowered = False
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(PATIENCE):
+            async with asyncio.timeout(LOWER_DEADLINE):
                 began = time.monotonic()
                 while (rest := self._until_lowered(resource, number, began)) > 0:
                     self._changed.clear()

@@ -16,7 +16,7 @@ from typing import Final
 
 from deviceplugin.backoff import Backoff
 from deviceplugin.device import counted
-from deviceplugin.register.records import LedgerError, RegisterSnapshot, Side
+from deviceplugin.register.records import LedgerError, RegisterSnapshot, Side, State
 from deviceplugin.register.rules import MoveWait
 from dra_bridge.handover.admission import denied_now
 from dra_bridge.handover.allocatable import AllocatableStatus
@@ -26,6 +26,7 @@ from dra_bridge.handover.share import Drain, Share
 from dra_bridge.handover.start import MoveStarter
 
 _LOG: Final = logging.getLogger(__name__)
+_WAYS: Final = (State.TO_DRA.value, State.TO_PLUGIN.value)
 
 
 @dataclass(slots=True)
@@ -34,7 +35,7 @@ class MoveStatistics:
 
     begun: Counter[str] = field(default_factory=Counter)
     finished: Counter[str] = field(default_factory=Counter)
-    seconds: dict[str, float] = field(default_factory=lambda: {"to-dra": 0.0, "to-plugin": 0.0})
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_WAYS, 0.0))
 
 
 class Handover:
@@ -148,7 +149,8 @@ class Handover:
 
     def _committed(self, side: Side, devices: Sequence[str], before: RegisterSnapshot) -> None:
         """Count and log the moves that ended."""
-        way, now, extra = f"to-{side.value}", time.time(), {"resource": self.resource}
+        now, extra = time.time(), {"resource": self.resource}
+        way = (State.TO_DRA if side is Side.DRA else State.TO_PLUGIN).value
         since = [before.device(self.resource, name).since for name in devices]
         self.statistics.seconds[way] += sum(max(0.0, now - began) for began in since)
         self.statistics.finished[way] += len(devices)

@@ -106,7 +106,7 @@ class ClaimPods:
 
 
 @dataclass(frozen=True, slots=True)
-class ClaimReconciliation:
+class ClaimChecks:
     """Unprepares unused claims of one driver, and restores missing CDI files."""
 
     driver: Driver

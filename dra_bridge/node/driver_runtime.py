@@ -21,7 +21,7 @@ from dra_bridge.handover.moves import Handover
 from dra_bridge.handover.planner import Moving
 from dra_bridge.handover.share import Share
 from dra_bridge.ledger.worker import AsyncLedger
-from dra_bridge.node.claim_reconciliation import ClaimPods, ClaimReconciliation
+from dra_bridge.node.claim_reconciliation import ClaimChecks, ClaimPods
 from dra_bridge.node.device_reconciliation import DeviceReconciler, EvidenceReader
 from dra_bridge.node.resource import BYPASSED, BridgeNode, DriverContext, ResourceRuntime
 from dra_bridge.node.share import NO_DEVICES, DriverShare, HandoverPolicy
@@ -68,7 +68,7 @@ class DriverRuntime(DriverHost):
         self.registrar = Registrar(self.driver, node.directory, root / "plugins_registry", changed=self.publish)
         self.feed = SliceFeed(context, self.registrar)
         register.subscribe(self.publish)
-        self.claims = ClaimReconciliation(self.driver, pods, tracker, node.claims)
+        self.claims = ClaimChecks(self.driver, pods, tracker, node.claims)
         evidence = EvidenceReader(self.driver, node.agent, node.cluster, node.claims)
         self.devices = DeviceReconciler(context, evidence, self)
 

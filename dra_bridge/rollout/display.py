@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple
 
-from deviceplugin.device import counted
+from deviceplugin.device import counted, printable
 from deviceplugin.register.records import State
-from deviceplugin.tables import age, aligned, printable
+from deviceplugin.tables import age, aligned
 from dra_bridge.rollout import fleet
 from dra_bridge.rollout.fleet import NodeView, ReportedDevice
 

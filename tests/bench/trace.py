@@ -49,7 +49,7 @@ from tests.scenarios.node import wait_for
 RESOURCE: Final = "example.com/sim"
 DRIVER: Final = "sim.example.com"
 CONFIG: Final = f"resources: [{{name: {RESOURCE}, driver: {DRIVER}, devices: [{{simulated: {{count: 4}}}}]}}]"
-PATIENCE: Final = 30.0
+TIMEOUT: Final = 30.0
 """Seconds that a pod, a move, or the tasks of a call may take."""
 
 
@@ -151,7 +151,7 @@ class Tracer:
         self._next = trace = Trace(begins)
         try:
             yield trace
-            wait_for("the end of the path's tasks", lambda: trace.idle, PATIENCE)
+            wait_for("the end of the path's tasks", lambda: trace.idle, TIMEOUT)
         finally:
             self._next, trace.ended = None, True
 
@@ -188,15 +188,15 @@ def traces() -> dict[str, Trace]:
         serve_both(source, node, share=2),
     ):
         with tracer.tracing(named("Allocate")) as found["Allocate"]:
-            node.start_pod("limits", {RESOURCE: 1}).wait_running(PATIENCE)
+            node.start_pod("limits", {RESOURCE: 1}).wait_running(TIMEOUT)
         with tracer.tracing(named("NodePrepareResources")) as found["NodePrepareResources"]:
-            pod = node.start_pod("claim", template={DRIVER: 1}).wait_running(PATIENCE)
+            pod = node.start_pod("claim", template={DRIVER: 1}).wait_running(TIMEOUT)
         with tracer.tracing(named("NodeUnprepareResources")) as found["NodeUnprepareResources"]:
             pod.delete()
         with tracer.tracing(lambda code: code in codes_of(Handover.run)) as found["move"]:
             annotation = {progress.share_annotation(DRIVER): "3"}
             server.patch("nodes", "node", {"metadata": {"annotations": annotation}})
-            node.wait_until(lambda: _arrived(server, 3), PATIENCE, "the move to end")
+            node.wait_until(lambda: _arrived(server, 3), TIMEOUT, "the move to end")
     return {name: found[name] for name in LIMITS}
 
 

@@ -632,7 +632,7 @@ async def test_a_call_is_answered_in_time_though_the_undoing_of_a_claim_hangs(se
     source = Stuck()
     source.fails.add("prepare")
     # Only what hangs reaches a limit, also on a busy machine: the rest of the call is done well before.
-    here = await serve(source, deadline=20.0, patience=1.5)
+    here = await serve(source, deadline=20.0, call_deadline=1.5)
     here.claims.add(claim("1", result("d0")))
     answers = await here.prepare("1", "none")
     assert str(answers["1"]) == "claim default/claim-1: not done within 1.5 s; it goes on"

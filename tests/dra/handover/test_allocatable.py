@@ -119,7 +119,7 @@ async def test_a_kubelet_that_writes_its_number_all_the_time_does_not_stop_moves
 ) -> None:
     """Its number is written over each time, and the log says that devices are withdrawn all the same."""
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(allocatable, "PATIENCE", 0.3)
+    monkeypatch.setattr(allocatable, "LOWER_DEADLINE", 0.3)
     cluster = FakeStatus(writes_back=True)
     assert not await cluster.status.lower(R, 5)
     assert len(cluster.writes) > 1
