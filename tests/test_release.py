@@ -20,6 +20,7 @@ from tests.programs import tool
 ROOT = Path(__file__).parent.parent
 KREW = ROOT / "examples" / "krew"
 WORKFLOWS = ROOT / ".github" / "workflows"
+DOCKERFILE = (ROOT / "examples" / "Dockerfile").read_text()
 
 
 def address() -> str:
@@ -115,11 +116,44 @@ def test_workflows(path: Path) -> None:
 
 
 def test_actions_are_pinned() -> None:
-    """Each action is named by its commit, with the version as a comment, the same in all workflows."""
+    """Each action is named by its commit, with the version as a comment, the same in all workflows; so are images."""
     lines = [line for path in WORKFLOWS.glob("*.yml") for line in re.findall(r"uses: *(.+)", path.read_text())]
     pinned = {line for line in lines if re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", line)}
-    assert set(lines) - pinned == {"pypa/gh-action-pypi-publish@release/v1"}
+    assert set(lines) - pinned == {"./.github/workflows/test.yml"}
     assert len({line.partition("@")[0] for line in pinned}) == len(pinned) > 5
+    images = {
+        image
+        for path in WORKFLOWS.glob("*.yml")
+        for image in re.findall(r"^ +image: (\S+)$", path.read_text(), re.MULTILINE)
+    }
+    assert images == set(re.findall(r"^FROM (\S+@sha256:\S+)", DOCKERFILE, re.MULTILINE))
+
+
+def test_what_is_released_was_tested() -> None:
+    """A release waits for all checks, the real node among them, and an image starts before anything vouches for it."""
+    jobs = yaml.safe_load((WORKFLOWS / "release.yml").read_text())["jobs"]
+    assert jobs["checks"] == {"uses": "./.github/workflows/test.yml"}
+    needed = {name: job.get("needs", []) for name, job in jobs.items()}
+    assert [name for name, needs in needed.items() if not needs] == ["checks"]
+    steps = [step.get("name", step.get("uses", step.get("run", ""))) for step in jobs["image"]["steps"]]
+    starts, *vouches = (
+        next(at for at, step in enumerate(steps) if step.startswith(begin))
+        for begin in ("the image starts", "actions/attest", "cosign sign")
+    )
+    assert starts < min(vouches)
+    tested = yaml.safe_load((WORKFLOWS / "test.yml").read_text())["jobs"]
+    commands = {name: [step["run"] for step in job["steps"] if "run" in step] for name, job in tested.items()}
+    assert {"tox", "tox -e explore"} <= set(commands["tox"])
+    assert "tox -e coverage" in commands["coverage"]
+    assert commands["node"][-1].startswith("tox -e cluster ")
+
+
+def test_code_has_owners() -> None:
+    """Who is asked to review is of the owner of the project's address."""
+    owner = address().split("/")[-2]
+    lines = [line for line in (WORKFLOWS.parent / "CODEOWNERS").read_text().splitlines() if not line.startswith("#")]
+    assert lines
+    assert all(line.split()[1:] == [f"@{owner}/maintainers"] for line in lines)
 
 
 def test_pins_are_kept_up_to_date() -> None:
