@@ -81,6 +81,7 @@ QUESTIONS: Final = {
     "listed hardware asked for": codes_of(ListedHardware.now),
     "identity read": codes_of(
         HardwareIndex.tokens,
+        *vars(identity.Identity).values(),
         *(one for one in vars(identity).values() if getattr(one, "__module__", "") == identity.__name__),
     ),
     "question decided": codes_of(refusal),
