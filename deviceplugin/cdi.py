@@ -1,4 +1,4 @@
-"""CDI specs (tags.cncf.io/container-device-interface 1.0) of claims: what the runtime gives to their containers.
+"""CDI specs (tags.cncf.io/container-device-interface 1.0) of claims. The container runtime applies them to containers.
 
 A file is renamed into place but not synced: it is written again from the ledger at each start, so an empty or missing
 one is replaced after a power failure. (/var/run is a tmpfs on most nodes anyhow.)
@@ -25,9 +25,9 @@ CLASS: Final = "claim"
 """The class half of the kind; the vendor half is the driver's name."""
 HOLDING: Final = "claim"
 ADMIN: Final = "admin"
-"""How the name of a CDI device of a claim begins: `claim_<claim UID>_<request>`, or for administrative access alone."""
+"""Prefixes of a claim's CDI device names, `claim_<claim UID>_<request>`; `admin` is for administrative access alone."""
 UID: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]{0,62}[A-Za-z0-9])?")
-"""What can be the UID of a claim, and so a part of a file's name."""
+"""The form of a claim's UID, which is a part of its file's name."""
 _VENDOR: Final = re.compile(r"[A-Za-z]([A-Za-z0-9_.-]*[A-Za-z0-9])?")
 _NAME: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.:-]*[A-Za-z0-9])?")
 _MAX_NODES: Final = 1024
@@ -89,7 +89,7 @@ def encode(spec: Mapping[str, Any]) -> bytes:
 
 
 def _version(devices: list[dict[str, Any]]) -> str:
-    """Return the lowest version of the CDI spec that knows all that is used.
+    """Return the lowest version of the CDI spec that has all the fields of this one.
 
     0.3.0 is the first, 0.5.0 brought host paths of nodes and names that begin with a digit. What 0.4.0, 0.6.0 and 0.7.0
     brought (a mount's type, annotations, dots in the class, RDT, groups) is never written here.
@@ -173,7 +173,7 @@ def _node(host: str, status: os.stat_result, path: str, permissions: str) -> dic
 
 
 def own_directory(directory: str) -> str:
-    """Return where agents of this project keep their other files of the node's boot: below the directory of CDI specs.
+    """Return the directory of this project's other files that last until the node's next boot: below that of CDI specs.
 
     That directory is mounted, and in memory on most nodes. Runtimes look into no directory below it. Beside the specs
     each of these files would cost time: whenever a file of any name is renamed or removed there, containerd reads all
@@ -191,7 +191,7 @@ class CdiStore:
         self.directory: Final = directory
         self._prefix = f"{vendor_of(driver)}-{CLASS}_"
         self._run: Final = os.urandom(8).hex()
-        """In the names of this store's drafts; those without it were left behind by a crash."""
+        """A part of the names of this store's drafts. Drafts without it were left by an agent that crashed."""
 
     def path(self, uid: str) -> str:
         """Return the path of a claim's file. Raises CdiError if this is no claim's UID."""
@@ -200,7 +200,7 @@ class CdiStore:
         return os.path.join(self.directory, f"{self._prefix}{uid}{self.SUFFIX}")
 
     def write(self, uid: str, data: bytes) -> bool:
-        """Put a claim's file into place, whole or not at all; return False if it was there already. Raises CdiError."""
+        """Write a claim's file atomically; return False if it has these bytes already. Raises CdiError."""
         path = self.path(uid)
         if self.read(uid) == data:
             return False

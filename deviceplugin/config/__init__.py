@@ -1,4 +1,4 @@
-"""The user's YAML file as frozen, typed values, or errors that say where and what would be right; without gRPC."""
+"""Reads the user's YAML file: frozen, typed values, or errors with line, key and correction. Does not import gRPC."""
 
 from deviceplugin.config.document import MAX_BYTES, ConfigError
 from deviceplugin.config.lock import ADOPTED, OPEN, Lock, needed

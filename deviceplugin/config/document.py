@@ -1,4 +1,4 @@
-"""The YAML document of a config file: text or bytes to nodes, within limits of size and depth; and its errors.
+"""Parses the YAML of a config file into nodes, within limits of size and depth; and the errors of a file.
 
 Scalars are those of YAML 1.2's core schema: `on`, `no`, `12:30` and `0644` are text, and only `true` and `false` are
 booleans. Anchors and merge keys work.
@@ -28,15 +28,15 @@ MAX_DIRECTIVES: Final = 32
 MAX_DEPTH: Final = 32
 """Nesting of lists and mappings in a file; libyaml's composer overflows the stack beyond some 10,000."""
 MAX_SHOWN: Final = 25
-"""Problems that an error's text shows; all are in `problems`."""
+"""The number of problems in an error's text. `problems` has all."""
 MAX_UNKNOWN: Final = 3
-"""Unknown keys of a mapping that are reported where none of its keys is meant: this is another kind of file."""
+"""The number of unknown keys of one mapping that are reported although no key is similar: it may be another file."""
 MAX_PROBLEMS: Final = 100
-"""Problems after which reading stops; the search for similar names takes most of a millisecond each."""
+"""The number of problems after which reading stops: the search for similar names takes up to a millisecond each."""
 
 
 class Problem(NamedTuple):
-    """One problem of a file: its line (from 1; 0 for the file itself), its place, and what would be right."""
+    """One problem of a file: line (from 1; 0 for the file itself), path of the key, message with the correction."""
 
     line: int
     path: str
@@ -173,7 +173,7 @@ _SCALARS: Final = {"str", "int", "float", "bool", "null", "merge"}
 
 
 def kind(node: yaml.Node) -> str:
-    """Return what a node is: map, seq, str, int, float, bool, null or merge; or its tag, if that is another."""
+    """Return the kind of a node: map, seq, str, int, float, bool, null or merge; for any other kind its tag."""
     if isinstance(node, yaml.ScalarNode):
         name = node.tag.removeprefix(TAG)
         return name if name in _SCALARS else node.tag

@@ -1,6 +1,6 @@
-"""Vendors' device plugins that are known, by the names of their resources: what each can serve behind an agent.
+"""Known device plugins of vendors, by their resources: whether each can serve limits and claims behind an agent.
 
-What is said here was read in the plugins' sources (November 2026). A claim's Allocate has no pod: a plugin that looks
+The source of these facts is the plugins' code (November 2026). A claim's Allocate has no pod: a plugin that looks
 for the pod, or that frees what the kubelet does not list for a pod, cannot serve claims. One name may be that of
 several plugins, which the ids of their devices tell apart.
 """
@@ -14,7 +14,7 @@ from typing import Final, Literal, NamedTuple
 class KnownPlugin(NamedTuple):
     """A plugin. resources: patterns of the names that it registers.
 
-    serves: both (limits and claims), limits alone, or no: it cannot be adopted. why: for people, where it is not both.
+    serves: both (limits and claims), limits alone, or no: it cannot be adopted. why: the reason, unless it is both.
     ids: a regular expression that its devices' ids fit; those of another plugin with such a resource do not.
     """
 
@@ -77,5 +77,5 @@ PLUGINS: Final = (
 
 
 def known_plugin(resource: str) -> KnownPlugin | None:
-    """Return what is known of the plugin that registers a resource; None if nothing is."""
+    """Return the known plugin that registers a resource; None if there is none."""
     return next((plugin for plugin in PLUGINS if any(fnmatchcase(resource, name) for name in plugin.resources)), None)

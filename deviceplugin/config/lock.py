@@ -1,4 +1,4 @@
-"""What a config file may have the agent execute and hand out of the host, whoever writes the file.
+"""The lock: which commands a config file may name for the agent to run, and which host paths for containers.
 
 Without a lock the writer of a ConfigMap is root on every node: the agent runs commands for it and mounts host paths
 into containers. `run` takes the lock from --allow-commands and --allow-host-path, which the writer of the file cannot
@@ -33,7 +33,7 @@ from deviceplugin.config.types import (
 
 _PATTERN: Final = re.compile(r"[*?[]")
 DEVICES: Final = "/dev"
-"""Where host paths are allowed without an option."""
+"""The directory whose paths are allowed without an option."""
 PATHS: Final[Mapping[type, tuple[str, ...]]] = {
     DeviceEntry: ("path", "group"),
     MountConfig: ("host",),
@@ -42,14 +42,14 @@ PATHS: Final[Mapping[type, tuple[str, ...]]] = {
 }
 """By type: the keys that name paths of the host."""
 ADOPTED: Final = "/run/deviceplugin/plugins"
-"""Where vendors' plugins register with the agent, if nothing else is wanted. /run is empty after a reboot."""
+"""The default directory in which vendors' plugins register with the agent. /run is empty after a reboot."""
 CODE: Final[Mapping[type, tuple[str, ...]]] = {CommandProbeConfig: ("command",), NvidiaConfig: ("library",)}
 """By type: the keys that name what the agent executes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lock:
-    """What is allowed.
+    """The commands, host paths and plugins that a config file may name.
 
     commands: whether the file may name what the agent executes: commands of probes, and NVIDIA's library.
     host_paths: prefixes; a path at one or below one is allowed. A step of a prefix may be a pattern (/run/fpga*), which
@@ -79,14 +79,14 @@ class Lock:
         return any(_begins(steps, _steps(prefix)) for prefix in self.prefixes)
 
     def problem(self, kind: type, path: str) -> str:
-        """Return why a path that a mapping of this type names is not allowed; "" if it is. Reads symlinks."""
+        """Return why a path is not allowed in a mapping of this type; "" if it is. Reads symlinks."""
         if not self.allows(path):
             return self.refusal(path)
         target = path if kind is DeviceEntry else os.path.realpath(path)
         return "" if self.allows(target) else f"{path!r} is a symlink out of the allowed paths: {self.refusal(target)}"
 
     def refusal(self, path: str) -> str:
-        """Return that a path is not allowed, and which option allows it."""
+        """Return the message that a path is not allowed, with the option that allows it."""
         within = ", ".join(self.prefixes)
         return f"{path!r} is a path of the host outside of {within}; `run --allow-host-path={path}` allows it"
 
@@ -101,7 +101,7 @@ OPEN: Final = Lock(commands=True, host_paths=("/",), plugins=True)
 
 
 def needed(config: Config) -> Lock:
-    """Return the lock that allows what a config names, and no more outside of /dev."""
+    """Return the lock that allows all paths and commands of a config, and no others outside of /dev."""
     parts = list(_parts(config))
     named = {path for part in parts for key in PATHS.get(type(part), ()) for path in texts_of(getattr(part, key))}
     commands = any(getattr(part, key) for part in parts for key in CODE.get(type(part), ()))
@@ -115,7 +115,7 @@ def texts_of(value: Any) -> Iterable[str]:
 
 
 def _parts(value: Any) -> Iterator[Struct]:
-    """Yield a mapping of the file and all that are in it."""
+    """Yield a mapping of the file, and all mappings in it."""
     if isinstance(value, Struct):
         yield value
         for name in value.__struct_fields__:
@@ -134,7 +134,7 @@ def _begins(steps: list[str], prefix: list[str]) -> bool:
 
 
 def _real_name(prefix: str) -> str:
-    """Return a prefix with the symlinks followed of the directory before its last step, or before its first pattern."""
+    """Return a prefix with its symlinks resolved, except in its last step and from its first pattern on."""
     steps = _steps(prefix)
     fixed = len(list(takewhile(lambda step: not _PATTERN.search(step), steps[:-1])))
     return os.path.join(os.path.realpath("/" + "/".join(steps[:fixed])), *steps[fixed:])

@@ -1,4 +1,4 @@
-"""Reads a config file along its types, to values or to all the problems that it has."""
+"""Reads a config file by the types in `types`. Returns its values, or raises an error with all its problems."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def parse(text: str | bytes, file: str = "<config>", lock: Lock = OPEN) -> Confi
 
 @functools.cache
 def _type_info() -> Any:
-    """Return the types of the file as msgspec describes them, which takes a while."""
+    """Return msgspec's description of the file's types, once: it takes some milliseconds."""
     import msgspec.inspect
 
     return msgspec.inspect.type_info(Config)
@@ -50,7 +50,7 @@ def _type_info() -> Any:
 
 _Pair = tuple[yaml.Node, yaml.Node]
 _Advice = Callable[[str], str] | None
-"""What to write in place of a text of the wrong form."""
+"""Returns the correction of a text of the wrong form."""
 _Options = dict[str, tuple[Any, _Advice]]
 """The types that a value may have, by the kind of their nodes (`document.kind`)."""
 _BAD: Final = object()
@@ -58,7 +58,7 @@ _BAD: Final = object()
 
 
 class Reader:
-    """Reads a file's nodes along the types; collects problems instead of stopping at the first."""
+    """Reads a file's nodes by the types. Collects all problems instead of stopping at the first."""
 
     def __init__(self, file: str, lock: Lock) -> None:
         self.problems = document.Problems(file)
@@ -190,7 +190,7 @@ class Reader:
         return pairs.values()
 
     def _merge(self, node: yaml.Node, pairs: dict[str, _Pair], path: str) -> None:
-        """Add what a merge key names to a mapping's own pairs, which win."""
+        """Add the pairs of a merge key's mappings to a mapping's own. Of two with the same key its own stays."""
         self._count(node)
         for part in node.value if isinstance(node, yaml.SequenceNode) else [node]:
             self._count(part)
@@ -221,7 +221,7 @@ _FALSE: Final = {"no", "off", "n", "false"}
 
 
 def _options(info: Any, advice: _Advice = None) -> _Options:
-    """Return the types that a value may have, but None; in a union each is of another kind of node."""
+    """Return the types that a value may have, without None. Each type of a union has another kind of node."""
     match type(info).__name__:
         case "Metadata":
             return _options(info.type, (info.extra or {}).get("advice", advice))
@@ -250,7 +250,7 @@ def _described(info: Any) -> str:
 
 
 def _got(node: yaml.Node) -> str:
-    """Return what a node is, with its value if that is short."""
+    """Return a node's kind in words, with its value if that is short."""
     value = document.scalar_text(node)
     text = value if len(value) <= 60 else f"{value[:57]}..."
     number = f"the number {text}"
@@ -260,7 +260,7 @@ def _got(node: yaml.Node) -> str:
 
 
 def _mismatch(node: yaml.Node, options: _Options) -> str:
-    """Return what was expected, what the node is, and if possible what to write."""
+    """Return the message about a node of the wrong kind: the expected kind, the found kind, the correction if any."""
     message = f"expected {_expected(options)}, got {_got(node)}"
     what, value = document.kind(node), document.scalar_text(node)
     kinds = {type(info).__name__ for info, _ in options.values()}
@@ -283,7 +283,7 @@ def _place_below(path: str, key: str) -> str:
 
 
 def _closest(word: str, words: Iterable[str]) -> str | None:
-    """Return which of these words was probably meant."""
+    """Return the word that is most similar to a misspelt one; None if none is similar."""
     import difflib
 
     lowered = {name.lower(): name for name in words}

@@ -18,12 +18,12 @@ from deviceplugin.config.types import Config, DeviceEntry, MetricsConfig, Resour
 from deviceplugin.device import Device
 
 ADOPTED_KEYS: Final = {"name", "devices", "driver", "attributes", "capacity", "dra"}
-"""What a resource with a plugin entry may have; the rest is the plugin's."""
+"""The keys that a resource with a plugin entry may have. The plugin decides everything else."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A mapping of the file: its node and place, and by key the values that are good and the nodes of all."""
+    """A mapping of the file: its node and path; by key, the valid values, and the nodes of all values."""
 
     problems: Problems
     node: yaml.Node
@@ -32,12 +32,12 @@ class Checked:
     values: dict[str, Any]
 
     def report(self, key: str, message: str, below: str = "", node: yaml.Node | None = None) -> None:
-        """Add a problem with a key's value; or with a part of it, whose place in it is `below`."""
+        """Add a problem with a key's value, or with the part of the value at the path `below`."""
         self.problems.report(node or self.nodes[key], f"{self.path}.{key}{below}", message)
 
 
 class ConfigRules:
-    """Checks the mappings of one file, in their order in the file; `lock` says what they may name."""
+    """Checks the mappings of one file, in their order. lock: the commands and host paths that are allowed."""
 
     def __init__(self, lock: Lock = OPEN) -> None:
         self._lock = lock
@@ -53,7 +53,7 @@ class ConfigRules:
         }
 
     def check(self, kind: type, mapping: Checked) -> None:
-        """Report what is wrong with a mapping of this type; bring its values into the form in which they stay."""
+        """Report the problems of a mapping of this type, and normalize its values."""
         if (check := self._checks.get(kind)) is not None:
             check(mapping)
         self._check_lock(kind, mapping)
@@ -95,7 +95,7 @@ class ConfigRules:
             self._check_group(entry, group)
 
     def _check_group(self, entry: Checked, group: tuple[str, ...]) -> None:
-        """Refuse a node of two groups that have other nodes each: they may share it, or be one device."""
+        """Report a device node in two groups that differ: their devices may share the node, or be one device."""
         own, seen = frozenset(group), set[frozenset[str]]()
         for index, (member, node) in enumerate(zip(group, entry.nodes["group"].value, strict=True)):
             if re.search(r"[*?[]", member):
@@ -175,9 +175,9 @@ class ConfigRules:
             resource.report(key, problem)
 
     def _check_config(self, config: Checked) -> None:
-        """Refuse drivers over the same devices whose shares put these on different sides: neither would offer them.
+        """Report drivers with the same devices on different sides: neither driver would offer them.
 
-        And refuse ending pods for a vendor's plugin that restarts.
+        Report NoExecute for an adopted plugin's devices too: a restart of the plugin would end pods.
         """
         resources: tuple[ResourceConfig, ...] = config.values.get("resources", ())
         adopted = {resource.driver for resource in resources if resource.adopted and resource.driver}
@@ -211,13 +211,13 @@ class ConfigRules:
 
 
 def _places(entry: DeviceEntry) -> Iterator[object]:
-    """Yield what two entries have in common that find the same devices."""
+    """Yield keys of an entry. Two entries that list the same devices have one of them in common."""
     yield from entry.globs
     yield from (place for place in (entry.pci, entry.usb, entry.nvidia) if place is not None)
 
 
 def sides_conflict(resource: ResourceConfig, other: ResourceConfig) -> bool:
-    """Return whether a device of both resources would be offered to nobody: it is not on one side alone."""
+    """Return whether a device of both resources would be offered by neither, since their sides differ."""
     sides = {_side_of(resource), _side_of(other)}
     return resource.driver != other.driver and (len(sides) > 1 or None in sides)
 

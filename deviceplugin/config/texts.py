@@ -33,7 +33,7 @@ def _text(
     longest: int = MAX_PATH,
     examples: list[str] | None = None,
 ) -> Meta:
-    """Return the form of a text. advice: what is wrong with another text ({!r}), and what would be right."""
+    """Return the form of a text. advice: the message about a text ({!r}) of another form, with the correction."""
     advise = advice.format if isinstance(advice, str) else advice
     return Meta(
         pattern=f"^{pattern}$", max_length=longest, description=description, examples=examples, extra={"advice": advise}

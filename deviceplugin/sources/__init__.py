@@ -1,4 +1,4 @@
-"""From a resource of the config file to a source of its devices."""
+"""Sources of devices: one for each kind of entry in the config file, and the one that combines them for a resource."""
 
 from deviceplugin.sources.configured import ConfiguredSource, overlaps
 

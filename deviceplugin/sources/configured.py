@@ -35,11 +35,11 @@ from deviceplugin.tasks import cancel_all
 
 _LOG: Final = logging.getLogger(__name__)
 FIRST_LIST: Final = 2.0
-"""Seconds that the first list waits for all entries; one that takes longer joins later."""
+"""Seconds that the first list waits for all entries; the devices of a slower entry are added later."""
 RETRY: Final = (1.0, 30.0)
-"""Seconds before an entry that failed is tried again, the first time and at the most."""
+"""Seconds before a failed entry is read again: after the first failure, and at most."""
 FIRST_PROBE: Final = 2.0
-"""Seconds that a device's first probe is waited for; if it takes longer, its health is unknown until then."""
+"""Seconds that a new device waits for its first probe. Until a slower probe ends, the device's health is unknown."""
 OPEN_TIMEOUT: Final = 5.0
 """Seconds in which a device's nodes must open."""
 
@@ -70,7 +70,7 @@ def build_entry(resource: ResourceConfig, index: int) -> DeviceSource:
 
 
 def overlaps(resources: Iterable[ResourceConfig]) -> list[str]:
-    """Return a sentence for each pair of ids that are one device now, and on paths that are no device nodes. Blocks."""
+    """Return a sentence for each pair of ids of one device, and those of `nodeless` for each resource. Blocks."""
     owners: dict[str, tuple[str, str]] = {}
     configured: dict[str, ResourceConfig] = {}
     tokens_by_key: dict[tuple[str, str], identity.Tokens] = {}
@@ -96,7 +96,7 @@ def overlaps(resources: Iterable[ResourceConfig]) -> list[str]:
 
 
 def nodeless(devices: Iterable[Device]) -> list[str]:
-    """Return a sentence on devices whose paths are not device nodes, and one on those without any path."""
+    """Return a sentence with the paths that are not device nodes, and one with the devices that have no path."""
     devices = list(devices)
     mounted = [mount.host for device in devices for mount in device.edits.mounts]
     empty = [device.id for device in devices if not device.container_edits]
@@ -113,7 +113,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def is_wanted(device: Device, resource: ResourceConfig) -> bool:
-    """Return whether a resource's `include` and `exclude` let a device through."""
+    """Return whether a resource's `include` and `exclude` select a device."""
     if not (resource.include or resource.exclude):
         return True
     names = _names(device)
@@ -162,7 +162,7 @@ class ConfiguredSource(DeviceSource):
 
     @property
     def nodeless(self) -> Sequence[str]:
-        """Sentences on devices of the last list that are not device nodes; those that an entry's hook edits may be."""
+        """Sentences about devices that are not device nodes, without those of entries with the hook `edits`."""
         return nodeless(served.listed for served in self._served.values() if "edits" not in served.entry.hooks)
 
     @property
@@ -185,7 +185,7 @@ class ConfiguredSource(DeviceSource):
         return next(fitting, 1)
 
     async def edits(self, devices: Sequence[Device]) -> ContainerEdits:
-        """Return the edits of the entries for their devices in one container; the resource's own win over them."""
+        """Return the entries' edits for one container. The resource's own edits take precedence."""
         edits = await self._ask("edits", devices)
         return ContainerEdits.merge(edits, winner=self._edits) if edits else ContainerEdits()
 
@@ -256,11 +256,11 @@ class ConfiguredSource(DeviceSource):
             await cancel_all(tasks)
 
     def _listed(self) -> list[Device]:
-        """Return the devices as their entries list them: a probe must not take the resource's mounts for theirs."""
+        """Return the devices as their entries list them, without the resource's mounts, which a probe must not open."""
         return [served.listed for served in self._served.values()]
 
     async def _follow(self, index: int, lists: list[Sequence[Device] | None], changed: asyncio.Event) -> None:
-        """Keep one entry's list up to date; its failure is not the others'."""
+        """Keep one entry's list up to date. If it fails, the other entries go on."""
         entry, backoff = self.entries[index], Backoff(*RETRY)
         while True:
             try:
@@ -281,7 +281,7 @@ class ConfiguredSource(DeviceSource):
             await asyncio.sleep(delay)
 
     def _together(self, lists: Iterable[Sequence[Device] | None]) -> list[Device]:
-        """Return what is to be served: each wanted device once, as the resource serves it."""
+        """Return the devices to serve: each selected device once, with the resource's settings."""
         served: dict[str, _Served] = {}
         owners: dict[str, str] = {}  # ids by the host path of their nodes and mounts
         left_out: dict[str, None] = {}
@@ -366,7 +366,7 @@ class ProbedHealth:
             first.add_done_callback(lambda _: changed.set())
 
     def judged(self, device: Device) -> Device:
-        """Return a device with the worse of its own health and that by its probes."""
+        """Return a device with the worse of two healths: that of its source and that of its probes."""
         history = self._histories[device.id]
         return device.with_health(*health.worst((device.health, device.message), (history.health, history.message)))
 

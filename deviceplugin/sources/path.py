@@ -60,7 +60,7 @@ def numa_of(mode: int, rdev: int, sysfs: str = "/sys") -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class _Match:
-    """A path that a glob matches, and where it led to last. seen: a hash of its status. identity: its token."""
+    """A path that a glob matches, and its target at the last scan. seen: a hash of its status. identity: its token."""
 
     alias: str
     host: str
@@ -72,12 +72,12 @@ class _Match:
 
 @dataclass(slots=True)
 class _PathScan(Scan):
-    """A scan under way: what it has read already is not read twice."""
+    """A running scan. It reads no directory and no symlink twice."""
 
     real: dict[str, str] = field(default_factory=dict)
 
     def resolve(self, directory: str) -> str:
-        """Return a directory's real path, and add the directories to watch in which a change of it would show."""
+        """Return a directory's real path. Add the directories whose changes can change it to those that are watched."""
         real = self.real.get(directory)
         if real is None:
             real = self.real[directory] = os.path.realpath(directory)
@@ -90,7 +90,7 @@ class _PathScan(Scan):
         return real
 
     def follow(self, path: str) -> str:
-        """Return what a path leads to, and add the directories to watch in which its symlinks lie."""
+        """Return the target of a path. Add the directories of its symlinks to those that are watched."""
         for _ in range(40):  # as many as the kernel follows
             directory, name = os.path.split(path)
             directory = self.resolve(directory)
@@ -137,7 +137,7 @@ class PathSource(ScannedSource):
         return scan
 
     def _groups(self, scan: _PathScan) -> list[tuple[_Match, ...]]:
-        """Return, for each device, the paths that make it."""
+        """Return the paths of each device."""
         before = {match.alias: match for matches in self._devices for match in matches}
         columns = [self._matching(glob, scan, before) for glob in self.globs]
         counts = [len(column) for column in columns]
@@ -192,7 +192,7 @@ class PathSource(ScannedSource):
         return {alias: by_alias[alias] for alias in sorted(by_alias, key=natural)}
 
     def _match(self, alias: str, scan: _PathScan, before: _Match | None) -> _Match | None:
-        """Return what a path leads to now, `before` if that is the same; None if it leads nowhere."""
+        """Return a path's target now; `before` if it is the same, None if there is none."""
         host = scan.follow(alias)
         try:
             status = os.stat(alias)

@@ -1,4 +1,4 @@
-"""The base of sources that find their devices by scanning the file system: when they scan, and what they log."""
+"""The base class of sources that scan the file system for devices: the times of the scans, and their log."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LOG: Final = logging.getLogger(__name__)
 SCAN_TIMEOUT: Final = 60.0
 """Seconds after which a scan is given up (a network file system that hangs)."""
 MAX_PAUSE: Final = 0.5
-"""Seconds between scans under a storm of hints that change nothing."""
+"""Seconds between scans while the file system changes again and again and the devices do not."""
 
 
 @dataclass(slots=True)

@@ -1,6 +1,6 @@
-"""PCI and USB devices as sysfs describes them: values, names, device nodes, and the source that both kinds share.
+"""Reads of PCI and USB devices in sysfs: values, names, device nodes; and the base class of both kinds of source.
 
-The functions take paths, so they work on any tree. A value that is not there is None: sysfs changes while it is read.
+The functions take paths, so they work on any directory tree. A missing value is None: sysfs changes while it is read.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class SysfsSource(ScannedSource, Generic[_Filter]):
 
 
 def ids_files(bus: str, package: str) -> tuple[str, ...]:
-    """Return the files that may name the vendors and products of a bus; `package` is the one that updates them."""
+    """Return the files with the names of vendors and products of a bus. package: the package that updates them."""
     directories = ("/usr/share/misc", "/usr/share/hwdata", "/usr/share", f"/var/lib/{package}")
     return tuple(f"{directory}/{bus}.ids" for directory in directories)
 
@@ -121,7 +121,7 @@ def link_name(path: str) -> str | None:
 
 
 def nodes_below(directory: str, dev: str, depth: int = 8) -> Iterator[str]:
-    """Yield the device nodes of a device and of what is below it, without those of other PCI and USB devices."""
+    """Yield the device nodes of a device and its parts in sysfs, without those of PCI and USB devices below it."""
     for line in (read(f"{directory}/uevent") or "").splitlines():
         key, _, value = line.partition("=")
         if key == "DEVNAME" and value:
@@ -172,5 +172,5 @@ def in_words(wanted: msgspec.Struct) -> str:
 
 
 def attribute_text(text: str) -> str | None:
-    """Return text as an attribute takes it, 64 bytes at the most; None if it is empty."""
+    """Return the text cut to the 64 bytes of an attribute's value; None if it is empty."""
     return text.strip().encode()[:LONGEST_VALUE].decode(errors="ignore").strip() or None

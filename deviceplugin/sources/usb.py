@@ -28,7 +28,7 @@ from deviceplugin.sources.scanned import Scan
 
 _HUB: Final = "09"
 _Plugged = tuple[str, str, str, str]
-"""What stays the same while a device is plugged in: port, node, vendor, product."""
+"""Port, node, vendor and product of a device: they stay the same while it is plugged in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ def _ids(there: Collection[_Usb], before: Mapping[_Plugged, str]) -> dict[_Plugg
 
 
 def _plain_id(usb: _Usb) -> str:
-    """Return the id that a device has if no other one has the same."""
+    """Return a device's id by vendor, product and serial number, or by its port if these do not make an id."""
     serial = re.sub(r"[^A-Za-z0-9_.]+", "-", usb.serial).strip("-")
     name = f"{usb.vendor}-{usb.product}-{serial}"
     return name if serial and len(name) <= LONGEST_ID else _port_id(usb)

@@ -1,1 +1,1 @@
-"""Moves over many nodes: what the fleet shows, and the rollout of a share."""
+"""Moves of devices on many nodes: their progress, and the rollout of a share."""

@@ -1,7 +1,7 @@
-"""What it takes to put a vendor's DaemonSet behind the agents that adopt plugins, and back: checks, and one patch.
+"""Checks a vendor's DaemonSet before its plugin is adopted or given back, and makes the patch that does it.
 
-Nothing is changed here. The patch tests what it replaces, so that it fails where somebody has changed that meanwhile,
-and keeps it in an annotation of the DaemonSet for the way back.
+This module changes nothing. The patch fails if somebody has changed the fields that it replaces. It keeps their former
+values in an annotation of the DaemonSet; the patch that gives the plugin back restores them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OWNERS: Final[Mapping[str, str]] = {
     "amd.com": "switch the device plugin off in the DeviceConfig, and run AMD's by its own DaemonSet",
     "kubevirt.io": "KubeVirt's devices cannot be adopted",
 }
-"""By the API group of an owner, or what it ends with: what to do instead."""
+"""What to do instead of patching the DaemonSet, by its owner's API group, or by the group's suffix."""
 _IN_ITS_SOURCE: Final = "make the change where it takes the DaemonSet from"
 MANAGERS: Final[Sequence[tuple[str, str, str, str]]] = (
     ("addonmanager.kubernetes.io/mode", "Reconcile", "the addon manager", "switch the addon off, and apply its own"),
@@ -51,7 +51,7 @@ MANAGERS: Final[Sequence[tuple[str, str, str, str]]] = (
     ("app.kubernetes.io/managed-by", "Helm", "Helm", "make the change by a value of the chart, or by --post-renderer"),
     ("app.kubernetes.io/managed-by", "", "{value}", _IN_ITS_SOURCE),
 )
-"""Labels and annotations of those who put a changed object back: key, value or any, who, and what to do instead."""
+"""Labels and annotations of tools that revert changes: key, value or any, the tool, and what to do instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class AgentPod:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What was found. problems: why it is not to be done now. notes: what to know. commands: in their order.
+    """The result of a check. problems: reasons against doing it now. notes: further facts. commands: in their order.
 
     done: there is nothing to do.
     """
@@ -85,7 +85,7 @@ class Advice:
 
 
 def agent_of(pod: Object) -> AgentPod:
-    """Return what an agent's pod says of itself."""
+    """Return an agent's directories and options, read from its pod."""
     container = pod["spec"]["containers"][0]
     command = container.get("command") or []
     words = [*command, *(container.get("args") or ())]
@@ -119,7 +119,7 @@ def _option(words: Sequence[str], name: str) -> str:
 
 
 def managers(daemon_set: Object) -> list[str]:
-    """Return who would put a changed DaemonSet back, as far as it says so, and what to do instead."""
+    """Return the tools that would revert a change, by the DaemonSet's owners and labels, and what to do instead."""
     metadata = daemon_set["metadata"]
     sentences = []
     for owner in metadata.get("ownerReferences") or ():
@@ -140,7 +140,7 @@ def managers(daemon_set: Object) -> list[str]:
 
 
 def adopt(daemon_set: Object, agents: Collection[AgentPod], nodes: Collection[str]) -> Advice:
-    """Return how a DaemonSet is adopted. nodes: where its pods are."""
+    """Return the problems and commands of adopting a DaemonSet's plugin. nodes: the nodes of its pods."""
     problems = managers(daemon_set)
     there = {agent.node: agent for agent in agents}
     if without := sorted(node for node in nodes if node not in there):
@@ -198,7 +198,7 @@ def adopt(daemon_set: Object, agents: Collection[AgentPod], nodes: Collection[st
 
 
 def undo(daemon_set: Object, agents: Collection[AgentPod], obstacles: Sequence[str]) -> Advice:
-    """Return how an adopted DaemonSet is given back. obstacles: why it is not to be done now."""
+    """Return the problems and commands of giving an adopted plugin back. obstacles: reasons against it now."""
     adopting = {pod.directory: pod for pod in agents if pod.directory}
     paths = _host_paths(daemon_set)
     try:
@@ -238,7 +238,7 @@ def _host_paths(daemon_set: Object) -> dict[str, str]:
 
 
 def _unusable(daemon_set: Object, paths: Mapping[str, str], plugins: str) -> Iterable[str]:
-    """Yield why a changed hostPath would not lead its plugin to the agent."""
+    """Yield reasons why the plugin would not register with the agent after its hostPath has changed."""
     if plugins not in paths.values():
         above = [path for path in paths.values() if plugins.startswith(f"{path}/")]
         if above:

@@ -1,6 +1,6 @@
-"""What agents know of their devices now: `/status` of their own pods, through the API server's pod proxy.
+"""Asks agents for the state of their devices: `/status` of their pods, through the API server's pod proxy.
 
-Slices tell of holders late, and not at all of health: a write for each change would be too much for many nodes.
+A slice's report has holders with a delay, and no health: with many nodes, a write for each change would be too much.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dra_bridge.kube import (
 )
 
 LABEL: Final = "app.kubernetes.io/managed-by=dra-bridge"
-"""Which all objects of `manifests` have, the agents' pods included. Anybody may put it on pods of a namespace."""
+"""The label of all objects of `manifests`, and so of the agents' pods. Anybody may put it on pods of a namespace."""
 BINDING: Final = "dra-bridge"
 """The binding of the agents' ServiceAccount, as `manifests` calls it by default."""
 PORT: Final = "metrics"
@@ -78,7 +78,7 @@ class _Resource(msgspec.Struct):
 
 
 class _AgentStatus(msgspec.Struct):
-    """What is used of an agent's `/status` (`deviceplugin.metrics.page`)."""
+    """The fields of an agent's `/status` (`deviceplugin.metrics.page`) that are read here."""
 
     resources: list[_Resource]
     holders_known: bool = msgspec.field(name="holdersKnown")
@@ -204,7 +204,7 @@ async def ask_agents(cluster: Cluster, nodes: Collection[str], namespace: str = 
 
 
 async def _ask(cluster: Cluster, pod: Object, turns: asyncio.Semaphore) -> _AgentStatus | str:
-    """Return what an agent answers, or why it does not."""
+    """Return an agent's answer, or the reason why there is none."""
     namespace, name = pod["metadata"]["namespace"], pod["metadata"]["name"]
     pages = [(port, container) for container in pod["spec"]["containers"] for port in container.get("ports") or ()]
     page = next(((port, container) for port, container in pages if port.get("name") == PORT), None)

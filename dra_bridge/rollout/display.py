@@ -1,7 +1,7 @@
-"""What `dra-bridge status` shows: pure functions from the fleet to lines of a given width.
+"""The output of `dra-bridge status`: pure functions that make lines of a given width from the fleet's status.
 
-Nothing that identifies something is ever cut: where a table is too wide, columns are left out that repeat themselves,
-and then what is long gets a line of its own.
+Names are never cut. A table that is too wide gets headings with node and resource in place of these columns. If it is
+still too wide, holders and messages get lines of their own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dra_bridge.rollout import fleet
 from dra_bridge.rollout.fleet import NodeView, ReportedDevice
 
 MANY: Final = 12
-"""Nodes from which on the numbers of all of them come first."""
+"""The number of nodes from which on totals of all nodes are shown first."""
 HEADER: Final = ("NODE", "RESOURCE", "DEVICE", "SIDE", "STATE", "HOLDER", "HEALTH", "SINCE")
 
 
@@ -34,7 +34,7 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FleetStatus:
-    """What is known of the fleet.
+    """The status of the fleet's nodes and agents.
 
     problems: of agents themselves. hints: for pods that wait. unknown: what is not known, and why.
     """
@@ -46,7 +46,7 @@ class FleetStatus:
 
 
 def needs_attention(device: ReportedDevice) -> bool:
-    """Return whether there is something to know about a device beside who has it."""
+    """Return whether a device is not at rest on a side, is withheld, is gone, or is not healthy."""
     at_rest = device.state in (State.PLUGIN, State.DRA)
     return not at_rest or bool(device.withheld) or device.gone or device.health not in ("", "healthy")
 
@@ -86,7 +86,7 @@ def _of_node(view: NodeView, width: int | None) -> Iterator[Line]:
 
 
 def wrapped(texts: Iterable[str], width: int | None, indent: str = "") -> list[Line]:
-    """Return texts as lines; only between words is a new one begun, and it is indented further."""
+    """Return texts as lines that break between words only; the lines after the first are indented further."""
     folded = []
     for text in map(printable, texts):
         if width is None or len(indent + text) <= width:
@@ -212,7 +212,7 @@ def first_rows(all_lines: Sequence[Line], width: int, height: int) -> list[Line]
 
 
 def as_json(status: FleetStatus) -> dict[str, Any]:
-    """Return what is shown as JSON has it."""
+    """Return the status as a structure for JSON."""
     nodes = [_node_as_json(view) for view in status.nodes]
     return {
         "problems": list(status.problems),

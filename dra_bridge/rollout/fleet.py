@@ -90,7 +90,7 @@ class NodeView:
 
 
 def allocations(claim: Object, *, admin: bool = False) -> list[Object]:
-    """Return what is allocated to a claim: objects with driver, pool and device.
+    """Return the devices that are allocated to a claim, as objects with driver, pool and device.
 
     admin: what it has administrative access to; else what it holds.
     """

@@ -1,4 +1,4 @@
-"""How far nodes are, while a move or a rollout goes on: lines, or on a terminal bars below the lines."""
+"""Shows the progress of nodes during a move or a rollout: as lines, and on a terminal as bars below them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Reporter:
             self._bars.update(task, visible=node in shown)
 
     def explain(self, nodes: Sequence[NodeView]) -> None:
-        """Print what nodes wait for, where that is not what was printed before."""
+        """Print what each node waits for, if it has changed since it was printed last."""
         for view in nodes:
             lines = fleet.obstacles(view)
             if lines and self._explained.get(view.node) != lines:

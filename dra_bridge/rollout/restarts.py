@@ -1,4 +1,4 @@
-"""Pods that a restart of their node's kubelet would end, by when they were made: the agents do not know that."""
+"""Finds pods that a restart of their node's kubelet would end. It needs the pods' ages, which agents do not know."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class RolloutError(Exception):
 async def read_nodes(
     cluster: Cluster, driver: str = "", names: Sequence[str] = (), *, with_claims: bool = True
 ) -> list[NodeView]:
-    """Return how far nodes are with a driver or with all, these nodes or all that a driver serves.
+    """Return the progress of nodes with one driver or with all. nodes: their names; all that a driver serves if empty.
 
     with_claims: whether holders are those of now. Raises RolloutError if there is no such driver or node, ClusterError.
     """
@@ -81,7 +81,7 @@ async def check_driver(cluster: Cluster, driver: str) -> None:
 async def _patch(
     cluster: Cluster, node: str, patch: Mapping[str, Any], share: str | None, reporter: Reporter
 ) -> Object:
-    """Ask a node for a share; return the Node as it is then."""
+    """Write a share into a Node's annotation; return the Node as written."""
     try:
         patched = await cluster.patch(NODES, node, patch)
     except kube.ForbiddenError as error:
@@ -136,9 +136,9 @@ class _Fleet:
                 self._changed.set()
 
     def put(self, kind: kube.Kind, body: Object) -> None:
-        """Keep a state of an object unless a newer one is known, or the watch has told of its end.
+        """Keep a state of an object, unless a newer state is known or the watch has reported its deletion.
 
-        What was written comes back by the watch, before the answer to the write or after it.
+        The watch reports what was written here too, before or after the answer to the write.
         """
         name = body["metadata"]["name"]
         before = self._objects[kind].get(name)
@@ -241,7 +241,7 @@ async def rollout(
 
 
 async def _owner(cluster: Cluster, goal: Goal) -> str:
-    """Return who rolls out what, by the API server's own word for the user. Raises ClusterError."""
+    """Return the owner of this rollout: the user's name at the API server, and the share. Raises ClusterError."""
     review = (await cluster.create(kube.SELF_SUBJECT_REVIEWS, {"metadata": {}})).get("status") or {}
     user = (review.get("userInfo") or {}).get("username") or "an unknown user"
     return f"{user} (undo)" if goal.undo else f"{user} (share {goal.share or 'default'})"
@@ -268,7 +268,7 @@ class _Rollout:
         self._last_check = False
 
     async def run(self) -> bool:
-        """Go on until it is over or has to stop."""
+        """Take steps until the rollout is over or has to stop."""
         while True:
             try:
                 if (over := await self._step()) is not None:
@@ -280,7 +280,7 @@ class _Rollout:
             await self._fleet.wait(POLL, lambda view: fleet.phase(self._goal, view) is Phase.MOVING)
 
     async def _step(self) -> bool | None:
-        """Do what can be done now; return whether all is well once it is over, None before."""
+        """Take the steps that are possible now. Return None until the rollout ends, then whether all succeeded."""
         nodes = self._fleet.views()
         now = time.monotonic()
         for name in [view.node for view in nodes if self._own.get(view.node, view.uid) != view.uid]:

@@ -23,7 +23,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What is free of one resource on one node.
+    """The free devices of one resource on one node.
 
     free: of the extended resource, as the scheduler counts. per_device: how many of it one device is. dra: devices on
     the DRA side. idle: those of them that no claim has.
@@ -36,7 +36,7 @@ class Room:
 
 
 async def hints(cluster: Cluster, views: Sequence[NodeView]) -> list[str]:
-    """Return which moves would let pods start that wait, for people. Raises ClusterError.
+    """Return sentences that name moves by which waiting pods could start. Raises ClusterError.
 
     Costs one list of the pods without a node, and if some of them ask for such devices, one of all claims, and for each
     node a read and a list of its pods.
@@ -56,7 +56,7 @@ async def hints(cluster: Cluster, views: Sequence[NodeView]) -> list[str]:
 
 
 async def other_classes(cluster: Cluster, views: Sequence[NodeView]) -> list[str]:
-    """Return what is to be known of DeviceClasses that name the same extended resource. Raises ClusterError."""
+    """Return a sentence for each extended resource that several DeviceClasses name. Raises ClusterError."""
     resources = [name for view in views if view.reported is not None for name in view.reported.resources]
     try:
         classes = (await cluster.list(DEVICE_CLASSES)).items
