@@ -72,17 +72,18 @@ def file_error(file: str, message: str, line: int = 0) -> ConfigError:
 
 
 class Problems:
-    """Collects the problems of one file."""
+    """Collects the problems of one file. lines: the line of each value that was read, by its path."""
 
     def __init__(self, file: str) -> None:
         self.file = file
         self.found: list[Problem] = []
+        self.lines: dict[str, int] = {}
 
-    def report(self, node: yaml.Node, path: str, message: str) -> None:
-        """Add a problem with a node; raise ConfigError if there are too many to go on."""
+    def report(self, path: str, message: str, line: int = 0) -> None:
+        """Add a problem; raise ConfigError if there are too many to go on. line: that of the path if it is 0."""
         if len(message) > 600:
             message = f"{message[:300]} ... {message[-200:]}"
-        self.found.append(Problem(node.start_mark.line + 1, printable(path), printable(message)))
+        self.found.append(Problem(line or self.lines[path], printable(path), printable(message)))
         if len(self.found) == MAX_PROBLEMS:
             raise ConfigError(self.file, self.found)
 

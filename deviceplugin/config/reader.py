@@ -13,7 +13,7 @@ import yaml
 from deviceplugin.config import document
 from deviceplugin.config.document import ConfigError
 from deviceplugin.config.lock import OPEN, Lock
-from deviceplugin.config.rules import Checked, ConfigRules, any_of
+from deviceplugin.config.rules import ConfigRules, any_of
 from deviceplugin.config.types import Config, DeviceEntry
 
 
@@ -62,19 +62,20 @@ class Reader:
 
     def __init__(self, file: str, lock: Lock) -> None:
         self.problems = document.Problems(file)
-        self._rules = ConfigRules(lock)
+        self._rules = ConfigRules(self.problems, lock)
         self._values = 0
         self._merging: set[int] = set()
 
     def read(self, node: yaml.Node, info: Any, path: str) -> Any:
         """Return a node's value, or _BAD with the problem reported. Raises ConfigError: too many values or problems."""
         self._count(node)
+        self.problems.lines[path] = _line(node)
         options = _options(info)
         what, value = document.kind(node), document.scalar_text(node)
         if what == "null":
-            return self._report(node, path, f"has no value; expected {_expected(options)}")
+            return self._report(path, f"has no value; expected {_expected(options)}")
         if what not in options:
-            return self._report(node, path, _mismatch(node, options))
+            return self._report(path, _mismatch(node, options))
         info, advice = options[what]
         match type(info).__name__:
             case "StructType":
@@ -86,33 +87,32 @@ class Reader:
             case "LiteralType":
                 return self._word(node, options, path)
             case "StrType":
-                return self._string(node, info, path, advice)
+                return self._string(value, info, path, advice)
             case "BoolType" if value.lower() in {"true", "false"}:
                 return value.lower() == "true"
             case "IntType" if re.fullmatch(r"[-+]?[0-9]{1,40}", value):
                 if info.ge <= int(value) <= info.le:  # each integer of the file has both limits
                     return int(value)
-                return self._report(node, path, f"must be {info.ge} to {info.le}, not {int(value)}")
-        return self._report(node, path, _mismatch(node, {what: (info, advice)}))
+                return self._report(path, f"must be {info.ge} to {info.le}, not {int(value)}")
+        return self._report(path, _mismatch(node, {what: (info, advice)}))
 
-    def _report(self, node: yaml.Node, path: str, message: str) -> Any:
-        self.problems.report(node, path, message)
+    def _report(self, path: str, message: str, node: yaml.Node | None = None) -> Any:
+        self.problems.report(path, message, 0 if node is None else _line(node))
         return _BAD
 
     def _count(self, node: yaml.Node) -> None:
         self._values += 1
         if self._values > document.MAX_VALUES:
             message = f"has more than {document.MAX_VALUES} values once its aliases are followed; use fewer aliases"
-            raise document.file_error(self.problems.file, message, node.start_mark.line + 1)
+            raise document.file_error(self.problems.file, message, _line(node))
 
-    def _string(self, node: yaml.Node, info: Any, path: str, advice: _Advice) -> Any:
-        value: str = node.value
+    def _string(self, value: str, info: Any, path: str, advice: _Advice) -> Any:
         if info.max_length is not None and len(value) > info.max_length:
-            return self._report(node, path, f"has {len(value)} characters; at most {info.max_length} are allowed")
+            return self._report(path, f"has {len(value)} characters; at most {info.max_length} are allowed")
         if info.pattern is None or re.fullmatch(info.pattern, value):
             return value
         assert advice is not None
-        return self._report(node, path, advice(value))
+        return self._report(path, advice(value))
 
     def _word(self, node: yaml.Node, options: _Options, path: str) -> Any:
         value, words = str(node.value), options["str"][0].values
@@ -120,12 +120,12 @@ class Reader:
             return value
         message = f"{value!r} is not one of {any_of(words)}" if len(options) == 1 else _mismatch(node, options)
         guess = _closest(value, words)
-        return self._report(node, path, f"{message}; did you mean {guess!r}?" if guess else message)
+        return self._report(path, f"{message}; did you mean {guess!r}?" if guess else message)
 
     def _tuple(self, node: yaml.Node, info: Any, path: str) -> Any:
         if len(node.value) < (info.min_length or 0):
             few = "the list is empty" if not node.value else f"the list has only {len(node.value)}"
-            return self._report(node, path, f"{few}; it needs at least {info.min_length}")
+            return self._report(path, f"{few}; it needs at least {info.min_length}")
         values = [self.read(item, info.item_type, f"{path}[{index}]") for index, item in enumerate(node.value)]
         return _BAD if _BAD in values else tuple(values)
 
@@ -139,20 +139,17 @@ class Reader:
 
     def _struct(self, node: yaml.Node, info: Any, path: str) -> Any:
         fields = {field.encode_name: field for field in info.fields}
-        before = len(self.problems.found)
         values: dict[str, Any] = {}
-        nodes: dict[str, yaml.Node] = {}
         meant: set[str | None] = set()
         strange: list[yaml.Node] = []
         for key, value in self._pairs(node, path):
             name = str(key.value)
             if name in fields:
-                nodes[name] = value
                 values[name] = self.read(value, fields[name].type, _place_below(path, name))
             else:
                 meant.add(guess := _closest(name, fields) if len(strange) < document.MAX_UNKNOWN else None)
                 if guess:
-                    self._report(key, _place_below(path, name), f"unknown key {name!r}; did you mean {guess!r}?")
+                    self._report(_place_below(path, name), f"unknown key {name!r}; did you mean {guess!r}?", key)
                 else:
                     strange.append(key)
         for key in strange[: document.MAX_UNKNOWN]:
@@ -160,15 +157,16 @@ class Reader:
             named = re.fullmatch(r"[A-Za-z_][\w.-]{0,31}", name := str(key.value))
             place, what = (_place_below(path, name), f"unknown key {name!r}") if named else (path, "unknown key")
             more = f" ({len(strange)} of them)" if len(strange) > document.MAX_UNKNOWN else ""
-            self._report(key, place, f"{what}{more}; there are {', '.join(fields)}")
-        for name, field in fields.items():
-            if field.required and name not in values and name not in meant:
-                self._report(node, path, f"{name!r} is missing")
-        good = {name: value for name, value in values.items() if value is not _BAD}
-        self._rules.check(info.cls, Checked(self.problems, node, path, nodes, good))
-        if len(self.problems.found) > before:
-            return _BAD
-        return info.cls(**{fields[name].name: value for name, value in good.items()})
+            self._report(place, f"{what}{more}; there are {', '.join(fields)}", key)
+        missing = [name for name, field in fields.items() if field.required and name not in values.keys() | meant]
+        for name in missing:
+            self._report(path, f"{name!r} is missing")
+        good = {fields[name].name: value for name, value in values.items() if value is not _BAD}
+        blank = {field.name: _BLANK[next(iter(_options(field.type)))] for field in info.fields if field.required}
+        made = info.cls(**blank | good)
+        if values or not meant:  # what is good of it is checked all the same, so that all problems are said at once
+            self._rules.check(made, path, values.keys())
+        return _BAD if meant or missing or len(good) < len(values) else made
 
     def _pairs(self, node: yaml.Node, path: str) -> Collection[_Pair]:
         """Return a mapping's keys and values, with those of merge keys; report keys that are no text, or double."""
@@ -178,11 +176,10 @@ class Reader:
             if document.kind(key) == "merge":
                 merges.append(value)
             elif document.kind(key) != "str":
-                self._report(key, path, f"a key must be text, not {_got(key)}; put it in quotes")
+                self._report(path, f"a key must be text, not {_got(key)}; put it in quotes", key)
             elif key.value in pairs:
-                first = pairs[key.value][0].start_mark.line + 1
-                message = f"the key {key.value!r} is given twice, first on line {first}"
-                self._report(key, _place_below(path, key.value), message)
+                message = f"the key {key.value!r} is given twice, first on line {_line(pairs[key.value][0])}"
+                self._report(_place_below(path, key.value), message, key)
             else:
                 pairs[key.value] = key, value
         for merge in merges:
@@ -195,9 +192,9 @@ class Reader:
         for part in node.value if isinstance(node, yaml.SequenceNode) else [node]:
             self._count(part)
             if not isinstance(part, yaml.MappingNode):
-                self._report(node, path, f"`<<` merges a mapping or a list of mappings, not {_got(part)}")
+                self._report(path, f"`<<` merges a mapping or a list of mappings, not {_got(part)}", node)
             elif id(part) in self._merging:
-                self._report(node, path, "`<<` merges a mapping into itself")
+                self._report(path, "`<<` merges a mapping into itself", node)
             else:
                 self._merging.add(id(part))
                 for key, value in self._pairs(part, path):
@@ -216,6 +213,8 @@ _KINDS: Final = {
     "StructType": ("map", ""),
 }
 """By kind of type as msgspec describes it: the kind of its nodes, and what they are called."""
+_BLANK: Final[dict[str, Any]] = {"str": "", "int": 0, "seq": ()}
+"""By kind of node: the value in place of a required one that is bad or missing, while the rest is checked."""
 _TRUE: Final = {"yes", "on", "y", "true"}
 _FALSE: Final = {"no", "off", "n", "false"}
 
@@ -278,8 +277,12 @@ def _mismatch(node: yaml.Node, options: _Options) -> str:
     return message
 
 
+def _line(node: yaml.Node) -> int:
+    return int(node.start_mark.line) + 1
+
+
 def _place_below(path: str, key: str) -> str:
-    return f"{path}.{key}" if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", key) else f'{path}["{key[:80]}"]'
+    return f"{path}.{key}" if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,79}", key) else f'{path}["{key[:80]}"]'
 
 
 def _closest(word: str, words: Iterable[str]) -> str | None:

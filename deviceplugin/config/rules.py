@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Final
+from collections.abc import Iterable, Iterator
+from collections.abc import Set as AbstractSet
+from typing import Final
 
 import msgspec
-import yaml
 
 from deviceplugin import naming
 from deviceplugin.config.document import Problems
@@ -21,86 +20,68 @@ ADOPTED_KEYS: Final = {"name", "devices", "driver", "attributes", "capacity", "d
 """The keys that a resource with a plugin entry may have. The plugin decides everything else."""
 
 
-@dataclass(frozen=True, slots=True)
-class Checked:
-    """A mapping of the file: its node and path; by key, the valid values, and the nodes of all values."""
-
-    problems: Problems
-    node: yaml.Node
-    path: str
-    nodes: Mapping[str, yaml.Node]
-    values: dict[str, Any]
-
-    def report(self, key: str, message: str, below: str = "", node: yaml.Node | None = None) -> None:
-        """Add a problem with a key's value, or with the part of the value at the path `below`."""
-        self.problems.report(node or self.nodes[key], f"{self.path}.{key}{below}", message)
-
-
 class ConfigRules:
     """Checks the mappings of one file, in their order. lock: the commands and host paths that are allowed."""
 
-    def __init__(self, lock: Lock = OPEN) -> None:
+    def __init__(self, problems: Problems, lock: Lock = OPEN) -> None:
+        self._report, self._lines = problems.report, problems.lines
         self._lock = lock
         self._names: dict[str, int] = {}
         """By resource: the line of its name."""
         self._groups: dict[str, tuple[int, frozenset[str]]] = {}
         """By path without wildcards: the line of the first group that has it, and that group."""
-        self._checks: Mapping[type, Callable[[Checked], None]] = {
-            DeviceEntry: self._check_entry,
-            ResourceConfig: self._check_resource,
-            MetricsConfig: self._check_metrics,
-            Config: self._check_config,
-        }
 
-    def check(self, kind: type, mapping: Checked) -> None:
-        """Report the problems of a mapping of this type, and normalize its values."""
-        if (check := self._checks.get(kind)) is not None:
-            check(mapping)
-        self._check_lock(kind, mapping)
+    def check(self, value: msgspec.Struct, path: str, keys: AbstractSet[str]) -> None:
+        """Report the problems of a mapping. keys: those in the file; their bad values are reported, and blank here."""
+        match value:
+            case DeviceEntry():
+                self._check_entry(value, path, keys)
+            case ResourceConfig():
+                self._check_resource(value, path, keys)
+            case MetricsConfig():
+                for key in {"key", "client_ca"} & keys if "certificate" not in keys else set[str]():
+                    self._report(f"{path}.{key}", "there is no TLS without `certificate`")
+            case Config():
+                self._check_config(value.resources, path)
+        if self._lock is not OPEN:
+            self._check_lock(value, path)
 
-    def _check_lock(self, kind: type, mapping: Checked) -> None:
-        if self._lock is OPEN:
-            return
-        for key in PATHS.get(kind, ()):
-            value = mapping.values.get(key)
-            for index, path in enumerate(texts_of(value)):
-                if problem := self._lock.problem(kind, path):
-                    listed = isinstance(value, tuple)
-                    node = mapping.nodes[key].value[index] if listed else None
-                    mapping.report(key, problem, f"[{index}]" * listed, node)
-        if kind is DeviceEntry and "plugin" in mapping.nodes and not self._lock.plugins:
+    def _check_lock(self, value: msgspec.Struct, path: str) -> None:
+        for key in PATHS.get(type(value), ()):
+            given = getattr(value, key)
+            for index, host in enumerate(texts_of(given)):
+                if host and (problem := self._lock.problem(type(value), host)):
+                    self._report(f"{path}.{key}" + f"[{index}]" * isinstance(given, tuple), problem)
+        if isinstance(value, DeviceEntry) and value.plugin is not None and not self._lock.plugins:
             text = "a vendor's plugin chooses what pods get of the host, which is not allowed; "
-            mapping.report("plugin", f"{text}`run --adopt={ADOPTED}` allows it")
-        for key in CODE.get(kind, ()):
-            if mapping.values.get(key) and not self._lock.commands:
+            self._report(f"{path}.plugin", f"{text}`run --adopt={ADOPTED}` allows it")
+        for key in CODE.get(type(value), ()):
+            if getattr(value, key) and not self._lock.commands:
                 message = "the agent would execute this, which is not allowed; `run --allow-commands` allows it"
-                mapping.report(key, message)
+                self._report(f"{path}.{key}", message)
 
-    def _check_entry(self, entry: Checked) -> None:
+    def _check_entry(self, entry: DeviceEntry, path: str, keys: AbstractSet[str]) -> None:
         kinds = any_of(DeviceEntry.__struct_fields__)
-        if not entry.nodes and not entry.node.value:  # an unknown key has been reported
-            entry.problems.report(entry.node, entry.path, f"an entry needs one of {kinds}")
-        elif len(entry.nodes) > 1:
-            message = f"an entry has one of {kinds}, not {' and '.join(entry.nodes)}; make each an entry of its own"
-            entry.problems.report(entry.node, entry.path, message)
-        for kind in ("pci", "usb"):
-            wanted = entry.values.get(kind)
+        if not keys:
+            self._report(path, f"an entry needs one of {kinds}")
+        elif len(keys) > 1:
+            self._report(path, f"an entry has one of {kinds}, not {' and '.join(keys)}; make each an entry of its own")
+        for kind, wanted in (("pci", entry.pci), ("usb", entry.usb)):
             if wanted is not None and wanted == type(wanted)():
                 named = any_of(field.encode_name for field in msgspec.structs.fields(wanted))
-                entry.report(kind, f"would be every {kind.upper()} device; give {named}")
-        group = entry.values.get("group", ())
-        if len(set(group)) < len(group):
-            entry.report("group", "the same glob is given twice; a device has each node once")
-        elif group:
-            self._check_group(entry, group)
+                self._report(f"{path}.{kind}", f"would be every {kind.upper()} device; give {named}")
+        if entry.group is not None and len(set(entry.group)) < len(entry.group):
+            self._report(f"{path}.group", "the same glob is given twice; a device has each node once")
+        elif entry.group is not None:
+            self._check_group(entry.group, f"{path}.group")
 
-    def _check_group(self, entry: Checked, group: tuple[str, ...]) -> None:
+    def _check_group(self, group: tuple[str, ...], path: str) -> None:
         """Report a device node in two groups that differ: their devices may share the node, or be one device."""
         own, seen = frozenset(group), set[frozenset[str]]()
-        for index, (member, node) in enumerate(zip(group, entry.nodes["group"].value, strict=True)):
+        for index, member in enumerate(group):
             if re.search(r"[*?[]", member):
                 continue
-            line, other = self._groups.setdefault(member, (node.start_mark.line + 1, own))
+            line, other = self._groups.setdefault(member, (self._lines[f"{path}[{index}]"], own))
             if other in seen or other <= own or own <= other:
                 seen.add(other)
                 continue
@@ -108,106 +89,96 @@ class ConfigRules:
                 f"{member} is in another group, too, on line {line}; if their devices share it, put it under `nodes` "
                 f"of both resources instead; if one device excludes the other, write {member[:-1]}[{member[-1]}]"
             )
-            entry.report("group", message, f"[{index}]", node)
+            self._report(f"{path}[{index}]", message)
             break
 
-    def _check_resource(self, resource: Checked) -> None:
-        values = resource.values
-        name, devices = values.get("name"), values.get("devices", ())
-        if name is not None:
-            if name in self._names:
-                line = self._names[name]
-                message = f"the resource {name!r} is there already, on line {line}; put its devices into one list"
-                resource.report("name", message)
-            self._names.setdefault(name, resource.nodes["name"].start_mark.line + 1)
-        graphics = [index for index, entry in enumerate(devices) if entry.nvidia is not None]
+    def _check_resource(self, resource: ResourceConfig, path: str, keys: AbstractSet[str]) -> None:
+        name = resource.name
+        if name in self._names:
+            line = self._names[name]
+            message = f"the resource {name!r} is there already, on line {line}; put its devices into one list"
+            self._report(f"{path}.name", message)
+        elif name:
+            self._names[name] = self._lines[f"{path}.name"]
+        graphics = [index for index, entry in enumerate(resource.devices) if entry.nvidia is not None]
         if len(graphics) > 1:
             message = "a resource has one nvidia entry; choose among the GPUs with include and exclude"
-            resource.report("devices", message, f"[{graphics[1]}]")
-        if any(entry.plugin is not None for entry in devices):
-            if len(devices) > 1:
-                resource.report("devices", "a resource with a plugin entry has no other; the plugin lists its devices")
-            for key in resource.nodes.keys() - ADOPTED_KEYS:
+            self._report(f"{path}.devices[{graphics[1]}]", message)
+        if resource.plugin is not None:
+            if len(resource.devices) > 1:
+                message = "a resource with a plugin entry has no other; the plugin lists its devices"
+                self._report(f"{path}.devices", message)
+            for key in keys - ADOPTED_KEYS:
                 text = "the vendor's plugin decides this; with a plugin entry only name, driver, attributes, capacity"
-                resource.report(key, f"{text} and dra are given")
-            self._check_plugin(resource)
-        own = {path for entry in devices for path in entry.globs}
-        for index, shared in enumerate(values.get("nodes", ())):
+                self._report(f"{path}.{key}", f"{text} and dra are given")
+            self._check_plugin(resource, path, keys)
+        own = {host for entry in resource.devices for host in entry.globs}
+        for index, shared in enumerate(resource.nodes):
             if shared in own:
                 message = f"{shared!r} is a device of this resource, or shared, not both"
-                resource.report("nodes", message, f"[{index}]")
-        if "permissions" in values:
-            values["permissions"] = "".join(mode for mode in "rwm" if mode in values["permissions"])
+                self._report(f"{path}.nodes[{index}]", message)
         mounted: set[str] = set()
-        for index, mount in enumerate(values.get("mounts", ())):
+        for index, mount in enumerate(resource.mounts):
             if mount.container in mounted:
                 message = f"something is mounted at {mount.container!r} already"
-                resource.report("mounts", message, f"[{index}].container")
+                self._report(f"{path}.mounts[{index}].container", message)
             mounted.add(mount.container)
-        self._check_claims(resource)
+        if "dra" in keys and "driver" not in keys:
+            message = "claims need a driver's name; write driver: and a DNS name, such as gpu.example.com"
+            self._report(f"{path}.dra", message)
+        # These limits are those of the API server; no pattern expresses them.
+        device = Device("x", attributes=typed_attributes(resource.attributes), capacity=resource.capacity)
+        for key, problem in naming.problems(device, resource.driver or "example.com"):
+            self._report(f"{path}.{key}", problem)
 
-    def _check_plugin(self, resource: Checked) -> None:
+    def _check_plugin(self, resource: ResourceConfig, path: str, keys: AbstractSet[str]) -> None:
         """Report a resource whose plugin cannot be adopted, or not for claims, as far as it is known."""
-        name = resource.values.get("name", "")
-        plugin = known_plugin(name)
+        name, plugin = resource.name, known_plugin(resource.name)
+        if not name:
+            return
         if plugin is not None and plugin.serves == "no":
-            resource.report("devices", f"the plugin of {name} ({plugin.plugin}) cannot be adopted: {plugin.why}")
-        elif "driver" not in resource.nodes or (plugin is not None and plugin.serves == "both"):
+            text = f"the plugin of {name} ({plugin.plugin}) cannot be adopted: {plugin.why}"
+            self._report(f"{path}.devices", text)
+        elif "driver" not in keys or (plugin is not None and plugin.serves == "both"):
             return
         elif plugin is not None:
             text = f"the plugin of {name} ({plugin.plugin}) serves no claims: {plugin.why}; leave `driver` out"
-            resource.report("driver", text)
-        elif not any(entry.plugin is not None and entry.plugin.claims for entry in resource.values["devices"]):
+            self._report(f"{path}.driver", text)
+        elif not any(entry.plugin is not None and entry.plugin.claims for entry in resource.devices):
             text = (
                 f"it is not known whether the plugin of {name} can serve claims; if its answers depend on the ids "
                 "alone, and it looks for pods neither in the API server nor in PodResources, write `claims: true` "
                 "under `plugin`"
             )
-            resource.report("driver", text)
+            self._report(f"{path}.driver", text)
 
-    def _check_claims(self, resource: Checked) -> None:
-        if "dra" in resource.nodes and "driver" not in resource.nodes:
-            resource.report("dra", "claims need a driver's name; write driver: and a DNS name, such as gpu.example.com")
-        # These limits are those of the API server; no pattern expresses them.
-        attributes, capacity = resource.values.get("attributes", {}), resource.values.get("capacity", {})
-        device = Device("x", attributes=typed_attributes(attributes), capacity=capacity)
-        for key, problem in naming.problems(device, resource.values.get("driver") or "example.com"):
-            resource.report(key, problem)
-
-    def _check_config(self, config: Checked) -> None:
+    def _check_config(self, resources: tuple[ResourceConfig, ...], path: str) -> None:
         """Report drivers with the same devices on different sides: neither driver would offer them.
 
         Report NoExecute for an adopted plugin's devices too: a restart of the plugin would end pods.
         """
-        resources: tuple[ResourceConfig, ...] = config.values.get("resources", ())
         adopted = {resource.driver for resource in resources if resource.adopted and resource.driver}
+        first: dict[object, int] = {}
+        filters: dict[object, int] = {}
         for index, resource in enumerate(resources):
             if resource.driver in adopted and resource.dra.unhealthy == "NoExecute":
                 message = (
                     f"driver {resource.driver} has devices of a vendor's plugin: while that restarts they are "
                     "unhealthy, and with NoExecute their pods would end; leave `dra.unhealthy` out"
                 )
-                config.report("resources", message, f"[{index}]", config.nodes["resources"].value[index])
-        first: dict[object, int] = {}
-        filters: dict[object, int] = {}
-        for index, resource in enumerate(resources):
+                self._report(f"{path}.resources[{index}]", message)
             kept = filters.setdefault((resource.include, resource.exclude), index)
             places = [(kept, place) for entry in resource.devices for place in _places(entry)]
             for number in dict.fromkeys(first.setdefault(place, index) for place in places):
                 other = resources[number]
                 if sides_conflict(resource, other):
                     message = (
-                        f"it has devices of {other.name} ({config.path}.resources[{number}]) under another driver and "
+                        f"it has devices of {other.name} ({path}.resources[{number}]) under another driver and "
                         "on other sides, so they would be offered to nobody; "
                         "give both the share none, or both the share all"
                     )
-                    config.report("resources", message, f"[{index}]", config.nodes["resources"].value[index])
+                    self._report(f"{path}.resources[{index}]", message)
                     break
-
-    def _check_metrics(self, metrics: Checked) -> None:
-        for name in ("key", "client_ca"):
-            if name in metrics.nodes and "certificate" not in metrics.nodes:
-                metrics.report(name, "there is no TLS without `certificate`")
 
 
 def _places(entry: DeviceEntry) -> Iterator[object]:

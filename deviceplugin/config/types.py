@@ -337,6 +337,10 @@ class ResourceConfig(_Strict, frozen=True, kw_only=True, eq=False):
     ] = msgspec.field(default_factory=dict)
     dra: DraConfig = DraConfig()
 
+    def __post_init__(self) -> None:
+        """Bring the permissions into one order, since resources are compared."""
+        msgspec.structs.force_setattr(self, "permissions", "".join(mode for mode in "rwm" if mode in self.permissions))
+
     @property
     def plugin(self) -> PluginConfig | None:
         """What is said of a vendor's own plugin that lists the devices; None if none does."""

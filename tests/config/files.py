@@ -59,6 +59,9 @@ def bombs() -> dict[str, tuple[str, str]]:
     levels += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 10)]
     laughs = "\n".join(levels)
     escapes = '"' + "\\e" * 60_000 + '"'
+    variables = ", ".join(f"? {'A' * 4000}{n} : x" for n in range(1000))
+    each = [f"{{name: a/b{n}, env: *e, devices: [path: /dev/x{n}]}}" for n in range(20)]
+    resources = ", ".join(each).replace("*e", f"&e {{{variables}}}", 1)
     values, aliases = f"more than {document.MAX_VALUES} values", "once its aliases are followed"
     return {
         "list of lists as a name": (f"{laughs}\nresources: [name: *a9]\n", "expected text, got a list"),
@@ -73,6 +76,10 @@ def bombs() -> dict[str, tuple[str, str]]:
         "one long name again and again": (
             f"x: &x {escapes}\nresources: [{'{name: *x, devices: [path: *x]}, ' * 5000}]",
             "has 60000 characters",
+        ),
+        "1,000 long names of variables again and again": (
+            f"resources: [{resources}]\nmetrics: {{token: x}}",
+            "metrics.token: 'x' is a relative path",
         ),
         "merges of one list again and again": (
             f"e: &e {{}}\ns: &s [{'*e, ' * 20_000}]\nresources: [{{{'<<: *s, ' * 9_000}}}]",
