@@ -1,4 +1,4 @@
-"""Frozen values that describe devices, and what a container gets with them."""
+"""Frozen values that describe devices, and the edits of a container that has them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Version(str):
 
 
 AttributeValue = str | int | bool | Version
-"""What an attribute of a device may be; the four kinds of resource.k8s.io."""
+"""The value of a device's attribute: one of the four kinds of resource.k8s.io."""
 
 
 class EditConflictError(ValueError):
@@ -176,7 +176,7 @@ class Mount:
 
 @dataclass(frozen=True, slots=True)
 class ContainerEdits:
-    """What a container gets together with its devices, on either side.
+    """The changes to a container that gets devices, by limits or by a claim.
 
     env: variables by name. nodes: device nodes; a plain string is that node at the same path, read and write. mounts:
     bind mounts. annotations: for the container runtime (the plugin side only, they are not the pod's). cdi: fully
@@ -321,7 +321,7 @@ class Device:
 
     @property
     def container_edits(self) -> ContainerEdits:
-        """What a container gets from this device: its nodes and its edits."""
+        """The edits of a container with this device: its nodes and its `edits`."""
         return replace(self.edits, nodes=(*self.nodes, *self.edits.nodes)) if self.nodes else self.edits
 
     def with_health(self, health: Health, message: str = "") -> Device:

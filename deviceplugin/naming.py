@@ -1,6 +1,6 @@
-"""Names and quantities as the Kubernetes API takes them: what it would refuse is refused here first. Pure.
+"""Checks names and quantities by the rules of the Kubernetes API, before they are sent to it. Pure.
 
-The configuration's are checked when it is read, a source's before they are published. The rules are those of
+Those of the config file are checked when it is read, a source's before they are published. The rules are those of
 kube-apiserver 1.36 (pkg/apis/resource/validation, pkg/apis/core/validation).
 """
 
@@ -23,7 +23,7 @@ class NamingError(ValueError):
 
 
 def node_name() -> str:
-    """Return what to call this node: $NODE_NAME (the downward API's), or the host's name."""
+    """Return this node's name: $NODE_NAME (from the downward API), or the host's name."""
     return os.environ.get("NODE_NAME") or socket.gethostname()
 
 
@@ -110,7 +110,7 @@ def check_resource(name: str) -> None:
 
 
 def resource_advice(name: str) -> str:
-    """Return what is wrong with the name of an extended resource, and what would be right."""
+    """Return the mistake in the name of an extended resource, and the correction."""
     like = "write a domain of yours and a name, such as example.com/gpu"
     domain, slash, rest = name.partition("/")
     if name.startswith("requests."):
@@ -182,7 +182,7 @@ def check_counters(set_name: str, counters: Mapping[str, int | str]) -> None:
 
 
 def problems(device: Device, driver: str) -> Iterator[tuple[str, str]]:
-    """Yield what the API would refuse of a device: "attributes" or "capacity", and a sentence."""
+    """Yield the problems that the API would have with a device: "attributes" or "capacity", and a sentence."""
     names: dict[str, str] = {}
     for name, value in device.attributes.items():
         try:
@@ -235,7 +235,7 @@ def device_name(device: str, qualifier: str = "") -> str:
 
 
 def qualifiers(resources: Iterable[str]) -> dict[str, str]:
-    """Return by resource what `device_name` needs to keep one driver's resources apart.
+    """Return the qualifiers for `device_name` by resource, which keep names of one driver's resources apart.
 
     Empty for a driver's only resource; else what is after the slash, or a hash where that is no label or not unique.
     """
