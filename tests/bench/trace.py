@@ -62,7 +62,7 @@ class Size(NamedTuple):
 
 LIMITS: Final = {
     "Allocate": Size(162, 29),
-    "NodePrepareResources": Size(270, 45),
+    "NodePrepareResources": Size(272, 46),
     "NodeUnprepareResources": Size(105, 25),
     "move": Size(388, 49),
 }
