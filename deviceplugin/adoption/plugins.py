@@ -117,12 +117,16 @@ class VendorPlugin:
     """Calls of `VendorPlugins.allocate_claim` by the claim's UID and ids, until their answers are taken, or dropped."""
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held until a call is answered, however long that takes."""
+    pending: dict[object, float] = field(default_factory=dict)
+    """When each call began that is not answered yet (Unix seconds)."""
     _calls: dict[str, Any] = field(default_factory=dict)
 
     async def call(self, method: str, request: bytes, timeout: float | None = None) -> bytes:
         """Forward a call of the kubelet to the plugin; return the answer unchanged. Raises VendorCallError."""
         if method not in self._calls:
             self._calls[method] = self.channel.unary_unary(_SERVICE + method)  # type: ignore[call-arg]  # bytes stay bytes
+        this = object()
+        self.pending[this] = time.time()
         try:
             return await self._calls[method](request, timeout=timeout)  # type: ignore[no-any-return]
         except grpc.aio.AioRpcError as error:
@@ -132,6 +136,8 @@ class VendorPlugin:
                 raise
             # `_follow` has closed the channel. A handler that is cancelled never answers the kubelet.
             raise VendorCallError(self, method, grpc.StatusCode.UNAVAILABLE, "it has ended its list") from error
+        finally:
+            del self.pending[this]
 
     async def call_in_turn(self, method: str, request: bytes) -> bytes:
         """Do as `call` once earlier calls are answered, at most `TURN` seconds later.
@@ -201,7 +207,10 @@ class VendorPlugins(RegistrationServicer):
     def connection(self, resource: str) -> VendorConnection:
         """Return whether the plugin of a resource is connected, and since when; from any thread."""
         plugin = self._plugins.get(resource)
-        return VendorConnection(False, self._began) if plugin is None else VendorConnection(plugin.alive, plugin.since)
+        if plugin is None:
+            return VendorConnection(False, self._began)
+        unanswered = min(plugin.pending.copy().values(), default=None)
+        return VendorConnection(plugin.alive, plugin.since, plugin.devices is not None, unanswered)
 
     def plugin(self, resource: str) -> VendorPlugin | None:
         """Return the plugin whose endpoint of a resource is the newest; None if none has registered it."""

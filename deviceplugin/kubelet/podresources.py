@@ -152,15 +152,21 @@ class PodResources:
         self.socket = socket
         self._timeout = timeout
         self._last_logged = ""
+        self.answers: bool | None = None
+        """Whether the kubelet answered the last `List`; None if there is nobody to call, or none was called yet."""
+        self.silent_since: float | None = None
+        """When the first `List` began that was not answered in time, if the kubelet has answered none since (Unix)."""
         self._idle: list[grpc.aio.Channel] = []
 
     async def list(self) -> PodResourcesReport | None:
         """Call `List`, which has the kubelet drop ended pods; None if it fails: nothing safe depends on its answer."""
         for _ in range(LIST_TRIES):
+            began = time.time()
             try:
                 async with self._stub() as stub:
                     report = parse_list(await stub.List(pb.ListPodResourcesRequest(), timeout=self._timeout))
             except grpc.aio.AioRpcError as error:
+                self._answered(error.code(), began)
                 if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
                     await asyncio.sleep(random.uniform(0.02, 0.1))  # noqa: S311  # jitter
                     continue
@@ -170,8 +176,15 @@ class PodResources:
                     _LOG.info("PodResources List failed; devices of ended pods come free later than usual: %s", why)
                 return None
             self._last_logged = ""
+            self._answered(grpc.StatusCode.OK, began)
             return report
         return None
+
+    def _answered(self, code: grpc.StatusCode, began: float) -> None:
+        """Take note of how a call ended. A kubelet that hangs takes connections, and answers nothing on them."""
+        late = code is grpc.StatusCode.DEADLINE_EXCEEDED
+        self.answers = None if code is grpc.StatusCode.UNAVAILABLE else not late
+        self.silent_since = (self.silent_since or began) if late else None
 
     async def allocatable(self, resource: str) -> frozenset[str]:
         """Return the ids of a resource that the kubelet counts as healthy; none if it cannot be asked.

@@ -172,6 +172,8 @@ class RegistrationStatistics:
     registered: bool = False
     contested: str = ""
     """Why another plugin must have registered the resource; "" since it was registered again."""
+    error: str = ""
+    """Why it is not registered: how the last try ended, or what is missing; "" while it is registered."""
 
 
 @dataclass(slots=True)
@@ -341,8 +343,9 @@ class PluginRegistration:
             elif step is Step.WAIT_FOR_KUBELET:
                 self.statistics.registered = False
                 self._backoff.reset()
+                self.statistics.error = f"{self._kubelet} is not there"
                 if has_directory := self._has_directory():
-                    self._log_once("kubelet", f"waiting for the kubelet ({self._kubelet} is not there)")
+                    self._log_once("kubelet", f"waiting for the kubelet ({self.statistics.error})")
                 else:
                     hint = "--kubelet-root and --device-plugin-dir say where it is"
                     missing = f"waiting for the kubelet: no directory {self._kubelet.parent}; {hint}"
@@ -480,12 +483,13 @@ class PluginRegistration:
             self.statistics.failures += not gone
             why = f"{error.code().name}: {error.details()}"
             text = f"does not answer at {self._kubelet}" if gone else f"refused the registration ({why})"
+            self.statistics.error = f"the kubelet {text}"
             self._log_once(why, f"the kubelet {text}; trying again", logging.INFO if gone else logging.ERROR)
             return False
         again = " again" if self.statistics.registrations else ""
         self.statistics.registrations += 1
         self.statistics.kubelet_restarts += self._last_kubelet not in (None, kubelet)
-        self.statistics.registered, self.statistics.contested = True, ""
+        self.statistics.registered, self.statistics.contested, self.statistics.error = True, "", ""
         self._last_kubelet, self._last_logged = kubelet, ""
         self._accepted = Accepted(kubelet, time.monotonic(), options, streams)
         _LOG.info("registered%s as %s", again, name, extra={"resource": resource})

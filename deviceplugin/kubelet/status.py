@@ -27,10 +27,16 @@ class Withheld(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class VendorConnection:
-    """The vendor's plugin of an adopted resource. since: when it connected, or went, or was first waited for (Unix)."""
+    """The vendor's plugin of an adopted resource. since: when it connected, or went, or was first waited for (Unix).
+
+    lists: it has listed its devices since. unanswered: when the oldest call began that it has not answered (Unix), None
+    if there is none.
+    """
 
     connected: bool
     since: float
+    lists: bool = True
+    unanswered: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +70,8 @@ class AgentStatus:
     scanned_at: when a scan for holders last read the kubelet's checkpoint (monotonic seconds), None before.
     config_error: why the config file is refused, or not all of it, when it changed or at the start; "" if it was.
     former_config: it could not be used at the start, so that what an agent before has served is served.
+    kubelet_answers: whether the kubelet answered the last call, None if it cannot be called. kubelet_silent: since when
+    it has answered none (Unix).
     """
 
     resources: tuple[ResourceStatus, ...]
@@ -72,3 +80,5 @@ class AgentStatus:
     scanned_at: float | None = None
     config_error: str = ""
     former_config: bool = False
+    kubelet_answers: bool | None = None
+    kubelet_silent: float | None = None

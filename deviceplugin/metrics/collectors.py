@@ -81,6 +81,10 @@ _FAMILIES: Final[Mapping[Callable[..., Metric], Mapping[str, tuple[str, str]]]] 
             "1 while holders together have more of the device than there is, under whatever ids and resources; "
             "administrative access does not count (from the register)",
         ),
+        "kubelet_answers": (
+            "",
+            "1 if the kubelet answered the last call of its PodResources service, 0 if not in time; absent without it",
+        ),
         "registered": ("resource", "1 while the resource is registered with the kubelet"),
         "adopted_plugin_connected": (
             "resource",
@@ -130,7 +134,9 @@ _FAMILIES: Final[Mapping[Callable[..., Metric], Mapping[str, tuple[str, str]]]] 
     HistogramMetricFamily: {"allocation_duration_seconds": ("resource", "Time to answer Allocate, refusals included")},
 }
 """By name after `deviceplugin_`: labels, help."""
-_ABSENT_IF_EMPTY: Final = ("device_state", "device_state_since_timestamp_seconds", "measured", "provider_up")
+_ABSENT_IF_EMPTY: Final = (
+    *("device_state", "device_state_since_timestamp_seconds", "kubelet_answers", "measured", "provider_up"),
+)
 
 
 class AgentCollector:
@@ -153,6 +159,8 @@ class AgentCollector:
 
         add("build", (VERSION, PYTHON), {})
         add("holders_known", (), view.holders_known)
+        if view.kubelet_answers is not None:
+            add("kubelet_answers", (), view.kubelet_answers)
         add("kubelet_double_allocations", (), view.double_allocations)
         add("config_current", (), not view.config_error)
         for resource in view.resources:
@@ -209,7 +217,7 @@ def _service(resource: ResourceView, add: Callable[..., None]) -> None:
     add("registered", key, status.registered)
     add("kubelet_listening", key, status.live)
     if status.vendor is not None:
-        add("adopted_plugin_connected", key, status.vendor.connected)
+        add("adopted_plugin_connected", key, status.vendor.connected and status.vendor.lists)
         add("adopted_plugin_since_timestamp_seconds", key, status.vendor.since)
     add("source_up", key, not status.source_error)
     add("source_listed", key, status.snapshot.listed)

@@ -37,6 +37,7 @@ from deviceplugin.source import DeviceSource
 _LOG: Final = logging.getLogger(__name__)
 HOLDERS_STALE: Final = 60.0  # seconds after the kubelet's checkpoint was read from which on holders are unknown
 SHOWN_EVENTS: Final = 100
+UNANSWERED: Final = 30.0  # seconds after which a call that an adopted plugin has not answered is a problem
 REPORT_TIMEOUT: Final = 1.0  # seconds that a provider may take for its report
 
 
@@ -132,13 +133,15 @@ class ResourceView:
 class AgentView:
     """Everything at one moment; at: Unix seconds. unready: why the agent is not ready. problems: what else is wrong.
 
-    holders_known: the kubelet's checkpoint was read lately. providers: reports by name. silent: why others have none.
+    holders_known: the kubelet's checkpoint was read lately. kubelet_answers: as of `AgentStatus`. providers: reports by
+    name. silent: why others have none.
     """
 
     at: float
     resources: tuple[ResourceView, ...]
     double_allocations: int
     holders_known: bool
+    kubelet_answers: bool | None
     providers: Mapping[str, ProviderReport]
     silent: Mapping[str, str]
     unready: tuple[str, ...]
@@ -162,14 +165,29 @@ def unready(status: AgentStatus) -> Iterable[str]:
             yield f"{resource.resource}: its source has not listed its devices{error}"
         elif not resource.registered:
             why = resource.registration.contested
-            because = f": another plugin has registered it ({why})" if why else ""
-            yield f"{resource.resource}: not registered with the kubelet{because}"
+            because = f"another plugin has registered it ({why})" if why else resource.registration.error
+            yield f"{resource.resource}: not registered with the kubelet{because and f': {because}'}"
+        elif not resource.live:
+            yield f"{resource.resource}: registered, but the kubelet does not follow its list of devices"
+
+
+def unanswered(status: AgentStatus, now: float) -> Iterable[str]:
+    """Yield who does not answer: the kubelet, adopted plugins. now: Unix seconds."""
+    if status.kubelet_silent is not None:
+        yield f"the kubelet has not answered since {_iso(status.kubelet_silent)}; the node starts and ends no pods"
+    for resource in status.resources:
+        since = resource.vendor.unanswered if resource.vendor is not None else None
+        if since is not None and now - since >= UNANSWERED:
+            yield f"{resource.resource}: its plugin has not answered a call since {_iso(since)}"
+
+
+def _iso(at: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(at))
 
 
 def no_plugin(vendor: VendorConnection) -> str:
     """Return since when the plugin of an adopted resource is not connected."""
-    at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(vendor.since))
-    return f"its plugin is not registered with the agent since {at}"
+    return f"its plugin is not registered with the agent since {_iso(vendor.since)}"
 
 
 def events_between(before: ResourceStatus | None, now: ResourceStatus, at: float) -> list[Event]:
@@ -334,6 +352,7 @@ class Observer:
             ),
             status.double_allocations,
             holders_known,
+            status.kubelet_answers,
             reports,
             silent,
             (
@@ -345,6 +364,7 @@ class Observer:
             (
                 *(problem for report in reports.values() for problem in report.problems),
                 *([status.config_error] if status.config_error and not status.former_config else ()),
+                *unanswered(status, time.time()),
                 *(
                     f"{resource.resource}: {no_plugin(resource.vendor)}"
                     for resource in status.resources

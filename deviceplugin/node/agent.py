@@ -106,6 +106,8 @@ class Agent(RegisterHost):
             self.tracker.read_at,
             self.config_error,
             self.former_config,
+            self.tracker.pod_resources.answers,
+            self.tracker.pod_resources.silent_since,
         )
 
     async def run(self) -> None:

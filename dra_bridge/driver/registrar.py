@@ -77,7 +77,7 @@ class RegistrarTiming:
 
 @dataclass(slots=True)
 class RegistrarStatistics:
-    """A registration so far; counters only grow. error: the kubelet's last refusal, "" if none since."""
+    """A registration so far; counters only grow. registered: as the kubelet said last. error: why not; "" if it is."""
 
     registered: bool = False
     registrations: int = 0
@@ -216,7 +216,8 @@ class Registrar:
     """Serves one driver and keeps it registered.
 
     directory: of the agent's sockets; registry: the kubelet's `plugins_registry`. Both are made where they are missing.
-    changed: called when the registration came or went.
+    kubelet: a socket that each kubelet makes anew at its start, before it looks for drivers: kubelet.sock (kubelet.go,
+    initializeRuntimeDependentModules, 1.36). changed: called when the registration came or went.
     """
 
     def __init__(
@@ -225,6 +226,7 @@ class Registrar:
         directory: Path,
         registry: Path,
         *,
+        kubelet: Path | None = None,
         timing: RegistrarTiming | None = None,
         changed: Callable[[], None] = lambda: None,
     ) -> None:
@@ -232,6 +234,9 @@ class Registrar:
         self.statistics = RegistrarStatistics()
         self._directory = directory
         self._registry = registry
+        self._kubelet = kubelet
+        self._registered_by: FileIdentity | None = None
+        """The socket of the kubelet that has registered the driver."""
         self._timing = timing or RegistrarTiming()
         self._changed = changed
         self._backoff = Backoff(first=0.5, most=60.0)
@@ -240,6 +245,18 @@ class Registrar:
         """The service's, then the registration's."""
         self._refused = False
         self._stopping = Tasks()
+
+    @property
+    def registered(self) -> bool:
+        """Whether the kubelet that is there now has registered the driver; from any thread.
+
+        A kubelet that ends does not say so, and the next one may not find the driver, or refuse it.
+        """
+        return self.statistics.registered and self._registered_by == self._present
+
+    @property
+    def _present(self) -> FileIdentity | None:
+        return file_identity(self._kubelet) if self._kubelet is not None else None
 
     def follow(self) -> None:
         """Report the health of the resources that the driver serves now; call it when they are other ones."""
@@ -281,6 +298,11 @@ class Registrar:
                 if not self.statistics.registered:  # else the kubelet's own next try was sooner
                     return
             wait = self._timing.check
+            if self.statistics.registered and not self.registered:
+                # It looks for drivers at its start. If it does not take this one in time, it finds a new socket.
+                self.statistics.registered, made_at = False, time.monotonic()
+                self.statistics.error = "the kubelet was restarted, and has not registered the driver since"
+                self._changed()
             if not self.statistics.registered:
                 wait = min(wait, made_at + self._timing.patience - time.monotonic())
                 if wait <= 0:
@@ -323,7 +345,7 @@ class Registrar:
     def _answered(self, watch: filewatch.Watch, registered: bool, error: str) -> None:
         if registered:
             self._backoff.reset()
-            self.statistics.registered = True
+            self.statistics.registered, self._registered_by = True, self._present
             self.statistics.registrations += 1
             self.statistics.error = ""
             _LOG.info("registered with the kubelet", extra={"driver": self.driver.name})

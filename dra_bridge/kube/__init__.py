@@ -31,3 +31,5 @@ from dra_bridge.kube.forms import CLAIMS as CLAIMS
 from dra_bridge.kube.forms import FOR_LIMITS as FOR_LIMITS
 from dra_bridge.kube.forms import ClaimResult as ClaimResult
 from dra_bridge.kube.forms import ListedClaim as ListedClaim
+from dra_bridge.kube.liveness import Failing as Failing
+from dra_bridge.kube.liveness import WatchState as WatchState

@@ -25,6 +25,7 @@ from dra_bridge.kube.api import ApiError, GoneError, Kind, Object, UnavailableEr
 from dra_bridge.kube.auth import Access
 from dra_bridge.kube.connection import ApiRequest, Connection, Discovery, RequestStatistics
 from dra_bridge.kube.forms import Form, ListedClaim, Page
+from dra_bridge.kube.liveness import WatchState
 
 logger: Final = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -95,6 +96,7 @@ class Cluster:
         self.backoff = backoff or Backoff()
         self._connection = Connection(configuration, deadline)
         self._discovery = Discovery(self._connection)
+        self._deadline = deadline
         self._watch_seconds = watch_seconds
         self._silence = silence
 
@@ -282,9 +284,9 @@ class Cluster:
         await self.create(api.EVENTS, body, namespace)
 
     async def follow(
-        self, kind: Kind, *, field_selector: str = "", label_selector: str = ""
+        self, kind: Kind, state: WatchState | None = None, /, *, field_selector: str = "", label_selector: str = ""
     ) -> AsyncGenerator[Listed | Changed, None]:
-        """Yield all objects now, then each change, for ever.
+        """Yield all objects now, then each change, for ever. state: is kept, for others to see if the watch is alive.
 
         A watch that ends at the requested time is resumed at its position. After any other end (a lost connection, an
         early end, a refusal, silence) it yields a new `Listed`, which replaces all earlier objects. It must not resume
@@ -295,7 +297,8 @@ class Cluster:
         Through outages, refusals and servers without DRA it keeps waiting, without a limit. Close the generator
         (`contextlib.aclosing`) to end the watch.
         """
-        backoff = self.backoff.fresh()
+        backoff, state = self.backoff.fresh(), state or WatchState()
+        state.patience = self._silence[1] + 3 * self._deadline  # for the version, a list, and the watch's begin
         selectors: dict[str, Any] = {"field_selector": field_selector, "label_selector": label_selector}
         position, listed_in, lost, warned = "", "", False, False
         while True:
@@ -307,6 +310,7 @@ class Cluster:
                     listing = await self.list(kind, **selectors)
                     version = kind.version or await self.version()
                     position, listed_in = listing.resource_version, version
+                    state.heard()
                     yield listing
                 seconds = random.uniform(*self._watch_seconds)  # noqa: S311 - no secret
                 parameters = {
@@ -319,11 +323,13 @@ class Cluster:
                 target = f"{api.path_of(kind, version)}?{urllib.parse.urlencode(parameters)}"
                 async with self._connection.stream(target) as lines:
                     opened, lost = time.monotonic(), False
+                    state.opened()
                     silence = random.uniform(*self._silence)  # noqa: S311 - no secret
                     while line := await _next_line(lines, silence):
                         event = msgspec.json.decode(line, type=Changed)
                         if event.type == "ERROR":
                             raise api.error_of_status(event.object)
+                        state.heard()
                         warned = False
                         position = str((event.object.get("metadata") or {}).get("resourceVersion") or position)
                         if event.type in ("ADDED", "MODIFIED", "DELETED"):
@@ -334,6 +340,7 @@ class Cluster:
                 backoff.reset()
             except (ApiError, api.UnsupportedError) as error:
                 position = ""
+                state.failed(error)
                 if time.monotonic() - opened >= 1.0:
                     backoff.reset()  # a server that ends watches at once is not asked at once
                 wait = backoff.next()

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 
-from dra_bridge.kube import api, auth, forms
+from dra_bridge.kube import api, auth, forms, liveness
 from dra_bridge.kube.api import GROUP, AccessError, ApiError, Kind, Object, UnavailableError
 from dra_bridge.kube.auth import Access
 from dra_bridge.kube.forms import Form
@@ -29,8 +29,6 @@ USER_AGENT: Final = "dra-bridge"
 VERSIONS: Final = ("v1", "v1beta2", "v1beta1")
 """The versions of resource.k8s.io of this client, the best first (v1 since 1.34, v1beta2 1.33, v1beta1 1.32)."""
 
-LOST: Final = 30.0
-"""Seconds without an answer after which the API server counts as out of reach."""
 _DEEP: Final = "the answer nests too deep to be decoded"
 _FAILURES: Final = (*HTTP_ERRORS, TimeoutError, OSError, KubeConfigError, ValueError)
 """What a request without an answer raises, also when a token file or plugin fails, or the answer is not JSON."""
@@ -42,17 +40,19 @@ class RequestStatistics:
 
     requests: answered or not, by HTTP method. failures: those not answered, or with a 429 or 5xx. watches: streams
     opened. lost_since: time.monotonic() of the first failure since the last answer, None while the server answers.
+    refused: that the server refuses the credentials (401), None since it took them.
     """
 
     requests: Counter[str] = field(default_factory=Counter)
     failures: int = 0
     watches: int = 0
     lost_since: float | None = None
+    refused: liveness.Failing | None = None
 
     def unreachable_since(self) -> float | None:
         """Return since when (Unix seconds) the server is out of reach; None while it is not."""
         lost = 0.0 if self.lost_since is None else time.monotonic() - self.lost_since
-        return time.time() - lost if lost >= LOST else None
+        return time.time() - lost if lost >= liveness.LOST else None
 
 
 class ApiRequest(NamedTuple):
@@ -182,9 +182,7 @@ class Connection:
         if isinstance(error, UnavailableError):
             self.statistics.failures += 1
         else:
-            self._answered()
-        if error.code == 401:
-            self._renew = True
+            self._answered(error)
         return error
 
     @contextmanager
@@ -211,8 +209,15 @@ class Connection:
                 logger.warning("the API server %s is lost: %s", self._url, reason)
             raise UnavailableError(f"{method} {path}: {reason}") from error
 
-    def _answered(self) -> None:
-        self._renew = False  # address and credentials of the configuration are still right
+    def _answered(self, error: ApiError | None = None) -> None:
+        refused = error is not None and error.code == 401
+        self._renew = refused  # else address and credentials of the configuration are still right
+        before = self.statistics.refused
+        self.statistics.refused = liveness.Failing.after(before, error) if refused and error is not None else None
+        if refused and before is None:
+            logger.warning("the API server %s refuses the agent's credentials: %s", self.where, error)
+        elif before is not None and not refused:
+            logger.info("the API server %s takes the agent's credentials again", self.where)
         if (lost_since := self.statistics.lost_since) is not None:
             self.statistics.lost_since = None
             self._answers.set()

@@ -73,9 +73,8 @@ class Bridge(ClaimSide):
             sources, options.paths, period=period, report_holders=report_holders, claim_side=self, vendors=vendors
         )
         self.publisher = Publisher(cluster, node := options.node, noticed=self._others_wrote)
-        self._allocatable = AllocatableStatus(
-            NodeStatusWriter(cluster, node), self.agent.tracker.pod_resources, grace=grace
-        )
+        writer = NodeStatusWriter(cluster, node)
+        self._allocatable = AllocatableStatus(writer, self.agent.tracker.pod_resources, grace=grace)
         self._watch = NodeWatch(cluster, node, self._read_shares, self._allocatable)
         shared = DriverNode(
             node,
@@ -85,8 +84,8 @@ class Bridge(ClaimSide):
             options.agent_name,
             report=options.claim_status,
         )
-        claims = ClaimLists(cluster)
-        self.node = BridgeNode(shared, self.agent, cluster, claims, self.publisher, self._watch, self._allocatable)
+        parts = (self.agent, cluster, ClaimLists(cluster), self.publisher, self._watch, self._allocatable, writer)
+        self.node = BridgeNode(shared, *parts)
         self.agent.providers.append(BridgeStatus(self.node, self.drivers))
 
     @property

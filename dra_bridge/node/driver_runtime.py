@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Final
 
 from deviceplugin.backoff import Backoff
+from deviceplugin.kubelet.registration import KUBELET_SOCKET
 from deviceplugin.kubelet.servicer import Endpoint
 from deviceplugin.node.service import Service
 from deviceplugin.register import operations
@@ -65,7 +66,8 @@ class DriverRuntime(DriverHost):
         self.resources = context.resources
         self.driver = Driver(name, node.drivers, host=self)
         pods = ClaimPods(name, async_ledger, tracker, root, self.driver.files)
-        self.registrar = Registrar(self.driver, node.directory, root / "plugins_registry", changed=self.publish)
+        registry, kubelet = root / "plugins_registry", node.agent.paths.plugins / KUBELET_SOCKET
+        self.registrar = Registrar(self.driver, node.directory, registry, kubelet=kubelet, changed=self.publish)
         self.feed = SliceFeed(context, self.registrar)
         register.subscribe(self.publish)
         self.claims = ClaimChecks(self.driver, pods, tracker, node.claims)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -16,23 +17,23 @@ from prometheus_client.metrics_core import (
 from deviceplugin.kubelet.podresources import PodContainer
 from deviceplugin.metrics.collectors import buckets
 from deviceplugin.register.records import State
-from dra_bridge.kube import Cluster
 from dra_bridge.slices.foreign import ForeignKind
-from dra_bridge.slices.publisher import PoolState, Publisher
+from dra_bridge.slices.publisher import Publisher
 
 if TYPE_CHECKING:
     from dra_bridge.node.claim_lists import ClaimListStatistics
     from dra_bridge.node.driver_runtime import DriverRuntime
+    from dra_bridge.node.resource import BridgeNode
 
 _GAUGES: Final = {
     "dra_registered": "1 while the DRA driver is registered with a kubelet that follows a list of devices",
     "dra_prepared_claims": "Claims prepared on this node (from the ledger)",
     "dra_claims_in_flight": "Claims that are being prepared or unprepared",
-    "slices_published": "1 while the slices at the API server are those that the agent wants",
-    "slices": "ResourceSlices of this node (from the API server)",
-    "slice_devices": "Devices in the slices of this node",
+    "slices_published": "1 while the slices that the API server has are known, and are those that the agent wants",
+    "slices": "ResourceSlices of this node that the API server has; absent while that is not known",
+    "slice_devices": "Devices in the slices of this node; absent while they are not known",
     "slices_foreign": "ResourceSlices of others that are in the driver's pool of this node",
-    "slice_problems": "Devices left out of the slices, and reasons why the API server rejects them",
+    "slice_problems": "Devices left out of the slices, and why the last write of them was refused",
 }
 _COUNTERS: Final = {
     "dra_registrations": "Registrations of the driver that the kubelet accepted",
@@ -44,28 +45,34 @@ _COUNTERS: Final = {
 
 def families(
     drivers: Sequence[DriverRuntime],
-    publisher: Publisher,
-    cluster: Cluster,
-    lists: ClaimListStatistics,
+    node: BridgeNode,
     ends: Mapping[str, Sequence[PodContainer]],
     *,
     kubelet_listens: bool,
 ) -> Iterator[Metric]:
     """Yield all families of the bridge. ends: pods that a kubelet restart would end, by resource."""
-    figures = {driver.name: _figures(driver, publisher.state(driver.name), kubelet_listens) for driver in drivers}
+    now = time.monotonic()
+    figures = {driver.name: _figures(driver, node.publisher, now, kubelet_listens) for driver in drivers}
     for family, names in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
         for name, about in names.items():
             made = family(f"deviceplugin_{name}", about, labels=("driver",))
             for driver, values in figures.items():
-                made.add_metric((driver,), values[name])
+                if (value := values[name]) is not None:
+                    made.add_metric((driver,), value)
             yield made
+    about = "Tries to write slices that failed, by the HTTP status of the answer (0: there was none)"
+    failed = CounterMetricFamily("deviceplugin_slice_write_failures", about, labels=("driver", "code"))
+    for driver in figures:
+        for code, count in sorted(node.publisher.failures(driver).items()):
+            failed.add_metric((driver, str(code)), count)
+    yield failed
     about = "Times that the ledger could not record something; nothing was granted then"
     failures = drivers[0].async_ledger.write_failures if drivers else 0  # all of them have the one of the agent
     yield CounterMetricFamily("deviceplugin_dra_ledger_write_failures", about, value=failures)
     about = "Writes of others into the driver's pool of this node that were undone, by kind"
     undone = CounterMetricFamily("deviceplugin_slice_foreign_writes", about, labels=("driver", "kind"))
     for runtime in drivers:
-        overcome = publisher.state(runtime.name).overcome
+        overcome = node.publisher.state(runtime.name).overcome
         for kind in ForeignKind:
             undone.add_metric((runtime.name, kind.value), overcome.get(kind, 0))
     yield undone
@@ -79,23 +86,27 @@ def families(
             ended.add_metric((resource, pod.namespace, pod.pod or pod.uid), 1)
     if ended.samples:
         yield ended
-    yield from _requests(cluster)
-    yield from _lists(lists)
+    yield from _requests(node, now)
+    yield from _lists(node.claims.statistics)
 
 
-def _figures(runtime: DriverRuntime, state: PoolState, kubelet_listens: bool) -> Mapping[str, float]:
+def _figures(
+    runtime: DriverRuntime, publisher: Publisher, now: float, kubelet_listens: bool
+) -> Mapping[str, float | None]:
+    state, observed = publisher.state(runtime.name), publisher.observed(runtime.name, now)
+    known = observed.known
     statistics, registration = runtime.driver.statistics, runtime.registrar.statistics
     return {
-        "dra_registered": registration.registered and kubelet_listens,
+        "dra_registered": runtime.registrar.registered and kubelet_listens,
         "dra_registrations": registration.registrations,
         "dra_registration_failures": registration.failures,
         "dra_prepared_claims": sum(claim.result is not None for claim in runtime.driver.records.all()),
         "dra_claims_in_flight": statistics.in_flight,
         "dra_prepared_again": statistics.prepared_again,
-        "slices_published": state.accepted >= state.wanted > 0,
-        "slices": state.slices,
+        "slices_published": observed.published,
+        "slices": known.slices if known is not None else None,
         "slices_foreign": sum(one.kind is not ForeignKind.POOL for one in state.foreign),
-        "slice_devices": len(state.devices),
+        "slice_devices": len(known.devices) if known is not None else None,
         "slice_writes": state.writes,
         "slice_problems": len(state.problems),
     }
@@ -163,8 +174,8 @@ def _moves(drivers: Sequence[DriverRuntime]) -> Iterator[Metric]:
         yield waits
 
 
-def _requests(cluster: Cluster) -> Iterator[Metric]:
-    made, about = cluster.statistics, "Requests to the API server, by method"
+def _requests(node: BridgeNode, now: float) -> Iterator[Metric]:
+    made, about = node.cluster.statistics, "Requests to the API server, by method"
     requests = CounterMetricFamily("deviceplugin_api_requests", about, labels=("method",))
     for method, count in sorted(made.requests.items()):
         requests.add_metric((method,), count)
@@ -174,6 +185,13 @@ def _requests(cluster: Cluster) -> Iterator[Metric]:
     yield CounterMetricFamily("deviceplugin_api_watches", "Watches opened at the API server", value=made.watches)
     about, reached = "1 while the API server answers; 0 after half a minute without", made.unreachable_since() is None
     yield GaugeMetricFamily("deviceplugin_api_reachable", about, value=int(reached))
+    about = "1 while the API server takes the agent's credentials, 0 while it refuses them (401)"
+    yield GaugeMetricFamily("deviceplugin_api_credentials_accepted", about, value=int(made.refused is None))
+    about = "1 while the watch is known to be alive, 0 if the API server refuses it, does not answer or sends nothing"
+    watching = GaugeMetricFamily("deviceplugin_api_watching", about, labels=("kind",))
+    for kind, watch in node.watches.items():
+        watching.add_metric((kind,), int(watch.lapse(now) is None))
+    yield watching
 
 
 def _lists(made: ClaimListStatistics) -> Iterator[Metric]:

@@ -11,7 +11,7 @@ from typing import Final
 
 from deviceplugin.naming import NamingError, parse_quantity
 from dra_bridge.handover.allocatable import AllocatableStatus
-from dra_bridge.kube import NODES, Cluster, ClusterError, ForbiddenError, Listed
+from dra_bridge.kube import NODES, Cluster, ClusterError, Failing, ForbiddenError, Listed, WatchState
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ class NodeWatch:
 
     annotated: called when its annotations are other ones, or it is another Node of this name. allocatable: takes the
     numbers of each version's `status.allocatable`. annotations, uid: those of the last Node that was seen, also
-    while there is none; None and "" before.
+    while there is none; None and "" before. gone: there is no Node of this name. state: whether its watch is alive.
     """
 
     cluster: Cluster
@@ -34,17 +34,21 @@ class NodeWatch:
     allocatable: AllocatableStatus
     annotations: Mapping[str, str] | None = None
     uid: str = ""
+    gone: bool = False
+    state: WatchState = field(default_factory=WatchState)
     _known: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self) -> None:
         """Follow it until cancelled."""
-        async with aclosing(self.cluster.follow(NODES, field_selector=f"metadata.name={self.node}")) as events:
+        follow = self.cluster.follow(NODES, self.state, field_selector=f"metadata.name={self.node}")
+        async with aclosing(follow) as events:
             async for event in events:
                 if isinstance(event, Listed):
                     node = event.items[0] if event.items else {}
                 else:
                     node = event.object if event.type != "DELETED" else {}
                 self.allocatable.observe(numbers((node.get("status") or {}).get("allocatable") or {}))
+                self.gone = not node
                 if not node:
                     if self.uid:
                         _LOG.warning("the Node object %s is gone; the requested share stays", self.node)
@@ -67,11 +71,14 @@ class NodeWatch:
 
 @dataclass(slots=True, eq=False)
 class NodeStatusWriter:
-    """Writes `status.allocatable` of this node's Node. That needs the right to patch `nodes/status`."""
+    """Writes `status.allocatable` of this node's Node. That needs the right to patch `nodes/status`.
+
+    refused: that the last write was refused, and since when each was; None if it was not.
+    """
 
     cluster: Cluster
     node: str
-    refused: bool = False
+    refused: Failing | None = None
 
     async def write(self, resource: str, number: int) -> bool:
         """Write a resource's number; return False if it is refused or the API server cannot be asked."""
@@ -79,19 +86,19 @@ class NodeStatusWriter:
         try:
             await self.cluster.patch(NODES, self.node, patch, subresource="status")
         except ForbiddenError as error:
-            if not self.refused:
+            if self.refused is None:
                 text = (
                     "the status of node %s cannot be written, so pods that wait may fail while devices move "
                     "(UnexpectedAdmissionError), and start up to 10 s later: %s"
                 )
                 _LOG.warning(text, self.node, error)
-            self.refused = True
+            self.refused = Failing.after(self.refused, error)
             return False
         except ClusterError as error:
             _LOG.info("the status of node %s cannot be written now: %s", self.node, error)
             return False
         _LOG.debug("the node's status says %d allocatable", number, extra={"resource": resource})
-        self.refused = False
+        self.refused = None
         return True
 
 

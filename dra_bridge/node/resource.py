@@ -19,10 +19,10 @@ from deviceplugin.node.service import Service
 from dra_bridge.driver import DriverNode
 from dra_bridge.handover.allocatable import AllocatableStatus
 from dra_bridge.handover.moves import Handover
-from dra_bridge.kube import NODES, Cluster, ClusterError
+from dra_bridge.kube import NODES, Cluster, ClusterError, WatchState
 from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.node.claim_lists import ClaimLists
-from dra_bridge.node.node_object import NodeWatch
+from dra_bridge.node.node_object import NodeStatusWriter, NodeWatch
 from dra_bridge.node.share import DriverShare, HandoverPolicy
 from dra_bridge.slices.publisher import Publisher
 
@@ -122,6 +122,7 @@ class BridgeNode:
     publisher: Publisher
     watch: NodeWatch
     allocatable: AllocatableStatus
+    status_writer: NodeStatusWriter
 
     @property
     def name(self) -> str:
@@ -132,6 +133,11 @@ class BridgeNode:
     def directory(self) -> Path:
         """The agent's own directory among the kubelet's plugins, with the ledger and the sockets of all drivers."""
         return self.agent.paths.kubelet_root / "plugins" / self.drivers.agent
+
+    @property
+    def watches(self) -> Mapping[str, WatchState]:
+        """Whether the watches of the API server are alive, by what they watch."""
+        return {**self.publisher.watches, NODES.plural: self.watch.state}
 
     async def alarm(self, reason: str, message: str) -> None:
         """Write a warning Event about this node, if the API server takes it."""

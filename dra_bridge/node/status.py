@@ -11,6 +11,7 @@ from deviceplugin.device import counted
 from deviceplugin.kubelet.podresources import PodContainer
 from deviceplugin.metrics.report import ClaimedDevice, DeviceLocation, Event, ProviderReport, ShareProgress
 from deviceplugin.register.records import Claim, RegisterSnapshot, State
+from dra_bridge.kube import Failing
 from dra_bridge.node.slice_feed import qualifiers_of
 from dra_bridge.slices import foreign
 
@@ -23,6 +24,15 @@ MAX_SURGE: Final = "with maxSurge that one stays until this one is ready: set ma
 """What to do about an update that waits for ever."""
 OUTAGE: Final = "pods that run keep their devices; no claim is prepared, and moves to the plugin side wait"
 """What it means for pods that the API server is away."""
+RENEW: Final = (
+    "no claim is prepared, no slice is written. Replace the token or kubeconfig, whose files are read again; delete "
+    "the agent's pod if its token is bound to a pod or Node that is gone"
+)
+"""What to do about credentials that are refused."""
+APPLY: Final = "apply what `dra-bridge manifests` prints (roles, bindings and policies)"
+"""What to do about a missing right."""
+UNSEEN: Final = "what others change there is seen late, or not at all"
+"""What follows from a watch that fails."""
 NAMED: Final = 3
 """Devices that one event names; of more it says the number."""
 _WORDS: Final = {
@@ -64,8 +74,7 @@ class BridgeStatus:
         """Report what is known now."""
         from dra_bridge.node import metrics  # with the client library, which an agent without metrics does not load
 
-        drivers, cluster, listens = list(self._drivers.values()), self._node.cluster, self._kubelet_listens()
-        since = cluster.statistics.unreachable_since()
+        drivers, listens = list(self._drivers.values()), self._kubelet_listens()
         now = self._agent.register.snapshot
         claims = list(now.claims.values())
         uids: frozenset[str] = frozenset().union(*(claim.pods for claim in claims))
@@ -76,16 +85,7 @@ class BridgeStatus:
             name: tuple(pods.get(uid, PodContainer(uid=uid)) for uid in holders) for name, holders in denied.items()
         }
         return ProviderReport(
-            families=list(
-                metrics.families(
-                    drivers,
-                    self._node.publisher,
-                    cluster,
-                    self._node.claims.statistics,
-                    ends,
-                    kubelet_listens=listens,
-                )
-            ),
+            families=list(metrics.families(drivers, self._node, ends, kubelet_listens=listens)),
             status={driver.name: self._status(driver, listens) for driver in drivers},
             unready=list(self._unready(drivers)),
             locations=_locations(now, drivers),
@@ -103,7 +103,7 @@ class BridgeStatus:
             },
             shares={name: share for driver in drivers for name, share in _shares(driver).items()},
             problems=[
-                *([] if since is None else [f"the API server is unreachable since {_clock(since)}: {OUTAGE}"]),
+                *self._api_problems(drivers, time.monotonic()),
                 *(text for driver in drivers for text in self._others(driver.name)),
                 *_ends(ends),
             ],
@@ -118,15 +118,16 @@ class BridgeStatus:
 
     def _unready(self, drivers: list[DriverRuntime]) -> Iterator[str]:
         for runtime in drivers:
-            state, registration = self._node.publisher.state(runtime.name), runtime.registrar.statistics
+            registration = runtime.registrar.statistics
             if not (runtime.resources or runtime.driver.records.all()):
                 continue  # no resource names it any more, and it has no claim to unprepare
-            if not registration.registered:
+            if not runtime.registrar.registered:
                 error = f": {registration.error}" if registration.error else ""
                 yield f"driver {runtime.name} is not registered with the kubelet{error}"
-            if runtime.resources and not state.accepted and not self._waits_for_plugins(runtime):
-                problem = f": {state.problems[0]}" if state.problems else ""
-                yield f"slices of driver {runtime.name} are not published{problem}"
+            now = time.monotonic()
+            why = self._node.publisher.observed(runtime.name, now).unready(now)
+            if why and runtime.resources and not self._waits_for_plugins(runtime):
+                yield f"slices of driver {runtime.name} are not published: {why}"
         named = {service.source.driver or "" for service in list(self._agent.services.values())}
         for name in sorted(named - {"", *(driver.name for driver in drivers)}):
             yield f"driver {name} has not started: another agent may have the ledger; {MAX_SURGE}"
@@ -136,6 +137,29 @@ class BridgeStatus:
         state = self._node.publisher.state(driver)
         return foreign.problems(driver, state.foreign, state.recent)
 
+    def _api_problems(self, drivers: list[DriverRuntime], now: float) -> Iterator[str]:
+        """Yield what is wrong with the API server, each cause once. now: monotonic seconds."""
+        node, statistics = self._node, self._node.cluster.statistics
+        if (since := statistics.unreachable_since()) is not None:
+            yield f"the API server is unreachable since {_clock(since)}: {OUTAGE}"
+        if statistics.refused is not None:
+            yield f"the API server refuses the agent's credentials {_told(statistics.refused, now)}; {RENEW}"
+        if node.watch.gone:
+            yield f"there is no Node {node.name}: no slice can be written, and the API server removes those of before"
+        for kind, watch in node.watches.items():
+            lapse = watch.lapse(now)
+            if lapse is None or lapse.code == 401 or (lapse.outage and statistics.lost_since is not None):
+                continue  # it is said above, or is about to be
+            if lapse.lasts(now):
+                yield f"{kind} cannot be watched {_told(lapse, now)}; {APPLY if lapse.code == 403 else UNSEEN}"
+        for driver in drivers:
+            failing = node.publisher.observed(driver.name, now).failing
+            if failing is not None and failing.lasts(now) and not failing.outage and failing.code != 401:
+                advice = f"; {APPLY}" if failing.code == 403 else ""
+                yield f"the slices of driver {driver.name} cannot be written {_told(failing, now)}{advice}"
+        if (refused := node.status_writer.refused) is not None:
+            yield f"the status of node {node.name} cannot be written {_told(refused, now)}; {APPLY}"
+
     def _waits_for_plugins(self, driver: DriverRuntime) -> bool:
         """Return whether all of a driver's devices are of vendors' plugins that are not there yet: no slice is due."""
         services = self._agent.services
@@ -143,13 +167,14 @@ class BridgeStatus:
         return all(vendor is not None and not vendor.connected for vendor in vendors)
 
     def _status(self, driver: DriverRuntime, kubelet_listens: bool) -> dict[str, object]:
-        state = self._node.publisher.state(driver.name)
+        publisher = self._node.publisher
+        state, observed = publisher.state(driver.name), publisher.observed(driver.name, time.monotonic())
         handovers = {resource: runtime.handover for resource, runtime in list(driver.resources.items())}
         return {
-            "registered": driver.registrar.statistics.registered and kubelet_listens,
-            "slices": state.slices,
-            "generation": state.generation,
-            "published": state.accepted >= state.wanted > 0,
+            "registered": driver.registrar.registered and kubelet_listens,
+            "slices": observed.known and observed.known.slices,
+            "generation": observed.known and observed.known.generation,
+            "published": observed.published,
             "problems": [*state.problems, *self._others(driver.name)],
             "unsupported": sorted(map(str, state.unsupported)),
             "preparedClaims": len(driver.driver.records.all()),
@@ -161,6 +186,11 @@ class BridgeStatus:
                 if handover.waiting
             },
         }
+
+
+def _told(failing: Failing, now: float) -> str:
+    """Return since when something fails, and why. now: monotonic seconds."""
+    return f"since {_clock(time.time() - (now - failing.since))}: {failing.text}"
 
 
 def _clock(at: float) -> str:

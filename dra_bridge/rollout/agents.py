@@ -156,12 +156,12 @@ async def running_agents(cluster: Cluster, namespaces: Sequence[str], node: str 
     return [pod for pod in pods if "deletionTimestamp" not in pod["metadata"]]
 
 
-async def ask_agents(cluster: Cluster, nodes: Collection[str], namespace: str = "") -> Answers:
+async def ask_agents(cluster: Cluster, nodes: Collection[str], namespace: str = "", *, others: bool = False) -> Answers:
     """Ask the agents of these nodes for their devices; what they do not answer has a reason. Raises ClusterError.
 
-    namespace: where the agents run; "" for where the manifests' bindings say.
+    namespace: where the agents run; "" for where the manifests' bindings say. others: ask those of all others, too.
     """
-    if not nodes:
+    if not (nodes or others):
         return Answers()
     why = f"no ClusterRoleBinding with the label {LABEL} says in which namespace agents run; name it by -n"
     try:
@@ -172,11 +172,11 @@ async def ask_agents(cluster: Cluster, nodes: Collection[str], namespace: str = 
     if not namespaces:
         return Answers(reasons=dict.fromkeys(nodes, why))
     try:
-        pods = await running_agents(cluster, namespaces, *(nodes if len(nodes) == 1 else ()))
+        pods = await running_agents(cluster, namespaces, *(nodes if len(nodes) == 1 and not others else ()))
     except ForbiddenError as error:
         return Answers(reasons=dict.fromkeys(nodes, f"{error.message}; this takes the right to list pods"))
     turns = asyncio.Semaphore(AT_ONCE)
-    asked = [(pod, node) for pod in pods if (node := pod["spec"].get("nodeName", "")) in nodes]
+    asked = [(pod, node) for pod in pods if (node := pod["spec"].get("nodeName", "")) in nodes or (others and node)]
     where = f"in namespace{'s' if len(namespaces) > 1 else ''} {', '.join(namespaces)}"
     absent = f"no pod with the label {LABEL} {where} runs there"
     reasons = dict.fromkeys(set(nodes) - {node for _, node in asked}, absent)

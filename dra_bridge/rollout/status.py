@@ -19,7 +19,9 @@ async def read_status(cluster: Cluster, driver: str, names: Sequence[str], names
     Raises RolloutError if there is no such driver or node, ClusterError if the API server cannot be asked.
     """
     nodes = await read_nodes(cluster, driver, names)
-    answers = await ask_agents(cluster, {view.node for view in nodes if view.devices}, namespace)
+    # Whose slices are gone is not among the nodes that have any; only its agent says so.
+    asked = set(names) | {view.node for view in nodes if view.devices}
+    answers = await ask_agents(cluster, asked, namespace, others=not names)
     nodes = [fleet.with_answers(view, answers) for view in nodes]
     problems = fleet.problems(answers)
     try:

@@ -6,20 +6,18 @@ import asyncio
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
 from dra_bridge import kube
-from dra_bridge.kube import RESOURCE_SLICES, ApiError, Cluster, NotFoundError, Object
+from dra_bridge.kube import RESOURCE_SLICES, ApiError, Cluster, NotFoundError, Object, WatchState
 from dra_bridge.slices.desired import Desired, Pool, desired, own_name
 from dra_bridge.slices.features import WITHOUT, ServerFeatures, features_of
 from dra_bridge.slices.foreign import (
     ForeignKind,
-    ForeignSlice,
     ForeignWrite,
     foreign_slices,
     is_own,
@@ -29,7 +27,10 @@ from dra_bridge.slices.foreign import (
     sentence,
 )
 from dra_bridge.slices.mirror import Mirror, SliceScope
+from dra_bridge.slices.observed import Comparison, ObservedPool
 from dra_bridge.slices.plan import Write, generation_of, in_version, neutral, plan
+from dra_bridge.slices.published import PoolState as PoolState
+from dra_bridge.slices.published import PublishedDriver, RateLimit
 
 logger: Final = logging.getLogger(__name__)
 
@@ -39,74 +40,6 @@ DELETES: Final = 16
 """Slices of others that are deleted in one round of writes."""
 LINES: Final = 10.0
 """Seconds between two lines of the log at WARNING about one kind of writes of others."""
-
-
-@dataclass(frozen=True, slots=True)
-class PoolState:
-    """The state of a driver's pool.
-
-    wanted, accepted: the tickets of the newest `want` and of the newest one that the API server has. slices: how many
-    there are. devices: names of the devices in them. unsupported: features that the server lacks. problems: what was
-    left out and why, or what keeps the server from accepting it. writes: successful ones. foreign: slices of others
-    that are in the pool now. overcome: how many writes of others were overcome, by kind. recent: the last ones.
-    """
-
-    wanted: int = 0
-    accepted: int = 0
-    generation: int = 0
-    slices: int = 0
-    devices: frozenset[str] = frozenset()
-    unsupported: frozenset[str] = frozenset()
-    problems: tuple[str, ...] = ()
-    writes: int = 0
-    foreign: tuple[ForeignSlice, ...] = ()
-    overcome: Mapping[ForeignKind, int] = field(default_factory=dict)
-    recent: tuple[ForeignWrite, ...] = ()
-
-
-class _RateLimit:
-    """Makes rounds of writes wait when there were too many lately: agents that disagree must not flood the server.
-
-    The first round for a ticket is what this node itself wants (each device that moves takes two or three): ten times
-    as many of these are allowed.
-    """
-
-    def __init__(self, burst: int, per_second: float) -> None:
-        self._burst = burst
-        self._per_second = per_second
-        self._ticket = 0
-        self._rounds = deque[float](maxlen=burst), deque[float](maxlen=10 * burst)
-        """When the last rounds of writes began: again for the same ticket, and the first for each."""
-
-    async def round(self, ticket: int) -> bool:
-        """Count a round of writes; wait first, and return True, if there were too many lately."""
-        now = asyncio.get_running_loop().time()
-        first = ticket != self._ticket
-        self._ticket = ticket
-        rounds, times = self._rounds[first], 10 if first else 1
-        many = len(rounds) == rounds.maxlen and now - rounds[0] < self._burst / self._per_second
-        if many:
-            await asyncio.sleep(1.0 / (self._per_second * times))
-        rounds.append(now)
-        return many
-
-
-@dataclass(slots=True, eq=False)
-class _PublishedDriver:
-    """The publisher's state of one driver."""
-
-    pool: Pool
-    rate_limit: _RateLimit
-    mirror: Mirror
-    state: PoolState = field(default_factory=PoolState)
-    wake: asyncio.Event = field(default_factory=asyncio.Event)
-    watched: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once the watch of slices without a node has listed them."""
-    warned: set[str] = field(default_factory=set)
-    reported: dict[ForeignKind, float] = field(default_factory=dict)
-    """When a line about a kind of writes of others was logged last (monotonic seconds)."""
-    refused: dict[str, tuple[str, float]] = field(default_factory=dict)
-    """By UID, why a slice of others could not be deleted, and when to try again (monotonic seconds)."""
 
 
 class Publisher:
@@ -139,14 +72,16 @@ class Publisher:
         """
         self.cluster: Final = cluster
         self._node = node
-        self._rate_limit = partial(_RateLimit, burst, per_second)
+        self._rate_limit = partial(RateLimit, burst, per_second)
         self._features = ServerFeatures(cluster, probe_again)
-        self._drivers: dict[str, _PublishedDriver] = {}
+        self._drivers: dict[str, PublishedDriver] = {}
         self._group: asyncio.TaskGroup | None = None
         self._listed = asyncio.Event()
         self._owner: Object | None = None
         self._changed = asyncio.Event()
         self._noticed = noticed
+        self.watch: Final = WatchState()
+        """Whether the watch of the slices is alive."""
 
     def want(self, pool: Pool) -> int:
         """Set the desired pool of a driver; return a ticket for `accepted`.
@@ -157,7 +92,7 @@ class Publisher:
             raise ValueError(f"this publisher is for node {self._node}, not {pool.node}")
         driver = self._drivers.get(pool.driver)
         if driver is None:
-            driver = self._drivers[pool.driver] = _PublishedDriver(
+            driver = self._drivers[pool.driver] = PublishedDriver(
                 pool, self._rate_limit(), Mirror(pool.driver, self._node)
             )
             if self._group is not None:
@@ -188,6 +123,23 @@ class Publisher:
         found = (one.name for one in self.state(driver).foreign if device in one.devices)
         return next(found, "")
 
+    def observed(self, driver: str, now: float) -> ObservedPool:
+        """Return what is known now of a driver's slices; from any thread. now: monotonic seconds."""
+        if (entry := self._drivers.get(driver)) is None:
+            return ObservedPool(Comparison(), accepted=False, lapse=self.watch.lapse(now))
+        return entry.observed(self.watch, self._owner, self._features.missing, now)
+
+    @property
+    def watches(self) -> Mapping[str, WatchState]:
+        """Whether each watch is alive, by what it watches; from any thread."""
+        nodeless = {f"slices of {name} without a node": of.nodeless for name, of in list(self._drivers.items())}
+        return {RESOURCE_SLICES.plural: self.watch, **nodeless}
+
+    def failures(self, driver: str) -> Mapping[int, int]:
+        """Return how many tries to write a driver's slices failed, by HTTP status, 0 for those without an answer."""
+        entry = self._drivers.get(driver)
+        return dict(entry.failures) if entry is not None else {}
+
     async def accepted(self, driver: str, ticket: int) -> PoolState:
         """Wait until the API server has the pool of this ticket or of a later one."""
         while (state := self.state(driver)).accepted < ticket:
@@ -207,7 +159,8 @@ class Publisher:
 
     async def _watch(self) -> None:
         selector = f"spec.nodeName={self._node}"
-        async with aclosing(self.cluster.follow(RESOURCE_SLICES, field_selector=selector)) as events:
+        follow = self.cluster.follow(RESOURCE_SLICES, self.watch, field_selector=selector)
+        async with aclosing(follow) as events:
             async for event in events:
                 if isinstance(event, kube.Changed):
                     self._observe(neutral(event.object), deleted=event.type == "DELETED")
@@ -219,12 +172,14 @@ class Publisher:
                     self._keep(neutral(item))
                 self._features.forget_missing()
                 for driver in self._drivers.values():
+                    driver.show()
                     driver.wake.set()
                 self._listed.set()
 
-    async def _watch_nodeless(self, driver: _PublishedDriver) -> None:
+    async def _watch_nodeless(self, driver: PublishedDriver) -> None:
         selector = self._selector(driver, SliceScope.NODELESS)
-        async with aclosing(self.cluster.follow(RESOURCE_SLICES, field_selector=selector)) as events:
+        follow = self.cluster.follow(RESOURCE_SLICES, driver.nodeless, field_selector=selector)
+        async with aclosing(follow) as events:
             async for event in events:
                 if isinstance(event, kube.Changed):
                     self._observe(neutral(event.object), deleted=event.type == "DELETED")
@@ -232,10 +187,11 @@ class Publisher:
                 driver.mirror.relist(SliceScope.NODELESS, new_watch=True)
                 for item in event.items:
                     self._keep(neutral(item))
+                driver.show()
                 driver.watched.set()
                 driver.wake.set()
 
-    def _selector(self, driver: _PublishedDriver, scope: SliceScope) -> str:
+    def _selector(self, driver: PublishedDriver, scope: SliceScope) -> str:
         return f"spec.driver={driver.pool.driver},spec.nodeName={self._node if scope is SliceScope.NODE else ''}"
 
     def _observe(self, body: Object, *, deleted: bool) -> None:
@@ -246,6 +202,7 @@ class Publisher:
             self._owner = None  # the Node may be another one
         else:
             self._features.learn(body)
+        driver.show()
         driver.wake.set()
 
     def _keep(self, body: Object) -> None:
@@ -254,17 +211,17 @@ class Publisher:
             driver.mirror.keep(body)
             self._features.learn(body)
 
-    def _driver_of(self, body: Object) -> _PublishedDriver | None:
+    def _driver_of(self, body: Object) -> PublishedDriver | None:
         spec = body.get("spec") or {}
         if (spec.get("nodeName") or (spec.get("pool") or {}).get("name")) != self._node:
             return None
         return self._drivers.get(spec.get("driver", ""))
 
-    def _start(self, driver: _PublishedDriver, group: asyncio.TaskGroup) -> None:
+    def _start(self, driver: PublishedDriver, group: asyncio.TaskGroup) -> None:
         group.create_task(self._work(driver), name=f"slices of {driver.pool.driver}")
         group.create_task(self._watch_nodeless(driver), name=f"slices of {driver.pool.driver} without a node")
 
-    async def _work(self, driver: _PublishedDriver) -> None:
+    async def _work(self, driver: PublishedDriver) -> None:
         backoff = self.cluster.backoff.fresh()
         conflicts = 0
         while True:
@@ -274,14 +231,7 @@ class Publisher:
             driver.wake.clear()
             wait, done = 0.0, False
             try:
-                # It joined after the watch began, or what the server has is in doubt.
-                for scope in set(SliceScope) - driver.mirror.listed:
-                    selector = self._selector(driver, scope)
-                    listing = await self.cluster.list(RESOURCE_SLICES, field_selector=selector)
-                    driver.mirror.relist(scope)
-                    for item in listing.items:
-                        self._keep(neutral(item))
-                done = await self._reconcile(driver)
+                done = await self._try(driver)
             except (kube.ConflictError, NotFoundError, kube.VersionChangedError) as error:
                 # What the server has is not what the watch reported: read it, and try again.
                 driver.mirror.listed.clear()
@@ -318,7 +268,27 @@ class Publisher:
             if wait:
                 await self._pause(driver, wait)
 
-    async def _pause(self, driver: _PublishedDriver, seconds: float) -> None:
+    async def _try(self, driver: PublishedDriver) -> bool:
+        """Read the slices if need be, write those that are wanted; return False if they do not become stable."""
+        try:
+            # It joined after the watch began, or what the server has is in doubt.
+            for scope in set(SliceScope) - driver.mirror.listed:
+                selector = self._selector(driver, scope)
+                listing = await self.cluster.list(RESOURCE_SLICES, field_selector=selector)
+                driver.mirror.relist(scope)
+                for item in listing.items:
+                    self._keep(neutral(item))
+            done = await self._reconcile(driver)
+        except Exception as error:
+            driver.failed(error)
+            raise
+        finally:
+            driver.show()
+        if done:
+            driver.failing = None
+        return done
+
+    async def _pause(self, driver: PublishedDriver, seconds: float) -> None:
         """Wait after a failure; end early if the desired slices change and the server answers."""
         ticket = driver.state.wanted
 
@@ -333,7 +303,7 @@ class Publisher:
             for task in waits:
                 task.cancel()
 
-    async def _reconcile(self, driver: _PublishedDriver) -> bool:
+    async def _reconcile(self, driver: PublishedDriver) -> bool:
         """Write the desired slices; return False if they do not become stable."""
         pool, ticket, mirror = driver.pool, driver.state.wanted, driver.mirror
         version = await self.cluster.version()
@@ -370,13 +340,15 @@ class Publisher:
         if driver.state.accepted >= ticket:
             driver.wake.set()  # only others write again and again; how often that is undone is limited
             return True
-        self._problem(driver, f"the API server still has other slices after {ROUNDS} rounds of writes")
+        text = f"the API server still has other slices after {ROUNDS} rounds of writes"
+        driver.failed(kube.ClusterError(text))
+        self._problem(driver, text)
         return False
 
     def _is_foreign(self, write: Write) -> bool:
         return write.verb == "delete" and not is_own(write.body, write.body["spec"]["driver"], self._node)
 
-    def _see_foreign(self, driver: _PublishedDriver) -> None:
+    def _see_foreign(self, driver: PublishedDriver) -> None:
         """Show which slices of others are in the pool, and take no name that one of them has."""
         bodies, name = driver.mirror.bodies, driver.pool.driver
         driver.refused = {uid: why for uid, why in driver.refused.items() if uid in set(map(_uid, bodies.values()))}
@@ -390,7 +362,7 @@ class Publisher:
                 if one.kind is ForeignKind.POOL and one.uid not in known:
                     self._report(driver, one.kind, sentence(one.kind, one.name, one.manager))
 
-    def _clearing(self, driver: _PublishedDriver) -> list[Object]:
+    def _clearing(self, driver: PublishedDriver) -> list[Object]:
         """Return the slices of others that are to be deleted now, those of the highest generation first."""
         now = time.monotonic()
         found = [
@@ -403,7 +375,7 @@ class Publisher:
         ]
         return sorted(found, key=generation_of, reverse=True)[:DELETES]
 
-    async def _clear(self, driver: _PublishedDriver, body: Object) -> None:
+    async def _clear(self, driver: PublishedDriver, body: Object) -> None:
         """Delete a slice of others. One that may not be deleted, or waits for finalizers, is left for now."""
         kind, name, manager = kind_of(body, self._node), body["metadata"]["name"], manager_of(body)
         try:
@@ -422,7 +394,7 @@ class Publisher:
                 return
         self._report(driver, kind, what)
 
-    def _report(self, driver: _PublishedDriver, kind: ForeignKind, what: str) -> None:
+    def _report(self, driver: PublishedDriver, kind: ForeignKind, what: str) -> None:
         """Report a write of others; somebody who writes many slices makes few lines."""
         now = time.monotonic()
         rarely = now - driver.reported.get(kind, -math.inf) < LINES
@@ -431,7 +403,7 @@ class Publisher:
         logger.log(logging.DEBUG if rarely else logging.WARNING, "%s", what, extra={"driver": driver.pool.driver})
         self._noticed(driver.pool.driver, kind, what)
 
-    def _overcame(self, driver: _PublishedDriver, kind: ForeignKind, name: str, manager: str) -> None:
+    def _overcame(self, driver: PublishedDriver, kind: ForeignKind, name: str, manager: str) -> None:
         """Count a write of others that was overcome."""
         state, what = driver.state, sentence(kind, name, manager)
         recent = remembered(state.recent, ForeignWrite(kind, name, manager, time.monotonic()))
@@ -450,7 +422,7 @@ class Publisher:
                 "controller": True,
             }
 
-    async def _write(self, driver: _PublishedDriver, write: Write, version: str) -> None:
+    async def _write(self, driver: PublishedDriver, write: Write, version: str) -> None:
         """Write one slice of the agent's own."""
         mirror, name = driver.mirror, write.body["metadata"]["name"]
         if write.verb == "delete":
@@ -499,7 +471,7 @@ class Publisher:
             return ForeignKind.GENERATION
         return ForeignKind.EDITED if mirror.edited(name) else None
 
-    async def _is_taken(self, driver: _PublishedDriver, name: str) -> bool:
+    async def _is_taken(self, driver: PublishedDriver, name: str) -> bool:
         """Return whether a slice that is not of the pool has a name: no list and no watch shows it."""
         try:
             found = neutral(await self.cluster.get(RESOURCE_SLICES, name))
@@ -507,7 +479,7 @@ class Publisher:
             return False
         return not is_own(found, driver.pool.driver, self._node)
 
-    async def _delete(self, driver: _PublishedDriver, body: Object) -> None:
+    async def _delete(self, driver: PublishedDriver, body: Object) -> None:
         metadata, left = body["metadata"], None
         driver.mirror.gone.clear()
         try:
@@ -523,7 +495,7 @@ class Publisher:
             driver.mirror.deleted(body)
         self._set(driver, writes=driver.state.writes + 1)
 
-    def _finish(self, driver: _PublishedDriver, wanted: Desired, ticket: int) -> None:
+    def _finish(self, driver: PublishedDriver, wanted: Desired, ticket: int) -> None:
         unsupported = self._features.missing & wanted.needs
         for message in (*(WITHOUT[feature] for feature in sorted(unsupported)), *wanted.problems):
             self._warn_once(driver, message)
@@ -537,19 +509,21 @@ class Publisher:
             unsupported=frozenset(unsupported),
             problems=wanted.problems,
         )
+        driver.left_out = wanted.problems
 
-    def _problem(self, driver: _PublishedDriver, message: str) -> None:
-        self._set(driver, problems=tuple(dict.fromkeys((*driver.state.problems, message)))[-20:])
+    def _problem(self, driver: PublishedDriver, message: str) -> None:
+        """Report why the last try to write has failed, in place of the one before."""
+        self._set(driver, problems=(*driver.left_out, message))
         self._warn_once(driver, message)
 
-    def _warn_once(self, driver: _PublishedDriver, message: str) -> None:
+    def _warn_once(self, driver: PublishedDriver, message: str) -> None:
         if message not in driver.warned:
             if len(driver.warned) >= 1000:
                 driver.warned.clear()
             driver.warned.add(message)
             logger.warning("%s", message, extra={"driver": driver.pool.driver})
 
-    def _set(self, driver: _PublishedDriver, **changes: Any) -> None:
+    def _set(self, driver: PublishedDriver, **changes: Any) -> None:
         driver.state = replace(driver.state, **changes)
         self._changed.set()
         self._changed = asyncio.Event()

@@ -401,6 +401,32 @@ async def test_an_unexpected_failure_is_logged_and_tried_again(
         assert one.told == [(True, "")]
 
 
+class SilentPlugin(Plugin):
+    """Registers, lists nothing until it is told to, and never answers Allocate."""
+
+    async def Allocate(self, request: pb.AllocateRequest, context: Any) -> pb.AllocateResponse:  # noqa: N802
+        await asyncio.Event().wait()
+        raise AssertionError("not reached")
+
+
+async def test_a_plugin_that_falls_silent(directory: Path) -> None:
+    """It lists devices once it has sent a list; a call that it has not answered is seen until the call ends."""
+    async with serving(directory) as vendors, plugin(directory, kind=SilentPlugin) as silent:
+        await silent.register()
+        connection = vendors.connection(RESOURCE)
+        assert (connection.connected, connection.lists, connection.unanswered) == (True, False, None)
+        silent.show("a")
+        await listed_by(vendors)
+        assert vendors.connection(RESOURCE).lists
+        one = vendors.plugin(RESOURCE)
+        assert one is not None
+        call = asyncio.create_task(one.allocate(["a"]))
+        await until(lambda: vendors.connection(RESOURCE).unanswered)
+        call.cancel()
+        await asyncio.wait({call})
+        assert vendors.connection(RESOURCE).unanswered is None
+
+
 async def test_a_plugin_serves_anew(directory: Path) -> None:
     """A new socket of the same name is asked again, and counts; one that nobody serves is left where it is."""
     async with serving(directory) as vendors:

@@ -212,6 +212,20 @@ def a_slice_that_stays(bridge: Bridge) -> Iterator[None]:
         api.patch("resourceslice", "stays", {"metadata": {"finalizers": None}})
 
 
+@contextlib.contextmanager
+def without_account(bridge: Bridge) -> Iterator[None]:
+    """Remove the agent's ServiceAccount, which ends its token; give it another one of that name at the end."""
+    account = bridge.cluster.api.get("ServiceAccount", "dra-bridge", "dra-bridge")
+    bridge.cluster.api.delete("ServiceAccount", "dra-bridge", "dra-bridge")
+    try:
+        yield
+    finally:
+        for key in ("resourceVersion", "uid", "creationTimestamp", "managedFields"):
+            account["metadata"].pop(key, None)
+        bridge.cluster.api.apply(account)
+        bridge.renew_token()
+
+
 @pytest.mark.lengthy
 def test_alerts_about_sources_and_others(small_disk: Path, bridge: Bridge, prometheus: Prometheus) -> None:
     """Faults of sources and hooks, another plugin, a full disk, a checkpoint that cannot be read, lost rights."""
@@ -272,6 +286,17 @@ def test_alerts_about_sources_and_others(small_disk: Path, bridge: Bridge, prome
         cluster.stop_apiserver()
         wait_fires(prometheus, cluster, "DeviceHoldersUnknown", "APIServerUnreachable")
         start_api_server(cluster)
+    wait_ended(prometheus, cluster)
+
+    # The end of the API server is that of the watches; the next ones are refused.
+    with without_slices(bridge):
+        cluster.stop_apiserver()
+        start_api_server(cluster)
+        wait_fires(prometheus, cluster, "APIWatchFailing")
+    with without_account(bridge):
+        cluster.stop_apiserver()
+        start_api_server(cluster)
+        wait_fires(prometheus, cluster, "APICredentialsRefused")
     wait_ended(prometheus, cluster)
 
 

@@ -31,7 +31,7 @@ from pathlib import Path
 from deviceplugin import ContainerEdits, Device, DeviceSource, Health
 from deviceplugin.metrics import views
 from dra_bridge import run
-from dra_bridge.kube import connection
+from dra_bridge.kube import liveness
 from dra_bridge.node.status import BridgeStatus
 
 ILL = Path(__file__).with_name("ill")
@@ -53,7 +53,7 @@ def reported(status, report=BridgeStatus.report):
 
 
 BridgeStatus.report = reported
-views.HOLDERS_STALE = connection.LOST = 10.0
+views.HOLDERS_STALE = liveness.LOST = 10.0
 
 
 class Simulated(DeviceSource):

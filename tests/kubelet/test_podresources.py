@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,22 @@ async def test_a_kubelet_that_others_ask_too_often(
     monkeypatch.setattr(podresources, "LIST_TRIES", 3)
     assert await PodResources(fake_kubelet.pod_resources_socket).list() is None
     assert not [one for one in caplog.records if one.name == podresources.__name__]
+
+
+async def test_a_kubelet_that_hangs(fake_kubelet: FakeKubelet, tmp_path: Path) -> None:
+    """A socket that takes connections and answers nothing on them is a kubelet that is silent, until one answers."""
+    service = PodResources(tmp_path / "hangs.sock", timeout=0.2)
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(str(service.socket))
+        bound.listen()
+        assert await service.list() is None
+        since = service.silent_since
+        assert await service.list() is None
+        assert (service.answers, service.silent_since) == (False, since)
+        assert since is not None
+    service.socket = fake_kubelet.pod_resources_socket
+    assert await service.list() == PodResourcesReport()
+    assert (service.answers, service.silent_since) == (True, None)
 
 
 async def test_kubelet_that_cannot_be_asked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

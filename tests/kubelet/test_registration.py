@@ -423,12 +423,14 @@ def test_refused_registration_is_said_and_tried_again(
 ) -> None:
     """A kubelet that refuses is asked again, slower each time; the refusal is said once, with its reason."""
     fake_kubelet.reject_registrations(4, "not today")
-    served(source())
+    agent = served(source())
     assert len(fake_kubelet.rejections) == 4
     said = [record for record in caplog.records if "refused the registration" in record.getMessage()]
     assert len(said) == 1
     assert "not today" in said[0].getMessage()
     assert said[0].levelno == logging.ERROR
+    statistics = agent.agent.services[R].registration.statistics
+    assert (statistics.registered, statistics.error) == (True, "")
     times = [rejection.at for rejection in fake_kubelet.rejections]
     assert times[3] - times[2] >= 0.02  # half of the third delay; the first is 0.01 at the most
 
@@ -440,6 +442,8 @@ def test_frozen_kubelet_costs_nobody_else_anything(fake_kubelet: FakeKubelet, se
     fake_kubelet.recreate_socket()
     statistics = agent.agent.services[R].registration.statistics
     wait(lambda: statistics.failures >= 2)
+    assert not statistics.registered
+    assert "DEADLINE_EXCEEDED" in statistics.error
     fake_kubelet.thaw()
     fake_kubelet.wait_registered(R, 2)
     fake_kubelet.wait_allocatable(R, 2)

@@ -17,7 +17,7 @@ from deviceplugin.kubelet.podresources import ClaimUse, PodContainer
 from deviceplugin.kubelet.status import ResourceStatus, VendorConnection
 from deviceplugin.metrics import page, views
 from deviceplugin.metrics.report import ClaimedDevice, DeviceLocation, Event, ProviderReport
-from deviceplugin.metrics.views import HOLDERS_STALE, AgentView, DeviceHolder, events_between
+from deviceplugin.metrics.views import HOLDERS_STALE, UNANSWERED, AgentView, DeviceHolder, events_between
 from deviceplugin.naming import device_name
 from tests.metrics.views import RESOURCE, Source, Still, resource
 
@@ -314,6 +314,38 @@ class TestEvents:
         view = Still(one).observer().view()
         assert view.unready == ()
         assert view.problems == (f"{RESOURCE}: its plugin is not registered with the agent since 1970-01-01T00:01:00Z",)
+
+    def test_an_adopted_plugin_that_does_not_answer_is_a_problem(self) -> None:
+        """Once a call has waited for long: some take their time."""
+        hangs, works = (
+            VendorConnection(connected=True, since=1.0, unanswered=at)
+            for at in (time.time() - UNANSWERED, time.time() - UNANSWERED / 2)
+        )
+        (problem,) = Still(resource("a", vendor=hangs)).observer().view().problems
+        assert problem.startswith(f"{RESOURCE}: its plugin has not answered a call since ")
+        assert Still(resource("a", vendor=works)).observer().view().problems == ()
+
+    def test_a_kubelet_that_does_not_answer_is_a_problem(self) -> None:
+        """It has registered all of it, so the agent is ready."""
+        still = Still(resource("a"))
+        still.kubelet_answers, still.kubelet_silent = False, 60.0
+        view = still.observer().view()
+        assert view.unready == ()
+        assert view.problems == (
+            "the kubelet has not answered since 1970-01-01T00:01:00Z; the node starts and ends no pods",
+        )
+
+    def test_a_kubelet_that_does_not_follow_the_list(self) -> None:
+        """A registration that the kubelet took once is not enough to be ready; why there is none is said."""
+        one = replace(resource("a"), live=False)
+        assert Still(one).observer().view().unready == (
+            f"{RESOURCE}: registered, but the kubelet does not follow its list of devices",
+        )
+        one = resource("a", registered=False)
+        one.registration.error = "the kubelet refused the registration (UNKNOWN: no)"
+        assert Still(one).observer().view().unready == (
+            f"{RESOURCE}: not registered with the kubelet: the kubelet refused the registration (UNKNOWN: no)",
+        )
 
     def test_an_adopted_plugin_that_goes_is_said(self) -> None:
         """Its coming is good."""

@@ -75,11 +75,21 @@ class Still:
         self.scanned_at: float | None = time.monotonic()
         self.double = 0
         self.config_error = ""
+        self.kubelet_answers: bool | None = True
+        self.kubelet_silent: float | None = None
         self.providers: list[Provider] = []
         self.sources: dict[str, DeviceSource] = {}
 
     def status(self) -> AgentStatus:
-        return AgentStatus(tuple(self.resources), self.double, self.claims, self.scanned_at, self.config_error)
+        return AgentStatus(
+            tuple(self.resources),
+            self.double,
+            self.claims,
+            self.scanned_at,
+            self.config_error,
+            kubelet_answers=self.kubelet_answers,
+            kubelet_silent=self.kubelet_silent,
+        )
 
     @property
     def services(self) -> Mapping[str, Any]:

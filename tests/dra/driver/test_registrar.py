@@ -115,9 +115,12 @@ async def driver(root: Path, server: Server) -> AsyncIterator[Driver]:
 class Running:
     """A registrar at work until the block ends."""
 
-    def __init__(self, driver: Driver, root: Path, timing: RegistrarTiming = QUICK) -> None:
+    def __init__(
+        self, driver: Driver, root: Path, timing: RegistrarTiming = QUICK, kubelet: Path | None = None
+    ) -> None:
         self.word = asyncio.Condition()
-        self.registrar = Registrar(driver, root / "plugins" / AGENT, root / "plugins_registry", timing=timing)
+        directories = (root / "plugins" / AGENT, root / "plugins_registry")
+        self.registrar = Registrar(driver, *directories, kubelet=kubelet, timing=timing)
         self.task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Registrar:
@@ -192,6 +195,29 @@ async def test_a_restarted_kubelet_finds_the_driver_and_prepares_again(
         assert {name: set(ids) for name, ids in after.items()} == {name: set(ids) for name, ids in before.items()}
         await aside(kubelet.unprepare_pod, pod)
         assert not driver.records.ledger.snapshot.claims
+
+
+async def test_a_kubelet_that_was_restarted_has_not_registered_the_driver(
+    driver: Driver, root: Path, kubelet: FakeDraKubelet
+) -> None:
+    """What the kubelet before has registered does not count; new sockets are made if the next one does not come."""
+    own = root / "kubelet.sock"
+    own.touch()
+    quick = RegistrarTiming(check=0.05, patience=0.3, drain=0.2)
+    async with Running(driver, root, quick, own) as registrar:
+        (first,) = await aside(kubelet.wait_registered, D)
+        seen = [registrar.registered]
+        await aside(kubelet.stop)
+        own.unlink()
+        seen.append(registrar.registered)
+        own.touch()
+        assert [*seen, registrar.registered] == [True, False, False]
+        await aside(kubelet.wait_for, lambda: "was restarted" in registrar.statistics.error)
+        await aside(kubelet.wait_for, lambda: not os.path.exists(first.endpoint))
+        await aside(kubelet.start)
+        await aside(kubelet.wait_registered, D)
+        await aside(kubelet.wait_for, lambda: registrar.registered)
+        assert registrar.statistics.error == ""
 
 
 @pytest.mark.parametrize("what", ["plugins_registry", "plugins", "socket"])

@@ -239,6 +239,27 @@ async def test_deadline(server: FakeApiServer) -> None:
         assert cluster.statistics.lost_since is None
 
 
+async def test_credentials_that_are_refused(server: FakeApiServer, cluster: Cluster) -> None:
+    """They are known as refused, since when, until the server takes them; other refusals say that it does."""
+    server.create(node_body("n1"))
+    for _ in range(2):
+        server.fail(lambda request: True, Fault(code=401, message="invalid bearer token"))
+        with pytest.raises(ApiError):
+            await cluster.get(NODES, "n1")
+    refused = cluster.statistics.refused
+    assert refused is not None
+    assert (refused.code, refused.outage) == (401, False)
+    assert "invalid bearer token" in refused.text
+    server.fail(lambda request: True, Fault(code=500))
+    with pytest.raises(UnavailableError):
+        await cluster.get(NODES, "n1")
+    assert cluster.statistics.refused == refused, "what does not answer properly says nothing about them"
+    server.fail(lambda request: True, Fault(code=403))
+    with pytest.raises(ForbiddenError):
+        await cluster.get(NODES, "n1")
+    assert cluster.statistics.refused is None
+
+
 async def test_a_closed_connection_is_no_outage(server: FakeApiServer, cluster: Cluster) -> None:
     """A read on a kept connection that the server closed is done again on a new one."""
     server.create(node_body("a"))

@@ -28,9 +28,12 @@ from dra_bridge.driver import ClaimStatistics, registrar
 from dra_bridge.driver.preparation import CallStatistics
 from dra_bridge.handover.moves import MoveStatistics
 from dra_bridge.handover.share import Share
-from dra_bridge.kube.connection import LOST, RequestStatistics
+from dra_bridge.kube import Failing, WatchState
+from dra_bridge.kube.connection import RequestStatistics
+from dra_bridge.kube.liveness import LOST
 from dra_bridge.node.claim_lists import ClaimListStatistics
 from dra_bridge.node.status import BridgeStatus
+from dra_bridge.slices.observed import Comparison, ObservedPool
 from dra_bridge.slices.publisher import PoolState
 from tests.metrics.views import RESOURCE, Source, Still, resource
 from tests.programs import promtool
@@ -62,10 +65,45 @@ def claim(name: str, *devices: ClaimDevice, result: str | None = "{}") -> Claim:
 
 def status_of(made: Any) -> BridgeStatus:
     """Return the status of the parts of a bridge."""
-    claims = SimpleNamespace(statistics=ClaimListStatistics(durations(0.04), 3000, 2))
-    parts = {"agent": made.agent, "cluster": made.cluster, "publisher": made.publisher, "claims": claims}
-    node = SimpleNamespace(name=made.node.name, **parts)
+    node = SimpleNamespace(
+        name=made.node.name,
+        agent=made.agent,
+        cluster=made.cluster,
+        publisher=made.publisher,
+        claims=SimpleNamespace(statistics=ClaimListStatistics(durations(0.04), 3000, 2)),
+        watch=made.watch,
+        watches={"resourceslices": made.publisher.watch, "nodes": made.watch.state},
+        status_writer=made.status_writer,
+    )
     return BridgeStatus(cast("Any", node), made.drivers)
+
+
+def publisher(observed: ObservedPool | None = None, state: PoolState | None = None) -> Any:
+    """Return what a report asks a publisher, whose watch is alive."""
+    seen = observed or ObservedPool(Comparison(1, 7, frozenset({"a", "c"})), accepted=True)
+    return SimpleNamespace(
+        state=lambda name: state or PoolState(3, 3, 7, 1, frozenset({"a", "c"}), frozenset(), (), 9),
+        observed=lambda name, now: seen,
+        failures=lambda name: {403: 2},
+        watch=watching(),
+    )
+
+
+def watching() -> WatchState:
+    """Return a watch that is alive."""
+    state = WatchState()
+    state.opened()
+    return state
+
+
+def failing(text: str, code: int = 0, since: float = 2 * LOST) -> Failing:
+    """Return what has failed for so many seconds; without a code the API server did not answer."""
+    return Failing(time.monotonic() - since, text, code, outage=not code)
+
+
+def api_problems(made: Any) -> list[str]:
+    """Return the problems but that of pods that a kubelet restart would end."""
+    return [problem for problem in status_of(made).report().problems if "kubelet restart" not in problem]
 
 
 def bridge(**changes: Any) -> Any:
@@ -108,7 +146,9 @@ def bridge(**changes: Any) -> Any:
                 in_flight=1,
             ),
         ),
-        registrar=SimpleNamespace(statistics=registrar.RegistrarStatistics(registered=True, registrations=2)),
+        registrar=SimpleNamespace(
+            registered=True, statistics=registrar.RegistrarStatistics(registered=True, registrations=2)
+        ),
         resources={RESOURCE: SimpleNamespace(handover=moving, leaving=False)},
     )
     parts: dict[str, Any] = {
@@ -121,9 +161,9 @@ def bridge(**changes: Any) -> Any:
             ),
         ),
         "node": SimpleNamespace(name="n8"),
-        "publisher": SimpleNamespace(
-            state=lambda name: PoolState(3, 3, 7, 1, frozenset({"a", "c"}), frozenset(), (), 9)
-        ),
+        "publisher": publisher(),
+        "watch": SimpleNamespace(gone=False, state=watching()),
+        "status_writer": SimpleNamespace(refused=None),
         "cluster": SimpleNamespace(statistics=RequestStatistics(Counter({"GET": 5, "PATCH": 2}), 1, 3, None)),
         **changes,
     }
@@ -187,6 +227,71 @@ def test_an_api_server_out_of_reach_is_a_problem_and_an_event() -> None:
     assert status.report().problems == []
 
 
+def test_credentials_that_are_refused_are_one_problem() -> None:
+    """With the API server's answer and what to do, at once; what else fails by them is not said again."""
+    refused = failing("401 Unauthorized: node UID does not match", 401, 1.0)
+    made = bridge(publisher=publisher(ObservedPool(Comparison(writes=1), accepted=True, failing=refused)))
+    made.cluster.statistics.refused = made.watch.state.failing = replace(refused, since=refused.since - LOST)
+    made.watch.state.heard_at = None
+    (problem,) = api_problems(made)
+    assert problem.startswith("the API server refuses the agent's credentials since ")
+    assert "401 Unauthorized: node UID does not match; no claim is prepared" in problem
+    assert "Replace the token or kubeconfig" in problem
+    found = values(status_of(made))
+    assert (found["api_credentials_accepted"], found["api_watching nodes"]) == (0, 0)
+
+
+def test_writes_that_are_refused_are_a_problem() -> None:
+    """Once that lasts; a missing right has its remedy."""
+    seen = ObservedPool(Comparison(writes=1), accepted=True, failing=failing("403 Forbidden: no", 403))
+    (problem,) = api_problems(bridge(publisher=publisher(seen)))
+    assert re.fullmatch(
+        f"the slices of driver {DRIVER} cannot be written since .*: 403 Forbidden: no; apply what .*manifests.*",
+        problem,
+    )
+    short = replace(seen, failing=failing("403 Forbidden: no", 403, LOST / 2))
+    assert api_problems(bridge(publisher=publisher(short))) == []
+
+
+def test_slices_that_are_not_known_have_no_figures() -> None:
+    """They do not count as published, and there is no number of them."""
+    seen = ObservedPool(Comparison(1, 7, frozenset({"a"})), accepted=True, lapse=failing("no answer"))
+    status = status_of(bridge(publisher=publisher(seen)))
+    found = values(status)
+    assert found[f"slices_published {DRIVER}"] == 0
+    assert not {f"slices {DRIVER}", f"slice_devices {DRIVER}"} & found.keys()
+    shown: Any = status.report().status[DRIVER]
+    assert (shown["published"], shown["slices"], shown["generation"]) == (False, None, None)
+
+
+def test_a_watch_that_fails_is_a_problem() -> None:
+    """That of the Node, too, from which shares are read; an outage and the agent's start are none of it."""
+    made = bridge()
+    made.watch.state.failing = failing("403 Forbidden: no", 403)
+    (problem,) = api_problems(made)
+    assert problem.startswith("nodes cannot be watched since ")
+    assert values(status_of(made))["api_watching nodes"] == 0
+    made.watch.state.failing = failing("no answer")
+    made.cluster.statistics.lost_since = time.monotonic()
+    assert api_problems(made) == []
+    made.cluster.statistics.lost_since = None
+    made.watch.state = WatchState()
+    assert api_problems(made) == []
+    made.watch.state = WatchState(patience=60.0, heard_at=time.monotonic() - 90.0)
+    (problem,) = api_problems(made)
+    assert "the API server sends nothing" in problem
+
+
+def test_a_node_that_is_gone_is_a_problem() -> None:
+    """Slices need it as their owner; so is a status of it that may not be written."""
+    made = bridge()
+    made.watch.gone = True
+    made.status_writer.refused = failing("403 Forbidden: no", 403, 1.0)
+    gone, status = api_problems(made)
+    assert gone.startswith("there is no Node n8: no slice can be written")
+    assert status.startswith("the status of node n8 cannot be written since ")
+
+
 @pytest.mark.parametrize(
     ("one", "registered"),
     [(service(), True), (service(live=False), False), (service(live=False, registrations=0), True)],
@@ -236,6 +341,7 @@ def test_figures_are_those_of_the_parts() -> None:
         f"slices_published {DRIVER}": 1,
         f"slice_devices {DRIVER}": 2,
         f"slice_writes_total {DRIVER}": 9,
+        f"slice_write_failures_total {DRIVER} 403": 2,
         "api_requests_total PATCH": 2,
         "api_errors_total": 1,
         "api_watches_total": 3,
@@ -243,6 +349,9 @@ def test_figures_are_those_of_the_parts() -> None:
         "claim_list_duration_seconds_count": 1,
         "claim_list_failures_total": 2,
         "claim_list_bytes_total": 3000,
+        "api_credentials_accepted": 1,
+        "api_watching resourceslices": 1,
+        "api_watching nodes": 1,
     }.items() <= found.items()
     assert not any(name.startswith(f"handover_waits {RESOURCE} a") for name in found)
 
@@ -255,10 +364,21 @@ def test_ready_when_registered_and_published() -> None:
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"publisher": SimpleNamespace(state=lambda name: PoolState(1))}, "slices of driver .* not published"),
         (
-            {"publisher": SimpleNamespace(state=lambda name: PoolState(1, problems=("forbidden",)))},
+            {"publisher": publisher(ObservedPool(Comparison(), accepted=False))},
+            "slices of driver .* not published: they were not written yet",
+        ),
+        (
+            {"publisher": publisher(ObservedPool(Comparison(), accepted=False, failing=failing("forbidden", 403, 0)))},
             "not published: forbidden",
+        ),
+        (
+            {"publisher": publisher(ObservedPool(Comparison(writes=2), accepted=True, failing=failing("no", 403)))},
+            "not published: 2 are missing, or not as wanted: no",
+        ),
+        (
+            {"publisher": publisher(ObservedPool(Comparison(), accepted=True, lapse=failing("no", 401)))},
+            "not published: it is not known which ones the API server has: no",
         ),
         ({"drivers": {}}, "another agent may have the ledger; with maxSurge that one stays until this one is ready"),
     ],
@@ -272,7 +392,9 @@ def test_what_is_missing_is_said(changes: dict[str, Any], why: str) -> None:
 def test_a_driver_that_the_kubelet_refused_is_said() -> None:
     """With the kubelet's own words."""
     made = bridge()
-    made.drivers[DRIVER].registrar.statistics = registrar.RegistrarStatistics(error="unsupported version")
+    made.drivers[DRIVER].registrar = SimpleNamespace(
+        registered=False, statistics=registrar.RegistrarStatistics(error="unsupported version")
+    )
     assert status_of(made).report().unready == [
         f"driver {DRIVER} is not registered with the kubelet: unsupported version"
     ]
@@ -282,7 +404,9 @@ def test_a_former_driver_is_missed_only_while_it_has_something_to_do() -> None:
     """The agent is ready without a driver that no resource names any more, and that has no claims to unprepare."""
     made = bridge()
     former = made.drivers[DRIVER]
-    former.registrar.statistics = registrar.RegistrarStatistics(error="its directory is not mounted")
+    former.registrar = SimpleNamespace(
+        registered=False, statistics=registrar.RegistrarStatistics(error="its directory is not mounted")
+    )
     former.resources = {}
     assert status_of(made).report().unready == [
         f"driver {DRIVER} is not registered with the kubelet: its directory is not mounted"

@@ -232,6 +232,18 @@ async def test_nodes_without_a_page(server: FakeApiServer) -> None:
     assert not server.requests("GET", "/proxy/")
 
 
+async def test_an_agent_without_slices_says_so(server: FakeApiServer) -> None:
+    """The status of all nodes has the problems of agents on nodes that have no slices now; that of one node has not."""
+    for name in ("n1", "n2"):
+        server.create(agent_pod(name))
+    gone = {"unready": ["slices of driver d are not published"], "holdersKnown": True, "resources": []}
+    server.proxied = lambda path: (200, gone if "agent-n2" in path else status(Still(resource("a"))))
+    async with Cluster.from_server(server.url) as cluster:
+        answers = await ask_agents(cluster, {"n1"}, others=True)
+        assert (await ask_agents(cluster, {"n1"})).problems == {}
+    assert fleet.problems(answers) == ["the agent of n2: it is not ready: slices of driver d are not published"]
+
+
 async def test_pods_of_others_are_not_asked(server: FakeApiServer) -> None:
     """Whoever may make pods somewhere could forge what agents answer: only those in the agents' namespace are asked.
 

@@ -1,0 +1,116 @@
+"""What the publisher keeps of each driver: how far its writes have come, and how often it may write."""
+
+from __future__ import annotations
+
+import asyncio
+import operator
+from collections import Counter, deque
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from dra_bridge.kube import Failing, Object, WatchState
+from dra_bridge.slices.desired import Feature, Pool
+from dra_bridge.slices.foreign import ForeignKind, ForeignSlice, ForeignWrite
+from dra_bridge.slices.mirror import Mirror
+from dra_bridge.slices.observed import Comparison, ObservedPool, SeenSlices, compare
+
+
+@dataclass(frozen=True, slots=True)
+class PoolState:
+    """How far the writes of a driver's pool have come. What the API server has now is `ObservedPool`.
+
+    wanted, accepted: the tickets of the newest `want` and of the newest one that the API server has. slices: how many
+    there are. devices: names of the devices in them. unsupported: features that the server lacks. problems: what was
+    left out and why, or what keeps the server from accepting it. writes: successful ones. foreign: slices of others
+    that are in the pool now. overcome: how many writes of others were overcome, by kind. recent: the last ones.
+    """
+
+    wanted: int = 0
+    accepted: int = 0
+    generation: int = 0
+    slices: int = 0
+    devices: frozenset[str] = frozenset()
+    unsupported: frozenset[str] = frozenset()
+    problems: tuple[str, ...] = ()
+    writes: int = 0
+    foreign: tuple[ForeignSlice, ...] = ()
+    overcome: Mapping[ForeignKind, int] = field(default_factory=dict)
+    recent: tuple[ForeignWrite, ...] = ()
+
+
+class RateLimit:
+    """Makes rounds of writes wait when there were too many lately: agents that disagree must not flood the server.
+
+    The first round for a ticket is what this node itself wants (each device that moves takes two or three): ten times
+    as many of these are allowed.
+    """
+
+    def __init__(self, burst: int, per_second: float) -> None:
+        self._burst = burst
+        self._per_second = per_second
+        self._ticket = 0
+        self._rounds = deque[float](maxlen=burst), deque[float](maxlen=10 * burst)
+        """When the last rounds of writes began: again for the same ticket, and the first for each."""
+
+    async def round(self, ticket: int) -> bool:
+        """Count a round of writes; wait first, and return True, if there were too many lately."""
+        now = asyncio.get_running_loop().time()
+        first = ticket != self._ticket
+        self._ticket = ticket
+        rounds, times = self._rounds[first], 10 if first else 1
+        many = len(rounds) == rounds.maxlen and now - rounds[0] < self._burst / self._per_second
+        if many:
+            await asyncio.sleep(1.0 / (self._per_second * times))
+        rounds.append(now)
+        return many
+
+
+@dataclass(slots=True, eq=False)
+class PublishedDriver:
+    """The publisher's state of one driver.
+
+    left_out: what is not in the slices and why. failing: what has kept them from being written since they were last as
+    wanted. failures: tries that failed, by HTTP status, 0 for none. seen: the mirror's slices, for other threads.
+    compared: what was compared last, and the result.
+    """
+
+    pool: Pool
+    rate_limit: RateLimit
+    mirror: Mirror
+    state: PoolState = field(default_factory=PoolState)
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    watched: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once the watch of slices without a node has listed them."""
+    warned: set[str] = field(default_factory=set)
+    reported: dict[ForeignKind, float] = field(default_factory=dict)
+    """When a line about a kind of writes of others was logged last (monotonic seconds)."""
+    refused: dict[str, tuple[str, float]] = field(default_factory=dict)
+    """By UID, why a slice of others could not be deleted, and when to try again (monotonic seconds)."""
+    nodeless: WatchState = field(default_factory=WatchState)
+    """Whether the watch of slices without a node is alive."""
+    left_out: tuple[str, ...] = ()
+    failing: Failing | None = None
+    failures: Counter[int] = field(default_factory=Counter)
+    seen: SeenSlices = field(default_factory=SeenSlices)
+    compared: tuple[tuple[object, ...], Comparison] = ((), Comparison())  # frozen
+
+    def show(self) -> None:
+        """Let other threads see what the mirror has now."""
+        self.seen = SeenSlices.of(self.mirror)
+
+    def failed(self, error: Exception) -> None:
+        """Take note of a try to write that failed."""
+        self.failing = Failing.after(self.failing, error)
+        self.failures[self.failing.code] += 1
+
+    def observed(
+        self, watch: WatchState, owner: Object | None, missing: Collection[Feature], now: float
+    ) -> ObservedPool:
+        """See `Publisher`. watch: of the slices that name the node. missing: features that the server lacks."""
+        of = (self.pool, self.seen, owner, missing)
+        before, seen = self.compared
+        if len(before) != len(of) or before[3] != of[3] or any(map(operator.is_not, before[:3], of)):
+            seen = compare(*of)
+            self.compared = of, seen
+        lapse = watch.lapse(now) or self.nodeless.lapse(now)
+        return ObservedPool(seen, bool(self.state.accepted), lapse, self.failing)

@@ -1,0 +1,168 @@
+"""What is shown of slices: what the API server has now, whatever it accepted once."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+
+from dra_bridge.kube import Cluster, Failing, WatchState
+from dra_bridge.kube.liveness import LOST
+from dra_bridge.slices.observed import Comparison, ObservedPool
+from dra_bridge.slices.publisher import Publisher
+from dra_bridge.testing.apiserver import FakeApiServer, Fault, LoggedRequest
+from tests.dra.objects import node_body
+from tests.dra.slices.test_publisher import DRIVER, NODE, many, pool, publishing
+
+FOR_EVER = 10**6
+
+
+@pytest.fixture
+def server() -> Iterator[FakeApiServer]:
+    with FakeApiServer() as running:
+        running.create(node_body(NODE))
+        yield running
+
+
+def writes(request: LoggedRequest) -> bool:
+    return request.method != "GET"
+
+
+def now(publisher: Publisher) -> ObservedPool:
+    return publisher.observed(DRIVER, time.monotonic())
+
+
+def later(publisher: Publisher) -> tuple[ObservedPool, float]:
+    """Return what is known once a failure has lasted, with that time."""
+    at = time.monotonic() + LOST
+    return publisher.observed(DRIVER, at), at
+
+
+async def until(met: Callable[[], object]) -> None:
+    async with asyncio.timeout(20):
+        while not met():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+def refuse(server: FakeApiServer, code: int, which: Callable[[LoggedRequest], bool] = writes) -> None:
+    server.fail(which, Fault(code=code, message=f"no {code} today"), FOR_EVER)
+
+
+async def test_what_was_published_is_known(server: FakeApiServer) -> None:
+    """Slices, devices and generation are those that the API server has; before the first list nothing is known."""
+    idle = Publisher(Cluster.from_server(server.url), NODE)
+    idle.want(pool(*many(3)))
+    assert (now(idle).published, now(idle).known) == (False, None)
+    assert now(idle).unready(time.monotonic())
+    async with publishing(server, pool(*many(3))) as publisher:
+        assert now(publisher).published
+        assert now(publisher).known == Comparison(1, 1, frozenset({"gpu0", "gpu1", "gpu2"}), 0)
+        assert now(publisher).unready(time.monotonic()) == ""
+
+
+@pytest.mark.parametrize("code", [401, 403, 429, 500])
+@pytest.mark.parametrize("undone", ["deleted", "edited"])
+async def test_slices_that_others_undo_while_writes_are_refused(server: FakeApiServer, code: int, undone: str) -> None:
+    """They are not called published from that moment on; the agent is not ready if that lasts, until they are back."""
+    async with publishing(server, pool(*many(3))) as publisher:
+        refuse(server, code)
+        if undone == "deleted":
+            server.wipe(NODE)
+        else:
+            (body,) = server.objects()
+            del body["spec"]["devices"][0]
+            server.replace(body)
+        await until(lambda: now(publisher).failing)
+        assert not now(publisher).published
+        assert now(publisher).unready(time.monotonic()) == "", "it may pass by itself"
+        known = now(publisher).known
+        assert known is not None
+        assert len(known.devices) == (0 if undone == "deleted" else 2)
+        observed, at = later(publisher)
+        assert f"no {code} today" in observed.unready(at)
+        assert publisher.failures(DRIVER)[code] >= 1
+        server.heal()
+        await until(lambda: now(publisher).published)
+        assert (now(publisher).failing, later(publisher)[0].unready(later(publisher)[1])) == (None, "")
+
+
+async def test_slices_that_went_with_their_node(server: FakeApiServer) -> None:
+    """Without a Node nothing can be written, and that is the reason which is given."""
+    async with publishing(server, pool(*many(3))) as publisher:
+        server.delete("nodes", NODE)
+        server.wipe(NODE)
+        await until(lambda: now(publisher).failing)
+        observed, at = later(publisher)
+        assert not observed.published
+        assert f'nodes "{NODE}" not found' in observed.unready(at)
+        server.create(node_body(NODE))
+        await until(lambda: now(publisher).published)
+
+
+async def test_what_is_wanted_now_counts(server: FakeApiServer) -> None:
+    """Slices that were accepted are not published once others are wanted and refused."""
+    async with publishing(server, pool(*many(3))) as publisher:
+        refuse(server, 403)
+        publisher.want(pool(*many(4)))
+        await until(lambda: now(publisher).failing)
+        assert not now(publisher).published
+        publisher.want(pool(*many(3)))
+        await until(lambda: now(publisher).published)
+
+
+async def test_an_outage_is_no_reason_to_be_unready(server: FakeApiServer) -> None:
+    """While the API server does not answer it is not known what it has; an agent that has published stays ready."""
+    async with publishing(server, pool(*many(3))) as publisher:
+        with server.outage():
+            await until(lambda: publisher.watch.failing)
+            observed, at = later(publisher)
+            assert (observed.published, observed.known, observed.unready(at)) == (False, None, "")
+        await until(lambda: publisher.watch.failing is None)
+        assert now(publisher).published
+
+
+@pytest.mark.parametrize("code", [401, 403])
+async def test_a_watch_that_is_refused(server: FakeApiServer, code: int) -> None:
+    """Without a watch it is not known what the API server has, though no write has failed; the refusal is named."""
+    async with publishing(server, pool(*many(3))) as publisher:
+        refuse(server, code, lambda request: request.method == "GET" and "resourceslices" in request.path)
+        server.break_watches()
+        await until(lambda: publisher.watch.failing and publisher.watch.failing.code == code)
+        observed, at = later(publisher)
+        assert (observed.published, observed.known, observed.failing) == (False, None, None)
+        assert f"no {code} today" in observed.unready(at)
+        server.heal()
+        await until(lambda: later(publisher)[0].published)
+
+
+async def test_a_watch_in_which_nothing_comes(server: FakeApiServer) -> None:
+    """A change of which the watch is silent is known, and undone, once the watch was silent for long."""
+    async with publishing(server, pool(*many(3)), silence=(0.2, 0.3)) as publisher:
+        snapshot = server.snapshot()
+        server.wipe(NODE)
+        await until(lambda: now(publisher).published and len(server.writes) >= 2)
+        empty = snapshot._replace(objects={**snapshot.objects, "resourceslices": {}})
+        server.restore(empty, end_streams=False)
+        await until(lambda: server.objects())
+        await until(lambda: now(publisher).published)
+
+
+def test_a_watch_is_alive_while_it_is_heard() -> None:
+    """Neither a short failure nor a pause ends it; a lasting failure does, and a silence beyond its patience."""
+    state, begin = WatchState(patience=300.0), time.monotonic()
+    assert state.lapse(begin) == Failing(begin, "nothing was read yet", outage=True)
+    state.opened()
+    assert state.lapse(begin + 299.0) is None
+    lapse = state.lapse(begin + 400.0)
+    assert lapse is not None
+    assert lapse.outage
+    state.failed(ValueError("first"))
+    state.failed(ValueError("second"))
+    assert state.failing is not None
+    assert state.lapse(state.failing.since + LOST - 1.0) is None
+    assert state.lapse(state.failing.since + LOST) == replace(state.failing, text="second")
+    state.opened()
+    assert state.lapse(begin + LOST) is None
