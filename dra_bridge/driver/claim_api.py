@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -15,6 +16,9 @@ from dra_bridge.driver.records import ClaimRecords, Prepared
 
 _LOG: Final = logging.getLogger(__name__)
 
+AGAIN: Final = 60.0
+"""Seconds after a refused status of a claim until that of another claim is written: the right may have been given."""
+
 
 class ClusterClaims:
     """The claims at the API server. node: this node's name, for events."""
@@ -22,8 +26,8 @@ class ClusterClaims:
     def __init__(self, api: kube.Cluster, node: str) -> None:
         self._api = api
         self._node = node
-        self._without_status: set[str] = set()
-        """Drivers whose entries the server refuses; a former driver may write none."""
+        self._without_status: dict[str, float] = {}
+        """When the server last refused a driver's entries (monotonic seconds); a former driver may write none."""
 
     async def get_claim(self, namespace: str, name: str) -> Mapping[str, Any] | None:
         """Return a ResourceClaim, None if there is none."""
@@ -33,8 +37,8 @@ class ClusterClaims:
             return None
 
     async def set_devices(self, claim: ClaimRef, driver: str, devices: Sequence[Mapping[str, Any]]) -> None:
-        """Write this driver's entries of `status.devices`, until the server drops or refuses them."""
-        if driver in self._without_status:
+        """Write this driver's entries of `status.devices`; not for a minute after the server drops or refuses them."""
+        if time.monotonic() < self._without_status.get(driver, -AGAIN) + AGAIN:
             return
         name, namespace = claim.name, claim.namespace
         for _ in range(3):
@@ -51,13 +55,16 @@ class ClusterClaims:
             except kube.ForbiddenError as error:
                 self._refused(driver, str(error))
             else:
-                if not (made.get("status") or {}).get("devices"):
+                if (made.get("status") or {}).get("devices"):
+                    self._without_status.pop(driver, None)
+                else:
                     self._refused(driver, "the server drops them (DRAResourceClaimDeviceStatus is off)")
             return
 
     def _refused(self, driver: str, why: str) -> None:
-        self._without_status.add(driver)
-        _LOG.info("status.devices of claims is not written any more: %s", why, extra={"driver": driver})
+        if driver not in self._without_status:
+            _LOG.info("status.devices of claims is not written: %s", why, extra={"driver": driver})
+        self._without_status[driver] = time.monotonic()
 
     async def claim_event(self, claim: ClaimRef, reason: str, message: str) -> None:
         """Write a warning Event about the claim."""

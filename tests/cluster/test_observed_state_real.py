@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.bridge import Bridge
+from tests.cluster.bridge import SERVICE_ACCOUNT, Bridge
 from tests.cluster.node import Cluster
 
 DRIVER, RESOURCE, COUNT = "board.example.com", "example.com/board", 4
@@ -103,9 +103,17 @@ def wait_well(bridge: Bridge) -> None:
 def test_credentials_that_end_with_their_node(bridge: Bridge) -> None:
     """Slices that went with the Node to which the token is bound are not called published; a new token heals it."""
     cluster = bridge.cluster
+    agent = cluster.api_with_token((SERVICE_ACCOUNT / "token").read_text())
+
+    def refused() -> bool:
+        return agent.raw("GET", f"/api/v1/nodes/{cluster.node_name}")[0] == 401
+
+    cluster.stop_kubelet()
     cluster.api.delete("Node", cluster.node_name)
-    cluster.restart_kubelet()
-    cluster.wait_for(lambda: not bridge.slices(), 60, "the slices are collected")
+    cluster.wait_for(lambda: not bridge.slices(), 60, "the slices are collected with their owner")
+    cluster.wait_for(lambda: any("there is no Node" in problem for problem in status()["problems"]), 30, "it is told")
+    cluster.wait_for(refused, 60, "the API server has forgotten that it took the token")
+    cluster.start_kubelet()  # makes another Node
     wait_told(cluster, "401", "refuses the agent's credentials", "Replace the token")
     assert metric("api_credentials_accepted") == 0
     assert not re.search(r"^deviceplugin_slices{.*} [1-9]", get("/metrics")[1], re.MULTILINE)
@@ -138,6 +146,22 @@ def stopped(cluster: Cluster, component: str) -> Iterator[None]:
         yield
     finally:
         process.send_signal(signal.SIGCONT)
+
+
+def test_a_kubelet_that_falls_silent(bridge: Bridge) -> None:
+    """A kubelet that hangs keeps its streams and sockets open, and is a problem; nothing is registered anew for it."""
+    cluster = bridge.cluster
+    before = metric("registrations_total"), metric("dra_registrations_total")
+    with stopped(cluster, "kubelet"):
+        cluster.wait_for(
+            lambda: any("the kubelet has not answered since" in problem for problem in status()["problems"]),
+            NOTICED,
+            "the silence is told",
+        )
+        assert metric("kubelet_answers") == 0
+        assert get("/readyz")[0] == get("/healthz")[0] == 200
+    wait_well(bridge)
+    assert (metric("registrations_total"), metric("dra_registrations_total")) == before
 
 
 def test_an_api_server_that_falls_silent(bridge: Bridge) -> None:
