@@ -50,6 +50,11 @@ class WatchState:
     heard_at: float | None = None
     failing: Failing | None = None
 
+    @property
+    def begun(self) -> bool:
+        """Whether the watch was tried at all: an agent that stands by for another one does not."""
+        return self.heard_at is not None or self.failing is not None
+
     def heard(self) -> None:
         """Take note that the server has sent something."""
         self.heard_at = time.monotonic()

@@ -190,7 +190,8 @@ def _requests(node: BridgeNode, now: float) -> Iterator[Metric]:
     about = "1 while the watch is known to be alive, 0 if the API server refuses it, does not answer or sends nothing"
     watching = GaugeMetricFamily("deviceplugin_api_watching", about, labels=("kind",))
     for kind, watch in node.watches.items():
-        watching.add_metric((kind,), int(watch.lapse(now) is None))
+        if watch.begun:
+            watching.add_metric((kind,), int(watch.lapse(now) is None))
     yield watching
 
 

@@ -277,6 +277,7 @@ def test_a_watch_that_fails_is_a_problem() -> None:
     made.cluster.statistics.lost_since = None
     made.watch.state = WatchState()
     assert api_problems(made) == []
+    assert "api_watching nodes" not in values(status_of(made))
     made.watch.state = WatchState(patience=60.0, heard_at=time.monotonic() - 90.0)
     (problem,) = api_problems(made)
     assert "the API server sends nothing" in problem
