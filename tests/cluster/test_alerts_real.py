@@ -289,14 +289,15 @@ def test_alerts_about_sources_and_others(small_disk: Path, bridge: Bridge, prome
     wait_ended(prometheus, cluster)
 
     # The end of the API server is that of the watches; the next ones are refused.
+    canary = cluster.pod("canary")
+    canary.delete()
+    canary.wait_gone()
     with without_slices(bridge):
         cluster.stop_apiserver()
         start_api_server(cluster)
         wait_fires(prometheus, cluster, "APIWatchFailing")
-    with without_account(bridge):
-        cluster.stop_apiserver()
-        start_api_server(cluster)
-        wait_fires(prometheus, cluster, "APICredentialsRefused")
+        with without_account(bridge):
+            wait_fires(prometheus, cluster, "APICredentialsRefused")
     wait_ended(prometheus, cluster)
 
 

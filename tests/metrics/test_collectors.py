@@ -324,8 +324,9 @@ class TestRunningAgent:
         # An event is a difference to the status before, which the observer has noted when the loop has turned.
         assert seen.get("/healthz")[0] == 200
         kubelet.stop()
-        seen.wait(lambda: seen.get("/readyz")[0] == 503)
-        assert seen.get("/readyz")[1] == f"{RESOURCE}: not registered with the kubelet\n"
+        words = re.compile(rf"{RESOURCE}: not registered with the kubelet: .*kubelet\.sock")
+        seen.wait(lambda: words.match(seen.get("/readyz")[1]))
+        assert seen.get("/readyz")[0] == 503
         assert seen.get("/healthz")[0] == 200
         assert seen.value("registered") == 0
         seen.wait(lambda: "not registered with the kubelet any more" in seen.events())

@@ -85,8 +85,9 @@ async def test_slices_that_others_undo_while_writes_are_refused(server: FakeApiS
         assert f"no {code} today" in observed.unready(at)
         assert publisher.failures(DRIVER)[code] >= 1
         server.heal()
-        await until(lambda: now(publisher).published)
-        assert (now(publisher).failing, later(publisher)[0].unready(later(publisher)[1])) == (None, "")
+        await until(lambda: now(publisher).published and now(publisher).failing is None)
+        observed, at = later(publisher)
+        assert observed.unready(at) == ""
 
 
 async def test_slices_that_went_with_their_node(server: FakeApiServer) -> None:
