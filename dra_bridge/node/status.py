@@ -144,7 +144,7 @@ class BridgeStatus:
             yield f"the API server is unreachable since {_clock(since)}: {OUTAGE}"
         if statistics.refused is not None:
             yield f"the API server refuses the agent's credentials {_told(statistics.refused, now)}; {RENEW}"
-        if node.watch.gone:
+        if node.watch.gone and node.watch.state.lapse(now) is None:
             yield f"there is no Node {node.name}: no slice can be written, and the API server removes those of before"
         for kind, watch in node.watches.items():
             lapse = watch.lapse(now)
