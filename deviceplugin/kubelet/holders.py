@@ -227,6 +227,7 @@ def kubelet_snapshot(
             "" if holding.named else holding.reason,
             answer.identity,
             answer.amount,
+            scan.registered is not None and not any(each.named and each.certain for each in allocations.values()),
         )
     ids = frozenset(map(device_of, registered))
     return KubeletSnapshot(sequence, scan.at, scan.current, held, ids, scan.problem)

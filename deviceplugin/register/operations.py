@@ -16,6 +16,7 @@ import msgspec
 from deviceplugin.identity import UNIDENTIFIED, Identity, same_hardware
 from deviceplugin.naming import parse_quantity
 from deviceplugin.register import rules
+from deviceplugin.register.outlook import with_outlook
 from deviceplugin.register.question import View, Wanted, allocation_unit, claim_unit, part_of, refusal, wanted_use
 from deviceplugin.register.records import (
     NONE,
@@ -186,7 +187,8 @@ def observe(state: RegisterSnapshot, resource: str, snapshot: rules.KubeletSnaps
             released.append(record.device_id)
             changes.append(Change("allocations", key, None))
         elif after != record:
-            durable = replace(after, absent_since=record.absent_since, pod=record.pod) != record
+            stored = replace(after, absent_since=record.absent_since, pod=record.pod, ending=record.ending)
+            durable = stored != record
             changes.append(_put_allocation(after, durable=durable))
     added: list[str] = []
     quarantined: dict[str, None] = {}
@@ -224,6 +226,7 @@ def _observed(record: AllocationRecord, snapshot: rules.KubeletSnapshot) -> Allo
     """Return an allocation as the snapshot leaves it; None if it is over."""
     nobody = rules.ObservedAllocation(record.device, record.pod, sure=False)
     observed = snapshot.held.get(record.device_id, nobody)
+    record = replace(record, pod=observed.pod, ending=observed.ending)
     if observed.device != record.device and not record.amount.part:
         # No answer says which device it is, and it was found before its source had listed it.
         record = replace(record, device=observed.device)
@@ -237,8 +240,8 @@ def _observed(record: AllocationRecord, snapshot: rules.KubeletSnapshot) -> Allo
         holders &= record.holders
         if not rules.grant_is_over(record, snapshot):
             absent = snapshot.at if record.absent_since is None and snapshot.current else record.absent_since
-            return replace(record, holders=holders, absent_since=absent, pod=observed.pod)
-    return replace(record, holders=holders, pending=False, absent_since=None, pod=observed.pod) if holders else None
+            return replace(record, holders=holders, absent_since=absent)
+    return replace(record, holders=holders, pending=False, absent_since=None) if holders else None
 
 
 @_operation
@@ -253,10 +256,9 @@ def reserve(
 ) -> Decision[Claim | rules.Refused | rules.Excluded]:
     """Reserve a claim's devices, if nobody else has them, while its driver sets them up; `prepare` completes it.
 
-    Returns the claim's record if the ledger has one (a `result` of None means that it is not completed), else the
-    reservation. durable: keep the reservation after a crash, so that an Unprepare can then undo the setup of the
-    devices. move_idle: if the reservation is refused, begin to move the claim's idle devices to DRA. along: devices
-    that must move together with these.
+    Returns the claim's record if the ledger has one (with a result of None it is not completed), else the reservation.
+    durable: keep the reservation after a crash, so that an Unprepare can then undo the setup of the devices. move_idle:
+    if it is refused, begin to move the claim's idle devices to DRA. along: devices that must move together with these.
     """
     recorded = state.claims.get((claim.driver, claim.uid))
     if recorded is not None and (
@@ -264,7 +266,8 @@ def reserve(
     ):
         return Decision(recorded)
     durable = durable or (recorded is not None and recorded.durable)
-    return _take(state, replace(claim, result=None, durable=durable), view, move_idle=move_idle, along=along)
+    wanted = replace(claim, result=None, durable=durable)
+    return with_outlook(_take(state, wanted, view, move_idle=move_idle, along=along), state, claim, view)
 
 
 @_operation
@@ -279,7 +282,8 @@ def prepare(
     recorded = state.claims.get((claim.driver, claim.uid))
     if recorded is not None and recorded.result is not None:
         return Decision(recorded)
-    return _take(state, replace(claim, durable=True), view, move_idle=move_idle, along=along)
+    wanted = replace(claim, durable=True)
+    return with_outlook(_take(state, wanted, view, move_idle=move_idle, along=along), state, claim, view)
 
 
 def _take(

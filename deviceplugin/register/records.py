@@ -90,6 +90,26 @@ class State(enum.Enum):
         return _WORDS[self]
 
 
+class Outlook(enum.Enum):
+    """Whether a claim that was refused its devices may get them soon.
+
+    FINAL: nothing that is known leads to it. ENDING: holders are about to end. MOVING: its devices move to DRA, and
+    nobody holds them. UNKNOWN: it is just being found out who holds them. FREE: they may be had now, or a move of them
+    begins when they are asked for.
+    """
+
+    FINAL = "final"
+    ENDING = "ending"
+    MOVING = "moving"
+    UNKNOWN = "unknown"
+    FREE = "free"
+
+    @property
+    def waits(self) -> bool:
+        """Whether Prepare waits."""
+        return self in {Outlook.ENDING, Outlook.MOVING, Outlook.UNKNOWN}
+
+
 _WORDS: Final = {
     State.PLUGIN: "on the device plugin's side",
     State.TO_DRA: "moving from the device plugin to DRA",
@@ -153,8 +173,8 @@ class AllocationRecord:
 
     holders: the containers that the kubelet's checkpoint has named since. pending: no checkpoint has named the
     container of the last grant yet. absent_since: when the first checkpoint without the id was requested (monotonic
-    seconds). pod: a holder's namespace/name or UID, for messages. These two are not stored. identity, amount: see
-    `ClaimDevice`.
+    seconds). pod: a holder's namespace/name or UID, for messages. ending: the checkpoint does not name its pods any
+    more, or their processes have ended. These three are not stored. identity, amount: see `ClaimDevice`.
     """
 
     resource: str
@@ -168,6 +188,7 @@ class AllocationRecord:
     pod: str = ""
     identity: Identity = UNIDENTIFIED
     amount: Amount = UNKNOWN
+    ending: bool = False
 
 
 class ClaimDevice(msgspec.Struct, frozen=True, array_like=True):

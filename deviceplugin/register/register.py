@@ -46,6 +46,7 @@ from deviceplugin.register.question import (
 from deviceplugin.register.records import NONE, WHOLE, Amount, Operation, Point, RegisterSnapshot, SideName
 from deviceplugin.register.rules import Excluded, KubeletSnapshot, Refused
 from deviceplugin.register.store import MemoryStore, Store
+from deviceplugin.register.waits import Waits
 from deviceplugin.source import DeviceSource
 
 _LOG: Final = logging.getLogger(__name__)
@@ -57,6 +58,10 @@ SIDES: Final[tuple[SideName, ...]] = ("dra", "plugin")
 
 class OtherSideError(DeviceConflictError):
     """Raised when a device is requested by the side that it is not on."""
+
+
+class HookWorksError(DeviceConflictError):
+    """Raised when a hook works on a device after its timeout."""
 
 
 class UnknownHolderError(DeviceConflictError):
@@ -167,6 +172,7 @@ class Register:
         self.store: Store = store or MemoryStore()
         self.listed: Final = ListedHardware(host.services)
         self.hooks: Final = HookRuns(self)
+        self.waits: Final = Waits()
         self._subscribers: list[Callable[[], None]] = []
         self._noticed: object = None
         self._noticed_view: View | None = None
@@ -392,7 +398,7 @@ class Register:
         try:
             await self.hooks.wait(keys, resets=resets)
         except DeviceBusyError as error:
-            raise DeviceConflictError(str(error)) from error
+            raise HookWorksError(str(error)) from error
 
     async def _verify(self, inventory: Inventory, names: Sequence[str]) -> None:
         snapshot = inventory.snapshot
@@ -454,6 +460,7 @@ class Register:
 
     def notify(self) -> None:
         """Call the subscribers if the offers of other devices may change; most grants change only their own device."""
+        self.store.changes.note()
         hardware, state, view = self.listed.now(), self.snapshot, self.view()
         self._noticed_view = view
         foreign: dict[Point, object] = {}

@@ -17,6 +17,7 @@ from deviceplugin.register.records import (
     ClaimDevice,
     ContainerKey,
     DeviceRecord,
+    Outlook,
     RecordKey,
     RegisterSnapshot,
     State,
@@ -61,7 +62,7 @@ class ObservedAllocation:
 
     pod: one of its pods, for messages. sure: not only by an old checkpoint. If not sure, the id counts as held but
     does not contradict the register. reason: why it counts as held, for messages. identity, amount: from the answer to
-    Allocate, if the checkpoint has it.
+    Allocate, if the checkpoint has it. ending: see `AllocationRecord`.
     """
 
     device: str
@@ -71,6 +72,7 @@ class ObservedAllocation:
     reason: str = ""
     identity: Identity = UNIDENTIFIED
     amount: Amount = UNKNOWN
+    ending: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,13 +182,14 @@ class Refused:
     """Why a pod or a claim does not get a device.
 
     moving: a move to the requested side is in progress, so a later try can succeed. unmoved: the resource that prevents
-    such a move, since pods have its devices by limits on both sides; "" if there is none.
+    such a move, since pods have its devices by limits on both sides; "" if there is none. outlook: of a claim.
     """
 
     record: DeviceRecord
     holder: str = ""
     moving: bool = False
     unmoved: str = ""
+    outlook: Outlook = Outlook.FINAL
 
     @property
     def message(self) -> str:
@@ -209,9 +212,10 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Excluded:
-    """Why a pod or a claim does not get a device: its holders leave too little of it."""
+    """Why a pod or a claim does not get a device: its holders leave too little of it. outlook: of a claim."""
 
     message: str
+    outlook: Outlook = Outlook.FINAL
 
 
 def served_by_limits(claim: Claim, resource: str) -> int:

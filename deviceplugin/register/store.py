@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Awaitable
 from typing import Protocol, TypeVar
 
@@ -10,8 +12,37 @@ from deviceplugin.register.records import Decision, Operation, RegisterSnapshot
 _T = TypeVar("_T")
 
 
+class Changes:
+    """Counts changes, and lets callers wait for the next one. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._next: asyncio.Future[None] | None = None
+
+    def note(self) -> None:
+        """Count a change, and wake all who wait."""
+        self.count += 1
+        if self._next is not None:
+            self._next.set_result(None)
+            self._next = None
+
+    async def after(self, count: int, timeout: float) -> None:
+        """Wait until there were more changes than `count`, or until so many seconds are over."""
+        if self.count == count and timeout > 0:
+            if self._next is None:
+                self._next = asyncio.get_running_loop().create_future()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout):
+                    await asyncio.shield(self._next)
+
+
 class Store(Protocol):
-    """Carries out operations: in memory, or in a file (`dra_bridge.ledger`)."""
+    """Carries out operations: in memory, or in a file (`dra_bridge.ledger`).
+
+    changes: those of the snapshot, and of what the register knows besides.
+    """
+
+    changes: Changes
 
     @property
     def snapshot(self) -> RegisterSnapshot:
@@ -26,10 +57,12 @@ class MemoryStore:
 
     def __init__(self) -> None:
         self.snapshot = RegisterSnapshot()
+        self.changes = Changes()
 
     async def do(self, operation: Operation[_T]) -> _T:
         """Decide and record; nothing is awaited."""
         decision: Decision[_T] = operation(self.snapshot)
         if decision.changes:
             self.snapshot = self.snapshot.with_changes(decision.changes, self.snapshot.sequence + 1)
+            self.changes.note()
         return decision.answer

@@ -400,7 +400,7 @@ class Ledger:
         for key, record in loaded.allocations.items():
             old = before.allocations.get(key)
             if old is not None and old.sequence == record.sequence:
-                allocations[key] = replace(record, absent_since=old.absent_since, pod=old.pod)
+                allocations[key] = replace(record, absent_since=old.absent_since, pod=old.pod, ending=old.ending)
         reserved = {key: claim for key, claim in before.claims.items() if not claim.durable}
         claims = {**reserved, **loaded.claims}
         kept = [Change("allocations", key, allocation, durable=False) for key, allocation in allocations.items()]

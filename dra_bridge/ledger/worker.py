@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final, Self, TypeVar
 
 from deviceplugin.register.records import LedgerError, LedgerLostError, Operation, RegisterSnapshot
+from deviceplugin.register.store import Changes
 from dra_bridge.ledger.store import Ledger
 
 _T = TypeVar("_T")
@@ -23,6 +24,7 @@ class AsyncLedger:
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger: Final = ledger
+        self.changes = Changes()
         self.lost = asyncio.Event()
         """Set when the ledger grants nothing any more and the process has to begin again."""
         self.write_failures = 0
@@ -62,6 +64,8 @@ class AsyncLedger:
             waits = self._asked or self._batch
             if not waits and (decision := self.ledger.do_at_once(operation)) is not None:
                 answered.set_result(decision.answer)
+                if decision.changes:
+                    self.changes.note()
             else:
                 self._asked.append((operation, answered))
         except LedgerError as error:
@@ -102,6 +106,7 @@ class AsyncLedger:
                     answers = [error] * len(operations)
                 for (_, answered), answer in zip(self._batch, answers, strict=True):
                     self._set(answered, answer)
+                self.changes.note()
                 self._batch = []
         finally:
             for _, answered in (*self._batch, *self._asked):  # this task was cancelled: nobody answers them any more

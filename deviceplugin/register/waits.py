@@ -1,0 +1,48 @@
+"""The devices that callers wait for; meanwhile evidence about their holders is read often."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Final
+
+from deviceplugin.exclusion import DeviceKey
+
+PROMPT: Final = 0.3
+"""Seconds between two readings of evidence about devices that somebody waits for."""
+
+
+class Waits:
+    """The devices that callers wait for now. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._waiting: Counter[DeviceKey] = Counter()
+        self._subscribers: list[Callable[[], None]] = []
+
+    @property
+    def devices(self) -> Collection[DeviceKey]:
+        """The devices that somebody waits for."""
+        return self._waiting.keys()
+
+    def subscribe(self, callback: Callable[[], None]) -> None:
+        """Call `callback` when a wait begins."""
+        self._subscribers.append(callback)
+
+    def expect(self, keys: Collection[DeviceKey], seconds: float) -> None:
+        """Have these devices count as awaited for some time, by callers that come back. In the event loop."""
+        ending = ExitStack()
+        ending.enter_context(self.waiting(keys))
+        asyncio.get_running_loop().call_later(seconds, ending.close)
+
+    @contextmanager
+    def waiting(self, keys: Collection[DeviceKey]) -> Iterator[None]:
+        """Have these devices count as awaited."""
+        self._waiting.update(keys)
+        for callback in self._subscribers:
+            callback()
+        try:
+            yield
+        finally:
+            self._waiting -= Counter(keys)  # drops those that nobody waits for any more
