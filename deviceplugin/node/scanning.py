@@ -18,6 +18,7 @@ from deviceplugin.node.service import Service
 from deviceplugin.register.operations import Observed
 from deviceplugin.register.records import LedgerError
 from deviceplugin.register.register import Register
+from deviceplugin.register.waits import PROMPT
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ class HolderScanner:
 
     def __post_init__(self) -> None:
         self.log = ScanLog(self.tracker)
+        self.register.waits.subscribe(lambda: self.wanted.set() if self._is_awaited else None)
 
     async def scan(self, wanted: Collection[tuple[str, str]] | None = None) -> HolderSnapshot | None:
         """Find the holders now (`HolderTracker.scan`), have the register compare them with its records; return them."""
@@ -113,6 +115,12 @@ class HolderScanner:
         """The ids that were granted to containers that no checkpoint has named yet."""
         return {key for key, allocation in self.register.snapshot.allocations.items() if allocation.pending}
 
+    @property
+    def _is_awaited(self) -> bool:
+        """Whether somebody waits for a device that a pod has by limits."""
+        now = self.register.snapshot
+        return any(now.allocations_on(of, (device,)) for of, device in self.register.waits.devices)
+
     async def run(self) -> None:
         """Scan until cancelled."""
         backoff = Backoff(first=1.0, most=30.0)
@@ -121,8 +129,9 @@ class HolderScanner:
             awaited = {(name, device_id) for name, service in self.services.items() for device_id in service.awaited}
             awaited |= self._pending
             held = self.register.snapshot.allocations or self.register.view().others or self.tracker.snapshot.held
+            period = PROMPT if self._is_awaited else self.period * random.uniform(0.9, 1.1)  # noqa: S311  # jitter
             try:
-                async with asyncio.timeout(self.period * random.uniform(0.9, 1.1)):  # noqa: S311  # jitter
+                async with asyncio.timeout(period):
                     await self.wanted.wait()
             except TimeoutError:
                 # What others hold can come to be known without a scan: by a grant, or by a look for other plugins.

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
 from deviceplugin import cdi
+from deviceplugin.exclusion import DeviceKey
+from deviceplugin.register.records import Outlook
 from dra_bridge.kube import FOR_LIMITS
 
 _T = TypeVar("_T")
@@ -19,15 +21,27 @@ _FIELD: Final = re.compile(r"`\$\.([^`.\[]+)")
 """How msgspec names a field: at `$.field`."""
 
 
+@dataclass(frozen=True, slots=True)
+class Awaited:
+    """What a refused claim waits for.
+
+    devices: those that it is to get, or had before. outlook: returns whether it may get them soon, as of now.
+    """
+
+    devices: Collection[DeviceKey]
+    outlook: Callable[[], Outlook]
+
+
 class ClaimError(Exception):
     """Raised when a claim cannot be prepared or unprepared; the text is for `kubectl describe pod`.
 
-    reason: one word, for counting.
+    reason: one word, for counting. awaited: what the claim waits for, None if it is refused for good.
     """
 
-    def __init__(self, reason: str, message: str) -> None:
+    def __init__(self, reason: str, message: str, awaited: Awaited | None = None) -> None:
         super().__init__(message)
         self.reason = reason
+        self.awaited = awaited
 
 
 class ClaimRef(NamedTuple):

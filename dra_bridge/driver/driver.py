@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
@@ -17,18 +18,23 @@ from dra_bridge.driver.claim_api import ClaimEvents, ClusterClaims
 from dra_bridge.driver.claim_files import ClaimFiles
 from dra_bridge.driver.claims import ClaimError, ClaimRef
 from dra_bridge.driver.host import DriverHost
-from dra_bridge.driver.preparation import ClaimDevices, ClaimPreparation, ClaimStatistics
+from dra_bridge.driver.preparation import ClaimDevices, ClaimPreparation
 from dra_bridge.driver.reconciliation import ClaimReconciler
 from dra_bridge.driver.records import ClaimRecords, Prepared
 from dra_bridge.driver.served import ServedDevices, ServedResource
+from dra_bridge.driver.statistics import ClaimStatistics
+from dra_bridge.driver.waiting import MARGIN, WaitLimit
 
 _T = TypeVar("_T")
 
 DEADLINE: Final = 30.0
 """Seconds for one claim; the kubelet gives a call 45 (kubelet 1.36, cm/dra/plugin)."""
 
-CALL_DEADLINE: Final = 40.0
+CALL_DEADLINE: Final = 43.0
 """Seconds for a call: also for what undoes a claim that failed at its deadline, whose hooks may hang, too."""
+
+RESERVE: Final = 2.0
+"""Seconds before the deadline of a call when it is answered whatever is not done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,18 +79,42 @@ class Driver:
         self.records = records = ClaimRecords(name, node.pool, register.store)
         self.devices = served_devices = ServedDevices(name, tuple(served), host)
         self.files = files = ClaimFiles(records, node.cdi_directory, node.boot or register.boot, node.agent)
-        self._call_deadline = call_deadline
+        self.waits: Final = register.waits
+        self._call_deadline, self._register = call_deadline, register
+        self._limits: set[WaitLimit] = set()
+        """The limits of the calls to prepare claims that are in flight."""
         self._tasks = tasks = Tasks()
         events = ClaimEvents(records, api, tasks, node.report)
         devices = ClaimDevices(records, served_devices, register, events, statistics, host)
         self._preparation = ClaimPreparation(api, devices, files, tasks, deadline)
         self.reconciler = ClaimReconciler(records, api, files, self._preparation)
 
-    async def prepare(self, claims: Iterable[ClaimRef]) -> dict[str, Prepared | ClaimError]:
-        """Prepare claims, each on its own; return an answer by UID for every one of them."""
+    async def prepare(
+        self, claims: Iterable[ClaimRef], remaining: float | None = None
+    ) -> dict[str, Prepared | ClaimError]:
+        """Prepare claims, each on its own; return an answer by UID for every one of them.
+
+        remaining: seconds until the caller's deadline. Claims wait until shortly before it for holders that are about
+        to end; without a deadline they do not wait. When the caller goes away, what still waits is refused.
+        """
         refs = {claim.uid: claim for claim in claims}
-        tasks = {uid: self._tasks.start(self._preparation.prepare(ref)) for uid, ref in refs.items()}
-        return await self._answers(refs, tasks)
+        limit = WaitLimit(0.0 if remaining is None else time.monotonic() + remaining - MARGIN)
+        self._limits.add(limit)
+        tasks = {uid: self._tasks.start(self._preparation.prepare(ref, limit)) for uid, ref in refs.items()}
+        try:
+            return await self._answers(refs, tasks, remaining)
+        finally:
+            self._limits.discard(limit)
+            self._end_waits([limit])
+
+    def end_waits(self) -> None:
+        """Have claims that wait refused: the agent stops, or serves at another socket."""
+        self._end_waits(self._limits)
+
+    def _end_waits(self, limits: Iterable[WaitLimit]) -> None:
+        for limit in limits:
+            limit.until = 0.0
+        self._register.store.changes.note()
 
     async def unprepare(self, claims: Iterable[ClaimRef]) -> dict[str, ClaimError | None]:
         """Unprepare claims, each on its own, known or not; return None by UID where it is done."""
@@ -93,12 +123,14 @@ class Driver:
         return await self._answers(refs, tasks)
 
     async def _answers(
-        self, refs: Mapping[str, ClaimRef], tasks: Mapping[str, asyncio.Task[_T]]
+        self, refs: Mapping[str, ClaimRef], tasks: Mapping[str, asyncio.Task[_T]], remaining: float | None = None
     ) -> dict[str, _T | ClaimError]:
         # A caller that goes away does not stop what has begun: its next try finds it done.
+        latest = self._call_deadline
+        deadline = latest if remaining is None else min(latest, max(0.0, remaining - RESERVE))
         if tasks:
-            await asyncio.wait(tasks.values(), timeout=self._call_deadline)
-        late = f"not done within {self._call_deadline:g} s; it goes on"
+            await asyncio.wait(tasks.values(), timeout=deadline)
+        late = f"not done within {deadline:.3g} s; it goes on"
         timeouts = {uid: ClaimError("timeout", f"claim {ref.title}: {late}") for uid, ref in refs.items()}
         return {uid: _answer(task) if task.done() else timeouts[uid] for uid, task in tasks.items()}
 

@@ -17,6 +17,8 @@ A late Prepare leaves nothing behind (nvidia k8s-dra-driver-gpu#1162): calls for
 Unprepare ends the Prepares of its claim that are still under way, and a Prepare for a claim that is gone, deallocated
 or reserved for no pod is refused.
 
+A claim whose devices have holders that are about to end waits for them (`dra_bridge.driver.waiting`).
+
 A container that is given several requests of one driver gets the edits of each. Where they set the same variable, the
 runtime takes the last: a driver does not learn which container wants what.
 """
@@ -29,9 +31,9 @@ import dataclasses
 import logging
 import math
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -40,24 +42,25 @@ from deviceplugin import cdi, hooks
 from deviceplugin.adoption.answers import AnswerError
 from deviceplugin.adoption.source import AdoptedSource
 from deviceplugin.device import ContainerEdits, Device, EditConflictError, counted
-from deviceplugin.durations import Durations
 from deviceplugin.exclusion import DeviceConflictError, DeviceKey
-from deviceplugin.hooks import HookStatistics
 from deviceplugin.kubelet.claim_state import ClaimStateError
 from deviceplugin.register import operations
+from deviceplugin.register.outlook import outlook
 from deviceplugin.register.question import View
-from deviceplugin.register.records import Claim, Decision, LedgerError, Operation, RegisterSnapshot
-from deviceplugin.register.register import Register
+from deviceplugin.register.records import Claim, Decision, LedgerError, Operation, Outlook, RegisterSnapshot
+from deviceplugin.register.register import HookWorksError, Register
 from deviceplugin.register.rules import Excluded, Refused
 from deviceplugin.source import DeviceSource
 from deviceplugin.tasks import Tasks, ended
 from dra_bridge.driver.claim_api import ClaimEvents, ClusterClaims
 from dra_bridge.driver.claim_devices import granted_device
 from dra_bridge.driver.claim_files import ClaimFiles
-from dra_bridge.driver.claims import ClaimAllocation, ClaimError, ClaimRef, check_ref, parse_allocation
+from dra_bridge.driver.claims import Awaited, ClaimAllocation, ClaimError, ClaimRef, check_ref, parse_allocation
 from dra_bridge.driver.host import DriverHost
 from dra_bridge.driver.records import ClaimRecords, Prepared, prepared_of
 from dra_bridge.driver.served import RequestDevices, ServedDevices
+from dra_bridge.driver.statistics import CallStatistics, ClaimStatistics
+from dra_bridge.driver.waiting import ClaimWait, WaitLimit, when_free
 
 _LOG: Final = logging.getLogger(__name__)
 _MAX_MESSAGE: Final = 1000
@@ -71,32 +74,6 @@ started a container a `runc init` stays, which no StopContainer or StopPodSandbo
 else is in the pod's cgroup once the pod is deleted, and the pod is not deleted before its claims are unprepared
 (kubelet 1.36, cm/pod_container_manager_linux.go: tryKillingCgroupProcesses; containerd 2.1, internal/cri).
 """
-
-
-@dataclass(slots=True)
-class CallStatistics:
-    """The calls of one kind so far, counted by claim. failures: by reason. durations: failures included."""
-
-    done: int = 0
-    failures: Counter[str] = field(default_factory=Counter)
-    durations: Durations = field(default_factory=Durations)
-
-
-@dataclass(slots=True)
-class ClaimStatistics:
-    """What a driver has done so far. All but `in_flight` only grows. Durations in seconds.
-
-    prepared_again: claims that were prepared already. claim_reads: of claims from the API server. hooks: called
-    for claims.
-    """
-
-    prepare: CallStatistics = field(default_factory=CallStatistics)
-    unprepare: CallStatistics = field(default_factory=CallStatistics)
-    prepared_again: int = 0
-    hooks: HookStatistics = field(default_factory=HookStatistics)
-    claim_reads: int = 0
-    claim_read_seconds: float = 0.0
-    in_flight: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +100,7 @@ class ClaimDevices:
         """
         await self._ask(
             ref,
+            record,
             sorted(record.held),
             lambda view: _reserve_alike(record, view, durable=durable, along=self._along(record)),
         )
@@ -136,9 +114,8 @@ class ClaimDevices:
             await self.register.verify_granted(record.held)
         except DeviceConflictError as error:
             raise self._refused(ref, str(error), str(error)) from error
-        await self._ask(
-            ref, (), lambda view: operations.prepare(record, view, move_idle=True, along=self._along(record))
-        )
+        prepare = partial(operations.prepare, record, move_idle=True, along=self._along(record))
+        await self._ask(ref, record, (), prepare)
 
     def _along(self, record: Claim) -> frozenset[DeviceKey]:
         """Return the devices that move along with a claim's."""
@@ -147,23 +124,27 @@ class ClaimDevices:
     async def _ask(
         self,
         ref: ClaimRef,
+        record: Claim,
         keys: Sequence[DeviceKey],
         operation: Callable[[View], Operation[Claim | Refused | Excluded]],
     ) -> None:
+        awaited = Awaited(record.held, lambda: outlook(self.register.snapshot, record, self.register.view()))
         try:
             answer = await self.register.decide(keys, operation)
+        except HookWorksError as error:
+            raise self._refused(ref, str(error), str(error), awaited) from error
         except DeviceConflictError as error:
             raise self._refused(ref, str(error), str(error)) from error
-        if isinstance(answer, Excluded):
-            raise self._refused(ref, answer.message, answer.message)
-        if isinstance(answer, Refused):
-            if answer.moving:
-                self.host.claims_changed()
-            raise self._refused(ref, answer.record.state.value, answer.message)
+        if isinstance(answer, Claim):
+            return
+        if isinstance(answer, Refused) and answer.moving:
+            self.host.claims_changed()
+        kind = answer.message if isinstance(answer, Excluded) else answer.record.state.value
+        raise self._refused(ref, kind, answer.message, awaited if answer.outlook.waits else None)
 
-    def _refused(self, ref: ClaimRef, kind: str, message: str) -> ClaimError:
+    def _refused(self, ref: ClaimRef, kind: str, message: str, awaited: Awaited | None = None) -> ClaimError:
         self.events.refused(ref, kind, message)
-        return ClaimError("refused", message)
+        return ClaimError("refused", message, awaited)
 
     async def of_claim(self, uid: str, groups: Sequence[RequestDevices]) -> dict[str, list[ContainerEdits]]:
         """Set up a claim's devices and return the edits of each request. Raises as `edits` does.
@@ -277,43 +258,15 @@ class ClaimPreparation:
         self.logged: dict[str, str] = {}
         """The last failure by UID; the kubelet tries again and again."""
 
-    async def prepare(self, ref: ClaimRef) -> Prepared | ClaimError:
-        """Prepare a claim; the answer survives this process when it is returned."""
+    async def prepare(self, ref: ClaimRef, limit: WaitLimit) -> Prepared | ClaimError:
+        """Prepare a claim; the answer survives this process when it is returned. limit: of the call's waits."""
         task: asyncio.Task[Any] | None = asyncio.current_task()
         assert task is not None
         self.preparing[task] = ref.uid
         try:
-            async with self._working("prepare", self.statistics.prepare, ref):
-                check_ref(ref)
-                allocation = await self._read(ref)
-                recorded = self.records.get(ref.uid)
-                former = prepared_of(recorded) if recorded is not None else None
-                if recorded is not None and former is not None and self._stands(former, allocation):
-                    await self.files.write(recorded)
-                    self.statistics.prepared_again += 1
-                    answer = former
-                else:
-                    groups = self.served.groups(allocation)
-                    devices = tuple(
-                        granted_device(
-                            group,
-                            device,
-                            result,
-                            self.files.boot,
-                            self.devices.register.times(group.served.source.resource, device),
-                            limits=allocation.limits,
-                        )
-                        for group in groups
-                        for device, result in group.members
-                    )
-                    names = ref.uid, ref.namespace, ref.name
-                    record = Claim(self.records.driver, *names, devices, None, time.time(), pods=allocation.pods)
-                    if recorded is not None:
-                        anew = recorded.held != record.held if former is None else former.named != allocation.named
-                        await self._leave(ref, recorded, former, anew=anew)
-                    if self.records.get(ref.uid) is None:
-                        self.begun[ref.uid] = time.monotonic()
-                    answer = await self._set_up(ref, record, groups)
+            async with self._working("prepare", self.statistics.prepare, ref) as work:
+                try_it, register = partial(self._now, ref), self.devices.register
+                answer = await when_free(try_it, register, limit, work, partial(self._log_wait, ref))
                 self.statistics.prepare.done += 1
         except ClaimError as error:
             return error
@@ -321,6 +274,42 @@ class ClaimPreparation:
             del self.preparing[task]
         self.events.forget(ref.uid)
         return answer
+
+    async def _now(self, ref: ClaimRef) -> Prepared:
+        async with self._turn(ref):
+            return await self._prepared(ref)
+
+    async def _prepared(self, ref: ClaimRef) -> Prepared:
+        """Prepare a claim now, or answer as recorded. The caller has its lock. Raises ClaimError."""
+        check_ref(ref)
+        allocation = await self._read(ref)
+        recorded = self.records.get(ref.uid)
+        former = prepared_of(recorded) if recorded is not None else None
+        if recorded is not None and former is not None and self._stands(former, allocation):
+            await self.files.write(recorded)
+            self.statistics.prepared_again += 1
+            return former
+        groups = self.served.groups(allocation)
+        devices = tuple(
+            granted_device(
+                group,
+                device,
+                result,
+                self.files.boot,
+                self.devices.register.times(group.served.source.resource, device),
+                limits=allocation.limits,
+            )
+            for group in groups
+            for device, result in group.members
+        )
+        names = ref.uid, ref.namespace, ref.name
+        record = Claim(self.records.driver, *names, devices, None, time.time(), pods=allocation.pods)
+        if recorded is not None:
+            anew = recorded.held != record.held if former is None else former.named != allocation.named
+            await self._leave(ref, recorded, former, anew=anew)
+        if self.records.get(ref.uid) is None:
+            self.begun[ref.uid] = time.monotonic()
+        return await self._set_up(ref, record, groups)
 
     async def unprepare(self, ref: ClaimRef) -> ClaimError | None:
         """Unprepare a claim, known or not, unless its containers run: then the kubelet has to try again.
@@ -337,7 +326,7 @@ class ClaimPreparation:
             if uid == ref.uid:
                 task.cancel(_OVERTAKEN)
         try:
-            async with self._working("unprepare", self.statistics.unprepare, ref):
+            async with self._working("unprepare", self.statistics.unprepare, ref), self._turn(ref):
                 users, unlisted = await self._users(ref)
                 if not (users or unlisted):
                     await self.end(ref.uid)
@@ -356,14 +345,19 @@ class ClaimPreparation:
             self.events.forget(ref.uid)
         return None
 
+    def _log_wait(self, ref: ClaimRef, error: ClaimError) -> None:
+        extra = {"driver": self.records.driver, "claim": ref.title}
+        _LOG.info("claim %s waits for its devices: %s", ref.title, error, extra=extra)
+        if error.reason != "refused":  # which has an Event already
+            self.events.refused(ref, error.reason, str(error))
+
     @contextlib.asynccontextmanager
-    async def _working(self, verb: str, statistics: CallStatistics, ref: ClaimRef) -> AsyncIterator[None]:
-        """Work on a claim under its lock, within the deadline. Raises ClaimError for every failure, and logs it."""
-        began = time.perf_counter()
+    async def _working(self, verb: str, statistics: CallStatistics, ref: ClaimRef) -> AsyncIterator[ClaimWait]:
+        """Work on a claim: count and log it. Raises ClaimError for every failure."""
+        began, work = time.perf_counter(), ClaimWait()
         self.statistics.in_flight += 1
         try:
-            async with asyncio.timeout(self.deadline), self.records.locked(ref.uid):
-                yield
+            yield work
             self.logged.pop(ref.uid, None)
         except BaseException as error:
             failure = _as_claim_error(error, f"claim {ref.title}", self.deadline)
@@ -375,7 +369,15 @@ class ClaimPreparation:
             raise failure from error
         finally:
             self.statistics.in_flight -= 1
-            statistics.durations.add(time.perf_counter() - began)
+            statistics.durations.add(time.perf_counter() - began - work.seconds)
+            if work.seconds:
+                self.statistics.waits.add(work.seconds)
+
+    @contextlib.asynccontextmanager
+    async def _turn(self, ref: ClaimRef) -> AsyncIterator[None]:
+        """Have a claim's lock, within the deadline."""
+        async with asyncio.timeout(self.deadline), self.records.locked(ref.uid):
+            yield
 
     async def _read(self, ref: ClaimRef) -> ClaimAllocation:
         """Return what a claim has of this driver. Raises ClaimError: nothing, or nobody may use it."""
@@ -408,7 +410,8 @@ class ClaimPreparation:
             # Without an answer: its Unprepare was answered while processes ran, or its Prepare did not end.
             users, unlisted = await self._users(ref)
             if users or (anew and unlisted):
-                raise _still_running(ref, users, unlisted)
+                former_devices = Awaited(record.held, lambda: self._still_used(ref, record))
+                raise _still_running(ref, users, unlisted, former_devices)
             if anew and not record.pods:
                 what = "it is not known which pods have the devices that it had before; they are held until Unprepare"
                 raise ClaimError("unknown", f"claim {ref.title} is allocated anew: {what}")
@@ -459,6 +462,12 @@ class ClaimPreparation:
         if record is None:
             return frozenset(), frozenset()
         return record.pods & running, self.possible_users(ref.uid, unlisted)
+
+    def _still_used(self, ref: ClaimRef, record: Claim) -> Outlook:
+        """Return whether processes use a claim's former devices, as of the last reading."""
+        running, unlisted = self.host.last_running_pods()
+        used = not running.isdisjoint(record.pods) or self.possible_users(ref.uid, unlisted)
+        return Outlook.ENDING if used else Outlook.FREE
 
     def possible_users(self, uid: str, unlisted: Mapping[str, float]) -> frozenset[str]:
         """Return which of these pods may use a claim: not those that ran before it was prepared.
@@ -537,12 +546,14 @@ def _log(verb: str, claim: Claim) -> None:
         _LOG.debug("claim %s has device %s of %s", claim.title, device.device, device.resource, extra=where)
 
 
-def _still_running(ref: ClaimRef, users: frozenset[str], unlisted: frozenset[str] = frozenset()) -> ClaimError:
+def _still_running(
+    ref: ClaimRef, users: frozenset[str], unlisted: frozenset[str], awaited: Awaited | None = None
+) -> ClaimError:
+    what = f"claim {ref.title}: processes of pod {min(users or unlisted)} run"
     if users:
-        what = f"processes of pod {min(users)} run"
-        return ClaimError("running", f"claim {ref.title}: {what}; its devices are held until they end")
-    what = f"processes of pod {min(unlisted)} run, which the kubelet does not list and which may use it"
-    return ClaimError("unknown", f"claim {ref.title}: {what}; its devices are held until they end")
+        return ClaimError("running", f"{what}; its devices are held until they end", awaited)
+    what += ", which the kubelet does not list and which may use it"
+    return ClaimError("unknown", f"{what}; its devices are held until they end", awaited)
 
 
 def _as_claim_error(error: BaseException, what: str, deadline: float) -> ClaimError:

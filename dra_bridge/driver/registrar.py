@@ -93,9 +93,11 @@ class _ClaimService(dra_v1_pb2_grpc.DRAPluginServicer, dra_v1beta1_pb2_grpc.DRAP
         self._pb = pb
         self._shares = "share_id" in pb.Device.DESCRIPTOR.fields_by_name
 
-    async def NodePrepareResources(self, request: Any, context: object) -> Any:  # noqa: N802  # the API's name
+    async def NodePrepareResources(  # noqa: N802  # the API's name
+        self, request: Any, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> Any:
         response = self._pb.NodePrepareResourcesResponse()
-        for uid, answer in (await self._driver.prepare(_refs(request))).items():
+        for uid, answer in (await self._driver.prepare(_refs(request), context.time_remaining())).items():
             entry = response.claims[uid]
             if isinstance(answer, ClaimError):
                 entry.error = str(answer)
@@ -379,6 +381,7 @@ class Registrar:
         if self._health is not None:
             self._health.end()
             self._health = None
+        self.driver.end_waits()
         while self._sockets:
             bound = self._sockets.pop()
             with contextlib.suppress(OSError):

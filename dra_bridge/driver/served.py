@@ -12,9 +12,9 @@ from deviceplugin import naming
 from deviceplugin.adoption.source import AdoptedSource
 from deviceplugin.device import Device, Health
 from deviceplugin.inventory import GONE, Inventory
-from deviceplugin.register.records import Claim
+from deviceplugin.register.records import Claim, Outlook
 from deviceplugin.source import DeviceSource
-from dra_bridge.driver.claims import ClaimAllocation, ClaimError, Result, decoded_config
+from dra_bridge.driver.claims import Awaited, ClaimAllocation, ClaimError, Result, decoded_config
 from dra_bridge.driver.host import DriverHost
 
 
@@ -121,4 +121,7 @@ class ServedDevices:
             why = "another plugin of its resource has registered with the kubelet instead of this agent"
             raise ClaimError("plugin", f"{what}: {why}; pods with limits may just be given the device")
         if not self.host.ready(served.source.resource, device.id):
-            raise ClaimError("starting", f"{what}: its holder is not known yet: the agent has just started")
+            key = served.source.resource, device.id
+            awaited = Awaited((key,), lambda: Outlook.FREE if self.host.ready(*key) else Outlook.UNKNOWN)
+            text = f"{what}: its holder is not known yet: the agent has just started"
+            raise ClaimError("starting", text, awaited)

@@ -18,6 +18,7 @@ from deviceplugin.backoff import Backoff
 from deviceplugin.device import counted
 from deviceplugin.register.records import LedgerError, RegisterSnapshot, Side, State
 from deviceplugin.register.rules import MoveWait
+from deviceplugin.register.waits import PROMPT
 from dra_bridge.handover.admission import denied_now
 from dra_bridge.handover.allocatable import AllocatableStatus
 from dra_bridge.handover.ends import MovesToPlugin, end_moves_to_dra, forget_unplugged
@@ -106,11 +107,16 @@ class Handover:
                     backoff.reset()
                     continue
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(backoff.next() if moving else 60.0):
+                    async with asyncio.timeout(self._pause(backoff) if moving else 60.0):
                         await self._wake.wait()
                         backoff.reset()
         finally:
             unsubscribe()
+
+    def _pause(self, backoff: Backoff) -> float:
+        """Return the seconds until the next look at moves that wait; it is soon while a claim waits for one of them."""
+        awaited = any(of == self.resource for of, _ in self._moved.register.waits.devices)
+        return min(backoff.next(), PROMPT) if awaited else backoff.next()
 
     async def _step(self) -> tuple[bool, bool]:
         """Do what can be done now; return whether a move ended, and whether any is under way."""

@@ -9,7 +9,7 @@ import math
 import random
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -20,6 +20,7 @@ from deviceplugin.kubelet.claim_state import ClaimStateError, PreparedClaim
 from deviceplugin.kubelet.tracker import HolderTracker
 from deviceplugin.register import operations
 from deviceplugin.register.records import LedgerError
+from deviceplugin.register.waits import PROMPT
 from dra_bridge.driver import ClaimRef, Driver, RunningPods
 from dra_bridge.driver.claim_files import ClaimFiles
 from dra_bridge.driver.records import is_over
@@ -43,8 +44,8 @@ class ClaimPods:
 
     tracker: sees the pods' processes, and asks the kubelet for its active pods. kubelet_root: where the kubelet's
     claim state lies. files: have a claim described anew after the ledger got to know more of it. recorded: UIDs of
-    running pods of which the ledger has all claims of this driver. _next: the reading that has not begun yet; all
-    calls until then share it.
+    running pods of which the ledger has all claims of this driver. last: the last answer of `running`. _next: the
+    reading that has not begun yet; all calls until then share it.
     """
 
     driver: str
@@ -53,6 +54,7 @@ class ClaimPods:
     kubelet_root: Path
     files: ClaimFiles
     recorded: frozenset[str] = frozenset()
+    last: RunningPods = field(default_factory=RunningPods)
     _next: asyncio.Task[RunningPods] | None = None
 
     async def running(self) -> RunningPods:
@@ -82,7 +84,11 @@ class ClaimPods:
             lost = {pod for claim in prepared if (self.driver, claim.uid) not in recorded for pod in claim.pod_uids}
             self.recorded |= await tracker.listed(running) - lost
         self.recorded &= running
-        return RunningPods(running, {uid: tracker.pods.seen.get(uid, math.inf) for uid in running - self.recorded})
+        before, unlisted = self.last, {uid: tracker.pods.seen.get(uid, math.inf) for uid in running - self.recorded}
+        self.last = RunningPods(running, unlisted)
+        if self.last != before:
+            self.ledger.changes.note()  # claims may wait for the pods' ends
+        return self.last
 
     async def record(self) -> list[PreparedClaim]:
         """Record the pods that came to share a claim after it was prepared, and names that CDI files do not have.
@@ -142,16 +148,17 @@ class ClaimChecks:
         """
         until = time.monotonic() + RECONCILE * random.uniform(0.8, 1.2)  # noqa: S311  # jitter
         while (rest := until - time.monotonic()) > 0:
-            claims = self.driver.records.all()
+            claims, waits = self.driver.records.all(), self.driver.waits.devices
+            awaited = any(not claim.held.isdisjoint(waits) for claim in claims)
             if any(claim.result is None for claim in claims):
-                await asyncio.sleep(min(rest, ending.next()))
+                await asyncio.sleep(min(rest, PROMPT if awaited else ending.next()))
                 return
             ending.reset()
             since = time.time() - RECONCILE
-            if any(claim.since > since and not claim.pods <= self.pods.recorded for claim in claims):
+            if awaited or any(claim.since > since and not claim.pods <= self.pods.recorded for claim in claims):
                 with contextlib.suppress(ClaimStateError, LedgerError, OSError):  # the next reconciliation logs it
                     await self.pods.running()
-            await asyncio.sleep(min(rest, NOTICE))
+            await asyncio.sleep(min(rest, PROMPT if awaited else NOTICE))
 
     async def reconcile(self, *, sweep: bool) -> None:
         """Reconcile once. sweep: whether to remove CDI files of claims that the ledger does not know.

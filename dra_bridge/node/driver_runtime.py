@@ -122,6 +122,10 @@ class DriverRuntime(DriverHost):
         """See `ClaimPods`."""
         return await self.claims.pods.running()
 
+    def last_running_pods(self) -> RunningPods:
+        """See `ClaimPods`."""
+        return self.claims.pods.last
+
     def claims_changed(self) -> None:
         """Tell the other parts soon."""
         if self._notifying is None:

@@ -115,7 +115,7 @@ def _figures(
 def _calls(drivers: Sequence[DriverRuntime]) -> Iterator[Metric]:
     for verb in ("prepare", "unprepare"):
         prefix = f"deviceplugin_dra_{verb}"
-        about = f"Time to {verb} a claim, failures included"
+        about = f"Time to {verb} a claim, failures included" + (", waits not" if verb == "prepare" else "")
         duration = HistogramMetricFamily(f"{prefix}_duration_seconds", about, labels=("driver",))
         about = f"Claims that could not be {verb}d, by reason"
         failed = CounterMetricFamily(f"{prefix}_failures", about, labels=("driver", "reason"))
@@ -127,6 +127,11 @@ def _calls(drivers: Sequence[DriverRuntime]) -> Iterator[Metric]:
             for reason, count in sorted(failures.items()):
                 failed.add_metric((runtime.name, reason), count)
         yield from (duration, failed)
+    about = "Time that claims waited in Prepare for holders that were about to end, or for a move, also in vain"
+    waits = HistogramMetricFamily("deviceplugin_dra_prepare_wait_seconds", about, labels=("driver",))
+    for runtime in drivers:
+        waits.add_metric((runtime.name,), *buckets(runtime.driver.statistics.waits))
+    yield waits
 
 
 def _hooks(drivers: Sequence[DriverRuntime]) -> Iterator[Metric]:

@@ -15,6 +15,7 @@ from deviceplugin.kubelet.holders import HolderSnapshot
 from deviceplugin.kubelet.tracker import HolderTracker
 from deviceplugin.node import scanning
 from deviceplugin.node.scanning import HolderScanner
+from deviceplugin.register import operations
 from deviceplugin.register.register import Register
 
 NEVER = 1000.0
@@ -99,3 +100,18 @@ async def test_a_grant_whose_container_is_not_named_is_asked_about_whatever_is_s
     async with scanning_grants(0.01, register) as scanner, asyncio.timeout(20):
         await scanner.came.wait()
     assert scanner.wanted_ids[0] == {("example.com/dropped", "a")}
+
+
+async def test_a_device_that_somebody_waits_for_is_looked_at_often() -> None:
+    """Its holder is a pod by limits; while nobody waits, or for what no pod has, the period is as always."""
+    register = Register()
+    await register.store.do(operations.add_holders([("uid", "main", "example.com/fpga", "d0")], 1.0))
+    async with scanning_grants(register=register) as scanner:
+        with register.waits.waiting([("example.com/fpga", "d1")]):
+            await asyncio.sleep(0)
+            assert not scanner.wanted.is_set()
+        with register.waits.waiting([("example.com/fpga", "d0")]):
+            async with asyncio.timeout(30):
+                while scanner.count < 3:
+                    scanner.came.clear()
+                    await scanner.came.wait()

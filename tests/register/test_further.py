@@ -14,6 +14,7 @@ from deviceplugin.identity import boot_id
 from deviceplugin.kubelet.podresources import PodResources, PodResourcesReport
 from deviceplugin.source import DeviceSource
 from deviceplugin.testing import FakePod
+from dra_bridge.testing import kubelet
 from dra_bridge.testing.apiserver import Fault, LoggedRequest
 from dra_bridge.testing.node import FakeNode
 from tests.dra.agents import Listed
@@ -42,8 +43,11 @@ from tests.register.node import (
 # Claims whose allocation or driver is another one than before.
 
 
-async def test_a_claim_that_was_allocated_elsewhere_says_what_it_waits_for(node: FakeNode) -> None:
+async def test_a_claim_that_was_allocated_elsewhere_says_what_it_waits_for(
+    node: FakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The error of its Prepare, which an Event of the new pod shows, names the old pod whose processes run."""
+    monkeypatch.setattr("dra_bridge.driver.driver.MARGIN", kubelet.CALL_TIMEOUT - 0.5)
     async with offering(node, Listed(A, D), share="all") as here:
         hanging, _, again = await allocated_elsewhere(here)
         await here.until(lambda: answered(again))

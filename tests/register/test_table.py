@@ -27,7 +27,6 @@ from tests.register.node import (
     Here,
     Varying,
     allocated_elsewhere,
-    answered,
     got,
     offering,
     restart_without_register,
@@ -200,8 +199,10 @@ async def test_claims_share_a_device_no_more_often_than_it_is_offered(
         for pod in hanging:
             pod.force_delete(hang=True)
         later = [node.start_pod(name, template={D: 1}) for name in ("p0", "p1")]
-        await here.until(lambda: all(map(answered, later)))
+        await here.until(lambda: here.agent.register.waits.devices == {(A, "d0")})
+        await here.scans()
         assert running(node, "d0") == {pod.uid for pod in hanging}
+        assert not any(one.running for one in later)
         for pod in hanging:  # each may use the claim of the other, as far as the kubelet tells
             await asyncio.to_thread(pod.end_containers, 15)
             await here.scans()
@@ -259,7 +260,7 @@ async def test_a_claim_that_was_allocated_elsewhere_gets_what_it_is_allocated_no
     """Its new pod waits for the processes of the old one, and so does the claim that owns the device by now."""
     async with offering(node, Listed(A, D), share="all") as here:
         hanging, owner, again = await allocated_elsewhere(here)
-        await here.until(lambda: all(map(answered, (owner, again))))
+        await here.until(lambda: (A, "d0") in here.agent.register.waits.devices)
         await here.scans()
         assert not owner.running
         assert not again.running or got(node, again) == {"d1"}

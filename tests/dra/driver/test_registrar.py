@@ -29,6 +29,7 @@ from dra_bridge.driver import registrar as registrar_module
 from dra_bridge.driver.registrar import Registrar, RegistrarTiming, health_list
 from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.testing.kubelet import HEALTH_SERVICES, FakeDraKubelet, FakeDraPod, PodError
+from tests.dra.agents import until
 from tests.dra.ledger.samples import adopt
 
 D = "fpga.example.com"
@@ -513,3 +514,28 @@ def test_paths_fit_and_stay_apart(length: int) -> None:
     assert all(len(str(path)) <= 107 for path in paths)
     with pytest.raises(ValueError):
         socket_path(Path("/" + "x" * 90), "a" * length, "-12345678-reg.sock")
+
+
+@pytest.mark.parametrize("ends", ["holder", "kubelet", "agent"])
+async def test_a_call_that_waits_ends(
+    driver: Driver, root: Path, kubelet: FakeDraKubelet, server: Server, ends: str
+) -> None:
+    """It waits within the kubelet's deadline for a holder, and leaves nothing when the kubelet or the agent ends."""
+    server.add(claim("held", "u1", ("r", "d0")))
+    server.add(claim("wants", "u2", ("r", "d0")))
+    former, pod = FakeDraPod("p1", "p1", ["held"]), FakeDraPod("p2", "p2", ["wants"], {"main": [("wants", "")]})
+    async with Running(driver, root):
+        await aside(kubelet.wait_registered, D)
+        await aside(kubelet.prepare_pod, former)
+        waiting = asyncio.create_task(aside(kubelet.prepare_pod, pod))
+        await until(lambda: driver.waits.devices)
+        if ends == "holder":
+            await aside(kubelet.unprepare_pod, former)
+            assert (await waiting)["main"]
+            return
+        if ends == "kubelet":
+            await aside(kubelet.stop)
+    with pytest.raises(PodError):
+        await waiting
+    await until(lambda: not driver.waits.devices)
+    assert {claim.uid for claim in driver.records.all()} == {"u1"}

@@ -25,7 +25,7 @@ from deviceplugin.metrics.report import ClaimedDevice, DeviceLocation
 from deviceplugin.register.records import Claim, ClaimDevice, DeviceRecord, RegisterSnapshot, State
 from deviceplugin.register.rules import MoveWait
 from dra_bridge.driver import ClaimStatistics, registrar
-from dra_bridge.driver.preparation import CallStatistics
+from dra_bridge.driver.statistics import CallStatistics
 from dra_bridge.handover.moves import MoveStatistics
 from dra_bridge.handover.share import Share
 from dra_bridge.kube import Failing, WatchState
