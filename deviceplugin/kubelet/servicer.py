@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import time
@@ -20,6 +21,7 @@ from deviceplugin.exclusion import DeviceConflictError
 from deviceplugin.hooks import HookStatistics
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet import preference
+from deviceplugin.kubelet.allocation_wait import EXPECTED, LOOK, EndingHolders
 from deviceplugin.kubelet.device_list import DeviceIds, Entry, ListStreams, in_time
 from deviceplugin.kubelet.foreign_plugin import KubeletRecord
 from deviceplugin.kubelet.granted import annotate
@@ -43,10 +45,11 @@ KEPT_FAILURES: Final = 256  # starts of containers of which it is known that the
 
 @dataclass(slots=True)
 class ServicerStatistics:
-    """Counters of an endpoint, which only grow. Durations are in seconds."""
+    """Counters of an endpoint, which only grow. Durations are in seconds. waits: of Allocates for former holders."""
 
     allocations: int = 0
     allocation_durations: Durations = field(default_factory=Durations)
+    waits: Durations = field(default_factory=Durations)
     devices_allocated: int = 0
     refusals: dict[str, int] = field(default_factory=partial(defaultdict, int))
     lists_sent: int = 0
@@ -133,6 +136,7 @@ class Endpoint(DevicePluginServicer):
         """Why containers of these ids could not start the last time."""
         self.host: Final = host or EndpointHost()
         self._holders = holders
+        self._ending = EndingHolders()
         self._register = register or Register()
         inventory.subscribe(lambda snapshot: self.refresh())
 
@@ -347,12 +351,26 @@ class Endpoint(DevicePluginServicer):
         return list(devices.values())
 
     async def _refuse_held(self, names: Sequence[str]) -> None:
-        """Raises Refusal: another pod still holds one of these ids, or its holder cannot be recorded."""
+        """Raises Refusal: another pod still holds one of these ids, or its holder cannot be recorded.
+
+        The end of a holder that the kubelet does not count any more is waited for, but only briefly, and once.
+        """
+        if self._holders is None:
+            return
+        began, waited = time.monotonic(), False
         try:
-            held = await self._holders.still_held(self.resource, names) if self._holders is not None else {}
+            held = await self._holders.still_held(self.resource, names)
+            while self._ending.waits(held, self._holders.unnamed_reasons(self.resource), names):
+                waited = True
+                await asyncio.sleep(LOOK)
+                held = await self._holders.still_held(self.resource, names)
         except LedgerError as error:
             raise self._unrecorded(error) from error
+        finally:
+            if waited:
+                self.statistics.waits.add(time.monotonic() - began)
         for name, why in held.items():
+            self._register.waits.expect([(self.resource, self.ids.device_id_of(name)) for name in held], EXPECTED)
             self.refresh()  # before the kubelet chooses for the next pod
             raise self._refusal("held", f"device {name} is still held: {why}")
 
@@ -410,7 +428,7 @@ class Endpoint(DevicePluginServicer):
 
     async def _preferred(self, available: list[str], must_include: list[str], size: int) -> list[str]:
         try:
-            avoided = frozenset(self.host.draining())
+            avoided = {*self.host.draining(), *await self._still_used(set(available).difference(must_include))}
             available, must_include = preference.avoiding(avoided, self.ids, available, must_include, size)
             if "prefer" in self.source.hooks:
                 chosen = await self._preferred_by_hook(available, must_include, size)
@@ -420,6 +438,14 @@ class Endpoint(DevicePluginServicer):
         except Exception:  # whatever it is, it must not fail the pods
             _LOG.exception("no preference could be found", extra={"resource": self.resource})
             return [*must_include, *(name for name in available if name not in must_include)][:size]
+
+    async def _still_used(self, available: Collection[str]) -> set[str]:
+        """Return the devices of ids whose former holders' processes run, though the kubelet takes them for free."""
+        recorded = self._register.snapshot.allocations
+        names = [name for name in available if (self.resource, name) in recorded]
+        if self._holders is None or not names:
+            return set()
+        return {self.ids.offered_as(name) for name in await self._holders.still_running(self.resource, names)}
 
     async def _preferred_by_hook(self, available: list[str], must_include: list[str], size: int) -> list[str] | None:
         listed = self.inventory.snapshot.devices

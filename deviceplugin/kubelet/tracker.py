@@ -176,6 +176,8 @@ class HolderTracker:
         # A container whose allocations the kubelet has lost ends before this Allocate, if it is the one that asks.
         lost = (holder.pod_uid for holder in self._known - self._checkpoint.last.allocations if holder.container)
         if not any(map(self.pods.may_exist, known_pods.union(lost))):
+            for name in wanted:
+                self._refused.pop((resource, name), None)
             return {}
         allocations, running, admitted = await asyncio.to_thread(self._holders_now, resource, wanted)
         refused: dict[str, str] = {}
@@ -194,10 +196,15 @@ class HolderTracker:
         self._begun |= {holder.pod_uid for holder in held}
         await self._register.add_holders(held)
         dropped = {name: f"processes of pod {self.title(uid)} run" for name, uid in running.items()}
+        others = {key: why for key, why in self._refused.items() if key[0] != resource or key[1] not in wanted}
+        self._refused = others | {(resource, name): why for name, why in dropped.items()}
         if dropped:
-            self._refused |= {(resource, name): why for name, why in dropped.items()}
             self._requests.dispute()
         return refused | dropped
+
+    async def still_running(self, resource: str, device_ids: Collection[str]) -> Collection[str]:
+        """Return which of these ids have holders whose processes run."""
+        return (await asyncio.to_thread(self._holders_now, resource, frozenset(device_ids)))[1].keys()
 
     def _holders_now(
         self, resource: str, device_ids: frozenset[str]

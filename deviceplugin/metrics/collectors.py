@@ -131,7 +131,13 @@ _FAMILIES: Final[Mapping[Callable[..., Metric], Mapping[str, tuple[str, str]]]] 
             "the ledger)",
         ),
     },
-    HistogramMetricFamily: {"allocation_duration_seconds": ("resource", "Time to answer Allocate, refusals included")},
+    HistogramMetricFamily: {
+        "allocation_duration_seconds": ("resource", "Time to answer Allocate, refusals included"),
+        "allocation_wait_seconds": (
+            "resource",
+            "Time that Allocates waited for the ends of former holders, also in vain",
+        ),
+    },
 }
 """By name after `deviceplugin_`: labels, help."""
 _ABSENT_IF_EMPTY: Final = (
@@ -228,6 +234,7 @@ def _service(resource: ResourceView, add: Callable[..., None]) -> None:
     add("lists_sent", key, servicer.lists_sent)
     add("allocations", key, servicer.allocations)
     add("allocation_duration_seconds", key, *buckets(servicer.allocation_durations))
+    add("allocation_wait_seconds", key, *buckets(servicer.waits))
     add("allocated_devices", key, servicer.devices_allocated)
     for reason, count in sorted(dict(servicer.refusals).items()):
         add("allocation_refusals", (resource.name, reason), count)

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from deviceplugin.device import ContainerEdits, Device, DeviceNode, Health, Mount
 from deviceplugin.identity import identified
 from deviceplugin.inventory import Inventory
-from deviceplugin.kubelet import device_list
+from deviceplugin.kubelet import allocation_wait, device_list
 from deviceplugin.kubelet.device_list import DeviceIds
 from deviceplugin.kubelet.granted import annotation, granted
 from deviceplugin.kubelet.podresources import AllocationsInFlight
@@ -596,11 +596,16 @@ class Known:
         self.withheld = unnamed
         self.runs = dict(runs or {})
         self.error: Exception | None = None
+        self.looked = asyncio.Event()
 
     def unnamed_reasons(self, resource: str) -> Mapping[str, str]:
         return dict.fromkeys(self.withheld, "")
 
+    async def still_running(self, resource: str, device_ids: Collection[str]) -> Collection[str]:
+        return self.runs.keys() & set(device_ids)
+
     async def still_held(self, resource: str, device_ids: Collection[str]) -> Mapping[str, str]:
+        self.looked.set()
         if self.error is not None:
             raise self.error
         self.withheld = [*self.withheld, *(name for name in self.runs if name in device_ids)]
@@ -626,6 +631,65 @@ async def test_a_refused_id_is_withheld_at_once(serve: Serve) -> None:
         with refused(grpc.StatusCode.FAILED_PRECONDITION, "device a is still held"):
             await served.allocate("a")
         assert await lists.next() == {"a": "Unhealthy", "b": "Healthy"}
+
+
+def waits(served: Served) -> int:
+    return sum(served.endpoint.statistics.waits.counts)
+
+
+async def test_an_allocate_waits_for_a_holder_that_the_kubelet_does_not_count(serve: Serve) -> None:
+    """A pod that was deleted by force ends soon; a refusal would fail pod after pod until then."""
+    known = Known(runs={"a": "processes of pod default/p run"})
+    served = await serve(Source(), "a", holders=known)
+    allocating = asyncio.create_task(served.allocate("a"))
+    await known.looked.wait()
+    known.runs.clear()
+    await allocating
+    assert waits(served) == 1
+    assert served.endpoint.statistics.refusals == {}
+
+
+async def test_an_allocate_waits_once_for_a_holder(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kubelet starts no other pod meanwhile; the device is expected to come free for some time after that."""
+    monkeypatch.setattr(allocation_wait, "PATIENCE", 0.2)
+    known = Known(runs={"a": "processes of pod default/p run"})
+    served = await serve(Source(), "a", "b", holders=known)
+    for _ in range(2):
+        with refused(grpc.StatusCode.FAILED_PRECONDITION, "device a is still held"):
+            await served.allocate("a")
+        assert waits(served) == 1
+    assert set(served.register.waits.devices) == {(R, "a")}
+    known.runs.clear()
+    await served.allocate("a")
+    known.runs["a"] = "processes of pod default/q run"
+    with refused(grpc.StatusCode.FAILED_PRECONDITION, "processes of pod default/q run"):
+        await served.allocate("a")
+    assert waits(served) == 2, "the next holder of the id is waited for, too"
+
+
+async def test_an_allocate_does_not_wait_for_a_pod_that_the_kubelet_counts(serve: Serve) -> None:
+    """It may run for long."""
+
+    class Counted(Known):
+        def unnamed_reasons(self, resource: str) -> Mapping[str, str]:
+            return {}
+
+    served = await serve(Source(), "a", holders=Counted(runs={"a": "pod default/p has not started a process yet"}))
+    with refused(grpc.StatusCode.FAILED_PRECONDITION, "device a is still held"):
+        await served.allocate("a")
+    assert waits(served) == 0
+
+
+async def test_a_device_whose_former_holder_runs_is_given_last(serve: Serve) -> None:
+    """Then a pod waits only where no other device serves it."""
+    known = Known()
+    served = await serve(Source(), "a", "b", holders=known)
+    await served.allocate("a")
+    known.runs["a"] = "processes of pod default/p run"
+    assert await served.prefer("a b", "", 1) == ["b"]
+    assert await served.prefer("a b", "a", 1) == ["a"], "a container of the same pod has it"
+    known.runs.clear()
+    assert await served.prefer("a b", "", 1) == ["a"]
 
 
 async def test_a_withdrawal_waits_for_no_allocation(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
