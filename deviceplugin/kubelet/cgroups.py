@@ -5,8 +5,7 @@ The kubelet makes a pod's cgroup before the pod's sandbox and removes it after t
 `kubepods/burstable/pod<uid>`; systemd driver: `kubepods.slice/kubepods-burstable.slice/
 kubepods-burstable-pod<uid, - as _>.slice`), which may itself lie below the kubelet's cgroup root.
 
-A tree may belong to another kubelet, or be unused (cgroupsPerQOS or cgroupRoot were changed). An agent in a pod of its
-kubelet checks that: the tree must contain its own pod.
+A tree may belong to another kubelet, or be unused: `deviceplugin.kubelet.pod_evidence` decides what it is worth.
 """
 
 from __future__ import annotations
@@ -15,11 +14,17 @@ import contextlib
 import math
 import os
 import re
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final, NamedTuple
+
+from deviceplugin.identity import boot_id
+from deviceplugin.kubelet import pod_evidence
+from deviceplugin.kubelet.pod_evidence import PodProcesses as PodProcesses
+from deviceplugin.kubelet.pod_evidence import PodsShown
 
 _SYSTEMD: Final = re.compile(r"(?:.*-)?pod(.+)\.slice")
 _KUBEPODS: Final = re.compile(r"(?:.*-)?kubepods(?:\.slice)?")
@@ -34,32 +39,6 @@ device away again.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class PodProcesses:
-    """The pods with processes at one moment, by UID.
-
-    running: pods with a process in their cgroup; None if no cgroup tree of this kubelet is visible. directories: pods
-    with a directory; None if these are not visible. empty: pods whose cgroup has no process. paths: each pod's cgroups.
-    """
-
-    running: frozenset[str] | None = None
-    directories: frozenset[str] | None = None
-    empty: frozenset[str] = frozenset()
-    paths: Mapping[str, tuple[str, ...]] = field(default_factory=dict, compare=False, repr=False)
-
-    def may_run(self, pod_uid: str) -> str:
-        """Return why a process of this pod may still run, as text; "" if none can.
-
-        Without cgroups a pod counts as running while its directory exists. That does not distinguish a completed pod
-        from a pod that was deleted by force and still runs.
-        """
-        if self.running is not None:
-            return "processes of its pod run" if pod_uid in self.running else ""
-        if self.directories is not None:
-            return "cgroups are not visible, and its pod's directory exists" if pod_uid in self.directories else ""
-        return "neither cgroups nor pod directories are visible"
-
-
 class ContainerCgroup(NamedTuple):
     """A cgroup below a pod's with a process in it. made: when it was made, or changed last, in Unix seconds."""
 
@@ -68,64 +47,87 @@ class ContainerCgroup(NamedTuple):
 
 
 class PodReader:
-    """Reads which pods' processes may run: from cgroups, or from pod directories if no cgroups are visible. Blocks.
+    """Reads which pods' processes may run, from cgroups and pod directories. Blocks.
 
-    cgroups: the host's `/sys/fs/cgroup`. believe_checkpoint: without visible cgroups no pod counts as running. A device
+    cgroups: the host's `/sys/fs/cgroup`. believe_checkpoint: a pod that the cgroups do not show counts as ended. A device
     plugin alone may do so: the kubelet itself gives its devices away by the checkpoint and no other evidence.
     """
 
     def __init__(self, kubelet_root: Path, cgroups: Path, *, believe_checkpoint: bool) -> None:
         self.own_pod: Final = own_pod(kubelet_root)
         self.kubelet_root: Final = kubelet_root
-        self._cgroups = cgroups
+        self.cgroups: Final = cgroups
         self._believe_checkpoint = believe_checkpoint
         self._cgroups_seen = False
         self.seen: Mapping[str, float] = {}
         """Since when each pod that runs has been seen to run (monotonic seconds), by UID."""
-        self._paths: Mapping[str, tuple[str, ...]] = {}
+        self.shown = PodsShown()
+        """What the last look left: each takes the former one, and `PodProcesses` has it."""
+        self._looking = threading.Lock()
+        self._last = PodProcesses()
         self._trees: Sequence[str] = ()
         self._searched = -math.inf
         """When the trees were searched (monotonic seconds)."""
 
-    def read(self) -> PodProcesses:
-        """Return the pods with processes now."""
-        if (seen := self._read_cgroups()) is not None:
+    def read(self, named: Collection[str] = ()) -> PodProcesses:
+        """Return the pods with processes now. named: pods that a checkpoint of this kubelet names."""
+        look = self._look(named)
+        if look.running is not None:
             self._cgroups_seen = True
-            return seen
-        if self._cgroups_seen:
+        elif self._cgroups_seen:
             return PodProcesses()  # they are there, and cannot be read now
-        if self._believe_checkpoint:
-            return PodProcesses(frozenset())
-        return PodProcesses(None, read_directories(self.kubelet_root))
+        return look
 
     def in_cgroups(self) -> frozenset[str] | None:
         """Return the UIDs of pods with a process in their cgroup; None if no cgroups are visible."""
-        seen = self._read_cgroups()
-        return None if seen is None else seen.running
+        return self._look(()).running
 
-    def _read_cgroups(self) -> PodProcesses | None:
-        now, before = time.monotonic(), self.seen
-        if now - self._searched >= TREES or not all(map(os.path.isdir, self._trees)):
-            self._trees, self._searched = cgroup_trees(self._cgroups), now
-        seen = pod_cgroups(self._trees, self.own_pod)
-        if seen is None:
-            self._searched = -math.inf
-        if seen is not None and seen.running is not None:
-            self.seen = {uid: before.get(uid, now) for uid in seen.running}
-        self._paths = seen.paths if seen is not None else {}
-        return seen
+    def _look(self, named: Collection[str]) -> PodProcesses:
+        # First: a pod's cgroup is older than its directory.
+        directories = read_directories(self.kubelet_root)
+        with self._looking:
+            now, before = time.monotonic(), self.seen
+            if now - self._searched >= TREES or not all(map(os.path.isdir, self._trees)):
+                self._trees, self._searched = cgroup_trees(self.cgroups), now
+            look = pod_cgroups(self._trees) or PodProcesses()
+            if look.running is None:
+                self._searched = -math.inf
+            else:
+                self.seen = {uid: before.get(uid, now) for uid in look.running}
+            look = replace(look, directories=directories, checkpoint_decides=self._believe_checkpoint)
+            self.shown = pod_evidence.shown_after(self.shown, look, self.own_pod, named)
+            self._last = replace(look, shown=self.shown)
+            return self._last
+
+    def known(self, places: Mapping[str, frozenset[str]]) -> None:
+        """Take what a former agent has seen of pods."""
+        with self._looking:
+            self.shown = replace(self.shown, places={**places, **self.shown.places})
+
+    def hide(self, look: PodProcesses, uids: Collection[str]) -> PodProcesses:
+        """Take that these pods run, and that the cgroups do not show them; return the look as of now."""
+        with self._looking:
+            self.shown = self.shown.hide(uids)
+            return replace(look, shown=look.shown.hide(uids))
+
+    def answered(self) -> None:
+        """Take that the kubelet of this root directory answers at its sockets: its pods have their directories there."""
+        with self._looking:
+            self.shown = replace(self.shown, directories=True)
 
     def may_exist(self, pod_uid: str) -> bool:
         """Return whether a pod may have a cgroup; quick. It has none if its last known cgroups are gone."""
-        paths = self._paths.get(pod_uid)
-        return paths is None or not all(map(_is_gone, paths))
+        look = self._last
+        paths, places = look.paths.get(pod_uid), look.places.get(pod_uid, frozenset())
+        return paths is None or not all(_is_gone(path, places) for path in paths)
 
     def containers(self, pod_uid: str) -> list[ContainerCgroup] | None:
         """Return the cgroups of a pod's containers and sandbox that have processes; None if they cannot be told.
 
         Raises OSError: a part of the tree cannot be read.
         """
-        paths = [path for tree in _trees(str(self._cgroups)) for uid, path in _pods(tree) if uid == pod_uid]
+        levels = (pods for tree in _trees(str(self.cgroups)) for _, pods in _levels(tree))
+        paths = [path for pods in levels for uid, path in pods if uid == pod_uid]
         if not paths or any(_text(path, "cgroup.procs") for path in paths):
             return None  # not visible, or a process is in none of them
         below = [directory for path in paths for directory in _subdirectories(path)]
@@ -135,40 +137,42 @@ class PodReader:
         """Return `in_cgroups`, or no pod. Raises OSError: cgroups were visible before, and cannot be read now."""
         running = self.in_cgroups()
         if running is None and self._cgroups_seen:
-            raise OSError(f"pod cgroups in {self._cgroups} cannot be read now")
+            raise OSError(f"pod cgroups in {self.cgroups} cannot be read now")
         self._cgroups_seen = running is not None
         return running or frozenset()
 
-    def missing(self) -> str:
-        """Return what cannot be read of this node's pods, and the consequences, for the log; "" if nothing."""
-        if self.in_cgroups() is not None:
-            return ""
-        what = f"no pod cgroups (kubepods) of this kubelet are visible in {self._cgroups}"
-        if self._believe_checkpoint:
-            return f"{what}: a device comes free when the kubelet counts its pod as ended, even if its containers hang"
-        if read_directories(self.kubelet_root) is not None:
-            return f"{what}: a device comes free only when its pod is deleted, not when it has completed"
-        return (
-            f"{what}, nor pod directories in {self.kubelet_root / 'pods'}: "
-            "no device that a pod holds ever comes free; mount either, read-only"
-        )
 
-
-def pod_cgroups(trees: Sequence[str], own: str = "") -> PodProcesses | None:
-    """Return the pods with and without a process in their cgroup; None if invisible. own: our pod's UID or ""."""
+def pod_cgroups(trees: Sequence[str]) -> PodProcesses | None:
+    """Return the pods with and without a process in their cgroup; None if no tree is visible."""
     runs: dict[str, bool] = {}
     paths: dict[str, tuple[str, ...]] = {}
+    places: dict[str, frozenset[str]] = {}
+    visible: frozenset[str] = frozenset()
     try:
         for tree in trees:
-            for uid, path in _pods(tree):
-                runs[uid] = runs.get(uid, False) or _populated(path)
-                paths[uid] = (*paths.get(uid, ()), path)
+            for directory, pods in _levels(tree):
+                try:
+                    place = frozenset({place_of(directory)})
+                except FileNotFoundError:  # it has just been removed, with all that was in it
+                    continue
+                visible |= place
+                for uid, path in pods:
+                    runs[uid] = runs.get(uid, False) or _populated(path)
+                    paths[uid] = (*paths.get(uid, ()), path)
+                    places[uid] = places.get(uid, frozenset()) | place
     except OSError:  # a part of the tree cannot be read
         return None
-    if not trees or (own and not runs.get(own)):
+    if not trees:
         return None
     running = frozenset(uid for uid, populated in runs.items() if populated)
-    return PodProcesses(running, empty=frozenset(runs.keys() - running), paths=paths)
+    empty = frozenset(runs.keys() - running)
+    return PodProcesses(running, None, empty, paths, places, visible)
+
+
+def place_of(directory: str) -> str:
+    """Return the identity of a directory of cgroups in this boot. Raises OSError."""
+    status = os.stat(directory)
+    return f"{boot_id()[:8]}:{status.st_dev}:{status.st_ino}"
 
 
 def cgroup_trees(root: Path) -> list[str]:
@@ -200,25 +204,35 @@ def _kubepods(root: str) -> list[str]:
     return trees
 
 
-def _pods(directory: str) -> Iterator[tuple[str, str]]:
-    """Yield UID and path of the pod cgroups in a `kubepods` tree: on its first level, or in a QoS class."""
-    for name, path in _subdirectories(directory):
-        if (match := _SYSTEMD.fullmatch(name)) is not None:
-            yield match[1].replace("_", "-"), path
-        elif name.startswith("pod"):
-            yield name.removeprefix("pod"), path
+def _levels(tree: str) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """Yield the directories of a `kubepods` tree in which pods are, with UID and path of each: it, and QoS classes."""
+    pods: list[tuple[str, str]] = []
+    classes: list[str] = []
+    for name, path in _subdirectories(tree):
+        if (uid := _pod_of(name)) is not None:
+            pods.append((uid, path))
         elif "burstable" in name or "besteffort" in name:
-            yield from _pods(path)
+            classes.append(path)
+    yield tree, pods
+    for path in classes:
+        yield from _levels(path)
 
 
-def _is_gone(path: str) -> bool:
-    """Return whether a cgroup was removed: it does not exist, and its parent does."""
+def _pod_of(name: str) -> str | None:
+    if (match := _SYSTEMD.fullmatch(name)) is not None:
+        return match[1].replace("_", "-")
+    return name.removeprefix("pod") if name.startswith("pod") else None
+
+
+def _is_gone(path: str, places: Collection[str]) -> bool:
+    """Return whether a cgroup was removed from one of these places: it does not exist, and its parent is the same."""
     try:
         os.stat(path)
     except FileNotFoundError:
-        return os.path.isdir(os.path.dirname(path))
+        with contextlib.suppress(OSError):
+            return place_of(os.path.dirname(path)) in places
     except OSError:
-        return False
+        pass
     return False
 
 

@@ -7,6 +7,7 @@ PodResources `List` takes no part in this (`deviceplugin.kubelet.podresources` s
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -15,9 +16,21 @@ from deviceplugin.identity import UNIDENTIFIED, Tokens
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation, CheckpointVersion
 from deviceplugin.kubelet.granted import ours
+from deviceplugin.kubelet.pod_evidence import SHOWN, PodsShown
 from deviceplugin.register.question import Use, Wanted, allocation_unit, part_of, takes_recorded
 from deviceplugin.register.records import UNKNOWN, AllocationRecord
 from deviceplugin.register.rules import KubeletSnapshot, ObservedAllocation
+
+
+class EvidenceSource(enum.Enum):
+    """What tells who holds devices; the value is the label of the metric."""
+
+    CHECKPOINT = "checkpoint"
+    CGROUPS = "cgroups"
+    POD_DIRECTORIES = "pod_directories"
+    CLAIM_STATE = "claim_state"
+    CLAIM_FILES = "claim_files"
+    API_SERVER = "api_server"
 
 
 class HoldReason(NamedTuple):
@@ -50,7 +63,8 @@ class HolderSnapshot:
 
     at: when reading the evidence began (monotonic seconds). current: whether an allocation that no checkpoint names had
     ended by then. held: the allocations that count as held. registered: by resource, the ids that the kubelet counts as
-    healthy in any of the checkpoints; None if none was readable. problem: what is unknown, "" if nothing.
+    healthy in any of the checkpoints; None if none was readable. problem: what is unknown, "" if nothing. shown: what was
+    seen of the pods until then.
     """
 
     at: float = 0.0
@@ -58,6 +72,7 @@ class HolderSnapshot:
     held: Mapping[Allocation, HoldReason] = field(default_factory=dict)
     registered: Mapping[str, frozenset[str]] | None = None
     problem: str = ""
+    shown: PodsShown = SHOWN
 
     def of(self, resource: str) -> dict[str, dict[Allocation, HoldReason]]:
         """Return the allocations of one resource by device id."""
@@ -112,7 +127,19 @@ def holders(before: Iterable[Allocation], seen: HolderEvidence, at: float = 0.0)
     for version in seen.checkpoints:
         for resource, ids in version.registered.items():
             registered[resource] = registered.get(resource, frozenset()) | ids
-    return HolderSnapshot(at, current, held, registered if seen.checkpoints else None, seen.problem)
+    return HolderSnapshot(at, current, held, registered if seen.checkpoints else None, seen.problem, seen.pods.shown)
+
+
+def unknown(held: Collection[Allocation], seen: HolderEvidence, *, asked: bool) -> frozenset[EvidenceSource]:
+    """Return which evidence did not tell whether these allocations have ended. asked: a checkpoint was requested."""
+    found = set()
+    if not seen.checkpoints or (asked and not seen.current):
+        found.add(EvidenceSource.CHECKPOINT)
+    if any(seen.pods.is_unknown(allocation.pod_uid) for allocation in held):
+        found.add(EvidenceSource.CGROUPS)
+        if not (seen.pods.shown.directories and seen.pods.directories is not None) and not seen.pods.checkpoint_decides:
+            found.add(EvidenceSource.POD_DIRECTORIES)
+    return frozenset(found)
 
 
 def running(
@@ -148,9 +175,13 @@ def claim_is_over(claim_uid: str, pod_uids: Iterable[str], named: Collection[str
 
 
 def needs_request(held: Mapping[Allocation, HoldReason], pods: PodProcesses) -> frozenset[Allocation]:
-    """Return the allocations that a newer checkpoint might show as ended."""
+    """Return the allocations of which a newer checkpoint might tell more: that one has ended, or is hidden."""
+
+    def settled(uid: str) -> bool:
+        return bool(pods.may_run(uid)) and not pods.is_undecided(uid)
+
     return frozenset(
-        allocation for allocation, holding in held.items() if not (holding.named and pods.may_run(allocation.pod_uid))
+        allocation for allocation, holding in held.items() if not (holding.named and settled(allocation.pod_uid))
     )
 
 
@@ -228,6 +259,7 @@ def kubelet_snapshot(
             answer.identity,
             answer.amount,
             scan.registered is not None and not any(each.named and each.certain for each in allocations.values()),
+            scan.shown.of({allocation.pod_uid for allocation in allocations}),
         )
     ids = frozenset(map(device_of, registered))
     return KubeletSnapshot(sequence, scan.at, scan.current, held, ids, scan.problem)

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 from deviceplugin.exclusion import DeviceKey
 from deviceplugin.inventory import InventorySnapshot
+from deviceplugin.kubelet.holders import EvidenceSource
 from deviceplugin.kubelet.podresources import ClaimUse, PodContainer
 from deviceplugin.kubelet.registration import RegistrationStatistics
 from deviceplugin.kubelet.servicer import ServicerStatistics
@@ -71,7 +72,8 @@ class AgentStatus:
     config_error: why the config file is refused, or not all of it, when it changed or at the start; "" if it was.
     former_config: it could not be used at the start, so that what an agent before has served is served.
     kubelet_answers: whether the kubelet answered the last call, None if it cannot be called. kubelet_silent: since when
-    it has answered none (Unix).
+    it has answered none (Unix). blind: what cannot be seen of the node's pods, and what to set. unknown: how often
+    evidence did not tell, by its source.
     """
 
     resources: tuple[ResourceStatus, ...]
@@ -82,3 +84,5 @@ class AgentStatus:
     former_config: bool = False
     kubelet_answers: bool | None = None
     kubelet_silent: float | None = None
+    blind: tuple[str, ...] = ()
+    unknown: Mapping[EvidenceSource, int] = field(default_factory=dict)

@@ -10,24 +10,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import random
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final, Protocol
 
 from deviceplugin import filewatch
 from deviceplugin.files import FileIdentity
 from deviceplugin.identity import boot_id
-from deviceplugin.kubelet import checkpoint, containers, holders
+from deviceplugin.kubelet import checkpoint, containers, holders, pod_evidence
 from deviceplugin.kubelet.allocation_copies import AllocationCopies
 from deviceplugin.kubelet.cgroups import PodProcesses, PodReader, read_directories
 from deviceplugin.kubelet.checkpoint import Allocation, CheckpointError, CheckpointVersion
 from deviceplugin.kubelet.foreign_plugin import KubeletRecord
 from deviceplugin.kubelet.granted import granted, nodes_missing, ours
-from deviceplugin.kubelet.holders import HolderEvidence, HolderSnapshot, UnrecordedEvidence, of_ids
+from deviceplugin.kubelet.holders import EvidenceSource, HolderEvidence, HolderSnapshot, UnrecordedEvidence, of_ids
 from deviceplugin.kubelet.paths import Paths
 from deviceplugin.kubelet.podresources import (
     AllocationsInFlight,
@@ -36,6 +36,7 @@ from deviceplugin.kubelet.podresources import (
     PodResources,
     PodResourcesReport,
 )
+from deviceplugin.kubelet.pod_names import PodNames
 from deviceplugin.register.question import Use, Wanted
 from deviceplugin.register.register import Register
 
@@ -112,16 +113,28 @@ class HolderTracker:
         """Allocations that the kubelet had lost when their containers ended, and the sequence of their records then."""
         self._begun: frozenset[str] = frozenset()
         """UIDs of holders whose admission is over: they were known at the start, or were seen to run."""
+        self._former: frozenset[str] = frozenset()
+        """UIDs of the holders that were known at the start. After a reboot they have directories, and cgroups later."""
+        self._in_one_root = all(
+            path.is_relative_to(paths.kubelet_root) for path in (paths.plugins, paths.pod_resources)
+        )
+        self.problems: tuple[str, ...] = ()
+        """What cannot be seen of this node, as of the last scan."""
+        self.unknown: Counter[EvidenceSource] = Counter()
+        """How often evidence did not tell whether a holder had ended."""
 
     async def start(self) -> None:
         """Record the allocations that the checkpoint and other agents' copies name, before anything is served."""
         self._read_copies()
+        records = self._register.snapshot.allocations.values()
+        self.pods.known(pod_evidence.recorded({place for record in records for place in record.shown}, boot_id()))
         seen = await asyncio.to_thread(self._read)
         await self._register.add_holders(await asyncio.to_thread(self._possible_holders, seen))
         self.snapshot = holders.holders(self._known, seen)
-        self._begun = frozenset(allocation.pod_uid for allocation in self.snapshot.held)
+        self._begun = self._former = frozenset(allocation.pod_uid for allocation in self.snapshot.held)
         await self._names.update(self._begun)
-        for problem in await asyncio.to_thread(self.missing):
+        self._note_problem(seen)
+        if problem := await asyncio.to_thread(self._names.missing):
             _LOG.warning("%s", problem)
 
     @property
@@ -147,13 +160,13 @@ class HolderTracker:
         possible: set[Allocation] = set()
         registered = {resource for version in seen.checkpoints for resource in version.registered}
         named = {allocation[2:] for file in seen.checkpoints for allocation in file.allocations}
-        pods = seen.pods.directories or () if seen.pods.running is None else seen.pods.running
+        pods = seen.pods.candidates
         pending = [record for record in self._register.snapshot.allocations.values() if record.pending]
         changed = self._names.changed() if pending else {}
         for resource, device_id, since in ((record.resource, record.device_id, record.since) for record in pending):
             if resource in registered or (resource, device_id) in named:
                 continue
-            for pod_uid in sorted(set(pods) - {self.pods.own_pod}):
+            for pod_uid in sorted(pods - {self.pods.own_pod}):
                 if changed.get(pod_uid, since) >= since - CLOCK_STEP:
                     why = "it was granted shortly before an agent's end, and the kubelet has lost its checkpoint since"
                     text = "device %s counts as held while processes of pod %s run: %s"
@@ -319,10 +332,6 @@ class HolderTracker:
         report = await self.pod_resources.list()
         return frozenset() if report is None else await self._listed(report, running)
 
-    def missing(self) -> list[str]:
-        """Return what cannot be read of this node, and the consequences, for the log at the start. Blocks."""
-        return [problem for problem in (self.pods.missing(), self._names.missing()) if problem]
-
     def title(self, pod_uid: str) -> str:
         """Return namespace and name of a pod as far as they are known, else its UID."""
         return "/".join(self._names.known.get(pod_uid, (pod_uid,)))
@@ -392,30 +401,53 @@ class HolderTracker:
         at = time.monotonic()
         self._read_copies()
         unscanned = self._unscanned
+        before = seen = await asyncio.to_thread(self._read)
         report = await self.pod_resources.list() if self._wants_claim_uses else None
-        seen = await asyncio.to_thread(self._read)
         now = holders.holders(self._known, seen, at)
-        if self._requests.due(now, seen.pods, wanted):
+        if asked := self._requests.due(now, seen.pods, wanted):
             report = report or await self.pod_resources.list()
-            after = await asyncio.to_thread(self._read, *await self._checkpoint.written())
-            now = holders.holders(self._known, after, at)
+            seen = await asyncio.to_thread(self._read, *await self._checkpoint.written())
+            if report is not None:  # the kubelet has dropped the pods that had ended
+                seen = self._with_hidden(before.pods, seen)
+            now = holders.holders(self._known, seen, at)
         all_pods_listed = self.all_pods_listed
         if report is not None:
-            running = await asyncio.to_thread(self.pods.in_cgroups)
-            all_pods_listed = running is not None and running == await self._listed(report, running)
+            if self._in_one_root:
+                self.pods.answered()
+            look = await asyncio.to_thread(self.pods.read)
+            listed = await self._listed(report, look.running or ())
+            all_pods_listed = look.running == listed and (look.whole or bool(listed))
         if not self.in_flight.none_since(at):
             return None
         self.claim_uses = self.claim_uses if report is None else report.claims
         self.all_pods_listed = all_pods_listed
         pods = frozenset(allocation.pod_uid for allocation in now.held)
-        self._begun = pods & (self._begun | (seen.pods.running or frozenset()))
+        self._begun = pods & (self._begun | (before.pods.running or frozenset()))
+        self.unknown.update(holders.unknown(now.held, seen, asked=asked))
         await self._names.update(pods)
         self.snapshot, self._refused = now, {}
         self._unscanned -= unscanned
         if self._copied:
             self._copied = {allocation: what for allocation, what in self._copied.items() if allocation in self._known}
         self.read_at = self.read_at if now.registered is None else at
+        self._note_problem(seen)
         return now
+
+    def _with_hidden(self, before: PodProcesses, seen: HolderEvidence) -> HolderEvidence:
+        """Return evidence that has which pods the cgroups hide. before: a look from before the checkpoints were made."""
+        if not seen.current:
+            return seen
+        named = [{allocation.pod_uid for allocation in version.allocations} for version in seen.checkpoints]
+        found = pod_evidence.hidden(before, set.intersection(*named) - self._former, seen.pods)
+        return replace(seen, pods=self.pods.hide(seen.pods, found)) if found else seen
+
+    def _note_problem(self, seen: HolderEvidence) -> None:
+        """Keep what cannot be seen of this node; log it once."""
+        titles = {uid: self.title(uid) for uid in seen.pods.shown.hidden}
+        problem = pod_evidence.problem(seen.pods, str(self.pods.cgroups), titles)
+        if problem and not self.problems:  # the pods in it change
+            _LOG.warning("%s", problem)
+        self.problems = tuple(filter(None, [problem]))
 
     def _read(self, written: Sequence[CheckpointVersion] = (), problem: str = "") -> HolderEvidence:
         """Read the cgroups after the checkpoint. written, problem: the answer of `CheckpointReader.written`."""
@@ -428,7 +460,7 @@ class HolderTracker:
                 problem = problem or "the kubelet has not been asked for a newer checkpoint"
             except CheckpointError as error:
                 problem = "; ".join(filter(None, (str(error), problem)))
-        pods = self.pods.read()
+        pods = self.pods.read({allocation.pod_uid for version in read for allocation in version.allocations})
         return HolderEvidence(read, bool(written), pods, problem, self._ended_containers(read, pods))
 
     async def _listed(self, report: PodResourcesReport, running: Collection[str]) -> frozenset[str]:
@@ -551,49 +583,3 @@ class RequestSchedule:
         self._next = now.at + self._delay * random.uniform(0.8, 1.2)  # noqa: S311  # jitter
         self._delay = min(2 * self._delay, MOST_REQUEST)
         return True
-
-
-class PodNames:
-    """Names of pods by UID, as far as the kubelet's log directories (`<namespace>_<name>_<uid>`) show."""
-
-    def __init__(self, directory: Path) -> None:
-        self.known: dict[str, tuple[str, str]] = {}
-        self._directory = directory
-
-    async def update(self, uids: Collection[str]) -> None:
-        """Keep the names of these pods, and drop all others."""
-        if not self.known.keys() >= set(uids):
-            self.known |= await asyncio.to_thread(self.read, uids)
-        self.known = {uid: name for uid, name in self.known.items() if uid in uids}
-
-    def read(self, uids: Collection[str]) -> dict[str, tuple[str, str]]:
-        """Return the names of these pods as of now. Blocks."""
-        try:
-            # Neither a namespace nor a pod's name has an underscore.
-            split = [name.split("_") for name in os.listdir(self._directory)]
-        except OSError:
-            return {}
-        return {parts[2]: (parts[0], parts[1]) for parts in split if len(parts) == 3 and parts[2] in uids}
-
-    def pods(self, uids: Collection[str]) -> tuple[PodContainer, ...]:
-        """Return these pods, with their names as far as they show now. Blocks."""
-        names = self.read(uids) if uids else {}
-        return tuple(PodContainer(*names.get(uid, ("", "")), uid=uid) for uid in sorted(uids))
-
-    def changed(self) -> dict[str, float]:
-        """Return when pods' log directories last changed (Unix seconds). Blocks."""
-        times: dict[str, float] = {}
-        with contextlib.suppress(OSError), os.scandir(self._directory) as entries:
-            for entry in entries:
-                with contextlib.suppress(OSError):
-                    times[entry.name.rpartition("_")[2]] = entry.stat().st_mtime
-        return times
-
-    def missing(self) -> str:
-        """Return why no names can be read, and the consequences; "" if they can."""
-        if os.path.isdir(self._directory):
-            return ""
-        return (
-            f"pod log directories are not visible in {self._directory}: pods are shown by their UIDs, "
-            "and no claim is unprepared while a pod's processes run; mount them, read-only"
-        )

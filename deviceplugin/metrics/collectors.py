@@ -106,6 +106,10 @@ _FAMILIES: Final[Mapping[Callable[..., Metric], Mapping[str, tuple[str, str]]]] 
             "",
             "Devices that the kubelet gave to several pods at once (kubernetes#137534); must stay 0",
         ),
+        "evidence_unknown": (
+            "source",
+            "Times that a source of evidence did not tell whether a holder of a device has ended, so that it counts as held",
+        ),
         "registrations": ("resource", "Registrations that the kubelet accepted"),
         "foreign_registrations": (
             "resource",
@@ -168,6 +172,8 @@ class AgentCollector:
         if view.kubelet_answers is not None:
             add("kubelet_answers", (), view.kubelet_answers)
         add("kubelet_double_allocations", (), view.double_allocations)
+        for source, times in view.unknown.items():
+            add("evidence_unknown", (source,), times)
         add("config_current", (), not view.config_error)
         for resource in view.resources:
             _devices(resource, view.holders_known, add)

@@ -12,12 +12,13 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
 from deviceplugin import inventory, naming
 from deviceplugin.device import Device, Health
 from deviceplugin.inventory import Inventory
+from deviceplugin.kubelet.holders import EvidenceSource
 from deviceplugin.kubelet.podresources import PodContainer
 from deviceplugin.kubelet.servicer import Endpoint
 from deviceplugin.kubelet.status import AgentStatus, ResourceStatus, VendorConnection, Withheld
@@ -134,7 +135,7 @@ class AgentView:
     """Everything at one moment; at: Unix seconds. unready: why the agent is not ready. problems: what else is wrong.
 
     holders_known: the kubelet's checkpoint was read lately. kubelet_answers: as of `AgentStatus`. providers: reports by
-    name. silent: why others have none.
+    name. silent: why others have none. unknown: how often evidence did not tell, by its source.
     """
 
     at: float
@@ -149,6 +150,7 @@ class AgentView:
     problems: tuple[str, ...] = ()
     node: str = ""
     config_error: str = ""
+    unknown: Mapping[str, int] = field(default_factory=dict)
 
 
 def unready(status: AgentStatus) -> Iterable[str]:
@@ -363,6 +365,7 @@ class Observer:
             self._events,
             (
                 *(problem for report in reports.values() for problem in report.problems),
+                *status.blind,
                 *([status.config_error] if status.config_error and not status.former_config else ()),
                 *unanswered(status, time.time()),
                 *(
@@ -373,6 +376,7 @@ class Observer:
             ),
             next((report.node for report in reports.values() if report.node), "") or naming.node_name(),
             status.config_error,
+            {source.value: status.unknown.get(source, 0) for source in EvidenceSource},
         )
 
     def _resource(

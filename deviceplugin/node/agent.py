@@ -108,6 +108,8 @@ class Agent(RegisterHost):
             self.former_config,
             self.tracker.pod_resources.answers,
             self.tracker.pod_resources.silent_since,
+            self.tracker.problems,
+            dict(self.tracker.unknown),
         )
 
     async def run(self) -> None:

@@ -154,7 +154,9 @@ def grant(
         else:  # earlier holders stay in the record until evidence says that they are gone
             identity = requested.identity if requested.identity.tokens else before.identity
             amount = _larger(before.amount, requested.amount)
-            record = AllocationRecord(*given, before.holders, pod=before.pod, identity=identity, amount=amount)
+            record = AllocationRecord(
+                *given, before.holders, pod=before.pod, identity=identity, amount=amount, shown=before.shown
+            )
         changes.append(_put_allocation(record))
     return Decision(None, tuple(changes))
 
@@ -238,6 +240,10 @@ def _observed(record: AllocationRecord, snapshot: rules.KubeletSnapshot) -> Allo
     if record.pending and not named:
         # A new name that only an old checkpoint has may be that of a pod that ended before this grant.
         holders &= record.holders
+    pods, seen = {uid for uid, _ in holders}, {uid for uid, _ in observed.shown}
+    shown = (place for place in record.shown if place[0] not in seen)
+    record = replace(record, shown=frozenset(place for place in (*shown, *observed.shown) if place[0] in pods))
+    if record.pending and not named:
         if not rules.grant_is_over(record, snapshot):
             absent = snapshot.at if record.absent_since is None and snapshot.current else record.absent_since
             return replace(record, holders=holders, absent_since=absent)
@@ -568,7 +574,7 @@ def _found(
 ) -> Change:
     """Record an id that is held and that was granted by an earlier agent, or by a ledger that is lost."""
     record = AllocationRecord(resource, device_id, observed.device, now, state.sequence + 1, observed.holders)
-    record = replace(record, identity=observed.identity, amount=observed.amount)
+    record = replace(record, identity=observed.identity, amount=observed.amount, shown=observed.shown)
     return _put_allocation(replace(record, pending=not observed.holders, pod=observed.pod))
 
 

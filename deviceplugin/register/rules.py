@@ -62,7 +62,7 @@ class ObservedAllocation:
 
     pod: one of its pods, for messages. sure: not only by an old checkpoint. If not sure, the id counts as held but
     does not contradict the register. reason: why it counts as held, for messages. identity, amount: from the answer to
-    Allocate, if the checkpoint has it. ending: see `AllocationRecord`.
+    Allocate, if the checkpoint has it. ending, shown: see `AllocationRecord`.
     """
 
     device: str
@@ -73,6 +73,7 @@ class ObservedAllocation:
     identity: Identity = UNIDENTIFIED
     amount: Amount = UNKNOWN
     ending: bool = False
+    shown: frozenset[tuple[str, str]] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

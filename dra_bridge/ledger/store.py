@@ -47,7 +47,7 @@ _LOG: Final = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _Row = tuple[str | int | float | None, ...]
 
-SCHEMA: Final = 5
+SCHEMA: Final = 6
 """The schema's version (PRAGMA user_version); a file of any other is put aside."""
 _APPLICATION: Final = 0x64706C67  # "dplg"
 _KEEP_ASIDE: Final = 5
@@ -77,7 +77,9 @@ _RECORDS: Final = {
 }
 _TABLES: Final = {
     "devices": ("resource", "device", "state", "since", "sequence", "reason", "driver", "for_claim"),
-    "allocations": ("resource", "device_id", "device", "since", "sequence", "holders", "pending", "identity", "amount"),
+    "allocations": (
+        *("resource", "device_id", "device", "since", "sequence", "holders", "pending", "identity", "amount", "shown"),
+    ),
     "claims": ("driver", "uid", "namespace", "name", "devices", "result", "since", "sequence", "pods"),
     "settings": ("section", "key", "value"),
 }
@@ -97,6 +99,7 @@ _DECODERS: Final[dict[str, Callable[[Any], Any]]] = {
     "pending": bool,
     "for_claim": bool,
     "identity": msgspec.json.Decoder(Identity).decode,
+    "shown": msgspec.json.Decoder(frozenset[tuple[str, str]]).decode,
     "amount": msgspec.json.Decoder(records.Amount).decode,
     "pods": msgspec.json.Decoder(frozenset[str]).decode,
     "devices": msgspec.json.Decoder(tuple[records.ClaimDevice, ...]).decode,

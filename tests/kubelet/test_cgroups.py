@@ -18,8 +18,8 @@ STATIC = "b3f1c0ffee00aa11bb22cc33dd44ee55"
 LAYOUTS: list[CgroupLayout] = ["v2", "v2-systemd", "v1", "v1-systemd"]
 
 
-def running(root: Path, own: str = "") -> set[str] | None:
-    if (found := pod_cgroups(cgroup_trees(root), own)) is None:
+def running(root: Path) -> set[str] | None:
+    if (found := pod_cgroups(cgroup_trees(root))) is None:
         return None
     assert found.running is not None
     return set(found.running)
@@ -142,15 +142,6 @@ def test_of_version_1_the_controller_pids_counts_all_processes(tmp_path: Path) -
         made(tmp_path / "pids" / "kubepods" / f"pod{uid}" / "container", populated=False, version=1)
         (tmp_path / "pids" / "kubepods" / f"pod{uid}" / "pids.current").write_text(f"{count}\n")
     assert running(tmp_path) == {U2}
-
-
-def test_a_tree_without_the_agents_own_pod_tells_nothing(tmp_path: Path) -> None:
-    """It is a former kubelet's, or another's: processes of this kubelet's pods are elsewhere."""
-    (tmp_path / "cgroup.controllers").touch()
-    made(tmp_path / "kubepods" / f"pod{U2}", populated=True)
-    made(tmp_path / "kubepods" / f"pod{U2}" / "container" / "kubepods" / f"pod{U1}", populated=True)
-    assert running(tmp_path, U1) is None
-    assert running(tmp_path, U2) == {U2}
 
 
 def test_the_agents_own_pod_is_found_by_its_hosts_file(tmp_path: Path) -> None:

@@ -19,8 +19,9 @@ from deviceplugin.kubelet.allocation_copies import AllocationCopies
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation
 from deviceplugin.kubelet.holders import HolderSnapshot
+from deviceplugin.kubelet.pod_names import PodNames
 from deviceplugin.kubelet.podresources import PodContainer, PodResources
-from deviceplugin.kubelet.tracker import MOST_REQUEST, HolderTracker, PodNames
+from deviceplugin.kubelet.tracker import MOST_REQUEST, HolderTracker
 from deviceplugin.register.question import Wanted
 from deviceplugin.register.records import AllocationRecord, Amount, RegisterSnapshot
 from deviceplugin.register.register import Register
@@ -343,10 +344,10 @@ async def test_no_cgroup_is_searched_for_the_id_of_a_pod_that_is_gone(
     walks = 0
     walk = cgroups.pod_cgroups
 
-    def counted(trees: Sequence[str], own: str) -> PodProcesses | None:
+    def counted(trees: Sequence[str]) -> PodProcesses | None:
         nonlocal walks
         walks += 1
-        return walk(trees, own)
+        return walk(trees)
 
     former, beside = await tracked.run_pod(), await tracked.run_pod("beside")
     await tracked.scan()
@@ -517,7 +518,7 @@ async def test_where_cgroups_cannot_be_seen(tracked: TrackedKubelet, caplog: pyt
     both, plugin_alone = tracked.made(), tracked.made(believe_checkpoint=True)
     for tracker in (both, plugin_alone):
         await tracker.start()
-    assert "comes free only when its pod is deleted" in caplog.text
+    assert "comes free only when the pod is deleted" in caplog.text
     assert "comes free when the kubelet counts its pod as ended" in caplog.text
     hidden.rename(tracked.kubelet.cgroup_root)  # the kubelet needs it
     await asyncio.to_thread(pod.complete)
@@ -533,7 +534,7 @@ async def test_where_cgroups_cannot_be_seen(tracked: TrackedKubelet, caplog: pyt
     now = await both.scan(wanted)
     assert now is not None
     assert "neither cgroups nor pod directories" in now.held[allocation(pod)].reason
-    assert any("mount either, read-only" in line for line in both.missing())
+    assert any("mount the kubelet's root directory, read-only" in problem for problem in both.problems)
     pods.rename(tracked.kubelet.root / "pods")
     hidden.rename(tracked.kubelet.cgroup_root)
 
@@ -543,12 +544,13 @@ async def test_cgroups_without_the_agents_own_pod_are_not_believed(
 ) -> None:
     """The pod's directory decides then, as where no cgroups are visible; the agent says so at its start."""
     monkeypatch.setattr(cgroups, "own_pod", lambda kubelet_root: "own")
+    (tracked.kubelet.root / "pods" / "own").mkdir()
     tracked.tracker = tracked.made()
     pod = await tracked.run_pod()
     await asyncio.to_thread(pod.complete)
     now = await tracked.scan(*pod.device_ids)
     assert set(now.held) == {allocation(pod)}
-    assert any("of this kubelet" in line for line in tracked.tracker.missing())
+    assert any("not all, this kubelet's: they do not show pod own" in problem for problem in tracked.tracker.problems)
     await asyncio.to_thread(pod.delete)
     assert not (await tracked.scan(*pod.device_ids)).held
 
@@ -558,7 +560,7 @@ async def test_cgroups_that_cannot_be_read_any_more_prove_nothing(
 ) -> None:
     """A read that fails, for want of descriptors say, is not a pod that has ended."""
     pod = await tracked.hold()
-    monkeypatch.setattr(cgroups, "pod_cgroups", lambda root, own: None)
+    monkeypatch.setattr(cgroups, "pod_cgroups", lambda trees: None)
     assert set(await tracked.tracker.still_held(R, pod.device_ids)) == set(pod.device_ids)
     with pytest.raises(OSError, match="cannot be read now"):
         tracked.tracker.pods.running()

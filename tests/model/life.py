@@ -189,11 +189,11 @@ class Life(Bridge):
         node_agent: Any = self.agent
         node_agent.tracker.in_flight.__class__ = InFlight
         node_agent.tracker.pods = SimpleNamespace(
-            read=outside.read, running=outside.running, in_cgroups=outside.in_cgroups, own_pod="", seen={}
+            read=outside.read, running=outside.running, in_cgroups=outside.in_cgroups, own_pod="", seen={}, cgroups=""
         )
+        node_agent.tracker.pods.known = node_agent.tracker.pods.answered = lambda *_: None
         node_agent.claims.pods = node_agent.tracker.pods
         node_agent.tracker.pods.kubelet_root = outside.root
-        node_agent.tracker.pods.missing = str
         node_agent.tracker.pods.may_exist = lambda uid: bool(outside.read().may_run(uid))
         node_agent.tracker.pods.containers = lambda uid: None  # of a pod it is known whether it runs, not of containers
         node_agent.tracker._checkpoint.__class__ = Checkpoints

@@ -272,7 +272,7 @@ class Outside:
         pods = {pod.uid for pod in self.pods if pod.at == "runs"}
         return frozenset(pods | {one.pod for one in self.containers} | self.foreign.keys())
 
-    def read(self) -> PodProcesses:
+    def read(self, named: Collection[str] = ()) -> PodProcesses:
         """Return what the cgroups say."""
         return PodProcesses(self.running())
 

@@ -1,0 +1,184 @@
+"""Whether a process of a pod can still run: decided from what cgroups and pod directories show now, and have shown. Pure.
+
+That a pod is not in a place is evidence only where the place would have shown it. The place can be a wrong or an old one
+(`cgroupsPerQOS`, `cgroupRoot`, `--root-dir` were changed), another kubelet's, or hidden by a mount or a cgroup namespace.
+So the absence of a pod's cgroup counts if the pod was seen in a directory that is listed now. Of a pod that was never seen
+it counts if pods of this kubelet have run in the directories that are listed now, and none runs that is not there.
+Else the pod's directory decides, which the kubelet removes after the pod was deleted and has ended; its absence counts
+if this kubelet's pods have their directories there. Else the pod may run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+HIDDEN: Final[frozenset[str]] = frozenset()
+"""Of a pod: the kubelet counted it as running, and the cgroups did not show it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PodsShown:
+    """What cgroups and pod directories have shown of this kubelet's pods until now.
+
+    places: by UID, the directories in which the pod's cgroups were last seen, or HIDDEN. trusted: the directories of
+    cgroups in which pods of this kubelet have run. cgroups: whether the cgroups that are visible now would show a pod
+    of which nothing is known. directories: whether the pod directories would.
+    """
+
+    places: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    trusted: frozenset[str] = frozenset()
+    cgroups: bool = False
+    directories: bool = False
+
+    @property
+    def hidden(self) -> frozenset[str]:
+        """The pods that run, or have run, and that the cgroups do not show."""
+        return frozenset(uid for uid, places in self.places.items() if not places)
+
+    def of(self, uids: Collection[str]) -> frozenset[tuple[str, str]]:
+        """Return (UID, place) of these pods, for the register; the place of a hidden pod is ""."""
+        known = {uid: self.places[uid] for uid in uids if uid in self.places}
+        return frozenset((uid, place) for uid, places in known.items() for place in places or {""})
+
+    def hide(self, uids: Collection[str]) -> PodsShown:
+        """Return this after pods turned out to be hidden."""
+        if not uids:
+            return self
+        return replace(self, places={**self.places, **dict.fromkeys(uids, HIDDEN)}, cgroups=False)
+
+
+SHOWN: Final = PodsShown(cgroups=True, directories=True)
+"""Where cgroups and pod directories are this kubelet's."""
+
+
+def recorded(shown: Collection[tuple[str, str]], boot: str) -> dict[str, frozenset[str]]:
+    """Return the places of pods from (UID, place) in the register; those of another boot say nothing."""
+    places: dict[str, frozenset[str]] = {}
+    for uid, place in shown:
+        if not place or place.startswith(f"{boot[:8]}:"):
+            places[uid] = places.get(uid, HIDDEN) | ({place} - {""})
+    return places
+
+
+_NEITHER: Final = "neither cgroups nor pod directories are visible"
+
+
+@dataclass(frozen=True, slots=True)
+class PodProcesses:
+    """The pods with processes at one moment, by UID, and what was shown of pods before.
+
+    running: pods with a process in their cgroup; None if no cgroup tree is visible. directories: pods with a directory;
+    None if these are not visible. empty: pods whose cgroup has no process. paths: each pod's cgroups. places: the
+    directories that these are in. visible: the directories that were listed. checkpoint_decides: without cgroups that
+    would show it a pod counts as ended.
+    """
+
+    running: frozenset[str] | None = None
+    directories: frozenset[str] | None = None
+    empty: frozenset[str] = frozenset()
+    paths: Mapping[str, tuple[str, ...]] = field(default_factory=dict, compare=False, repr=False)
+    places: Mapping[str, frozenset[str]] = field(default_factory=dict, compare=False, repr=False)
+    visible: frozenset[str] = frozenset()
+    shown: PodsShown = SHOWN
+    checkpoint_decides: bool = False
+
+    def may_run(self, pod_uid: str) -> str:
+        """Return why a process of this pod may still run, as text; "" if none can.
+
+        The pod's directory does not distinguish a completed pod from a pod that was deleted by force and still runs.
+        """
+        if self.running is not None and pod_uid in self.running:
+            return "processes of its pod run"
+        if self.shows(pod_uid) or (self.checkpoint_decides and not self.shown.places.get(pod_uid)):
+            return ""
+        why = "cgroups are not visible" if self.running is None else "the cgroups do not tell whether its pod runs"
+        if self.directories is None:
+            return _NEITHER if self.running is None else f"{why}, and pod directories are not visible"
+        if pod_uid in self.directories:
+            return f"{why}, and its pod's directory exists"
+        return "" if self.shown.directories else f"{why}, and the pod directories have shown no pod of this kubelet"
+
+    def shows(self, pod_uid: str) -> bool:
+        """Return whether the cgroups would show a process of this pod."""
+        places = self.shown.places.get(pod_uid)
+        if self.running is None or places is None:
+            return self.running is not None and self.shown.cgroups
+        return bool(places) and places <= self.visible
+
+    def is_unknown(self, pod_uid: str) -> bool:
+        """Return whether the cgroups do not tell if the pod runs."""
+        return not (self.running is not None and pod_uid in self.running) and not self.shows(pod_uid)
+
+    def is_undecided(self, pod_uid: str) -> bool:
+        """Return whether another look and another checkpoint may tell if the cgroups show the pod (`hidden`)."""
+        return self.running is not None and pod_uid not in self.running and pod_uid not in self.shown.places
+
+    @property
+    def whole(self) -> bool:
+        """Whether the cgroups would show each pod of this kubelet: also where it has none."""
+        return self.running is not None and (
+            self.shown.cgroups or (self.shown.directories and self.directories is not None and not self.directories)
+        )
+
+    @property
+    def candidates(self) -> frozenset[str]:
+        """The pods that may run, as far as anything shows them."""
+        return (self.running or frozenset()) | (frozenset() if self.whole else self.directories or frozenset())
+
+
+def shown_after(before: PodsShown, look: PodProcesses, own: str, named: Collection[str]) -> PodsShown:
+    """Return what has been shown after another look.
+
+    own: our pod's UID, or "". named: pods that a checkpoint of this kubelet names.
+    """
+    of_kubelet = {*named, own} - {""}
+    there = look.directories or frozenset()
+    directories = before.directories or not there.isdisjoint(of_kubelet)
+    places = {**before.places, **look.places}
+    if own and look.running is not None and own not in look.places:
+        places[own] = HIDDEN
+    if directories and look.directories is not None:  # whose directory is gone has ended
+        places = {uid: where for uid, where in places.items() if uid in look.places or uid in there}
+    mine = (look.running or frozenset()) & (of_kubelet | (there if directories else frozenset()))
+    trusted = before.trusted.union(*(look.places.get(uid, HIDDEN) for uid in mine))
+    cgroups = look.running is not None and not trusted.isdisjoint(look.visible) and all(places.values())
+    return PodsShown(places, trusted, cgroups, directories)
+
+
+def hidden(before: PodProcesses, named: Collection[str], after: PodProcesses) -> frozenset[str]:
+    """Return the pods that ran between two looks at the cgroups, and that neither of them shows.
+
+    named: pods that a checkpoint names which the kubelet made up between the looks, after it had dropped ended pods. The
+    kubelet makes a pod's cgroup before the pod's directory, and keeps it until the pod has ended (kubelet 1.36,
+    kubelet.go: SyncPod, SyncTerminatedPod). So one with a directory was to be seen in the first look already.
+    """
+    if before.running is None or after.running is None:
+        return frozenset()
+    known = before.places.keys() | after.places.keys() | after.shown.places.keys()
+    return (before.directories or frozenset()) & frozenset(named) - known
+
+
+def problem(look: PodProcesses, cgroups: str, title: Mapping[str, str]) -> str:
+    """Return what cannot be seen of this node's pods, what follows, and what to set; "" if nothing.
+
+    cgroups: where the cgroup file system is mounted. title: names of pods by UID, as far as they are known.
+    """
+    if look.running is None:
+        what = f"no pod cgroups (kubepods) are visible in {cgroups}"
+    elif look.shown.hidden:
+        pods = ", ".join(title.get(uid, uid) for uid in sorted(look.shown.hidden)[:3])
+        what = f"the pod cgroups (kubepods) in {cgroups} are not, or not all, this kubelet's: they do not show pod {pods}"
+    else:
+        return ""
+    if look.checkpoint_decides:
+        follows = "a device comes free when the kubelet counts its pod as ended, even if its containers hang"
+    elif look.directories is None or not look.shown.directories:
+        follows = "no device that such a pod holds comes free; mount the kubelet's root directory, read-only"
+    else:
+        follows = "a device of such a pod comes free only when the pod is deleted, not when it has completed"
+    return (
+        f"{what}: {follows}. Have the kubelet make a cgroup for each pod (cgroupsPerQOS: true), and mount all of the "
+        "host's cgroup file system, read-only (--cgroup-root)"
+    )

@@ -1,0 +1,57 @@
+"""Names of pods by UID, for people: the kubelet's log directories have them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Collection
+from pathlib import Path
+
+from deviceplugin.kubelet.podresources import PodContainer
+
+
+class PodNames:
+    """Names of pods by UID, as far as the kubelet's log directories (`<namespace>_<name>_<uid>`) show."""
+
+    def __init__(self, directory: Path) -> None:
+        self.known: dict[str, tuple[str, str]] = {}
+        self._directory = directory
+
+    async def update(self, uids: Collection[str]) -> None:
+        """Keep the names of these pods, and drop all others."""
+        if not self.known.keys() >= set(uids):
+            self.known |= await asyncio.to_thread(self.read, uids)
+        self.known = {uid: name for uid, name in self.known.items() if uid in uids}
+
+    def read(self, uids: Collection[str]) -> dict[str, tuple[str, str]]:
+        """Return the names of these pods as of now. Blocks."""
+        try:
+            # Neither a namespace nor a pod's name has an underscore.
+            split = [name.split("_") for name in os.listdir(self._directory)]
+        except OSError:
+            return {}
+        return {parts[2]: (parts[0], parts[1]) for parts in split if len(parts) == 3 and parts[2] in uids}
+
+    def pods(self, uids: Collection[str]) -> tuple[PodContainer, ...]:
+        """Return these pods, with their names as far as they show now. Blocks."""
+        names = self.read(uids) if uids else {}
+        return tuple(PodContainer(*names.get(uid, ("", "")), uid=uid) for uid in sorted(uids))
+
+    def changed(self) -> dict[str, float]:
+        """Return when pods' log directories last changed (Unix seconds). Blocks."""
+        times: dict[str, float] = {}
+        with contextlib.suppress(OSError), os.scandir(self._directory) as entries:
+            for entry in entries:
+                with contextlib.suppress(OSError):
+                    times[entry.name.rpartition("_")[2]] = entry.stat().st_mtime
+        return times
+
+    def missing(self) -> str:
+        """Return why no names can be read, and the consequences; "" if they can."""
+        if os.path.isdir(self._directory):
+            return ""
+        return (
+            f"pod log directories are not visible in {self._directory}: pods are shown by their UIDs, "
+            "and no claim is unprepared while a pod's processes run; mount them, read-only"
+        )
