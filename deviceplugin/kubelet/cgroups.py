@@ -49,8 +49,8 @@ class ContainerCgroup(NamedTuple):
 class PodReader:
     """Reads which pods' processes may run, from cgroups and pod directories. Blocks.
 
-    cgroups: the host's `/sys/fs/cgroup`. believe_checkpoint: a pod that the cgroups do not show counts as ended. A device
-    plugin alone may do so: the kubelet itself gives its devices away by the checkpoint and no other evidence.
+    cgroups: the host's `/sys/fs/cgroup`. believe_checkpoint: a pod that the cgroups would not show counts as ended. A
+    device plugin alone may do so: the kubelet itself gives its devices away by the checkpoint and no other evidence.
     """
 
     def __init__(self, kubelet_root: Path, cgroups: Path, *, believe_checkpoint: bool) -> None:
@@ -111,7 +111,7 @@ class PodReader:
             return replace(look, shown=look.shown.hide(uids))
 
     def answered(self) -> None:
-        """Take that the kubelet of this root directory answers at its sockets: its pods have their directories there."""
+        """Take that the kubelet of this root directory answers at its sockets: its pods' directories are there."""
         with self._looking:
             self.shown = replace(self.shown, directories=True)
 

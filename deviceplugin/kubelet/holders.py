@@ -63,8 +63,8 @@ class HolderSnapshot:
 
     at: when reading the evidence began (monotonic seconds). current: whether an allocation that no checkpoint names had
     ended by then. held: the allocations that count as held. registered: by resource, the ids that the kubelet counts as
-    healthy in any of the checkpoints; None if none was readable. problem: what is unknown, "" if nothing. shown: what was
-    seen of the pods until then.
+    healthy in any of the checkpoints; None if none was readable. problem: what is unknown, "" if nothing. shown: what
+    was seen of the pods until then.
     """
 
     at: float = 0.0

@@ -23,6 +23,7 @@ from deviceplugin.identity import NodeKind, Tokens, boot_id, node_token, numbers
 from deviceplugin.kubelet import claim_state
 from deviceplugin.kubelet.cgroups import PodReader
 from deviceplugin.kubelet.claim_state import ClaimStateError, ClaimStateMissingError, PreparedClaim
+from deviceplugin.kubelet.holders import EvidenceSource
 from deviceplugin.register.question import Use, claim_unit, part_of, takes_recorded
 from deviceplugin.register.records import Amount
 
@@ -79,13 +80,14 @@ class _Held(NamedTuple):
     """What claims of drivers that are not served hold.
 
     unknown: why any device may be held. lost: why a claim of ours may hold any, of which no file tells what it holds.
-    drivers: those of whose claims nothing tells the devices, and why.
+    drivers: those of whose claims nothing tells the devices, and why. sources: the evidence that does not tell.
     """
 
     uses: tuple[Use, ...] = ()
     unknown: str = ""
     lost: str = ""
     drivers: Mapping[str, str] = {}
+    sources: frozenset[EvidenceSource] = frozenset()
 
 
 @dataclass(eq=False)
@@ -132,6 +134,10 @@ class OrphanedClaims:
         The claim state names it, its file is lost or damaged, and its driver is not served.
         """
         return self._current().lost
+
+    def unknown(self) -> frozenset[EvidenceSource]:
+        """Return the sources of evidence that do not tell what such claims hold."""
+        return self._current().sources
 
     def uses(self) -> tuple[Use, ...]:
         """Return what such claims hold; the same object until it changes.
@@ -202,8 +208,10 @@ class OrphanedClaims:
         uses: list[Use] = []
         drivers: dict[str, str] = {}
         problems: list[object] = [self._files] if isinstance(self._files, OSError) else []
+        sources = {EvidenceSource.CLAIM_FILES} if problems else set()
         if self._problem is not None and not isinstance(self._problem, ClaimStateMissingError):
             problems.append(self._problem)
+            sources.add(EvidenceSource.CLAIM_STATE)
         lost: list[str] = []
         for file in files:
             who = f"claim {file.title} through driver {file.driver}, which is not served here"
@@ -227,4 +235,5 @@ class OrphanedClaims:
                 if claim.devices[driver]:
                     drivers[driver] = f"it is not known what claim {claim.title} through driver {driver} holds"
         unknown, why = (f"{_UNKNOWN}: {those[0]}" if those else "" for those in (problems, lost))
-        return _Held(tuple(uses), unknown, why, drivers)
+        sources |= {EvidenceSource.CLAIM_FILES} if lost else set()
+        return _Held(tuple(uses), unknown, why, drivers, frozenset(sources))

@@ -1,11 +1,11 @@
-"""Whether a process of a pod can still run: decided from what cgroups and pod directories show now, and have shown. Pure.
+"""Whether a process of a pod can still run: by what cgroups and pod directories show now, and what they showed. Pure.
 
-That a pod is not in a place is evidence only where the place would have shown it. The place can be a wrong or an old one
-(`cgroupsPerQOS`, `cgroupRoot`, `--root-dir` were changed), another kubelet's, or hidden by a mount or a cgroup namespace.
-So the absence of a pod's cgroup counts if the pod was seen in a directory that is listed now. Of a pod that was never seen
-it counts if pods of this kubelet have run in the directories that are listed now, and none runs that is not there.
-Else the pod's directory decides, which the kubelet removes after the pod was deleted and has ended; its absence counts
-if this kubelet's pods have their directories there. Else the pod may run.
+That a pod is not in a place is evidence only where the place would show it. The place can be a wrong or an old one
+(`cgroupsPerQOS`, `cgroupRoot`, `--root-dir` were changed), another kubelet's, or hidden by a mount or a cgroup
+namespace. So the absence of a pod's cgroup counts if the pod was seen before, in a directory that is still listed. Of a
+pod that was never seen it counts if pods of this kubelet have run in directories that are listed now, and none runs
+that is not there. Else the pod's directory decides, which the kubelet removes after the pod was deleted and has ended;
+its absence counts if this kubelet's pods have their directories there. Else the pod may run.
 """
 
 from __future__ import annotations
@@ -150,8 +150,8 @@ def shown_after(before: PodsShown, look: PodProcesses, own: str, named: Collecti
 def hidden(before: PodProcesses, named: Collection[str], after: PodProcesses) -> frozenset[str]:
     """Return the pods that ran between two looks at the cgroups, and that neither of them shows.
 
-    named: pods that a checkpoint names which the kubelet made up between the looks, after it had dropped ended pods. The
-    kubelet makes a pod's cgroup before the pod's directory, and keeps it until the pod has ended (kubelet 1.36,
+    named: pods that a checkpoint names which the kubelet made up between the looks, after it had dropped ended pods.
+    The kubelet makes a pod's cgroup before the pod's directory, and keeps it until the pod has ended (kubelet 1.36,
     kubelet.go: SyncPod, SyncTerminatedPod). So one with a directory was to be seen in the first look already.
     """
     if before.running is None or after.running is None:
@@ -169,7 +169,9 @@ def problem(look: PodProcesses, cgroups: str, title: Mapping[str, str]) -> str:
         what = f"no pod cgroups (kubepods) are visible in {cgroups}"
     elif look.shown.hidden:
         pods = ", ".join(title.get(uid, uid) for uid in sorted(look.shown.hidden)[:3])
-        what = f"the pod cgroups (kubepods) in {cgroups} are not, or not all, this kubelet's: they do not show pod {pods}"
+        what = (
+            f"the pod cgroups (kubepods) in {cgroups} are not, or not all, this kubelet's: they do not show pod {pods}"
+        )
     else:
         return ""
     if look.checkpoint_decides:

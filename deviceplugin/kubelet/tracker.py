@@ -29,6 +29,7 @@ from deviceplugin.kubelet.foreign_plugin import KubeletRecord
 from deviceplugin.kubelet.granted import granted, nodes_missing, ours
 from deviceplugin.kubelet.holders import EvidenceSource, HolderEvidence, HolderSnapshot, UnrecordedEvidence, of_ids
 from deviceplugin.kubelet.paths import Paths
+from deviceplugin.kubelet.pod_names import PodNames
 from deviceplugin.kubelet.podresources import (
     AllocationsInFlight,
     ClaimUse,
@@ -36,7 +37,6 @@ from deviceplugin.kubelet.podresources import (
     PodResources,
     PodResourcesReport,
 )
-from deviceplugin.kubelet.pod_names import PodNames
 from deviceplugin.register.question import Use, Wanted
 from deviceplugin.register.register import Register
 
@@ -409,7 +409,7 @@ class HolderTracker:
             seen = await asyncio.to_thread(self._read, *await self._checkpoint.written())
             if report is not None:  # the kubelet has dropped the pods that had ended
                 seen = self._with_hidden(before.pods, seen)
-            now = holders.holders(self._known, seen, at)
+            now = holders.holders(self._known | now.held.keys(), seen, at)
         all_pods_listed = self.all_pods_listed
         if report is not None:
             if self._in_one_root:
@@ -434,7 +434,7 @@ class HolderTracker:
         return now
 
     def _with_hidden(self, before: PodProcesses, seen: HolderEvidence) -> HolderEvidence:
-        """Return evidence that has which pods the cgroups hide. before: a look from before the checkpoints were made."""
+        """Return evidence with the pods that the cgroups hide. before: a look from before the checkpoints were made."""
         if not seen.current:
             return seen
         named = [{allocation.pod_uid for allocation in version.allocations} for version in seen.checkpoints]

@@ -108,7 +108,8 @@ _FAMILIES: Final[Mapping[Callable[..., Metric], Mapping[str, tuple[str, str]]]] 
         ),
         "evidence_unknown": (
             "source",
-            "Times that a source of evidence did not tell whether a holder of a device has ended, so that it counts as held",
+            "Times that a source of evidence did not tell whether holders have ended, so that they count as held, or "
+            "weaker evidence decides",
         ),
         "registrations": ("resource", "Registrations that the kubelet accepted"),
         "foreign_registrations": (

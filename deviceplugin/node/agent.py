@@ -87,7 +87,9 @@ class Agent(RegisterHost):
         )
         cdi_directory = str(self.paths.cdi_dir)
         self.claims = OrphanedClaims(self.paths.kubelet_root, side.drivers, cdi_directory, self.tracker.pods)
-        self.scanner = HolderScanner(services, self.tracker, self.register, scan_wanted, period, always=report_holders)
+        self.scanner = HolderScanner(
+            services, self.tracker, self.register, scan_wanted, period, self.claims, always=report_holders
+        )
         self._adopts = vendors is not None
         self._vendors = vendors = vendors or VendorPlugins(self.paths.plugins)  # with none that could register
         vendors.registered = self._vendor_registered

@@ -12,6 +12,7 @@ from typing import Final, Protocol
 
 from deviceplugin.backoff import Backoff
 from deviceplugin.kubelet.holders import HolderSnapshot, kubelet_snapshot
+from deviceplugin.kubelet.orphaned_claims import OrphanedClaims
 from deviceplugin.kubelet.tracker import HolderTracker
 from deviceplugin.node.device_log import HolderLog
 from deviceplugin.node.service import Service
@@ -41,7 +42,7 @@ class HolderScanner:
     """Scans from time to time while holders matter, and soon after a grant.
 
     wanted: set when a scan should come soon. period: seconds between two scans. always: scan also while nothing is held
-    or awaited.
+    or awaited. claims: those of drivers that are not served, whose evidence is counted with that of the pods.
     """
 
     services: Mapping[str, Service]
@@ -49,6 +50,7 @@ class HolderScanner:
     register: Register
     wanted: asyncio.Event
     period: float
+    claims: OrphanedClaims
     always: bool
     observers: list[HolderObserver] = field(default_factory=list, init=False)
     observed: frozenset[str] = field(default=frozenset(), init=False)
@@ -66,6 +68,7 @@ class HolderScanner:
             now = await self.tracker.scan(wanted)
             if now is None:
                 return None
+            self.tracker.unknown.update(self.claims.unknown())
             self.log.holders(now.held)
             self.log.count_double_allocations()
             released = await self.observe(now, sequence)

@@ -243,10 +243,9 @@ def _observed(record: AllocationRecord, snapshot: rules.KubeletSnapshot) -> Allo
     pods, seen = {uid for uid, _ in holders}, {uid for uid, _ in observed.shown}
     shown = (place for place in record.shown if place[0] not in seen)
     record = replace(record, shown=frozenset(place for place in (*shown, *observed.shown) if place[0] in pods))
-    if record.pending and not named:
-        if not rules.grant_is_over(record, snapshot):
-            absent = snapshot.at if record.absent_since is None and snapshot.current else record.absent_since
-            return replace(record, holders=holders, absent_since=absent)
+    if record.pending and not named and not rules.grant_is_over(record, snapshot):
+        absent = snapshot.at if record.absent_since is None and snapshot.current else record.absent_since
+        return replace(record, holders=holders, absent_since=absent)
     return replace(record, holders=holders, pending=False, absent_since=None) if holders else None
 
 

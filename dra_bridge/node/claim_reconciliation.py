@@ -27,6 +27,7 @@ from dra_bridge.driver.records import is_over
 from dra_bridge.kube import ClusterError, ListedClaim
 from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.node.claim_lists import ClaimLists
+from dra_bridge.node.device_reconciliation import sources_of
 from dra_bridge.node.resource import ResourceRuntime
 
 _LOG: Final = logging.getLogger(__name__)
@@ -130,6 +131,7 @@ class ClaimChecks:
             try:
                 await self.reconcile(sweep=not waits)
             except (ClaimStateError, ClusterError, LedgerError, OSError) as error:
+                self.tracker.unknown.update(sources_of(error))
                 _LOG.info(
                     "cannot compare prepared claims with evidence now: %s", error, extra={"driver": self.driver.name}
                 )

@@ -15,7 +15,7 @@ from deviceplugin.exclusion import DeviceKey
 from deviceplugin.kubelet import claim_state
 from deviceplugin.kubelet.checkpoint import CheckpointError
 from deviceplugin.kubelet.claim_state import ClaimStateError
-from deviceplugin.kubelet.holders import HolderSnapshot, kubelet_snapshot
+from deviceplugin.kubelet.holders import EvidenceSource, HolderSnapshot, kubelet_snapshot
 from deviceplugin.node.agent import Agent
 from deviceplugin.node.service import Service
 from deviceplugin.register import operations
@@ -33,8 +33,21 @@ _LOG: Final = logging.getLogger(__name__)
 RESOLVE: Final = 30.0
 """Seconds between two checks whether a quarantined device may leave quarantine."""
 
+_SOURCES: Final[tuple[tuple[type[Exception], EvidenceSource], ...]] = (
+    (ClaimStateError, EvidenceSource.CLAIM_STATE),
+    (CdiError, EvidenceSource.CLAIM_FILES),
+    (ClusterError, EvidenceSource.API_SERVER),
+    (TimeoutError, EvidenceSource.API_SERVER),
+)
+"""Which source of evidence an error is of; scans count the others."""
+
 EVIDENCE_ERRORS: Final = (LedgerError, CheckpointError, ClaimStateError, CdiError, ClusterError, OSError, TimeoutError)
 """Raised where the evidence cannot be read now."""
+
+
+def sources_of(error: Exception) -> list[EvidenceSource]:
+    """Return the source of evidence that could not be read, if the error tells."""
+    return [source for kind, source in _SOURCES if isinstance(error, kind)][:1]
 
 
 @dataclass(eq=False)
@@ -196,6 +209,7 @@ class DeviceReconciler:
                     self.runtime.devices_named()
                 uncertain = await self.reconcile(served, unreconciled)
             except EVIDENCE_ERRORS as error:
+                self.evidence.agent.tracker.unknown.update(sources_of(error))
                 reasons = dict.fromkeys(unreconciled, str(error) or type(error).__name__)
             else:
                 problem = self.evidence.scan_problem
@@ -258,6 +272,7 @@ class DeviceReconciler:
             try:
                 await self.reconcile(served, names)
             except EVIDENCE_ERRORS as error:
+                self.evidence.agent.tracker.unknown.update(sources_of(error))
                 _LOG.info(
                     "cannot compare quarantined devices with evidence now: %s", error, extra={"resource": resource}
                 )

@@ -284,7 +284,7 @@ def test_alerts_about_sources_and_others(small_disk: Path, bridge: Bridge, prome
 
     with covered_checkpoint(bridge.directory):
         cluster.stop_apiserver()
-        wait_fires(prometheus, cluster, "DeviceHoldersUnknown", "APIServerUnreachable")
+        wait_fires(prometheus, cluster, "DeviceHoldersUnknown", "EvidenceUnknown", "APIServerUnreachable")
         start_api_server(cluster)
     wait_ended(prometheus, cluster)
 

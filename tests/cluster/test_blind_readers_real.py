@@ -14,7 +14,8 @@ import pytest
 from tests.cluster import locks
 from tests.cluster import test_witnesses_real as witnesses
 from tests.cluster.node import Cluster, Pod
-from tests.cluster.test_witnesses_real import LIMIT, Agents, Scene
+from tests.cluster.test_witnesses_real import LIMIT, Agents, Scene, claimer, plain
+from tests.scenarios.sides import named
 
 scene = witnesses.scene  # a fixture
 
@@ -37,7 +38,9 @@ def problems(scene: Scene) -> list[str]:
 
 
 def said(scene: Scene, pod: Pod) -> bool:
-    return any(pod.uid in problem and "cgroupsPerQOS" in problem for problem in problems(scene))
+    """Whether the agent says that it does not see the pod, and what to set."""
+    names = {pod.uid, f"default/{pod.name}"}
+    return any("cgroupsPerQOS" in problem and any(name in problem for name in names) for problem in problems(scene))
 
 
 @pytest.mark.parametrize("how", ["limits", "claim"])
@@ -54,3 +57,43 @@ def test_a_pod_that_hangs_keeps_its_device(scene: Scene, how: str) -> None:
     scene.observe(15)
     assert [one.pod for one in locks.holders()] == ["a0"]
     scene.handed_on(scene.thaw, [pod.uid], "wants-a", limit=90)
+
+
+def test_a_pod_that_ends_gives_its_device_on(scene: Scene) -> None:
+    """At once if it is deleted; one that has completed keeps the device until it is deleted, and that is said."""
+    scene.begin(a=(1, "none"), b=(1, "all"))
+    pod, user = scene.pod("a0", "a"), scene.claimer("b0", "b")
+    scene.running(pod, user)
+    scene.before = len(locks.holders())
+    scene.wait(plain("wants-a", "a", restartPolicy="Never"))
+    scene.wait(claimer("wants-b", "b"))
+    scene.handed_on(pod.delete, [pod.uid], "wants-a")
+    scene.handed_on(user.delete, [user.uid], "wants-b")
+    last = scene.cluster.pod("wants-a")
+    scene.wants("pod", "a", "later", scheduled=True)
+    scene.end_container(last)
+    scene.cluster.wait_for(lambda: scene.cluster.pod("wants-a").phase in ("Succeeded", "Failed"), LIMIT, "it is over")
+    scene.until("it is said", lambda: said(scene, last))
+    last.delete()
+    scene.until("the next pod has it", lambda: scene.urge() or any(one.pod == "later" for one in locks.holders()), 60)
+    scene.waiting.clear()
+
+
+def test_cgroups_end_while_pods_run_in_them(scene: Scene, make_cluster: Callable[..., Cluster]) -> None:
+    """A pod from before is seen to end; one from after that hangs keeps its device, although others are in the tree."""
+    make_cluster()
+    scene.begin(a=(2, "none"))
+    former = scene.pod("a0", "a")
+    scene.running(former)
+    make_cluster(kubelet_config={"cgroupsPerQOS": False})
+    scene.cluster.wait_allocatable(named("a"), 2)
+    pod = scene.pod("a1", "a")
+    scene.running(pod)
+    scene.before = len(locks.holders())
+    scene.until("it is said", lambda: said(scene, pod))
+    scene.hang(pod)
+    scene.wants("pod", "a", scheduled=True)
+    scene.observe(10)
+    assert {one.pod for one in locks.holders()} == {"a0", "a1"}
+    scene.handed_on(former.delete, [former.uid], "wants-a", limit=60)
+    scene.thaw()

@@ -548,6 +548,8 @@ async def test_cgroups_without_the_agents_own_pod_are_not_believed(
     tracked.tracker = tracked.made()
     pod = await tracked.run_pod()
     await asyncio.to_thread(pod.complete)
+    (path,) = tracked.kubelet.cgroups.pod(pod.uid)
+    await asyncio.to_thread(tracked.kubelet.wait_until, lambda: not path.exists(), 10)
     now = await tracked.scan(*pod.device_ids)
     assert set(now.held) == {allocation(pod)}
     assert any("not all, this kubelet's: they do not show pod own" in problem for problem in tracked.tracker.problems)

@@ -172,7 +172,9 @@ class Grants(RegisterHost):
         self.register = Register(self, store)
         tracker: Any = SimpleNamespace(granted=lambda one: None, title=str)
         services: Any = served
-        self.scanner = HolderScanner(services, tracker, self.register, cast("Any", None), 0.0, always=True)
+        self.scanner = HolderScanner(
+            services, tracker, self.register, cast("Any", None), 0.0, cast("Any", None), always=True
+        )
 
     def evidence_missing(self, resource: str, device: str) -> str:
         known = resource not in self._bridged or (resource, device) in self.reconciled

@@ -89,6 +89,10 @@ def _anonymous(allocations: Any) -> frozenset[Allocation]:
     return frozenset(one._replace(pod_uid="") for one in allocations)
 
 
+def _shows_if_visible(pods: PodProcesses, _uid: str) -> bool:
+    return pods.running is not None
+
+
 def _nobody_runs(*_: object) -> dict[str, str]:
     return {}
 
@@ -119,6 +123,7 @@ MUTATIONS: Final[dict[str, tuple[tuple[object, str, Replacement], ...]]] = {
     "processes": (
         (holders, "holders", _with_evidence(lambda seen: replace(seen, pods=PodProcesses(running=frozenset())))),
     ),
+    "cgroups count where they would show the pod": ((PodProcesses, "shows", _shows_if_visible),),
     "processes at a grant": ((holders, "running", _nobody_runs),),
     "holder: pod UIDs": ((holders, "holders", _without_uids),),
     "claims: the kubelet's claim state": ((holders, "claim_is_over", _over_unless_running),),

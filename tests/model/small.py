@@ -40,6 +40,7 @@ from deviceplugin.kubelet import holders
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation, CheckpointVersion
 from deviceplugin.kubelet.holders import HolderEvidence, HolderSnapshot, kubelet_snapshot
+from deviceplugin.kubelet.pod_evidence import HIDDEN, PodsShown
 from deviceplugin.register import operations
 from deviceplugin.register.question import View, Wanted
 from deviceplugin.register.records import (
@@ -69,6 +70,7 @@ MINE: Final = Moving(D)
 ALONE: Final = View()
 """Nothing but the register's own records."""
 CONTAINER: Final = "c"
+VISIBLE: Final = frozenset({"kubepods"})
 SHOWN, OLD, RECENT = 1.0, 1000.0, 2000.0
 BEGUN, FORMER, LATER, NOW = 2, 1, 9, 10
 """Places of the ledger's sequence: a gathering began; what was before and came after."""
@@ -138,7 +140,8 @@ class Pod(NamedTuple):
 
     memory, file: the kubelet's device manager and its checkpoint name it. recorded: it is
     a holder in the ledger. seen: checkpoints that a scan has read name it: 1 some of them, 2 all; after the scan, it
-    counts as held. draft: what a slow writer of the checkpoint is about to write names it.
+    counts as held. draft: what a slow writer of the checkpoint is about to write names it. elsewhere: its processes are
+    in no cgroup that the agent sees.
     """
 
     at: At = At.NONE
@@ -148,6 +151,7 @@ class Pod(NamedTuple):
     recorded: bool = False
     seen: int = 0
     draft: bool = False
+    elsewhere: bool = False
 
     @property
     def runs(self) -> bool:
@@ -323,7 +327,7 @@ def named(now: RegisterSnapshot, uid: str, pod: Pod) -> bool:
 
 def kept(pod: Pod) -> Pod:
     """Return the pod, or none where nothing names an ended one any more."""
-    return Pod() if pod.at is At.OVER and not any(pod[2:]) else pod
+    return Pod() if pod.at is At.OVER and not any(pod[2:-1]) else pod
 
 
 def flags(names: object) -> tuple[bool, bool]:
@@ -358,7 +362,8 @@ class Small:
 
     crashes: kubelet and agent may die. damage: the ledger may be lost. faults: see `FAULTS`. turns: moves may turn
     round while evidence is gathered, though the handover does one after the other. cgroups: the tree is visible.
-    slow: the kubelet may write a checkpoint that it made up before others were written. reasons: why devices move is
+    blind: the agent looks where only some of the kubelet's pods have their cgroups. slow: the kubelet may write a
+    checkpoint that it made up before others were written. reasons: why devices move is
     remembered, which only the plan of moves asks for.
     """
 
@@ -373,6 +378,7 @@ class Small:
         faults: Collection[str] = FAULTS,
         turns: bool = False,
         cgroups: bool = True,
+        blind: bool = False,
         slow: bool = False,
         reasons: bool = True,
     ) -> None:
@@ -384,6 +390,7 @@ class Small:
         self.faults = frozenset(faults)
         self.turns = turns
         self.cgroups = cgroups
+        self.blind = blind
         self.slow = slow
         self.reasons = reasons
         self._known: dict[Hashable, tuple[object, SystemState]] = {}
@@ -442,8 +449,11 @@ class Small:
                 yield f"insert p{number}", with_pod(system, number, pod._replace(at=At.ADMITTED, memory=True))
             elif pod.at is At.ADMITTED and not pod.unlisted:
                 yield f"start p{number}", with_pod(system, number, pod._replace(at=At.RUNS))
+                if self.blind:
+                    elsewhere = pod._replace(at=At.RUNS, elsewhere=True)
+                    yield f"start p{number} elsewhere", with_pod(system, number, elsewhere)
             if pod.at in {At.ADMITTED, At.RUNS}:
-                yield f"end p{number}", with_pod(system, number, kept(pod._replace(at=At.OVER)))
+                yield f"end p{number}", with_pod(system, number, kept(pod._replace(at=At.OVER, elsewhere=False)))
             if pod.at is At.RUNS and pod.memory and pod.recorded and "force" in self.faults:
                 yield f"delete p{number}", with_pod(system, number, pod._replace(memory=False))
             if pod.at is At.OVER and pod.memory:
@@ -676,7 +686,16 @@ class Small:
         """Return of which pods processes run; pods of claims are named after these."""
         running = {str(uid) for uid, pod in enumerate(system.pods) if pod.runs}
         running |= {f"c{uid}" for uid, claim in enumerate(system.claims) if claim.node.container_runs}
-        return PodProcesses(frozenset(running)) if self.cgroups else PodProcesses(directories=frozenset(running))
+        if not self.cgroups:
+            return PodProcesses(directories=frozenset(running))
+        if not self.blind:
+            return PodProcesses(frozenset(running))
+        # A scan that has recorded a pod has found out whether it is in the cgroups; of others nothing is known.
+        pods = {str(uid): pod for uid, pod in enumerate(system.pods)}
+        places = {uid: HIDDEN if pod.elsewhere else VISIBLE for uid, pod in pods.items() if pod.recorded}
+        there = frozenset(uid for uid in running if uid not in pods or not pods[uid].elsewhere)
+        shown = PodsShown(places, directories=True)
+        return PodProcesses(there, frozenset(running), visible=VISIBLE, shown=shown)
 
     def scanned(self, system: SystemState) -> HolderSnapshot:
         """Return what a scan comes to: the checkpoint as it was read, the processes as of now."""

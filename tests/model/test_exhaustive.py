@@ -49,6 +49,7 @@ ONE: list[tuple[str, State, dict[str, Any], bool]] = [
     (QUICK, State.PLUGIN, {"pods": 1, "claims": 1, "crashes": False}, False),
     ("two pods, one claim, no crashes", State.PLUGIN, {"claims": 1, "crashes": False}, False),
     ("two pods, no claims", State.PLUGIN, {"claims": 0}, False),
+    ("two pods, no claims, cgroups may show nothing", State.PLUGIN, {"claims": 0, "blind": True}, False),
     ("one pod, one claim", State.DRA, {"pods": 1, "claims": 1}, True),
     ("two pods, one claim", State.PLUGIN, {"claims": 1}, True),
     ("two pods, two claims", State.DRA, {}, True),
@@ -89,6 +90,7 @@ def test_the_rules_without_their_second_net_suffice() -> None:
     ("what", "options"),
     [
         pytest.param("two pods, one claim, cgroups not visible", {"cgroups": False}, id="pod directories decide"),
+        pytest.param("one pod, one claim, cgroups may show nothing", {"pods": 1, "blind": True}, id="blind cgroups"),
         pytest.param("one claim, moves turn round at any time", {"turns": True}, id="moves turn round"),
         # The kubelet makes up the contents under its lock and writes the file without it (1.36, writeCheckpoint).
         pytest.param("one pod, one claim, a late write", {"pods": 1, "faults": (), "slow": True}, id="late checkpoint"),
@@ -192,6 +194,7 @@ SMALLEST: dict[str, dict[str, Any]] = {
     "more checkpoints than writers": {"pods": 1, "slow": True},
     "processes": {"pods": 2, "claims": 0, "faults": ("force",)},
     "processes at a grant": {"pods": 2, "claims": 0, "faults": ("force",)},
+    "cgroups count where they would show the pod": {"pods": 2, "claims": 0, "faults": ("force",), "blind": True},
     "holder: pod UIDs": {"pods": 2, "claims": 0, "faults": ("force",)},
     "claims: processes": {"pods": 1, "faults": ("claims",)},
 }

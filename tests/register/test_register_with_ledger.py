@@ -40,7 +40,9 @@ class RegisterOnDisk(ListedResources):
         self.ledger = ledger
         tracker = SimpleNamespace(granted=lambda one: None, title=str)
         services, wanted = cast("Any", self.services), asyncio.Event()
-        self.scanner = HolderScanner(services, cast("Any", tracker), self.register, wanted, 1.0, always=True)
+        self.scanner = HolderScanner(
+            services, cast("Any", tracker), self.register, wanted, 1.0, cast("Any", None), always=True
+        )
         self.scanner.observers.append(self)
         self.seen: list[tuple[str, Observed]] = []
 
