@@ -84,7 +84,7 @@ class PodReader:
 
     def _look(self, named: Collection[str]) -> PodProcesses:
         # First: a pod's cgroup is older than its directory.
-        directories = read_directories(self.kubelet_root)
+        directories, root = read_directories(self.kubelet_root), self._root()
         with self._looking:
             now, before = time.monotonic(), self.seen
             if now - self._searched >= TREES or not all(map(os.path.isdir, self._trees)):
@@ -94,7 +94,7 @@ class PodReader:
                 self._searched = -math.inf
             else:
                 self.seen = {uid: before.get(uid, now) for uid in look.running}
-            look = replace(look, directories=directories, checkpoint_decides=self._believe_checkpoint)
+            look = replace(look, directories=directories, root=root, checkpoint_decides=self._believe_checkpoint)
             self.shown = pod_evidence.shown_after(self.shown, look, self.own_pod, named)
             self._last = replace(look, shown=self.shown)
             return self._last
@@ -113,7 +113,12 @@ class PodReader:
     def answered(self) -> None:
         """Take that the kubelet of this root directory answers at its sockets: its pods' directories are there."""
         with self._looking:
-            self.shown = replace(self.shown, directories=True)
+            self.shown = replace(self.shown, roots=self.shown.roots | ({self._root()} - {""}))
+
+    def _root(self) -> str:
+        with contextlib.suppress(OSError):
+            return place_of(str(self.kubelet_root / "pods"))
+        return ""
 
     def may_exist(self, pod_uid: str) -> bool:
         """Return whether a pod may have a cgroup; quick. It has none if its last known cgroups are gone."""
@@ -170,7 +175,7 @@ def pod_cgroups(trees: Sequence[str]) -> PodProcesses | None:
 
 
 def place_of(directory: str) -> str:
-    """Return the identity of a directory of cgroups in this boot. Raises OSError."""
+    """Return the identity of a directory in this boot. Raises OSError."""
     status = os.stat(directory)
     return f"{boot_id()[:8]}:{status.st_dev}:{status.st_ino}"
 

@@ -23,12 +23,14 @@ class PodsShown:
     """What cgroups and pod directories have shown of this kubelet's pods until now.
 
     places: by UID, the directories in which the pod's cgroups were last seen, or HIDDEN. trusted: the directories of
-    cgroups in which pods of this kubelet have run. cgroups: whether the cgroups that are visible now would show a pod
-    of which nothing is known. directories: whether the pod directories would.
+    cgroups in which pods of this kubelet have run. roots: where its pods have had their directories. cgroups: whether
+    the cgroups that are visible now would show a pod of which nothing is known. directories: whether the pod
+    directories would.
     """
 
     places: Mapping[str, frozenset[str]] = field(default_factory=dict)
     trusted: frozenset[str] = frozenset()
+    roots: frozenset[str] = frozenset()
     cgroups: bool = False
     directories: bool = False
 
@@ -71,8 +73,8 @@ class PodProcesses:
 
     running: pods with a process in their cgroup; None if no cgroup tree is visible. directories: pods with a directory;
     None if these are not visible. empty: pods whose cgroup has no process. paths: each pod's cgroups. places: the
-    directories that these are in. visible: the directories that were listed. checkpoint_decides: without cgroups that
-    would show it a pod counts as ended.
+    directories that these are in. visible: the directories that were listed. root: that of pods' directories, "" if it
+    is not visible. checkpoint_decides: without cgroups that would show it a pod counts as ended.
     """
 
     running: frozenset[str] | None = None
@@ -81,6 +83,7 @@ class PodProcesses:
     paths: Mapping[str, tuple[str, ...]] = field(default_factory=dict, compare=False, repr=False)
     places: Mapping[str, frozenset[str]] = field(default_factory=dict, compare=False, repr=False)
     visible: frozenset[str] = frozenset()
+    root: str = ""
     shown: PodsShown = SHOWN
     checkpoint_decides: bool = False
 
@@ -135,7 +138,8 @@ def shown_after(before: PodsShown, look: PodProcesses, own: str, named: Collecti
     """
     of_kubelet = {*named, own} - {""}
     there = look.directories or frozenset()
-    directories = before.directories or not there.isdisjoint(of_kubelet)
+    roots = before.roots | (frozenset() if there.isdisjoint(of_kubelet) else {look.root})
+    directories = look.root in roots
     places = {**before.places, **look.places}
     if own and look.running is not None and own not in look.places:
         places[own] = HIDDEN
@@ -144,7 +148,7 @@ def shown_after(before: PodsShown, look: PodProcesses, own: str, named: Collecti
     mine = (look.running or frozenset()) & (of_kubelet | (there if directories else frozenset()))
     trusted = before.trusted.union(*(look.places.get(uid, HIDDEN) for uid in mine))
     cgroups = look.running is not None and not trusted.isdisjoint(look.visible) and all(places.values())
-    return PodsShown(places, trusted, cgroups, directories)
+    return PodsShown(places, trusted, roots, cgroups, directories)
 
 
 def hidden(before: PodProcesses, named: Collection[str], after: PodProcesses) -> frozenset[str]:
