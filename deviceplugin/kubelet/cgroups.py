@@ -21,7 +21,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from deviceplugin.identity import boot_id
 from deviceplugin.kubelet import pod_evidence
 from deviceplugin.kubelet.pod_evidence import PodProcesses as PodProcesses
 from deviceplugin.kubelet.pod_evidence import PodsShown
@@ -51,13 +50,15 @@ class PodReader:
 
     cgroups: the host's `/sys/fs/cgroup`. believe_checkpoint: a pod that the cgroups would not show counts as ended. A
     device plugin alone may do so: the kubelet itself gives its devices away by the checkpoint and no other evidence.
+    boot: the node's, for what is kept over restarts.
     """
 
-    def __init__(self, kubelet_root: Path, cgroups: Path, *, believe_checkpoint: bool) -> None:
+    def __init__(self, kubelet_root: Path, cgroups: Path, *, believe_checkpoint: bool, boot: str = "") -> None:
         self.own_pod: Final = own_pod(kubelet_root)
         self.kubelet_root: Final = kubelet_root
         self.cgroups: Final = cgroups
         self._believe_checkpoint = believe_checkpoint
+        self._boot = boot
         self._cgroups_seen = False
         self.seen: Mapping[str, float] = {}
         """Since when each pod that runs has been seen to run (monotonic seconds), by UID."""
@@ -89,7 +90,7 @@ class PodReader:
             now, before = time.monotonic(), self.seen
             if now - self._searched >= TREES or not all(map(os.path.isdir, self._trees)):
                 self._trees, self._searched = cgroup_trees(self.cgroups), now
-            look = pod_cgroups(self._trees) or PodProcesses()
+            look = pod_cgroups(self._trees, self._boot) or PodProcesses()
             if look.running is None:
                 self._searched = -math.inf
             else:
@@ -117,14 +118,14 @@ class PodReader:
 
     def _root(self) -> str:
         with contextlib.suppress(OSError):
-            return place_of(str(self.kubelet_root / "pods"))
+            return place_of(str(self.kubelet_root / "pods"), self._boot)
         return ""
 
     def may_exist(self, pod_uid: str) -> bool:
         """Return whether a pod may have a cgroup; quick. It has none if its last known cgroups are gone."""
         look = self._last
         paths, places = look.paths.get(pod_uid), look.places.get(pod_uid, frozenset())
-        return paths is None or not all(_is_gone(path, places) for path in paths)
+        return paths is None or not all(_is_gone(path, places, self._boot) for path in paths)
 
     def containers(self, pod_uid: str) -> list[ContainerCgroup] | None:
         """Return the cgroups of a pod's containers and sandbox that have processes; None if they cannot be told.
@@ -147,7 +148,7 @@ class PodReader:
         return running or frozenset()
 
 
-def pod_cgroups(trees: Sequence[str]) -> PodProcesses | None:
+def pod_cgroups(trees: Sequence[str], boot: str = "") -> PodProcesses | None:
     """Return the pods with and without a process in their cgroup; None if no tree is visible."""
     runs: dict[str, bool] = {}
     paths: dict[str, tuple[str, ...]] = {}
@@ -157,7 +158,7 @@ def pod_cgroups(trees: Sequence[str]) -> PodProcesses | None:
         for tree in trees:
             for directory, pods in _levels(tree):
                 try:
-                    place = frozenset({place_of(directory)})
+                    place = frozenset({place_of(directory, boot)})
                 except FileNotFoundError:  # it has just been removed, with all that was in it
                     continue
                 visible |= place
@@ -174,10 +175,10 @@ def pod_cgroups(trees: Sequence[str]) -> PodProcesses | None:
     return PodProcesses(running, None, empty, paths, places, visible)
 
 
-def place_of(directory: str) -> str:
-    """Return the identity of a directory in this boot. Raises OSError."""
+def place_of(directory: str, boot: str) -> str:
+    """Return the identity of a directory in this boot of the node. Raises OSError."""
     status = os.stat(directory)
-    return f"{boot_id()[:8]}:{status.st_dev}:{status.st_ino}"
+    return f"{boot[:8]}:{status.st_dev}:{status.st_ino}"
 
 
 def cgroup_trees(root: Path) -> list[str]:
@@ -229,13 +230,13 @@ def _pod_of(name: str) -> str | None:
     return name.removeprefix("pod") if name.startswith("pod") else None
 
 
-def _is_gone(path: str, places: Collection[str]) -> bool:
+def _is_gone(path: str, places: Collection[str], boot: str) -> bool:
     """Return whether a cgroup was removed from one of these places: it does not exist, and its parent is the same."""
     try:
         os.stat(path)
     except FileNotFoundError:
         with contextlib.suppress(OSError):
-            return place_of(os.path.dirname(path)) in places
+            return place_of(os.path.dirname(path), boot) in places
     except OSError:
         pass
     return False

@@ -115,12 +115,13 @@ def holders(before: Iterable[Allocation], seen: HolderEvidence, at: float = 0.0)
     held: dict[Allocation, HoldReason] = {}
     for allocation in sorted(named | frozenset(before)):
         runs = seen.pods.may_run(allocation.pod_uid) if allocation not in seen.ended else ""
+        there = bool(runs) and seen.pods.has(allocation.pod_uid)
         if allocation in named:
             # One that an older file names, and a newer one does not, may have ended.
-            certain = bool(runs) or (current and all(allocation in version.allocations for version in seen.checkpoints))
+            certain = there or (current and all(allocation in version.allocations for version in seen.checkpoints))
             held[allocation] = HoldReason(True, certain, "the kubelet's checkpoint names it")
         elif not current:
-            held[allocation] = HoldReason(False, bool(runs), f"not known: {seen.problem}")
+            held[allocation] = HoldReason(False, there, f"not known: {seen.problem}")
         elif runs:
             held[allocation] = HoldReason(False, True, f"the kubelet's checkpoint does not name it, but {runs}")
     registered: dict[str, frozenset[str]] = {}

@@ -103,6 +103,12 @@ class PodProcesses:
             return f"{why}, and its pod's directory exists"
         return "" if self.shown.directories else f"{why}, and the pod directories have shown no pod of this kubelet"
 
+    def has(self, pod_uid: str) -> bool:
+        """Return whether something of this pod is there, or nothing of any pod can be seen."""
+        if self.running is None and self.directories is None:
+            return True
+        return pod_uid in (self.running or ()) or pod_uid in (self.directories or ())
+
     def shows(self, pod_uid: str) -> bool:
         """Return whether the cgroups would show a process of this pod."""
         places = self.shown.places.get(pod_uid)

@@ -89,7 +89,9 @@ class HolderTracker:
         """What containers use through claims, as of the last `List`."""
         self.all_pods_listed = False
         """Whether the last `List` had all pods that run: none was deleted by force, or is unknown to a new kubelet."""
-        self.pods: Final = PodReader(paths.kubelet_root, paths.cgroup_root, believe_checkpoint=believe_checkpoint)
+        self.pods: Final = PodReader(
+            paths.kubelet_root, paths.cgroup_root, believe_checkpoint=believe_checkpoint, boot=boot_id()
+        )
         self._names = PodNames(paths.pod_log_dir)
         self._register = register
         self._checkpoint = CheckpointReader(paths.plugins, lists, lambda: self._known | self.snapshot.held.keys())
@@ -329,7 +331,7 @@ class HolderTracker:
     async def listed(self, running: Collection[str]) -> frozenset[str]:
         """Return which pods `List` names: the kubelet counts them as active. running: all pods whose processes run."""
         await self.in_flight.wait()
-        report = await self.pod_resources.list()
+        report = await self._list()
         return frozenset() if report is None else await self._listed(report, running)
 
     def title(self, pod_uid: str) -> str:
@@ -402,18 +404,16 @@ class HolderTracker:
         self._read_copies()
         unscanned = self._unscanned
         before = seen = await asyncio.to_thread(self._read)
-        report = await self.pod_resources.list() if self._wants_claim_uses else None
+        report = await self._list() if self._wants_claim_uses else None
         now = holders.holders(self._known, seen, at)
         if asked := self._requests.due(now, seen.pods, wanted):
-            report = report or await self.pod_resources.list()
+            report = report or await self._list()
             seen = await asyncio.to_thread(self._read, *await self._checkpoint.written())
             if report is not None:  # the kubelet has dropped the pods that had ended
                 seen = self._with_hidden(before.pods, seen)
             now = holders.holders(self._known | now.held.keys(), seen, at)
         all_pods_listed = self.all_pods_listed
         if report is not None:
-            if self._in_one_root:
-                self.pods.answered()
             look = await asyncio.to_thread(self.pods.read)
             listed = await self._listed(report, look.running or ())
             all_pods_listed = look.running == listed and (look.whole or bool(listed))
@@ -462,6 +462,12 @@ class HolderTracker:
                 problem = "; ".join(filter(None, (str(error), problem)))
         pods = self.pods.read({allocation.pod_uid for version in read for allocation in version.allocations})
         return HolderEvidence(read, bool(written), pods, problem, self._ended_containers(read, pods))
+
+    async def _list(self) -> PodResourcesReport | None:
+        report = await self.pod_resources.list()
+        if report is not None and self._in_one_root:
+            await asyncio.to_thread(self.pods.answered)
+        return report
 
     async def _listed(self, report: PodResourcesReport, running: Collection[str]) -> frozenset[str]:
         names = await asyncio.to_thread(self._names.read, running)

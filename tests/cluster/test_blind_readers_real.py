@@ -75,7 +75,12 @@ def test_a_pod_that_ends_gives_its_device_on(scene: Scene) -> None:
     scene.cluster.wait_for(lambda: scene.cluster.pod("wants-a").phase in ("Succeeded", "Failed"), LIMIT, "it is over")
     scene.until("it is said", lambda: said(scene, last))
     last.delete()
-    scene.until("the next pod has it", lambda: scene.urge() or any(one.pod == "later" for one in locks.holders()), 60)
+
+    def next_has_it() -> bool:
+        scene.urge()
+        return any(one.pod == "later" for one in locks.holders())
+
+    scene.until("the next pod has it", next_has_it, 60)
     scene.waiting.clear()
 
 

@@ -195,7 +195,7 @@ def test_cgroups_after_a_restart_of_the_agent(node: BlindNode, situation: Arrang
     before = in_cgroups(node, situation)
     record = before.shown.of({UID})
     after = PodReader(node.root, node.looks_at, believe_checkpoint=False)
-    after.known(pod_evidence.recorded(record, boot_id()))
+    after.known(pod_evidence.recorded(record, ""))
     assert answer(after.read()) == "held"
     if situation is covered:
         node.real.root = node.home / "below"
@@ -262,7 +262,7 @@ def root_covered(node: BlindNode) -> Callable[[], None]:
 
 @pytest.mark.parametrize("situation", [root_right, root_wrong, root_empty, root_of_others, root_covered])
 def test_pod_directories(node: BlindNode, situation: Arrange) -> None:
-    """Without cgroups they decide; where they have not shown this kubelet's pods, the device is held, and it is said."""
+    """Without cgroups they decide; where they showed no pod of this kubelet, the device is held, and it is said."""
     wrong(node)
     later = situation(node)
     node.add(UID)

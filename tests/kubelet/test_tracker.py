@@ -344,10 +344,10 @@ async def test_no_cgroup_is_searched_for_the_id_of_a_pod_that_is_gone(
     walks = 0
     walk = cgroups.pod_cgroups
 
-    def counted(trees: Sequence[str]) -> PodProcesses | None:
+    def counted(trees: Sequence[str], boot: str) -> PodProcesses | None:
         nonlocal walks
         walks += 1
-        return walk(trees)
+        return walk(trees, boot)
 
     former, beside = await tracked.run_pod(), await tracked.run_pod("beside")
     await tracked.scan()
@@ -562,7 +562,7 @@ async def test_cgroups_that_cannot_be_read_any_more_prove_nothing(
 ) -> None:
     """A read that fails, for want of descriptors say, is not a pod that has ended."""
     pod = await tracked.hold()
-    monkeypatch.setattr(cgroups, "pod_cgroups", lambda trees: None)
+    monkeypatch.setattr(cgroups, "pod_cgroups", lambda trees, boot: None)
     assert set(await tracked.tracker.still_held(R, pod.device_ids)) == set(pod.device_ids)
     with pytest.raises(OSError, match="cannot be read now"):
         tracked.tracker.pods.running()

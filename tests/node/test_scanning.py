@@ -12,6 +12,7 @@ from typing import cast
 import pytest
 
 from deviceplugin.kubelet.holders import HolderSnapshot
+from deviceplugin.kubelet.orphaned_claims import OrphanedClaims
 from deviceplugin.kubelet.tracker import HolderTracker
 from deviceplugin.node import scanning
 from deviceplugin.node.scanning import HolderScanner
@@ -40,7 +41,15 @@ class Scans(HolderScanner):
 @asynccontextmanager
 async def scanning_grants(period: float = NEVER, register: Register | None = None) -> AsyncIterator[Scans]:
     tracker = cast("HolderTracker", SimpleNamespace(snapshot=HolderSnapshot()))
-    scanner = Scans({}, tracker, register or Register(), asyncio.Event(), period, always=register is None)
+    scanner = Scans(
+        {},
+        tracker,
+        register or Register(),
+        asyncio.Event(),
+        period,
+        cast("OrphanedClaims", None),
+        always=register is None,
+    )
     task = asyncio.create_task(scanner.run())
     try:
         yield scanner
