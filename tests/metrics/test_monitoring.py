@@ -24,7 +24,20 @@ from tests.programs import promtool
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "monitoring"
 
-NO_NAMES = {"clock", "direction", "for", "health", "hook", "kind", "method", "python", "side", "source", "state", "version"}
+NO_NAMES = {
+    "clock",
+    "direction",
+    "for",
+    "health",
+    "hook",
+    "kind",
+    "method",
+    "python",
+    "side",
+    "source",
+    "state",
+    "version",
+}
 """Labels whose values are words of the agent's."""
 
 
