@@ -240,9 +240,8 @@ def _observed(record: AllocationRecord, snapshot: rules.KubeletSnapshot) -> Allo
     if record.pending and not named:
         # A new name that only an old checkpoint has may be that of a pod that ended before this grant.
         holders &= record.holders
-    pods, seen = {uid for uid, _ in holders}, {uid for uid, _ in observed.shown}
-    shown = (place for place in record.shown if place[0] not in seen)
-    record = replace(record, shown=frozenset(place for place in (*shown, *observed.shown) if place[0] in pods))
+    shown = observed.shown.union(one for one in record.shown if one[0] not in dict(observed.shown))
+    record = replace(record, shown=frozenset(one for one in shown if one[0] in dict(holders)))
     if record.pending and not named and not rules.grant_is_over(record, snapshot):
         absent = snapshot.at if record.absent_since is None and snapshot.current else record.absent_since
         return replace(record, holders=holders, absent_since=absent)
