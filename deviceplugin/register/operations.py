@@ -153,10 +153,8 @@ def grant(
             record = AllocationRecord(*given, identity=requested.identity, amount=requested.amount)
         else:  # earlier holders stay in the record until evidence says that they are gone
             identity = requested.identity if requested.identity.tokens else before.identity
-            amount = _larger(before.amount, requested.amount)
-            record = AllocationRecord(
-                *given, before.holders, pod=before.pod, identity=identity, amount=amount, shown=before.shown
-            )
+            record = AllocationRecord(*given, before.holders, pod=before.pod, identity=identity, shown=before.shown)
+            record = replace(record, amount=_larger(before.amount, requested.amount))
         changes.append(_put_allocation(record))
     return Decision(None, tuple(changes))
 
@@ -226,8 +224,7 @@ def add_holders(state: RegisterSnapshot, holders: Iterable[tuple[str, str, str, 
 
 def _observed(record: AllocationRecord, snapshot: rules.KubeletSnapshot) -> AllocationRecord | None:
     """Return an allocation as the snapshot leaves it; None if it is over."""
-    nobody = rules.ObservedAllocation(record.device, record.pod, sure=False)
-    observed = snapshot.held.get(record.device_id, nobody)
+    observed = snapshot.held.get(record.device_id) or rules.ObservedAllocation(record.device, record.pod, sure=False)
     record = replace(record, pod=observed.pod, ending=observed.ending)
     if observed.device != record.device and not record.amount.part:
         # No answer says which device it is, and it was found before its source had listed it.
@@ -237,8 +234,7 @@ def _observed(record: AllocationRecord, snapshot: rules.KubeletSnapshot) -> Allo
     if not record.amount.part and observed.amount.part:
         record = replace(record, amount=observed.amount)
     holders, named = observed.holders, observed.sure and not observed.holders <= record.holders
-    if record.pending and not named:
-        # A new name that only an old checkpoint has may be that of a pod that ended before this grant.
+    if record.pending and not named:  # a new name in an old checkpoint may be of a pod that ended before this grant
         holders &= record.holders
     shown = observed.shown.union(one for one in record.shown if one[0] not in dict(observed.shown))
     record = replace(record, shown=frozenset(one for one in shown if one[0] in dict(holders)))

@@ -174,8 +174,8 @@ class AllocationRecord:
     holders: the containers that the kubelet's checkpoint has named since. pending: no checkpoint has named the
     container of the last grant yet. absent_since: when the first checkpoint without the id was requested (monotonic
     seconds). pod: a holder's namespace/name or UID, for messages. ending: the checkpoint does not name its pods any
-    more, or their processes have ended. These three are not stored. identity, amount: see `ClaimDevice`. shown: (pod UID,
-    directory) for each directory in which cgroups of a holder's pod were seen; "" if the pod ran and none was seen
+    more, or their processes have ended. These three are not stored. identity, amount: see `ClaimDevice`. shown: (pod
+    UID, directory) for each directory in which cgroups of a holder's pod were seen; "" if the pod ran and none was seen
     (`deviceplugin.kubelet.pod_evidence`).
     """
 
