@@ -10,13 +10,13 @@ import contextlib
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, ClassVar, Final
 
 import msgspec
 
-from deviceplugin import files
+from deviceplugin import files, looks
 from deviceplugin.device import ContainerEdits, DeviceNode
 
 DIRECTORY: Final = "/var/run/cdi"
@@ -56,11 +56,21 @@ def file_of(name: str, uid: str) -> tuple[str, str]:
     return f"{kind.replace('/', '-')}_{uid}.json", device
 
 
-def build(driver: str, devices: Mapping[str, ContainerEdits]) -> dict[str, Any]:
+def described(nodes: Iterable[DeviceNode]) -> dict[DeviceNode, tuple[dict[str, Any], ...]]:
+    """Return what a CDI spec says of each of these device nodes. Blocks. Raises CdiError: one is not on the host."""
+    return {node: tuple(_nodes(node)) for node in nodes}
+
+
+def build(
+    driver: str,
+    devices: Mapping[str, ContainerEdits],
+    nodes: Mapping[DeviceNode, Sequence[dict[str, Any]]] | None = None,
+) -> dict[str, Any]:
     """Return a CDI spec, valid and of the lowest version that its content allows.
 
-    devices: edits by the CDI device's name, at least one and none of them empty. Their annotations are left out. Raises
-    CdiError if a name, path or variable is not allowed, or a node is missing on the host.
+    devices: edits by the CDI device's name, at least one and none of them empty. Their annotations are left out. nodes:
+    their device nodes, as `described` has them; else they are looked at now, which blocks. Raises CdiError if a name,
+    path or variable is not allowed, or a node is missing on the host.
 
     Host paths of device nodes are resolved here, since runtimes refuse a symbolic link (containerd#12060). A container
     sees the requested path. A directory stands for the device nodes in it. With device numbers a runtime does
@@ -73,7 +83,7 @@ def build(driver: str, devices: Mapping[str, ContainerEdits]) -> dict[str, Any]:
     for name, edits in devices.items():
         if not _NAME.fullmatch(name):
             raise CdiError(f"{name!r} cannot be the name of a CDI device")
-        contents = _edits(edits)
+        contents = _edits(edits, described(edits.device_nodes) if nodes is None else nodes)
         if not contents:
             raise CdiError(f"the CDI device {name} would be empty")
         listed.append({"name": name, "containerEdits": contents})
@@ -102,13 +112,13 @@ def _version(devices: list[dict[str, Any]]) -> str:
     return "0.5.0" if newer else "0.3.0"
 
 
-def _edits(edits: ContainerEdits) -> dict[str, Any]:
+def _edits(edits: ContainerEdits, described: Mapping[DeviceNode, Sequence[dict[str, Any]]]) -> dict[str, Any]:
     contents: dict[str, Any] = {}
     if edits.env:
         if wrong := [name for name in edits.env if "\0" in name]:
             raise CdiError(f"{wrong[0]!r} cannot be the name of an environment variable")
         contents["env"] = [f"{name}={_text(value, name)}" for name, value in edits.env.items()]
-    if nodes := {described["path"]: described for node in edits.device_nodes for described in _nodes(node)}:
+    if nodes := {inside["path"]: inside for node in edits.device_nodes for inside in described[node]}:
         contents["deviceNodes"] = list(nodes.values())
     if edits.mounts:
         contents["mounts"] = [
@@ -131,6 +141,7 @@ def _text(value: str, what: str) -> str:
 
 def _nodes(node: DeviceNode) -> Iterator[dict[str, Any]]:
     _text(node.path, "a device node")
+    looks.at(node.host)
     try:
         host = os.path.realpath(node.host, strict=True)
         status = os.stat(host)
@@ -202,6 +213,7 @@ class CdiStore:
     def write(self, uid: str, data: bytes) -> bool:
         """Write a claim's file atomically; return False if it has these bytes already. Raises CdiError."""
         path = self.path(uid)
+        looks.at(path)
         if self.read(uid) == data:
             return False
         # Runtimes read *.json and *.yaml only, and never what begins with a dot. The draft is in the same directory:
@@ -225,6 +237,7 @@ class CdiStore:
     def remove(self, uid: str) -> bool:
         """Remove a claim's file; return False if there was none. Raises CdiError if it cannot be removed."""
         path = self.path(uid)
+        looks.at(path)
         try:
             os.remove(path)
         except (FileNotFoundError, NotADirectoryError):

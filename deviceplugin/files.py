@@ -8,6 +8,8 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
+from deviceplugin import looks
+
 
 class FileIdentity(NamedTuple):
     """What tells a file from another one that took its name later: a new version of it, or a socket made anew.
@@ -28,7 +30,7 @@ class FileIdentity(NamedTuple):
 def file_identity(path: str | Path) -> FileIdentity | None:
     """Return which file is there, None if none can be seen."""
     try:
-        return FileIdentity.of(os.stat(path))
+        return FileIdentity.of(looks.stat(path))
     except OSError:
         return None
 
@@ -44,6 +46,7 @@ def put(path: str, data: bytes, draft: str, mode: int) -> None:
 
     draft: a path of the same directory that no other writer uses. Raises OSError, and leaves no draft.
     """
+    looks.at(path)
     try:
         with contextlib.suppress(FileNotFoundError):
             os.remove(draft)
@@ -67,6 +70,7 @@ def locked(path: str | Path, *, wait: bool = False) -> int:
 
     Raises BlockingIOError if another process has the lock and `wait` is False, OSError if the disk does not allow it.
     """
+    looks.at(path)
     while True:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -82,6 +86,6 @@ def locked(path: str | Path, *, wait: bool = False) -> int:
 def leads_to(path: str | Path, file: int) -> bool:
     """Return whether an open file is still the one at this path."""
     try:
-        return os.path.samestat(os.fstat(file), os.stat(path))
+        return os.path.samestat(os.fstat(file), looks.stat(path))
     except OSError:
         return False

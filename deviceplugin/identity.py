@@ -7,7 +7,6 @@ several times.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import os
 import re
@@ -18,6 +17,7 @@ from typing import Final, Literal
 
 import msgspec
 
+from deviceplugin import looks
 from deviceplugin.device import Device
 from deviceplugin.inventory import Inventory
 
@@ -45,7 +45,7 @@ def node_token(kind: NodeKind, major: int, minor: int) -> str:
     return "" if (kind, major) == ("char", MEMORY) else f"{kind}:{major}:{minor}"
 
 
-def identity_of(paths: Iterable[str], stat: Stat = os.stat) -> Tokens:
+def identity_of(paths: Iterable[str], stat: Stat = looks.stat) -> Tokens:
     """Return the tokens of those paths that are there. Blocks."""
     tokens = set()
     for path in paths:
@@ -56,7 +56,7 @@ def identity_of(paths: Iterable[str], stat: Stat = os.stat) -> Tokens:
     return frozenset(tokens - {""})
 
 
-def numbers_of(paths: Iterable[str], stat: Stat = os.stat) -> Tokens:
+def numbers_of(paths: Iterable[str], stat: Stat = looks.stat) -> Tokens:
     """Return the tokens of those paths that are device nodes. Blocks."""
     return frozenset(number for number in identity_of(paths, stat) if not number.startswith("file:"))
 
@@ -65,7 +65,7 @@ def _numbers(device: Device, stat: Stat) -> Tokens:
     return numbers_of((node.host for node in device.container_edits.device_nodes[: len(device.nodes)]), stat)
 
 
-def identities(devices: Sequence[Device], stat: Stat = os.stat) -> dict[str, Tokens]:
+def identities(devices: Sequence[Device], stat: Stat = looks.stat) -> dict[str, Tokens]:
     """Return the tokens of each device of a list by id, none for a device of which nothing is known. Blocks.
 
     A node of several devices says nothing, as /dev/nvidiactl, unless one of them has all its nodes and nothing else.
@@ -82,7 +82,7 @@ def identities(devices: Sequence[Device], stat: Stat = os.stat) -> dict[str, Tok
     return {name: (of | (numbers[name] & telling)) or numbers[name] for name, of in own.items()}
 
 
-def tokens_now(device: Device, stat: Stat = os.stat) -> Tokens:
+def tokens_now(device: Device, stat: Stat = looks.stat) -> Tokens:
     """Return all tokens that could identify a device now. Blocks."""
     now = _numbers(device, stat)
     if (kind := _LOOKED_UP.fullmatch(device.identity)) is None:
@@ -92,11 +92,9 @@ def tokens_now(device: Device, stat: Stat = os.stat) -> Tokens:
     return now
 
 
-def is_quick(device: Device) -> bool:
-    """Return whether `tokens_now` of a device cannot block: its nodes are in /dev, which is in memory."""
-    return not device.identity.startswith("file:") and all(
-        node.host.startswith("/dev/") for node in device.container_edits.device_nodes[: len(device.nodes)]
-    )
+def has_paths(device: Device) -> bool:
+    """Return whether `tokens_now` of a device looks at paths."""
+    return bool(device.nodes) or device.identity.startswith("file:")
 
 
 def same_hardware(tokens: Tokens, other: Tokens) -> bool:
@@ -151,6 +149,10 @@ def identified(tokens: Tokens, boot: str, *, sure: bool = True) -> Identity:
 
 
 async def publish(inventory: Inventory, devices: Sequence[Device], replicas: Mapping[str, int]) -> bool:
-    """Publish a list in an inventory, with the devices' tokens; return whether anything changed."""
+    """Publish a list in an inventory, with the devices' tokens; return whether anything changed.
+
+    While a path of theirs does not answer, this waits, and the devices listed before are unhealthy.
+    """
     identifiable = any(device.identity or device.nodes for device in devices)
-    return inventory.publish(devices, await asyncio.to_thread(identities, devices) if identifiable else {}, replicas)
+    tokens = await inventory.looks.until_answered("list", identities, devices) if identifiable else {}
+    return inventory.publish(devices, tokens, replicas)

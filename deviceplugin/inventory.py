@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from deviceplugin.device import Device, Health
+from deviceplugin.looks import Looks
 
 _NONE: Final[Mapping[str, Any]] = MappingProxyType({})
 GONE: Final = "the device is gone"
@@ -117,12 +118,30 @@ def changes(before: InventorySnapshot, now: InventorySnapshot) -> Iterator[Devic
         yield DeviceChange(name, "is removed: it is unlisted and nobody holds it")
 
 
+def blamed(listed: InventorySnapshot, message: str, version: int) -> InventorySnapshot:
+    """Return a snapshot in which all devices are unhealthy for one reason; as they were listed for "" as the reason."""
+    devices = listed.devices
+    if message:
+        devices = {
+            name: device if name in listed.gone else device.with_health(Health.UNHEALTHY, message)
+            for name, device in devices.items()
+        }
+    return dataclasses.replace(listed, version=version, devices=devices)
+
+
 class Inventory:
-    """One resource's devices now; tells subscribers of every change. Belongs to one event loop."""
+    """One resource's devices now; tells subscribers of every change. Belongs to one event loop.
+
+    looks: all looks at these devices' hardware. While one hangs, the devices are unhealthy for that reason.
+    """
 
     def __init__(self, resource: str) -> None:
         self.snapshot = InventorySnapshot(resource)
         """The devices as of now."""
+        self.looks: Final = Looks(resource, resource=resource)
+        self.looks.changed = self._looked
+        self._listed = self.snapshot
+        """The devices as the source lists them."""
         self._subscribers: dict[object, Callable[[InventorySnapshot], None]] = {}
 
     @property
@@ -141,16 +160,16 @@ class Inventory:
         replicas: Mapping[str, int] = _NONE,
     ) -> bool:
         """Take a full list; return whether anything changed. Raises DuplicateDeviceError, with nothing changed."""
-        return self._replace(merged(self.snapshot, listed, identities, replicas))
+        return self._replace(merged(self._listed, listed, identities, replicas))
 
     def share(self, replicas: Mapping[str, int]) -> None:
         """Have other numbers of containers share the devices, by id."""
-        if replicas != (now := self.snapshot).replicas:
+        if replicas != (now := self._listed).replicas:
             self._replace(dataclasses.replace(now, version=now.version + 1, replicas=replicas))
 
     def forget(self, ids: Iterable[str]) -> bool:
         """Drop those of the devices that are gone; return whether anything changed."""
-        return self._replace(without(self.snapshot, ids))
+        return self._replace(without(self._listed, ids))
 
     def subscribe(self, callback: Callable[[InventorySnapshot], None]) -> Callable[[], None]:
         """Call `callback` with each newer snapshot, in the loop; return what ends it."""
@@ -158,10 +177,19 @@ class Inventory:
         self._subscribers[key] = callback
         return lambda: self._subscribers.pop(key, None) and None
 
-    def _replace(self, snapshot: InventorySnapshot) -> bool:
-        if snapshot is self.snapshot:
+    def _replace(self, listed: InventorySnapshot) -> bool:
+        if listed is self._listed:
             return False
+        self._listed = listed
+        self._show(blamed(listed, self.looks.hanging, self.snapshot.version + 1))
+        return True
+
+    def _looked(self) -> None:
+        """Show that a look hangs, or that all have ended."""
+        if self._listed.listed:
+            self._show(blamed(self._listed, self.looks.hanging, self.snapshot.version + 1))
+
+    def _show(self, snapshot: InventorySnapshot) -> None:
         self.snapshot = snapshot
         for callback in tuple(self._subscribers.values()):
             callback(snapshot)
-        return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Collection, Coroutine
 from typing import Any, Final, TypeVar
 
 _LOG: Final = logging.getLogger(__name__)
@@ -45,14 +45,6 @@ async def cancel_all(tasks: Collection[asyncio.Task[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def in_thread(function: Callable[..., _T], *args: object) -> _T:
-    """Call a function in a thread; if this task is cancelled meanwhile, raise that when the call has ended.
-
-    A thread cannot be cancelled, and the next call for a claim must not work on its file at the same time.
-    """
-    return await ended(asyncio.get_running_loop().run_in_executor(None, function, *args))
 
 
 async def ended(future: asyncio.Future[_T]) -> _T:

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies
 
+from deviceplugin import looks
+
 gc.disable()  # until the tests are loaded: nothing of them is garbage
 settings.register_profile("quick", max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("thorough", settings.get_profile("quick"), max_examples=200)  # tox -e explore
@@ -49,6 +51,12 @@ def pytest_collection_finish() -> None:
     """Leave what is loaded, and thousands of tests, out of every later collection of garbage."""
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def a_core_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine is no slow file system: the event loop waits for each brief look."""
+    monkeypatch.setattr(looks, "PROMPT", 60.0)
 
 
 @pytest.fixture(autouse=True)

@@ -17,6 +17,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from tests.event_loop import LoopFileOperations
+
 __all__ = ["SERVER", "Forked"]
 
 SERVER = multiprocessing.get_context("forkserver")
@@ -80,6 +82,8 @@ def _run(arguments: list[str], output: str, environment: Mapping[str, str], dire
     written = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     os.dup2(written, 1)
     os.dup2(written, 2)
+    if watched := environment.get("LOOP_FILE_OPERATIONS"):
+        LoopFileOperations(watched).__enter__()
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         sys.modules.pop(arguments[1], None)  # or Python warns of running it twice

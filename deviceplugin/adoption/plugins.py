@@ -24,12 +24,13 @@ import grpc.aio
 
 from deviceplugin import naming
 from deviceplugin.addresses import MAX_SOCKET_PATH
-from deviceplugin.adoption.watcher import PluginWatcher, RefusedError
+from deviceplugin.adoption.watcher import PluginWatcher, RefusedError, first_socket
 from deviceplugin.device import printable
 from deviceplugin.files import FileIdentity, file_identity
 from deviceplugin.kubelet.podresources import CHANNEL_OPTIONS, SERVER_OPTIONS, unix_address
 from deviceplugin.kubelet.registration import KUBELET_SOCKET, VERSION, InstanceLock, RegistrationError
 from deviceplugin.kubelet.status import VendorConnection
+from deviceplugin.looks import Looks, LookTimeoutError
 from deviceplugin.tasks import cancel_all
 from deviceplugin.wire import deviceplugin_pb2 as pb
 from deviceplugin.wire.deviceplugin_pb2_grpc import RegistrationServicer, add_RegistrationServicer_to_server
@@ -191,6 +192,7 @@ class VendorPlugins(RegistrationServicer):
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self._looks = Looks(str(directory))
         self.registered: Callable[[str], None] = lambda resource: None
         self._turn = asyncio.Lock()
         """Held while a plugin allocates, for `TURN` seconds at most.
@@ -323,7 +325,7 @@ class VendorPlugins(RegistrationServicer):
         lock = InstanceLock(self.directory, KUBELET_SOCKET)
         try:
             await self._serve(server, lock)
-            await PluginWatcher(self.directory / REGISTRY, self.directory, self._take).run()
+            await PluginWatcher(self.directory / REGISTRY, self.directory, self._take, self._looks).run()
         finally:
             await server.stop(0)
             await cancel_all(self._tasks)
@@ -332,7 +334,7 @@ class VendorPlugins(RegistrationServicer):
     async def _lock(self, lock: InstanceLock) -> None:
         """Lock the directory: plugins of another agent would register here, and not return to that agent."""
         until = time.monotonic() + TAKEOVER
-        while not lock.acquire():
+        while not await self._looks.at("sockets", lock.acquire):
             if time.monotonic() > until:
                 owner = f"another agent ({lock.owner()}, which has locked {lock.path})"
                 raise AdoptionError(f"--adopt: plugins register in {self.directory} with {owner}; stop one of them")
@@ -348,17 +350,24 @@ class VendorPlugins(RegistrationServicer):
         own, link, public = (self.directory / file_name for file_name in (name, f"{name}.link", KUBELET_SOCKET))
         if len(os.fsencode(own)) > MAX_SOCKET_PATH:
             raise AdoptionError(f"--adopt: {self.directory} is too long for a socket in it; use a shorter directory")
-        try:
-            self.directory.mkdir(mode=0o750, parents=True, exist_ok=True)
-            await self._lock(lock)
+
+        def clear() -> None:
             (self.directory / REGISTRY).mkdir(mode=0o750, exist_ok=True)
             for path in self.directory.iterdir():
                 if path.is_socket() and path.name != KUBELET_SOCKET:
                     path.unlink(missing_ok=True)
-            server.add_insecure_port(unix_address(own))
-            await server.start()
+
+        def publish() -> None:
             os.link(own, link)
             link.replace(public)
+
+        try:
+            await self._looks.at("sockets", lambda: self.directory.mkdir(mode=0o750, parents=True, exist_ok=True))
+            await self._lock(lock)
+            await self._looks.at("sockets", clear)
+            await self._looks.at("sockets", server.add_insecure_port, unix_address(own))
+            await server.start()
+            await self._looks.at("sockets", publish)
         except (OSError, RuntimeError, RegistrationError) as error:
             why = os.strerror(error.errno or errno.EIO) if isinstance(error, OSError) else error
             raise AdoptionError(f"--adopt: plugins cannot register in {self.directory}: {why}") from error
@@ -373,10 +382,10 @@ class VendorPlugins(RegistrationServicer):
         alone if the file DEPRECATION is not there, wherever it has its socket.
         """
         places = [directory / request.endpoint.lstrip("/") for directory in (self.directory, self.directory / REGISTRY)]
-        socket = next((place for place in places if place.is_socket()), places[0])
         try:
+            socket = await self._looks.at("sockets", first_socket, places)
             await self._take(request.resource_name, [request.version], socket)
-        except RefusedError as error:
+        except (RefusedError, LookTimeoutError) as error:
             await context.abort(grpc.StatusCode.UNKNOWN, str(error))
         return pb.Empty()
 
@@ -389,7 +398,7 @@ class VendorPlugins(RegistrationServicer):
             naming.check_resource(resource)
         except naming.NamingError as error:
             raise RefusedError(str(error)) from error
-        file, former = file_identity(socket), self._plugins.get(resource)
+        file, former = await self._looks.at("sockets", file_identity, socket), self._plugins.get(resource)
         if former is not None and former.alive and (former.socket, former.file) == (socket, file):
             # The same server registers again: its one stream goes on.
             former.options = await self._options(former)

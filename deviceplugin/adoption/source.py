@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
@@ -11,11 +10,13 @@ from typing import Any, Final
 
 import grpc.aio
 
+from deviceplugin import looks
 from deviceplugin.adoption.answers import AnswerError, edits_of
 from deviceplugin.adoption.plugins import VendorCallError, VendorList, VendorPlugin, VendorPlugins
 from deviceplugin.device import MAX_ID, AttributeValue, ContainerEdits, Device, Health, Mount, counted, printable
 from deviceplugin.kubelet.device_list import DeviceIds, Entry
 from deviceplugin.kubelet.servicer import Endpoint, Refusal
+from deviceplugin.looks import Looks, LookTimeoutError
 from deviceplugin.register.records import NONE
 from deviceplugin.source import DeviceSource
 from deviceplugin.wire import deviceplugin_pb2 as pb
@@ -59,6 +60,7 @@ class AdoptedSource(DeviceSource):
         self.plugins = plugins
         self.adopted = adopted or Adopted()
         self.driver = self.adopted.driver
+        self._looks = Looks(resource, resource=resource)
 
     async def watch(self) -> AsyncIterator[Sequence[Device]]:
         """Yield the plugin's lists. A repeated or reordered list is no change."""
@@ -113,7 +115,11 @@ class AdoptedSource(DeviceSource):
             text = f"{error}; the next try asks it again" if error.unanswered else f"its plugin refuses: {error}"
             raise AnswerError(text) from error
         edits = edits_of(answer, self.adopted.dropped_annotations)
-        if missing := await asyncio.to_thread(_missing, edits.mounts):
+        try:
+            missing = await self._looks.at("answer", _missing, edits.mounts, brief=True)
+        except LookTimeoutError as error:
+            raise AnswerError(f"its plugin answers with a mount that cannot be looked at: {error}") from error
+        if missing:
             raise AnswerError(f"its plugin answers with a mount of {missing}, which is not there on the host")
         return edits
 
@@ -127,7 +133,12 @@ def _missing(mounts: Sequence[Mount]) -> str:
     """Return the path of a mount that does not exist; "" if all exist. In a pod the agent sees only the host's /dev."""
     in_pod = "KUBERNETES_SERVICE_HOST" in os.environ
     hosts = (mount.host for mount in mounts if not in_pod or mount.host.startswith("/dev/"))
-    return next((host for host in hosts if not os.path.lexists(host)), "")
+    return next((host for host in hosts if not _is_there(host)), "")
+
+
+def _is_there(path: str) -> bool:
+    looks.at(path)
+    return os.path.lexists(path)
 
 
 class VendorIds(DeviceIds):

@@ -29,6 +29,7 @@ from deviceplugin import filewatch
 from deviceplugin.backoff import Backoff
 from deviceplugin.files import FileIdentity
 from deviceplugin.kubelet.podresources import CHANNEL_OPTIONS, unix_address
+from deviceplugin.looks import Looks, LookTimeoutError
 from deviceplugin.tasks import cancel_all
 
 _LOG: Final = logging.getLogger(__name__)
@@ -51,12 +52,17 @@ class PluginWatcher:
     """Asks every socket below a directory for its plugin, once for each file.
 
     elsewhere: where else an endpoint's socket may lie. take: takes a plugin by its resource, the versions of the API
-    that it supports and the socket of its service; raises RefusedError.
+    that it supports and the socket of its service; raises RefusedError. looks: at the directory.
     """
 
     def __init__(
-        self, directory: Path, elsewhere: Path, take: Callable[[str, Sequence[str], Path], Coroutine[Any, Any, None]]
+        self,
+        directory: Path,
+        elsewhere: Path,
+        take: Callable[[str, Sequence[str], Path], Coroutine[Any, Any, None]],
+        looks: Looks,
     ) -> None:
+        self._looks = looks
         self.directory = directory
         self._elsewhere = elsewhere
         self._take = take
@@ -67,7 +73,12 @@ class PluginWatcher:
         with filewatch.shared().watch([str(self.directory)]) as watch:
             try:
                 while True:
-                    directories, sockets = _sockets(self.directory)
+                    try:
+                        directories, sockets = await self._looks.at("sockets", _sockets, self.directory)
+                    except LookTimeoutError as error:
+                        _LOG.warning("cannot see which plugins register: %s", error)
+                        await watch.wait(CHECK)
+                        continue
                     for gone in self._asked.keys() - sockets:
                         self._asked.pop(gone).cancel()
                     for new in sorted(sockets - self._asked.keys()):
@@ -106,7 +117,7 @@ class PluginWatcher:
             try:
                 if info.type != TYPE:
                     raise RefusedError(f"no handler registered for plugin type: {info.type}")
-                await self._take(info.name, info.supported_versions, self._endpoint(socket, info.endpoint))
+                await self._take(info.name, info.supported_versions, await self._endpoint(socket, info.endpoint))
             except RefusedError as error:
                 await stub.NotifyRegistrationStatus(pb.RegistrationStatus(error=str(error)), timeout=TELL)
                 raise
@@ -115,10 +126,15 @@ class PluginWatcher:
             except grpc.aio.AioRpcError as error:
                 _LOG.warning("cannot notify the plugin at %s of its registration: %s", socket, error.details())
 
-    def _endpoint(self, socket: Path, endpoint: str) -> Path:
+    async def _endpoint(self, socket: Path, endpoint: str) -> Path:
         name = os.path.basename(endpoint)
         places = [socket.parent / name, self._elsewhere / name] if name else [socket]
-        return next((place for place in places if place.is_socket()), places[0])
+        return await self._looks.at("sockets", first_socket, places)
+
+
+def first_socket(places: Sequence[Path]) -> Path:
+    """Return the first of these paths at which a socket is, else the first one. Blocks."""
+    return next((place for place in places if place.is_socket()), places[0])
 
 
 def _sockets(directory: Path) -> tuple[list[str], set[Found]]:

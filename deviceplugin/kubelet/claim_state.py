@@ -15,6 +15,8 @@ from typing import Any, Final
 
 import msgspec
 
+from deviceplugin import looks
+
 FILE_NAME: Final = "dra_manager_state"
 
 
@@ -85,6 +87,7 @@ def _claim(entry: Mapping[str, Any]) -> PreparedClaim:
 def read(kubelet_root: Path) -> tuple[PreparedClaim, ...]:
     """Read the claim state. Raises ClaimStateMissingError or ClaimStateError."""
     path = kubelet_root / FILE_NAME
+    looks.at(path)
     try:
         return parse(path.read_bytes())
     except FileNotFoundError as error:

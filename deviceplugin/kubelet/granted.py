@@ -11,13 +11,13 @@ from __future__ import annotations
 import base64
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 import msgspec
 from google.protobuf.message import DecodeError
 
-from deviceplugin.identity import UNIDENTIFIED, identified, numbers_of
+from deviceplugin.identity import UNIDENTIFIED, Tokens, identified, numbers_of
 from deviceplugin.naming import NamingError, parse_quantity
 from deviceplugin.register.question import Wanted
 from deviceplugin.register.records import UNKNOWN, Amount
@@ -47,15 +47,22 @@ def annotate(response: pb.ContainerAllocateResponse, resource: str, devices: Map
     response.annotations[annotation(resource)] = json.dumps(value, separators=(",", ":"))
 
 
-def granted(response: str, resource: str, device_id: str, boot: str) -> Wanted:
+def granted(
+    response: str,
+    resource: str,
+    device_id: str,
+    boot: str,
+    numbers: Callable[[Iterable[str]], Tokens] = numbers_of,
+) -> Wanted:
     """Return what a device was by the answer to Allocate, as the checkpoint has it. May block for device nodes.
 
     Without the annotation of this boot its paths tell what it is: with all devices of the answer, and control nodes.
-    How much of it was granted is not known without any annotation.
+    How much of it was granted is not known without any annotation. numbers: returns the numbers of those of some paths
+    that are device nodes.
     """
     of, devices, paths = _decoded(response, resource)
     wanted = devices.get(device_id, Wanted((resource, ""), UNIDENTIFIED, UNKNOWN))
-    return wanted if of == boot else wanted._replace(identity=identified(numbers_of(paths), boot, sure=False))
+    return wanted if of == boot else wanted._replace(identity=identified(numbers(paths), boot, sure=False))
 
 
 def nodes_missing(response: str, resource: str, wanted: Wanted, boot: str) -> bool:

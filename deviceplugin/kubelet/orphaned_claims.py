@@ -7,6 +7,7 @@ vendors' drivers. What these hold is known by the device nodes in their CDI file
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -24,6 +25,7 @@ from deviceplugin.kubelet import claim_state
 from deviceplugin.kubelet.cgroups import PodReader
 from deviceplugin.kubelet.claim_state import ClaimStateError, ClaimStateMissingError, PreparedClaim
 from deviceplugin.kubelet.holders import EvidenceSource
+from deviceplugin.looks import Looks, LookTimeoutError
 from deviceplugin.register.question import Use, claim_unit, part_of, takes_recorded
 from deviceplugin.register.records import Amount
 
@@ -118,7 +120,8 @@ class OrphanedClaims:
     _made_at: float = field(default=-math.inf, init=False)
     _unnamed: bool = field(default=False, init=False)
     """Whether a file is of a claim that the claim state does not name."""
-    _held: _Held = field(default=_Held(), init=False)
+    _held: _Held = field(default=_Held(unknown=f"{_UNKNOWN}: the claims' files have not been read yet"), init=False)
+    looks: Looks = field(default_factory=lambda: Looks("claims of other drivers", threads=1), init=False)
 
     def problem(self, driver: str | None = None) -> str:
         """Return why it is not known what such claims hold of a resource; "" if it is.
@@ -146,15 +149,26 @@ class OrphanedClaims:
         """
         return self._current().uses
 
-    def reread(self) -> None:
-        """Look at the files again at the next question, for an answer that must not be older than the question."""
-        self._looked_at = -math.inf
+    async def reread(self) -> None:
+        """Look at the files again, for an answer that must not be older than the question.
+
+        What was known stays while they do not answer: nobody can write there either.
+        """
+        with contextlib.suppress(LookTimeoutError):
+            await self.looks.at("claims", self._refresh, frozenset(self.served), brief=True)
 
     def _current(self) -> _Held:
-        """Return what is held; read the files if they have changed."""
+        """Return what is held; look at the files if that was not done just now."""
         now, served = time.monotonic(), frozenset(self.served)
+        ending = self._unnamed and now - self._made_at >= ENDING
+        if now - self._looked_at >= self.fresh or served != self._read_for or ending:
+            self.looks.brief("claims", self._refresh, served)
+        return self._held
+
+    def _refresh(self, served: frozenset[str]) -> None:
+        """Read the files that have changed, in the thread of `looks`."""
+        now = time.monotonic()
         if now - self._looked_at >= self.fresh or served != self._read_for:
-            self._looked_at = now
             self._read_state()
             self._read_files(served)
         made_from = self._claims, self._problem, self._files, served
@@ -162,7 +176,7 @@ class OrphanedClaims:
             held = self._decide(self._counted(served), served)
             self._held = held._replace(uses=self._held.uses) if held.uses == self._held.uses else held
             self._made_from, self._made_at = made_from, now
-        return self._held
+        self._looked_at = now
 
     def _read_state(self) -> None:
         file = file_identity(self.kubelet_root / claim_state.FILE_NAME)

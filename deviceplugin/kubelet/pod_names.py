@@ -1,14 +1,18 @@
-"""Names of pods by UID, for people: the kubelet's log directories have them."""
+"""Names of pods, from the kubelet's log directories."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 from collections.abc import Collection
 from pathlib import Path
+from typing import Final
 
 from deviceplugin.kubelet.podresources import PodContainer
+from deviceplugin.looks import Looks, LookTimeoutError
+
+SHORTLY: Final = 1.0
+"""Seconds that a look may take in a thread that reads other evidence, too."""
 
 
 class PodNames:
@@ -16,13 +20,26 @@ class PodNames:
 
     def __init__(self, directory: Path) -> None:
         self.known: dict[str, tuple[str, str]] = {}
+        self.looks: Final = Looks(str(directory))
         self._directory = directory
 
     async def update(self, uids: Collection[str]) -> None:
-        """Keep the names of these pods, and drop all others."""
+        """Keep the names of these pods, as far as they can be read, and drop all others."""
         if not self.known.keys() >= set(uids):
-            self.known |= await asyncio.to_thread(self.read, uids)
+            with contextlib.suppress(LookTimeoutError):
+                self.known |= await self.now(uids)
         self.known = {uid: name for uid, name in self.known.items() if uid in uids}
+
+    async def now(self, uids: Collection[str]) -> dict[str, tuple[str, str]]:
+        """Return the names of these pods as of now. Raises LookTimeoutError."""
+        return await self.looks.at("pod names", self.read, uids)
+
+    def read_shortly(self, uids: Collection[str]) -> dict[str, tuple[str, str]]:
+        """Return the names of these pods as of now; none if the directory does not answer. Blocks shortly."""
+        try:
+            return self.looks.within(SHORTLY, "pod names", self.read, uids)
+        except LookTimeoutError:
+            return {}
 
     def read(self, uids: Collection[str]) -> dict[str, tuple[str, str]]:
         """Return the names of these pods as of now. Blocks."""
@@ -34,8 +51,8 @@ class PodNames:
         return {parts[2]: (parts[0], parts[1]) for parts in split if len(parts) == 3 and parts[2] in uids}
 
     def pods(self, uids: Collection[str]) -> tuple[PodContainer, ...]:
-        """Return these pods, with their names as far as they show now. Blocks."""
-        names = self.read(uids) if uids else {}
+        """Return these pods, with their names as far as they show now. Blocks shortly."""
+        names = self.read_shortly(uids) if uids else {}
         return tuple(PodContainer(*names.get(uid, ("", "")), uid=uid) for uid in sorted(uids))
 
     def changed(self) -> dict[str, float]:

@@ -30,13 +30,14 @@ from typing import TYPE_CHECKING, Final
 
 import grpc.aio
 
-from deviceplugin import filewatch
+from deviceplugin import filewatch, looks
 from deviceplugin.addresses import remove_abandoned, socket_path
 from deviceplugin.backoff import Backoff
 from deviceplugin.files import FileIdentity, file_identity, leads_to, locked
-from deviceplugin.kubelet.foreign_plugin import Finding, ForeignPluginWatch, sockets
+from deviceplugin.kubelet.foreign_plugin import Finding, ForeignPluginWatch, Socket, sockets
 from deviceplugin.kubelet.podresources import CHANNEL_OPTIONS, SERVER_OPTIONS, unix_address
 from deviceplugin.kubelet.servicer import Endpoint
+from deviceplugin.looks import Looks, LookTimeoutError
 from deviceplugin.tasks import Tasks
 from deviceplugin.wire import deviceplugin_pb2 as pb
 from deviceplugin.wire.deviceplugin_pb2_grpc import RegistrationStub
@@ -195,7 +196,8 @@ class SocketServer:
     Each socket has a name that is never used again, so that a server's stop() cannot unlink another server's socket.
     """
 
-    def __init__(self, endpoint: Endpoint, directory: Path, timing: RegistrationTiming) -> None:
+    def __init__(self, endpoint: Endpoint, directory: Path, timing: RegistrationTiming, looks: Looks) -> None:
+        self._looks = looks
         self.lock = InstanceLock(directory, endpoint.resource)
         self._endpoint = endpoint
         self._directory = directory
@@ -207,23 +209,29 @@ class SocketServer:
         """Whether the kubelet may know the socket."""
         self._stopping = Tasks()
 
-    @property
-    def in_place(self) -> bool:
-        """Whether there is a server, and its path still leads to its own socket."""
-        return self._identity is not None and file_identity(self._socket) == self._identity
+    async def in_place(self) -> bool:
+        """Return whether there is a server, and its path still leads to its own socket. Raises LookTimeoutError."""
+        identity = self._identity
+        return identity is not None and identity == await self._looks.at(
+            "socket", file_identity, self._socket, brief=True
+        )
+
+    async def _locked(self) -> bool:
+        return await self._looks.at("socket", self.lock.acquire, brief=True)
 
     async def lock_resource(self) -> None:
         """Lock this resource; wait shortly for another instance. Raises RegistrationError if that does not end."""
-        if self.lock.acquire():
+        if await self._locked():
             return
         served = f"{self._endpoint.resource} is served on this node by another process already"
-        _LOG.warning("%s (%s); waiting for it to end", served, self.lock.owner())
+        owner = await self._looks.at("socket", self.lock.owner)
+        _LOG.warning("%s (%s); waiting for it to end", served, owner)
         until = time.monotonic() + self._timing.takeover
         while time.monotonic() < until:
             await asyncio.sleep(0.1)  # flock has no wait with a deadline
-            if self.lock.acquire():
+            if await self._locked():
                 return
-        owner = f"{self.lock.owner()}, which has locked {self.lock.path}"
+        owner = f"{await self._looks.at('socket', self.lock.owner)}, which has locked {self.lock.path}"
         raise RegistrationError(f"{served} ({owner}); stop it, or give this one another resource name")
 
     async def serve(self) -> str:
@@ -232,19 +240,20 @@ class SocketServer:
         Raises RegistrationError.
         """
         await self.lock_resource()
-        if self.in_place and not self.used:
+        if await self.in_place() and not self.used:
             return self._socket.name
         self.retire()
-        self._remove_stale_sockets()
+        await self._looks.at("socket", self._remove_stale_sockets)
         path = self._directory / socket_name(self._endpoint.resource, str(self._directory), os.urandom(4).hex())
         server = grpc.aio.server(options=SERVER_OPTIONS)
         self._endpoint.add_to(server)
         try:
-            server.add_insecure_port(unix_address(path))
+            await self._looks.at("socket", server.add_insecure_port, unix_address(path), brief=True)
         except RuntimeError as error:
             raise RegistrationError(f"{self._directory}: cannot make a socket there: {error}; {_NEEDED}") from error
         await server.start()
-        self._server, self._socket, self._identity, self.used = server, path, file_identity(path), False
+        self._server, self._socket, self.used = server, path, False
+        self._identity = await self._looks.at("socket", file_identity, path, brief=True)
         return path.name
 
     def _remove_stale_sockets(self) -> None:
@@ -259,11 +268,11 @@ class SocketServer:
             self._stopping.start(self._server.stop(self._timing.drain))
             self._server = self._identity = None
 
-    def remove_socket(self) -> None:
+    async def remove_socket(self) -> None:
         """Remove the socket, so that no new connection is made."""
-        if self.in_place:
-            with contextlib.suppress(OSError):
-                self._socket.unlink()
+        with contextlib.suppress(OSError):
+            if await self.in_place():
+                await self._looks.at("socket", self._socket.unlink, brief=True)
 
     async def end(self) -> None:
         """Wait for the servers to end, and release the lock."""
@@ -286,7 +295,7 @@ class PluginRegistration:
     """Keeps one endpoint served and registered until it is cancelled.
 
     turn: serialises Register between the resources of a process: the kubelet dials back during the call, and leaks
-    memory when registrations follow too fast (kubernetes#124716).
+    memory when registrations follow too fast (kubernetes#124716). directory_looks: at the directory.
     """
 
     def __init__(
@@ -295,7 +304,9 @@ class PluginRegistration:
         directory: Path,
         turn: asyncio.Lock | None = None,
         timing: RegistrationTiming | None = None,
+        directory_looks: Looks | None = None,
     ) -> None:
+        self._looks = directory_looks or Looks(str(directory))
         self._foreign = ForeignPluginWatch()
         self.endpoint = endpoint
         self.statistics = RegistrationStatistics()
@@ -303,7 +314,7 @@ class PluginRegistration:
         self._timing = timing or RegistrationTiming()
         self._turn = turn or asyncio.Lock()
         self._backoff = Backoff(first=0.01, most=10.0)
-        self._server = SocketServer(endpoint, directory, self._timing)
+        self._server = SocketServer(endpoint, directory, self._timing, self._looks)
         self._accepted: Accepted | None = None
         self._next_look = 0.0
         self._last_kubelet: FileIdentity | None = None  # of the last Register that succeeded, ever
@@ -325,42 +336,53 @@ class PluginRegistration:
             await self._close()
 
     async def _loop(self, watch: filewatch.Watch) -> None:
-        timing = self._timing
-        if self._has_directory():
-            await self._server.lock_resource()  # raises at once what no kubelet can repair
+        locked = False
         while True:
-            finding = await self._look()
-            seen = self._seen(finding)
-            step = next_step(seen, timing.patience)
-            if step is Step.REST and self._accepted is not None and self._accepted.options != self.endpoint.options:
-                step = Step.REGISTER  # the hooks changed with the source: the kubelet asks once, at Register
-            if step is Step.REGISTER:
-                await self._register_or_pause(watch, seen)
-                continue
-            if step is Step.WAIT_FOR_DEVICES:
-                await self._unregister()
-                self._log_once("devices", f"waiting for {self.endpoint.awaits}")
-            elif step is Step.WAIT_FOR_KUBELET:
-                self.statistics.registered = False
-                self._backoff.reset()
-                self.statistics.error = f"{self._kubelet} is not there"
-                if has_directory := self._has_directory():
-                    self._log_once("kubelet", f"waiting for the kubelet ({self.statistics.error})")
-                else:
-                    hint = "--kubelet-root and --device-plugin-dir say where it is"
-                    missing = f"waiting for the kubelet: no directory {self._kubelet.parent}; {hint}"
-                    self._log_once("directory", missing, logging.WARNING)
-                if not seen.served and has_directory:
-                    try:
-                        await self._server.serve()  # before the kubelet makes its socket: it deletes others first
-                    except RegistrationError:
-                        if self._has_directory():
-                            raise
-                        continue  # it was removed meanwhile
-            elif step is Step.REST and seen.since >= timing.patience:
-                self._backoff.reset()
-            stream_due = max(0.01, timing.patience - seen.since)
-            await watch.wait(stream_due if step is Step.WAIT_FOR_STREAM else min(timing.poll, finding.again))
+            try:
+                if not locked and await self._has_directory():
+                    await self._server.lock_resource()  # raises at once what no kubelet can repair
+                locked = True
+                await self._next(watch)
+            except LookTimeoutError as error:
+                # What is served and registered goes on.
+                self._log_once(str(error), f"cannot see whether the kubelet is there: {error}", logging.WARNING)
+                await watch.wait(self._timing.poll)
+
+    async def _next(self, watch: filewatch.Watch) -> None:
+        """Take the next step, then wait for a change. Raises LookTimeoutError: the directory does not answer."""
+        timing = self._timing
+        finding = await self._look()
+        seen = await self._seen(finding)
+        step = next_step(seen, timing.patience)
+        if step is Step.REST and self._accepted is not None and self._accepted.options != self.endpoint.options:
+            step = Step.REGISTER  # the hooks changed with the source: the kubelet asks once, at Register
+        if step is Step.REGISTER:
+            await self._register_or_pause(watch, seen)
+            return
+        if step is Step.WAIT_FOR_DEVICES:
+            await self._unregister()
+            self._log_once("devices", f"waiting for {self.endpoint.awaits}")
+        elif step is Step.WAIT_FOR_KUBELET:
+            self.statistics.registered = False
+            self._backoff.reset()
+            self.statistics.error = f"{self._kubelet} is not there"
+            if has_directory := await self._has_directory():
+                self._log_once("kubelet", f"waiting for the kubelet ({self.statistics.error})")
+            else:
+                hint = "--kubelet-root and --device-plugin-dir say where it is"
+                missing = f"waiting for the kubelet: no directory {self._kubelet.parent}; {hint}"
+                self._log_once("directory", missing, logging.WARNING)
+            if not seen.served and has_directory:
+                try:
+                    await self._server.serve()  # before the kubelet makes its socket: it deletes others first
+                except RegistrationError:
+                    if await self._has_directory():
+                        raise
+                    return  # it was removed meanwhile
+        elif step is Step.REST and seen.since >= timing.patience:
+            self._backoff.reset()
+        stream_due = max(0.01, timing.patience - seen.since)
+        await watch.wait(stream_due if step is Step.WAIT_FOR_STREAM else min(timing.poll, finding.again))
 
     async def _look(self) -> Finding:
         """Return whether another plugin has registered the resource since."""
@@ -374,14 +396,22 @@ class PluginRegistration:
         if now < self._next_look:
             return Finding(again=self._next_look - now)
         self._next_look = now + (LOOK_FOR_CLAIMS if self.endpoint.kept_back else LOOK)
-        there, sent = sockets(self._kubelet.parent), self.endpoint.streams.sent
+        there, sent = await self._sockets(), self.endpoint.streams.sent
         return self._foreign.found(await self.endpoint.host.recorded(), there, sent, plugin=self.endpoint.plugin_socket)
 
-    def _has_directory(self) -> bool:
+    async def _sockets(self) -> frozenset[Socket]:
+        return await self._looks.at("socket", sockets, self._kubelet.parent, brief=True)
+
+    async def _kubelet_now(self) -> FileIdentity | None:
+        return await self._looks.at("socket", file_identity, self._kubelet, brief=True)
+
+    async def _has_directory(self) -> bool:
         """Whether the kubelet's directory exists. Raises RegistrationError: it is no directory, or unreadable."""
         directory = self._kubelet.parent
         try:
-            mode = directory.stat().st_mode
+            mode = (await self._looks.at("socket", looks.stat, directory, brief=True)).st_mode
+        except LookTimeoutError:
+            raise
         except (FileNotFoundError, NotADirectoryError):
             return False
         except OSError as error:
@@ -426,17 +456,17 @@ class PluginRegistration:
     async def _pause(self, watch: filewatch.Watch, delay: float, kubelet: FileIdentity | None) -> None:
         """Wait before the next try; return early if the kubelet has restarted."""
         until = time.monotonic() + delay
-        while file_identity(self._kubelet) == kubelet:
+        while await self._kubelet_now() == kubelet:
             if (rest := until - time.monotonic()) <= 0:
                 return
             await watch.wait(rest)
         self._backoff.reset()
 
-    def _seen(self, foreign: Finding) -> Seen:
+    async def _seen(self, foreign: Finding) -> Seen:
         accepted = self._accepted
         return Seen(
-            kubelet=file_identity(self._kubelet),
-            served=self._server.in_place,
+            kubelet=await self._kubelet_now(),
+            served=await self._server.in_place(),
             live=self.endpoint.streams.live,
             listened=accepted is not None and self.endpoint.streams.begun > accepted.streams,
             registered=accepted.kubelet if accepted is not None else None,
@@ -448,7 +478,8 @@ class PluginRegistration:
     async def _register(self, watch: filewatch.Watch) -> bool:
         """Serve if necessary, end the old stream, register once; return whether the kubelet accepted it."""
         resource, timing = self.endpoint.resource, self._timing
-        kubelet, accepted, self._accepted = file_identity(self._kubelet), self._accepted, None
+        kubelet = await self._kubelet_now()
+        accepted, self._accepted = self._accepted, None
         if self.endpoint.streams.live and accepted is not None and accepted.kubelet == kubelet:
             await self.endpoint.calls_ended(timing.calls)  # the kubelet ends them with the stream
         self.statistics.registered = False
@@ -457,7 +488,7 @@ class PluginRegistration:
             self._server.retire()
         await self._server.serve()
         self.endpoint.streams.sent = ()
-        there = sockets(self._kubelet.parent)
+        there = await self._sockets()
         record = await self.endpoint.host.recorded()
         self.endpoint.keep_registered(record.registered if record is not None else ())
         self._foreign.begin(record, there)
@@ -466,7 +497,7 @@ class PluginRegistration:
             async with self._turn:
                 # In this order: a kubelet deletes sockets before it makes its own, and may have
                 # done so while another resource had its turn. It would dial a lost one for 10 s.
-                kubelet = file_identity(self._kubelet)
+                kubelet = await self._kubelet_now()
                 name = await self._server.serve()
                 streams = self.endpoint.streams.begun
                 request = pb.RegisterRequest(version=VERSION, endpoint=name, resource_name=resource, options=options)
@@ -500,7 +531,7 @@ class PluginRegistration:
     ) -> bool:
         """Wait for Register's answer; return False if the kubelet restarts or ends meanwhile. Raises AioRpcError."""
         try:
-            while file_identity(self._kubelet) == kubelet:
+            while await self._kubelet_now() == kubelet:
                 hint = asyncio.create_task(watch.wait(self._timing.poll))
                 await asyncio.wait({call, hint}, return_when=asyncio.FIRST_COMPLETED)
                 hint.cancel()
@@ -525,7 +556,7 @@ class PluginRegistration:
         flight.
         """
         self.statistics.registered = False
-        self._server.remove_socket()
+        await self._server.remove_socket()
         if self.endpoint.streams.live:
             await self.endpoint.calls_ended(self._timing.calls)
         self.endpoint.streams.stop()  # a stream that the kubelet is just beginning would be waited for

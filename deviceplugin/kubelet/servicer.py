@@ -27,6 +27,7 @@ from deviceplugin.kubelet.foreign_plugin import KubeletRecord
 from deviceplugin.kubelet.granted import annotate
 from deviceplugin.kubelet.podresources import AllocationsInFlight
 from deviceplugin.kubelet.tracker import HolderTracker
+from deviceplugin.looks import LookTimeoutError
 from deviceplugin.register.question import Wanted
 from deviceplugin.register.records import LedgerError
 from deviceplugin.register.register import OtherSideError, Register, UnknownHolderError
@@ -233,7 +234,8 @@ class Endpoint(DevicePluginServicer):
                     await self._refuse_held(names)
                     await self.host.release_former(names)
                 answered = await answer(wanted)
-            except Refusal as refusal:
+            except (Refusal, LookTimeoutError) as error:
+                refusal = error if isinstance(error, Refusal) else self._unanswered(error)
                 self.statistics.refusals[refusal.reason] += 1
                 extra = {"resource": self.resource, "device": ", ".join(map(printable, names[:SHOWN_IDS]))}
                 _LOG.warning("Allocate refused: %s", refusal.details, extra=extra)
@@ -286,7 +288,7 @@ class Endpoint(DevicePluginServicer):
                     await self._register.verify_granted((self.resource, device.id) for device in devices)
                     await self._register.hooks.call(self.statistics.hooks, "reset", self.source, devices)
             self._failed_starts.pop(frozenset(request.devices_ids), None)
-        except (DeviceConflictError, hooks.HookError) as error:
+        except (DeviceConflictError, hooks.HookError, LookTimeoutError) as error:
             self._log_failed_start(request.devices_ids, error)
             conflict = isinstance(error, DeviceConflictError)
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION if conflict else _INTERNAL, str(error))
@@ -373,6 +375,9 @@ class Endpoint(DevicePluginServicer):
             self._register.waits.expect([(self.resource, self.ids.device_id_of(name)) for name in held], EXPECTED)
             self.refresh()  # before the kubelet chooses for the next pod
             raise self._refusal("held", f"device {name} is still held: {why}")
+
+    def _unanswered(self, error: LookTimeoutError) -> Refusal:
+        return self._refusal("timeout", str(error), grpc.StatusCode.DEADLINE_EXCEEDED)
 
     def _unrecorded(self, error: LedgerError) -> Refusal:
         return self._refusal("ledger", f"{error}", grpc.StatusCode.UNAVAILABLE)

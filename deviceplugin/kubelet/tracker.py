@@ -20,7 +20,7 @@ from typing import Final, Protocol
 
 from deviceplugin import filewatch
 from deviceplugin.files import FileIdentity
-from deviceplugin.identity import boot_id
+from deviceplugin.identity import Tokens, boot_id, numbers_of
 from deviceplugin.kubelet import checkpoint, containers, holders, pod_evidence
 from deviceplugin.kubelet.allocation_copies import AllocationCopies
 from deviceplugin.kubelet.cgroups import PodProcesses, PodReader, read_directories
@@ -37,6 +37,7 @@ from deviceplugin.kubelet.podresources import (
     PodResources,
     PodResourcesReport,
 )
+from deviceplugin.looks import LONG, Looks, LookTimeoutError
 from deviceplugin.register.question import Use, Wanted
 from deviceplugin.register.register import Register
 
@@ -50,6 +51,8 @@ MOST_REQUEST: Final = 10.0
 """Seconds between two requests for a checkpoint about the same allocations: from the first to the second value."""
 REWRITE: Final = 1.0
 """Seconds that the kubelet has to write its checkpoint after it was sent a list; some ms are usual."""
+NODE_LOOK: Final = 0.5
+"""Seconds that a look at device nodes may take that an answer of another plugin names."""
 GRANT_REWRITE: Final = 4.0
 """The same while an Allocate waits for it, since a refusal fails a pod: a busy kubelet takes longer."""
 
@@ -94,7 +97,12 @@ class HolderTracker:
         )
         self._names = PodNames(paths.pod_log_dir)
         self._register = register
-        self._checkpoint = CheckpointReader(paths.plugins, lists, lambda: self._known | self.snapshot.held.keys())
+        self.looks: Final = Looks("the kubelet's files")
+        """All looks at the kubelet's checkpoint and claim state, its pods and their cgroups."""
+        self.copy_looks: Final = Looks("copies of other agents' allocations", threads=1)
+        self._checkpoint = CheckpointReader(
+            paths.plugins, lists, lambda: self._known | self.snapshot.held.keys(), self.looks
+        )
         self._reading = asyncio.Lock()
         self.pod_resources: Final = PodResources(paths.pod_resources)
         self.in_flight = AllocationsInFlight()
@@ -127,17 +135,18 @@ class HolderTracker:
 
     async def start(self) -> None:
         """Record the allocations that the checkpoint and other agents' copies name, before anything is served."""
-        self._read_copies()
+        await self._read_copies()
         records = self._register.snapshot.allocations.values()
         self.pods.known(pod_evidence.recorded({place for record in records for place in record.shown}, boot_id()))
-        seen = await asyncio.to_thread(self._read)
-        await self._register.add_holders(await asyncio.to_thread(self._possible_holders, seen))
+        seen = await self.looks.until_answered("evidence", self._read)
+        await self._register.add_holders(await self.looks.until_answered("evidence", self._possible_holders, seen))
         self.snapshot = holders.holders(self._known, seen)
         self._begun = self._former = frozenset(allocation.pod_uid for allocation in self.snapshot.held)
         await self._names.update(self._begun)
         self._note_problem(seen)
-        if problem := await asyncio.to_thread(self._names.missing):
-            _LOG.warning("%s", problem)
+        with contextlib.suppress(LookTimeoutError):
+            if problem := await self._names.looks.at("pod names", self._names.missing):
+                _LOG.warning("%s", problem)
 
     @property
     def _known(self) -> frozenset[Allocation]:
@@ -187,21 +196,18 @@ class HolderTracker:
         is the new holder itself, whose init container had the device before.
         """
         wanted = frozenset(device_ids)
-        known_pods = {holder.pod_uid for holder in of_ids(self._known_or(self._newest()), resource, wanted)}
-        # A container whose allocations the kubelet has lost ends before this Allocate, if it is the one that asks.
-        lost = (holder.pod_uid for holder in self._known - self._checkpoint.last.allocations if holder.container)
-        if not any(map(self.pods.may_exist, known_pods.union(lost))):
+        if not await self.looks.at("holders", self._may_be_held, resource, wanted, brief=True):
             for name in wanted:
                 self._refused.pop((resource, name), None)
             return {}
-        allocations, running, admitted = await asyncio.to_thread(self._holders_now, resource, wanted)
+        allocations, running, admitted = await self.looks.at("holders", self._holders_now, resource, wanted)
         refused: dict[str, str] = {}
         if admitted and not running:
             written, problem = await self._checkpoint.written(GRANT_REWRITE)
             named: frozenset[Allocation] = frozenset().union(*(file.allocations for file in written))
             named_ids = {(holder.pod_uid, holder.device_id) for holder in of_ids(named, resource, wanted)}
             why = problem or "is named in the kubelet's checkpoint"
-            allocations, running, admitted = await asyncio.to_thread(self._holders_now, resource, wanted)
+            allocations, running, admitted = await self.looks.at("holders", self._holders_now, resource, wanted)
             for holder in allocations:  # several of one id: a pod that has ended may have a cgroup for some time
                 if holder.pod_uid in admitted and (problem or (holder.pod_uid, holder.device_id) in named_ids):
                     refused[holder.device_id] = (
@@ -219,7 +225,14 @@ class HolderTracker:
 
     async def still_running(self, resource: str, device_ids: Collection[str]) -> Collection[str]:
         """Return which of these ids have holders whose processes run."""
-        return (await asyncio.to_thread(self._holders_now, resource, frozenset(device_ids)))[1].keys()
+        return (await self.looks.at("holders", self._holders_now, resource, frozenset(device_ids)))[1].keys()
+
+    def _may_be_held(self, resource: str, device_ids: frozenset[str]) -> bool:
+        """Return whether any of these ids may have a holder; quick."""
+        known_pods = {holder.pod_uid for holder in of_ids(self._known_or(self._newest()), resource, device_ids)}
+        # A container whose allocations the kubelet has lost ends before this Allocate, if it is the one that asks.
+        lost = (holder.pod_uid for holder in self._known - self._checkpoint.last.allocations if holder.container)
+        return any(map(self.pods.may_exist, known_pods.union(lost)))
 
     def _holders_now(
         self, resource: str, device_ids: frozenset[str]
@@ -238,16 +251,16 @@ class HolderTracker:
         whose init container had the device before.
         """
         wanted = frozenset(device_ids)
-        if not of_ids(self._known_or(self._newest()), resource, wanted):
+        if not of_ids(self._known_or(await self.looks.at("holders", self._newest, brief=True)), resource, wanted):
             return frozenset(), frozenset()
-        return await asyncio.to_thread(self._ended, resource, wanted)
+        return await self.looks.at("holders", self._ended, resource, wanted)
 
     def _ended(self, resource: str, device_ids: frozenset[str]) -> _EndedAndOthers:
         read, pods = self._last_written(), self.pods.read()
         allocations = frozenset(of_ids(self._known_or(read), resource, device_ids))
         uids = {allocation.pod_uid for allocation in allocations}
         # The kubelet and the runtime make a pod's directories after its admission.
-        begun = self._begun | self._names.known.keys() | self._names.read(uids).keys()
+        begun = self._begun | self._names.known.keys() | self._names.read_shortly(uids).keys()
         begun |= read_directories(self.pods.kubelet_root) or frozenset()
         ended = holders.ended(allocations, pods, begun) | (allocations & self._ended_containers(read, pods))
         return ended, allocations - ended
@@ -297,10 +310,9 @@ class HolderTracker:
         served: the resources of this process, which ask at the same time: a new file is read once for all of them.
         """
         async with self._reading:
-            now = self._checkpoint.current()
-            if now is None:
-                with contextlib.suppress(CheckpointError):
-                    now = await asyncio.to_thread(self._checkpoint.read)
+            now = None
+            with contextlib.suppress(CheckpointError, LookTimeoutError):
+                now = await self.looks.at("checkpoint", self._checkpoint.newest, brief=True)
         if now is None or now.file is None:
             return None
         grants = self._checkpoint.grants
@@ -316,14 +328,21 @@ class HolderTracker:
 
     async def reread(self) -> None:
         """Read the checkpoint and other agents' copies if they changed: they name allocations since the last scan."""
-        if self._read_copies():
+        if await self._read_copies():
             self._scan_wanted.set()
-        if self._checkpoint.current() is None or self._checkpoint.missing_nodes:
-            with contextlib.suppress(CheckpointError):
-                self._checkpoint.read()
+        with contextlib.suppress(CheckpointError):
+            await self.looks.at("checkpoint", self._reread, brief=True)
 
-    def _read_copies(self) -> bool:
-        if copied := self._copies.changed():
+    def _reread(self) -> None:
+        if self._checkpoint.current() is None or self._checkpoint.missing_nodes:
+            self._checkpoint.read()
+
+    async def _read_copies(self) -> bool:
+        """Read the copies that are new; if they cannot be read now, nobody can write one either."""
+        copied: Mapping[Allocation, Wanted] = {}
+        with contextlib.suppress(LookTimeoutError):
+            copied = await self.copy_looks.at("copies", self._copies.changed, brief=True)
+        if copied:
             self._copied = {**self._copied, **copied}
             self._unscanned |= copied.keys()
         return bool(copied)
@@ -339,7 +358,7 @@ class HolderTracker:
         return "/".join(self._names.known.get(pod_uid, (pod_uid,)))
 
     def pods_named(self, uids: Collection[str]) -> tuple[PodContainer, ...]:
-        """Return these pods, with their names as far as the kubelet's log directories show them. Blocks."""
+        """Return these pods, with their names as far as the kubelet's log directories show them. Blocks shortly."""
         return self._names.pods(uids)
 
     def holders(self, resource: str) -> Mapping[str, frozenset[PodContainer]]:
@@ -401,20 +420,20 @@ class HolderTracker:
         """
         await self.in_flight.wait()
         at = time.monotonic()
-        self._read_copies()
+        await self._read_copies()
         unscanned = self._unscanned
-        before = seen = await asyncio.to_thread(self._read)
+        before = seen = await self.looks.at("evidence", self._read, timeout=LONG)
         report = await self._list() if self._wants_claim_uses else None
         now = holders.holders(self._known, seen, at)
         if asked := self._requests.due(now, seen.pods, wanted):
             report = report or await self._list()
-            seen = await asyncio.to_thread(self._read, *await self._checkpoint.written())
+            seen = await self.looks.at("evidence", self._read, *await self._checkpoint.written(), timeout=LONG)
             if report is not None:  # the kubelet has dropped the pods that had ended
                 seen = self._with_hidden(before.pods, seen)
             now = holders.holders(self._known | now.held.keys(), seen, at)
         all_pods_listed = self.all_pods_listed
         if report is not None:
-            look = await asyncio.to_thread(self.pods.read)
+            look = await self.looks.at("evidence", self.pods.read, timeout=LONG)
             listed = await self._listed(report, look.running or ())
             all_pods_listed = look.running == listed and (look.whole or bool(listed))
         if not self.in_flight.none_since(at):
@@ -466,11 +485,11 @@ class HolderTracker:
     async def _list(self) -> PodResourcesReport | None:
         report = await self.pod_resources.list()
         if report is not None and self._in_one_root:
-            await asyncio.to_thread(self.pods.answered)
+            await self.looks.at("evidence", self.pods.answered)
         return report
 
     async def _listed(self, report: PodResourcesReport, running: Collection[str]) -> frozenset[str]:
-        names = await asyncio.to_thread(self._names.read, running)
+        names = await self._names.now(running)
         # Of two pods of one name that run, one was deleted by force: a list that has the name does not tell which.
         counts = Counter(names.values())
         return frozenset(uid for uid, name in names.items() if name in report.pods and counts[name] == 1)
@@ -484,7 +503,9 @@ class CheckpointReader:
     adopted resources says nothing, since control nodes recur in all of them.
     """
 
-    def __init__(self, directory: Path, lists: DeviceLists, known: Callable[[], Iterable[Allocation]]) -> None:
+    def __init__(
+        self, directory: Path, lists: DeviceLists, known: Callable[[], Iterable[Allocation]], looks: Looks
+    ) -> None:
         self.last = CheckpointVersion(frozenset(), {})
         self.grants: Mapping[Allocation, tuple[str, Wanted]] = {}
         """What the devices of allocations were, with the answer to Allocate that says so."""
@@ -493,6 +514,19 @@ class CheckpointReader:
         self._directory = directory
         self._lists = lists
         self._known = known
+        self._looks = looks
+        self._node_looks = Looks("device nodes in answers of other plugins", threads=2)
+
+    def _numbers(self, paths: Iterable[str]) -> Tokens:
+        """Return the numbers of device nodes; those that do not answer are looked at again at the next reading."""
+        try:
+            return self._node_looks.within(NODE_LOOK, "answer", numbers_of, paths)
+        except LookTimeoutError:
+            return frozenset()
+
+    def newest(self) -> CheckpointVersion:
+        """Return what the file has now, without reading it if it has not changed. Blocks. Raises CheckpointError."""
+        return self.current() or self.read()
 
     def current(self) -> CheckpointVersion | None:
         """Return the last result if the file has not changed since, else None."""
@@ -514,7 +548,7 @@ class CheckpointReader:
             if self._lists.adopted(allocation.resource):
                 grants.pop(allocation, None)
             elif grants.get(allocation, ("",))[0] != response or allocation in self.missing_nodes:
-                grants[allocation] = response, granted(response, *allocation[2:], boot_id())
+                grants[allocation] = response, granted(response, *allocation[2:], boot_id(), self._numbers)
         self.missing_nodes = frozenset(
             allocation
             for allocation, (response, what) in grants.items()
@@ -528,7 +562,7 @@ class CheckpointReader:
         patience: seconds that the kubelet has to write each, by default REWRITE.
         """
         written: list[CheckpointVersion] = []
-        last = checkpoint.identity(self._directory)
+        last = await self._looks.at("checkpoint", checkpoint.identity, self._directory, brief=True)
         while not holders.shows_present(written):
             if not self._lists.resend():
                 return (), "the kubelet does not listen to this plugin, so it cannot be asked to write its checkpoint"
@@ -544,7 +578,7 @@ class CheckpointReader:
             until = time.monotonic() + patience
             while (rest := until - time.monotonic()) > 0:
                 try:
-                    after = await asyncio.to_thread(checkpoint.read, self._directory)
+                    after = await self._looks.at("checkpoint", checkpoint.read, self._directory)
                 except CheckpointError:
                     after = None
                 if after is not None and after.file != before:

@@ -117,10 +117,7 @@ class Agent(RegisterHost):
     async def run(self) -> None:
         """Serve until `stop`, end the claims' side, drain and clean up. Raises AgentError: one cannot be served."""
         self._accept_stop()
-        if not self._stopped.is_set():
-            await self.tracker.start()
-            self.scanner.log.holders(self.tracker.snapshot.held)
-            await self.scanner.observe(self.tracker.snapshot, self.register.snapshot.sequence)
+        if not self._stopped.is_set() and await self._started():
             for service in self.services.values():
                 self._supervisor.start(service)
             self.begun.set()
@@ -135,6 +132,22 @@ class Agent(RegisterHost):
                 await cancel_all([adopting])  # last: calls in flight are passed on to the plugins
         if self._error is not None:
             raise self._error
+
+    async def _started(self) -> bool:
+        """Read who holds what; return False if the agent is stopped before that is known."""
+        starting, stopping = asyncio.create_task(self._start()), asyncio.create_task(self._stopped.wait())
+        try:
+            await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if starting.done():
+                await starting
+        finally:
+            await cancel_all([task for task in (starting, stopping) if not task.done()])
+        return not starting.cancelled()
+
+    async def _start(self) -> None:
+        await self.tracker.start()
+        self.scanner.log.holders(self.tracker.snapshot.held)
+        await self.scanner.observe(self.tracker.snapshot, self.register.snapshot.sequence)
 
     def stop(self) -> None:
         """Have `run` return; from any thread or signal handler."""
@@ -224,7 +237,7 @@ class Agent(RegisterHost):
     async def reread(self) -> None:
         """Have the checkpoint and the claims' files read anew."""
         await self.tracker.reread()
-        self.claims.reread()
+        await self.claims.reread()
 
     def evidence_missing(self, resource: str, device: str) -> str:
         """Return why it is not known yet who holds a device; "" if it is."""

@@ -11,14 +11,15 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from deviceplugin import files, filewatch
+from deviceplugin import files, filewatch, looks
 from deviceplugin.adoption.plugins import VendorPlugins
 from deviceplugin.adoption.source import Adopted, AdoptedSource
 from deviceplugin.kubelet.paths import Paths
+from deviceplugin.looks import Looks, LookTimeoutError
 from deviceplugin.naming import node_name
 from deviceplugin.node.agent import Agent, AgentError
 from deviceplugin.node.options import metrics_config, parse_run
@@ -45,7 +46,7 @@ class ConfigFile:
     lock: which commands and paths it may name, now and after changes. content: its bytes (None: unreadable). config:
     its parsed content. refused: why the last change was refused, "" if it was applied. unserved: why a part of the
     config is not served. kept: where the last valid file is saved, None for nowhere. former: whether config is that of
-    the saved file. vendors: the adopted plugins.
+    the saved file. vendors: the adopted plugins. looks, kept_looks: at the file, and at the saved one.
     """
 
     path: Path
@@ -57,6 +58,8 @@ class ConfigFile:
     kept: Path | None = None
     former: bool = False
     vendors: VendorPlugins | None = None
+    looks: Looks = field(default_factory=lambda: Looks("the config file"))
+    kept_looks: Looks = field(default_factory=lambda: Looks("the saved config file", threads=1))
 
     @classmethod
     def read(cls, path: Path, lock: Lock, kept: Path | None = None, vendors: VendorPlugins | None = None) -> ConfigFile:
@@ -80,13 +83,12 @@ class ConfigFile:
             _LOG.error("%s", why)
             return cls(path, lock, content, former, refused=why, kept=kept, former=True, vendors=vendors)
 
-    def keep(self) -> None:
+    async def keep(self) -> None:
         """Save the file for a start with an invalid file, if all of it is served."""
         if self.kept is None or self.content is None or self.refused or self.unserved:
             return
         try:
-            self.kept.parent.mkdir(parents=True, exist_ok=True)
-            files.put(str(self.kept), self.content, f"{self.kept}.new", 0o600)
+            await self.kept_looks.at("config file", _put, self.kept, self.content)
         except OSError as error:
             _LOG.warning("%s: cannot save the config file for a start with a broken one: %s", self.kept, error)
 
@@ -264,12 +266,17 @@ async def _follow_config(program: Program, file: ConfigFile, reload: asyncio.Eve
 
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, read_again)
         while True:
-            now = await asyncio.to_thread(_content, path)
+            try:
+                now = await file.looks.at("config file", _content, path)
+            except LookTimeoutError as error:
+                _LOG.warning("the config file cannot be read: %s", error)
+                await watch.wait(30.0)
+                continue
             if now != content or reload.is_set():
                 reload.clear()
                 content = now
                 file = replace(await _reload(program, file), content=now)
-                file.keep()
+                await file.keep()
                 _tell(program.agent, file)
             if await watch.wait(30.0) and not reload.is_set():
                 deadline = time.monotonic() + 2.0
@@ -285,14 +292,20 @@ def _tell(agent: Agent, file: ConfigFile) -> None:
 async def _keep(program: Program, file: ConfigFile) -> None:
     """Save a file once it is served."""
     await program.agent.begun.wait()
-    file.keep()  # nothing is awaited: that of a change comes after it
+    await file.keep()  # that of a change comes after it: the looks have one thread
 
 
 def _on_one_line(error: Exception) -> str:
     return "; ".join(str(error).splitlines())
 
 
+def _put(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files.put(str(path), content, f"{path}.new", 0o600)
+
+
 def _content(path: Path) -> bytes | None:
+    looks.at(path)
     from deviceplugin.config import MAX_BYTES
 
     try:
@@ -308,7 +321,7 @@ async def _reload(program: Program, file: ConfigFile) -> ConfigFile:
 
     path, current = file.path, file.config
     try:
-        wanted = await asyncio.to_thread(config.load, path, file.lock)
+        wanted = await file.looks.at("config file", config.load, path, file.lock)
         before: Mapping[str, Hashable] = {resource.name: resource for resource in current.resources}
         after = {resource.name: resource for resource in wanted.resources}
         changed = {name: file.source(resource) for name, resource in after.items() if before.get(name) != resource}

@@ -25,6 +25,7 @@ from deviceplugin.kubelet.registration import PluginRegistration, RegistrationEr
 from deviceplugin.kubelet.servicer import Endpoint, EndpointHost, Refusal
 from deviceplugin.kubelet.status import ResourceStatus, VendorConnection, Withheld
 from deviceplugin.kubelet.tracker import HolderTracker
+from deviceplugin.looks import Looks
 from deviceplugin.node.claim_side import ClaimSide
 from deviceplugin.node.device_log import InventoryLog
 from deviceplugin.node.following import SourceFollower
@@ -42,7 +43,7 @@ class ServiceContext:
     """The objects that all services of a node share.
 
     plugins: the device plugin directory. turn: held while a resource registers. claim_side: the part of this process
-    that serves claims. scan_wanted: set when a scan should run soon.
+    that serves claims. scan_wanted: set when a scan should run soon. plugins_looks: at the device plugin directory.
     """
 
     plugins: Path
@@ -53,6 +54,7 @@ class ServiceContext:
     timing: RegistrationTiming | None
     scan_wanted: asyncio.Event
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    plugins_looks: Looks = field(default_factory=lambda: Looks("the device plugin directory"))
 
 
 class Service(EndpointHost):
@@ -71,7 +73,9 @@ class Service(EndpointHost):
         self.endpoint = (AdoptedEndpoint if isinstance(source, AdoptedSource) else Endpoint)(
             source, self.inventory, context.tracker.in_flight, self, context.tracker, context.register
         )
-        self.registration = PluginRegistration(self.endpoint, context.plugins, context.turn, context.timing)
+        self.registration = PluginRegistration(
+            self.endpoint, context.plugins, context.turn, context.timing, context.plugins_looks
+        )
         self._context = context
         self._released: frozenset[Allocation] = frozenset()
         """Allocations that have ended, and whose devices were released before a grant; they are not forgotten yet."""

@@ -6,7 +6,6 @@ store record the result. A process has one register for all its resources and dr
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections import Counter
@@ -29,6 +28,7 @@ from deviceplugin.exclusion import (
 from deviceplugin.hook_runs import DeviceBusyError, HookRuns
 from deviceplugin.identity import Identity, Tokens, identified, shown
 from deviceplugin.inventory import Inventory
+from deviceplugin.looks import Looks
 from deviceplugin.register import operations
 from deviceplugin.register.offers import ListedResource, OfferQuestion, WithheldDevices, withheld_devices
 from deviceplugin.register.question import (
@@ -51,7 +51,6 @@ from deviceplugin.source import DeviceSource
 
 _LOG: Final = logging.getLogger(__name__)
 _T = TypeVar("_T")
-_K = TypeVar("_K")
 
 SIDES: Final[tuple[SideName, ...]] = ("dra", "plugin")
 
@@ -101,13 +100,13 @@ class RegisterHost:
         return ""
 
 
-async def _tokens_now(devices: Mapping[_K, Device]) -> dict[_K, Tokens]:
-    """Return the identities of devices as of now, by the same keys; in a thread if that may block."""
+async def _tokens_now(looks: Looks, kind: str, devices: Mapping[str, Device]) -> dict[str, Tokens]:
+    """Return the identities of devices as of now, by the same keys. Raises LookTimeoutError."""
 
-    def read() -> dict[_K, Tokens]:
-        return {key: identity.tokens_now(device) for key, device in devices.items()}
+    def read() -> dict[str, Tokens]:
+        return {name: identity.tokens_now(device) for name, device in devices.items()}
 
-    return read() if all(map(identity.is_quick, devices.values())) else await asyncio.to_thread(read)
+    return await looks.at(kind, read, brief=True) if any(map(identity.has_paths, devices.values())) else read()
 
 
 class ListedHardware:
@@ -315,7 +314,8 @@ class Register:
 
         asked: the device and amount that each id stood for at the request; by default as of now. Raises ConflictError
         if an id stands for another device now, if the holders or the side of a device leave too little of it, or if its
-        holder is not known yet. Raises the store's error if the grant could not be recorded.
+        holder is not known yet. Raises LookTimeoutError if paths of a device do not answer, and the store's error if the
+        grant could not be recorded.
         """
         devices = list(dict.fromkeys(ids.values()))
         keys = [(resource, device) for device in devices]
@@ -384,7 +384,9 @@ class Register:
         return {peer for key in keys for peer in (key, *self.listed.now().peers(key))}
 
     async def verify(self, keys: Iterable[DeviceKey], *, resets: bool = True) -> None:
-        """Check that devices have the identity that was listed, and wait for their hooks. Raises ConflictError.
+        """Check that devices have the identity that was listed, and wait for their hooks.
+
+        Raises DeviceConflictError, or LookTimeoutError: the paths of one do not answer.
 
         resets: also wait for `reset`; False for a caller that calls `reset` itself.
         """
@@ -404,7 +406,7 @@ class Register:
         snapshot = inventory.snapshot
         devices = {name: snapshot.devices[name] for name in names if name in snapshot.devices}
 
-        now = await _tokens_now(devices)
+        now = await _tokens_now(inventory.looks, "grant", devices)
         listed = {name: snapshot.identities.get(name, frozenset()) for name in now}
         other = [name for name, tokens in now.items() if tokens.isdisjoint(listed[name])]
         if any(now[name] or listed[name] for name in other) and inventory.snapshot is snapshot:
@@ -416,20 +418,24 @@ class Register:
                 raise DeviceConflictError(f"{was}: {shown(listed[name])}, now {shown(now[name])}")
 
     async def verify_granted(self, keys: Iterable[DeviceKey]) -> None:
-        """Check that devices have the identity that they had when granted. Raises ConflictError if one has not."""
+        """Check that devices have the identity that they had when granted.
+
+        Raises DeviceConflictError: one has not. LookTimeoutError: the paths of one do not answer.
+        """
         services, state, view = self.listed.served, self.snapshot, self.view()
         granted: dict[DeviceKey, Tokens] = {}
-        devices: dict[DeviceKey, Device] = {}
+        devices: dict[str, dict[str, Device]] = {}
         for resource, name in keys:
             held = [use for use in uses(state, [(resource, name)], view) if use.key == (resource, name)]
             granted[resource, name] = frozenset().union(*(use.tokens for use in held))
             listed = services[resource].inventory.snapshot.devices if resource in services else {}
             if granted[resource, name] and name in listed:
-                devices[resource, name] = listed[name]
-        for key, tokens in (await _tokens_now(devices)).items():
-            if tokens.isdisjoint(granted[key]):
-                was = f"{titled(key)} is not what its holder was given"
-                raise DeviceConflictError(f"{was}: {shown(granted[key])}, now {shown(tokens)}")
+                devices.setdefault(resource, {})[name] = listed[name]
+        for resource, of in devices.items():
+            for name, tokens in (await _tokens_now(services[resource].inventory.looks, "granted", of)).items():
+                if tokens.isdisjoint(granted[resource, name]):
+                    was = f"{titled((resource, name))} is not what its holder was given"
+                    raise DeviceConflictError(f"{was}: {shown(granted[resource, name])}, now {shown(tokens)}")
 
     # Evidence.
 

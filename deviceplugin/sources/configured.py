@@ -48,11 +48,11 @@ def build_entry(resource: ResourceConfig, index: int) -> DeviceSource:
     """Return the source of one of a resource's entries. NVML is loaded if needed."""
     entry, permissions = resource.devices[index], resource.permissions
     if entry.globs:
-        return PathSource(*entry.globs, permissions=permissions)
+        return PathSource(*entry.globs, permissions=permissions, resource=resource.name)
     if entry.pci is not None:
         return PciSource(entry.pci, permissions=permissions, resource=resource.name)
     if entry.usb is not None:
-        return UsbSource(entry.usb, permissions=permissions)
+        return UsbSource(entry.usb, permissions=permissions, resource=resource.name)
     if entry.nvidia is not None:
         from deviceplugin.sources.nvidia import NvidiaSource, Places
 

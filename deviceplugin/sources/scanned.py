@@ -10,13 +10,14 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Final
 
-from deviceplugin import filewatch, hooks
-from deviceplugin.device import Device
+from deviceplugin import filewatch
+from deviceplugin.device import Device, Health
+from deviceplugin.looks import Looks
 from deviceplugin.source import DeviceSource
 
 _LOG: Final = logging.getLogger(__name__)
-SCAN_TIMEOUT: Final = 60.0
-"""Seconds after which a scan is given up (a network file system that hangs)."""
+SCAN_TIMEOUT: Final = 15.0
+"""Seconds after which the devices are unhealthy until the scan has ended (a network file system that hangs)."""
 MAX_PAUSE: Final = 0.5
 """Seconds between scans while the file system changes again and again and the devices do not."""
 
@@ -45,6 +46,7 @@ class ScannedSource(DeviceSource):
         self.permissions = permissions
         self.notes: tuple[str, ...] = ()
         self._rescan = rescan
+        self._looks = Looks(self.resource or "devices", threads=1, resource=self.resource)
 
     def scan(self) -> list[Device]:
         """Return the devices that are there now; blocks."""
@@ -63,7 +65,14 @@ class ScannedSource(DeviceSource):
         with filewatch.shared().watch(watched) as watch:
             while True:
                 began = time.monotonic()
-                scan = await hooks.call(f"the scan of {self!r}", self._scan, timeout=SCAN_TIMEOUT)
+                look = self._looks.begin("scan", self._scan, place=repr(self))
+                if why := await self._looks.late(look, SCAN_TIMEOUT, give_up=False):
+                    _LOG.warning("the devices cannot be looked for: %s", why)
+                    if listed:
+                        listed = [device.with_health(Health.UNHEALTHY, why) for device in listed]
+                        yield listed
+                    await self._looks.until_ended(look)
+                scan = look.result
                 took = time.monotonic() - began
                 for note in scan.notes:
                     if note not in self.notes:

@@ -8,8 +8,9 @@ import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Final
 
-from deviceplugin import filewatch
+from deviceplugin import filewatch, looks
 from deviceplugin.device import Device, Health
+from deviceplugin.looks import Looks
 from deviceplugin.source import DeviceSource
 
 _LOG: Final = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ class SimulatedSource(DeviceSource):
     ) -> None:
         self.resource = resource or self.resource
         self._file = unhealthy_file
+        self._looks = Looks("the file of unhealthy devices", threads=1, resource=self.resource)
         self._rescan = rescan
         self._lock = threading.Lock()
         self._watches: set[filewatch.Watch] = set()
@@ -86,7 +88,7 @@ class SimulatedSource(DeviceSource):
                 listed: Sequence[Device] | None = None
                 while True:
                     if self._file:
-                        self._read(self._file)
+                        await self._looks.until_answered("list", self._read, self._file)
                     devices = self.devices
                     if devices != listed:
                         listed = devices
@@ -105,6 +107,7 @@ class SimulatedSource(DeviceSource):
     def _read(self, file: str) -> None:
         """Read the file of unhealthy devices; if it cannot be read, their health stays."""
         warning = ""
+        looks.at(file)
         try:
             with open(file, encoding="utf-8") as stream:
                 lines = [line.strip() for line in stream.read(1 << 20).splitlines()]

@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from deviceplugin import cdi, claim_files
 from deviceplugin.backoff import Backoff
-from deviceplugin.device import ContainerEdits, EditConflictError
+from deviceplugin.device import ContainerEdits, DeviceNode, EditConflictError
+from deviceplugin.looks import Looks, LookTimeoutError
 from deviceplugin.register.records import Claim
-from deviceplugin.tasks import in_thread
 from dra_bridge.driver.claim_devices import filed
 from dra_bridge.driver.claims import ClaimError
 from dra_bridge.driver.evidence import Published
@@ -31,45 +29,61 @@ A file watch would notice each file that this process itself writes or removes, 
 kubelet waits for the answer to the next Prepare.
 """
 
-_IN_MEMORY: Final = ("/run/", "/var/run/")
-
 
 class ClaimFiles:
     """The files of one driver's claims.
 
-    boot: the node's boot; after a reboot devices are set up again. agent: the name of this one.
+    looks: at the directory; it has one thread, so that what is done for a claim is done in this order. boot: the node's
+    boot; after a reboot devices are set up again. agent: the name of this one.
     """
 
-    def __init__(self, records: ClaimRecords, directory: str, boot: str, agent: str) -> None:
+    def __init__(self, records: ClaimRecords, directory: str, looks: Looks, boot: str, agent: str) -> None:
         self.boot: Final = boot
+        self.looks: Final = looks
         self._agent = agent
         self._records = records
         self._driver = records.driver
         self._store = cdi.CdiStore(records.driver, directory)
         self._own = claim_files.ClaimFileStore(records.driver, directory)
-        self._changing = threading.Lock()
-        """Held while a claim's own file is removed, or written again without the claim's lock."""
-        self._quick = os.path.realpath(directory).startswith(_IN_MEMORY)
-        """Whether the files are in memory, so that neither writing nor removing one blocks."""
 
     async def answer(
         self, claim: Claim, groups: Sequence[RequestDevices], edits: Mapping[str, Sequence[ContainerEdits]]
     ) -> Prepared:
-        """Make a claim's answer and its files; in a thread if that may block."""
-        nodes = (
-            node.host
-            for of_request in edits.values()
-            for container_edits in of_request
-            for node in container_edits.device_nodes
-        )
-        if self._quick and all(host.startswith("/dev/") for host in nodes):
-            return self._answer(claim, groups, edits)
-        return await in_thread(self._answer, claim, groups, edits)
+        """Make a claim's answer and its files.
+
+        Raises ClaimError: edits contradict each other; CdiError: a node is not there, or a file cannot be written;
+        LookTimeoutError: a node does not answer.
+        """
+        owners = {
+            node.host: group.served.inventory.looks
+            for group in groups
+            for device, _ in group.members
+            for node in device.container_edits.device_nodes
+        }
+        by_looks: dict[Looks, dict[DeviceNode, None]] = {}
+        for node in (node for of in edits.values() for each in of for node in each.device_nodes):
+            looks = owners.get(node.host, groups[0].served.inventory.looks)  # else it is of a hook's edits
+            by_looks.setdefault(looks, {})[node] = None
+        nodes: dict[DeviceNode, Sequence[dict[str, Any]]] = {}
+        for looks, own in by_looks.items():
+            nodes |= await looks.at("prepare", cdi.described, own, brief=True)
+        return await self._at(self._answer, claim, groups, edits, nodes)
+
+    async def _at(self, function: Callable[..., _T], *arguments: object) -> _T:
+        """Read or change files. Raises CdiError, also where the file system does not answer."""
+        try:
+            return await self.looks.at("claim file", function, *arguments, brief=True)
+        except LookTimeoutError as error:
+            raise cdi.CdiError(str(error)) from error
 
     def _answer(
-        self, claim: Claim, groups: Sequence[RequestDevices], edits: Mapping[str, Sequence[ContainerEdits]]
+        self,
+        claim: Claim,
+        groups: Sequence[RequestDevices],
+        edits: Mapping[str, Sequence[ContainerEdits]],
+        nodes: Mapping[DeviceNode, Sequence[dict[str, Any]]],
     ) -> Prepared:
-        """Make a claim's answer and its files. Blocks, also for reading device nodes.
+        """Make a claim's answer and its files. Blocks.
 
         Each request has a CDI device, so that a container gets the edits of its own requests, and each once.
         The request's first device carries it. It is called the same whatever the claim is allocated: to an answer that
@@ -99,7 +113,7 @@ class ClaimFiles:
         if not listed:
             self._store.remove(uid)
             return Prepared(tuple(devices), "", self.boot)
-        data = cdi.encode(cdi.build(self._driver, listed))
+        data = cdi.encode(cdi.build(self._driver, listed, nodes))
         self._store.write(uid, data)
         return Prepared(tuple(devices), data.decode(), self.boot)
 
@@ -109,7 +123,7 @@ class ClaimFiles:
     async def write(self, claim: Claim) -> bool:
         """Write the files of a claim of the ledger, under the claim's lock; return False if all were there."""
         prepared = prepared_of(claim)
-        return await in_thread(self._write, claim, prepared.spec if prepared is not None else "")
+        return await self._at(self._write, claim, prepared.spec if prepared is not None else "")
 
     def _write(self, claim: Claim, spec: str) -> bool:
         written = self._own.write(claim.uid, self._filed(claim))
@@ -119,31 +133,24 @@ class ClaimFiles:
         """Have a claim's own file, if it is there, say what the ledger says by now. Needs no lock."""
         record = self._records.get(uid)
         if record is not None:
-            await self._change(self._describe, record)
+            with contextlib.suppress(cdi.CdiError):  # `write` is called again, and reports it
+                await self._at(self._describe, record)
 
     def _describe(self, record: Claim) -> None:
-        with self._changing, contextlib.suppress(cdi.CdiError):  # `write` is called again, and reports it
-            if self._own.read(record.uid) is not None:
-                self._own.write(record.uid, self._filed(record))
+        if self._own.read(record.uid) is not None:
+            self._own.write(record.uid, self._filed(record))
 
     async def remove(self, uid: str) -> None:
         """Remove a claim's files, under the claim's lock, as far as they are there."""
-        await self._change(self._remove, uid)
+        await self._at(self._remove, uid)
 
     def _remove(self, uid: str) -> None:
         self._store.remove(uid)
-        with self._changing:
-            self._own.remove(uid)
-
-    async def _change(self, change: Callable[[_T], None], what: _T) -> None:
-        if self._quick:
-            change(what)
-        else:
-            await in_thread(change, what)
+        self._own.remove(uid)
 
     async def claims(self) -> frozenset[str]:
-        """Return the UIDs of the claims that have a file."""
-        return await in_thread(lambda: self._store.list() | self._own.list())
+        """Return the UIDs of the claims that have a file. Raises LookTimeoutError."""
+        return await self.looks.at("claim file", lambda: self._store.list() | self._own.list())
 
     def read(self) -> list[claim_files.ClaimFile]:
         """Read the own files of this driver's claims; blocks. Raises OSError: the directory cannot be read."""
@@ -166,15 +173,19 @@ class ClaimFiles:
         Without its file a container cannot be restarted, and the kubelet prepares a claim only once. Returns when the
         directory was deleted on the host while it is mounted here: this mount shows the deleted one ever after.
         """
-        backoff = Backoff(first=1.0, most=60.0)
-        while not await in_thread(self._store.deleted):
-            missing = await in_thread(self._missing)
-            if errors := list(filter(None, await asyncio.gather(*map(self._restore, missing)))):
+        backoff, deleted = Backoff(first=1.0, most=60.0), False
+        while not deleted:
+            try:
+                deleted, missing = await self.looks.at("claim file", lambda: (self._store.deleted(), self._missing()))
+                errors = list(filter(None, await asyncio.gather(*map(self._restore, missing))))
+            except LookTimeoutError as error:
+                errors = [str(error)]
+            if errors and not deleted:
                 _LOG.warning("CDI files are missing: %s", errors[0], extra={"driver": self._driver})
                 await asyncio.sleep(backoff.next())
-                continue
-            backoff.reset()
-            await asyncio.sleep(CHECK)
+            elif not deleted:
+                backoff.reset()
+                await asyncio.sleep(CHECK)
 
     def _missing(self) -> list[str]:
         """Return the claims of the ledger that lack a file."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
 from deviceplugin import cdi
 from deviceplugin.kubelet.claim_state import PreparedClaim
+from deviceplugin.looks import Looks
 from deviceplugin.register.register import Register
 from deviceplugin.register.rules import ClaimEvidence
 from deviceplugin.tasks import Tasks
@@ -43,7 +44,7 @@ class DriverNode:
 
     pool: the pool's name, which is the node's. agent: the name of the agent, for the claims' files. report: whether to
     write `status.devices` of claims, which costs a GET and a PATCH for each. boot: identifies the node's boot; "" is as
-    the kernel does.
+    the kernel does. cdi_looks: all looks at `cdi_directory`.
     """
 
     pool: str
@@ -53,6 +54,7 @@ class DriverNode:
     agent: str = ""
     report: bool = False
     boot: str = ""
+    cdi_looks: Looks = field(default_factory=lambda: Looks("the CDI directory", threads=1))
 
 
 class Driver:
@@ -78,7 +80,9 @@ class Driver:
         self.statistics = statistics = ClaimStatistics()
         self.records = records = ClaimRecords(name, node.pool, register.store)
         self.devices = served_devices = ServedDevices(name, tuple(served), host)
-        self.files = files = ClaimFiles(records, node.cdi_directory, node.boot or register.boot, node.agent)
+        self.files = files = ClaimFiles(
+            records, node.cdi_directory, node.cdi_looks, node.boot or register.boot, node.agent
+        )
         self.waits: Final = register.waits
         self._call_deadline, self._register = call_deadline, register
         self._limits: set[WaitLimit] = set()

@@ -44,6 +44,7 @@ from deviceplugin.adoption.source import AdoptedSource
 from deviceplugin.device import ContainerEdits, Device, EditConflictError, counted
 from deviceplugin.exclusion import DeviceConflictError, DeviceKey
 from deviceplugin.kubelet.claim_state import ClaimStateError
+from deviceplugin.looks import LookTimeoutError
 from deviceplugin.register import operations
 from deviceplugin.register.outlook import outlook
 from deviceplugin.register.question import View
@@ -564,6 +565,8 @@ def _as_claim_error(error: BaseException, what: str, deadline: float) -> ClaimEr
         case asyncio.CancelledError():
             overtaken = error.args[:1] == (_OVERTAKEN,)
             reason, text = "overtaken", f"{what}: {_OVERTAKEN if overtaken else 'the driver is stopping'}"
+        case LookTimeoutError():
+            reason, text = "timeout", f"{what}: {error}"
         case TimeoutError():
             reason, text = "timeout", f"{what}: not done within {deadline:g} s"
         case hooks.HookError():

@@ -37,6 +37,7 @@ from deviceplugin import addresses, filewatch
 from deviceplugin.backoff import Backoff
 from deviceplugin.files import FileIdentity, file_identity
 from deviceplugin.kubelet.podresources import SERVER_OPTIONS, unix_address
+from deviceplugin.looks import Looks, LookTimeoutError
 from deviceplugin.tasks import Tasks
 from deviceplugin.wire import pluginregistration_pb2 as pb
 from deviceplugin.wire.pluginregistration_pb2_grpc import RegistrationServicer, add_RegistrationServicer_to_server
@@ -208,10 +209,15 @@ class _Socket:
     server: grpc.aio.Server
     own: FileIdentity | None
 
-    @property
     def in_place(self) -> bool:
-        """Whether the file is there and still this server's."""
+        """Return whether the file is there and still this server's. Blocks."""
         return self.own is not None and file_identity(self.path) == self.own
+
+    def remove(self) -> None:
+        """Remove the file. Blocks."""
+        with contextlib.suppress(OSError):
+            if self.in_place():
+                self.path.unlink()
 
 
 class Registrar:
@@ -239,6 +245,7 @@ class Registrar:
         self._kubelet = kubelet
         self._registered_by: FileIdentity | None = None
         """The socket of the kubelet that has registered the driver."""
+        self._looks = Looks(f"{registry} and {directory}")
         self._timing = timing or RegistrarTiming()
         self._changed = changed
         self._backoff = Backoff(first=0.5, most=60.0)
@@ -283,7 +290,7 @@ class Registrar:
                         self._fail(reason)
                         await watch.wait(wait)
                     finally:
-                        self._retire()
+                        await self._retire()
         finally:
             await self._stopping.wait(self._timing.drain + 1.0)
 
@@ -294,7 +301,7 @@ class Registrar:
     async def _keep(self, watch: filewatch.Watch) -> None:
         """Wait until new sockets are needed: one was removed, or the kubelet refused the driver or does not answer."""
         made_at = time.monotonic()
-        while all(bound.in_place for bound in self._sockets):
+        while await self._in_place():
             if self._refused:
                 await self._pause()
                 if not self.statistics.registered:  # else the kubelet's own next try was sooner
@@ -312,6 +319,15 @@ class Registrar:
             await watch.wait(wait)
         _LOG.warning("a socket was removed; making new ones", extra={"driver": self.driver.name})
 
+    async def _in_place(self) -> bool:
+        """Return whether the sockets are there, as far as their directories answer."""
+        bound = tuple(self._sockets)
+        try:
+            return await self._looks.at("socket", lambda: all(one.in_place() for one in bound))
+        except LookTimeoutError as error:
+            _LOG.warning("cannot see whether the sockets are there: %s", error, extra={"driver": self.driver.name})
+            return True
+
     async def _pause(self) -> None:
         """Wait after a refusal, longer after each."""
         self._refused, delay = False, self._backoff.next()
@@ -322,9 +338,7 @@ class Registrar:
     async def _serve(self, watch: filewatch.Watch) -> None:
         """Make both sockets, the service's first; their names are new."""
         name, instance = self.driver.name, os.urandom(4).hex()
-        self._registry.mkdir(parents=True, exist_ok=True)
-        self._directory.mkdir(parents=True, exist_ok=True, mode=0o750)
-        self._sweep()
+        await self._looks.at("socket", self._sweep)
         self._health = HealthService(self.driver, self._timing.keep_alive)
         service, registration = (grpc.aio.server(options=SERVER_OPTIONS) for _ in range(2))
         add_to_server(self.driver, self._health, service)
@@ -338,11 +352,11 @@ class Registrar:
 
     async def _bind(self, server: grpc.aio.Server, path: Path) -> None:
         try:
-            server.add_insecure_port(unix_address(path))
+            await self._looks.at("socket", server.add_insecure_port, unix_address(path), place=str(path))
         except RuntimeError as error:
             raise OSError(f"cannot make the socket {path}: {error}") from error
         await server.start()
-        self._sockets.append(_Socket(path, server, file_identity(path)))
+        self._sockets.append(_Socket(path, server, await self._looks.at("socket", file_identity, path)))
 
     def _answered(self, watch: filewatch.Watch, registered: bool, error: str) -> None:
         if registered:
@@ -364,7 +378,9 @@ class Registrar:
         self._changed()
 
     def _sweep(self) -> None:
-        """Remove sockets of killed agents, also of drivers that are no longer served: nobody answers there."""
+        """Make the directories; remove sockets of killed agents, also of former drivers: nobody answers there."""
+        self._registry.mkdir(parents=True, exist_ok=True)
+        self._directory.mkdir(parents=True, exist_ok=True, mode=0o750)
         tail, instance = "-12345678-reg.sock", "[0-9a-f]" * 8
         prefix = addresses.socket_path(self._registry, self.driver.name, tail).name.removesuffix(tail)
         own = list(self._directory.glob(f"dra-{instance}.sock"))
@@ -373,7 +389,7 @@ class Registrar:
             registrations += self._registry.glob(f"*{socket.stem.removeprefix('dra')}-reg.sock")
         addresses.remove_abandoned((*registrations, *own))
 
-    def _retire(self) -> None:
+    async def _retire(self) -> None:
         """Let the servers go, the registration first; calls in flight may end."""
         if self.statistics.registered:
             self.statistics.registered = False
@@ -382,9 +398,9 @@ class Registrar:
             self._health.end()
             self._health = None
         self.driver.end_waits()
-        while self._sockets:
-            bound = self._sockets.pop()
-            with contextlib.suppress(OSError):
-                if bound.in_place:
-                    bound.path.unlink()
+        retired, self._sockets = self._sockets[::-1], []
+        with contextlib.suppress(LookTimeoutError):
+            for bound in retired:
+                await self._looks.at("socket", bound.remove)
+        for bound in retired:
             self._stopping.start(bound.server.stop(self._timing.drain))

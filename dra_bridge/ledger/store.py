@@ -25,11 +25,9 @@ import contextlib
 import glob
 import hashlib
 import logging
-import math
 import os
 import sqlite3
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -59,13 +57,6 @@ _PRAGMAS: Final = (
     "journal_size_limit = 2097152",
 )
 
-_LONG = 0.1
-"""Seconds after which a commit in the event loop counts as one that waited for the disk.
-
-Without a slow disk the longest of 12,000 took 17 ms, on two cores with a load of 15.
-"""
-_PAUSE = 10.0
-"""Seconds for which commits are made in the thread after one that waited for the disk."""
 _CHECKPOINT: Final = 100
 """Commits after which SQLite's log is copied into the database; one has two to four pages."""
 
@@ -185,18 +176,17 @@ class Ledger:
         try may succeed.
         """
         self.path: Final = path
-        self._copy = copy
+        self.copy: Final = copy
         self._connect = connect
         self._guard = threading.RLock()
         self._connection: sqlite3.Connection | None = None
         self._seal = 0
         self._files: tuple[tuple[int, int] | None, ...] = ()
         self._lost = ""
-        self._copy_is_old = False
+        self.copy_is_old = False
+        """Whether `write_copy` has something to do."""
         self._logged = 0
         """Commits since SQLite's log was copied into the database."""
-        self._paused_until = -math.inf
-        """Until when nothing is recorded by `do_at_once` (monotonic seconds)."""
         try:
             os.makedirs(os.path.dirname(path) or ".", mode=0o750, exist_ok=True)
             self._lock_file = locked(path + ".lock", wait=True)
@@ -215,7 +205,7 @@ class Ledger:
                 # What comes is newer than the copy, and than the evidence of whoever wrote it.
                 self.snapshot = replace(self.snapshot, sequence=copied.sequence)
                 self.do_all([lambda state: Decision(None, changes)])
-            self._write_copy()
+            self.write_copy()
         except BaseException:
             self.close()
             raise
@@ -223,12 +213,10 @@ class Ledger:
     @property
     def must_tidy(self) -> bool:
         """Whether `tidy` has something to do."""
-        return self._copy_is_old or self._logged >= _CHECKPOINT
+        return self._logged >= _CHECKPOINT
 
     def tidy(self) -> None:
-        """Copy the allocations if they have changed, and SQLite's log into the database if it has grown. Blocks."""
-        if self._copy_is_old:
-            self._write_copy()
+        """Copy SQLite's log into the database if it has grown. Blocks."""
         with self._guard:
             self._empty_log()
 
@@ -285,15 +273,11 @@ class Ledger:
             return answers
 
     def do_at_once(self, operation: Operation[_T]) -> Decision[_T] | None:
-        """Decide and record without waiting for the disk; None if that is not possible, and nothing was done.
+        """Decide and record what need not be synced; None if that is not possible, and nothing was done.
 
-        It is not while `do_all` works, for what must outlive the boot, and for `_PAUSE` after a write took long: the
-        kernel makes writers wait where the disk does not keep up. Raises LedgerError as `do_all` does.
+        It is not for what must outlive the boot, and where the file has to be opened again first.
         """
-        began = time.monotonic()
-        if began < self._paused_until or not self._guard.acquire(blocking=False):
-            return None
-        try:
+        with self._guard:
             if self._lost or self._connection is None or self._found_files() != self._files:
                 return None
             decision = operation(self.snapshot)
@@ -304,10 +288,6 @@ class Ledger:
                 self._write(after.sequence, decision.changes)
             self.snapshot = after
             return decision
-        finally:
-            if (now := time.monotonic()) - began > _LONG:
-                self._paused_until = now + _PAUSE
-            self._guard.release()
 
     def close(self) -> None:
         """Close the file and release the lock."""
@@ -363,23 +343,23 @@ class Ledger:
             raise LedgerError(f"cannot write the ledger {self.path}: {error}") from error
         self._seal = seal
         self._logged += 1
-        self._copy_is_old |= any(table == "allocations" for table, _ in last)
+        self.copy_is_old |= any(table == "allocations" for table, _ in last)
 
-    def _write_copy(self) -> None:
-        """Copy the allocations; where that is not possible, the ledger and the checkpoint have to do."""
+    def write_copy(self) -> None:
+        """Copy the allocations; where that is not possible, the ledger and the checkpoint have to do. Blocks."""
         with self._guard:  # a write that has not led to a snapshot yet makes the copy old
-            self._copy_is_old, now = False, self.snapshot
-        if not self._copy:
+            self.copy_is_old, now = False, self.snapshot
+        if not self.copy:
             return
         try:
-            copies.write(self._copy, Copy(boot_id(), now.sequence, tuple(now.allocations.values())))
+            copies.write(self.copy, Copy(boot_id(), now.sequence, tuple(now.allocations.values())))
         except OSError as error:
             _LOG.warning("cannot copy the allocations of the ledger %s: %s", self.path, error)
 
     def _copied(self) -> Copy | None:
         """Return the copy if it is of this boot and names more than the ledger: this is new, or is from before."""
         try:
-            copy = copies.read(self._copy)
+            copy = copies.read(self.copy)
         except (OSError, msgspec.MsgspecError) as error:
             _LOG.warning("the copy of the allocations of the ledger %s cannot be read: %s", self.path, error)
             return None
@@ -389,7 +369,7 @@ class Ledger:
             return None
         state = "new" if self.fresh else "from before (it was restored, or its log was lost)"
         text = "the ledger %s is %s, and its copy %s names %d allocations: they count as held while their pods run"
-        _LOG.warning(text, self.path, state, self._copy, len(copy.allocations))
+        _LOG.warning(text, self.path, state, self.copy, len(copy.allocations))
         return copy
 
     def _load_again(self) -> None:

@@ -178,9 +178,8 @@ class Bridge(ClaimSide):
         ours = {service.source.driver for service in self.agent.services.values()}
         try:
             # Those of drivers that are served were recorded before.
-            all_files = await asyncio.to_thread(
-                claim_files.read_all, self.node.drivers.cdi_directory, frozenset(self.drivers)
-            )
+            looks, directory = self.node.drivers.cdi_looks, self.node.drivers.cdi_directory
+            all_files = await looks.at("evidence", claim_files.read_all, directory, frozenset(self.drivers))
             files = [file for file in all_files if file.agent == self.agent_name or file.driver in ours]
             claims = [claim_of(file, time.time()) for file in files if file.devices is not None]
             for claim in await self._ledger.do(operations.adopt_claims(claims)):

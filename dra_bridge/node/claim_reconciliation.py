@@ -77,8 +77,9 @@ class ClaimPods:
     async def _running(self) -> RunningPods:
         self._next = None
         tracker = self.tracker
-        # Not in a thread: with four pods at once the way there and back took longer than reading.
-        running, prepared = tracker.pods.running(), self._claim_state()
+        running, prepared = await tracker.looks.at(
+            "claim state", lambda: (tracker.pods.running(), self._claim_state()), brief=True
+        )
         await self._record(prepared)
         if running - self.recorded:
             recorded = self.ledger.snapshot.claims
@@ -96,7 +97,7 @@ class ClaimPods:
 
         Return this driver's claims in the kubelet's claim state.
         """
-        mine = await asyncio.to_thread(self._claim_state)
+        mine = await self.tracker.looks.at("claim state", self._claim_state)
         await self._record(mine)
         return mine
 
@@ -169,7 +170,7 @@ class ClaimChecks:
         """
         unlisted = (await self.pods.running()).unlisted
         named = frozenset(claim.uid for claim in await self.pods.record())
-        processes = await asyncio.to_thread(self.tracker.pods.read)
+        processes = await self.tracker.looks.at("evidence", self.tracker.pods.read)
         await self._name_from_server(named, processes, unlisted)
         await self.driver.reconciler.reconcile(named, processes, unlisted, sweep=sweep)
 

@@ -88,8 +88,8 @@ class EvidenceReader:
             raise CheckpointError(now.problem)
         tracker = self.agent.tracker
         held = kubelet_snapshot(0, now, resource, ids.device_id_of, tracker.granted, tracker.title).held
-        prepared = await asyncio.to_thread(claim_state.read, self.agent.paths.kubelet_root)
-        evident = await asyncio.to_thread(self.driver.claim_evidence, prepared, resource)
+        prepared = await tracker.looks.at("claim state", claim_state.read, self.agent.paths.kubelet_root)
+        evident = await self.driver.files.looks.at("evidence", self.driver.claim_evidence, prepared, resource)
         # A claim counts also if it has none of these devices by their names now: its file says what they are.
         claims = [replace(claim, devices=claim.devices & wanted) for claim in evident if not self._recorded(claim)]
         recorded = self.agent.register.snapshot.of(resource)

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any, Final, NamedTuple, TypeVar, cast
 from unittest.mock import patch
 
-from deviceplugin import hook_runs
+from deviceplugin import hook_runs, looks
 from deviceplugin.backoff import Backoff
 from deviceplugin.device import Device
 from deviceplugin.kubelet import podresources, tracker
@@ -28,7 +28,7 @@ from deviceplugin.register.records import LedgerError, Operation, RegisterSnapsh
 from deviceplugin.sharing import shares
 from deviceplugin.source import DeviceSource
 from deviceplugin.wire import deviceplugin_pb2 as pb
-from dra_bridge.driver import ClaimError, ClaimRef, Prepared, claim_files, preparation
+from dra_bridge.driver import ClaimError, ClaimRef, Prepared, preparation
 from dra_bridge.handover import ends
 from dra_bridge.handover.share import Drain, Share
 from dra_bridge.kube import ClusterError
@@ -152,7 +152,16 @@ class Context:
         raise RefusedError(details)
 
 
-async def _at_once(function: Callable[..., _T], *args: object) -> _T:
+async def _at_once(_looks: looks.Looks, _kind: str, function: Callable[..., _T], *args: object, **_: object) -> _T:
+    return function(*args)
+
+
+def _briefly(_looks: looks.Looks, _kind: str, function: Callable[..., object], *args: object) -> bool:
+    function(*args)
+    return True
+
+
+def _within(_looks: looks.Looks, _seconds: float, _kind: str, function: Callable[..., _T], *args: object) -> _T:
     return function(*args)
 
 
@@ -162,8 +171,10 @@ def modelled(outside: Outside) -> Iterator[None]:
     clock = SimpleNamespace(monotonic=outside.clock)
     with ExitStack() as stack:
         for where, name, what in (
-            (asyncio, "to_thread", _at_once),
-            (claim_files, "in_thread", _at_once),
+            (looks.Looks, "at", _at_once),
+            (looks.Looks, "until_answered", _at_once),
+            (looks.Looks, "brief", _briefly),
+            (looks.Looks, "within", _within),
             (hook_runs, "CANCELLED", 0.0),
             (ends, "Backoff", lambda **_: Backoff(first=0.0, most=0.0)),
             (podresources, "time", clock),

@@ -13,6 +13,7 @@ from typing import Final
 from deviceplugin.config.types import NvidiaConfig
 from deviceplugin.device import ContainerEdits, Device, Health
 from deviceplugin.health import HealthHistory, HealthRules, ProbeResult
+from deviceplugin.looks import Looks
 from deviceplugin.source import DeviceSource, Measured
 from deviceplugin.sources.nvidia.devices import links_of_devices, make_devices, position_of
 from deviceplugin.sources.nvidia.driver import shared
@@ -47,6 +48,7 @@ class NvidiaSource(DeviceSource):
         self._more_profiles = asyncio.Event()
         self._scan = NvmlScan((), {})
         self._error = ""
+        self._looks = Looks("CDI specs and /proc/driver", threads=1, resource=self.resource)
 
     def __repr__(self) -> str:
         return f"NvidiaSource({self.wanted})"
@@ -59,7 +61,7 @@ class NvidiaSource(DeviceSource):
                 self.update(await updates.get())
                 while not updates.empty():
                     self.update(updates.get_nowait())
-                devices = await asyncio.to_thread(self.devices)
+                devices = await self._looks.until_answered("scan", self.devices)
                 if devices != listed:
                     listed = devices
                     yield devices

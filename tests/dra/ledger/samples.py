@@ -44,6 +44,8 @@ class DirectLedger(Ledger):
         """Decide and record one operation; raise what it fails with."""
         (answer,) = self.do_all([operation])
         self.tidy()
+        if self.copy_is_old:
+            self.write_copy()
         if isinstance(answer, Exception):
             raise answer
         return cast("_T", answer)

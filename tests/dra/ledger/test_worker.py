@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
 import sqlite3
 import threading
@@ -11,17 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from deviceplugin import looks
 from deviceplugin.register import operations
 from deviceplugin.register.records import LedgerError, LedgerLostError, Side, State
+from dra_bridge.ledger import worker
 from dra_bridge.ledger.store import Ledger
 from dra_bridge.ledger.worker import AsyncLedger
 from tests.dra.ledger.samples import T0, D, Flaky, R, Watched, adopt, claim, grant, prepare, reserve
-
-
-@pytest.fixture(autouse=True)
-def _a_core_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine is not a slow disk."""
-    monkeypatch.setattr("dra_bridge.ledger.store._LONG", 60.0)
 
 
 async def test_a_lost_ledger_is_reported_to_its_owner(path: str) -> None:
@@ -182,18 +179,53 @@ async def test_a_log_that_cannot_be_emptied_is_written_again(path: str, monkeypa
 
 
 async def test_a_disk_that_takes_long_holds_up_the_loop_once(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel makes writers wait where the disk does not keep up: the next ones wait in the thread."""
-    async_ledger, _ = slow(path)
+    """The kernel makes writers wait where the disk does not keep up: the loop does not wait for the next ones."""
+    async_ledger, disk = slow(path)
     await async_ledger.do(adopt(R, ["a"], Side.PLUGIN, T0))
-    monkeypatch.setattr("dra_bridge.ledger.store._LONG", 0.0)
-    async_ledger.ledger._paused_until = 0.0
-    assert async_ledger.do(grant(R, {"a": "a"}, T0)).done()
+    disk.hold()
+    monkeypatch.setattr(looks, "PROMPT", 0.001)
+    first = async_ledger.do(grant(R, {"a": "a"}, T0))
+    assert not first.done()
+    monkeypatch.setattr(looks, "PROMPT", 60.0)
     later = async_ledger.do(grant(R, {"a": "a"}, T0 + 1))
-    assert not later.done()
-    await later
-    async_ledger.ledger._paused_until = 0.0
-    assert async_ledger.do(grant(R, {"a": "a"}, T0 + 2)).done()
+    disk.go_on.set()
+    await asyncio.gather(first, later)
+    assert not async_ledger.do(grant(R, {"a": "a"}, T0 + 2)).done(), "the disk was slow just now"
     await async_ledger.close()
+    reopened = Ledger(path)
+    assert reopened.snapshot.allocations[R, "a"].since == T0 + 2
+    reopened.close()
+
+
+async def test_a_disk_that_does_not_answer_stops_no_caller(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked fails after the deadline, and at once from then on; once the disk answers all goes on."""
+    monkeypatch.setattr(looks, "PROMPT", 0.001)
+    monkeypatch.setattr(worker, "DEADLINE", 0.2)
+    monkeypatch.setattr(worker, "CLOSING", 0.2)
+    before = looks.timeouts["", "record"]
+    async_ledger, disk = slow(path)
+    await async_ledger.do(adopt(R, ["a", "b"], Side.PLUGIN, T0))
+    disk.hold()
+    asked = [async_ledger.do(grant(R, {name: name}, T0)) for name in "ab"]
+    for answered in asked:
+        with pytest.raises(LedgerError, match=re.escape(path) + r"(-wal)? did not answer within 0.2 s"):
+            await answered
+    assert async_ledger.do(grant(R, {"b": "b"}, T0)).exception() is not None, "at once"
+    assert looks.timeouts["", "record"] == before + 1
+    disk.go_on.set()
+    answers = asyncio.Event()
+    async_ledger.looks.changed = answers.set
+    async with asyncio.timeout(60):
+        while async_ledger.looks.hanging:
+            await answers.wait()
+    await async_ledger.do(grant(R, {"b": "b"}, T0 + 1))
+    assert {key[1] for key in async_ledger.snapshot.allocations} == {"a", "b"}, "the first was recorded late"
+    disk.hold()
+    last = async_ledger.do(grant(R, {"a": "a"}, T0 + 2))
+    with pytest.raises(LedgerError):
+        await last
+    await async_ledger.close()
+    disk.go_on.set()
 
 
 async def test_what_only_this_process_is_to_know_needs_no_commit(path: str) -> None:
