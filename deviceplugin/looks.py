@@ -65,7 +65,7 @@ class Look(Generic[_T]):
             self._error = error
         except BaseException as error:  # SystemExit and the like must not end this thread without a result
             self._error = RuntimeError(f"{type(error).__name__}: {error}")
-        _now.look = None
+        _now.look, self._arguments = None, ()
         with lock:
             waiting, self._waiting = self._waiting, None
         self._ended.release()
@@ -88,9 +88,13 @@ class Look(Generic[_T]):
 
     @property
     def result(self) -> _T:
-        """What the call returned, once it has ended. Raises what it raised."""
-        if self._error is not None:
-            raise self._error
+        """What the call returned, once it has ended. Raises what it raised, once."""
+        error, self._error = self._error, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # its traceback has this frame: nothing but a collection of garbage would end that circle
         return self._outcome  # type: ignore[return-value]  # it has ended
 
 

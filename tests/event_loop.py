@@ -15,8 +15,37 @@ ROOT: Final = Path(__file__).parent.parent
 PRODUCT: Final = tuple(f"{ROOT}/{package}/" for package in ("deviceplugin", "dra_bridge"))
 HARNESS: Final = (*(f"{prefix}testing/" for prefix in PRODUCT), f"{ROOT}/tests/")
 _POSIX: Final = frozenset(
-    "access chmod chown ftruncate fdatasync fsync fstat fstatvfs link listdir lstat mkdir mknod open pread pwrite "
-    "readlink remove rename replace rmdir scandir stat statvfs symlink truncate unlink utime getxattr".split()
+    [
+        "access",
+        "chmod",
+        "chown",
+        "ftruncate",
+        "fdatasync",
+        "fsync",
+        "fstat",
+        "fstatvfs",
+        "link",
+        "listdir",
+        "lstat",
+        "mkdir",
+        "mknod",
+        "open",
+        "pread",
+        "pwrite",
+        "readlink",
+        "remove",
+        "rename",
+        "replace",
+        "rmdir",
+        "scandir",
+        "stat",
+        "statvfs",
+        "symlink",
+        "truncate",
+        "unlink",
+        "utime",
+        "getxattr",
+    ]
 )
 _OTHERS: Final = frozenset(
     {("_io", "open"), ("io", "open"), ("fcntl", "flock"), ("fcntl", "lockf"), ("io", "open_code")}

@@ -155,7 +155,7 @@ class OrphanedClaims:
         What was known stays while they do not answer: nobody can write there either.
         """
         with contextlib.suppress(LookTimeoutError):
-            await self.looks.at("claims", self._refresh, frozenset(self.served), brief=True)
+            await self.looks.at("claims", self._refresh, frozenset(self.served), True, brief=True)
 
     def _current(self) -> _Held:
         """Return what is held; look at the files if that was not done just now."""
@@ -165,10 +165,10 @@ class OrphanedClaims:
             self.looks.brief("claims", self._refresh, served)
         return self._held
 
-    def _refresh(self, served: frozenset[str]) -> None:
-        """Read the files that have changed, in the thread of `looks`."""
+    def _refresh(self, served: frozenset[str], again: bool = False) -> None:
+        """Read the files that have changed, in the thread of `looks`. again: also if that was done just now."""
         now = time.monotonic()
-        if now - self._looked_at >= self.fresh or served != self._read_for:
+        if again or now - self._looked_at >= self.fresh or served != self._read_for:
             self._read_state()
             self._read_files(served)
         made_from = self._claims, self._problem, self._files, served

@@ -314,8 +314,8 @@ class Register:
 
         asked: the device and amount that each id stood for at the request; by default as of now. Raises ConflictError
         if an id stands for another device now, if the holders or the side of a device leave too little of it, or if its
-        holder is not known yet. Raises LookTimeoutError if paths of a device do not answer, and the store's error if the
-        grant could not be recorded.
+        holder is not known yet. Raises LookTimeoutError if paths of a device do not answer, and the store's error
+        if the grant could not be recorded.
         """
         devices = list(dict.fromkeys(ids.values()))
         keys = [(resource, device) for device in devices]

@@ -13,6 +13,7 @@ from deviceplugin.backoff import Backoff
 from deviceplugin.device import ContainerEdits, DeviceNode, EditConflictError
 from deviceplugin.looks import Looks, LookTimeoutError
 from deviceplugin.register.records import Claim
+from deviceplugin.tasks import ended
 from dra_bridge.driver.claim_devices import filed
 from dra_bridge.driver.claims import ClaimError
 from dra_bridge.driver.evidence import Published
@@ -70,9 +71,13 @@ class ClaimFiles:
         return await self._at(self._answer, claim, groups, edits, nodes)
 
     async def _at(self, function: Callable[..., _T], *arguments: object) -> _T:
-        """Read or change files. Raises CdiError, also where the file system does not answer."""
+        """Read or change files; if this task is cancelled meanwhile, raise that when the call has ended, or is overdue.
+
+        The next call for a claim must not work on its file at the same time. Raises CdiError, also where the file
+        system does not answer.
+        """
         try:
-            return await self.looks.at("claim file", function, *arguments, brief=True)
+            return await ended(asyncio.ensure_future(self.looks.at("claim file", function, *arguments, brief=True)))
         except LookTimeoutError as error:
             raise cdi.CdiError(str(error)) from error
 

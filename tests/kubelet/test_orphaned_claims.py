@@ -370,7 +370,7 @@ def register(claims: OrphanedClaims) -> Register:
             return claims.uses()
 
         async def reread(self) -> None:
-            claims.reread()
+            await claims.reread()
 
     return Register(Host(), MemoryStore())
 

@@ -630,13 +630,13 @@ async def test_a_start_with_a_broken_file_serves_the_last_good_one(
     with pytest.raises(ConfigError):
         process_module.ConfigFile.read(config, OPEN, kept)
     config.write_text(text(a=1))
-    process_module.ConfigFile.read(config, OPEN, kept).keep()
+    await process_module.ConfigFile.read(config, OPEN, kept).keep()
     config.write_text("resources: [}")
     file = process_module.ConfigFile.read(config, OPEN, kept)
     assert [one.name for one in file.config.resources] == ["example.com/a"]
     assert f"{config}:1" in file.refused
     assert caplog.records[-1].getMessage() == file.refused
-    file.keep()
+    await file.keep()
     assert kept.read_text() == text(a=1)
 
     agent = Agent(file.sources(), Paths(tmp_path))
@@ -671,7 +671,7 @@ def test_a_file_that_cannot_be_kept_is_warned_of(config: Path, caplog: pytest.Lo
     """A full disk, or a directory in the place, costs a warning and nothing else."""
     kept = config.with_name("kept.yaml")
     kept.mkdir()
-    process_module.ConfigFile.read(config, OPEN, kept).keep()
+    asyncio.run(process_module.ConfigFile.read(config, OPEN, kept).keep())
     assert "cannot save the config file for a start with a broken one" in caplog.text
 
 

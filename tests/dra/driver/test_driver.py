@@ -21,7 +21,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deviceplugin import cdi
+from deviceplugin import cdi, looks
 from deviceplugin.claim_files import ClaimFile, FiledDevice
 from deviceplugin.device import ContainerEdits, Device, Health
 from deviceplugin.identity import Identity
@@ -700,6 +700,7 @@ async def test_an_unprepare_waits_for_a_file_that_is_being_written(
         await here.prepared("1")
         (here.cdi / here.files[0]).unlink()
     monkeypatch.setattr(cdi.CdiStore, "write", slow)
+    monkeypatch.setattr(looks, "PROMPT", 0.001)
     preparing = asyncio.create_task(here.prepare("1"))
     await asyncio.to_thread(writing.wait)
     unpreparing = asyncio.create_task(here.unprepare("1"))
@@ -726,6 +727,7 @@ async def test_a_prepare_waits_for_a_file_that_is_being_removed(
     await here.give("1", "d0")
     here = await here.again(deadline=0.1)
     monkeypatch.setattr(cdi.CdiStore, "remove", slow)
+    monkeypatch.setattr(looks, "PROMPT", 0.001)
     unpreparing = asyncio.create_task(here.unprepare("1"))
     await asyncio.to_thread(removing.wait)
     done, _ = await asyncio.wait({unpreparing}, timeout=0.4)
@@ -737,8 +739,11 @@ async def test_a_prepare_waits_for_a_file_that_is_being_removed(
     assert len(here.files) == 1
 
 
-async def test_a_claim_is_not_prepared_while_its_record_goes(here: ServedDriver) -> None:
+async def test_a_claim_is_not_prepared_while_its_record_goes(
+    here: ServedDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The record says that it is prepared: also an Unprepare that takes too long keeps the claim locked."""
+    monkeypatch.setattr(looks, "PROMPT", 0.001)
     await here.give("1", "d0")
     here = await here.again(deadline=0.1)
     disk, taken = threading.Event(), threading.Event()
@@ -748,7 +753,7 @@ async def test_a_claim_is_not_prepared_while_its_record_goes(here: ServedDriver)
             taken.set()
             disk.wait(60)
 
-    here.async_ledger._executor.submit(work)
+    here.async_ledger.looks.begin("record", work)
     await asyncio.to_thread(taken.wait, 60)
     unpreparing = asyncio.create_task(here.unprepare("1"))
     await asyncio.wait({unpreparing}, timeout=0.3)
