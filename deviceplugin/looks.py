@@ -200,6 +200,7 @@ class Looks:
     def begin(self, kind: str, function: Callable[..., _T], *arguments: object, place: str = "") -> Look[_T]:
         """Begin a look; the caller waits for it by `ended_at_once` or `late`."""
         look = Look(kind, function, arguments, place or self.subject)
+        timeouts.setdefault((self.resource, kind), 0)  # a counter is to begin at 0
         with self._lock:
             self._outstanding += 1
             more = self._outstanding > self._threads and self._threads < self._most

@@ -76,7 +76,7 @@ class PluginWatcher:
                     try:
                         directories, sockets = await self._looks.at("sockets", _sockets, self.directory)
                     except LookTimeoutError as error:
-                        _LOG.warning("cannot see which plugins register: %s", error)
+                        _LOG.warning("cannot see whether plugins register: %s", error)
                         await watch.wait(CHECK)
                         continue
                     for gone in self._asked.keys() - sockets:

@@ -26,6 +26,7 @@ from prometheus_client.metrics_core import (
     SummaryMetricFamily,
 )
 
+from deviceplugin import looks
 from deviceplugin.durations import BOUNDS, Durations
 from deviceplugin.metrics import web
 from deviceplugin.metrics.credentials import Certificate, Token
@@ -123,6 +124,10 @@ _FAMILIES: Final[Mapping[Callable[..., Metric], Mapping[str, tuple[str, str]]]] 
         "allocated_devices": ("resource", "Devices granted by Allocate, each replica counted"),
         "allocation_refusals": ("resource reason", "Allocate calls refused by the plugin, by reason"),
         "hook_failures": ("resource hook", "Calls of the source's hooks that failed or timed out"),
+        "look_timeouts": (
+            "resource look",
+            "Looks at a resource's hardware, or without a resource at other files, that did not end in time",
+        ),
     },
     SummaryMetricFamily: {
         "preferred_allocation_duration_seconds": ("resource", "Time to answer GetPreferredAllocation"),
@@ -179,6 +184,9 @@ class AgentCollector:
         for resource in view.resources:
             _devices(resource, view.holders_known, add)
             _service(resource, add)
+        none = {(resource.name, "grant"): 0 for resource in view.resources}
+        for key, count in sorted((none | looks.timeouts.copy()).items()):
+            add("look_timeouts", key, count)
         for name in (*view.providers, *view.silent):
             add("provider_up", (name,), name in view.providers)
         yield from (family for name, family in families.items() if family.samples or name not in _ABSENT_IF_EMPTY)

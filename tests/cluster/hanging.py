@@ -237,10 +237,33 @@ class Server:
         return answer
 
     _handlers: Final[dict[int, Callable[[Any, int, bytes], bytes]]] = {
-        **{1: _lookup, 3: _getattr, 4: _setattr, 5: _readlink, 6: _symlink, 8: _mknod, 9: _mkdir, 10: _unlink},
-        **{11: _rmdir, 12: _rename, 13: _link, 14: _open, 15: _read, 16: _write, 17: _statfs, 18: _release},
-        **{20: _fsync, 25: _nothing, 26: _init, 27: _opendir, 28: _readdir, 29: _nothing, 30: _nothing},
-        **{34: _nothing, 35: _create, 38: _nothing, 45: _rename2},
+        1: _lookup,
+        3: _getattr,
+        4: _setattr,
+        5: _readlink,
+        6: _symlink,
+        8: _mknod,
+        9: _mkdir,
+        10: _unlink,
+        11: _rmdir,
+        12: _rename,
+        13: _link,
+        14: _open,
+        15: _read,
+        16: _write,
+        17: _statfs,
+        18: _release,
+        20: _fsync,
+        25: _nothing,
+        26: _init,
+        27: _opendir,
+        28: _readdir,
+        29: _nothing,
+        30: _nothing,
+        34: _nothing,
+        35: _create,
+        38: _nothing,
+        45: _rename2,
     }
     """By the kernel's number of the operation; ENOSYS for others."""
 

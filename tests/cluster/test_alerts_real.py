@@ -30,6 +30,7 @@ from tests.cluster import isolate, locks
 from tests.cluster import test_daemonset_real as daemonset
 from tests.cluster import test_metrics_real as metrics
 from tests.cluster.bridge import Bridge, env_of
+from tests.cluster.hanging import HangingFileSystem
 from tests.cluster.node import DEVICE_PLUGINS, LEDGER, POD_RESOURCES_SOCKET, Cluster, Pod
 from tests.cluster.prometheus import AGENT, KubeState, Prometheus
 from tests.cluster.test_daemonset_real import Deployed, deployment
@@ -286,6 +287,9 @@ def test_alerts_about_sources_and_others(small_disk: Path, bridge: Bridge, prome
         cluster.stop_apiserver()
         wait_fires(prometheus, cluster, "DeviceHoldersUnknown", "EvidenceUnknown", "APIServerUnreachable")
         start_api_server(cluster)
+    with HangingFileSystem(bridge.directory / "cdi", Path("/run/cdi")) as specs:
+        specs.hang()
+        wait_fires(prometheus, cluster, "FilesDoNotAnswer")
     wait_ended(prometheus, cluster)
 
     # The end of the API server is that of the watches; the next ones are refused.
