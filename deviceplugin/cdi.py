@@ -248,6 +248,7 @@ class CdiStore:
 
     def list(self) -> frozenset[str]:
         """Return the UIDs of the claims that have a file; drop drafts that a crash left behind."""
+        looks.at(self.directory)
         try:
             names = os.listdir(self.directory)
         except OSError:
@@ -266,7 +267,7 @@ class CdiStore:
     def deleted(self) -> bool:
         """Return whether the directory was deleted while it is mounted here, so that nothing can be written."""
         try:
-            return os.stat(self.directory).st_nlink == 0
+            return looks.stat(self.directory).st_nlink == 0
         except OSError:
             return False
 

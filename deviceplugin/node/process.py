@@ -35,6 +35,12 @@ _LOG: Final = logging.getLogger(__name__)
 
 REFUSED: Final = 1.0
 """Seconds that tasks have to end after they were cancelled when the agent ends."""
+ENDING: Final = 25
+"""Seconds after SIGTERM in which the agent ends by itself; the kubelet kills a pod 30 s after it.
+
+The kernel ends the process then, by SIGALRM: gRPC removes a socket in the thread of the loop, where nothing has a
+deadline if the file system does not answer.
+"""
 DEBOUNCE: Final = 0.05
 """Seconds without another change after which a file counts as written."""
 
@@ -211,6 +217,7 @@ async def _serve(
 
     def stop(number: signal.Signals) -> None:
         _LOG.info("%s: the agent ends; pods keep their devices", number.name)
+        signal.alarm(ENDING)
         program.agent.stop()
 
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -236,6 +243,7 @@ async def _serve(
         finally:
             await cancel_all(tasks)
     await _end_without_others()
+    signal.alarm(0)
 
 
 async def _end_without_others() -> None:

@@ -12,6 +12,7 @@ from typing import Final
 
 from deviceplugin import claim_files
 from deviceplugin.adoption.plugins import VendorPlugins
+from deviceplugin.looks import Looks
 from deviceplugin.node.agent import Agent, AgentError
 from deviceplugin.node.claim_side import ClaimSide
 from deviceplugin.node.service import Service
@@ -83,6 +84,7 @@ class Bridge(ClaimSide):
             str(options.paths.cdi_dir),
             options.agent_name,
             report=options.claim_status,
+            cdi_looks=Looks(str(options.paths.cdi_dir), threads=1),
         )
         parts = (self.agent, cluster, ClaimLists(cluster), self.publisher, self._watch, self._allocatable, writer)
         self.node = BridgeNode(shared, *parts)

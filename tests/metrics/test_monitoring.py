@@ -31,6 +31,7 @@ NO_NAMES = {
     "health",
     "hook",
     "kind",
+    "look",
     "method",
     "python",
     "side",
