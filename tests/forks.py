@@ -17,7 +17,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tests.event_loop import LoopFileOperations
+from tests.event_loop import OUTPUT, record_file_operations
 
 __all__ = ["SERVER", "Forked"]
 
@@ -82,8 +82,8 @@ def _run(arguments: list[str], output: str, environment: Mapping[str, str], dire
     written = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     os.dup2(written, 1)
     os.dup2(written, 2)
-    if watched := environment.get("LOOP_FILE_OPERATIONS"):
-        LoopFileOperations(watched).__enter__()
+    if where := environment.get(OUTPUT):
+        record_file_operations(where)
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         sys.modules.pop(arguments[1], None)  # or Python warns of running it twice
