@@ -249,11 +249,14 @@ class SocketServer:
         self._endpoint.add_to(server)
         try:
             await self._looks.at("socket", server.add_insecure_port, unix_address(path), brief=True)
+            await server.start()
+            self._identity = await self._looks.at("socket", file_identity, path, brief=True)
         except RuntimeError as error:
             raise RegistrationError(f"{self._directory}: cannot make a socket there: {error}; {_NEEDED}") from error
-        await server.start()
+        except BaseException:
+            self._stopping.start(server.stop(None))
+            raise
         self._server, self._socket, self.used = server, path, False
-        self._identity = await self._looks.at("socket", file_identity, path, brief=True)
         return path.name
 
     def _remove_stale_sockets(self) -> None:

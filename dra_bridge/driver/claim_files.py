@@ -41,6 +41,8 @@ class ClaimFiles:
     def __init__(self, records: ClaimRecords, directory: str, looks: Looks, boot: str, agent: str) -> None:
         self.boot: Final = boot
         self.looks: Final = looks
+        self.reading: Final = Looks(directory)
+        """Looks that read many files, and so may take long."""
         self._agent = agent
         self._records = records
         self._driver = records.driver

@@ -340,12 +340,13 @@ class Registrar:
         name, instance = self.driver.name, os.urandom(4).hex()
         await self._looks.at("socket", self._sweep)
         self._health = HealthService(self.driver, self._timing.keep_alive)
-        service, registration = (grpc.aio.server(options=SERVER_OPTIONS) for _ in range(2))
+        service = grpc.aio.server(options=SERVER_OPTIONS)
         add_to_server(self.driver, self._health, service)
         endpoint = self._directory / f"dra-{instance}.sock"
         await self._bind(service, endpoint)
         info = pb.PluginInfo(type="DRAPlugin", name=name, endpoint=str(endpoint), supported_versions=list(SERVICES))
         answered = functools.partial(self._answered, watch)
+        registration = grpc.aio.server(options=SERVER_OPTIONS)
         add_RegistrationServicer_to_server(_RegistrationService(info, answered), registration)
         await self._bind(registration, addresses.socket_path(self._registry, name, f"-{instance}-reg.sock"))
         _LOG.debug("serving at %s, waiting for the kubelet", endpoint, extra={"driver": name})
@@ -353,10 +354,14 @@ class Registrar:
     async def _bind(self, server: grpc.aio.Server, path: Path) -> None:
         try:
             await self._looks.at("socket", server.add_insecure_port, unix_address(path), place=str(path))
+            await server.start()
+            identity = await self._looks.at("socket", file_identity, path)
         except RuntimeError as error:
             raise OSError(f"cannot make the socket {path}: {error}") from error
-        await server.start()
-        self._sockets.append(_Socket(path, server, await self._looks.at("socket", file_identity, path)))
+        except BaseException:
+            self._stopping.start(server.stop(None))
+            raise
+        self._sockets.append(_Socket(path, server, identity))
 
     def _answered(self, watch: filewatch.Watch, registered: bool, error: str) -> None:
         if registered:

@@ -89,7 +89,7 @@ class EvidenceReader:
         tracker = self.agent.tracker
         held = kubelet_snapshot(0, now, resource, ids.device_id_of, tracker.granted, tracker.title).held
         prepared = await tracker.looks.at("claim state", claim_state.read, self.agent.paths.kubelet_root)
-        evident = await self.driver.files.looks.at("evidence", self.driver.claim_evidence, prepared, resource)
+        evident = await self.driver.files.reading.at("evidence", self.driver.claim_evidence, prepared, resource)
         # A claim counts also if it has none of these devices by their names now: its file says what they are.
         claims = [replace(claim, devices=claim.devices & wanted) for claim in evident if not self._recorded(claim)]
         recorded = self.agent.register.snapshot.of(resource)

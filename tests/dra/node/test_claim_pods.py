@@ -10,6 +10,7 @@ from typing import cast
 
 from deviceplugin.kubelet import claim_state
 from deviceplugin.kubelet.tracker import HolderTracker
+from deviceplugin.looks import Looks
 from deviceplugin.register import operations
 from deviceplugin.register.records import Claim
 from deviceplugin.testing import claim_state as written
@@ -24,6 +25,7 @@ class Tracker:
 
     def __init__(self) -> None:
         self.readings = 0
+        self.looks = Looks("no files")
         self.listing, self.let = asyncio.Event(), asyncio.Event()
         self.pods = SimpleNamespace(running=self.running, seen={})
 
