@@ -26,7 +26,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -290,7 +290,7 @@ class Registrar:
                         self._fail(reason)
                         await watch.wait(wait)
                     finally:
-                        await self._retire()
+                        self._retire()
         finally:
             await self._stopping.wait(self._timing.drain + 1.0)
 
@@ -394,7 +394,7 @@ class Registrar:
             registrations += self._registry.glob(f"*{socket.stem.removeprefix('dra')}-reg.sock")
         addresses.remove_abandoned((*registrations, *own))
 
-    async def _retire(self) -> None:
+    def _retire(self) -> None:
         """Let the servers go, the registration first; calls in flight may end."""
         if self.statistics.registered:
             self.statistics.registered = False
@@ -404,8 +404,11 @@ class Registrar:
             self._health = None
         self.driver.end_waits()
         retired, self._sockets = self._sockets[::-1], []
+        self._stopping.start(self._end(retired))
+
+    async def _end(self, retired: Sequence[_Socket]) -> None:
+        """Remove the sockets of servers, then stop these."""
         with contextlib.suppress(LookTimeoutError):
             for bound in retired:
                 await self._looks.at("socket", bound.remove)
-        for bound in retired:
-            self._stopping.start(bound.server.stop(self._timing.drain))
+        await asyncio.gather(*(bound.server.stop(self._timing.drain) for bound in retired))
