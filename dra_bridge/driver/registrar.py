@@ -243,6 +243,9 @@ class Registrar:
         self._directory = directory
         self._registry = registry
         self._kubelet = kubelet
+        self._kubelet_looks = Looks(str(kubelet), threads=1)
+        self._seen: FileIdentity | None = None
+        """The kubelet's socket as of the last look that has ended."""
         self._registered_by: FileIdentity | None = None
         """The socket of the kubelet that has registered the driver."""
         self._looks = Looks(f"{registry} and {directory}")
@@ -265,7 +268,12 @@ class Registrar:
 
     @property
     def _present(self) -> FileIdentity | None:
-        return file_identity(self._kubelet) if self._kubelet is not None else None
+        if self._kubelet is not None:
+            self._kubelet_looks.brief("socket", self._see, self._kubelet)
+        return self._seen
+
+    def _see(self, kubelet: Path) -> None:
+        self._seen = file_identity(kubelet)
 
     def follow(self) -> None:
         """Report the health of the resources that the driver serves now; call it when they are other ones."""
