@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import os
 import queue
 import threading
@@ -49,6 +50,7 @@ class Look(Generic[_T]):
     def __init__(self, kind: str, function: Callable[..., _T], arguments: tuple[object, ...], place: str) -> None:
         self.kind, self.place, self.begun, self.abandoned = kind, place, False, False
         self._function, self._arguments = function, arguments
+        self._context = contextvars.copy_context()
         self._ended = threading.Lock()
         self._ended.acquire()
         self._waiting: list[Callable[[], None]] | None = []
@@ -60,7 +62,7 @@ class Look(Generic[_T]):
         """Make the call, in a thread of the pool."""
         _now.look = self
         try:
-            self._outcome = self._function(*self._arguments)
+            self._outcome = self._context.run(self._function, *self._arguments)
         except Exception as error:  # raised where the result is wanted
             self._error = error
         except BaseException as error:  # SystemExit and the like must not end this thread without a result

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import random
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -37,6 +36,7 @@ from deviceplugin.kubelet.podresources import (
     PodResources,
     PodResourcesReport,
 )
+from deviceplugin.kubelet.request_schedule import RequestSchedule
 from deviceplugin.looks import LONG, Looks, LookTimeoutError
 from deviceplugin.register.question import Use, Wanted
 from deviceplugin.register.register import Register
@@ -46,9 +46,6 @@ _EndedAndOthers = tuple[frozenset[Allocation], frozenset[Allocation]]
 
 CLOCK_STEP: Final = 1.0
 """Seconds by which a file's time may lag behind the clock."""
-FIRST_REQUEST: Final = 0.5
-MOST_REQUEST: Final = 10.0
-"""Seconds between two requests for a checkpoint about the same allocations: from the first to the second value."""
 REWRITE: Final = 1.0
 """Seconds that the kubelet has to write its checkpoint after it was sent a list; some ms are usual."""
 NODE_LOOK: Final = 0.5
@@ -585,41 +582,3 @@ class CheckpointReader:
                     return after
                 await watch.wait(rest)
         return None
-
-
-class RequestSchedule:
-    """Decides at which scans the kubelet is asked for a newer checkpoint. scan_wanted: set when one is due at once."""
-
-    def __init__(self, scan_wanted: asyncio.Event) -> None:
-        self._scan_wanted = scan_wanted
-        self._disputed = False
-        self._running: frozenset[str] = frozenset()
-        self._asked_for: frozenset[tuple[Allocation, bool]] = frozenset()
-        self._next = 0.0
-        self._delay = FIRST_REQUEST
-
-    def dispute(self) -> None:
-        """Note that the kubelet allocated a held id again: it has dropped the holder."""
-        self._disputed = True
-        self._scan_wanted.set()
-
-    def due(self, now: HolderSnapshot, pods: PodProcesses, wanted: Collection[tuple[str, str]] | None) -> bool:
-        """Return whether this scan makes the kubelet write a checkpoint. wanted: see `HolderTracker.scan`."""
-        uncertain = holders.needs_request(now.held, pods)
-        ended = any(allocation.pod_uid in self._running for allocation in uncertain)
-        self._running = frozenset(allocation.pod_uid for allocation in now.held.keys() - uncertain)
-        held = {(allocation.resource, allocation.device_id) for allocation in now.held.keys() - uncertain}
-        if ended or self._disputed or (wanted is not None and not held.issuperset(wanted)):
-            self._disputed = False
-            return True
-        asking = frozenset((allocation, now.held[allocation].named) for allocation in uncertain)
-        if asking != self._asked_for:
-            # What the kubelet does not name any more has most likely ended; it is asked at once.
-            dropped = any(not named for _, named in asking - self._asked_for)
-            self._asked_for, self._delay = asking, FIRST_REQUEST
-            self._next = now.at if dropped else now.at + FIRST_REQUEST
-        if not uncertain or now.at < self._next:
-            return False
-        self._next = now.at + self._delay * random.uniform(0.8, 1.2)  # noqa: S311  # jitter
-        self._delay = min(2 * self._delay, MOST_REQUEST)
-        return True

@@ -25,6 +25,7 @@ from deviceplugin.kubelet.holders import EvidenceSource, HolderEvidence, holders
 from deviceplugin.kubelet.orphaned_claims import OrphanedClaims
 from deviceplugin.kubelet.podresources import PodResources
 from deviceplugin.kubelet.tracker import CheckpointReader
+from deviceplugin.looks import Looks
 from deviceplugin.register.copies import Copy, write
 from deviceplugin.testing import claim_state
 from deviceplugin.testing.cgroups import CgroupTree
@@ -296,7 +297,8 @@ async def test_checkpoint(tmp_path: Path, text: bytes | None) -> None:
     if text is not None:
         (tmp_path / FILE_NAME).write_bytes(text)
     lists: Any = SimpleNamespace(resend=lambda: True, adopted=lambda resource: False)
-    written, problem = await CheckpointReader(tmp_path, lists, lambda: (HELD,)).written(patience=0.05)
+    reader = CheckpointReader(tmp_path, lists, lambda: (HELD,), Looks("checkpoint"))
+    written, problem = await reader.written(patience=0.05)
     evidence = HolderEvidence(written, bool(written), PodProcesses(frozenset()), problem)
     assert problem
     assert HELD in holders([HELD], evidence).held

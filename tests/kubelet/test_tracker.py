@@ -21,7 +21,8 @@ from deviceplugin.kubelet.checkpoint import Allocation
 from deviceplugin.kubelet.holders import HolderSnapshot
 from deviceplugin.kubelet.pod_names import PodNames
 from deviceplugin.kubelet.podresources import PodContainer, PodResources
-from deviceplugin.kubelet.tracker import MOST_REQUEST, HolderTracker
+from deviceplugin.kubelet.request_schedule import MOST_REQUEST
+from deviceplugin.kubelet.tracker import HolderTracker
 from deviceplugin.register.question import Wanted
 from deviceplugin.register.records import AllocationRecord, Amount, RegisterSnapshot
 from deviceplugin.register.register import Register

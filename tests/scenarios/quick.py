@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from deviceplugin.kubelet import tracker
+from deviceplugin.kubelet import request_schedule
 from deviceplugin.node import scanning
 from deviceplugin.register import rules
 
@@ -30,8 +30,8 @@ def quick_scanner(scanner: scanning.HolderScanner, *arguments: Any, **more: Any)
 def hurry(replace: Callable[[Any, str, Any], None] = setattr) -> None:
     """Have agents here ask for checkpoints often, and scan soon after a grant; replace: as `setattr`."""
     replace(rules, "WELL_APART", PERIOD)
-    replace(tracker, "MOST_REQUEST", PERIOD)
-    replace(tracker, "FIRST_REQUEST", PERIOD / 4)
+    replace(request_schedule, "MOST_REQUEST", PERIOD)
+    replace(request_schedule, "FIRST_REQUEST", PERIOD / 4)
     replace(scanning, "SOON", PERIOD / 4)
 
 

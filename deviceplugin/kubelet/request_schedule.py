@@ -1,0 +1,55 @@
+"""Decides at which scans the kubelet is asked for a newer checkpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Collection
+from typing import Final
+
+from deviceplugin.kubelet import holders
+from deviceplugin.kubelet.cgroups import PodProcesses
+from deviceplugin.kubelet.checkpoint import Allocation
+from deviceplugin.kubelet.holders import HolderSnapshot
+
+FIRST_REQUEST: Final = 0.5
+MOST_REQUEST: Final = 10.0
+"""Seconds between two requests for a checkpoint about the same allocations: from the first to the second value."""
+
+
+class RequestSchedule:
+    """Decides at which scans the kubelet is asked for a newer checkpoint. scan_wanted: set when one is due at once."""
+
+    def __init__(self, scan_wanted: asyncio.Event) -> None:
+        self._scan_wanted = scan_wanted
+        self._disputed = False
+        self._running: frozenset[str] = frozenset()
+        self._asked_for: frozenset[tuple[Allocation, bool]] = frozenset()
+        self._next = 0.0
+        self._delay = FIRST_REQUEST
+
+    def dispute(self) -> None:
+        """Note that the kubelet allocated a held id again: it has dropped the holder."""
+        self._disputed = True
+        self._scan_wanted.set()
+
+    def due(self, now: HolderSnapshot, pods: PodProcesses, wanted: Collection[tuple[str, str]] | None) -> bool:
+        """Return whether this scan makes the kubelet write a checkpoint. wanted: see `HolderTracker.scan`."""
+        uncertain = holders.needs_request(now.held, pods)
+        ended = any(allocation.pod_uid in self._running for allocation in uncertain)
+        self._running = frozenset(allocation.pod_uid for allocation in now.held.keys() - uncertain)
+        held = {(allocation.resource, allocation.device_id) for allocation in now.held.keys() - uncertain}
+        if ended or self._disputed or (wanted is not None and not held.issuperset(wanted)):
+            self._disputed = False
+            return True
+        asking = frozenset((allocation, now.held[allocation].named) for allocation in uncertain)
+        if asking != self._asked_for:
+            # What the kubelet does not name any more has most likely ended; it is asked at once.
+            dropped = any(not named for _, named in asking - self._asked_for)
+            self._asked_for, self._delay = asking, FIRST_REQUEST
+            self._next = now.at if dropped else now.at + FIRST_REQUEST
+        if not uncertain or now.at < self._next:
+            return False
+        self._next = now.at + self._delay * random.uniform(0.8, 1.2)  # noqa: S311  # jitter
+        self._delay = min(2 * self._delay, MOST_REQUEST)
+        return True
