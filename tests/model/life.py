@@ -25,6 +25,7 @@ from deviceplugin.kubelet.podresources import AllocationsInFlight
 from deviceplugin.node.service import Service
 from deviceplugin.register import copies
 from deviceplugin.register.records import LedgerError, Operation, RegisterSnapshot
+from deviceplugin.register.store import Changes
 from deviceplugin.sharing import shares
 from deviceplugin.source import DeviceSource
 from deviceplugin.wire import deviceplugin_pb2 as pb
@@ -114,6 +115,7 @@ class SlowLedger:
         self.ledger, self.outside = ledger, outside
         self.lost = asyncio.Event()
         self.write_failures = 0
+        self.changes = Changes()
 
     @property
     def snapshot(self) -> RegisterSnapshot:
@@ -124,6 +126,7 @@ class SlowLedger:
         """Decide and record."""
         await self.outside.gate.passed()
         answer = self.ledger.do(operation)
+        self.changes.note()
         await self.outside.gate.passed()
         return answer
 
