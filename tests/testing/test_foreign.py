@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import pytest
 
+from deviceplugin.files import file_identity
 from deviceplugin.testing import FakeKubelet, PodFailedError
 from deviceplugin.wire import deviceplugin_pb2 as pb
 from deviceplugin.wire import pluginregistration_pb2 as registration_pb
@@ -209,6 +210,7 @@ def test_the_plugin_watcher(vendor: Start, fake_kubelet: FakeKubelet, how: str) 
     plugin = vendor(watcher=how)
     path = registry / "vendor.example_gadget-vendor.sock"
     wait_for("its socket", path.exists, 10)
+    first = file_identity(path)
     target, options = f"unix:{path}", (("grpc.default_authority", "localhost"), ("grpc.use_local_subchannel_pool", 1))
     with grpc.insecure_channel(target, options) as channel:
         stub = RegistrationStub(channel)
@@ -220,6 +222,8 @@ def test_the_plugin_watcher(vendor: Start, fake_kubelet: FakeKubelet, how: str) 
     assert not plugin.calls("registered")
     if how == "stop":
         return
+    # The server that is ending may still accept a connection, and cancels its calls.
+    wait_for("another socket", lambda: file_identity(path) not in (None, first), 10)
     with grpc.insecure_channel(target, options) as channel:
         RegistrationStub(channel).GetInfo(registration_pb.InfoRequest(), timeout=10, wait_for_ready=True)
 
