@@ -1,31 +1,47 @@
-"""Hints that something in a directory changed: one watcher for the whole process.
+"""Hints that something in a directory changed: one watcher for each event loop, with one inotify instance.
 
-inotify events are hints: an overflow drops them, and a directory that is moved away ends them silently. So a watch says
-only "read again", and notices by the inode that a directory is another one; its user reads again after some time in any
-case. While a directory is not there the nearest of its ancestors is watched, and only then: in /var/lib/kubelet the
-kubelet replaces a file nine times for a pod. All watches share one watchdog observer, so one inotify instance: a user
-has 128.
+Events of inotify are hints: an overflow drops them, a directory that is moved away ends them, some file systems make
+none, and the user may have no instance or watch left. So a watch says only "read again", and its user says with each
+wait after how long it reads again without a hint: once where there are events, once where there are none.
+
+While a directory is not there the nearest of its ancestors is watched, and only then: in /var/lib/kubelet the kubelet
+replaces a file nine times for a pod. A directory that is there is looked at again now and then, whether it is still
+the one that is watched.
+
+The event loop makes no system call that waits for a file system. A thread of each watch does, and ends when it is done.
+watchdog 7 holds a lock while it begins to watch a directory. So that thread first asks for the directory's state: if
+the file system does not answer, it keeps this thread alone. If it ceases to answer just between the two, nobody gets
+events until another instance takes over: at the end of the first wait after 5 s. Waits end by their times meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
+import errno
 import logging
+import math
 import os
 import threading
-from collections.abc import Iterable, Mapping
-from typing import Final, NamedTuple, Self
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Final, NamedTuple, Self
 
 from watchdog import events
 from watchdog.observers import Observer
-from watchdog.observers.api import BaseObserver, ObservedWatch
+from watchdog.observers.api import ObservedWatch
 
-from deviceplugin.files import inode_of
+from deviceplugin import unwatched
+from deviceplugin.backoff import Backoff
+from deviceplugin.unwatched import Unwatched, UnwatchedCause, WatchFailure, files_left
 
 _LOG: Final = logging.getLogger(__name__)
+
 _Events = frozenset[type[events.FileSystemEvent]]
+_Call = Callable[..., None]
+_NOTHING: Final = _Events()
 NAMES: Final[_Events] = frozenset(
     {
         *(events.DirCreatedEvent, events.DirDeletedEvent, events.DirMovedEvent),
@@ -36,11 +52,16 @@ NAMES: Final[_Events] = frozenset(
 NAMES_AND_WRITES: Final[_Events] = NAMES | {events.FileClosedEvent}
 """Also files that were written. Not for device directories: every close of /dev/null would be one."""
 
-_CANNOT_WATCH: Final = (
-    "cannot watch %s (%s); it is read from time to time instead. "
-    "fs.inotify.max_user_instances or max_user_watches may be too low"
-)
-_Wants = Mapping["Watch", _Events]  # what is a hint
+CHECK: Final = 1.0
+"""Seconds between two looks whether a directory is still the one that is watched; each follows a wait."""
+SOON: Final = 0.03
+"""Seconds between two readings of what somebody waits for, where no events come."""
+AT_REST: Final = 2.0
+"""The same of what nobody waits for."""
+RENEW: Final = 600.0
+"""Seconds after which a look begins to watch a directory anew: the event that a watch is over may have been dropped."""
+_LOOKS: Final = 20
+"""How often a thread looks at a directory that comes and goes meanwhile, before it leaves that to the next wait."""
 
 
 class Gather(NamedTuple):
@@ -56,92 +77,417 @@ class Gather(NamedTuple):
 AT_ONCE: Final = Gather(0.0, "")
 
 
+class Watcher:
+    """The watcher of the running loop, in which alone it is used; `shared()` gives it."""
+
+    def __init__(self) -> None:
+        self._loop = weakref.ref(asyncio.get_running_loop())
+        self._instance: _Instance | None = None
+        self._failure: WatchFailure | None = None
+        self._next_try = 0.0
+        self._backoff = Backoff(first=1.0, most=60.0)
+        self._places: dict[str, _Place] = {}
+        self._looking: set[Watch] = set()
+        self._said: frozenset[WatchFailure] = frozenset()
+
+    def watch(self, directories: Iterable[str], hints: _Events = NAMES, gather: Gather = AT_ONCE) -> Watch:
+        """Watch for `NAMES` or `NAMES_AND_WRITES`; a context manager. The first hint says that the watch has begun."""
+        return Watch(self, directories, hints, gather)
+
+    def unwatched(self) -> tuple[Unwatched, ...]:
+        """Return which directories are read again and again because there are no events of them; from any thread."""
+        found: defaultdict[WatchFailure, list[str]] = defaultdict(list)
+        for place in sorted(self._places.copy().values(), key=lambda place: place.directory):
+            failure = WatchFailure(UnwatchedCause.SILENT) if place.silent else self._failure or place.failure
+            if place.wants and failure is not None:
+                found[failure].append(place.directory)
+        return tuple(Unwatched(failure, tuple(directories)) for failure, directories in found.items())
+
+    def call(self, function: Callable[..., object], *arguments: Any) -> None:
+        """Call a function in the loop, from any thread."""
+        if (loop := self._loop()) is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(function, *arguments)
+
+    def want(self, watch: Watch, directories: frozenset[str], hints: _Events) -> None:
+        """Give hints of these directories to `watch`, and no more of others."""
+        gone = [watch.places.pop(directory) for directory in watch.places.keys() - directories]
+        for directory in directories - watch.places.keys():
+            place = watch.places[directory] = self._places.setdefault(directory, _Place(directory))
+            place.want(watch, hints)
+        for place in gone:
+            place.want(watch, _NOTHING)
+        self._drop(*gone)
+        if any(place.wants for place in self._places.values()):
+            self._open()
+            self._look(watch)
+        else:
+            self._close()
+
+    def check(self, watch: Watch, *, hinted: bool) -> None:
+        """Look again, if it is time, whether the directories are the ones that are watched."""
+        if not watch.places:
+            return
+        self._open()
+        now = time.monotonic()
+        for place in watch.places.values():
+            place.due |= place.asked_at is None and ((hinted and place.indirect) or now >= place.next_look)
+        self._look(watch)
+        if any(place.silent for place in watch.places.values()):
+            self._report()
+
+    def _open(self) -> None:
+        """Make the instance, unless there is one that works, or it is too soon after a failure."""
+        if self._instance is not None and self._instance.stuck:
+            _LOG.warning("a file system does not answer and holds up the inotify instance; going on with another one")
+            self._close()
+        if self._instance is not None or time.monotonic() < self._next_try:
+            return
+        try:
+            self._instance = _Instance(self.call)
+        except (OSError, RuntimeError) as error:
+            self._failure = WatchFailure.of(error)
+            self._next_try = time.monotonic() + self._backoff.next()
+        else:
+            self._failure = None
+            self._backoff.reset()
+            for place in self._places.values():
+                self._look_at(place)
+        self._report()
+
+    def _close(self) -> None:
+        """End the instance."""
+        if self._instance is not None:
+            _in_thread(self._instance.end)
+            self._instance = None
+        for place in self._places.values():
+            place.take(_NOT_WATCHED)
+            place.due = True
+
+    def _look(self, watch: Watch) -> None:
+        """Have a thread look at what is due of a watch."""
+        due = any(place.due and place.asked_at is None for place in watch.places.values())
+        if self._instance is None or watch in self._looking or not due:
+            return
+        if _in_thread(self._look_at_all, self._instance, watch, tuple(watch.places.values())):
+            self._looking.add(watch)
+
+    def _look_at(self, place: _Place) -> None:
+        """Have a thread look at a directory, of a watch that waits for no other one."""
+        place.due = True
+        for watch in place.wants:
+            if watch not in self._looking:
+                self._look(watch)
+                break
+
+    def _look_at_all(self, instance: _Instance, watch: Watch, places: Iterable[_Place]) -> None:
+        """Look at directories, one after the other; in a thread."""
+        for place in places:
+            if place.due and place.wants and place.asked_at is None:
+                place.due, place.asked_at = False, time.monotonic()
+                self.call(self._seen, instance, place, instance.look(place, self.hint))
+        self.call(self._looked, watch)
+
+    def _looked(self, watch: Watch) -> None:
+        self._looking.discard(watch)
+        self._look(watch)
+
+    def _seen(self, instance: _Instance, place: _Place, begun: _Begun) -> None:
+        """Take what a thread has found of a directory."""
+        place.asked_at = None
+        if place.wants:
+            self._open()
+        if instance is self._instance:
+            before = place.begun
+            place.take(begun)
+            if begun.found != before.found:
+                place.wake()  # for what came in between
+            if begun.failure != before.failure or self._said:
+                self._report()
+        else:
+            place.due = True
+        self._drop(place)
+        if place.wants and place.due:
+            self._look_at(place)
+
+    def _drop(self, *places: _Place) -> None:
+        """Forget those of these directories that nobody wants; later, if a thread is looking at it."""
+        dropped = [place for place in places if not place.wants and place.asked_at is None]
+        for place in dropped:
+            if self._places.get(place.directory) is place:
+                del self._places[place.directory]
+        if dropped and self._instance is not None:
+            _in_thread(self._instance.forget, dropped)
+
+    def hint(self, place: _Place, at: str, event: events.FileSystemEvent | None) -> None:
+        """Take an event of the directory `at`, which is watched for this place; None: it is gone, or watched anew."""
+        if place.hint(at, event):
+            self._look_at(place)
+
+    def _report(self) -> None:
+        """Log what has become unwatched since, and when all is watched again."""
+        lacking = {one.failure: one for one in self.unwatched()}
+        for failure in lacking.keys() - self._said:
+            _LOG.warning("%s", lacking[failure])
+        if self._said and not lacking:
+            _LOG.info("all directories are watched again")
+        self._said = frozenset(lacking)
+
+
+class _Found(NamedTuple):
+    """A directory that is there: the one that is looked for, or the nearest of its ancestors.
+
+    at: its path as it was asked for. path: the same without symbolic links. identity: device and inode.
+    """
+
+    at: str
+    path: str
+    identity: tuple[int, int]
+
+
+class _Begun(NamedTuple):
+    """What came of beginning to watch a directory. found, hints: what is watched there; None and nothing if nothing."""
+
+    found: _Found | None
+    hints: _Events
+    failure: WatchFailure | None
+
+
+_NOT_WATCHED: Final = _Begun(None, _NOTHING, None)
+
+
+def _find(directory: str) -> _Found:
+    """Return the directory, or the nearest of its ancestors that is there. Blocks. Raises OSError."""
+    at = directory
+    while True:
+        try:
+            state = os.stat(os.path.join(at, ""))  # a file is no directory
+            break
+        except (FileNotFoundError, NotADirectoryError):
+            at = os.path.dirname(at)
+    if not os.access(at, os.R_OK, effective_ids=True):  # watchdog 7 takes this error of inotify_add_watch for success
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), at)
+    return _Found(at, os.path.realpath(at), (state.st_dev, state.st_ino))
+
+
 def _says_more_than_stopped(record: logging.LogRecord) -> bool:
     """Return whether to log: watchdog 7 calls it an error that an emitter is stopped while it has an event."""
     return "called when the thread is inactive" not in record.getMessage()
 
 
-class Watcher:
-    """The process's watcher; `shared()` gives it. Thread-safe."""
+class _Instance:
+    """A watchdog observer, which has one inotify instance; it is used in threads.
 
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._armed: dict[str, _Armed] = {}
-        self._complained = False
+    Raises OSError if none can be made, EMFILE if the user has no instance left, RuntimeError if no thread can be.
+    """
 
-    def watch(self, directories: Iterable[str], hints: _Events = NAMES, gather: Gather = AT_ONCE) -> Watch:
-        """Watch for `NAMES` or `NAMES_AND_WRITES`; a context manager, in a running loop."""
-        return Watch(self, directories, hints, gather)
-
-    @functools.cached_property
-    def _observer(self) -> BaseObserver:
+    def __init__(self, call: _Call) -> None:
         logging.getLogger("watchdog.observers.inotify").addFilter(_says_more_than_stopped)
-        observer = Observer()
-        observer.daemon = True
-        observer.start()
-        return observer
+        if not files_left(3):  # watchdog 7 would leave its inotify file open if it got no pipe
+            raise OSError(errno.ENFILE, os.strerror(errno.ENFILE))
+        self._observer = Observer()
+        self._observer.start()
+        self._call = call
+        self._lock = threading.Lock()
+        self._held_since: float | None = None
+        self._over = False
+        self._observed: dict[str, _Observed] = {}
+        self._of: dict[_Place, _Observed] = {}
 
-    def arm(self, watch: Watch, before: Iterable[str], wanted: Mapping[str, _Events]) -> None:
-        """Give hints of the wanted directories to `watch`, and no more of those before.
+    @property
+    def stuck(self) -> bool:
+        """Whether a file system ceased to answer while a directory of it began to be watched; from any thread."""
+        since = self._held_since
+        return since is not None and time.monotonic() - since > unwatched.SILENT
 
-        wanted: by directory, what is a hint. Begins anew where another directory has the name now.
+    @contextlib.contextmanager
+    def _held(self) -> Iterator[None]:
+        """Change what is observed, one thread at a time. Raises TimeoutError if another one does not come to an end."""
+        if not self._lock.acquire(timeout=unwatched.SILENT):
+            raise TimeoutError
+        try:
+            self._held_since = time.monotonic()
+            yield
+        finally:
+            if self._over:
+                self._observer.stop()
+            self._held_since = None
+            self._lock.release()
+
+    def end(self) -> None:
+        """End all watches; if it is stuck, as soon as it is not."""
+        self._over = True
+        with contextlib.suppress(TimeoutError), self._held():
+            pass
+
+    def look(self, place: _Place, hint: _Call) -> _Begun:
+        """Watch a directory, or while it is not there the nearest of its ancestors; `hint` gets its events."""
+        hints = place.wanted
+        found: _Found | None = None
+        try:
+            for _ in range(_LOOKS):  # once more each time: what came before its parent was watched gave no event
+                before, found = found, _find(place.directory)
+                if found == before:
+                    return _Begun(found, hints, None)
+                try:
+                    self._observe(place, found, hints if found.at == place.directory else NAMES, hint)
+                except (FileNotFoundError, NotADirectoryError):
+                    found = None
+        except (OSError, RuntimeError) as error:
+            return _Begun(None, _NOTHING, WatchFailure.of(error))
+        return _NOT_WATCHED
+
+    def _observe(self, place: _Place, found: _Found, hints: _Events, hint: _Call) -> None:
+        with self._held():
+            if self._over:
+                return
+            observed = self._observed.setdefault(found.path, _Observed(found.path, hint, self._call))
+            observed.identity = found.identity
+            observed.wants = {**observed.wants, place: (found.at, hints)}
+            if self._of.get(place) is not observed:
+                self._leave(place)
+                self._of[place] = observed
+            self._renew(observed)
+
+    def forget(self, places: Iterable[_Place]) -> None:
+        """Give no events to these places any more."""
+        with contextlib.suppress(TimeoutError), self._held():
+            for place in places:
+                self._leave(place)
+
+    def _leave(self, place: _Place) -> None:
+        if (observed := self._of.pop(place, None)) is not None:
+            observed.wants = {other: wanted for other, wanted in observed.wants.items() if other is not place}
+            with contextlib.suppress(OSError, RuntimeError):  # those who still want it find out when they look
+                self._renew(observed)
+
+    def _renew(self, observed: _Observed) -> None:
+        """Observe the directory that is there now, for all that any place wants of it. Raises OSError, RuntimeError.
+
+        All watches of an inode are one: of two the kernel keeps only what the later one asks for.
         """
-        with self._lock:
-            for directory in {*before, *wanted}:
-                wants = dict(self._armed[directory].wants) if directory in self._armed else {}
-                wants.pop(watch, None)
-                if directory in wanted:
-                    wants[watch] = wanted[directory]
-                self._observe(directory, wants)
-
-    def _observe(self, directory: str, wants: _Wants) -> None:
-        """Observe the directory that is there now for these watches, and what any of them wants.
-
-        All share one inotify watch: of two on one directory the kernel keeps only what the later one asks for.
-        """
-        before, identity = self._armed.pop(directory, None), inode_of(directory)
-        if before is not None:
-            if wants and (before.identity, before.hints) == (identity, _union(wants)):
-                before.wants = wants
-                self._armed[directory] = before
+        hints = _NOTHING.union(*(wanted for _, wanted in observed.wants.values()))
+        if observed.watch is not None:
+            recent = time.monotonic() - observed.begun_at < RENEW
+            if hints and recent and not observed.ended and observed.begun == (observed.identity, hints):
                 return
             # A directory that was deleted took its emitter along.
             with contextlib.suppress(KeyError, OSError):
-                self._observer.unschedule(before.observed)
-        if not wants or identity is None:
+                self._observer.unschedule(observed.watch)
+            observed.watch = None
+        if not hints or self._over:
+            self._observed.pop(observed.path, None)
             return
-        armed = _Armed(identity, wants)
-        try:
-            armed.observed = self._observer.schedule(armed, directory, event_filter=list(armed.hints))
-            self._armed[directory] = armed
-        except OSError as error:
-            if not self._complained:
-                self._complained = True
-                _LOG.warning(_CANNOT_WATCH, directory, error)
-        if before is not None and before.identity == identity:
-            for watch in wants:
-                watch.wake()  # for what came in between
+        observed.ended, observed.begun, observed.begun_at = False, (observed.identity, hints), time.monotonic()
+        observed.watch = self._observer.schedule(observed, observed.path, event_filter=list(hints))
+        for place in observed.wants:
+            self._call(place.wake)  # for what came in between
 
 
-def _union(wants: _Wants) -> _Events:
-    return frozenset[type[events.FileSystemEvent]]().union(*wants.values())
+class _Observed(events.FileSystemEventHandler):
+    """A directory that is observed, and the places that want events of it. path: without symbolic links."""
 
-
-class _Armed(events.FileSystemEventHandler):
-    """A directory that is observed, and the watches that want hints; in the observer's thread."""
-
-    observed: ObservedWatch
-
-    def __init__(self, identity: tuple[int, int], wants: _Wants) -> None:
-        self.identity = identity
-        self.wants = wants
-        self.hints = _union(wants)
+    def __init__(self, path: str, hint: _Call, call: _Call) -> None:
+        self.path = path
+        self.identity = (0, 0)
+        self.wants: Mapping[_Place, tuple[str, _Events]] = {}
+        """By which path a place has this directory, and what it wants. Another mapping each time it changes."""
+        self.watch: ObservedWatch | None = None
+        self.begun: tuple[tuple[int, int], _Events] | None = None
+        """Which directory has this watch, and for what."""
+        self.begun_at = 0.0
+        self.ended = False
+        """Whether the directory was deleted since."""
+        self._hint = hint
+        self._call = call
 
     def dispatch(self, event: events.FileSystemEvent) -> None:
         # Only enqueue: an exception here would end the observer's thread.
+        gone = isinstance(event, events.DirDeletedEvent) and os.fsdecode(event.src_path) == self.path
+        self.ended |= gone
+        for place, (at, hints) in self.wants.items():
+            if gone or type(event) in hints:
+                self._call(self._hint, place, at, None if gone else event)
+
+
+class _Place:
+    """A directory, and who wants to know when it changes."""
+
+    def __init__(self, directory: str) -> None:
+        self.directory = directory
+        self.wants: dict[Watch, _Events] = {}
+        self.wanted = _NOTHING
+        self.begun = _NOT_WATCHED
+        self.due = True
+        """Whether to look at it."""
+        self.next_look = 0.0
+        self.asked_at: float | None = None
+        """Since when a thread is looking at it (monotonic seconds)."""
+        self._backoff = Backoff(first=CHECK, most=60.0)
+
+    def want(self, watch: Watch, hints: _Events) -> None:
+        """Set what is a hint for a watch; `_NOTHING`: nothing any more."""
+        self.wants.pop(watch, None)
+        if hints:
+            self.wants[watch] = hints
+        self.wanted = _NOTHING.union(*self.wants.values())
+        self.due |= not self.wanted <= self.begun.hints
+
+    @property
+    def at(self) -> str:
+        """What is watched: the directory, or the nearest of its ancestors while it is not there."""
+        return self.directory if self.begun.found is None else self.begun.found.at
+
+    @property
+    def indirect(self) -> bool:
+        """Whether it is there by symbolic links, of which nothing tells that they lead elsewhere now."""
+        return self.begun.found is not None and self.begun.found.path != self.begun.found.at
+
+    @property
+    def failure(self) -> WatchFailure | None:
+        """Why it is not watched."""
+        return self.begun.failure
+
+    @property
+    def silent(self) -> bool:
+        """Whether its file system does not answer."""
+        asked_at = self.asked_at
+        return asked_at is not None and time.monotonic() - asked_at > unwatched.SILENT
+
+    @property
+    def watched(self) -> bool:
+        """Whether there are events."""
+        return self.begun.found is not None and not self.silent
+
+    def take(self, begun: _Begun) -> None:
+        """Take what came of beginning to watch it."""
+        self.begun = begun
+        self.due |= not self.wanted <= begun.hints and begun.found is not None
+        if begun.failure is None:
+            self._backoff.reset()
+        self.next_look = time.monotonic() + (CHECK if begun.failure is None else self._backoff.next())
+
+    def wake(self) -> None:
+        """Give a hint to all."""
+        for watch in self.wants:
+            watch.wake()
+
+    def hint(self, at: str, event: events.FileSystemEvent | None) -> bool:
+        """Give hints of an event of the directory `at`, None: it is gone; return whether to look at it again."""
+        if event is None:
+            self.wake()
+            return True
+        names = (os.path.basename(os.fsdecode(path)) for path in (event.src_path, event.dest_path) if path)
+        paths = [os.path.join(at, name) for name in names]
+        if at != self.directory:
+            leads_to = any(f"{self.directory}/".startswith(f"{path}/") for path in paths)
+            if leads_to:
+                self.wake()
+            return leads_to
         for watch, hints in self.wants.items():
             if type(event) in hints:
-                watch.hint(os.fsdecode(event.src_path), os.fsdecode(event.dest_path))
+                watch.hint(*paths)
+        return False
 
 
 class Watch:
@@ -150,14 +496,12 @@ class Watch:
     def __init__(
         self, watcher: Watcher, directories: Iterable[str], hints: _Events = NAMES, gather: Gather = AT_ONCE
     ) -> None:
+        self.places: dict[str, _Place] = {}
         self._watcher = watcher
         self._hints = hints
         self._gather = gather
         self._gathering = False
-        self._loop = asyncio.get_running_loop()
         self._hinted = asyncio.Event()
-        self._wanted: frozenset[str] = frozenset()
-        self._armed: Mapping[str, _Events] = {}
         self.set(directories)
 
     def __enter__(self) -> Self:
@@ -167,40 +511,37 @@ class Watch:
         self.close()
 
     def set(self, directories: Iterable[str]) -> None:
-        """Watch these directories from now on instead of the former ones."""
-        self._wanted = frozenset(os.path.abspath(directory) for directory in directories)
-        self._rearm()
+        """Watch these directories from now on instead of the former ones. A hint says that a new one is watched."""
+        wanted = frozenset(os.path.abspath(directory) for directory in directories)
+        self._watcher.want(self, wanted, self._hints)
 
-    async def wait(self, timeout: float) -> bool:
-        """Wait for a hint; return False if none came in `timeout` seconds. Read in either case."""
+    async def wait(self, timeout: float, unwatched: float = math.inf) -> bool:
+        """Wait for a hint; return False if none came in `timeout` seconds. Read in either case.
+
+        unwatched: the seconds where a directory is not watched, or not yet, so that no hint need come.
+        """
+        watched = all(place.watched for place in self.places.values())
         try:
-            async with asyncio.timeout(timeout):
+            async with asyncio.timeout(timeout if watched else min(timeout, unwatched)):
                 await self._hinted.wait()
             hinted = True
         except TimeoutError:
             hinted = False
         self._hinted.clear()
-        self._rearm()
+        self._watcher.check(self, hinted=hinted)
         return hinted
 
     def wake(self) -> None:
         """Give a hint by hand; thread-safe."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._hinted.set)
+        self._watcher.call(self._hinted.set)
 
     def hint(self, *paths: str) -> None:
-        """Take note of an event at these paths, from any thread."""
-        inside = False
-        for path in filter(None, paths):
-            leads_to = any(f"{wanted}/".startswith(f"{path}/") for wanted in self._wanted)
-            if leads_to or (os.path.dirname(path) in self._wanted and path.endswith(self._gather.prompt)):
-                self.wake()
-                return
-            inside |= os.path.dirname(path) in self._wanted
-        if inside and not self._gathering:
+        """Take note of an event at these paths."""
+        if any(path.endswith(self._gather.prompt) for path in paths):
+            self._hinted.set()
+        elif not self._gathering:
             self._gathering = True
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self._loop.call_later, self._gather.seconds, self._gathered)
+            asyncio.get_running_loop().call_later(self._gather.seconds, self._gathered)
 
     def _gathered(self) -> None:
         self._gathering = False  # first: what comes now may be seen too late by this reading
@@ -208,34 +549,21 @@ class Watch:
 
     def close(self) -> None:
         """End the watch."""
-        self._arm({})
-
-    def _rearm(self) -> None:
-        missing, before = self._missing(), None
-        while missing != before:  # one that came or went before its parent was watched gave no hint
-            parents = {_nearest(os.path.dirname(directory)) for directory in missing}
-            parents |= {_nearest(os.path.dirname(parent)) for parent in parents}
-            self._arm(dict.fromkeys(parents, NAMES) | dict.fromkeys(self._wanted, self._hints))
-            missing, before = self._missing(), missing
-
-    def _missing(self) -> frozenset[str]:
-        return frozenset(directory for directory in self._wanted if not os.path.isdir(directory))
-
-    def _arm(self, directories: Mapping[str, _Events]) -> None:
-        self._watcher.arm(self, self._armed, directories)
-        self._armed = directories
+        self.set(())
 
 
-def _nearest(directory: str) -> str:
-    """Return the directory or the nearest of its ancestors that exists."""
-    while directory != "/" and not os.path.isdir(directory):
-        directory = os.path.dirname(directory)
-    return directory
+def _in_thread(function: Callable[..., object], *arguments: Any) -> bool:
+    """Call a function in a thread that nothing waits for; return False if none can be started."""
+    try:
+        threading.Thread(target=function, args=arguments, name=f"watch: {function.__name__}", daemon=True).start()
+    except RuntimeError:
+        return False
+    return True
 
 
-_SHARED: Final = Watcher()
+_WATCHERS: Final = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Watcher]()
 
 
 def shared() -> Watcher:
-    """Return the process's one watcher."""
-    return _SHARED
+    """Return the running loop's one watcher."""
+    return _WATCHERS.setdefault(asyncio.get_running_loop(), Watcher())

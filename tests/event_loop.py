@@ -20,7 +20,6 @@ ALLOWED: Final = frozenset(
     {
         "deviceplugin/identity.py:boot_id",  # /proc, which is in memory; once
         "deviceplugin/kubelet/cgroups.py:own_pod",  # /proc/self, and one look before anything is served
-        "deviceplugin/filewatch.py:",  # TODO: to be taken out with the change that watches files in threads
     }
 )
 """Functions that may do so, and why they cannot hang."""

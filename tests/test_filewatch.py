@@ -3,46 +3,94 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import logging
 import os
+import resource
 import shutil
-from collections.abc import AsyncIterator, Callable
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from watchdog.observers.api import EventQueue, ObservedWatch
-from watchdog.observers.inotify import InotifyEmitter, InotifyObserver
+from watchdog import events
+from watchdog.observers import Observer
+from watchdog.observers.inotify_c import InotifyEvent, InotifyFD
 
-from deviceplugin import filewatch
+from deviceplugin import filewatch, unwatched
 from deviceplugin.filewatch import AT_ONCE, Gather, Watch, Watcher
+from deviceplugin.unwatched import UnwatchedCause
 
 LONG = 10.0
 Watching = Callable[..., Watch]
+Hints = frozenset[type[events.FileSystemEvent]]
+
+
+def inotify_instances() -> int:
+    """How many inotify instances this process has."""
+    links = (
+        os.readlink(f"/proc/self/fd/{fd}")
+        for fd in os.listdir("/proc/self/fd")
+        if os.path.islink(f"/proc/self/fd/{fd}")
+    )
+    return sum("inotify" in link for link in links)
 
 
 @pytest.fixture
-async def watching() -> AsyncIterator[Watching]:
-    """Give a function that watches directories with a watcher of the test's own."""
-    watcher = Watcher()
+async def watcher() -> AsyncIterator[Watcher]:
+    """A watcher of the test's own, whose inotify instances have ended when the test has."""
+    before = inotify_instances()
+    yield Watcher()
+    await until(lambda: inotify_instances() <= before)
+
+
+@pytest.fixture
+async def watching(watcher: Watcher) -> AsyncIterator[Watching]:
+    """Give a function that watches directories."""
     watches = []
 
-    def watch(*directories: Path, hints: Any = filewatch.NAMES, gather: Gather = AT_ONCE) -> Watch:
+    def watch(*directories: Path, hints: Hints = filewatch.NAMES, gather: Gather = AT_ONCE) -> Watch:
         watches.append(watcher.watch(map(str, directories), hints, gather))
         return watches[-1]
 
     yield watch
     for one in watches:
         one.close()
-    watcher._observer.stop()
-    watcher._observer.join(LONG)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Wait until a condition holds."""
+    async with asyncio.timeout(LONG):
+        while not condition():  # noqa: ASYNC110  # nothing tells
+            await asyncio.sleep(0.005)
 
 
 async def in_flight(watch: Watch) -> Watch:
-    """Take all hints that are on their way; return the watch."""
+    """Wait until all is watched, and take all hints that are on their way; return the watch."""
+    await until(lambda: all(place.watched for place in watch.places.values()))
     while await watch.wait(0.05):
         pass
     return watch
+
+
+async def until_looked_at(watch: Watch, renew: float = filewatch.RENEW) -> None:
+    """Wait until each directory was looked at once more, and take all hints. renew: the value of `RENEW` meanwhile."""
+    await in_flight(watch)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(filewatch, "RENEW", renew)
+        for _ in range(2):  # one that is on its way may have begun before
+            looks = {place: place.next_look for place in watch.places.values()}
+            async with asyncio.timeout(LONG):
+                while any(place.next_look == look for place, look in looks.items()):
+                    await watch.wait(0.01)
+    await in_flight(watch)
+
+
+async def watched_at(watch: Watch, directory: Path) -> None:
+    """Wait until the one directory of a watch is watched at another one: itself, or its nearest ancestor."""
+    await until(lambda: [place.at for place in watch.places.values() if place.watched] == [str(directory)])
 
 
 @pytest.fixture
@@ -76,6 +124,7 @@ async def test_time_passes_without_a_hint(watching: Watching, tmp_path: Path) ->
 async def test_hints_are_gathered_but_for_those_that_do_not_wait(watching: Watching, tmp_path: Path) -> None:
     """What comes in short order is one hint, at its end; a name that does not wait is one at once, also in a rename."""
     late, soon = (watching(tmp_path, gather=Gather(seconds, ".sock")) for seconds in (3600.0, 0.01))
+    await in_flight(late)
     await in_flight(soon)
     for _ in range(20):
         soon.hint(str(tmp_path / "file"))
@@ -154,12 +203,15 @@ async def test_directory_that_is_made_again(watching: Watching, directory: Path)
         await in_flight(watch)
 
 
-async def test_directory_that_is_replaced_between_looks(watching: Watching, directory: Path, tmp_path: Path) -> None:
+async def test_directory_that_is_replaced_between_looks(
+    watching: Watching, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A directory that is another one now (another inode under the same name) is watched from the next wait on."""
+    monkeypatch.setattr(filewatch, "CHECK", 0.0)
     watch = await in_flight(watching(directory))
     directory.rename(tmp_path / "old")
     directory.mkdir()
-    await in_flight(watch)
+    await until_looked_at(watch)
     (directory / "f").touch()
     assert await watch.wait(LONG)
 
@@ -167,12 +219,13 @@ async def test_directory_that_is_replaced_between_looks(watching: Watching, dire
 async def test_the_parent_of_a_directory_that_is_there_is_not_watched(
     watching: Watching, directory: Path, tmp_path: Path
 ) -> None:
-    """Files that come and go beside the directory cost nothing."""
-    watch = await in_flight(watching(directory))
-    assert watch._watcher._armed.keys() == {str(directory)}
+    """Files that come and go beside the directory cost nothing; its parent counts while it is not there."""
+    watch = watching(directory)
+    await watched_at(watch, directory)
     directory.rmdir()
-    assert await watch.wait(LONG)
-    assert str(tmp_path) in watch._watcher._armed
+    await watched_at(watch, tmp_path)
+    directory.mkdir()
+    await watched_at(watch, directory)
 
 
 async def test_directory_that_comes_while_its_parent_begins_to_be_watched(
@@ -180,17 +233,27 @@ async def test_directory_that_comes_while_its_parent_begins_to_be_watched(
 ) -> None:
     """It is watched though nothing said that it came."""
     directory = tmp_path / "d"
-    missing = Watch._missing
+    add = InotifyFD.add_callback
 
-    def comes(watch: Watch) -> frozenset[str]:
-        found = missing(watch)
-        directory.mkdir(exist_ok=True)
-        return found
+    def comes(instance: InotifyFD, path: bytes, *arguments: Any) -> int:
+        if path == bytes(tmp_path):
+            directory.mkdir(exist_ok=True)
+        return add(instance, path, *arguments)
 
-    monkeypatch.setattr(Watch, "_missing", comes)
-    watch = watching(directory)
-    monkeypatch.undo()
-    assert str(directory) in watch._watcher._armed
+    monkeypatch.setattr(InotifyFD, "add_callback", comes)
+    await watched_at(watching(directory), directory)
+
+
+async def test_link_that_leads_elsewhere(watching: Watching, directory: Path, tmp_path: Path) -> None:
+    """A directory behind a symbolic link that is replaced is watched from the next hint on."""
+    (other := tmp_path / "other").mkdir()
+    (link := tmp_path / "link").symlink_to(directory)
+    watch = await in_flight(watching(link, tmp_path))
+    (new := tmp_path / "new").symlink_to(other)
+    new.rename(link)
+    await in_flight(watch)
+    (other / "f").touch()
+    assert await watch.wait(LONG)
 
 
 async def test_directory_that_is_not_there_yet(watching: Watching, tmp_path: Path) -> None:
@@ -269,17 +332,7 @@ async def test_closed_watch_hears_nothing(watching: Watching, tmp_path: Path) ->
     await in_flight(two)
     (tmp_path / "f").touch()
     assert await two.wait(LONG)
-    assert not one._hinted.is_set()
-
-
-def inotify_instances() -> int:
-    """How many inotify instances this process has."""
-    links = (
-        os.readlink(f"/proc/self/fd/{fd}")
-        for fd in os.listdir("/proc/self/fd")
-        if os.path.islink(f"/proc/self/fd/{fd}")
-    )
-    return sum("inotify" in link for link in links)
+    assert not await one.wait(0.05)
 
 
 async def test_all_watches_share_one_inotify_instance(watching: Watching, tmp_path: Path) -> None:
@@ -287,38 +340,327 @@ async def test_all_watches_share_one_inotify_instance(watching: Watching, tmp_pa
     before = inotify_instances()
     for number in range(100):
         (tmp_path / str(number)).mkdir()
-        watching(tmp_path / str(number))
+        await in_flight(watching(tmp_path / str(number)))
     assert inotify_instances() - before <= 1
 
 
-async def test_machine_without_watches_left_falls_back_and_says_so_once(
-    watching: Watching, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+async def test_instance_ends_with_the_last_watch(watcher: Watcher, tmp_path: Path) -> None:
+    """A process that watches nothing has no instance, and gets one when it watches again."""
+    before = inotify_instances()
+    for _ in range(2):
+        with watcher.watch([str(tmp_path)]) as watch:
+            await in_flight(watch)
+            assert inotify_instances() > before
+        await until(lambda: inotify_instances() == before)
+
+
+# --- no events -------------------------------------------------------------------------------------------------------
+
+
+def refusing(number: int) -> Callable[..., Any]:
+    """Return a system call that fails."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return refuse
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What failed is tried again after milliseconds."""
+    monkeypatch.setattr("deviceplugin.backoff.Backoff.next", lambda backoff: 0.01)
+    monkeypatch.setattr(filewatch, "CHECK", 0.01)
+
+
+@pytest.mark.parametrize(
+    ("call", "number", "cause", "words"),
+    [
+        (
+            (InotifyFD, "__init__"),
+            errno.EMFILE,
+            UnwatchedCause.INSTANCES,
+            "no inotify instance left (fs.inotify.max_user_instances is ",
+        ),
+        ((InotifyFD, "__init__"), errno.ENFILE, UnwatchedCause.FILES, "no file can be opened any more"),
+        ((InotifyFD, "__init__"), errno.ENOSYS, UnwatchedCause.ERROR, os.strerror(errno.ENOSYS)),
+        (
+            (InotifyFD, "add_callback"),
+            errno.ENOSPC,
+            UnwatchedCause.WATCHES,
+            "no inotify watch left (fs.inotify.max_user_watches is ",
+        ),
+        ((InotifyFD, "add_callback"), errno.EPERM, UnwatchedCause.ERROR, os.strerror(errno.EPERM)),
+        ((os, "access"), None, UnwatchedCause.ERROR, os.strerror(errno.EACCES)),
+    ],
+)
+@pytest.mark.usefixtures("soon")
+async def test_what_cannot_be_watched_is_read_again(
+    watcher: Watcher,
+    watching: Watching,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    call: tuple[object, str],
+    number: int | None,
+    cause: UnwatchedCause,
+    words: str,
 ) -> None:
-    """Where no more can be watched, waits end with their time, and one line says what may be too low."""
-
-    def refuse(*arguments: object, **options: object) -> None:
-        raise OSError(28, "inotify watch limit reached")
-
-    monkeypatch.setattr(InotifyObserver, "schedule", refuse)
+    """Waits end after the time that their users say; one line names the cause, and hints come once it is gone."""
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(*call, refusing(number) if number else lambda *_, **__: False)
     watch, other = watching(tmp_path), watching(tmp_path / "d")
-    assert not await watch.wait(0.01)
-    assert not await other.wait(0.01)
-    said = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(said) == 1
-    assert "max_user_watches" in said[0].getMessage()
+    for one in (watch, other):
+        assert not await one.wait(3600.0, unwatched=0.01)
+    await until(watcher.unwatched)
+    ((failure, directories),) = watcher.unwatched()
+    assert failure.cause is cause
+    assert directories[0] == str(tmp_path)
+    (line,) = caplog.messages
+    assert line.startswith(f"cannot watch {tmp_path}")
+    assert words in line
+    monkeypatch.undo()
+    async with asyncio.timeout(LONG):
+        while watcher.unwatched():
+            await watch.wait(0.01)
+            await other.wait(0.01)
+    await in_flight(watch)
+    (tmp_path / "f").touch()
+    assert await watch.wait(LONG)
+    assert caplog.messages == [line, "all directories are watched again"]
 
 
-def test_shared_watcher_is_one() -> None:
-    """The process has one watcher."""
-    assert filewatch.shared() is filewatch.shared()
+def test_a_full_table_of_files_is_no_lack_of_instances(monkeypatch: pytest.MonkeyPatch) -> None:
+    """EMFILE of a process that can open no file at all is not the limit of inotify."""
+    error = OSError(errno.EMFILE, "")
+    assert UnwatchedCause.of(error) is UnwatchedCause.INSTANCES
+    monkeypatch.setattr(os, "eventfd", refusing(errno.EMFILE))
+    assert UnwatchedCause.of(error) is UnwatchedCause.FILES
 
 
-async def test_an_emitter_that_was_stopped_is_no_error(
-    watching: Watching, tmp_path: Path, caplog: pytest.LogCaptureFixture
+async def test_no_instance_is_lost_while_files_run_out(watcher: Watcher, watching: Watching, tmp_path: Path) -> None:
+    """Where there is a file left for the instance and none for what it needs beside, it does not stay open."""
+    instances, limits = inotify_instances(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+    fillers: list[int] = []
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 10, limits[1]))
+        with contextlib.suppress(OSError):
+            while True:
+                fillers.append(os.eventfd(0))
+        os.close(fillers.pop())
+        watching(tmp_path)
+        assert inotify_instances() == instances
+        assert [failure.cause for failure, _ in watcher.unwatched()] == [UnwatchedCause.FILES]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for filler in fillers:
+            os.close(filler)
+
+
+async def test_queue_that_overflows(
+    watching: Watching,
+    tmp_path: Path,
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """An event that comes when a directory is not watched any more is nothing that an operator is told."""
-    watching(tmp_path)
-    emitter = InotifyEmitter(EventQueue(), ObservedWatch(str(tmp_path), recursive=False))
-    emitter.queue_events(0)
-    logging.getLogger("watchdog.observers.inotify").error("something else")
-    assert caplog.messages == ["something else"]
+    """What the kernel has dropped is found by the next look or reading, and events come again."""
+    monkeypatch.setattr(filewatch, "CHECK", 0.0)
+    goes_on = threading.Event()
+    read = InotifyFD.read_events
+
+    def late(instance: InotifyFD) -> list[InotifyEvent]:
+        goes_on.wait()
+        return read(instance)
+
+    late_comer = tmp_path / "late"
+    watches = [await in_flight(watching(one)) for one in (directory, late_comer, tmp_path)]
+    monkeypatch.setattr(InotifyFD, "read_events", late)
+    limit = int(Path("/proc/sys/fs/inotify/max_queued_events").read_text())
+    for number in range(limit // 2 + 100):
+        (file := tmp_path / f"{number}").touch()
+        file.unlink()
+    shutil.rmtree(directory)
+    directory.mkdir()
+    late_comer.mkdir()
+    goes_on.set()
+    await until(lambda: "Inotify queue overflowed" in caplog.text)
+    for watch, watched in zip(watches, (directory, late_comer, tmp_path), strict=True):
+        await until_looked_at(watch, renew=0.0)  # the directory that was made anew may have the former one's number
+        assert [place.at for place in watch.places.values()] == [str(watched)]
+        (watched / "f").touch()
+        assert await watch.wait(LONG)
+
+
+# --- file systems that do not answer ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], None]]:
+    """Give a function after which whoever looks at a directory, or one below, waits until the test ends."""
+    hung: list[str] = []
+    over = threading.Event()
+    stat = os.stat
+
+    def hang(path: Any, **options: Any) -> os.stat_result:
+        if any(f"{path}/".startswith(f"{one}/") for one in hung):
+            over.wait()
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", hang)
+    yield lambda directory: hung.append(str(directory))
+    over.set()
+
+
+def looking() -> int:
+    """How many threads begin to watch something."""
+    return sum(thread.name.startswith("watch:") for thread in threading.enumerate())
+
+
+async def test_directory_that_hangs_holds_up_its_own_watch_alone(
+    watcher: Watcher,
+    watching: Watching,
+    tmp_path: Path,
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    hanging: Callable[[Path], None],
+) -> None:
+    """Loop, other watches and new ones go on, one thread waits however many want the directory, and it is reported."""
+    monkeypatch.setattr(filewatch, "CHECK", 0.01)
+    monkeypatch.setattr(unwatched, "SILENT", 0.2)
+    (slow := tmp_path / "slow").mkdir()
+    before = await in_flight(watching(directory))
+    threads = looking()
+    hanging(slow)
+    waits = [watching(slow) for _ in range(20)]
+    mixed = watching(slow, directory)
+    for watch in (before, await in_flight(watching(directory))):
+        (directory / "f").touch()
+        assert await watch.wait(LONG)
+        await in_flight(watch)
+        (directory / "f").unlink()
+        assert await watch.wait(LONG)
+        await in_flight(watch)
+    async with asyncio.timeout(LONG):
+        while not watcher.unwatched():
+            for watch in waits:
+                assert not await watch.wait(3600.0, unwatched=0.01)
+    ((failure, directories),) = watcher.unwatched()
+    assert (failure.cause, directories) == (UnwatchedCause.SILENT, (str(slow),))
+    await waits[0].wait(0.0)
+    assert f"cannot watch {slow}: its file system has not answered for" in caplog.text
+    for watch in (*waits, mixed):
+        watch.close()
+    watching(slow)
+    await until(lambda: looking() <= threads + 1)
+
+
+async def test_file_system_that_ceases_to_answer_just_before_it_is_watched(
+    watcher: Watcher,
+    watching: Watching,
+    tmp_path: Path,
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Other directories are read again meanwhile, and another instance watches them; the first one ends in the end."""
+    monkeypatch.setattr(unwatched, "SILENT", 0.2)
+    (slow := tmp_path / "slow").mkdir()
+    before = await in_flight(watching(directory))
+    instances = inotify_instances()
+    entered, answers = threading.Event(), threading.Event()
+    add = InotifyFD.add_callback
+
+    def hang(instance: InotifyFD, path: bytes, *arguments: Any) -> int:
+        if path == bytes(slow):
+            entered.set()
+            answers.wait()
+        return add(instance, path, *arguments)
+
+    monkeypatch.setattr(InotifyFD, "add_callback", hang)
+    stat = os.stat
+
+    def hang_as_well(path: Any, **options: Any) -> os.stat_result:
+        if entered.is_set() and str(path).startswith(str(slow)):
+            answers.wait()
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", hang_as_well)
+    try:
+        watching(slow)
+        await asyncio.to_thread(entered.wait, LONG)
+        other = watching(tmp_path)
+        async with asyncio.timeout(LONG):
+            while "holds up the inotify instance" not in caplog.text:
+                await other.wait(3600.0, unwatched=0.01)
+        await in_flight(other)
+        await in_flight(before)
+        (directory / "f").touch()
+        assert await before.wait(LONG)
+        (tmp_path / "f").touch()
+        assert await other.wait(LONG)
+    finally:
+        answers.set()
+    await until(lambda: inotify_instances() == instances)
+    assert not [one for one in watcher.unwatched() if str(slow) not in one.directories]
+
+
+async def test_directory_that_answers_late(
+    watching: Watching, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hints come from then on, and the first one says so."""
+    entered, answers = threading.Event(), threading.Event()
+    add = InotifyFD.add_callback
+
+    def late(*arguments: Any) -> int:
+        entered.set()
+        answers.wait()
+        return add(*arguments)
+
+    monkeypatch.setattr(InotifyFD, "add_callback", late)
+    watch = watching(directory)
+    await asyncio.to_thread(entered.wait)
+    assert not await watch.wait(3600.0, unwatched=0.01)
+    (directory / "f").touch()
+    answers.set()
+    assert await watch.wait(LONG)
+    await in_flight(watch)
+    (directory / "f").unlink()
+    assert await watch.wait(LONG)
+
+
+async def test_no_file_operation_in_the_loop(
+    watching: Watching, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever may wait for a file system is done in other threads."""
+    loop = threading.get_ident()
+    calls: set[tuple[str, bool]] = set()
+
+    def noted(name: str, function: Callable[..., object]) -> Callable[..., object]:
+        def call(*arguments: object, **options: object) -> object:
+            calls.add((name, threading.get_ident() == loop))
+            return function(*arguments, **options)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        watchdogs = (Observer, ("schedule", "unschedule", "stop"))
+        for place, names in (watchdogs, (os, ("stat", "lstat", "access", "scandir", "readlink"))):
+            for name in names:
+                patch.setattr(place, name, noted(name, getattr(place, name)))
+        watch = watching(directory)
+        await watched_at(watch, directory)
+        watch.set([str(tmp_path / "a" / "b")])
+        await watched_at(watch, tmp_path)
+        await watch.wait(0.0)
+        watch.close()
+        await until(lambda: ("stop", False) in calls)
+    assert not {name for name, in_loop in calls if in_loop}
+    assert {name for name, _ in calls} >= {"schedule", "unschedule", "stop", "stat", "lstat"}
+
+
+async def test_shared_watcher_is_one() -> None:
+    """A loop has one watcher."""
+    assert filewatch.shared() is filewatch.shared()

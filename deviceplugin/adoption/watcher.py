@@ -84,7 +84,7 @@ class PluginWatcher:
                     for new in sorted(sockets - self._asked.keys()):
                         self._asked[new] = asyncio.create_task(self._register(new[0]), name=f"ask {new[0]}")
                     watch.set(directories)
-                    await watch.wait(CHECK)
+                    await watch.wait(CHECK, unwatched=filewatch.AT_REST)
             finally:
                 await cancel_all(self._asked.values())
 

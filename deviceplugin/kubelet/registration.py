@@ -385,7 +385,14 @@ class PluginRegistration:
         elif step is Step.REST and seen.since >= timing.patience:
             self._backoff.reset()
         stream_due = max(0.01, timing.patience - seen.since)
-        await watch.wait(stream_due if step is Step.WAIT_FOR_STREAM else min(timing.poll, finding.again))
+        due = stream_due if step is Step.WAIT_FOR_STREAM else min(timing.poll, finding.again)
+        await watch.wait(due, unwatched=self._unwatched(step))
+
+    def _unwatched(self, step: Step) -> float:
+        """Return the seconds between two looks at the kubelet's directory where it cannot be watched."""
+        if step is Step.WAIT_FOR_KUBELET:
+            return filewatch.SOON
+        return LOOK if self.endpoint.kept_back else filewatch.AT_REST
 
     async def _look(self) -> Finding:
         """Return whether another plugin has registered the resource since."""
@@ -462,7 +469,7 @@ class PluginRegistration:
         while await self._kubelet_now() == kubelet:
             if (rest := until - time.monotonic()) <= 0:
                 return
-            await watch.wait(rest)
+            await watch.wait(rest, unwatched=filewatch.SOON)
         self._backoff.reset()
 
     async def _seen(self, foreign: Finding) -> Seen:
@@ -535,7 +542,7 @@ class PluginRegistration:
         """Wait for Register's answer; return False if the kubelet restarts or ends meanwhile. Raises AioRpcError."""
         try:
             while await self._kubelet_now() == kubelet:
-                hint = asyncio.create_task(watch.wait(self._timing.poll))
+                hint = asyncio.create_task(watch.wait(self._timing.poll, unwatched=filewatch.SOON))
                 await asyncio.wait({call, hint}, return_when=asyncio.FIRST_COMPLETED)
                 hint.cancel()
                 if call.done():

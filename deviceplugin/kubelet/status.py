@@ -12,6 +12,7 @@ from deviceplugin.kubelet.holders import EvidenceSource
 from deviceplugin.kubelet.podresources import ClaimUse, PodContainer
 from deviceplugin.kubelet.registration import RegistrationStatistics
 from deviceplugin.kubelet.servicer import ServicerStatistics
+from deviceplugin.unwatched import Unwatched
 
 
 class Withheld(NamedTuple):
@@ -74,6 +75,7 @@ class AgentStatus:
     kubelet_answers: whether the kubelet answered the last call, None if it cannot be called. kubelet_silent: since when
     it has answered none (Unix). blind: what cannot be seen of the node's pods, and what to set. unknown: how often
     evidence did not tell, by its source.
+    unwatched: directories without file events, by cause.
     """
 
     resources: tuple[ResourceStatus, ...]
@@ -86,3 +88,4 @@ class AgentStatus:
     kubelet_silent: float | None = None
     blind: tuple[str, ...] = ()
     unknown: Mapping[EvidenceSource, int] = field(default_factory=dict)
+    unwatched: tuple[Unwatched, ...] = ()

@@ -52,6 +52,8 @@ NODE_LOOK: Final = 0.5
 """Seconds that a look at device nodes may take that an answer of another plugin names."""
 GRANT_REWRITE: Final = 4.0
 """The same while an Allocate waits for it, since a refusal fails a pod: a busy kubelet takes longer."""
+UNHINTED: Final = 0.2
+"""Seconds between two looks for it, should no event come: some file systems make none of what others write."""
 
 
 class DeviceLists(Protocol):
@@ -573,12 +575,18 @@ class CheckpointReader:
         """Wait until the kubelet has replaced the checkpoint file; None if it does not in time."""
         with filewatch.shared().watch([str(self._directory)]) as watch:
             until = time.monotonic() + patience
-            while (rest := until - time.monotonic()) > 0:
-                try:
-                    after = await self._looks.at("checkpoint", checkpoint.read, self._directory)
-                except CheckpointError:
-                    after = None
-                if after is not None and after.file != before:
+            while True:
+                if (after := await self._looks.at("checkpoint", self._newer, before)) is not None:
                     return after
-                await watch.wait(rest)
+                if (rest := until - time.monotonic()) <= 0:
+                    return None
+                await watch.wait(min(rest, UNHINTED), unwatched=filewatch.SOON)
+
+    def _newer(self, before: FileIdentity | None) -> CheckpointVersion | None:
+        """Return the checkpoint if it is another file than before, and can be read."""
+        if checkpoint.identity(self._directory) == before:
+            return None
+        with contextlib.suppress(CheckpointError):
+            after = checkpoint.read(self._directory)
+            return after if after.file != before else None
         return None

@@ -33,6 +33,7 @@ from deviceplugin.metrics.credentials import Certificate, Token
 from deviceplugin.metrics.load import QUANTITIES
 from deviceplugin.metrics.report import DEFAULT_LOCATION
 from deviceplugin.metrics.views import AgentView, ObservedAgent, Observer, ResourceView
+from deviceplugin.unwatched import UnwatchedCause
 from deviceplugin.version import VERSION
 
 if TYPE_CHECKING:
@@ -100,6 +101,12 @@ _FAMILIES: Final[Mapping[Callable[..., Metric], Mapping[str, tuple[str, str]]]] 
         "source_listed": ("resource", "1 once the source has listed its devices"),
         "measured": ("resource", "1 while the source's measure hook reports the load of its devices"),
         "config_current": ("", "1 while the agent serves what its config file says, 0 after a change was refused"),
+        "unwatched_directories": (
+            "reason",
+            "Directories without file events, which are read again and again instead, by reason. instances, watches: a "
+            "limit of inotify. files: no file can be opened any more. silent: the file system does not answer. error: "
+            "another error, which the log has",
+        ),
         "provider_up": ("name", "1 while another part of the agent reports its status"),
     },
     CounterMetricFamily: {
@@ -181,6 +188,9 @@ class AgentCollector:
         for source, times in view.unknown.items():
             add("evidence_unknown", (source,), times)
         add("config_current", (), not view.config_error)
+        unwatched = Counter(one.failure.cause for one in view.unwatched for _ in one.directories)
+        for cause in UnwatchedCause:
+            add("unwatched_directories", (cause.value,), unwatched[cause])
         for resource in view.resources:
             _devices(resource, view.holders_known, add)
             _service(resource, add)

@@ -34,6 +34,7 @@ from deviceplugin.metrics.report import (
 )
 from deviceplugin.sharing import device_of
 from deviceplugin.source import DeviceSource
+from deviceplugin.unwatched import Unwatched
 
 _LOG: Final = logging.getLogger(__name__)
 HOLDERS_STALE: Final = 60.0  # seconds after the kubelet's checkpoint was read from which on holders are unknown
@@ -151,6 +152,7 @@ class AgentView:
     node: str = ""
     config_error: str = ""
     unknown: Mapping[str, int] = field(default_factory=dict)
+    unwatched: tuple[Unwatched, ...] = ()
 
 
 def unready(status: AgentStatus) -> Iterable[str]:
@@ -368,6 +370,7 @@ class Observer:
                 *status.blind,
                 *([status.config_error] if status.config_error and not status.former_config else ()),
                 *unanswered(status, time.time()),
+                *map(str, status.unwatched),
                 *(
                     f"{resource.resource}: {no_plugin(resource.vendor)}"
                     for resource in status.resources
@@ -377,6 +380,7 @@ class Observer:
             next((report.node for report in reports.values() if report.node), "") or naming.node_name(),
             status.config_error,
             {source.value: status.unknown.get(source, 0) for source in EvidenceSource},
+            status.unwatched,
         )
 
     def _resource(

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
+from deviceplugin import filewatch
 from deviceplugin.adoption.plugins import AdoptionError, VendorPlugins
 from deviceplugin.adoption.source import AdoptedSource
 from deviceplugin.kubelet.allocation_copies import AllocationCopies
@@ -66,6 +67,7 @@ class Agent(RegisterHost):
         self.services = services = dict[str, Service]()
         self._claim_side = side = claim_side or ClaimSide()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._watcher: filewatch.Watcher | None = None
         self._stopped = asyncio.Event()
         self._stop_asked = False
         self.begun = asyncio.Event()
@@ -112,10 +114,12 @@ class Agent(RegisterHost):
             self.tracker.pod_resources.silent_since,
             self.tracker.problems,
             dict(self.tracker.unknown),
+            self._watcher.unwatched() if self._watcher is not None else (),
         )
 
     async def run(self) -> None:
         """Serve until `stop`, end the claims' side, drain and clean up. Raises AgentError: one cannot be served."""
+        self._watcher = filewatch.shared()
         self._accept_stop()
         if not self._stopped.is_set() and await self._started():
             for service in self.services.values():

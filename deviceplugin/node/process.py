@@ -286,7 +286,7 @@ async def _follow_config(program: Program, file: ConfigFile, reload: asyncio.Eve
                 file = replace(await _reload(program, file), content=now)
                 await file.keep()
                 _tell(program.agent, file)
-            if await watch.wait(30.0) and not reload.is_set():
+            if await watch.wait(30.0, unwatched=filewatch.AT_REST) and not reload.is_set():
                 deadline = time.monotonic() + 2.0
                 while await watch.wait(DEBOUNCE) and time.monotonic() < deadline:
                     pass

@@ -18,6 +18,8 @@ from deviceplugin.source import DeviceSource
 _LOG: Final = logging.getLogger(__name__)
 SCAN_TIMEOUT: Final = 15.0
 """Seconds after which the devices are unhealthy until the scan has ended (a network file system that hangs)."""
+UNWATCHED: Final = 5.0
+"""Seconds between two scans where there are no events of a directory."""
 MAX_PAUSE: Final = 0.5
 """Seconds between scans while the file system changes again and again and the devices do not."""
 
@@ -59,10 +61,9 @@ class ScannedSource(DeviceSource):
 
     async def watch(self) -> AsyncIterator[Sequence[Device]]:
         """Yield the devices now and whenever they change."""
-        watched: set[str] = set()
         listed: list[Device] | None = None
         hinted, pause = False, 0.0
-        with filewatch.shared().watch(watched) as watch:
+        with filewatch.shared().watch(()) as watch:
             while True:
                 began = time.monotonic()
                 look = self._looks.begin("scan", self._scan, place=repr(self))
@@ -78,20 +79,18 @@ class ScannedSource(DeviceSource):
                     if note not in self.notes:
                         _LOG.info("%s", note)
                 self.notes = tuple(scan.notes)
-                fresh, watched = scan.directories - watched, scan.directories
-                watch.set(watched)
+                watch.set(scan.directories)
                 if scan.devices != listed:
                     listed = scan.devices
                     yield listed
                     pause = 0.0
                 elif hinted:
                     pause = min(MAX_PAUSE, max(took, 2 * pause))
-                if fresh:  # something may have changed there before it was watched
-                    continue
                 if pause:
                     # A directory in which other names come and go must not keep a CPU busy.
                     await asyncio.sleep(pause)
-                hinted = await watch.wait(self._rescan * random.uniform(0.8, 1.2))  # noqa: S311  # no secret
+                rescan = self._rescan * random.uniform(0.8, 1.2)  # noqa: S311  # no secret
+                hinted = await watch.wait(rescan, unwatched=UNWATCHED)
                 if hinted:
                     await asyncio.sleep(self.DEBOUNCE)
                 else:

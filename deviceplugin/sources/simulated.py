@@ -93,7 +93,7 @@ class SimulatedSource(DeviceSource):
                     if devices != listed:
                         listed = devices
                         yield devices
-                    await watch.wait(self._rescan)
+                    await watch.wait(self._rescan, unwatched=filewatch.AT_REST)
             finally:
                 with self._lock:
                     self._watches.discard(watch)

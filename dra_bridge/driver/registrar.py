@@ -324,7 +324,7 @@ class Registrar:
                 wait = min(wait, made_at + self._timing.patience - time.monotonic())
                 if wait <= 0:
                     return
-            await watch.wait(wait)
+            await watch.wait(wait, unwatched=filewatch.AT_REST)
         _LOG.warning("a socket was removed; making new ones", extra={"driver": self.driver.name})
 
     async def _in_place(self) -> bool:

@@ -7,7 +7,7 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
@@ -78,16 +78,19 @@ class RealNode(NodeWithAgents):
 
     patience = 60.0
 
-    def __init__(self, cluster: Cluster, directory: Path) -> None:
-        super().__init__(directory, [], ["--cgroup-root", str(isolate.POD_CGROUPS)], forked=False)
+    def __init__(self, cluster: Cluster, directory: Path, program: Sequence[str]) -> None:
+        super().__init__(directory, program, ["--cgroup-root", str(isolate.POD_CGROUPS)], forked=False)
         self.cluster = cluster
 
     @classmethod
     @contextmanager
-    def running(cls, cluster: Cluster) -> Iterator[RealNode]:
-        """Use the cluster; at the end the agents are ended, and their logs printed for whoever looks."""
+    def running(cls, cluster: Cluster, program: Sequence[str] = ()) -> Iterator[RealNode]:
+        """Use the cluster; at the end the agents are ended, and their logs printed for whoever looks.
+
+        program: Python's arguments to a program that runs agents.
+        """
         directory = Path(tempfile.mkdtemp(dir=isolate.DEVICES))
-        node = cls(cluster, directory)
+        node = cls(cluster, directory, program)
         try:
             yield node
         finally:

@@ -103,6 +103,8 @@ class Agents(Bridge):
 class Scene(sides.Scene):
     """The devices, agents and pods of one scenario, and what became of them."""
 
+    kind = Agents
+
     def __init__(self, cluster: Cluster, name: str) -> None:
         self.cluster = cluster
         self.name = name
@@ -126,7 +128,7 @@ class Scene(sides.Scene):
 
     def serve(self, *resources: Mapping[str, Any]) -> Agents:
         """Start the agent; it is gone at the end, and everything that it served before."""
-        self.agents = self.stack.enter_context(Agents.running(self.cluster, *resources))
+        self.agents = self.stack.enter_context(self.kind.running(self.cluster, *resources))
         self.stack.callback(self.restore)
         for name in self.agents.classes:
             self.agents.template(name.rpartition("/")[2], self.agents.one(resource=name))

@@ -12,6 +12,7 @@ from typing import cast
 
 import grpc
 import pytest
+from watchdog.observers.inotify_c import InotifyFD
 
 from deviceplugin.identity import boot_id
 from deviceplugin.kubelet import cgroups, podresources
@@ -33,6 +34,7 @@ from deviceplugin.testing.kubelet import Damage
 from deviceplugin.wire import podresources_pb2
 from deviceplugin.wire.podresources_pb2_grpc import PodResourcesListerStub
 from tests.identities import seen_as
+from tests.scenarios import unwatched
 from tests.testing.bare import RESOURCE as R
 from tests.testing.bare import BarePlugin
 
@@ -142,6 +144,21 @@ async def test_a_pod_that_ended_is_let_go_with_the_next_scan(tracked: TrackedKub
     assert tracked.tracker.holders(R) == {}
     await tracked.scan()
     assert (tracked.requests, tracked.lists) == (WRITES, 1)
+
+
+@pytest.mark.parametrize("lacking", ["instances", "events"])
+async def test_a_checkpoint_is_noticed_without_file_events(
+    tracked: TrackedKubelet, monkeypatch: pytest.MonkeyPatch, lacking: str
+) -> None:
+    """Also where the user has no inotify instance left, or the file system makes no events of what others write."""
+    if lacking == "instances":
+        monkeypatch.setattr(InotifyFD, "__init__", unwatched.refuse)
+    else:
+        monkeypatch.setattr(InotifyFD, "handle_event", lambda instance, event: None)
+    pod = await tracked.hold()
+    await asyncio.to_thread(pod.complete)
+    now = await tracked.scan()
+    assert (now.current, dict(now.held)) == (True, {})
 
 
 async def test_what_another_agents_copy_names_is_held_while_its_pod_runs(tracked: TrackedKubelet) -> None:

@@ -49,6 +49,7 @@ from deviceplugin.source import DeviceSource, Measured
 from deviceplugin.testing.devicemanager import ContainerSpec
 from deviceplugin.testing.kubelet import FakeKubelet
 from deviceplugin.testing.plugin import Served
+from deviceplugin.unwatched import Unwatched, UnwatchedCause, WatchFailure
 from deviceplugin.version import VERSION
 from tests.metrics.test_web import make_certificate
 from tests.metrics.views import RESOURCE, Source, Still, resource
@@ -235,6 +236,16 @@ class TestRunningAgent:
             "held": 1,
             "unknown": 1,
         }
+
+    def test_directories_without_file_events_are_counted_by_reason(self) -> None:
+        """Each reason has a series."""
+        still = Still(resource("a"))
+        still.unwatched = (Unwatched(WatchFailure(UnwatchedCause.INSTANCES), ("/dev", "/sys")),)
+        families = {family.name: family for family in AgentCollector(still.observer().view).collect()}
+        counted = {
+            sample.labels["reason"]: sample.value for sample in families["deviceplugin_unwatched_directories"].samples
+        }
+        assert counted == {"instances": 2, "watches": 0, "files": 0, "silent": 0, "error": 0}
 
     def test_points_in_time_are_named_so(self) -> None:
         """What has Unix seconds as its value ends with `_timestamp_seconds`."""

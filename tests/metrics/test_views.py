@@ -19,6 +19,7 @@ from deviceplugin.metrics import page, views
 from deviceplugin.metrics.report import ClaimedDevice, DeviceLocation, Event, ProviderReport
 from deviceplugin.metrics.views import HOLDERS_STALE, UNANSWERED, AgentView, DeviceHolder, events_between
 from deviceplugin.naming import device_name
+from deviceplugin.unwatched import Unwatched, UnwatchedCause, WatchFailure
 from tests.metrics.views import RESOURCE, Source, Still, resource
 
 MAIN = PodContainer("team", "train", "main")
@@ -266,6 +267,15 @@ class TestProblems:
             ("the config file is accepted again", False),
         ]
         assert observer.view().problems == ()
+
+    def test_directories_without_file_events_are_a_problem(self) -> None:
+        """It says which, how many, and what to raise, until they are watched."""
+        still = Still(resource("a"))
+        still.unwatched = (Unwatched(WatchFailure(UnwatchedCause.WATCHES), ("/dev", "/sys")),)
+        (problem,) = still.observer().view().problems
+        assert problem.startswith("cannot watch /dev and 1 more: this user has no inotify watch left (")
+        still.unwatched = ()
+        assert still.observer().view().problems == ()
 
     def test_the_node_is_what_a_provider_says(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Of an agent whose command line names the node; else what the environment says."""

@@ -18,6 +18,7 @@ from deviceplugin.metrics.report import Provider
 from deviceplugin.metrics.views import Observer
 from deviceplugin.sharing import device_of
 from deviceplugin.source import DeviceSource, Measured
+from deviceplugin.unwatched import Unwatched
 
 if TYPE_CHECKING:
     from deviceplugin.node.agent import Agent
@@ -77,6 +78,7 @@ class Still:
         self.config_error = ""
         self.kubelet_answers: bool | None = True
         self.kubelet_silent: float | None = None
+        self.unwatched: tuple[Unwatched, ...] = ()
         self.providers: list[Provider] = []
         self.sources: dict[str, DeviceSource] = {}
 
@@ -89,6 +91,7 @@ class Still:
             self.config_error,
             kubelet_answers=self.kubelet_answers,
             kubelet_silent=self.kubelet_silent,
+            unwatched=self.unwatched,
         )
 
     @property

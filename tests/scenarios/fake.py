@@ -149,16 +149,16 @@ class NodeWithAgents:
 class FakeNode(NodeWithAgents):
     patience = 20.0
 
-    def __init__(self, kubelet: FakeKubelet, directory: Path) -> None:
-        super().__init__(directory, ["-m", "tests.scenarios.quick"], kubelet.arguments, forked=True)
+    def __init__(self, kubelet: FakeKubelet, directory: Path, program: str) -> None:
+        super().__init__(directory, ["-m", program], kubelet.arguments, forked=True)
         self.kubelet = kubelet
 
     @classmethod
     @contextmanager
-    def running(cls, directory: Path) -> Iterator[FakeNode]:
-        """Run a node; at the end its agents are ended, and their logs printed."""
+    def running(cls, directory: Path, program: str = "tests.scenarios.quick") -> Iterator[FakeNode]:
+        """Run a node; at the end its agents are ended, and their logs printed. program: a module that runs agents."""
         with FakeKubelet(check_nodes=True) as kubelet:
-            node = cls(kubelet, directory)
+            node = cls(kubelet, directory, program)
             try:
                 yield node
             finally:

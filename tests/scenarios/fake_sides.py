@@ -61,6 +61,8 @@ class FakeScene(Scene):
         """The devices' ids by their names in slices."""
         self._logs: list[Path] = []
         self._agent: AgentProcess | None = None
+        self.program: tuple[str, ...] = ()
+        """What runs the agent, in Python's own place."""
         self._waiting: dict[str, tuple[str, str]] = {}
         self._hanging: list[FakePod] = []
         self._joined: set[tuple[str, str]] = set()
@@ -280,7 +282,8 @@ class FakeScene(Scene):
         log = self._directory / f"agent-{len(self._logs)}.log"
         self._logs.append(log)
         where = ["--node-name", self.node.name, "--kubeconfig", str(self._kubeconfig), "--cdi-dir", str(self.node.cdi)]
-        command = ["-m", "tests.scenarios.fake_sides", str(self._notes), "run", "--config", str(self._config)]
+        program = [*self.program, "-m", "tests.scenarios.fake_sides", str(self._notes)]
+        command = [*program, "run", "--config", str(self._config)]
         self._agent = AgentProcess([*command, *ANY_CONFIG, *self.node.arguments, *where], self._config, log)
         self.until("the agent to register", lambda: "registered as" in log.read_text())
 

@@ -24,6 +24,15 @@ class TestOnFake(PluginScenarios):
     """The scenarios with agents as processes of their own, against the fake kubelet."""
 
 
+class TestUnwatchedOnFake(PluginScenarios):
+    """The same while the user has no inotify instance left."""
+
+    @pytest.fixture
+    def node(self, tmp_path: Path) -> Iterator[FakeNode]:
+        with FakeNode.running(tmp_path, "tests.scenarios.unwatched") as running:
+            yield running
+
+
 class TestFaultsOnFake(FaultScenarios):
     """The scenarios in which the kubelet errs, on the fake kubelet."""
 

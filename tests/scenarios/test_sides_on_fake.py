@@ -7,11 +7,11 @@ import pytest
 
 from dra_bridge.testing.apiserver import FakeApiServer
 from tests.scenarios.fake_sides import FakeScene, WatchedNode
-from tests.scenarios.sides import Scene, SidesScenarios
+from tests.scenarios.sides import SidesScenarios, end_one_of_each
 
 
 @pytest.fixture
-def scene(tmp_path: Path) -> Iterator[Scene]:
+def scene(tmp_path: Path) -> Iterator[FakeScene]:
     with FakeApiServer() as server, WatchedNode(server) as node:
         made = FakeScene(node, tmp_path)
         try:
@@ -25,3 +25,12 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
 
 class TestSidesOnFake(SidesScenarios):
     """The scenarios of both sides with agents as processes of their own, on the fake node."""
+
+
+def test_no_inotify_instance_is_left(scene: FakeScene) -> None:
+    """Devices are served on both sides, move when their holders end, and a restart of the kubelet is followed."""
+    scene.program = ("-m", "tests.scenarios.unwatched")
+    pods, users = scene.both()
+    scene.end_kubelet("sigterm")
+    scene.start_kubelet()
+    end_one_of_each(scene, pods, users)

@@ -380,9 +380,9 @@ async def test_sockets_of_a_registered_driver_are_checked_rarely(
     waits: asyncio.Queue[float] = asyncio.Queue()
     wait = filewatch.Watch.wait
 
-    async def note(watch: filewatch.Watch, timeout: float) -> bool:
+    async def note(watch: filewatch.Watch, timeout: float, **unwatched: float) -> bool:
         waits.put_nowait(timeout)
-        return await wait(watch, timeout)
+        return await wait(watch, timeout, **unwatched)
 
     monkeypatch.setattr(filewatch.Watch, "wait", note)
     timing = replace(QUICK, check=0.2, patience=0.5)

@@ -1,0 +1,20 @@
+"""Run a plugin's script, or `-m MODULE`, as `tests.scenarios.quick` does, where no inotify instance is left."""
+
+from __future__ import annotations
+
+import errno
+import sys
+
+from watchdog.observers.inotify_c import InotifyFD
+
+from tests.scenarios import quick
+
+
+def refuse(_: InotifyFD) -> None:
+    """Fail as inotify_init1 does past fs.inotify.max_user_instances."""
+    raise OSError(errno.EMFILE, "Too many open files")
+
+
+if __name__ == "__main__":
+    InotifyFD.__init__ = refuse  # type: ignore[assignment]
+    quick.main(sys.argv[1:])
