@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Final
 
 import msgspec
 
-from deviceplugin import files, looks
+from deviceplugin import files, looked_at
 from deviceplugin.device import ContainerEdits, DeviceNode
 
 DIRECTORY: Final = "/var/run/cdi"
@@ -141,7 +141,7 @@ def _text(value: str, what: str) -> str:
 
 def _nodes(node: DeviceNode) -> Iterator[dict[str, Any]]:
     _text(node.path, "a device node")
-    looks.at(node.host)
+    looked_at.at(node.host)
     try:
         host = os.path.realpath(node.host, strict=True)
         status = os.stat(host)
@@ -213,7 +213,7 @@ class CdiStore:
     def write(self, uid: str, data: bytes) -> bool:
         """Write a claim's file atomically; return False if it has these bytes already. Raises CdiError."""
         path = self.path(uid)
-        looks.at(path)
+        looked_at.at(path)
         if self.read(uid) == data:
             return False
         # Runtimes read *.json and *.yaml only, and never what begins with a dot. The draft is in the same directory:
@@ -237,7 +237,7 @@ class CdiStore:
     def remove(self, uid: str) -> bool:
         """Remove a claim's file; return False if there was none. Raises CdiError if it cannot be removed."""
         path = self.path(uid)
-        looks.at(path)
+        looked_at.at(path)
         try:
             os.remove(path)
         except (FileNotFoundError, NotADirectoryError):
@@ -248,7 +248,7 @@ class CdiStore:
 
     def list(self) -> frozenset[str]:
         """Return the UIDs of the claims that have a file; drop drafts that a crash left behind."""
-        looks.at(self.directory)
+        looked_at.at(self.directory)
         try:
             names = os.listdir(self.directory)
         except OSError:
@@ -267,7 +267,7 @@ class CdiStore:
     def deleted(self) -> bool:
         """Return whether the directory was deleted while it is mounted here, so that nothing can be written."""
         try:
-            return looks.stat(self.directory).st_nlink == 0
+            return looked_at.stat(self.directory).st_nlink == 0
         except OSError:
             return False
 

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from deviceplugin import looks
+from deviceplugin import looked_at
 
 
 class FileIdentity(NamedTuple):
@@ -30,7 +30,7 @@ class FileIdentity(NamedTuple):
 def file_identity(path: str | Path) -> FileIdentity | None:
     """Return which file is there, None if none can be seen."""
     try:
-        return FileIdentity.of(looks.stat(path))
+        return FileIdentity.of(looked_at.stat(path))
     except OSError:
         return None
 
@@ -46,7 +46,7 @@ def put(path: str, data: bytes, draft: str, mode: int) -> None:
 
     draft: a path of the same directory that no other writer uses. Raises OSError, and leaves no draft.
     """
-    looks.at(path)
+    looked_at.at(path)
     try:
         with contextlib.suppress(FileNotFoundError):
             os.remove(draft)
@@ -70,7 +70,7 @@ def locked(path: str | Path, *, wait: bool = False) -> int:
 
     Raises BlockingIOError if another process has the lock and `wait` is False, OSError if the disk does not allow it.
     """
-    looks.at(path)
+    looked_at.at(path)
     while True:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -86,6 +86,6 @@ def locked(path: str | Path, *, wait: bool = False) -> int:
 def leads_to(path: str | Path, file: int) -> bool:
     """Return whether an open file is still the one at this path."""
     try:
-        return os.path.samestat(os.fstat(file), looks.stat(path))
+        return os.path.samestat(os.fstat(file), looked_at.stat(path))
     except OSError:
         return False

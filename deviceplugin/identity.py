@@ -17,7 +17,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from deviceplugin import looks
+from deviceplugin import looked_at
 from deviceplugin.device import Device
 from deviceplugin.inventory import Inventory
 
@@ -45,7 +45,7 @@ def node_token(kind: NodeKind, major: int, minor: int) -> str:
     return "" if (kind, major) == ("char", MEMORY) else f"{kind}:{major}:{minor}"
 
 
-def identity_of(paths: Iterable[str], stat: Stat = looks.stat) -> Tokens:
+def identity_of(paths: Iterable[str], stat: Stat = looked_at.stat) -> Tokens:
     """Return the tokens of those paths that are there. Blocks."""
     tokens = set()
     for path in paths:
@@ -56,7 +56,7 @@ def identity_of(paths: Iterable[str], stat: Stat = looks.stat) -> Tokens:
     return frozenset(tokens - {""})
 
 
-def numbers_of(paths: Iterable[str], stat: Stat = looks.stat) -> Tokens:
+def numbers_of(paths: Iterable[str], stat: Stat = looked_at.stat) -> Tokens:
     """Return the tokens of those paths that are device nodes. Blocks."""
     return frozenset(number for number in identity_of(paths, stat) if not number.startswith("file:"))
 
@@ -65,7 +65,7 @@ def _numbers(device: Device, stat: Stat) -> Tokens:
     return numbers_of((node.host for node in device.container_edits.device_nodes[: len(device.nodes)]), stat)
 
 
-def identities(devices: Sequence[Device], stat: Stat = looks.stat) -> dict[str, Tokens]:
+def identities(devices: Sequence[Device], stat: Stat = looked_at.stat) -> dict[str, Tokens]:
     """Return the tokens of each device of a list by id, none for a device of which nothing is known. Blocks.
 
     A node of several devices says nothing, as /dev/nvidiactl, unless one of them has all its nodes and nothing else.
@@ -82,7 +82,7 @@ def identities(devices: Sequence[Device], stat: Stat = looks.stat) -> dict[str, 
     return {name: (of | (numbers[name] & telling)) or numbers[name] for name, of in own.items()}
 
 
-def tokens_now(device: Device, stat: Stat = looks.stat) -> Tokens:
+def tokens_now(device: Device, stat: Stat = looked_at.stat) -> Tokens:
     """Return all tokens that could identify a device now. Blocks."""
     now = _numbers(device, stat)
     if (kind := _LOOKED_UP.fullmatch(device.identity)) is None:

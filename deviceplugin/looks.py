@@ -11,13 +11,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-import os
 import queue
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, Final, Generic, TypeVar
+
+from deviceplugin import looked_at
+from deviceplugin.looked_at import LookPlace
 
 _T = TypeVar("_T")
 
@@ -45,10 +47,11 @@ class LookTimeoutError(OSError):
 
 
 class Look(Generic[_T]):
-    """One call in a thread of a pool. place: the path that it is at, for messages."""
+    """One call in a thread of a pool."""
 
     def __init__(self, kind: str, function: Callable[..., _T], arguments: tuple[object, ...], place: str) -> None:
-        self.kind, self.place, self.begun, self.abandoned = kind, place, False, False
+        self.kind, self.begun, self.abandoned = kind, False, False
+        self._place = LookPlace(place)
         self._function, self._arguments = function, arguments
         self._context = contextvars.copy_context()
         self._ended = threading.Lock()
@@ -58,16 +61,22 @@ class Look(Generic[_T]):
         self._outcome: _T | None = None
         self._error: BaseException | None = None
 
+    @property
+    def place(self) -> str:
+        """The path that it is at, for messages."""
+        return self._place.path
+
     def run(self, lock: threading.Lock) -> None:
         """Make the call, in a thread of the pool."""
-        _now.look = self
+        looked_at.begin(self._place)
         try:
             self._outcome = self._context.run(self._function, *self._arguments)
         except Exception as error:  # raised where the result is wanted
             self._error = error
         except BaseException as error:  # SystemExit and the like must not end this thread without a result
             self._error = RuntimeError(f"{type(error).__name__}: {error}")
-        _now.look, self._arguments = None, ()
+        looked_at.begin(None)
+        self._arguments = ()
         with lock:
             waiting, self._waiting = self._waiting, None
         self._ended.release()
@@ -98,25 +107,6 @@ class Look(Generic[_T]):
         finally:
             del error  # its traceback has this frame: nothing but a collection of garbage would end that circle
         return self._outcome  # type: ignore[return-value]  # it has ended
-
-
-class _Now(threading.local):
-    look: Look[Any] | None = None
-
-
-_now = _Now()
-
-
-def stat(path: str | os.PathLike[str]) -> os.stat_result:
-    """Return `os.stat` of a path; if it hangs, the message names the path."""
-    at(path)
-    return os.stat(path)
-
-
-def at(path: str | os.PathLike[str]) -> None:
-    """Have the look that runs in this thread name this path if it hangs."""
-    if _now.look is not None:
-        _now.look.place = os.fspath(path)
 
 
 class Looks:
@@ -155,7 +145,7 @@ class Looks:
     ) -> _T:
         """Call a function that blocks; return what it returns, or raise what it raises.
 
-        kind: for the metric. place: the path for messages, where the function does not tell it by `at` or `stat`.
+        kind: for the metric. place: the path for messages, where the function does not tell it by `looked_at`.
         brief: it usually takes microseconds. Raises LookTimeoutError. A look that has begun goes on then.
         """
         if self.hanging:

@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from deviceplugin import looks
+from deviceplugin import looked_at
 from deviceplugin.files import FileIdentity, file_identity
 
 FILE_NAME: Final = "kubelet_internal_checkpoint"
@@ -80,7 +80,7 @@ def identity(directory: Path) -> FileIdentity | None:
 def read(directory: Path) -> CheckpointVersion:
     """Read the checkpoint in the device plugin directory. Raises CheckpointError."""
     path = directory / FILE_NAME
-    looks.at(path)
+    looked_at.at(path)
     try:
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from fnmatch import translate
 from typing import Final
 
-from deviceplugin import identity, looks
+from deviceplugin import identity, looked_at
 from deviceplugin.device import NO_EDITS, ContainerEdits, Device, DeviceNode, Mount, natural
 from deviceplugin.sources.scanned import Scan, ScannedSource
 from deviceplugin.sources.sysfs import numa_node_above
@@ -80,7 +80,7 @@ class _PathScan(Scan):
         """Return a directory's real path. Add the directories whose changes can change it to those that are watched."""
         real = self.real.get(directory)
         if real is None:
-            looks.at(directory)
+            looked_at.at(directory)
             real = self.real[directory] = os.path.realpath(directory)
             if real != directory:
                 self.directories.add(real)
@@ -196,7 +196,7 @@ class PathSource(ScannedSource):
         """Return a path's target now; `before` if it is the same, None if there is none."""
         host = scan.follow(alias)
         try:
-            status = looks.stat(alias)
+            status = looked_at.stat(alias)
         except OSError as error:
             _LOG.debug("%s is left out: %s", alias, error.strerror)
             return None
@@ -234,7 +234,7 @@ def _entries(base: str, step: str, scan: _PathScan) -> list[os.DirEntry[str]]:
     fits = re.compile(translate(step)).match
     hidden = step.startswith(".")
     listed: list[os.DirEntry[str]] = []
-    looks.at(base or "/")
+    looked_at.at(base or "/")
     try:
         with os.scandir(base or "/") as entries:
             listed = [entry for entry in entries if fits(entry.name) and (hidden or entry.name[0] != ".")]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Final
 
-from deviceplugin import looks
+from deviceplugin import looked_at
 from deviceplugin.config.types import PciConfig
 from deviceplugin.device import NO_EDITS, ContainerEdits, Device, DeviceNode
 from deviceplugin.naming import PCI_BUS_ID, PCIE_ROOT
@@ -45,7 +45,7 @@ class PciSource(sysfs.SysfsSource[PciConfig]):
 
     def _scan(self) -> Scan:
         directories = {self._dev, f"{self._dev}/vfio"}
-        looks.at(self._root)
+        looked_at.at(self._root)
         try:
             addresses = sorted(os.listdir(self._root))
         except OSError as error:

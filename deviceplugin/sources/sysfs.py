@@ -12,7 +12,7 @@ from typing import ClassVar, Final, Generic, TypeVar
 
 import msgspec
 
-from deviceplugin import looks
+from deviceplugin import looked_at
 from deviceplugin.device import AttributeValue
 from deviceplugin.sources.scanned import ScannedSource
 
@@ -91,7 +91,7 @@ def given(attributes: Mapping[str, AttributeValue | None]) -> dict[str, Attribut
 
 def read(path: str) -> str | None:
     """Return a file's one line, stripped; None if it cannot be read."""
-    looks.at(path)
+    looked_at.at(path)
     try:
         with open(path, encoding="utf-8", errors="replace") as stream:
             return stream.read(4096).strip()

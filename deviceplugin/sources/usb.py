@@ -19,7 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
-from deviceplugin import looks
+from deviceplugin import looked_at
 from deviceplugin.config.types import UsbConfig
 from deviceplugin.device import Device, DeviceNode
 from deviceplugin.naming import PCIE_ROOT
@@ -61,7 +61,7 @@ class UsbSource(sysfs.SysfsSource[UsbConfig]):
     def _scan(self) -> Scan:
         buses = f"{self._dev}/bus/usb"
         directories = {self._dev, buses, *map(str, Path(buses).glob("*/"))}
-        looks.at(self._root)
+        looked_at.at(self._root)
         try:
             ports = sorted(os.listdir(self._root))
         except FileNotFoundError:
