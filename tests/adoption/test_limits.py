@@ -285,6 +285,7 @@ def test_a_plugin_that_ends_while_it_is_asked(node: Node, call: str, *, kill: bo
     where = node.directory / "vendor.example_gadget-vendor.sock"
     assert f"{RESOURCE}: its plugin at {where} ended, or cannot be reached, during {call}" in pod.message
     hold.unlink()
+    node.kubelet.wait_allocatable(RESOURCE, 0)  # else the list of before would be taken for the new one
     vendor.start()
     node.kubelet.wait_allocatable(RESOURCE, 1)
     node.kubelet.run_pod("q", {RESOURCE: 1})
