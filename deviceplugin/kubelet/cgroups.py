@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from deviceplugin import looked_at
 from deviceplugin.kubelet import pod_evidence
 from deviceplugin.kubelet.pod_evidence import PodProcesses as PodProcesses
 from deviceplugin.kubelet.pod_evidence import PodsShown
@@ -255,7 +256,9 @@ def _populated(path: str) -> bool:
             return "populated 0" not in events
         if (count := _text(path, "pids.current")) is not None:
             return count.strip() != "0"
-        if _text(path, "cgroup.procs"):
+        if (processes := _text(path, "cgroup.procs")) is None:
+            return os.path.isdir(path)  # it is gone, or another mount covers it
+        if processes:
             return True
     except OSError:
         return os.path.isdir(path)
@@ -280,6 +283,7 @@ def _subdirectories(directory: str) -> list[tuple[str, str]]:
 
 def read_directories(kubelet_root: Path) -> frozenset[str] | None:
     """Return the UIDs of pods with a directory under the kubelet's root; None if that is invisible."""
+    looked_at.at(kubelet_root / "pods")
     try:
         return frozenset(os.listdir(kubelet_root / "pods"))
     except OSError:

@@ -22,10 +22,10 @@ HIDDEN: Final[frozenset[str]] = frozenset()
 class PodsShown:
     """What cgroups and pod directories have shown of this kubelet's pods until now.
 
-    places: by UID, the directories in which the pod's cgroups were last seen, or HIDDEN. trusted: the directories of
-    cgroups in which pods of this kubelet have run. roots: where its pods have had their directories. cgroups: whether
-    the cgroups that are visible now would show a pod of which nothing is known. directories: whether the pod
-    directories would.
+    places: by UID, the directories in which cgroups of the pod were seen, or HIDDEN. A hidden pod stays so: a cgroup
+    that the kubelet makes for it later does not have its processes. trusted: the directories of cgroups in which pods
+    of this kubelet have run. roots: where its pods have had their directories. cgroups: whether the cgroups that are
+    visible now would show a pod of which nothing is known. directories: whether the pod directories would.
     """
 
     places: Mapping[str, frozenset[str]] = field(default_factory=dict)
@@ -59,9 +59,9 @@ def recorded(shown: Collection[tuple[str, str]], boot: str) -> dict[str, frozens
     """Return the places of pods from (UID, place) in the register; those of another boot say nothing."""
     places: dict[str, frozenset[str]] = {}
     for uid, place in shown:
-        if not place or place.startswith(f"{boot[:8]}:"):
-            places[uid] = places.get(uid, HIDDEN) | ({place} - {""})
-    return places
+        if place.startswith(f"{boot[:8]}:"):
+            places[uid] = places.get(uid, HIDDEN) | {place}
+    return places | {uid: HIDDEN for uid, place in shown if not place}
 
 
 _NEITHER: Final = "neither cgroups nor pod directories are visible"
@@ -147,6 +147,9 @@ def shown_after(before: PodsShown, look: PodProcesses, own: str, named: Collecti
     roots = before.roots | (frozenset() if there.isdisjoint(of_kubelet) else {look.root})
     directories = look.root in roots
     places = {**before.places, **look.places}
+    for uid in before.places.keys() & look.places.keys() - {own}:
+        former = before.places[uid]
+        places[uid] = former and former | look.places[uid]
     if own and look.running is not None and own not in look.places:
         places[own] = HIDDEN
     if directories and look.directories is not None:  # whose directory is gone has ended

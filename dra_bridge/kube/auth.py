@@ -20,6 +20,7 @@ from typing import Final
 
 import msgspec
 
+from deviceplugin.looks import Looks, LookTimeoutError
 from dra_bridge.kube.kubeconfig import Credentials, Failure, KubeConfigError
 
 SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
@@ -71,7 +72,8 @@ async def from_environment(kubeconfig: str | os.PathLike[str] | None = None) -> 
 
 async def from_server(url: str, *, token_file: Path | None = None, ca_file: str = "") -> Access:
     """Return the access to a server, with the bearer token in a file if one is given."""
-    tls = _tls(ca_file) if urllib.parse.urlsplit(url).scheme == "https" else None
+    secure = urllib.parse.urlsplit(url).scheme == "https"
+    tls = await Looks(ca_file or "the system's CAs", threads=1).at("certificates", _tls, ca_file) if secure else None
     return Access(url, tls, _TokenFile(token_file))
 
 
@@ -88,19 +90,29 @@ def _tls(ca_file: str | None) -> ssl.SSLContext:
     return context
 
 
-@dataclass(slots=True)
 class _TokenFile:
-    """A bearer token in a file that is renewed; no token without a file."""
+    """A bearer token in a file that is renewed; no token without a file.
 
-    path: Path | None
-    header: str = ""
-    read_at: float = float("-inf")
+    While the file cannot be read in time the token before is used. Raises OSError if there is none, or it was refused.
+    """
+
+    def __init__(self, path: Path | None, header: str = "", read_at: float = float("-inf")) -> None:
+        self._path = path
+        self._header = header
+        self._read_at = read_at
+        self._looks = Looks(str(path), threads=1)
 
     async def __call__(self, refused: bool) -> str:
         now = time.monotonic()
-        if self.path is not None and (refused or now - self.read_at >= TOKEN_AGE):
-            self.header, self.read_at = f"Bearer {self.path.read_text().strip()}", now
-        return self.header
+        if self._path is not None and (refused or now - self._read_at >= TOKEN_AGE):
+            try:
+                text = await self._looks.at("token", self._path.read_text, brief=True)
+            except LookTimeoutError:
+                if refused or not self._header:
+                    raise
+            else:
+                self._header, self._read_at = f"Bearer {text.strip()}", now
+        return self._header
 
 
 class _KubeConfig:

@@ -13,7 +13,16 @@ from typing import Final
 from deviceplugin.backoff import Backoff
 from deviceplugin.durations import Durations
 from deviceplugin.tasks import Tasks
-from dra_bridge.kube import CLAIMS, RESOURCE_CLAIMS, ApiError, Cluster, ClusterError, ListedClaim, UnavailableError
+from dra_bridge.kube import (
+    CLAIMS,
+    RESOURCE_CLAIMS,
+    ApiError,
+    Cluster,
+    ClusterError,
+    Failing,
+    ListedClaim,
+    UnavailableError,
+)
 
 Visit = Callable[[ListedClaim], None]
 
@@ -54,12 +63,13 @@ class ClaimLists:
 
     backoff: the waits after failures. _next: the list that has not begun yet; all calls until then share it, since none
     that has begun counts for what comes later. _due: when the next one may begin (monotonic seconds). _failure: of the
-    last one, if it failed.
+    last one, if it failed. failing: that the lists fail, and since when.
     """
 
     cluster: Cluster
     backoff: Backoff = field(default_factory=lambda: Backoff(first=0.5, most=15.0))
     statistics: ClaimListStatistics = field(default_factory=ClaimListStatistics)
+    failing: Failing | None = None
     _next: _Next | None = None
     _due: float = 0.0
     _failure: ClusterError | None = None
@@ -96,14 +106,14 @@ class ClaimLists:
                 await self._visited(visits)
             except ClusterError as error:
                 self.statistics.failures += 1
-                self._failure = error
+                self._failure, self.failing = error, Failing.after(self.failing, error)
                 asked = error.retry_after if isinstance(error, ApiError) else 0.0
                 self._due = time.monotonic() + max(self.backoff.next(), min(asked, self.backoff.most))
                 return error
             finally:
                 took = time.monotonic() - began
                 self.statistics.durations.add(took)
-            self._failure = None
+            self._failure = self.failing = None
             self.backoff.reset()
             rest = min(REST * took, LONGEST_REST)
             self._due = time.monotonic() + random.uniform(rest / 2, rest)  # noqa: S311  # jitter

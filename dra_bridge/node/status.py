@@ -157,6 +157,9 @@ class BridgeStatus:
             if failing is not None and failing.lasts(now) and not failing.outage and failing.code != 401:
                 advice = f"; {APPLY}" if failing.code == 403 else ""
                 yield f"the slices of driver {driver.name} cannot be written {_told(failing, now)}{advice}"
+        if (lists := node.claims.failing) is not None and lists.lasts(now) and not lists.outage and lists.code != 401:
+            advice = f"; {APPLY}" if lists.code == 403 else ""
+            yield f"claims cannot be listed, so no device returns to the plugin side {_told(lists, now)}{advice}"
         if (refused := node.status_writer.refused) is not None:
             yield f"the status of node {node.name} cannot be written {_told(refused, now)}; {APPLY}"
 

@@ -116,7 +116,8 @@ class Publisher:
         the API server has is not known. device: its published name.
         """
         entry = self._drivers.get(driver)
-        return entry.mirror.withdrawn(device) if entry else None
+        seen = entry is not None and all(watch.lapse(time.monotonic()) is None for watch in self.watches.values())
+        return entry.mirror.withdrawn(device) if entry is not None and seen else None
 
     def offering(self, driver: str, device: str) -> str:
         """Return the name of a slice of others that offers a device of a driver's pool; "" if there is none."""

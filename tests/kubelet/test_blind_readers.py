@@ -230,6 +230,34 @@ def test_a_pod_that_was_hidden_makes_all_others_unknown(node: BlindNode) -> None
     assert not reader.read().may_run(OTHER)
 
 
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_pod_that_was_hidden_stays_so(node: BlindNode, *, restart: bool) -> None:
+    """A cgroup that a kubelet with other settings makes for the pod later is empty, and does not have its processes."""
+    node.add(OTHER, shown := node.tree("shown"), directory=False)
+    node.add(UID)
+    reader = node.live()
+    assert answer(reader.read()) == "held"
+    if restart:
+        recorded = pod_evidence.recorded(reader.shown.of([UID]), "")
+        reader = PodReader(node.agent_root, node.looks_at, believe_checkpoint=False)
+        reader.known(recorded)
+    shown.add_pod(UID)
+    assert answer(reader.read({UID})) == "held"
+    node.delete()
+    shown.remove_pod(UID)
+    assert answer(reader.read()) == "free"
+
+
+def test_a_pods_own_cgroup_that_is_covered(node: BlindNode) -> None:
+    """An empty directory in the place of a pod's cgroup is no cgroup, and does not tell that the pod has ended."""
+    node.add(UID)
+    reader = node.live()
+    (path,) = reader.read().paths[UID]
+    shutil.rmtree(path)
+    Path(path).mkdir()
+    assert answer(reader.read()) == "held"
+
+
 def root_right(node: BlindNode) -> None:
     """The pods' directories are those of this kubelet."""
 

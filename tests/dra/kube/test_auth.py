@@ -24,7 +24,7 @@ import pytest
 from deviceplugin.version import installing
 from dra_bridge.kube import NODES, Cluster, UnavailableError
 from dra_bridge.kube import auth as access
-from dra_bridge.kube.auth import from_environment
+from dra_bridge.kube.auth import from_environment, from_server
 from dra_bridge.kube.kubeconfig import KubeConfigError
 from dra_bridge.testing.apiserver import FakeApiServer
 from tests.dra.objects import node_body
@@ -93,6 +93,26 @@ async def test_users(tmp_path: Path, user: dict[str, Any], header: str) -> None:
 
 
 @HERE
+async def test_a_token_file_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event loop goes on, with the token of before; one that was refused is not used again."""
+    file = tmp_path / "token"
+    file.write_text("first")
+    found = await from_server("http://api", token_file=file)
+    assert await found.authorize(False) == "Bearer first"
+    monkeypatch.setattr(access, "TOKEN_AGE", 0.0)
+    file.unlink()
+    os.mkfifo(file)  # whoever opens it waits for a writer
+    assert await found.authorize(False) == "Bearer first"
+    with pytest.raises(OSError, match="did not answer"):
+        await found.authorize(True)
+    file.write_text("second")  # the thread that waits reads it
+    file.unlink()
+    file.write_text("third")
+    async with asyncio.timeout(30.0):
+        while await found.authorize(False) != "Bearer third":  # noqa: ASYNC110
+            await asyncio.sleep(0)  # nothing tells that the thread has ended
+
+
 async def test_a_token_file_beside_the_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A token file is named relative to the kubeconfig, and read again when it is old or refused."""
     (tmp_path / "token").write_text("first")

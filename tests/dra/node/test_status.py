@@ -70,7 +70,7 @@ def status_of(made: Any) -> BridgeStatus:
         agent=made.agent,
         cluster=made.cluster,
         publisher=made.publisher,
-        claims=SimpleNamespace(statistics=ClaimListStatistics(durations(0.04), 3000, 2)),
+        claims=SimpleNamespace(statistics=ClaimListStatistics(durations(0.04), 3000, 2), failing=made.lists),
         watch=made.watch,
         watches={"resourceslices": made.publisher.watch, "nodes": made.watch.state},
         status_writer=made.status_writer,
@@ -164,6 +164,7 @@ def bridge(**changes: Any) -> Any:
         "publisher": publisher(),
         "watch": SimpleNamespace(gone=False, state=watching()),
         "status_writer": SimpleNamespace(refused=None),
+        "lists": None,
         "cluster": SimpleNamespace(statistics=RequestStatistics(Counter({"GET": 5, "PATCH": 2}), 1, 3, None)),
         **changes,
     }
@@ -251,6 +252,14 @@ def test_writes_that_are_refused_are_a_problem() -> None:
     )
     short = replace(seen, failing=failing("403 Forbidden: no", 403, LOST / 2))
     assert api_problems(bridge(publisher=publisher(short))) == []
+
+
+def test_claims_that_cannot_be_listed_are_a_problem() -> None:
+    """Once that lasts: no device returns to the plugin side. An outage is said apart."""
+    (problem,) = api_problems(bridge(lists=failing("403 Forbidden: no", 403)))
+    assert re.match(r"claims cannot be listed, so no device returns .*: 403 Forbidden: no; apply what", problem)
+    assert api_problems(bridge(lists=failing("403 Forbidden: no", 403, LOST / 2))) == []
+    assert api_problems(bridge(lists=failing("no answer"))) == []
 
 
 def test_slices_that_are_not_known_have_no_figures() -> None:

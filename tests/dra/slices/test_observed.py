@@ -139,6 +139,20 @@ async def test_a_watch_that_is_refused(server: FakeApiServer, code: int) -> None
         await until(lambda: later(publisher)[0].published)
 
 
+async def test_no_device_counts_as_withdrawn_while_slices_cannot_be_seen(server: FakeApiServer) -> None:
+    """A slice of others that offers it may have come since."""
+    async with publishing(server, pool(*many(1))) as publisher:
+        await until(lambda: publisher.withdrawn(DRIVER, "gone") is not None)
+        refuse(server, 403, lambda request: request.method == "GET" and "resourceslices" in request.path)
+        server.break_watches()
+        await until(lambda: publisher.watch.failing)
+        assert publisher.watch.failing
+        publisher.watch.failing = replace(publisher.watch.failing, since=publisher.watch.failing.since - LOST)
+        assert publisher.withdrawn(DRIVER, "gone") is None
+        server.heal()
+        await until(lambda: publisher.withdrawn(DRIVER, "gone") is not None)
+
+
 async def test_a_watch_in_which_nothing_comes(server: FakeApiServer) -> None:
     """A change of which the watch is silent is known, and undone, once the watch was silent for long."""
     async with publishing(server, pool(*many(3)), silence=(0.2, 0.3)) as publisher:
