@@ -30,7 +30,7 @@ SHORTER = {
     r"for: \d+m": "for: 1s",
     r"> 900": "> 3",
     r"15m\b": "15s",
-    r"\[(10m|1h)\]": "[20s]",
+    r"\[(5m|10m|1h)\]": "[20s]",
     r"\[2m\]": "[5s]",
 }
 """The times of the rules, with patience for a test instead of for an operator."""

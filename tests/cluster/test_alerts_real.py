@@ -31,7 +31,7 @@ from tests.cluster import test_daemonset_real as daemonset
 from tests.cluster import test_metrics_real as metrics
 from tests.cluster.bridge import Bridge, env_of
 from tests.cluster.hanging import HangingFileSystem
-from tests.cluster.node import DEVICE_PLUGINS, LEDGER, POD_RESOURCES_SOCKET, Cluster, Pod
+from tests.cluster.node import DEVICE_PLUGINS, LEDGER, POD_RESOURCES_SOCKET, Cluster, ClusterTimeout, Pod
 from tests.cluster.prometheus import AGENT, KubeState, Prometheus
 from tests.cluster.test_daemonset_real import Deployed, deployment
 from tests.cluster.test_metrics_real import RESOURCES
@@ -67,10 +67,17 @@ def wait_fires(prometheus: Prometheus, cluster: Cluster, *alerts: str | tuple[st
 def wait_ended(prometheus: Prometheus, cluster: Cluster, *alerts: str) -> None:
     """Wait until none of these alerts fires; without names until none at all does."""
 
-    def over() -> bool:
-        return not any(name in alerts or not alerts for name, _ in prometheus.firing())
+    firing = set[str]()
 
-    cluster.wait_for(over, 120, f"{alerts or 'all alerts'} have ended")
+    def over() -> bool:
+        firing.clear()
+        firing.update(name for name, _ in prometheus.firing() if name in alerts or not alerts)
+        return not firing
+
+    try:
+        cluster.wait_for(over, 120, f"{alerts or 'all alerts'} have ended")
+    except ClusterTimeout as error:
+        raise AssertionError(f"these alerts have not ended: {sorted(firing)}") from error
 
 
 def test_alerts_fire_for_what_happened(bridge: Bridge, prometheus: Prometheus) -> None:
