@@ -135,8 +135,8 @@ class PodReader:
         """
         levels = (pods for tree in _trees(str(self.cgroups)) for _, pods in _levels(tree))
         paths = [path for pods in levels for uid, path in pods if uid == pod_uid]
-        if not paths or any(_text(path, "cgroup.procs") for path in paths):
-            return None  # not visible, or a process is in none of them
+        if not paths or any(_text(path, "cgroup.procs") != "" for path in paths):
+            return None  # not visible, covered by another mount, or a process is in none of them
         below = [directory for path in paths for directory in _subdirectories(path)]
         return [ContainerCgroup(name, os.stat(path).st_ctime) for name, path in below if _populated(path)]
 

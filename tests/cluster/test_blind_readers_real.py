@@ -102,3 +102,16 @@ def test_cgroups_end_while_pods_run_in_them(scene: Scene, make_cluster: Callable
     assert {one.pod for one in locks.holders()} == {"a0", "a1"}
     scene.handed_on(former.delete, [former.uid], "wants-a", limit=60)
     scene.thaw()
+
+
+def test_a_cgroup_that_is_made_later_ends_no_pod(scene: Scene, make_cluster: Callable[..., Cluster]) -> None:
+    """The kubelet gets the setting that the agent asks for, and makes an empty cgroup for a pod that runs elsewhere."""
+    scene.begin(a=(1, "none"))
+    pod = scene.make(plain("a0", "a", ignores_term=True, terminationGracePeriodSeconds=40))
+    scene.running(pod)
+    scene.before = len(locks.holders())
+    scene.until("it is said", lambda: said(scene, pod))
+    make_cluster()
+    scene.cluster.wait_allocatable(named("a"), 1)
+    scene.wants("pod", "a")
+    scene.handed_on(lambda: pod.delete(0), [pod.uid], "wants-a", limit=90)

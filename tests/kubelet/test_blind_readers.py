@@ -256,6 +256,7 @@ def test_a_pods_own_cgroup_that_is_covered(node: BlindNode) -> None:
     shutil.rmtree(path)
     Path(path).mkdir()
     assert answer(reader.read()) == "held"
+    assert reader.containers(UID) is None, "it is not known which containers run"
 
 
 def root_right(node: BlindNode) -> None:
