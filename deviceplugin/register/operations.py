@@ -1,6 +1,6 @@
 """The operations of the ledger: pure functions that decide by a snapshot, and return an answer and changes.
 
-Each is called without the snapshot and returns an `Operation`, which `Ledger.do` calls with it, perhaps in another
+Each is called without the snapshot and returns an `Operation`, which `Store.do` calls with it, perhaps in another
 thread: arguments must not change after the call. `devices` are ids of physical devices, `now` is in Unix seconds.
 """
 

@@ -384,4 +384,4 @@ class Decision(Generic[_T_co]):
 
 
 Operation = Callable[[RegisterSnapshot], Decision[_T]]
-"""Decides by a snapshot; pure. `Ledger.do` and `AsyncLedger.do` carry it out."""
+"""Decides by a snapshot; pure. `Store.do` carries it out."""

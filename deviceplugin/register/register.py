@@ -312,10 +312,11 @@ class Register:
     ) -> Mapping[str, Wanted]:
         """Record a grant of ids (device by id) to a container; return the recorded allocations once they are stored.
 
-        asked: the device and amount that each id stood for at the request; by default as of now. Raises ConflictError
-        if an id stands for another device now, if the holders or the side of a device leave too little of it, or if its
-        holder is not known yet. Raises LookTimeoutError if paths of a device do not answer, and the store's error
-        if the grant could not be recorded.
+        asked: the device and amount that each id stood for at the request; by default as of now.
+
+        Raises DeviceConflictError if an id stands for another device now, if the holders or the side of a device leave
+        too little of it, or if its holder is not known yet; LookTimeoutError if paths of a device do not answer; the
+        store's error if the grant could not be recorded.
         """
         devices = list(dict.fromkeys(ids.values()))
         keys = [(resource, device) for device in devices]
@@ -360,7 +361,7 @@ class Register:
     async def decide(self, keys: Collection[DeviceKey], operation: Callable[[View], Operation[_T]]) -> _T:
         """Verify devices, then let the store execute an operation that grants them to a claim.
 
-        Raises ConflictError as `verify` does, and the store's errors.
+        Raises DeviceConflictError as `verify` does, and the store's errors.
         """
         if keys:  # those of a claim that has its devices already are not looked at again
             await self._host.reread()
