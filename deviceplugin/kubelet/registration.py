@@ -406,8 +406,11 @@ class PluginRegistration:
         if now < self._next_look:
             return Finding(again=self._next_look - now)
         self._next_look = now + (LOOK_FOR_CLAIMS if self.endpoint.kept_back else LOOK)
-        there, sent = await self._sockets(), self.endpoint.streams.sent
-        return self._foreign.found(await self.endpoint.host.recorded(), there, sent, plugin=self.endpoint.plugin_socket)
+        there, record = await self._sockets(), await self.endpoint.host.recorded()
+        sent = (
+            self.endpoint.streams.sent
+        )  # read last: what the record has may be a list that was sent while it was read
+        return self._foreign.found(record, there, sent, plugin=self.endpoint.plugin_socket)
 
     async def _sockets(self) -> frozenset[Socket]:
         return await self._looks.at("socket", sockets, self._kubelet.parent, brief=True)

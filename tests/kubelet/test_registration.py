@@ -25,6 +25,7 @@ from deviceplugin.backoff import Backoff
 from deviceplugin.device import Device, Health
 from deviceplugin.files import FileIdentity, file_identity
 from deviceplugin.inventory import Inventory
+from deviceplugin.kubelet.foreign_plugin import KubeletRecord
 from deviceplugin.kubelet.paths import Paths
 from deviceplugin.kubelet.podresources import AllocationsInFlight
 from deviceplugin.kubelet.registration import (
@@ -81,6 +82,40 @@ async def test_a_burst_of_allocations_is_one_look_for_another_plugin(fake_kubele
     running.cancel()
     await asyncio.wait({running})
     assert 0 < len(looks) - began <= 2 + lasted / LOOK
+
+
+async def test_a_list_that_is_sent_while_the_checkpoint_is_read_is_no_other_plugins(fake_kubelet: FakeKubelet) -> None:
+    """The kubelet has written it down within milliseconds; what the checkpoint has is compared with it, too."""
+    looked = asyncio.Event()
+
+    class Host(EndpointHost):
+        said = ""
+        named = frozenset[str]()
+
+        async def recorded(self) -> KubeletRecord | None:
+            if registration.endpoint.streams.sent and not self.named:
+                inventory.publish([Device("a"), Device("b")])
+                await asyncio.to_thread(fake_kubelet.wait_devices, R, 2)
+                self.named = frozenset("ab")
+            if self.named:
+                looked.set()
+            return KubeletRecord(time.time(), self.named, {}, frozenset())
+
+        def contested(self, reason: str) -> None:
+            self.said = reason
+
+    inventory, host = Inventory(R), Host()
+    endpoint = Endpoint(source(), inventory, AllocationsInFlight(), host)
+    inventory.publish([Device("a")])
+    registration = PluginRegistration(endpoint, fake_kubelet.device_plugin_dir)
+    running = asyncio.create_task(registration.run())
+    async with asyncio.timeout(20):
+        await looked.wait()
+        looked.clear()
+        await looked.wait()
+    running.cancel()
+    await asyncio.wait({running})
+    assert host.said == ""
 
 
 # What to do next.
