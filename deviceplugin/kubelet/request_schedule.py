@@ -33,13 +33,13 @@ class RequestSchedule:
         self._disputed = True
         self._scan_wanted.set()
 
-    def due(self, now: HolderSnapshot, pods: PodProcesses, wanted: Collection[tuple[str, str]] | None) -> bool:
+    def due(self, now: HolderSnapshot, pods: PodProcesses, wanted: Collection[tuple[str, str]]) -> bool:
         """Return whether this scan makes the kubelet write a checkpoint. wanted: see `HolderTracker.scan`."""
         uncertain = holders.needs_request(now.held, pods)
         ended = any(allocation.pod_uid in self._running for allocation in uncertain)
         self._running = frozenset(allocation.pod_uid for allocation in now.held.keys() - uncertain)
         held = {(allocation.resource, allocation.device_id) for allocation in now.held.keys() - uncertain}
-        if ended or self._disputed or (wanted is not None and not held.issuperset(wanted)):
+        if ended or self._disputed or not held.issuperset(wanted):
             self._disputed = False
             return True
         asking = frozenset((allocation, now.held[allocation].named) for allocation in uncertain)

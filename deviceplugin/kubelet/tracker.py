@@ -410,7 +410,7 @@ class HolderTracker:
             if allocation.resource == resource and allocation.device_id in unnamed and holding.certain
         }
 
-    async def scan(self, wanted: Collection[tuple[str, str]] | None = None) -> HolderSnapshot | None:
+    async def scan(self, wanted: Collection[tuple[str, str]] = ()) -> HolderSnapshot | None:
         """Read the evidence now; return None if this process answered an Allocate meanwhile, which may be newer.
 
         wanted: (resource, device id) that may be free. The kubelet is made to write its checkpoint unless each of these

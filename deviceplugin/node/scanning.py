@@ -20,6 +20,7 @@ from deviceplugin.register.operations import Observed
 from deviceplugin.register.records import LedgerError
 from deviceplugin.register.register import Register
 from deviceplugin.register.waits import PROMPT
+from deviceplugin.tasks import cancel_all
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -56,14 +57,32 @@ class HolderScanner:
     observed: frozenset[str] = field(default=frozenset(), init=False)
     """The resources whose allocations the register has compared with evidence: not one that was added since."""
     _scanning: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    _next: tuple[set[tuple[str, str]], asyncio.Task[HolderSnapshot | None]] | None = field(default=None, init=False)
+    """The reading that has not begun yet, and the ids that its callers ask about."""
+    _readings: set[asyncio.Task[HolderSnapshot | None]] = field(default_factory=set, init=False)
+    """That one, and the one that is under way."""
 
     def __post_init__(self) -> None:
         self.log = ScanLog(self.tracker)
         self.register.waits.subscribe(lambda: self.wanted.set() if self._is_awaited else None)
 
-    async def scan(self, wanted: Collection[tuple[str, str]] | None = None) -> HolderSnapshot | None:
-        """Find the holders now (`HolderTracker.scan`), have the register compare them with its records; return them."""
+    async def scan(self, wanted: Collection[tuple[str, str]] = ()) -> HolderSnapshot | None:
+        """Find the holders (`HolderTracker.scan`), have the register compare them with its records; return them.
+
+        All evidence is read after the call. One reading serves all calls that come before it begins.
+        """
+        if self._next is None:
+            ids = set[tuple[str, str]]()
+            self._next = ids, asyncio.create_task(self._scan(ids), name="find holders")
+            self._readings.add(self._next[1])
+            self._next[1].add_done_callback(self._readings.discard)
+        ids, reading = self._next
+        ids.update(wanted)
+        return await asyncio.shield(reading)
+
+    async def _scan(self, wanted: Collection[tuple[str, str]]) -> HolderSnapshot | None:
         async with self._scanning:
+            self._next = None
             sequence = self.register.snapshot.sequence
             now = await self.tracker.scan(wanted)
             if now is None:
@@ -126,6 +145,12 @@ class HolderScanner:
 
     async def run(self) -> None:
         """Scan until cancelled."""
+        try:
+            await self._run()
+        finally:
+            await cancel_all(self._readings)
+
+    async def _run(self) -> None:
         backoff = Backoff(first=1.0, most=30.0)
         while True:
             # A grant whose container is not named is over after a while, also of a resource that is no longer served.

@@ -82,7 +82,7 @@ class TrackedKubelet:
         return self.listens
 
     async def scan(self, *wanted: str) -> HolderSnapshot:
-        now = await self.tracker.scan({(R, one) for one in wanted} or None)
+        now = await self.tracker.scan({(R, one) for one in wanted})
         assert now is not None
         return now
 

@@ -28,10 +28,10 @@ class Scans(HolderScanner):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.count = 0
-        self.wanted_ids: list[Collection[tuple[str, str]] | None] = []
+        self.wanted_ids: list[Collection[tuple[str, str]]] = []
         self.came = asyncio.Event()
 
-    async def scan(self, wanted: Collection[tuple[str, str]] | None = None) -> HolderSnapshot | None:
+    async def scan(self, wanted: Collection[tuple[str, str]] = ()) -> HolderSnapshot | None:
         self.wanted_ids.append(wanted)
         self.count += 1
         self.came.set()
@@ -124,3 +124,30 @@ async def test_a_device_that_somebody_waits_for_is_looked_at_often() -> None:
                 while scanner.count < 3:
                     scanner.came.clear()
                     await scanner.came.wait()
+
+
+async def test_calls_that_come_before_a_reading_begins_share_it() -> None:
+    """A reading has the kubelet write its checkpoint: once for all resources that wait, after they have asked."""
+    asked: list[set[tuple[str, str]]] = []
+    begun, answer = asyncio.Event(), asyncio.Event()
+
+    async def scanned(wanted: Collection[tuple[str, str]]) -> HolderSnapshot | None:
+        asked.append(set(wanted))
+        begun.set()
+        await answer.wait()
+        return None
+
+    tracker = cast("HolderTracker", SimpleNamespace(snapshot=HolderSnapshot(), scan=scanned))
+    scanner = HolderScanner({}, tracker, Register(), asyncio.Event(), NEVER, cast("OrphanedClaims", None), always=False)
+    async with asyncio.timeout(20):
+        first = [asyncio.create_task(scanner.scan({(f"r{number}", "a")})) for number in range(3)]
+        await begun.wait()
+        assert asked == [{("r0", "a"), ("r1", "a"), ("r2", "a")}]
+        begun.clear()
+        late = [asyncio.create_task(scanner.scan({(f"late{number}", "a")})) for number in range(2)]
+        await asyncio.sleep(0)  # they wait
+        late[0].cancel()
+        await asyncio.wait(late[:1])
+        answer.set()
+        await asyncio.gather(*first, late[1])
+    assert asked[1:] == [{("late0", "a"), ("late1", "a")}]
