@@ -22,8 +22,11 @@ import yarl
 from aiohttp.http import HttpProcessingError
 from aiohttp.http_exceptions import LineTooLong
 
-MAX_CONNECTIONS: Final = 32  # connections at one time, those of watches included
-MAX_REQUESTS: Final = 4  # not counting streams; a new connection's TLS handshake takes longer than some requests
+MAX_REQUESTS: Final = 4
+"""Requests at one time; a new connection's TLS handshake takes longer than some of them.
+
+Streams are not counted: each driver has one, for as long as it is served, and none may keep requests waiting.
+"""
 IDLE: Final = 60.0  # seconds after which an idle connection is not used any more
 MAX_BODY: Final = 16 * 2**20
 """Bytes of one answer: etcd takes objects of 1.5 MiB, and JSON writes one byte of them as up to six."""
@@ -76,7 +79,7 @@ class _Connector(aiohttp.TCPConnector):
     """
 
     async def connect(self, *args: Any, **kwargs: Any) -> aiohttp.connector.Connection:
-        for _ in range(MAX_CONNECTIONS + 1):
+        for _ in range(MAX_REQUESTS + 1):  # so many are idle at most
             connection = await super().connect(*args, **kwargs)
             if connection.protocol is None or not connection.protocol.should_close:
                 return connection
@@ -167,7 +170,7 @@ class HttpClient:
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=_Connector(
-                    limit=MAX_CONNECTIONS,
+                    limit=0,  # none
                     keepalive_timeout=IDLE,
                     ssl=self._tls or True,
                     socket_factory=_keepalive_socket,

@@ -108,6 +108,19 @@ async def test_few_requests_are_under_way_at_a_time() -> None:
         assert other.connections == MAX_REQUESTS
 
 
+async def test_streams_keep_no_request_waiting() -> None:
+    """A node has a watch for each driver, as many as are configured."""
+    head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    async with (
+        answering(lambda request: head if "/watch" in request else OK) as other,
+        reaching(other.url) as server,
+        contextlib.AsyncExitStack() as streams,
+    ):
+        for _ in range(100):
+            await streams.enter_async_context(server.stream("GET", "/watch", {}))
+        assert (await server.request("GET", "/a", {})).body == b"{}"
+
+
 async def test_the_request() -> None:
     """What is sent is the target below the server's own path, its authority, the headers and the body's length."""
     async with answering(OK) as other, reaching(f"{other.url}/prefix/") as server:
