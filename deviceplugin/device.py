@@ -6,7 +6,6 @@ import enum
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
@@ -220,22 +219,49 @@ class ContainerEdits:
         which gets all devices of the container.
         """
         parts = (winner or NO_EDITS, *edits)
-        nodes = _united("device node", [[(node.path, node) for node in part.device_nodes] for part in parts])
-        mounts = _united("mount at", [[(mount.container, mount) for mount in part.mounts] for part in parts])
-        env = _united("environment variable", [part.env.items() for part in parts])
-        annotations = _united("annotation", [part.annotations.items() for part in parts])
-        cdi = dict.fromkeys(name for part in (*parts[1:], parts[0]) for name in part.cdi)
-        return cls(env, tuple(nodes.values()), tuple(mounts.values()), annotations, tuple(cdi))
+        united: dict[str, dict[str, Any]] = {}
+        for field_name, key, what in _KINDS:
+            union: dict[str, Any] = {}
+            first: frozenset[str] = frozenset()
+            for part in parts:
+                entries = getattr(part, field_name)
+                for entry in entries:
+                    name, value = (getattr(entry, key), entry) if key else (entry, entries[entry])
+                    if part is parts[0]:
+                        union[name] = value
+                    elif name not in first and union.setdefault(name, value) != value:
+                        raise EditConflictError(f"{what} {name!r} is given twice: {union[name]!r} and {value!r}")
+                if part is parts[0]:
+                    first = frozenset(union)
+            united[field_name] = union
+        names: dict[str, None] = {}
+        for part in (*parts[1:], parts[0]):
+            names |= dict.fromkeys(part.cdi)
+        nodes, mounts = tuple(united["nodes"].values()), tuple(united["mounts"].values())
+        return _checked(united["env"], nodes, mounts, united["annotations"], tuple(names))
 
 
-def _united(what: str, parts: Sequence[Iterable[tuple[str, _T]]]) -> dict[str, _T]:
-    """Return the entries of all parts; those of the first replace the others'."""
-    first = dict(parts[0])
-    union = first.copy()
-    for key, value in chain.from_iterable(parts[1:]):
-        if key not in first and union.setdefault(key, value) != value:
-            raise EditConflictError(f"{what} {key!r} is given twice: {union[key]!r} and {value!r}")
-    return union
+_KINDS: Final = (
+    ("nodes", "path", "device node"),
+    ("mounts", "container", "mount at"),
+    ("env", "", "environment variable"),
+    ("annotations", "", "annotation"),
+)
+"""Fields of edits, the attribute that names an entry ("": it is a mapping by name), and the word for an entry."""
+
+
+def _checked(
+    env: Mapping[str, str],
+    nodes: tuple[DeviceNode, ...],
+    mounts: tuple[Mount, ...],
+    annotations: Mapping[str, str],
+    cdi: tuple[str, ...],
+) -> ContainerEdits:
+    """Return edits made of entries that were checked when edits with them were made; this is in each Allocate."""
+    edits = object.__new__(ContainerEdits)
+    for name, value in (("env", env), ("nodes", nodes), ("mounts", mounts), ("annotations", annotations), ("cdi", cdi)):
+        object.__setattr__(edits, name, value)
+    return edits
 
 
 def _are_numbers(numa: object) -> bool:
@@ -320,9 +346,17 @@ class Device:
         return (self.numa,) if isinstance(self.numa, int) else tuple(self.numa)
 
     @property
+    def hosts(self) -> tuple[str, ...]:
+        """The host paths of its own nodes."""
+        return tuple([node.host for node in self.nodes])  # type: ignore[union-attr]  # __post_init__ made them nodes
+
+    @property
     def container_edits(self) -> ContainerEdits:
         """The edits of a container with this device: its nodes and its `edits`."""
-        return replace(self.edits, nodes=(*self.nodes, *self.edits.nodes)) if self.nodes else self.edits
+        if not self.nodes:
+            return self.edits
+        its, nodes = self.edits, (*self.nodes, *self.edits.nodes)
+        return _checked(its.env, nodes, its.mounts, its.annotations, its.cdi)  # type: ignore[arg-type]  # as checked
 
     def with_health(self, health: Health, message: str = "") -> Device:
         """Return the same device with another health."""

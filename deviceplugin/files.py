@@ -30,15 +30,19 @@ class FileIdentity(NamedTuple):
 def file_identity(path: str | Path) -> FileIdentity | None:
     """Return which file is there, None if none can be seen."""
     try:
-        return FileIdentity.of(looked_at.stat(path))
+        status = looked_at.stat(path)
     except OSError:
         return None
+    return FileIdentity(status.st_dev, status.st_ino, status.st_mtime_ns)
 
 
 def inode_of(path: str | Path) -> tuple[int, int] | None:
     """Return device and inode of what is there, whatever its contents; None if none can be seen."""
-    identity = file_identity(path)
-    return identity and identity[:2]
+    try:
+        status = looked_at.stat(path)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def put(path: str, data: bytes, draft: str, mode: int) -> None:

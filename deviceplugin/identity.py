@@ -45,24 +45,22 @@ def node_token(kind: NodeKind, major: int, minor: int) -> str:
     return "" if (kind, major) == ("char", MEMORY) else f"{kind}:{major}:{minor}"
 
 
-def identity_of(paths: Iterable[str], stat: Stat = looked_at.stat) -> Tokens:
-    """Return the tokens of those paths that are there. Blocks."""
+def identity_of(paths: Iterable[str], stat: Stat = looked_at.stat, *, files: bool = True) -> Tokens:
+    """Return the tokens of those paths that are there. files: also of those that are no device nodes. Blocks."""
     tokens = set()
     for path in paths:
         try:
-            tokens.add(token(stat(path)))
+            found = token(stat(path))
         except OSError:
             continue
-    return frozenset(tokens - {""})
+        if found and (files or not found.startswith("file:")):
+            tokens.add(found)
+    return frozenset(tokens)
 
 
 def numbers_of(paths: Iterable[str], stat: Stat = looked_at.stat) -> Tokens:
     """Return the tokens of those paths that are device nodes. Blocks."""
-    return frozenset(number for number in identity_of(paths, stat) if not number.startswith("file:"))
-
-
-def _numbers(device: Device, stat: Stat) -> Tokens:
-    return numbers_of((node.host for node in device.container_edits.device_nodes[: len(device.nodes)]), stat)
+    return identity_of(paths, stat, files=False)
 
 
 def identities(devices: Sequence[Device], stat: Stat = looked_at.stat) -> dict[str, Tokens]:
@@ -70,7 +68,7 @@ def identities(devices: Sequence[Device], stat: Stat = looked_at.stat) -> dict[s
 
     A node of several devices says nothing, as /dev/nvidiactl, unless one of them has all its nodes and nothing else.
     """
-    numbers = {device.id: _numbers(device, stat) for device in devices}
+    numbers = {device.id: numbers_of(device.hosts, stat) for device in devices}
     counts = Counter(number for of in numbers.values() for number in of)
     own = {
         device.id: frozenset(number for number in numbers[device.id] if counts[number] == 1)
@@ -84,11 +82,13 @@ def identities(devices: Sequence[Device], stat: Stat = looked_at.stat) -> dict[s
 
 def tokens_now(device: Device, stat: Stat = looked_at.stat) -> Tokens:
     """Return all tokens that could identify a device now. Blocks."""
-    now = _numbers(device, stat)
+    now = identity_of(device.hosts, stat, files=False) if device.nodes else frozenset[str]()
+    if not device.identity:
+        return now
     if (kind := _LOOKED_UP.fullmatch(device.identity)) is None:
-        return now | frozenset({device.identity} - {""})
+        return now | {device.identity}
     if kind[1] == "file":
-        return now | identity_of((mount.host for mount in device.edits.mounts), stat)
+        return now | identity_of([mount.host for mount in device.edits.mounts], stat)
     return now
 
 

@@ -7,34 +7,35 @@ from __future__ import annotations
 
 import os
 import threading
+from typing import Protocol
 
 
-class LookPlace:
-    """The path at which a look is now. Written by the thread of the look, read by others."""
+class Looking(Protocol):
+    """A look in a thread. path: where it is now; written by its thread, read by others."""
 
-    def __init__(self, path: str) -> None:
-        self.path = path
+    path: str
 
 
 class _Now(threading.local):
-    place: LookPlace | None = None
+    look: Looking | None = None
 
 
 _now = _Now()
 
 
-def begin(place: LookPlace | None) -> None:
-    """Have the paths that this thread looks at written into `place`; None: nowhere."""
-    _now.place = place
+def begin(look: Looking | None) -> None:
+    """Have the paths that this thread looks at written into `look`; None: nowhere."""
+    _now.look = look
 
 
 def at(path: str | os.PathLike[str]) -> None:
     """Have the look that runs in this thread name this path if it hangs."""
-    if _now.place is not None:
-        _now.place.path = os.fspath(path)
+    if _now.look is not None:
+        _now.look.path = os.fspath(path)
 
 
 def stat(path: str | os.PathLike[str]) -> os.stat_result:
     """Return `os.stat` of a path; if it hangs, the message names the path."""
-    at(path)
+    if _now.look is not None:
+        _now.look.path = os.fspath(path)
     return os.stat(path)

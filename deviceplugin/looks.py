@@ -19,7 +19,6 @@ from collections.abc import Callable
 from typing import Any, Final, Generic, TypeVar
 
 from deviceplugin import looked_at
-from deviceplugin.looked_at import LookPlace
 
 _T = TypeVar("_T")
 
@@ -47,11 +46,10 @@ class LookTimeoutError(OSError):
 
 
 class Look(Generic[_T]):
-    """One call in a thread of a pool."""
+    """One call in a thread of a pool. path: where it is now, for messages."""
 
-    def __init__(self, kind: str, function: Callable[..., _T], arguments: tuple[object, ...], place: str) -> None:
-        self.kind, self.begun, self.abandoned = kind, False, False
-        self._place = LookPlace(place)
+    def __init__(self, kind: str, function: Callable[..., _T], arguments: tuple[object, ...], path: str) -> None:
+        self.kind, self.begun, self.abandoned, self.path = kind, False, False, path
         self._function, self._arguments = function, arguments
         self._context = contextvars.copy_context()
         self._ended = threading.Lock()
@@ -61,14 +59,9 @@ class Look(Generic[_T]):
         self._outcome: _T | None = None
         self._error: BaseException | None = None
 
-    @property
-    def place(self) -> str:
-        """The path that it is at, for messages."""
-        return self._place.path
-
     def run(self, lock: threading.Lock) -> None:
         """Make the call, in a thread of the pool."""
-        looked_at.begin(self._place)
+        looked_at.begin(self)
         try:
             self._outcome = self._context.run(self._function, *self._arguments)
         except Exception as error:  # raised where the result is wanted
@@ -156,11 +149,11 @@ class Looks:
         return look.result
 
     async def until_answered(
-        self, kind: str, function: Callable[..., _T], *arguments: object, timeout: float = TIMEOUT, place: str = ""
+        self, kind: str, function: Callable[..., _T], *arguments: object, timeout: float = TIMEOUT, brief: bool = False
     ) -> _T:
         """Do as `at`, but wait until it ends: after `timeout` seconds `hanging` says that it has not."""
-        look = self.begin(kind, function, *arguments, place=place)
-        if await self.late(look, timeout, give_up=False):
+        look = self.begin(kind, function, *arguments)
+        if not (brief and self.ended_at_once(look)) and await self.late(look, timeout, give_up=False):
             await self.until_ended(look)
         return look.result
 
@@ -186,7 +179,7 @@ class Looks:
         look = self.begin(kind, function, *arguments)
         if not look.ended_within(seconds):
             timeouts[self.resource, kind] += 1
-            raise LookTimeoutError(f"{look.place} did not answer within {seconds:g} s")
+            raise LookTimeoutError(f"{look.path} did not answer within {seconds:g} s")
         return look.result
 
     def begin(self, kind: str, function: Callable[..., _T], *arguments: object, place: str = "") -> Look[_T]:
@@ -253,8 +246,8 @@ class Looks:
             return ""
         timeouts[self.resource, look.kind] += 1
         if give_up and self.give_up(look):
-            return f"{look.place} was not looked at within {timeout:g} s: other looks at {self.subject} have not ended"
-        why = f"{look.place} did not answer within {timeout:g} s"
+            return f"{look.path} was not looked at within {timeout:g} s: other looks at {self.subject} have not ended"
+        why = f"{look.path} did not answer within {timeout:g} s"
         loop = asyncio.get_running_loop()
 
         def over() -> None:

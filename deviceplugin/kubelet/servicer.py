@@ -61,16 +61,14 @@ class ServicerStatistics:
 
 def container_response(edits: ContainerEdits) -> pb.ContainerAllocateResponse:
     """Return the message that carries edits into a container."""
-    return pb.ContainerAllocateResponse(
-        envs=edits.env,
-        mounts=[pb.Mount(container_path=m.container, host_path=m.host, read_only=m.readonly) for m in edits.mounts],
-        devices=[
-            pb.DeviceSpec(container_path=node.path, host_path=node.host, permissions=node.permissions)
-            for node in edits.device_nodes
-        ],
-        annotations=edits.annotations,
-        cdi_devices=[pb.CDIDevice(name=name) for name in edits.cdi],
-    )
+    response = pb.ContainerAllocateResponse(envs=edits.env, annotations=edits.annotations)
+    for mount in edits.mounts:
+        response.mounts.add(container_path=mount.container, host_path=mount.host, read_only=mount.readonly)
+    for node in edits.device_nodes:
+        response.devices.add(container_path=node.path, host_path=node.host, permissions=node.permissions)
+    for name in edits.cdi:
+        response.cdi_devices.add(name=name)
+    return response
 
 
 class Refusal(Exception):  # noqa: N818  # the field's word; it is an answer, not a fault

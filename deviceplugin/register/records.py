@@ -321,6 +321,15 @@ class RegisterSnapshot:
         entries = {entry for device in devices for entry in self.index.get((resource, device), ())}
         return [self.claims[key] for table, key in sorted(entries) if table == "claims"]
 
+    def following(self, decision: Decision[Any]) -> RegisterSnapshot:
+        """Return the snapshot that follows a decision. Its sequence grows if any change is durable."""
+        if not decision.changes:
+            return self
+        grows = False
+        for change in decision.changes:
+            grows = grows or change.durable
+        return self.with_changes(decision.changes, self.sequence + grows)
+
     def with_changes(self, changes: Sequence[Change], sequence: int) -> RegisterSnapshot:
         """Return the snapshot that follows."""
         tables: dict[str, dict[RecordKey, Any]] = {}
@@ -346,22 +355,19 @@ class RegisterSnapshot:
 
 def _points(record: Record | None) -> set[Point]:
     """Return the points that an allocation or a claim is indexed by."""
+    held: Sequence[AllocationRecord | ClaimDevice] = ()
+    if isinstance(record, AllocationRecord):
+        held = (record,)
+    elif isinstance(record, Claim):
+        held = record.devices
     points: set[Point] = set()
-    match record:
-        case AllocationRecord():
-            held = [(record.resource, record.device, record.identity, record.amount)]
-        case Claim():
-            held = [
-                (device.resource, device.device, device.identity, device.amount)
-                for device in record.devices
-                if not device.admin
-            ]
-        case _:
-            held = []
-    for resource, device, identity, amount in held:
-        points.add((resource, device))
-        points.update(identity.tokens)
-        points.update((counter_set, counter) for counter_set, counter, _ in amount.takes)
+    for one in held:
+        if isinstance(one, ClaimDevice) and one.admin:
+            continue
+        points.add((one.resource, one.device))
+        points |= one.identity.tokens
+        for counter_set, counter, _ in one.amount.takes:
+            points.add((counter_set, counter))
     return points
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import inspect
 import logging
 import re
@@ -165,7 +166,7 @@ class ConfiguredSource(DeviceSource):
         """Sentences about devices that are not device nodes, without those of entries with the hook `edits`."""
         return nodeless(served.listed for served in self._served.values() if "edits" not in served.entry.hooks)
 
-    @property
+    @functools.cached_property
     def hooks(self) -> frozenset[str]:
         """The hooks that its entries have."""
         return frozenset(name for entry in self.entries for name in entry.hooks if name in {"edits", "measure"})

@@ -98,16 +98,21 @@ _DECODERS: Final[dict[str, Callable[[Any], Any]]] = {
 """By field: the function from the column's value to the field's; other values are equal."""
 
 
+_ENCODE: Final = msgspec.json.Encoder(order="deterministic").encode
+
+
 def _row(table: str, record: records.Record) -> _Row:
-    return tuple(_encoded(getattr(record, field)) for field in _TABLES[table])
-
-
-def _encoded(value: Any) -> Any:
-    if isinstance(value, records.State):
-        return value.value
-    if isinstance(value, frozenset | tuple | records.Amount | Identity):
-        return msgspec.json.encode(value, order="deterministic").decode()
-    return int(value) if isinstance(value, bool) else value
+    row: list[Any] = []
+    for field in _TABLES[table]:
+        value = getattr(record, field)
+        if isinstance(value, records.State):
+            value = value.value
+        elif isinstance(value, frozenset | tuple | records.Amount | Identity):
+            value = _ENCODE(value).decode()
+        elif isinstance(value, bool):
+            value = int(value)
+        row.append(value)
+    return tuple(row)
 
 
 def _record(table: str, row: Sequence[Any]) -> Any:
@@ -147,18 +152,17 @@ def connected(path: str) -> sqlite3.Connection:
     return sqlite3.connect(path, timeout=1.0, isolation_level=None, check_same_thread=False, cached_statements=32)
 
 
-def outlives_boot(change: Change) -> bool:
-    """Whether a change is still of use after the machine has died."""
-    claim = change.record if isinstance(change.record, records.Claim) else None
-    wanted = claim is not None and (claim.result is None or any(device.share for device in claim.devices))
-    return change.durable and (wanted or change.table in ("devices", "settings"))
-
-
-def _after(state: RegisterSnapshot, decision: Decision[Any]) -> RegisterSnapshot:
-    """Return the snapshot that follows a decision. Its sequence grows if any change is to be written."""
-    if not decision.changes:
-        return state
-    return state.with_changes(decision.changes, state.sequence + any(change.durable for change in decision.changes))
+def outlives_boot(changes: Sequence[Change]) -> bool:
+    """Whether one of these changes is still of use after the machine has died."""
+    for change in changes:
+        claim = change.record
+        if not change.durable:
+            continue
+        if change.table in ("devices", "settings"):
+            return True
+        if isinstance(claim, records.Claim) and (claim.result is None or any([each.share for each in claim.devices])):
+            return True
+    return False
 
 
 class Ledger:
@@ -264,10 +268,10 @@ class Ledger:
                     answers.append(error)
                     continue
                 answers.append(decision.answer)
-                after = _after(after, decision)
+                after = after.following(decision)
                 changes += decision.changes
             if after.sequence != self.snapshot.sequence:
-                self._write(after.sequence, changes)
+                self._write(after.sequence, changes, synced=outlives_boot(changes))
             self.snapshot = after
             self._empty_log()
             return answers
@@ -281,11 +285,11 @@ class Ledger:
             if self._lost or self._connection is None or self._found_files() != self._files:
                 return None
             decision = operation(self.snapshot)
-            if any(map(outlives_boot, decision.changes)):
+            if outlives_boot(decision.changes):
                 return None
-            after = _after(self.snapshot, decision)
+            after = self.snapshot.following(decision)
             if after.sequence != self.snapshot.sequence:
-                self._write(after.sequence, decision.changes)
+                self._write(after.sequence, decision.changes, synced=False)
             self.snapshot = after
             return decision
 
@@ -315,17 +319,20 @@ class Ledger:
         _LOG.error("%s", self._lost)
         self._disconnect()
 
-    def _write(self, sequence: int, changes: Sequence[Change]) -> None:
+    def _write(self, sequence: int, changes: Sequence[Change], *, synced: bool) -> None:
         connection = self._connection
         assert connection is not None
         # The last change of each durable record, and the seal that belongs to all of them.
-        last = {(change.table, change.key): change.record for change in changes if change.durable}
-        seal = self._seal
+        last: dict[tuple[str, records.RecordKey], records.Record | None] = {}
+        for change in changes:
+            if change.durable:
+                last[change.table, change.key] = change.record
+        seal, allocations = self._seal, False
         try:
-            connection.execute(f"PRAGMA synchronous = {'FULL' if any(map(outlives_boot, changes)) else 'NORMAL'}")
+            connection.execute(f"PRAGMA synchronous = {'FULL' if synced else 'NORMAL'}")
             connection.execute("BEGIN IMMEDIATE")
             for (table, key), record in last.items():
-                old = getattr(self.snapshot, table).get(key)
+                old, allocations = getattr(self.snapshot, table).get(key), allocations or table == "allocations"
                 if old is not None and getattr(old, "durable", True):
                     seal ^= _digest(table, _row(table, old))
                 if record is None:
@@ -343,7 +350,7 @@ class Ledger:
             raise LedgerError(f"cannot write the ledger {self.path}: {error}") from error
         self._seal = seal
         self._logged += 1
-        self.copy_is_old |= any(table == "allocations" for table, _ in last)
+        self.copy_is_old |= allocations
 
     def write_copy(self) -> None:
         """Copy the allocations; where that is not possible, the ledger and the checkpoint have to do. Blocks."""

@@ -175,7 +175,7 @@ class AsyncLedger:
     async def _copy(self) -> None:
         """Copy the allocations after they were recorded: it counts only where ledger and checkpoint are lost."""
         while self.ledger.copy_is_old:
-            await self.copy_looks.until_answered("copy", self.ledger.write_copy, timeout=DEADLINE)
+            await self.copy_looks.until_answered("copy", self.ledger.write_copy, timeout=DEADLINE, brief=True)
 
     def _unanswered(self, why: str) -> LedgerError:
         return LedgerError(f"the ledger cannot be written: {why}")
