@@ -7,9 +7,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
-_T = TypeVar("_T")
 _NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 _DIGITS: Final = re.compile(r"([0-9]+)")
 CDI_NAME: Final = (

@@ -72,6 +72,8 @@ class HookRuns:
     @property
     def overdue(self) -> Mapping[DeviceKey, str]:
         """The devices that hooks hold, and why: they work on after their timeouts."""
+        if not self._runs:
+            return {}
         return {key: run.reason for run in self._runs if run.overdue for key in run.tokens}
 
     @property
@@ -114,6 +116,8 @@ class HookRuns:
 
         resets: also for `reset`, which is only waited for by who does not call it himself.
         """
+        if not self._runs:
+            return
         devices = {key: self._devices.tokens(key) for key in keys}
         while await self._wait(devices, [run for run in self._runs if resets or run.overdue or run.hook != "reset"]):
             pass  # another one may have begun meanwhile

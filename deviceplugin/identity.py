@@ -92,11 +92,6 @@ def tokens_now(device: Device, stat: Stat = looked_at.stat) -> Tokens:
     return now
 
 
-def has_paths(device: Device) -> bool:
-    """Return whether `tokens_now` of a device looks at paths."""
-    return bool(device.nodes) or device.identity.startswith("file:")
-
-
 def same_hardware(tokens: Tokens, other: Tokens) -> bool:
     """Return whether two sets of tokens may be of the same hardware; an empty one may be of any."""
     return not (tokens and other) or not tokens.isdisjoint(other)

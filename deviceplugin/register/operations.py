@@ -17,7 +17,7 @@ from deviceplugin.identity import UNIDENTIFIED, Identity, same_hardware
 from deviceplugin.naming import parse_quantity
 from deviceplugin.register import rules
 from deviceplugin.register.outlook import with_outlook
-from deviceplugin.register.question import View, Wanted, allocation_unit, claim_unit, part_of, refusal, wanted_use
+from deviceplugin.register.question import Use, View, Wanted, claim_unit, part_of, refusal, wanted_use
 from deviceplugin.register.records import (
     NONE,
     AllocationRecord,
@@ -138,11 +138,11 @@ def grant(
     Refused is what is on another side, and what others hold. wanted: by kubelet device id (a replica's, or the
     device's own). An id that was given before is given anew: the kubelet does not say when it takes a device back.
     """
-    for device in dict.fromkeys(requested.key[1] for requested in wanted.values()):
-        refused = rules.allocate_refusal(state, resource, device)
-        if refused is not None:
+    new: list[Use] = []
+    for device_id, requested in wanted.items():
+        if (refused := rules.allocate_refusal(state, resource, requested.key[1])) is not None:
             return Decision(refused)
-    new = [wanted_use(allocation_unit(resource, device_id), requested, view) for device_id, requested in wanted.items()]
+        new.append(wanted_use(("id", resource, device_id), requested, view))
     if why := refusal(new, state, view):
         return Decision(rules.Excluded(why))
     changes = []

@@ -17,7 +17,15 @@ from deviceplugin.device import Device
 from deviceplugin.exclusion import DeviceKey, titled
 from deviceplugin.identity import Identity, Tokens, same_hardware, shown
 from deviceplugin.naming import parse_quantity
-from deviceplugin.register.records import AllocationRecord, Amount, Claim, ClaimDevice, Point, RegisterSnapshot
+from deviceplugin.register.records import (
+    AllocationRecord,
+    Amount,
+    Claim,
+    ClaimDevice,
+    Point,
+    RecordKey,
+    RegisterSnapshot,
+)
 
 Counter = tuple[str, str, str]
 """(scope, counter set, counter). The scope is the driver of a resource, or its name if it has none."""
@@ -44,7 +52,7 @@ class Use(NamedTuple):
     @property
     def points(self) -> set[Point]:
         """The tokens, device and counters whose holdings must not exceed their size."""
-        return {*self.tokens, *((self.key,) if self.key else ())}
+        return {*self.tokens, self.key} if self.key else {*self.tokens}
 
     def concerns(self, points: Collection[Point]) -> bool:
         """Return whether it concerns one of these points, counters included."""
@@ -120,47 +128,47 @@ def in_scopes(use: Use, scopes: Mapping[str, str]) -> Use:
     return use._replace(takes=takes)
 
 
+def _use(
+    unit: tuple[str, ...], title: str, of: DeviceKey, identity: Identity, amount: Amount, view: View, scope: str = ""
+) -> Use:
+    part = _ONE if amount.part == "1" else part_of(amount)
+    use = Use(unit, title, of, identity.in_boot(view.boot), part)
+    return in_scopes(use._replace(takes=takes_recorded(amount, scope)), view.scopes) if amount.takes else use
+
+
 def wanted_use(unit: tuple[str, ...], wanted: Wanted, view: View) -> Use:
     """Return a requested device as a use."""
-    tokens = wanted.identity.in_boot(view.boot)
-    takes = takes_recorded(wanted.amount)
-    return in_scopes(Use(unit, "", wanted.key, tokens, part_of(wanted.amount), takes), view.scopes)
+    return _use(unit, "", wanted.key, wanted.identity, wanted.amount, view)
 
 
 def use_of_allocation(allocation: AllocationRecord, view: View) -> Use:
     """Return an allocation as a use."""
-    tokens = allocation.identity.in_boot(view.boot)
     title = f"pod {allocation.pod}" if allocation.pod else "a pod"
-    unit = allocation_unit(allocation.resource, allocation.device_id)
-    takes = takes_recorded(allocation.amount)
-    return in_scopes(
-        Use(unit, title, (allocation.resource, allocation.device), tokens, part_of(allocation.amount), takes),
-        view.scopes,
-    )
+    key, unit = (allocation.resource, allocation.device), ("id", allocation.resource, allocation.device_id)
+    return _use(unit, title, key, allocation.identity, allocation.amount, view)
 
 
 def use_of_claim(claim: Claim, device: ClaimDevice, view: View) -> Use:
     """Return one device of a claim as a use; a claim that is known from evidence alone may have any part of it."""
-    tokens = device.identity.in_boot(view.boot)
     title = f"claim {claim.title}" if claim.name else f"claim {claim.uid}"
-    unit = claim_unit(claim.driver, claim.uid)
-    takes = takes_recorded(device.amount, claim.driver)
-    return in_scopes(
-        Use(unit, title, (device.resource, device.device), tokens, part_of(device.amount), takes), view.scopes
-    )
+    key, unit = (device.resource, device.device), ("claim", claim.driver, claim.uid)
+    return _use(unit, title, key, device.identity, device.amount, view, claim.driver)
 
 
 def uses(state: RegisterSnapshot, points: Iterable[Point], view: View) -> list[Use]:
     """Return the uses at any of these points: from the register's records, and of others."""
-    points = set(points)
+    points, entries = set(points), set[tuple[str, RecordKey]]()
+    for point in points:
+        entries |= state.index.get(point, frozenset())
     held: list[Use] = []
-    for table, key in {entry for point in points for entry in state.index.get(point, ())}:
+    for table, key in entries:
         if table == "allocations":
             held.append(use_of_allocation(state.allocations[key], view))
-        else:
-            claim = state.claims[key]
-            held += [use_of_claim(claim, device, view) for device in claim.devices if not device.admin]
-    held += [use for use in view.others if use.concerns(points)]
+            continue
+        claim = state.claims[key]
+        held += [use_of_claim(claim, device, view) for device in claim.devices if not device.admin]
+    if view.others:
+        held += [use for use in view.others if use.concerns(points)]
     return held
 
 
@@ -217,11 +225,19 @@ def refusal(
     Present holdings of the same units do not count, and requests for one device add up. beside: further holdings that
     count. own: returns whether another use does not count. counted: returns whether a use's takes of counters count.
     """
+    points, count = set[Point](), 0
+    for use in wanted:
+        points |= use.points
+        count += len(use.points)
+        for counter in use.takes:
+            points.add(counter[1:])
+            count += 2  # several may take of one counter
+    held = uses(state, points, view)
+    if not held and not beside and count == len(points):
+        return ""  # nobody has anything of these, as is usual, and they are different devices
     units = {use.unit for use in wanted}
     wanted = [use for use in wanted if use.part != 0]
-    points: set[Point] = {point for use in wanted for point in use.points}
-    points.update(counter[1:] for use in wanted for counter in use.takes)
-    held = [use for use in (*uses(state, points, view), *beside) if use.part != 0]
+    held = [use for use in (*held, *beside) if use.part != 0]
     others = [use for use in held if use.unit not in units and not own(use)]
     for use in wanted:
         for other in held:

@@ -26,7 +26,7 @@ from deviceplugin.exclusion import (
     titled,
 )
 from deviceplugin.hook_runs import DeviceBusyError, HookRuns
-from deviceplugin.identity import Identity, Tokens, identified, shown
+from deviceplugin.identity import UNIDENTIFIED, Identity, Tokens, identified, shown
 from deviceplugin.inventory import Inventory
 from deviceplugin.looks import Looks
 from deviceplugin.register import operations
@@ -102,11 +102,17 @@ class RegisterHost:
 
 async def _tokens_now(looks: Looks, kind: str, devices: Mapping[str, Device]) -> dict[str, Tokens]:
     """Return the identities of devices as of now, by the same keys. Raises LookTimeoutError."""
+    for device in devices.values():
+        if device.nodes or device.identity.startswith("file:"):
+            return await looks.at(kind, _read_tokens, devices, brief=True)
+    return _read_tokens(devices)  # without a look at any path
 
-    def read() -> dict[str, Tokens]:
-        return {name: identity.tokens_now(device) for name, device in devices.items()}
 
-    return await looks.at(kind, read, brief=True) if any(map(identity.has_paths, devices.values())) else read()
+def _read_tokens(devices: Mapping[str, Device]) -> dict[str, Tokens]:
+    now: dict[str, Tokens] = {}
+    for name, device in devices.items():
+        now[name] = identity.tokens_now(device)
+    return now
 
 
 class ListedHardware:
@@ -121,11 +127,9 @@ class ListedHardware:
 
     def now(self) -> HardwareIndex:
         """Return all devices; the same object until they change."""
-        services = self.served
-        version = tuple(
-            (name, id(service.inventory), service.inventory.snapshot.version, id(service.source))
-            for name, service in services.items()
-        )
+        services, version = self.served, list[object]()
+        for name, service in services.items():
+            version += name, id(service.inventory), service.inventory.snapshot.version, id(service.source)
         if self._version != version:
             hardware: dict[DeviceKey, Hardware] = {}
             for name, service in services.items():
@@ -216,7 +220,7 @@ class Register:
 
     def _possible_now(self) -> tuple[Use, ...]:
         """Return uses of devices that pods may have got from another plugin."""
-        services, hardware, records = self.listed.served, self.listed.now(), self.snapshot.allocations
+        services, hardware, records = self.listed.served, self.listed.now(), self.store.snapshot.allocations
         if self._possible[0] is not hardware or self._possible[1] is not records:
             named = {
                 allocation.resource for allocation in records.values() if is_given_by_others(allocation)
@@ -240,19 +244,19 @@ class Register:
         service = self.listed.served.get(resource)
         return None if service is None else len(service.ids_now(device))
 
-    def amount(self, resource: str, device: str) -> Amount:
-        """Return how much of a device one of its ids stands for now."""
-        services = self.listed.served
-        listed = services[resource].inventory.snapshot.devices.get(device) if resource in services else None
-        if listed is None:
-            return WHOLE
-        times, takes = len(services[resource].ids_now(listed)), takes_of(listed)
-        scope = self.listed.scopes.get(resource, "") if takes else ""
-        return Amount("1" if times == 1 else f"1/{times}", takes, scope) if takes or times > 1 else WHOLE
-
     def wanted(self, resource: str, device: str) -> Wanted:
-        """Return what a holder gets by one id of a device."""
-        return Wanted((resource, device), self.identity(resource, device), self.amount(resource, device))
+        """Return what a holder gets by one id of a device: the identity and amount that it has as of now."""
+        key, served = (resource, device), self.listed.served.get(resource)
+        tokens = self.listed.now().tokens(key)
+        its = Identity(self.boot, tokens) if tokens else UNIDENTIFIED
+        listed = served.inventory.snapshot.devices.get(device) if served is not None else None
+        if served is None or listed is None:
+            return Wanted(key, its, WHOLE)
+        times = len(served.ids_now(listed))
+        if times == 1 and not listed.consumes:
+            return Wanted(key, its, WHOLE)
+        scope = self.listed.scopes.get(resource, "") if listed.consumes else ""
+        return Wanted(key, its, Amount("1" if times == 1 else f"1/{times}", takes_of(listed), scope))
 
     # What is offered.
 
@@ -318,18 +322,16 @@ class Register:
         too little of it, or if its holder is not known yet; LookTimeoutError if paths of a device do not answer; the
         store's error if the grant could not be recorded.
         """
-        devices = list(dict.fromkeys(ids.values()))
-        keys = [(resource, device) for device in devices]
+        keys = [(resource, device) for device in dict.fromkeys(ids.values())]
         await self._host.reread()
-        await self.verify(keys, resets=False)
-        for device in devices:
+        hardware = await self.verify(keys, resets=False)
+        wanted: dict[str, Wanted] = {}
+        for name, device in ids.items():
             if why := self.evidence_missing(resource, device):
                 raise UnknownHolderError(f"who holds device {device} is not known yet: {why}")
-        wanted = {name: self.wanted(resource, device) for name, device in ids.items()}
-        for name, before in asked.items():
-            if wanted[name].identity != before.identity:
-                raise DeviceConflictError(f"device {ids[name]} stands for other hardware than when it was requested")
-            wanted[name] = wanted[name]._replace(amount=before.amount)
+            wanted[name] = asked.get(name) or self.wanted(resource, device)
+            if wanted[name].identity.tokens != hardware.tokens((resource, device)):
+                raise DeviceConflictError(f"device {device} stands for other hardware than when it was requested")
         with self._granting(keys):
             answer = await self.store.do(operations.grant(resource, wanted, self.view(), time.time()))
         if isinstance(answer, Refused):
@@ -384,8 +386,8 @@ class Register:
         """Return devices and those that are the same hardware, or parts of it."""
         return {peer for key in keys for peer in (key, *self.listed.now().peers(key))}
 
-    async def verify(self, keys: Iterable[DeviceKey], *, resets: bool = True) -> None:
-        """Check that devices have the identity that was listed, and wait for their hooks.
+    async def verify(self, keys: Iterable[DeviceKey], *, resets: bool = True) -> HardwareIndex:
+        """Check that devices have the identity that was listed, and wait for their hooks; return what is listed now.
 
         Raises DeviceConflictError, or LookTimeoutError: the paths of one do not answer.
 
@@ -395,28 +397,36 @@ class Register:
         if self._adopted is not self.listed.now():
             await self.adopt()
             self.notify()
-        for resource, served in tuple(self.listed.served.items()):  # a reload may drop one meanwhile
-            if names := [device for of, device in keys if of == resource]:
-                await self._verify(served.inventory, names)
+        names: dict[str, list[str]] = {}
+        for resource, device in keys:
+            names.setdefault(resource, []).append(device)
+        for resource, of in names.items():
+            if (served := self.listed.served.get(resource)) is not None:  # a reload may drop one meanwhile
+                await self._verify(served.inventory, of)
         try:
             await self.hooks.wait(keys, resets=resets)
         except DeviceBusyError as error:
             raise HookWorksError(str(error)) from error
+        return self.listed.now()
 
     async def _verify(self, inventory: Inventory, names: Sequence[str]) -> None:
         snapshot = inventory.snapshot
-        devices = {name: snapshot.devices[name] for name in names if name in snapshot.devices}
-
+        devices: dict[str, Device] = {}
+        for name in names:
+            if name in snapshot.devices:
+                devices[name] = snapshot.devices[name]
         now = await _tokens_now(inventory.looks, "grant", devices)
-        listed = {name: snapshot.identities.get(name, frozenset()) for name in now}
-        other = [name for name, tokens in now.items() if tokens.isdisjoint(listed[name])]
-        if any(now[name] or listed[name] for name in other) and inventory.snapshot is snapshot:
+        other: list[str] = []
+        for name, tokens in now.items():
+            if (tokens or name in snapshot.identities) and tokens.isdisjoint(snapshot.identities.get(name, ())):
+                other.append(name)
+        if other and inventory.snapshot is snapshot:
             there = [device for device in snapshot.devices.values() if device.id not in snapshot.gone]
             await identity.publish(inventory, there, snapshot.replicas)
         for name in other:
-            if listed[name]:
+            if listed := snapshot.identities.get(name):
                 was = f"device {name} of {snapshot.resource} is not what it was listed as"
-                raise DeviceConflictError(f"{was}: {shown(listed[name])}, now {shown(now[name])}")
+                raise DeviceConflictError(f"{was}: {shown(listed)}, now {shown(now[name])}")
 
     async def verify_granted(self, keys: Iterable[DeviceKey]) -> None:
         """Check that devices have the identity that they had when granted.

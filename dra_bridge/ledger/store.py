@@ -160,7 +160,7 @@ def outlives_boot(changes: Sequence[Change]) -> bool:
             continue
         if change.table in ("devices", "settings"):
             return True
-        if isinstance(claim, records.Claim) and (claim.result is None or any([each.share for each in claim.devices])):
+        if isinstance(claim, records.Claim) and (claim.result is None or any(each.share for each in claim.devices)):
             return True
     return False
 
