@@ -246,18 +246,18 @@ class AdoptedEndpoint(Endpoint):
     async def _pass_allocate(self, request: pb.AllocateRequest, context: Any) -> bytes:
         return await self.allocate(request, context, self._forward)
 
-    async def _forward(self, wanted: Sequence[tuple[str, ...]]) -> bytes:
+    async def _forward(self, wanted: Sequence[tuple[str, ...]], ids: Mapping[str, str]) -> bytes:
         """Record the grant, then call the plugin. If that fails or hangs, the grant ends like that of a rejected pod.
 
         The ids are checked against the plugin's list, since some plugins answer unknown ids with success.
         """
-        plugin, names = self._plugin(), [name for ids in wanted for name in ids]
-        for name in names:
+        plugin = self._plugin()
+        for name in ids:
             if name not in (plugin.devices or {}):
                 shown = printable(name[:MAX_ID])
                 raise self._refusal("unknown", f"its plugin does not list device {shown}", grpc.StatusCode.NOT_FOUND)
-        await self._refuse_held(names)
-        await self._grant(names, NONE)
+        await self._refuse_held(list(ids))
+        await self._grant(ids, NONE)
         try:
             return await self.source.plugins.allocate(plugin, wanted)
         except VendorCallError as error:

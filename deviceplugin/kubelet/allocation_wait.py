@@ -13,7 +13,7 @@ that ignores SIGTERM. Other pods of the node started after 1 s, and after up to 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Final
 
 PATIENCE: Final = 4.0
@@ -30,7 +30,7 @@ class EndingHolders:
     """The ids of one resource whose former holders Allocate has waited for."""
 
     def __init__(self) -> None:
-        self._since: dict[str, float] = {}
+        self.since: Mapping[str, float] = {}
         """When an Allocate found each id held first (monotonic seconds), until one finds it free."""
 
     def waits(self, held: Collection[str], dropped: Collection[str], names: Collection[str]) -> bool:
@@ -39,7 +39,6 @@ class EndingHolders:
         held: those of the requested ids that are held. dropped: ids whose holders the kubelet does not count any more.
         """
         now = time.monotonic()
-        self._since = {name: since for name, since in self._since.items() if name in held or name not in names}
-        for name in held:
-            self._since.setdefault(name, now)
-        return bool(held) and all(name in dropped and now < self._since[name] + PATIENCE for name in held)
+        waiting = {name: since for name, since in self.since.items() if name in held or name not in names}
+        self.since = dict.fromkeys(held, now) | waiting
+        return bool(held) and all(name in dropped and now < self.since[name] + PATIENCE for name in held)

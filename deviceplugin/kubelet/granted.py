@@ -31,20 +31,17 @@ def annotation(resource: str) -> str:
 
 def annotate(response: pb.ContainerAllocateResponse, resource: str, devices: Mapping[str, Wanted], boot: str) -> None:
     """Have an answer say what the devices are, and how much of each was granted. devices: by the kubelet's id."""
-    value = {
-        "boot": boot,
-        "devices": {
-            device_id: {
-                "device": wanted.key[1],
-                "tokens": sorted(wanted.identity.tokens),
-                "part": wanted.amount.part,
-                "takes": wanted.amount.takes,
-                "scope": wanted.amount.scope,
-            }
-            for device_id, wanted in devices.items()
-        },
-    }
-    response.annotations[annotation(resource)] = json.dumps(value, separators=(",", ":"))
+    by_id: dict[str, object] = {}
+    for device_id, wanted in devices.items():
+        by_id[device_id] = {
+            "device": wanted.key[1],
+            "tokens": sorted(wanted.identity.tokens),
+            "part": wanted.amount.part,
+            "takes": wanted.amount.takes,
+            "scope": wanted.amount.scope,
+        }
+    text = json.dumps({"boot": boot, "devices": by_id}, separators=(",", ":"))
+    response.annotations[annotation(resource)] = text
 
 
 def granted(

@@ -122,6 +122,10 @@ class OrphanedClaims:
     """Whether a file is of a claim that the claim state does not name."""
     _held: _Held = field(default=_Held(unknown=f"{_UNKNOWN}: the claims' files have not been read yet"), init=False)
     looks: Looks = field(default_factory=lambda: Looks("claims of other drivers", threads=1), init=False)
+    _own: str = field(default="", init=False)
+
+    def __post_init__(self) -> None:
+        self._own = cdi.own_directory(self.cdi_directory)
 
     def problem(self, driver: str | None = None) -> str:
         """Return why it is not known what such claims hold of a resource; "" if it is.
@@ -169,8 +173,11 @@ class OrphanedClaims:
         """Read the files that have changed, in the thread of `looks`. again: also if that was done just now."""
         now = time.monotonic()
         if again or now - self._looked_at >= self.fresh or served != self._read_for:
-            self._read_state()
-            self._read_files(served)
+            state, directory = file_identity(self.kubelet_root / claim_state.FILE_NAME), file_identity(self._own)
+            if state is None or self._state != state:
+                self._read_state(state)
+            if directory is None or self._directory != directory or self._read_for != served:
+                self._read_files(directory, served)
         made_from = self._claims, self._problem, self._files, served
         if made_from != self._made_from or (self._unnamed and now - self._made_at >= ENDING):
             held = self._decide(self._counted(served), served)
@@ -178,25 +185,21 @@ class OrphanedClaims:
             self._made_from, self._made_at = made_from, now
         self._looked_at = now
 
-    def _read_state(self) -> None:
-        file = file_identity(self.kubelet_root / claim_state.FILE_NAME)
-        if file is None or self._state != file:
-            self._state = file
-            try:
-                self._claims, self._problem = claim_state.read(self.kubelet_root), None
-            except ClaimStateError as error:
-                self._problem = error
+    def _read_state(self, file: FileIdentity | None) -> None:
+        self._state = file
+        try:
+            self._claims, self._problem = claim_state.read(self.kubelet_root), None
+        except ClaimStateError as error:
+            self._problem = error
 
-    def _read_files(self, served: frozenset[str]) -> None:
-        directory = file_identity(cdi.own_directory(self.cdi_directory))
-        if directory is None or self._directory != directory or self._read_for != served:
-            self._read_for = served
-            stable = directory is not None and time.time_ns() - directory.modified_ns > _TICK
-            self._directory = directory if stable else None
-            try:
-                self._files = claim_files.read_all(self.cdi_directory, served)
-            except OSError as error:
-                self._files = error
+    def _read_files(self, directory: FileIdentity | None, served: frozenset[str]) -> None:
+        self._read_for = served
+        stable = directory is not None and time.time_ns() - directory.modified_ns > _TICK
+        self._directory = directory if stable else None
+        try:
+            self._files = claim_files.read_all(self.cdi_directory, served)
+        except OSError as error:
+            self._files = error
 
     def _counted(self, served: Collection[str]) -> list[ClaimFile]:
         """Return the files of claims that may still have what these say."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import operator
 import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
@@ -38,6 +39,7 @@ from deviceplugin.wire.deviceplugin_pb2_grpc import DevicePluginServicer, add_De
 _T = TypeVar("_T")
 _LOG: Final = logging.getLogger(__name__)
 
+_EDITS: Final = operator.attrgetter("container_edits")
 _INVALID: Final = grpc.StatusCode.INVALID_ARGUMENT
 _INTERNAL: Final = grpc.StatusCode.INTERNAL
 SHOWN_IDS: Final = 8  # that an error names
@@ -218,20 +220,27 @@ class Endpoint(DevicePluginServicer):
         self,
         request: pb.AllocateRequest,
         context: grpc.aio.ServicerContext[pb.AllocateRequest, _T],
-        answer: Callable[[Sequence[tuple[str, ...]]], Awaitable[_T]],
+        answer: Callable[[Sequence[tuple[str, ...]], Mapping[str, str]], Awaitable[_T]],
     ) -> _T:
-        """Allocate all of the request or nothing. answer: grants the ids of each container and returns the answer."""
+        """Allocate all of the request or nothing.
+
+        answer: gets the ids of each container, and the device of each id; grants them and returns the answer.
+        """
         began = time.perf_counter()
         with self._calls.busy(0.0), self._allocations.busy():
-            wanted = [tuple(container.devices_ids) for container in request.container_requests]
-            names = [name for container in wanted for name in container]
-            devices = Counter(map(self.ids.device_id_of, names))
+            wanted: list[tuple[str, ...]] = []
+            ids: dict[str, str] = {}
+            for container in request.container_requests:
+                wanted.append(tuple(container.devices_ids))
+                for name in wanted[-1]:
+                    ids[name] = self.ids.device_id_of(name)
+            names, devices = list(ids), Counter(ids.values())
             self._asked_for += devices
             try:
                 if "released" in self.source.hooks:
                     await self._refuse_held(names)
                     await self.host.release_former(names)
-                answered = await answer(wanted)
+                answered = await answer(wanted, ids)
             except (Refusal, LookTimeoutError) as error:
                 refusal = error if isinstance(error, Refusal) else self._unanswered(error)
                 self.statistics.refusals[refusal.reason] += 1
@@ -245,16 +254,15 @@ class Endpoint(DevicePluginServicer):
             self.statistics.devices_allocated += len(names)
             return answered
 
-    async def _answer(self, wanted: Sequence[tuple[str, ...]]) -> pb.AllocateResponse:
+    async def _answer(self, wanted: Sequence[tuple[str, ...]], ids: Mapping[str, str]) -> pb.AllocateResponse:
         """Grant the ids of each container; return what it gets. Raises Refusal."""
         asked: dict[str, Wanted] = {}
-        responses = [await self._response(ids, asked) for ids in wanted]
-        names = [name for ids in wanted for name in ids]
-        await self._refuse_held(names)
-        granted = await self._grant(names, asked)
-        for response, ids in zip(responses, wanted, strict=True):
-            annotate(response, self.resource, {name: granted[name] for name in ids}, self._register.boot)
-        return pb.AllocateResponse(container_responses=responses)
+        response = pb.AllocateResponse()
+        for names in wanted:
+            response.container_responses.append(await self._response(names, asked))
+        await self._refuse_held(list(ids))
+        await self._grant(ids, asked)
+        return response
 
     async def GetPreferredAllocation(  # noqa: N802
         self, request: pb.PreferredAllocationRequest, context: object
@@ -331,8 +339,8 @@ class Endpoint(DevicePluginServicer):
             withheld.update(self._holders.unnamed_reasons(self.resource))
         return self.ids.entries(lambda device: self._register.offers(self.resource, device), withheld)
 
-    def _check(self, names: Sequence[str]) -> list[Device]:
-        """Return the devices of one container's ids. Raises Refusal: one is named twice, unknown or not available."""
+    def _check(self, names: Sequence[str]) -> dict[str, Device]:
+        """Return the devices of one container's ids, by id. Raises Refusal: one is named twice, or cannot be had."""
         if len(set(names)) != len(names):
             twice = sorted(name for name, count in Counter(names).items() if count > 1)
             shown = ", ".join(printable(name[:MAX_ID]) for name in twice[:SHOWN_IDS])
@@ -347,8 +355,8 @@ class Endpoint(DevicePluginServicer):
             if not device.health.usable:
                 why = f": {device.message}" if device.message else ""
                 raise self._refusal("unhealthy", f"device {name} is unhealthy{why}")
-            devices[device.id] = device
-        return list(devices.values())
+            devices[name] = device
+        return devices
 
     async def _refuse_held(self, names: Sequence[str]) -> None:
         """Raises Refusal: another pod still holds one of these ids, or its holder cannot be recorded.
@@ -360,6 +368,8 @@ class Endpoint(DevicePluginServicer):
         began, waited = time.monotonic(), False
         try:
             held = await self._holders.still_held(self.resource, names)
+            if not held and not self._ending.since:
+                return
             while self._ending.waits(held, self._holders.unnamed_reasons(self.resource), names):
                 waited = True
                 await asyncio.sleep(LOOK)
@@ -380,15 +390,14 @@ class Endpoint(DevicePluginServicer):
     def _unrecorded(self, error: LedgerError) -> Refusal:
         return self._refusal("ledger", f"{error}", grpc.StatusCode.UNAVAILABLE)
 
-    async def _grant(self, names: Sequence[str], asked: Mapping[str, Wanted]) -> Mapping[str, Wanted]:
-        """Have a grant recorded, and return what was. Raises Refusal: what others hold excludes it, or its side does.
+    async def _grant(self, ids: Mapping[str, str], asked: Mapping[str, Wanted]) -> None:
+        """Have a grant of ids recorded. Raises Refusal: what others hold excludes it, or its side does.
 
-        asked: what the answer was made for.
+        ids: the device of each. asked: what the answer was made for.
         """
-        ids = {name: self.ids.device_id_of(name) for name in names}
         try:
             # The container's own `reset` waits for one that works now: Allocate holds up all pods of the node.
-            granted = await self._register.grant(self.resource, ids, asked)
+            await self._register.grant(self.resource, ids, asked)
         except UnknownHolderError as error:
             raise self._refusal("starting", str(error), grpc.StatusCode.UNAVAILABLE) from error
         except OtherSideError as error:
@@ -398,13 +407,15 @@ class Endpoint(DevicePluginServicer):
         except LedgerError as error:
             raise self._unrecorded(error) from error
         self.host.granted()
-        return granted
 
     async def _response(self, names: Sequence[str], asked: dict[str, Wanted]) -> pb.ContainerAllocateResponse:
         """Return what a container gets for these ids. Raises Refusal. asked: gets what they stand for now."""
-        devices = self._check(names)
-        # A list or a reload may change it while `edits` works.
-        asked |= {name: self._register.wanted(self.resource, self.ids.device_id_of(name)) for name in names}
+        by_name, by_id, its = self._check(names), dict[str, Device](), dict[str, Wanted]()
+        for name, device in by_name.items():  # a list or a reload may change it while `edits` works
+            its[name] = self._register.wanted(self.resource, device.id)
+            by_id[device.id] = device
+        devices = list(by_id.values())
+        asked |= its
         extra: object = NO_EDITS
         try:
             if "edits" in self.source.hooks:
@@ -417,14 +428,15 @@ class Endpoint(DevicePluginServicer):
             details = f"edits of {self.resource} returned {type(extra).__name__}, not ContainerEdits"
             raise Refusal(_INTERNAL, "edits", details)
         try:
-            return container_response(
-                ContainerEdits.merge((device.container_edits for device in devices), winner=extra)
-            )
+            edits = ContainerEdits.merge(map(_EDITS, devices), winner=extra)
+            response = container_response(edits)
         except EditConflictError as error:
             text = f"the edits of {', '.join(names)} contradict each other: {error}"
             raise self._refusal("conflict", text) from error
         except (TypeError, ValueError, AttributeError) as error:  # a number for a variable, say
             raise self._refusal("edits", f"the edits cannot be sent to the kubelet: {error}", _INTERNAL) from error
+        annotate(response, self.resource, its, self._register.boot)
+        return response
 
     def _refusal(self, reason: str, text: str, code: grpc.StatusCode = grpc.StatusCode.FAILED_PRECONDITION) -> Refusal:
         return Refusal(code, reason, f"{self.resource}: {text}")

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -39,6 +40,7 @@ from deviceplugin.kubelet.podresources import (
 from deviceplugin.kubelet.request_schedule import RequestSchedule
 from deviceplugin.looks import LONG, Looks, LookTimeoutError
 from deviceplugin.register.question import Use, Wanted
+from deviceplugin.register.records import AllocationRecord, RecordKey
 from deviceplugin.register.register import Register
 
 _LOG: Final = logging.getLogger(__name__)
@@ -152,11 +154,10 @@ class HolderTracker:
         """The allocations that the register knows, and those of other plugins as of the last scan."""
         records = self._register.snapshot.allocations
         if self._of is not records:
-            held = (
-                Allocation(*who, record.resource, record.device_id)
-                for record in records.values()
-                for who in record.holders
-            )
+            held = set[Allocation]()
+            for record in records.values():
+                for who in record.holders:
+                    held.add(Allocation(*who, record.resource, record.device_id))
             self._of, self._allocations = records, frozenset(held)
         return self._allocations | self.snapshot.held.keys() | self._unscanned
 
@@ -228,10 +229,16 @@ class HolderTracker:
 
     def _may_be_held(self, resource: str, device_ids: frozenset[str]) -> bool:
         """Return whether any of these ids may have a holder; quick."""
-        known_pods = {holder.pod_uid for holder in of_ids(self._known_or(self._newest()), resource, device_ids)}
-        # A container whose allocations the kubelet has lost ends before this Allocate, if it is the one that asks.
-        lost = (holder.pod_uid for holder in self._known - self._checkpoint.last.allocations if holder.container)
-        return any(map(self.pods.may_exist, known_pods.union(lost)))
+        with contextlib.suppress(CheckpointError):
+            self._checkpoint.newest(nodes=True)  # the kubelet has just written it
+        known, named = self._known, self._checkpoint.last.allocations
+        for holder in known | named:
+            # A container whose allocations the kubelet has lost ends before this Allocate, if it is the one that asks.
+            lost = holder.container and holder not in named
+            mine = holder.resource == resource and holder.device_id in device_ids
+            if (mine or lost) and self.pods.may_exist(holder.pod_uid):
+                return True
+        return False
 
     def _holders_now(
         self, resource: str, device_ids: frozenset[str]
@@ -266,8 +273,10 @@ class HolderTracker:
 
     def _newest(self) -> list[CheckpointVersion]:
         """Return the checkpoint as of now, if it can be read. May read the file: the kubelet has just written it."""
-        current = self._checkpoint.current()
-        return [current] if current is not None else self._last_written()
+        try:
+            return [self._checkpoint.newest()]
+        except CheckpointError:
+            return []
 
     def _known_or(self, read: Sequence[CheckpointVersion]) -> frozenset[Allocation]:
         return self._known.union(*(version.allocations for version in read))
@@ -330,11 +339,7 @@ class HolderTracker:
         if await self._read_copies():
             self._scan_wanted.set()
         with contextlib.suppress(CheckpointError):
-            await self.looks.at("checkpoint", self._reread, brief=True)
-
-    def _reread(self) -> None:
-        if self._checkpoint.current() is None or self._checkpoint.missing_nodes:
-            self._checkpoint.read()
+            await self.looks.at("checkpoint", partial(self._checkpoint.newest, nodes=True), brief=True)
 
     async def _read_copies(self) -> bool:
         """Read the copies that are new; if they cannot be read now, nobody can write one either."""
@@ -384,7 +389,10 @@ class HolderTracker:
         reader, records = self._checkpoint, self._register.snapshot.allocations
         held, named, unscanned = self.snapshot.held, reader.last.allocations, self._unscanned
         # Each grant makes other records; nothing is decided anew if they are not of these allocations.
-        recorded = {holder[2:]: records[holder[2:]] for holder in (*held, *named, *unscanned) if holder[2:] in records}
+        recorded: dict[RecordKey, AllocationRecord] = {}
+        for holder in (*held, *named, *unscanned):
+            if (record := records.get(holder[2:])) is not None:
+                recorded[holder[2:]] = record
         where = frozenset(observed), recorded, boot_id()
         seen = UnrecordedEvidence(held, named, reader.grants, self._copied, unscanned, *where)
         if seen != self._foreign[0]:
@@ -523,14 +531,15 @@ class CheckpointReader:
         except LookTimeoutError:
             return frozenset()
 
-    def newest(self) -> CheckpointVersion:
-        """Return what the file has now, without reading it if it has not changed. Blocks. Raises CheckpointError."""
-        return self.current() or self.read()
+    def newest(self, *, nodes: bool = False) -> CheckpointVersion:
+        """Return what the file has now, without reading it if it has not changed. Blocks. Raises CheckpointError.
 
-    def current(self) -> CheckpointVersion | None:
-        """Return the last result if the file has not changed since, else None."""
+        nodes: look again for device nodes that were missing.
+        """
         last = self.last
-        return last if checkpoint.identity(self._directory) == last.file else None
+        if checkpoint.identity(self._directory) == last.file and not (nodes and self.missing_nodes):
+            return last
+        return self.read()
 
     def read(self) -> CheckpointVersion:
         """Read the file now. Blocks. Raises CheckpointError: it cannot be read."""

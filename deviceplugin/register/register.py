@@ -311,10 +311,8 @@ class Register:
 
     # Grants.
 
-    async def grant(
-        self, resource: str, ids: Mapping[str, str], asked: Mapping[str, Wanted] = NONE
-    ) -> Mapping[str, Wanted]:
-        """Record a grant of ids (device by id) to a container; return the recorded allocations once they are stored.
+    async def grant(self, resource: str, ids: Mapping[str, str], asked: Mapping[str, Wanted] = NONE) -> None:
+        """Record a grant of ids (device by id) to a container.
 
         asked: the device and amount that each id stood for at the request; by default as of now.
 
@@ -338,7 +336,6 @@ class Register:
             raise OtherSideError(answer.message)
         if isinstance(answer, Excluded):
             raise DeviceConflictError(answer.message)
-        return wanted
 
     @contextmanager
     def _granting(self, keys: Collection[DeviceKey]) -> Iterator[None]:
