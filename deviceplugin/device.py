@@ -217,7 +217,7 @@ class ContainerEdits:
         `winner` does not. A value that devices must share (a list of ids, say) is made by the source's `edits` hook,
         which gets all devices of the container.
         """
-        parts = (winner or NO_EDITS, *edits)
+        parts = (NO_EDITS if winner is None else winner, *edits)
         united: dict[str, dict[str, Any]] = {}
         for field_name, key, what in _KINDS:
             union: dict[str, Any] = {}

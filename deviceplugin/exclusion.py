@@ -50,7 +50,7 @@ class DeviceConflictError(Exception):
     """Raised when a device cannot be given away beside what others hold, or is not what it was listed as."""
 
 
-_UNKNOWN: Final = Hardware()
+NO_TOKENS: Final[Tokens] = frozenset()
 
 
 def titled(key: DeviceKey) -> str:
@@ -82,12 +82,13 @@ class HardwareIndex:
         together = [*self._by_token.values(), *self._by_set.values()]
         self.related = frozenset(key for keys in together if len(keys) > 1 for key in keys)
         """Devices that have peers."""
+        self.tokens_by_device: Final = {key: value.tokens for key, value in hardware.items()}
         self.listed: Final = frozenset(self._by_token)
         """All tokens of all devices."""
 
     def tokens(self, key: DeviceKey) -> Tokens:
         """Return a device's tokens, none if they are not known."""
-        return self._hardware.get(key, _UNKNOWN).tokens
+        return self.tokens_by_device.get(key, NO_TOKENS)
 
     def having(self, token: str) -> frozenset[DeviceKey]:
         """Return the devices that have a token."""

@@ -26,7 +26,7 @@ class DeviceBusyError(HookError):
 
 
 @dataclass(eq=False, slots=True)
-class _Run:
+class HookRun:
     """One call of a hook. over: done when the hook has ended, or is overdue.
 
     tokens: what its devices were when it began; their names may stand for others since, or for nothing.
@@ -41,6 +41,7 @@ class _Run:
 
     @property
     def reason(self) -> str:
+        """Why its devices are not free, for messages."""
         return f"`{self.hook}` is still running on it" + (", after its timeout" if self.overdue else "")
 
 
@@ -67,19 +68,18 @@ class HookRuns:
 
     def __init__(self, devices: HookDevices) -> None:
         self._devices = devices
-        self._runs: list[_Run] = []
+        self.running: list[HookRun] = []
+        """Those that work now, in the order of their calls."""
 
     @property
     def overdue(self) -> Mapping[DeviceKey, str]:
         """The devices that hooks hold, and why: they work on after their timeouts."""
-        if not self._runs:
-            return {}
-        return {key: run.reason for run in self._runs if run.overdue for key in run.tokens}
+        return {key: run.reason for run in self.running if run.overdue for key in run.tokens}
 
     @property
     def held(self) -> Mapping[DeviceKey, Tokens]:
         """The devices that hooks hold, and what they were when the hooks began."""
-        return {key: tokens for run in self._runs if run.overdue for key, tokens in run.tokens.items()}
+        return {key: tokens for run in self.running if run.overdue for key, tokens in run.tokens.items()}
 
     async def call(
         self, statistics: HookStatistics, hook: str, source: DeviceSource, devices: Sequence[Device], *more: object
@@ -116,21 +116,21 @@ class HookRuns:
 
         resets: also for `reset`, which is only waited for by who does not call it himself.
         """
-        if not self._runs:
-            return
         devices = {key: self._devices.tokens(key) for key in keys}
-        while await self._wait(devices, [run for run in self._runs if resets or run.overdue or run.hook != "reset"]):
+        while await self._wait(devices, [run for run in self.running if resets or run.overdue or run.hook != "reset"]):
             pass  # another one may have begun meanwhile
 
-    def _begin(self, hook: str, source: DeviceSource, devices: Iterable[Device]) -> _Run:
+    def _begin(self, hook: str, source: DeviceSource, devices: Iterable[Device]) -> HookRun:
         keys = ((source.resource, device.id) for device in devices)
-        run = _Run(hook, {key: self._devices.tokens(key) for key in keys}, asyncio.get_running_loop().create_future())
-        self._runs.append(run)
+        run = HookRun(
+            hook, {key: self._devices.tokens(key) for key in keys}, asyncio.get_running_loop().create_future()
+        )
+        self.running.append(run)
         return run
 
     async def _call(
         self,
-        run: _Run,
+        run: HookRun,
         statistics: HookStatistics,
         source: DeviceSource,
         devices: Sequence[Device],
@@ -138,7 +138,7 @@ class HookRuns:
         patience: float | None,
     ) -> Any:
         try:
-            await self._wait(run.tokens, self._runs[: self._runs.index(run)], patience)
+            await self._wait(run.tokens, self.running[: self.running.index(run)], patience)
             method, left = getattr(source, run.hook), partial(self._leave, run)
             return await statistics.call(run.hook, source, method, devices, *more, left=left)
         finally:
@@ -146,13 +146,13 @@ class HookRuns:
                 self._end(run)
 
     async def _wait(
-        self, devices: Mapping[DeviceKey, Tokens], runs: Sequence[_Run], patience: float | None = None
+        self, devices: Mapping[DeviceKey, Tokens], runs: Sequence[HookRun], patience: float | None = None
     ) -> bool:
         """Wait for those of some runs that work on these devices; return whether there were any."""
         wanted = self._devices.with_peers(devices) if runs else set()
         tokens = frozenset[str]().union(*devices.values())
 
-        def works_on_them(run: _Run) -> bool:
+        def works_on_them(run: HookRun) -> bool:
             return not (wanted.isdisjoint(run.tokens) and all(map(tokens.isdisjoint, run.tokens.values())))
 
         if runs := [run for run in runs if works_on_them(run)]:
@@ -162,7 +162,7 @@ class HookRuns:
                     raise DeviceBusyError(f"{titled(min(run.tokens.keys() & wanted or run.tokens))}: {run.reason}")
         return bool(runs)
 
-    def _leave(self, run: _Run, work: asyncio.Future[Any]) -> None:
+    def _leave(self, run: HookRun, work: asyncio.Future[Any]) -> None:
         """Have a hook hold its devices until it ends; a coroutine that was cancelled may end at once."""
         run.left = True
         work.add_done_callback(lambda _: self._end(run))
@@ -171,14 +171,14 @@ class HookRuns:
         else:
             self._hold(run)
 
-    def _hold(self, run: _Run) -> None:
+    def _hold(self, run: HookRun) -> None:
         if not run.over.done():
             run.overdue = True
             run.over.set_result(None)
             self._devices.notify()
 
-    def _end(self, run: _Run) -> None:
-        self._runs.remove(run)
+    def _end(self, run: HookRun) -> None:
+        self.running.remove(run)
         if not run.overdue:
             run.over.set_result(None)
             return

@@ -6,6 +6,7 @@ store record the result. A process has one register for all its resources and dr
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections import Counter
@@ -18,6 +19,7 @@ from typing import Final, Protocol, TypeVar
 from deviceplugin import identity
 from deviceplugin.device import Device
 from deviceplugin.exclusion import (
+    NO_TOKENS,
     DeviceConflictError,
     DeviceKey,
     Hardware,
@@ -193,7 +195,7 @@ class Register:
 
     def view(self) -> View:
         """Return the input of the question besides the records; the same object until it changes."""
-        hardware, overdue = self.listed.now(), self.hooks.overdue
+        hardware, overdue = self.listed.now(), self.hooks.overdue if self.hooks.running else NONE
         foreign = *self._host.foreign_uses(), *self._possible_now()
         key = hardware, foreign, overdue
         before = self._view[0]
@@ -247,7 +249,7 @@ class Register:
     def wanted(self, resource: str, device: str) -> Wanted:
         """Return what a holder gets by one id of a device: the identity and amount that it has as of now."""
         key, served = (resource, device), self.listed.served.get(resource)
-        tokens = self.listed.now().tokens(key)
+        tokens = self.listed.now().tokens_by_device.get(key)
         its = Identity(self.boot, tokens) if tokens else UNIDENTIFIED
         listed = served.inventory.snapshot.devices.get(device) if served is not None else None
         if served is None or listed is None:
@@ -320,7 +322,7 @@ class Register:
         too little of it, or if its holder is not known yet; LookTimeoutError if paths of a device do not answer; the
         store's error if the grant could not be recorded.
         """
-        keys = [(resource, device) for device in dict.fromkeys(ids.values())]
+        keys = [*zip(itertools.repeat(resource), dict.fromkeys(ids.values()))]
         await self._host.reread()
         hardware = await self.verify(keys, resets=False)
         wanted: dict[str, Wanted] = {}
@@ -328,7 +330,7 @@ class Register:
             if why := self.evidence_missing(resource, device):
                 raise UnknownHolderError(f"who holds device {device} is not known yet: {why}")
             wanted[name] = asked.get(name) or self.wanted(resource, device)
-            if wanted[name].identity.tokens != hardware.tokens((resource, device)):
+            if wanted[name].identity.tokens != hardware.tokens_by_device.get((resource, device), NO_TOKENS):
                 raise DeviceConflictError(f"device {device} stands for other hardware than when it was requested")
         with self._granting(keys):
             answer = await self.store.do(operations.grant(resource, wanted, self.view(), time.time()))
@@ -400,10 +402,11 @@ class Register:
         for resource, of in names.items():
             if (served := self.listed.served.get(resource)) is not None:  # a reload may drop one meanwhile
                 await self._verify(served.inventory, of)
-        try:
-            await self.hooks.wait(keys, resets=resets)
-        except DeviceBusyError as error:
-            raise HookWorksError(str(error)) from error
+        if self.hooks.running:
+            try:
+                await self.hooks.wait(keys, resets=resets)
+            except DeviceBusyError as error:
+                raise HookWorksError(str(error)) from error
         return self.listed.now()
 
     async def _verify(self, inventory: Inventory, names: Sequence[str]) -> None:
