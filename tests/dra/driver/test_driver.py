@@ -790,7 +790,7 @@ async def test_a_full_disk_prepares_nothing(here: ServedDriver, monkeypatch: pyt
     """What could not be recorded is not answered and leaves no file."""
     here.claims.add(claim("1", result("d0")))
 
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise LedgerError("cannot write the ledger: database or disk is full")
 
     monkeypatch.setattr(here.async_ledger.ledger, "_write", full)
