@@ -70,16 +70,17 @@ class DeviceIds:
         A device of unknown health is listed as healthy: only a device that is known to be broken is withdrawn. A device
         that is not offered, and a legacy id, is listed as unhealthy and never left out.
         """
-        devices = self._inventory.snapshot.devices
-        numa = {device.id: device.numa_nodes for device in devices.values() if self._source.topology}
-        offered = [
-            Entry(name, device.health.usable and offers(device.id) and name not in withheld, numa.get(device.id, ()))
-            for device in devices.values()
-            for name in self.names_of(device)
-        ]
-        shown = {entry.name for entry in offered} if self.legacy else ()
-        legacy = ((name, device) for name, device in self.legacy.items() if name not in shown)
-        return (*offered, *(Entry(name, False, numa.get(device, ())) for name, device in legacy))
+        shown: dict[str, Entry] = {}
+        numa: dict[str, tuple[int, ...]] = {}
+        for device in self._inventory.snapshot.devices.values():
+            usable = device.health.usable and offers(device.id)
+            of = numa[device.id] = device.numa_nodes if self._source.topology else ()
+            for name in self.names_of(device):
+                shown[name] = Entry(name, usable and name not in withheld, of)
+        for name, its_device in self.legacy.items():
+            if name not in shown:
+                shown[name] = Entry(name, False, numa.get(its_device, ()))
+        return tuple(shown.values())
 
     def offered(self) -> tuple[str, ...]:
         """Return the ids under which the devices are offered now."""
@@ -185,8 +186,12 @@ class ListStreams:
         self._open: set[Stream] = set()
         self._none_open = asyncio.Event()
         self._none_open.set()
-        self._refresh = asyncio.Event()
+        self._wake = asyncio.Event()
         self._resends = 0
+        self._version = 0
+        """Grows with each `refresh`, and with each stream."""
+        self._made: tuple[int, tuple[Entry, ...] | None] = (-1, None)
+        """The list that was made last, and the version that it was made of."""
 
     def start(self, on_end: Callable[[], None]) -> None:
         """Let streams begin. on_end: called when a stream ends and no other one is open."""
@@ -231,15 +236,23 @@ class ListStreams:
         return await in_time(self._none_open.wait(), timeout)
 
     def refresh(self) -> None:
-        """Send the list on every stream if it has changed."""
-        self._refresh.set()
-        self._refresh = asyncio.Event()
+        """Make the list anew, and send it on every stream if it has changed."""
+        self._version += 1
+        self._wake.set()
+        self._wake = asyncio.Event()
 
     def resend(self) -> bool:
-        """Send the list again, so that the kubelet writes its checkpoint; return whether a stream is open."""
+        """Send the same list again, so that the kubelet writes its checkpoint; return whether a stream is open."""
         self._resends += 1
-        self.refresh()
+        self._wake.set()
+        self._wake = asyncio.Event()
         return any(stream.shown is not None for stream in self._open)
+
+    def _now(self) -> tuple[Entry, ...] | None:
+        """Return the present list, made once for each version."""
+        if self._made[0] != self._version:
+            self._made = self._version, self._lines()
+        return self._made[1]
 
     def _note(self, now: SentList) -> None:
         """Note a list that is sent now; of former lists keep only those that were replaced lately."""
@@ -252,13 +265,14 @@ class ListStreams:
         self._open.add(stream)
         self._none_open.clear()
         self.begun += 1
+        self._version += 1  # what the kubelet was told at Register counts
         _LOG.debug("the kubelet listens", extra={"resource": self._resource})
         try:
             sent: tuple[Entry, ...] | None = None
             refused: tuple[Entry, ...] | None = None
             resends, paused = self._resends, False
             while self._serving and not stream.ending:
-                refresh, lines = self._refresh, self._lines()
+                wake, lines = self._wake, self._now()
                 if resends != self._resends:
                     resends, sent = self._resends, None
                 if lines is not None and lines not in (sent, refused):
@@ -278,7 +292,7 @@ class ListStreams:
                         refused = lines
                         _LOG.error(_TOO_LARGE, len(lines), size, MAX_LIST_BYTES, extra={"resource": self._resource})
                     del message
-                await refresh.wait()  # set already if the list changed while it was sent
+                await wake.wait()  # set already if the list changed while it was sent
                 paused = False
         finally:
             self._open.discard(stream)

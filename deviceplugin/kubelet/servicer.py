@@ -337,7 +337,7 @@ class Endpoint(DevicePluginServicer):
         withheld = set(now.ids)
         if self._holders is not None:
             withheld.update(self._holders.unnamed_reasons(self.resource))
-        return self.ids.entries(lambda device: self._register.offers(self.resource, device), withheld)
+        return self.ids.entries(partial(self._register.offers, self.resource), withheld)
 
     def _check(self, names: Sequence[str]) -> dict[str, Device]:
         """Return the devices of one container's ids, by id. Raises Refusal: one is named twice, or cannot be had."""
