@@ -231,8 +231,8 @@ class HolderTracker:
         """Return whether any of these ids may have a holder; quick."""
         with contextlib.suppress(CheckpointError):
             self._checkpoint.newest(nodes=True)  # the kubelet has just written it
-        known, named = self._known, self._checkpoint.last.allocations
-        for holder in known | named:
+        named = self._checkpoint.last.allocations
+        for holder in self._known | named:
             # A container whose allocations the kubelet has lost ends before this Allocate, if it is the one that asks.
             lost = holder.container and holder not in named
             mine = holder.resource == resource and holder.device_id in device_ids
@@ -273,10 +273,9 @@ class HolderTracker:
 
     def _newest(self) -> list[CheckpointVersion]:
         """Return the checkpoint as of now, if it can be read. May read the file: the kubelet has just written it."""
-        try:
+        with contextlib.suppress(CheckpointError):
             return [self._checkpoint.newest()]
-        except CheckpointError:
-            return []
+        return []
 
     def _known_or(self, read: Sequence[CheckpointVersion]) -> frozenset[Allocation]:
         return self._known.union(*(version.allocations for version in read))

@@ -33,6 +33,7 @@ from deviceplugin.metrics.credentials import Certificate, Token
 from deviceplugin.metrics.load import QUANTITIES
 from deviceplugin.metrics.report import DEFAULT_LOCATION
 from deviceplugin.metrics.views import AgentView, ObservedAgent, Observer, ResourceView
+from deviceplugin.register.records import State
 from deviceplugin.unwatched import UnwatchedCause
 from deviceplugin.version import VERSION
 
@@ -46,7 +47,6 @@ _BOUNDS: Final = (*map(str, BOUNDS), "+Inf")
 OPEN_METRICS: Final = "application/openmetrics-text"
 HEALTHS: Final = ("healthy", "unhealthy", "unknown")
 WITHHELD: Final = ("excluded", "foreign", "held", "unknown")
-STATES: Final = ("plugin", "to-dra", "dra", "to-plugin", "quarantined")
 _FAMILIES: Final[Mapping[Callable[..., Metric], Mapping[str, tuple[str, str]]]] = {
     GaugeMetricFamily: {
         "devices": (
@@ -215,13 +215,13 @@ def _devices(resource: ResourceView, holders_known: bool, add: Callable[..., Non
     counts = Counter(dict.fromkeys((("plugin", "plugin", word) for word in HEALTHS), 0))
     for seen in resource.devices:
         device, location, health = seen.device.id, seen.location, seen.device.health.value
-        counts[location.side, location.state, health] += 1
+        counts[location.side, location.state.value, health] += 1
         add("device_replicas", (name, device), seen.replicas)
         for word in HEALTHS:
             add("device_health", (name, device, word), word == health)
         if location is not DEFAULT_LOCATION:
-            for word in STATES:
-                add("device_state", (name, device, word), word == location.state)
+            for state in State:
+                add("device_state", (name, device, state.value), state is location.state)
             add("device_state_since_timestamp_seconds", (name, device), location.since)
         rows = dict.fromkeys(
             (holder.side, holder.namespace, holder.pod, holder.container, holder.claim) for holder in seen.holders

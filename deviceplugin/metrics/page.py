@@ -18,18 +18,12 @@ from deviceplugin.device import counted
 from deviceplugin.metrics.load import Value
 from deviceplugin.metrics.report import Event, ShareProgress
 from deviceplugin.metrics.views import AgentView, DeviceHolder, DeviceView, ResourceView, UnlistedDevice, no_plugin
+from deviceplugin.register.records import State
 
 CALM: Final = 4  # how soon a device needs to be looked at about which there is nothing to say
 SHOWN_ATTENTION: Final = 10  # devices that are named above the tables
 SHOWN_CALM: Final = 8  # healthy, free devices of one resource that are shown at once; more are folded together
 SHOWN_HOLDERS: Final = 4  # holders of one device that are shown at once; the others on demand
-STATES: Final = {
-    "plugin": "device plugin",
-    "to-dra": "moving to DRA",
-    "dra": "DRA",
-    "to-plugin": "moving to the device plugin",
-    "quarantined": "quarantined",
-}
 
 
 def status(view: AgentView) -> bytes:
@@ -73,7 +67,9 @@ def _resource(resource: ResourceView) -> dict[str, Any]:
         "allocations": servicer.allocations,
         "refusals": dict(servicer.refusals),
         "devices": [_device(seen) for seen in resource.devices],
-        "unlisted": [{"id": of.id, "state": of.location.state, "holders": of.holders} for of in resource.unlisted],
+        "unlisted": [
+            {"id": of.id, "state": of.location.state.value, "holders": of.holders} for of in resource.unlisted
+        ],
     }
 
 
@@ -87,7 +83,7 @@ def _device(seen: DeviceView) -> dict[str, Any]:
         "since": _iso(seen.since) if seen.since is not None else None,
         "gone": seen.gone,
         "side": location.side,
-        "state": location.state,
+        "state": location.state.value,
         "stateSince": _iso(location.since) if location.since else None,
         "reason": location.reason,
         "waits": location.waits,
@@ -155,7 +151,7 @@ def _problems(view: AgentView) -> Iterable[str]:
 def attention(seen: DeviceView) -> tuple[int, str]:
     """Return how soon a device needs to be looked at, 0 first, and why; the reason is "" if it need not be."""
     device, location = seen.device, seen.location
-    if location.state == "quarantined":
+    if location.state is State.QUARANTINED:
         return 0, f"quarantined: {location.reason}"
     if not device.health.usable:
         return 0, f"{device.health.value}: {device.message}" if device.message else device.health.value
@@ -163,7 +159,7 @@ def attention(seen: DeviceView) -> tuple[int, str]:
         return 1, f"withheld: {seen.withheld.reason}"
     if device.health.value == "unknown":
         return 2, f"health unknown: {device.message}" if device.message else "health unknown"
-    return (3, "") if location.state in ("to-dra", "to-plugin") else (CALM, "")
+    return (3, "") if location.state.moves else (CALM, "")
 
 
 def _attention(view: AgentView) -> Iterable[str]:
@@ -193,7 +189,7 @@ def _more(seen: DeviceView) -> str:
 
 
 def _moving_since(seen: DeviceView) -> float | None:
-    return seen.location.since if seen.location.state not in ("plugin", "dra") else None
+    return seen.location.since if not seen.location.state.rests else None
 
 
 def _since(at: float | None) -> str:
@@ -248,7 +244,7 @@ def _unlisted(resource: ResourceView) -> str:
     """Return what is known of devices that are not listed now: of an adopted plugin that is away it is all."""
 
     def line(device: UnlistedDevice) -> str:
-        side = _span("warn", STATES.get(device.location.state, device.location.state))
+        side = _span("warn", device.location.state.short)
         return f"<li>{escape(device.id)} {_span('dim', 'not listed now')} {side}{_small(device.location.why)} " + (
             f"{_holder_list(resource.name, device.id, device.holders)}</li>"
         )
@@ -273,16 +269,13 @@ def _row(resource: str, seen: DeviceView, view: AgentView, *, loads: bool) -> st
     withheld = _small(f"withheld: {seen.withheld.reason}" if seen.withheld else "")
     admins = "".join(_small(f"administrative access, not held: {holder.text}") for holder in seen.admins)
     color = {"healthy": "good", "unhealthy": "bad"}.get(device.health.value, "warn")
-    moving = "fine" if location.state in ("plugin", "dra") else "warn"
+    moving = "fine" if location.state.rests else "warn"
     cells = [
         _cell("Device", escape(device.id) + _small(numa)),
         _cell("Health", _span(color, device.health.value) + _small(device.message) + _small(_since(seen.since))),
         _cell(
             "Side",
-            _span(moving, STATES.get(location.state, location.state))
-            + _small(location.why)
-            + _small(_since(_moving_since(seen)))
-            + withheld,
+            _span(moving, location.state.short) + _small(location.why) + _small(_since(_moving_since(seen))) + withheld,
         ),
         _cell("Holder", _holders(resource, seen, view) + admins),
     ]

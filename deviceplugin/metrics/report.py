@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 from deviceplugin.kubelet.podresources import PodContainer
+from deviceplugin.register.records import SideName, State
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -14,16 +15,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DeviceLocation:
-    """Where a device is: its side (plugin or dra), its state in the ledger, since when (Unix seconds), and why.
+    """The state of a device, since when (Unix seconds), and why.
 
     waits: what its move waits for, "" if it does not move.
     """
 
-    side: str = "plugin"
-    state: str = "plugin"
+    state: State = State.PLUGIN
     since: float = 0.0
     reason: str = ""
     waits: str = ""
+
+    @property
+    def side(self) -> SideName:
+        """The side of the device, also during a move."""
+        return self.state.side
 
     @property
     def why(self) -> str:

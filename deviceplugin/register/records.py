@@ -42,6 +42,11 @@ class Side(enum.Enum):
         """The side as text, for messages."""
         return "DRA" if self is Side.DRA else "plugin"
 
+    @property
+    def title(self) -> str:
+        """The side as text, for people."""
+        return "DRA" if self is Side.DRA else "device plugin"
+
 
 class State(enum.Enum):
     """The states of a device. A device that does not move is in the state named like its side."""
@@ -85,9 +90,33 @@ class State(enum.Enum):
         return Side.DRA if self in {State.DRA, State.TO_DRA} else Side.PLUGIN
 
     @property
+    def moves(self) -> bool:
+        """Whether the device moves to the other side."""
+        return self in {State.TO_DRA, State.TO_PLUGIN}
+
+    @property
+    def rests(self) -> bool:
+        """Whether the device is on a side and does not move."""
+        return self in {State.PLUGIN, State.DRA}
+
+    @property
     def text(self) -> str:
         """The state as text, for messages."""
         return _WORDS[self]
+
+    @property
+    def short(self) -> str:
+        """The state as text, for tables."""
+        if self.goal is None:
+            return "quarantined"
+        return f"moving to {self.goal.title}" if self.moves else self.goal.title
+
+    @property
+    def reached(self) -> str:
+        """What has happened to a device that has come into this state, for people."""
+        if self.goal is None:
+            return "quarantined"
+        return f"{'moving' if self.moves else 'moved'} to the {self.goal.title} side"
 
 
 class Outlook(enum.Enum):

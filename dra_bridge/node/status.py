@@ -35,13 +35,6 @@ UNSEEN: Final = "what others change there is seen late, or not at all"
 """What follows from a watch that fails."""
 NAMED: Final = 3
 """Devices that one event names; of more it says the number."""
-_WORDS: Final = {
-    State.TO_DRA: "moving to the DRA side",
-    State.DRA: "moved to the DRA side",
-    State.TO_PLUGIN: "moving to the device plugin side",
-    State.PLUGIN: "moved to the device plugin side",
-    State.QUARANTINED: "quarantined",
-}
 
 
 class BridgeStatus:
@@ -233,7 +226,7 @@ def _locations(now: RegisterSnapshot, drivers: Sequence[DriverRuntime]) -> dict[
         for device, what in dict(runtime.handover.waiting).items()
     }
     return {
-        key: DeviceLocation(record.state.side, record.state.value, record.since, record.reason, waits.get(key, ""))
+        key: DeviceLocation(record.state, record.since, record.reason, waits.get(key, ""))
         for key, record in now.devices.items()
     }
 
@@ -253,7 +246,7 @@ def _moves(before: RegisterSnapshot, now: RegisterSnapshot) -> Iterator[Event]:
             together[record.since, record.resource, record.state, record.reason].append(record.device)
     for (since, resource, state, reason), names in together.items():
         what = ", ".join(names) if len(names) <= NAMED else counted(len(names))
-        text = f"{_WORDS[state]}: {what}" + (f" ({reason})" if reason else "")
+        text = f"{state.reached}: {what}" + (f" ({reason})" if reason else "")
         yield Event(since, resource, text, state is State.QUARANTINED)
 
 

@@ -45,6 +45,7 @@ from deviceplugin.metrics.report import ClaimedDevice, DeviceLocation, ProviderR
 from deviceplugin.metrics.views import AgentView, DeviceHolder
 from deviceplugin.node.agent import Agent
 from deviceplugin.node.process import Program, serve
+from deviceplugin.register.records import State
 from deviceplugin.source import DeviceSource, Measured
 from deviceplugin.testing.devicemanager import ContainerSpec
 from deviceplugin.testing.kubelet import FakeKubelet
@@ -251,7 +252,7 @@ class TestRunningAgent:
         """What has Unix seconds as its value ends with `_timestamp_seconds`."""
         view = Still(resource("a")).observer().view()
         (one,) = view.resources
-        placed = replace(one.devices[0], location=DeviceLocation("dra", "dra", 1.7e9))
+        placed = replace(one.devices[0], location=DeviceLocation(State.DRA, 1.7e9))
         view = replace(view, resources=(replace(one, devices=(placed,)),))
         assert {sample.name for sample in samples(view) if sample.value > 1e9} == {
             "deviceplugin_device_state_since_timestamp_seconds"
@@ -392,7 +393,7 @@ class Bridge:
         return ProviderReport(
             families=[*registry.collect(), own],
             unready=["slices are not published"],
-            locations={(RESOURCE, "a"): DeviceLocation("dra", "to-plugin", 12.0)},
+            locations={(RESOURCE, "a"): DeviceLocation(State.TO_PLUGIN, 12.0)},
             claims=[ClaimedDevice(RESOURCE, "a", "team", "mine")],
         )
 
@@ -509,7 +510,7 @@ class TestCollector:
         """The check of measured names knows all other names after `deviceplugin_device_`."""
         view = Still(resource("a")).observer().view()
         (one,) = view.resources
-        placed = replace(one.devices[0], location=DeviceLocation("dra", "dra", 1.0))
+        placed = replace(one.devices[0], location=DeviceLocation(State.DRA, 1.0))
         view = replace(view, resources=(replace(one, devices=(placed,)),))
         names = {family.name for family in AgentCollector(lambda: view).collect()}
         assert {name.removeprefix("deviceplugin_device_") for name in names if "_device_" in name} == load.TAKEN

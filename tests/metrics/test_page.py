@@ -20,6 +20,7 @@ from deviceplugin.metrics import load, page
 from deviceplugin.metrics.load import Gauge
 from deviceplugin.metrics.report import DeviceLocation, Event, ProviderReport, ShareProgress
 from deviceplugin.metrics.views import Observer
+from deviceplugin.register.records import State
 from tests.metrics.views import RESOURCE, Source, Still, resource
 
 
@@ -66,7 +67,7 @@ class Bridge:
         return ProviderReport(
             status={"slices": 1},
             locations={
-                (RESOURCE, "c"): DeviceLocation("plugin", "to-dra", time.time(), "asked for by the node's annotation")
+                (RESOURCE, "c"): DeviceLocation(State.TO_DRA, time.time(), "asked for by the node's annotation")
             },
             shares={RESOURCE: ShareProgress("2", 3, 1, 1)},
         )
@@ -185,7 +186,7 @@ class TestPage:
 
         class Claims(Bridge):
             def report(self) -> ProviderReport:
-                places = {(RESOURCE, "<d0>"): DeviceLocation("dra", "dra", 60.0, "")}
+                places = {(RESOURCE, "<d0>"): DeviceLocation(State.DRA, 60.0, "")}
                 return ProviderReport(locations=places)
 
         still = Still(resource(listed=False, held={"d1": [PodContainer("team", "train", "main")]}))

@@ -19,6 +19,7 @@ from deviceplugin.metrics import page, views
 from deviceplugin.metrics.report import ClaimedDevice, DeviceLocation, Event, ProviderReport
 from deviceplugin.metrics.views import HOLDERS_STALE, UNANSWERED, AgentView, DeviceHolder, events_between
 from deviceplugin.naming import device_name
+from deviceplugin.register.records import State
 from deviceplugin.unwatched import Unwatched, UnwatchedCause, WatchFailure
 from tests.metrics.views import RESOURCE, Source, Still, resource
 
@@ -195,7 +196,7 @@ class TestProviders:
 
     def test_their_reports_are_part_of_the_view(self) -> None:
         """Places and reasons of theirs are shown with the rest."""
-        place = DeviceLocation("dra", "to-plugin", 5.0, "asked for")
+        place = DeviceLocation(State.TO_PLUGIN, 5.0, "asked for")
         still = Still(resource("a", "b"))
         still.providers.append(
             Telling(lambda: ProviderReport(unready=["no slices"], locations={(RESOURCE, "a"): place}))

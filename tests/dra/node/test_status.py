@@ -182,10 +182,10 @@ def values(status: BridgeStatus) -> dict[str, float]:
 def test_places_are_those_of_the_ledger() -> None:
     """Side, state and since when; what its move waits for."""
     places = status_of(bridge()).report().locations
-    assert places[RESOURCE, "a"] == DeviceLocation("dra", "dra", 5.0, "the share is 2")
-    assert places[RESOURCE, "b"] == DeviceLocation("plugin", "to-dra", 5.0, "the share is 2", "team/train")
+    assert places[RESOURCE, "a"] == DeviceLocation(State.DRA, 5.0, "the share is 2")
+    assert places[RESOURCE, "b"] == DeviceLocation(State.TO_DRA, 5.0, "the share is 2", "team/train")
     assert places[RESOURCE, "c"].side == "dra"
-    assert places[RESOURCE, "d"] == DeviceLocation("none", "quarantined", 5.0, "the share is 2")
+    assert places[RESOURCE, "d"] == DeviceLocation(State.QUARANTINED, 5.0, "the share is 2")
 
 
 def test_claims_hold_devices_but_administrators_do_not() -> None:

@@ -137,7 +137,7 @@ class Reporting:
 async def test_claims_of_a_plugin_that_is_away(server: FakeApiServer) -> None:
     """An agent that started without it lists none of its devices; the register still knows who has them."""
     still = Still(resource(name="v/x", vendor=VendorConnection(connected=False, since=60.0)))
-    places = {("v/x", name): DeviceLocation("dra", "dra") for name in ("g0", "g1")}
+    places = {("v/x", name): DeviceLocation(State.DRA) for name in ("g0", "g1")}
     claims = [ClaimedDevice("v/x", "g0", "ml", "c")]
     still.providers.append(Reporting(ProviderReport(claims=claims, locations=places)))
     server.create(agent_pod("n1"))
