@@ -60,7 +60,7 @@ _FAMILIES: Final[Mapping[Callable[..., Metric], Mapping[str, tuple[str, str]]]] 
         "devices_gone": ("resource", "Devices that their source no longer lists but that may still be held"),
         "devices_withheld": (
             "resource reason",
-            "Devices that are offered to nobody, by reason. excluded: a holder under another id or on the other side "
+            "Devices that are offered to no pod or claim, by reason. excluded: a holder under another id or on the other side "
             "leaves too little of it. foreign: a pod has it, or may have it, from another plugin of the resource. "
             "held: processes of its former pod run. unknown: its holder is not known. /status has the details",
         ),
@@ -288,11 +288,7 @@ def _loads(view: AgentView) -> Iterable[Metric]:
                 rows[name] += ((resource.name, seen.device.id, part, number) for part, number in parts.items())
     for name in sorted(rows):
         quantity = QUANTITIES.get(name)
-        about = (
-            f"{quantity.about} (from the source's measure hook)"
-            if quantity
-            else "A quantity of the source's measure hook"
-        )
+        about = quantity.about if quantity else "A quantity of the source's measure hook"
         labels = ["resource", "device"]
         if any(part for _, _, part, _ in rows[name]):
             labels.append((quantity and quantity.label) or "part")

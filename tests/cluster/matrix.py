@@ -1,8 +1,9 @@
 """``python -m tests.cluster.matrix``: what works on which Kubernetes, by running the tests on real nodes of each.
 
 The versions are run one after another, each on NODES isolated nodes with the programs of ``tests.cluster.build``. With
-``--record`` PAGE is made of pytest's reports. A test is one feature and its docstring says which: ``yes`` is a test
-that passed and ``no`` one that was skipped because the version lacks the feature, for the reason given below the table.
+``--record`` PAGE is made of pytest's reports. A test is one feature and its docstring says which. Tests that passed on
+all versions are counted; the others have a row: ``yes`` is a test that passed and ``no`` one that was skipped because
+the version lacks the feature, for the reason given below the table.
 
 With CLUSTER_LONG in the environment all scenarios of HOLDERS run, half an hour for each version, else some of them.
 """
@@ -23,6 +24,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from deviceplugin.device import counted
 from tests.cluster import build
 
 VERSIONS = ("1.32.2", "1.33.13", "1.34.4", "1.35.4", "1.36.3", "1.37.1")
@@ -47,10 +49,9 @@ HEAD = ["scenario", "Kubernetes", "holders before", "holders after", "overlaps",
 PAGE = ROOT / "docs" / "support-matrix.md"
 INTRODUCTION = """# Support matrix: what was seen on which Kubernetes
 
-Each row is a test with a real API server, scheduler, controller manager, kubelet and containerd ({containerd}).
-`yes`: it passed. `no`: this version lacks what the test needs, see below the table. `-`: it was not run.
-[Support](support.md) says which versions are supported and which feature gate each function needs.
-`tox -e matrix -- --record` runs all of it again and makes this page. Each change is tested with {default}.
+Tests ran with a real API server, scheduler, controller manager, kubelet and containerd ({containerd}). Those that did not pass on all
+versions have a row. `yes`: it passed. `no`: this version lacks what the test needs. `-`: it was not run.
+[Support](support.md) lists the feature gates. `tox -e matrix -- --record` makes this page. Each change is tested with {default}.
 """
 SCENARIOS_OF_HOLDERS = """Faults of each kind during moves, and pods that wait for each device.
 A container locks its devices; a lock that fails is an overlap.
@@ -97,21 +98,26 @@ def features(path: Path) -> dict[str, str]:
 
 
 def table(by_version: Mapping[str, Mapping[str, Sequence[str]]], said: Mapping[str, str]) -> str:
-    """Return the table of a module's tests by version, and the reasons below it. Tests that said lacks are left out."""
+    """Return how many of a module's tests passed on all versions, a table of the others, and the reasons below it.
+
+    Tests that said lacks are left out.
+    """
     names = dict.fromkeys(name for found in by_version.values() for name in found if name.partition("[")[0] in said)
-    rows = [["", *map(minor, by_version)]]
+    versions = [minor(version) for version in by_version]
+    rows = [["", *versions]]
     reasons: dict[str, list[str]] = {}
     for name in sorted(names, key=lambda name: list(said).index(name.partition("[")[0])):
         plain, _, parameters = name.partition("[")
         feature = said[plain] + (f" [{parameters}" if parameters else "")
         cells = [Outcome(*found.get(name, ("-",))) for found in by_version.values()]
-        rows.append([feature.replace("|", "\\|"), *(cell.word for cell in cells)])
-        for version, cell in zip(by_version, cells, strict=True):
+        if any(cell.word != "yes" for cell in cells):
+            rows.append([feature.replace("|", "\\|"), *(cell.word for cell in cells)])
+        for version, cell in zip(versions, cells, strict=True):
             if cell.reason:
-                reasons.setdefault(f"{feature} {cell.reason}", []).append(minor(version))
-    return "\n".join(
-        [markdown(rows), *([""] if reasons else []), *(f"- {', '.join(of)}: {why}" for why, of in reasons.items())]
-    )
+                reasons.setdefault(cell.reason, []).append(version)
+    passed = f"{len(names) - len(rows) + 1} of {counted(len(names), 'test')} passed on all of {', '.join(versions)}."
+    because = [f"- {', '.join(dict.fromkeys(of))}: {why}" for why, of in reasons.items()]
+    return "\n".join([passed, *(["", markdown(rows)] if rows[1:] else []), *([""] if because else []), *because])
 
 
 def holders_table(by_version: Mapping[str, Mapping[str, Any]]) -> str:
