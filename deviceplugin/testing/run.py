@@ -45,6 +45,8 @@ __all__ = ["Run", "is_extended_resource_name"]
 RECEIVE_LIMIT: Final = 4 * 1024 * 1024
 """Bytes of one ListAndWatch message that the kubelet takes; grpc-go's default."""
 
+_GRACE: Final = 0.5
+"""Seconds for calls in flight when a server ends. With None its clients print that GOAWAY came with an error."""
 _CHANNEL_OPTIONS: Final = (
     ("grpc.default_authority", "localhost"),
     ("grpc.max_receive_message_length", RECEIVE_LIMIT),
@@ -124,7 +126,7 @@ class Run:
         """End as a killed process does, and wait for the threads."""
         self.over.set()
         self.thawed.set()
-        stopping = [server.stop(None) for server in self._servers]
+        stopping = [server.stop(_GRACE) for server in self._servers]
         for client in list(self._all_clients):
             client.close()
         for stopped in stopping:
@@ -153,7 +155,7 @@ class Run:
             lambda server: pb_grpc.add_RegistrationServicer_to_server(_Registration(self), server), self.kubelet.socket
         )
         if old is not None:
-            old.stop(None)
+            old.stop(_GRACE)
 
     def _serve(self, add: Callable[[grpc.Server], None], public: Path) -> grpc.Server:
         server = grpc.server(ThreadPoolExecutor(64, thread_name_prefix="kubelet-rpc"))
