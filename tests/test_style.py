@@ -1,4 +1,4 @@
-"""The documents are in plain technical English: a short list of rules, as in the style guide of Kubernetes' documentation."""
+"""The documents are in plain technical English: a short list of rules, close to Kubernetes' own."""
 
 from __future__ import annotations
 

@@ -49,9 +49,10 @@ HEAD = ["scenario", "Kubernetes", "holders before", "holders after", "overlaps",
 PAGE = ROOT / "docs" / "support-matrix.md"
 INTRODUCTION = """# Support matrix: what was seen on which Kubernetes
 
-Tests ran with a real API server, scheduler, controller manager, kubelet and containerd ({containerd}). Those that did not pass on all
-versions have a row. `yes`: it passed. `no`: this version lacks what the test needs. `-`: it was not run.
-[Support](support.md) lists the feature gates. `tox -e matrix -- --record` makes this page. Each change is tested with {default}.
+Tests ran with a real API server, scheduler, controller manager, kubelet and containerd ({containerd}). Those that did
+not pass on all versions have a row. `yes`: it passed. `no`: this version lacks what the test needs. `-`: it was not
+run. [Support](support.md) lists the feature gates. `tox -e matrix -- --record` makes this page. Each change is tested
+with {default}.
 """
 SCENARIOS_OF_HOLDERS = """Faults of each kind during moves, and pods that wait for each device.
 A container locks its devices; a lock that fails is an overlap.
