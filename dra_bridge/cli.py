@@ -27,6 +27,7 @@ from deviceplugin.node import logs
 from deviceplugin.node.options import add_config_options, lock_of
 from deviceplugin.tables import import_rich, print_lines
 from deviceplugin.version import VERSION
+from dra_bridge.cli_manifests import add_convert
 from dra_bridge.node.options import add_kubeconfig, add_run_options, run_options
 
 if TYPE_CHECKING:
@@ -130,6 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     about = "an own agent's Python file: it is run up to its `dra_bridge.run(...)`, for resources and drivers"
     what.add_argument("--source", type=Path, metavar="FILE", help=about)
     _add_deployment(manifests)
+    add_convert(line)
     return line.main(argv)
 
 

@@ -155,8 +155,8 @@ def manifests(config: Config, text: str, deployment: Deployment | None = None) -
     return [*first, *classes, *last]
 
 
-def to_yaml(objects: Iterable[Mapping[str, Any]]) -> str:
-    """Return the objects as documents of one YAML text."""
+def to_yaml(objects: Iterable[Any]) -> str:
+    """Return objects as documents of one YAML text."""
     return yaml.dump_all(
         objects, Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=120, explicit_start=True
     )

@@ -1,7 +1,6 @@
 """docs/limits-to-claims.md, command by command, on the real node: what it prints is what the page shows.
 
-Rules of the page: a block whose first line is `# NAME` is a file NAME; a block `console` has commands after `$ ` and
-what they print, where `...` stands for any lines. `TEN_MINUTES=record` writes into the page what they print where that
+tests/pages.py has the rules of the page. `TEN_MINUTES=record` writes into the page what the commands print where that
 is not what it shows; look at the difference then.
 
 What differs from a reader's cluster: the image is imported, not built by Docker (commands of BEFORE are not run), and
@@ -11,14 +10,11 @@ the agent sees the cgroups of this run alone.
 from __future__ import annotations
 
 import os
-import re
 import stat
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -26,6 +22,7 @@ import pytest
 from deviceplugin.version import VERSION
 from tests.cluster import image, isolate
 from tests.cluster.node import Cluster, remove_ledger
+from tests.pages import agrees, plain, run, steps, with_outputs
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "limits-to-claims.md"
@@ -35,61 +32,6 @@ LOOKS = ("kubectl get ", "kubectl logs ", "dra-bridge status")
 PATIENCE = 60.0
 RECORD = os.environ.get("TEN_MINUTES") == "record"
 DEVICES = [Path(f"/dev/ttyS{number}") for number in range(4)]
-
-
-@dataclass(frozen=True)
-class Step:
-    """A file to write (name), or a command to run: what follows in its block. line: of the page, from 0."""
-
-    line: int
-    text: str
-    name: str = ""
-    command: str = ""
-
-
-def steps(page: str) -> list[Step]:
-    """Return what a reader does, in its order."""
-    found = []
-    lines = page.splitlines()
-    for block in re.finditer(r"^```(\w+)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL):
-        first = page.count("\n", 0, block.start(2))
-        inside = lines[first : first + block[2].count("\n")]
-        if block[1] in ("yaml", "text") and inside[0].startswith("# "):
-            found.append(Step(first, "\n".join(inside[1:]) + "\n", name=inside[0].removeprefix("# ")))
-        if block[1] == "console":
-            assert inside[0].startswith("$ "), f"line {first + 1}: a console block begins with a command"
-            starts = [number for number, line in enumerate(inside) if line.startswith("$ ")]
-            for start, end in zip(starts, [*starts[1:], len(inside)], strict=True):
-                text = "\n".join(inside[start + 1 : end])
-                found.append(Step(first + start, text, command=inside[start].removeprefix("$ ")))
-    return found
-
-
-def plain(text: str) -> list[str]:
-    """Return the lines of a text without what differs from run to run.
-
-    Ages and durations, the random ends of names, the width of columns, and lines that say how far something is.
-    """
-    lines = []
-    for line in text.strip().splitlines():
-        line = re.sub(r"\b\d+m\d+s\b|\b\d+(\.\d+)? ?[smh]\b", "AGE", line)
-        line = re.sub(r"-[bcdfghjklmnpqrstvwxz2456789]{5}\b", "-XXXXX", line)
-        if not re.search(r"^Waiting for |: \d+ of \d+ devices moved$|: nothing to move$", line):
-            lines.append(" ".join(line.split()))
-    return lines
-
-
-def agrees(step: Step, text: str) -> bool:
-    """Return whether a command has printed what the page shows; `...` there stands for any lines.
-
-    A command that waits may explain more on its way.
-    """
-    shown, seen = plain(step.text), plain(text)
-    if "--wait" in step.command:
-        rest = iter(seen)
-        return all(line in rest for line in shown)
-    lines = (r"(.*\n)*" if line == "..." else re.escape(line) + r"\n" for line in shown)
-    return re.fullmatch("".join(lines), "".join(f"{line}\n" for line in seen)) is not None
 
 
 def forget(node: Cluster) -> None:
@@ -142,21 +84,6 @@ def reader(node: Cluster, tmp_path: Path) -> Iterator[dict[str, str]]:
             path.unlink()
 
 
-def run(command: str, directory: Path, environment: dict[str, str]) -> str:
-    """Return all that a command prints, as a terminal shows it."""
-    done = subprocess.run(
-        ["bash", "-c", command],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env=environment,
-        cwd=directory,
-        text=True,
-        timeout=180,
-    )
-    return done.stdout.rstrip("\n")
-
-
 @pytest.mark.lengthy
 def test_the_page_is_what_happens(reader: dict[str, str], tmp_path: Path) -> None:
     """Every command of the page prints what the page shows, from the plain plugin to claims and back."""
@@ -183,17 +110,3 @@ def test_the_page_is_what_happens(reader: dict[str, str], tmp_path: Path) -> Non
         assert same or RECORD, f"line {step.line + 1}: {step.command}: {plain(step.text)} is {plain(text)}"
     if RECORD:
         PAGE.write_text(with_outputs(page, recorded))
-
-
-def with_outputs(page: str, outputs: dict[int, str]) -> str:
-    """Return the page with what its commands printed, by the line of the command."""
-    lines, inside = [], False
-    for number, line in enumerate(page.splitlines()):
-        if line.startswith("$ ") or line == "```":
-            inside = False
-        if not inside:
-            lines.append(line)
-        if number in outputs:
-            lines += outputs[number].splitlines()
-            inside = True
-    return "\n".join(lines) + "\n"

@@ -1,0 +1,205 @@
+"""Documents of a YAML stream as text, as objects, and as nodes that know their place in the text. Pure.
+
+The parser is libyaml, where PyYAML has it: kubectl and Helm read YAML with a port of it (go.yaml.in/yaml/v2), so they
+and this module agree on what a text means. Like them the stream is split at lines that begin with `---` before it is
+parsed: a document that cannot be read says nothing about the others.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import yaml
+
+_START: Final = re.compile(r"^---(?=[ \t\r\n]|\Z)", re.MULTILINE)
+_DIRECTIVES: Final = re.compile(r"(?:[ \t\r]*(?:#[^\n]*)?\n)*%(?:[^\n]*\n(?=[%#\s]|\Z))*")
+_BARE_START: Final = re.compile(r"---[ \t]*(?:#[^\n]*)?\r?(?:\n|\Z)")
+_FAST: Final[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+BOM: Final = "\ufeff"
+
+
+class YamlTextError(Exception):
+    """Raised when a text is not YAML, or more than one document; the message says where."""
+
+
+class UnwritableError(Exception):
+    """Raised when a place of a text cannot be changed alone; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One document of a stream. text: with its line `---`. line: the number of its first line, from 1."""
+
+    text: str
+    line: int
+
+    @property
+    def eol(self) -> str:
+        """How its lines end."""
+        first = self.text.partition("\n")[0]
+        return "\r\n" if first.endswith("\r") else "\n"
+
+    @property
+    def head(self) -> int | None:
+        """The index behind the line `---`, where another document may begin.
+
+        None: there is none, since something is on that line, or directives are before it.
+        """
+        if _DIRECTIVES.match(self.text):
+            return None
+        bare = _BARE_START.match(self.text)
+        if bare is not None:
+            return bare.end() if bare[0].endswith("\n") else None
+        return None if _START.match(self.text) else 0
+
+
+def documents(stream: str) -> list[Document]:
+    """Return the documents of a stream, whose texts together are the stream."""
+    starts = [0]
+    for match in _START.finditer(stream):
+        # A document's directives (%YAML) stand in front of its `---`.
+        if match.start() and not _DIRECTIVES.fullmatch(stream, starts[-1], match.start()):
+            starts.append(match.start())
+    found, line = [], 1
+    for start, end in zip(starts, [*starts[1:], len(stream)], strict=True):
+        found.append(Document(stream[start:end], line))
+        line += stream.count("\n", start, end)
+    return found
+
+
+class _Redefining(yaml.SafeLoader):
+    """Lets an anchor be defined again, as YAML and kubectl do; the loader of libyaml refuses that."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if not self.check_event(yaml.AliasEvent):
+            self.anchors.pop(self.peek_event().anchor, None)  # type: ignore[no-untyped-call]
+        return super().compose_node(parent, index)
+
+
+class Tree:
+    """A document's object, and the nodes that it was made of.
+
+    Raises YamlTextError if the text is not one document of YAML.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.root: yaml.Node | None
+        self.object: Any
+        try:
+            try:
+                self.root, self.object = _loaded(_FAST, text)
+            except yaml.composer.ComposerError:
+                self.root, self.object = _loaded(_Redefining, text)
+        except yaml.YAMLError as error:
+            mark = getattr(error, "problem_mark", None)
+            where = f", line {mark.line + 1}" if mark else ""
+            raise YamlTextError(f"{getattr(error, 'problem', None) or error}{where}") from error
+        except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            raise YamlTextError(f"{type(error).__name__}: {error}") from error  # such as a date of month 13
+        self._shared = {id(node) for node, count in _references(self.root) if count > 1}
+
+    def entry(self, mapping: yaml.Node, key: str) -> tuple[yaml.Node, yaml.Node]:
+        """Return the nodes of a key and its value.
+
+        Raises UnwritableError if it is there twice, or its text stands elsewhere too: an anchor, an alias, a merge.
+        """
+        found = [] if not isinstance(mapping, yaml.MappingNode) else [e for e in mapping.value if e[0].value == key]
+        if len(found) != 1:
+            raise UnwritableError(f"`{key}` is there {len(found)} times, or by a merge key")
+        if any(id(node) in self._shared for node in found[0]):
+            raise UnwritableError(f"`{key}` is an anchor that is used elsewhere, an alias, or comes by a merge key")
+        return found[0][0], found[0][1]
+
+    def item(self, sequence: yaml.Node, index: int) -> yaml.Node:
+        """Return an item's node. Raises UnwritableError as `entry` does."""
+        node: yaml.Node = sequence.value[index]
+        if id(node) in self._shared:
+            raise UnwritableError(f"item {index} is an anchor that is used elsewhere, or an alias")
+        return node
+
+    def at(self, path: tuple[str | int, ...]) -> yaml.Node:
+        """Return the node at a path of keys and indexes. Raises UnwritableError as `entry` does."""
+        assert self.root is not None
+        node = self.root
+        for step in path:
+            node = self.entry(node, step)[1] if isinstance(step, str) else self.item(node, step)
+        return node
+
+    def mapping(self, node: yaml.Node) -> yaml.MappingNode:
+        """Return a node that is a mapping. Raises UnwritableError if it is none."""
+        if not isinstance(node, yaml.MappingNode):
+            raise UnwritableError("it is no mapping")
+        return node
+
+    def line_of(self, path: tuple[str | int, ...]) -> int:
+        """Return the line, from 0, in which the node of a path begins."""
+        node = self.root
+        for step in path:
+            if isinstance(step, int) and isinstance(node, yaml.SequenceNode):
+                node = node.value[step]
+            elif isinstance(node, yaml.MappingNode):
+                node = next((value for key, value in node.value if key.value == step), node)
+        return 0 if node is None else int(node.start_mark.line)
+
+
+def _loaded(kind: Any, text: str) -> tuple[yaml.Node | None, Any]:
+    loader = kind(text)
+    try:
+        root = loader.get_single_node()
+        return root, None if root is None else loader.construct_document(root)
+    finally:
+        loader.dispose()
+
+
+def text_end(node: yaml.Node) -> int:
+    """Return the index behind the last letter of a node; the mark of a block is where the next token begins."""
+    end = 0
+    for one in _below(node):
+        flow = isinstance(one, yaml.CollectionNode) and one.flow_style
+        if isinstance(one, yaml.ScalarNode) or flow:
+            end = max(end, one.end_mark.index)
+    return end
+
+
+def inside_scalars(tree: Tree) -> set[tuple[int, int]]:
+    """Return the ranges of the text that belong to scalars, in which a line is no line of YAML."""
+    if tree.root is None:
+        return set()
+    scalars = (node for node in _below(tree.root) if isinstance(node, yaml.ScalarNode))
+    return {(node.start_mark.index, node.end_mark.index) for node in scalars}
+
+
+def _below(node: yaml.Node) -> Iterator[yaml.Node]:
+    """Yield a node and all below it, each once."""
+    seen: set[int] = set()
+    waiting = [node]
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        yield one
+        waiting += _children(one)
+
+
+def _children(node: yaml.Node) -> list[yaml.Node]:
+    if isinstance(node, yaml.MappingNode):
+        return [each for pair in node.value for each in pair]
+    return list(node.value) if isinstance(node, yaml.SequenceNode) else []
+
+
+def _references(root: yaml.Node | None) -> list[tuple[yaml.Node, int]]:
+    """Return each node and how often the document has it: more than once by aliases and merge keys."""
+    if root is None:
+        return []
+    counts: Counter[int] = Counter()
+    by_id = {}
+    for node in _below(root):
+        for child in _children(node):
+            counts[id(child)] += 1
+            by_id[id(child)] = child
+    return [(by_id[key], count) for key, count in counts.items()]

@@ -1,0 +1,226 @@
+"""Changes of a YAML text that leave every other byte, and can be taken back from the changed text alone. Pure.
+
+A change is marked line by line, in comments. A line that was there becomes a comment, `# dra-bridge: was LINE`, and a
+line that is new ends with the comment `# dra-bridge: added`. A new document begins with the latter.
+"""
+
+from __future__ import annotations
+
+import bisect
+import re
+from collections.abc import Collection, Iterable, Sequence
+from typing import Final, NamedTuple
+
+import yaml
+
+from dra_bridge.convert.documents import (
+    BOM,
+    Document,
+    Tree,
+    UnwritableError,
+    YamlTextError,
+    documents,
+    inside_scalars,
+    text_end,
+)
+from dra_bridge.convert.templates import template_name
+
+WAS: Final = "# dra-bridge: was "
+ADDED: Final = "# dra-bridge: added"
+_LINE: Final = re.compile(r"[^\n]*\n|[^\n]+")
+_WAS_LINE: Final = re.compile(rf"([ ]*){re.escape(WAS)}(.*)", re.DOTALL)
+
+
+class Edit(NamedTuple):
+    """Text in place of a range of a document's text, by indexes."""
+
+    start: int
+    end: int
+    text: str
+
+
+def removed(text: str, mapping: yaml.MappingNode, keys: Collection[str]) -> list[Edit]:
+    """Return what removes entries of a mapping. Raises UnwritableError if other text is on their lines."""
+    pairs = mapping.value
+    edits = []
+    for index, (key, value) in enumerate(pairs):
+        if key.value not in keys:
+            continue
+        start, end = key.start_mark.index, max(key.end_mark.index, text_end(value))
+        if not mapping.flow_style:
+            start, end = _line_start(text, start), _line_end(text, end)
+            if text[start : key.start_mark.index].strip(" "):
+                raise UnwritableError(f"other text is before `{key.value}` on its line")
+        elif index + 1 < len(pairs):
+            end = pairs[index + 1][0].start_mark.index
+        elif index:
+            start = text_end(pairs[index - 1][1])
+        edits.append(Edit(start, end, ""))
+    return edits
+
+
+def with_list(
+    text: str, mapping: yaml.MappingNode, key: str, values: Sequence[str], without: Collection[str] = ()
+) -> Edit:
+    """Return what adds a list to a mapping, in front. values: in flow style. without: keys that are removed besides.
+
+    Raises UnwritableError if there is no line before which it could be.
+    """
+    eol = Document(text, 1).eol
+    value = f"[{', '.join(values)}]"
+    if mapping.flow_style:
+        rest = any(pair[0].value not in without for pair in mapping.value)
+        quoted = bool(mapping.value) and mapping.value[0][0].style == '"'
+        name = f'"{key}"' if quoted else key
+        place = mapping.start_mark.index + 1
+        place += text[mapping.start_mark.index :].index("{")  # behind an anchor or a tag
+        return Edit(place, place, f"{name}: {value}{', ' if rest else ''}")
+    for first, _ in mapping.value:
+        start = _line_start(text, first.start_mark.index)
+        indent = text[start : first.start_mark.index]
+        if not indent.strip(" "):
+            if len(values) > 1:
+                value = "".join(f"{eol}{indent}- {one}" for one in values)
+                return Edit(start, start, f"{indent}{key}:{value}{eol}")
+            return Edit(start, start, f"{indent}{key}: {value}{eol}")
+    raise UnwritableError(f"there is no line of its own before which `{key}` could be")
+
+
+def with_items(text: str, sequence: yaml.Node, values: Sequence[str]) -> Edit:
+    """Return what adds items, in flow style, to a list, in front; the node may be null. Raises UnwritableError."""
+    start, end = sequence.start_mark.index, sequence.end_mark.index
+    if isinstance(sequence, yaml.ScalarNode):
+        return Edit(start, end, f"{' ' if start == end else ''}[{', '.join(values)}]")
+    if not isinstance(sequence, yaml.SequenceNode):
+        raise UnwritableError("it is no list")
+    if sequence.flow_style:
+        place = start + 1 + text[start:].index("[")
+        return Edit(place, place, ", ".join(values) + (", " if sequence.value else ""))
+    eol = Document(text, 1).eol
+    for item in sequence.value:
+        begin = _line_start(text, item.start_mark.index)
+        dash = re.fullmatch(r"( *)-[ ]+", text[begin : item.start_mark.index])
+        if dash:
+            return Edit(begin, begin, "".join(f"{dash[1]}- {value}{eol}" for value in values))
+    raise UnwritableError("there is no line of its own before which an item could be")
+
+
+def marked(text: str, edits: Iterable[Edit]) -> str:
+    """Return a document's text with changes, each marked."""
+    eol = Document(text, 1).eol
+    lines = _LINE.findall(text)
+    starts = [0]
+    for line in lines:
+        starts.append(starts[-1] + len(line))
+    ordered = sorted(edits)
+    touched: set[int] = set()
+    for edit in ordered:
+        first, last = (bisect.bisect_right(starts, index) - 1 for index in (edit.start, max(edit.start, edit.end - 1)))
+        if not _is_new_line(edit, starts):
+            touched |= set(range(min(first, len(lines) - 1), last + 1))
+    new = []
+    number = 0
+    while number < len(lines):
+        end = number
+        while end in touched:
+            end += 1
+        end = max(end, number + 1)
+        until = starts[end] + (end == len(lines))
+        inside = [edit for edit in ordered if starts[number] <= edit.start < until]
+        changed = _changed(text, starts[number], starts[end], inside)
+        if number in touched:
+            was = lines[number:end]
+            new += [_tagged(line, eol) for line in _LINE.findall(changed) if line.strip()]
+            new += [_commented(line) for line in was]
+        else:
+            lead = changed[: len(changed) - len(lines[number])]
+            new += [_tagged(line, eol) for line in _LINE.findall(lead)]
+            new.append(lines[number])
+        number = end
+    return "".join(new)
+
+
+def with_documents(document: Document, texts: Sequence[str]) -> str:
+    """Return a document's text with new documents before it. Raises UnwritableError: its line `---` has more on it."""
+    if not texts:
+        return document.text
+    if document.head is None:
+        raise UnwritableError("the line `---` has more on it, so that no other document can begin there")
+    eol, head = document.eol, document.head
+    new = "".join(f"{ADDED}\n{text}---\n" for text in texts).replace("\n", eol)
+    return document.text[:head] + new + document.text[head:]
+
+
+def reversed_stream(stream: str) -> str:
+    """Return a stream without the changes that are marked in it; texts that are not YAML stay as they are."""
+    bom = BOM if stream.startswith(BOM) else ""
+    kept = []
+    joins = False  # to a new document, which has gone: its `---` was there before, the next one is new
+    for document in documents(stream.removeprefix(bom)):
+        text = document.text
+        if joins:
+            text = text[document.head or 0 :]
+        joins = False
+        try:
+            tree = Tree(document.text)
+        except YamlTextError:
+            kept.append(text)
+            continue
+        head = document.head or 0
+        if document.text.startswith(ADDED, head) and template_name(tree.object) is not None:
+            kept.append(text[: len(text) - (len(document.text) - head)])
+            joins = True
+            continue
+        offset = len(document.text) - len(text)
+        kept.append(_reversed(text, {(start - offset, end - offset) for start, end in inside_scalars(tree)}))
+    return bom + "".join(kept)
+
+
+def _reversed(text: str, scalars: Iterable[tuple[int, int]]) -> str:
+    ranges = sorted(scalars)
+    kept = []
+    index = 0
+    for line in _LINE.findall(text):
+        before = bisect.bisect_left(ranges, (index, -1)) - 1
+        inside = before >= 0 and ranges[before][1] > index
+        index += len(line)
+        if inside:
+            kept.append(line)
+            continue
+        while was := _WAS_LINE.fullmatch(line):
+            line = was[1] + was[2]
+        if not line.rstrip("\r\n").endswith(ADDED):
+            kept.append(line)
+    return "".join(kept)
+
+
+def _is_new_line(edit: Edit, starts: Sequence[int]) -> bool:
+    index = bisect.bisect_left(starts, edit.start)
+    return edit.start == edit.end and edit.text.endswith("\n") and starts[index] == edit.start
+
+
+def _changed(text: str, start: int, end: int, edits: Iterable[Edit]) -> str:
+    parts = []
+    position = start
+    for edit in edits:
+        parts += [text[position : max(position, edit.start)], edit.text]
+        position = max(position, edit.end)
+    return "".join(parts) + text[position:end]
+
+
+def _tagged(line: str, eol: str) -> str:
+    return line.rstrip("\r\n") + f"  {ADDED}{eol}"
+
+
+def _commented(line: str) -> str:
+    rest = line.lstrip(" ")
+    return f"{line[: len(line) - len(rest)]}{WAS}{rest}" if rest.strip() else line
+
+
+def _line_start(text: str, index: int) -> int:
+    return text.rfind("\n", 0, index) + 1
+
+
+def _line_end(text: str, index: int) -> int:
+    found = text.find("\n", index)
+    return len(text) if found < 0 else found + 1

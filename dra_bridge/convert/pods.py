@@ -1,0 +1,211 @@
+"""Which claims take the place of the limits of a pod, and where objects have pods. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+from deviceplugin.naming import RESOURCE, NamingError, parse_quantity
+from dra_bridge.convert.remarks import RemarkKind, UnconvertibleError
+from dra_bridge.convert.templates import claim_name
+
+Path = tuple[str | int, ...]
+"""Keys and indexes that lead from a document's object to a part of it."""
+
+MAX_DEVICES: Final = 32
+"""Devices of one claim (AllocationResultsMaxSize, pkg/apis/resource/types.go, 1.36)."""
+
+_TEMPLATE: Final = ("spec", "template", "spec")
+_PODS: Final[Mapping[tuple[str, str], Path]] = {
+    ("", "Pod"): ("spec",),
+    ("", "PodTemplate"): ("template", "spec"),
+    ("", "ReplicationController"): _TEMPLATE,
+    **{("apps", kind): _TEMPLATE for kind in ("DaemonSet", "Deployment", "ReplicaSet", "StatefulSet")},
+    ("batch", "Job"): _TEMPLATE,
+    ("batch", "CronJob"): ("spec", "jobTemplate", *_TEMPLATE),
+}
+
+
+class CustomPath(NamedTuple):
+    """Where objects of a kind have pod templates, or pod specs; `*` stands for each entry or item."""
+
+    kind: str
+    steps: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> CustomPath:
+        """Read KIND=PATH, such as RayCluster=spec.workerGroupSpecs[*].template. Raises ValueError."""
+        kind, _, path = text.partition("=")
+        steps = tuple(path.replace("[]", ".*").replace("[*]", ".*").split("."))
+        if not kind or not all(steps):
+            raise ValueError(f"{text!r} is not KIND=PATH, such as RayCluster=spec.workerGroupSpecs[*].template")
+        return cls(kind, steps)
+
+
+@dataclass(frozen=True, slots=True)
+class LimitedDevices:
+    """What a container asks for by limits."""
+
+    resource: str
+    class_name: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class ContainerChange:
+    """Limits that a container loses, and claims of its pod that it names instead. path: from the pod spec."""
+
+    path: Path
+    name: str
+    resources: tuple[str, ...]
+    claims: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PodChange:
+    """What changes in a pod spec. claims: the name of each in the pod, and what it is for."""
+
+    containers: tuple[ContainerChange, ...]
+    claims: Mapping[str, LimitedDevices]
+
+
+def objects_in(body: Any) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Yield the objects of a document with their paths: itself, or the items of a list."""
+    if not isinstance(body, dict):
+        return
+    items = body.get("items")
+    kind = str(body.get("kind", ""))
+    if not kind.endswith("List") or not isinstance(items, list):
+        yield (), body
+        return
+    for index, item in enumerate(items):
+        if isinstance(item, dict):
+            # Items of a DeploymentList may leave out what its own name says.
+            known = {"apiVersion": body.get("apiVersion"), "kind": kind.removesuffix("List")}
+            yield ("items", index), item if item.get("kind") else {**known, **item}
+
+
+def pod_specs(body: Mapping[str, Any], custom: Iterable[CustomPath]) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Yield the pod specs of an object, with their paths from the object."""
+    kind = str(body.get("kind"))
+    known = _PODS.get((str(body.get("apiVersion")).rpartition("/")[0], kind))
+    wanted = [known] if known else []
+    found = [each for path in wanted for each in _at(body, path)]
+    for one in custom:
+        if one.kind == kind:
+            found += _at(body, one.steps)
+    for path, spec in found:
+        inner = spec.get("spec") if isinstance(spec, dict) and "containers" not in spec else None
+        if isinstance(inner, dict):
+            path, spec = (*path, "spec"), inner
+        if isinstance(spec, dict) and isinstance(spec.get("containers"), list):
+            yield path, spec
+
+
+def _at(part: Any, steps: Sequence[str | int]) -> list[tuple[Path, Any]]:
+    found: list[tuple[Path, Any]] = [((), part)]
+    for step in steps:
+        below: list[tuple[Path, Any]] = []
+        for path, one in found:
+            if step == "*":
+                keys = list(range(len(one))) if isinstance(one, list) else list(one) if isinstance(one, dict) else []
+            else:
+                keys = [step] if isinstance(one, dict) and step in one else []
+            below += [((*path, key), one[key]) for key in keys]
+        found = below
+    return found
+
+
+def extended_resources(container: Any) -> dict[str, Any]:
+    """Return the limits of a container that are extended resources, by name; a limit of 0 asks for nothing."""
+    return {name: value for name, value in _quantities(container, "limits").items() if value not in (0, "0")}
+
+
+def _quantities(container: Any, part: str) -> dict[str, Any]:
+    resources = container.get("resources") if isinstance(container, dict) else None
+    given = resources.get(part) if isinstance(resources, dict) else None
+    names = given if isinstance(given, dict) else {}
+    return {name: value for name, value in names.items() if isinstance(name, str) and re.fullmatch(RESOURCE, name)}
+
+
+def containers_of(spec: Mapping[str, Any]) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Yield the containers of a pod spec with their paths: those last that end before others start."""
+    found: list[tuple[Path, dict[str, Any]]] = []
+    for part in ("containers", "initContainers"):
+        each = spec.get(part)
+        listed = enumerate(each if isinstance(each, list) else ())
+        found += [((part, index), container) for index, container in listed if isinstance(container, dict)]
+    yield from sorted(found, key=lambda one: ends_first(*one))
+
+
+def ends_first(path: Path, container: Mapping[str, Any]) -> bool:
+    """Return whether this is an init container that ends before the others start, and no sidecar."""
+    return path[0] == "initContainers" and container.get("restartPolicy") != "Always"
+
+
+def pod_change(spec: Mapping[str, Any], classes: Mapping[str, str]) -> PodChange | None:
+    """Return what changes in a pod spec; None if it asks for nothing that has a class. Raises UnconvertibleError.
+
+    classes: of DeviceClasses, by resource. Each container gets a claim of its own: those that share one share its
+    devices, which limits never did. But a container that starts after an init container uses its devices again, so
+    these two share one where both ask for the same number (kubelet 1.36, devicemanager/manager.go, devicesToReuse).
+    """
+    claims: dict[str, LimitedDevices] = {}
+    reusable: set[str] = set()
+    changes = []
+    for path, container in containers_of(spec):
+        name = str(container.get("name"))
+        wanted = [_limited(container, resource, classes) for resource in _given(container, classes)]
+        if not wanted:
+            continue
+        named = []
+        for devices in wanted:
+            others = [claim for claim in claims.values() if claim.resource == devices.resource]
+            same = [one for one, claim in claims.items() if claim == devices and one in reusable]
+            if ends_first(path, container) and same:
+                named.append(same[0])
+                continue
+            if ends_first(path, container) and others:
+                detail = f"{devices.resource}: {devices.count}, beside {', '.join(str(one.count) for one in others)}"
+                raise UnconvertibleError(RemarkKind.INIT_CONTAINER, name, detail)
+            named.append(claim_name(devices.resource, name))
+            if named[-1] in {*claims, *_taken(spec)}:
+                raise UnconvertibleError(RemarkKind.NAME_TAKEN, name, f"the pod's claim {named[-1]}")
+            claims[named[-1]] = devices
+            if path[0] == "containers" or ends_first(path, container):
+                reusable.add(named[-1])
+        changes.append(ContainerChange(path, name, tuple(one.resource for one in wanted), tuple(named)))
+    if not changes:
+        return None
+    if spec.get("nodeName"):
+        raise UnconvertibleError(RemarkKind.NODE_NAME, "", f"nodeName: {spec['nodeName']}")
+    return PodChange(tuple(changes), claims)
+
+
+def _given(container: Mapping[str, Any], classes: Mapping[str, str]) -> list[str]:
+    both = {**_quantities(container, "limits"), **_quantities(container, "requests")}
+    return [name for name, value in both.items() if name in classes and value not in (0, "0")]
+
+
+def _limited(container: Mapping[str, Any], resource: str, classes: Mapping[str, str]) -> LimitedDevices:
+    limit = _quantities(container, "limits").get(resource)
+    request = _quantities(container, "requests").get(resource, limit)
+    name = str(container.get("name"))
+    try:
+        count, asked = parse_quantity(limit), parse_quantity(request)  # type: ignore[arg-type]  # it says what is wrong
+    except NamingError:
+        raise UnconvertibleError(RemarkKind.NOT_A_COUNT, name, f"{resource}: {limit}") from None
+    if count.denominator != 1 or count < 0:
+        raise UnconvertibleError(RemarkKind.NOT_A_COUNT, name, f"{resource}: {limit}")
+    if asked != count:
+        raise UnconvertibleError(RemarkKind.REQUEST_DIFFERS, name, f"{resource}: {request} and {limit}")
+    if count > MAX_DEVICES:
+        raise UnconvertibleError(RemarkKind.TOO_MANY, name, f"{resource}: {count}")
+    return LimitedDevices(resource, classes[resource], int(count))
+
+
+def _taken(spec: Mapping[str, Any]) -> set[str]:
+    claims = spec.get("resourceClaims")
+    return {str(one.get("name")) for one in claims if isinstance(one, dict)} if isinstance(claims, list) else set()

@@ -1,0 +1,93 @@
+"""What other objects of the manifests say about those that are converted. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from dra_bridge.convert.pods import PodChange, containers_of, extended_resources
+from dra_bridge.convert.remarks import RemarkKind, UnconvertibleError
+from dra_bridge.convert.templates import ClaimedDevices, template_name
+
+_IMMUTABLE: Final = {"Job", "Pod"}
+_AUTOSCALERS: Final = {"HorizontalPodAutoscaler": "scaleTargetRef", "VerticalPodAutoscaler": "targetRef"}
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """The objects beside the pods. Those without a namespace are in `namespace`.
+
+    classes: of DeviceClasses, by resource. patient: PriorityClasses that preempt nobody. autoscaled: (namespace, kind,
+    name) of what is scaled, by what. quotas: (namespace, name, resource) of each limit. templates: the specs of
+    ResourceClaimTemplates by namespace and name.
+    """
+
+    namespace: str
+    classes: Mapping[str, str]
+    patient: frozenset[str]
+    autoscaled: Mapping[tuple[str, str, str], str]
+    quotas: frozenset[tuple[str, str, str]]
+    specs: Mapping[tuple[str, str], Any]
+
+    @classmethod
+    def of(cls, objects: Iterable[Mapping[str, Any]], classes: Mapping[str, str], namespace: str) -> Surroundings:
+        """Read the objects. classes: those that are known besides, by resource; they count more."""
+        named: dict[str, str] = {}
+        patient, quotas = set(), set()
+        autoscaled, specs = {}, {}
+        for body in objects:
+            kind = str(body.get("kind"))
+            spec = _mapping(body.get("spec"))
+            metadata = _mapping(body.get("metadata"))
+            name, place = str(metadata.get("name")), str(metadata.get("namespace") or namespace)
+            if kind == "DeviceClass" and spec.get("extendedResourceName"):
+                named[str(spec["extendedResourceName"])] = name
+            elif kind == "PriorityClass" and body.get("preemptionPolicy") == "Never":
+                patient.add(name)
+            elif kind in _AUTOSCALERS:
+                target = _mapping(spec.get(_AUTOSCALERS[kind]))
+                autoscaled[place, str(target.get("kind")), str(target.get("name"))] = f"{kind} {name}"
+            elif kind == "ResourceQuota":
+                hard = _mapping(spec.get("hard"))
+                quotas |= {(place, name, str(key).removeprefix("requests.")) for key in hard}
+            elif template_name(body) is not None:
+                specs[place, name] = body.get("spec")
+        return cls(namespace, {**named, **classes}, frozenset(patient), autoscaled, frozenset(quotas), specs)
+
+    def unknown(self, spec: Mapping[str, Any]) -> set[str]:
+        """Return the extended resources of a pod spec for which no class is known."""
+        asked = {name for _, container in containers_of(spec) for name in extended_resources(container)}
+        return asked - self.classes.keys()
+
+    def warnings(
+        self, body: Mapping[str, Any], spec: Mapping[str, Any], change: PodChange
+    ) -> Iterator[tuple[RemarkKind, str]]:
+        """Yield what will be different for the pods of an object that is converted."""
+        metadata = _mapping(body.get("metadata"))
+        kind, name = str(body.get("kind")), str(metadata.get("name"))
+        namespace = str(metadata.get("namespace") or self.namespace)
+        priority = str(spec.get("priorityClassName") or "")
+        if priority and priority not in self.patient and spec.get("preemptionPolicy") != "Never":
+            yield RemarkKind.PREEMPTING, f"priorityClassName: {priority}"
+        if kind in _IMMUTABLE:
+            yield RemarkKind.IMMUTABLE, ""
+        if scaled := self.autoscaled.get((namespace, kind, name)):
+            yield RemarkKind.AUTOSCALED, scaled
+        resources = {claim.resource for claim in change.claims.values()}
+        for place, quota, resource in sorted(self.quotas):
+            if place == namespace and resource in resources:
+                yield RemarkKind.QUOTA, f"ResourceQuota {quota}, requests.{resource}"
+        if spec.get("schedulerName") not in (None, "", "default-scheduler"):
+            yield RemarkKind.SCHEDULER, f"schedulerName: {spec['schedulerName']}"
+
+    def has_template(self, devices: ClaimedDevices, body: Mapping[str, Any]) -> bool:
+        """Return whether the manifests have this template. Raises UnconvertibleError: they have another one."""
+        found = self.specs.get((devices.namespace, devices.template))
+        if found is not None and found != body["spec"]:
+            raise UnconvertibleError(RemarkKind.NAME_TAKEN, "", f"ResourceClaimTemplate {devices.template}")
+        return found is not None
+
+
+def _mapping(part: Any) -> Mapping[str, Any]:
+    return part if isinstance(part, dict) else {}

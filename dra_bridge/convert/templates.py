@@ -1,0 +1,63 @@
+"""ResourceClaimTemplates that stand for a number of devices of a DeviceClass. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+ClaimApi = Literal["v1", "v1beta2", "v1beta1"]
+KIND: Final = "ResourceClaimTemplate"
+REQUEST: Final = "devices"
+"""The name of a template's one request."""
+_MAX_NAME: Final = 253
+_MAX_LABEL: Final = 63
+_HASH: Final = 10
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimedDevices:
+    """So many devices of a class, for objects of a namespace; the namespace is empty if they name none."""
+
+    namespace: str
+    class_name: str
+    count: int
+
+    @property
+    def template(self) -> str:
+        """The name of their ResourceClaimTemplate; it follows from class and count."""
+        return _fitting(f"{self.class_name}-{self.count}", _MAX_NAME)
+
+    def body(self, version: ClaimApi) -> dict[str, Any]:
+        """Return the template as an object of a version of resource.k8s.io."""
+        exactly = {"deviceClassName": self.class_name, "count": self.count}
+        request = {"name": REQUEST, **(exactly if version == "v1beta1" else {"exactly": exactly})}
+        namespace = {"namespace": self.namespace} if self.namespace else {}
+        return {
+            "apiVersion": f"resource.k8s.io/{version}",
+            "kind": KIND,
+            "metadata": {"name": self.template, **namespace},
+            "spec": {"spec": {"devices": {"requests": [request]}}},
+        }
+
+
+def claim_name(resource: str, container: str) -> str:
+    """Return what a pod calls the claim of a container for a resource: a DNS label."""
+    word = re.sub(r"[^a-z0-9]+", "-", resource.rpartition("/")[2].lower()).strip("-") or "x"
+    return _fitting(f"{word}-{container}", _MAX_LABEL)
+
+
+def template_name(body: object) -> str | None:
+    """Return the name of an object that is a ResourceClaimTemplate; None if it is none."""
+    if not isinstance(body, dict) or body.get("kind") != KIND:
+        return None
+    metadata = body.get("metadata")
+    return str(metadata.get("name")) if isinstance(metadata, dict) else ""
+
+
+def _fitting(name: str, most: int) -> str:
+    if len(name) <= most:
+        return name
+    digits = hashlib.sha256(name.encode()).hexdigest()[:_HASH]
+    return f"{name[: most - _HASH - 1].rstrip('-.')}-{digits}"

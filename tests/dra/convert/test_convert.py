@@ -1,0 +1,379 @@
+"""What `convert` makes of pods, what it refuses and what it warns of; its command line; its patches."""
+
+from __future__ import annotations
+
+import io
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dra_bridge import cli
+from dra_bridge.convert import kustomize
+from dra_bridge.convert.convert import Conversion, Converted, ManifestText, convert
+from dra_bridge.convert.pods import CustomPath
+from dra_bridge.convert.remarks import Level, RemarkKind
+from dra_bridge.convert.templates import ClaimedDevices, claim_name
+from tests.source import ROOT
+
+GPU = "nvidia.com/gpu"
+CLASS = "gpu.nvidia.com"
+HOW = Conversion({GPU: CLASS})
+
+
+def converted(text: str, how: Conversion = HOW) -> Converted:
+    return convert([ManifestText("in.yaml", text)], how)
+
+
+def container(name: str, count: object = 1, **more: Any) -> dict[str, Any]:
+    return {"name": name, "image": "x", "resources": {"limits": {GPU: count}}, **more}
+
+
+def pod(*containers: dict[str, Any], **spec: Any) -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "p"},
+        "spec": {"containers": list(containers), **spec},
+    }
+
+
+def workload(kind: str, api: str, *containers: dict[str, Any], **metadata: str) -> dict[str, Any]:
+    spec: dict[str, Any] = {"template": {"spec": {"containers": list(containers)}}}
+    if kind == "CronJob":
+        spec = {"jobTemplate": {"spec": spec}}
+    return {"apiVersion": api, "kind": kind, "metadata": {"name": "w", **metadata}, "spec": spec}
+
+
+def stream(*objects: dict[str, Any]) -> str:
+    return yaml.safe_dump_all(objects, sort_keys=False)
+
+
+def result(*objects: dict[str, Any], how: Conversion = HOW) -> list[dict[str, Any]]:
+    """What comes out without anything refused."""
+    done = converted(stream(*objects), how)
+    assert [one for one in done.remarks if one.kind.level is Level.REFUSED] == []
+    return [one for one in yaml.safe_load_all(done.texts[0]) if one]
+
+
+def names(objects: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    return [
+        (one["metadata"].get("namespace", ""), one["metadata"]["name"]) for one in objects if "Template" in one["kind"]
+    ]
+
+
+KINDS = {
+    "Deployment": "apps/v1",
+    "StatefulSet": "apps/v1",
+    "DaemonSet": "apps/v1",
+    "ReplicaSet": "apps/v1",
+    "Job": "batch/v1",
+    "CronJob": "batch/v1",
+    "ReplicationController": "v1",
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_with_pods_are_converted(kind: str) -> None:
+    """Each kind of the API that has a pod template gets a template and claims in place of limits."""
+    template, body = result(workload(kind, KINDS[kind], container("a", 2)))
+    assert template["spec"]["spec"]["devices"]["requests"] == [
+        {"name": "devices", "exactly": {"deviceClassName": CLASS, "count": 2}}
+    ]
+    spec = body["spec"]["jobTemplate"]["spec"] if kind == "CronJob" else body["spec"]
+    spec = spec["template"]["spec"]
+    assert spec["resourceClaims"] == [{"name": "gpu-a", "resourceClaimTemplateName": f"{CLASS}-2"}]
+    assert spec["containers"][0]["resources"] == {"claims": [{"name": "gpu-a"}]}
+
+
+def test_kinds_of_others_pass() -> None:
+    """A kind of another group with a name of Kubernetes is left alone, without a path to its pods."""
+    text = stream(workload("Job", "batch.volcano.sh/v1alpha1", container("a")))
+    assert converted(text).texts == [text]
+
+
+def test_custom_resources_are_converted_by_path() -> None:
+    """A path leads through lists and maps to pod templates, or to pod specs."""
+    ray: dict[str, Any] = {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayCluster",
+        "metadata": {"name": "r"},
+        "spec": {"groups": [{"template": {"spec": {"containers": [container(name)]}}} for name in "ab"]},
+    }
+    mpi: dict[str, Any] = {
+        "apiVersion": "kubeflow.org/v1",
+        "kind": "MPIJob",
+        "metadata": {"name": "m"},
+        "spec": {"replicas": {"Worker": {"template": {"spec": {"containers": [container("c")]}}}}},
+    }
+    paths = [
+        CustomPath.parse("RayCluster=spec.groups[*].template"),
+        CustomPath.parse("MPIJob=spec.replicas.*.template.spec"),
+    ]
+    _, ray, mpi = result(ray, mpi, how=Conversion({GPU: CLASS}, custom=paths))
+    claims = [group["template"]["spec"]["resourceClaims"][0]["name"] for group in ray["spec"]["groups"]]
+    assert claims == ["gpu-a", "gpu-b"]
+    assert mpi["spec"]["replicas"]["Worker"]["template"]["spec"]["resourceClaims"][0]["name"] == "gpu-c"
+
+
+def test_each_namespace_class_and_count_has_one_template() -> None:
+    """Objects of one namespace share templates, before the first that names them; namespaces do not."""
+    objects = [
+        workload("Deployment", "apps/v1", container("a"), container("b", "2"), namespace="x"),
+        workload("StatefulSet", "apps/v1", container("a"), namespace="x"),
+        workload("Deployment", "apps/v1", container("a")),
+    ]
+    assert names(result(*objects)) == [("x", f"{CLASS}-1"), ("x", f"{CLASS}-2"), ("", f"{CLASS}-1")]
+    there = result(*objects, how=Conversion({GPU: CLASS}, namespace="x"))
+    assert names(there) == [("x", f"{CLASS}-1"), ("x", f"{CLASS}-2")]
+    assert names(result(*result(*objects), *objects)) == names(result(*objects))
+
+
+def test_names_follow_from_what_they_stand_for() -> None:
+    """Long names are cut, with a hash of the whole, and remain names of the API."""
+    assert ClaimedDevices("", CLASS, 3).template == f"{CLASS}-3"
+    long = ClaimedDevices("", "a." * 120 + "b", 3).template
+    assert len(long) <= 253
+    assert long != ClaimedDevices("", "a." * 120 + "b", 4).template
+    assert claim_name("example.com/A_b.c", "main") == "a-b-c-main"
+    assert re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", claim_name("example.com/" + "x" * 63, "y" * 63))
+
+
+def test_classes_of_the_manifests_are_known() -> None:
+    """A DeviceClass that names the resource is the class, unless the command line says another."""
+    body = {
+        "apiVersion": "resource.k8s.io/v1",
+        "kind": "DeviceClass",
+        "metadata": {"name": "c"},
+        "spec": {"extendedResourceName": GPU},
+    }
+    assert names(result(body, pod(container("a")), how=Conversion({}))) == [("", "c-1")]
+    assert names(result(body, pod(container("a")))) == [("", f"{CLASS}-1")]
+
+
+def test_init_containers_use_devices_that_limits_reuse() -> None:
+    """An init container names the claim of a later one that asks for the same; alone it gets its own; sidecars too."""
+    first, sidecar = container("first"), container("side", restartPolicy="Always")
+    body = result(pod(container("a"), initContainers=[first, sidecar]))[-1]["spec"]
+    assert [claim["name"] for claim in body["resourceClaims"]] == ["gpu-a", "gpu-side"]
+    assert [one["resources"]["claims"][0]["name"] for one in body["initContainers"]] == ["gpu-a", "gpu-side"]
+    alone = result(pod({"name": "a"}, initContainers=[container("first"), container("second")]))[-1]["spec"]
+    assert [one["resources"]["claims"][0]["name"] for one in alone["initContainers"]] == ["gpu-first", "gpu-first"]
+
+
+def test_versions_of_the_api_differ() -> None:
+    """v1beta1 has the request's class where the others have `exactly`."""
+    (template, _) = result(pod(container("a")), how=Conversion({GPU: CLASS}, version="v1beta1"))
+    assert template["apiVersion"] == "resource.k8s.io/v1beta1"
+    assert template["spec"]["spec"]["devices"]["requests"] == [
+        {"name": "devices", "deviceClassName": CLASS, "count": 1}
+    ]
+
+
+def quota(**hard: str) -> dict[str, Any]:
+    return {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "q"}, "spec": {"hard": hard}}
+
+
+def autoscaler(kind: str, key: str) -> dict[str, Any]:
+    target = {"apiVersion": "apps/v1", "kind": "Deployment", "name": "w"}
+    return {"apiVersion": "autoscaling/v2", "kind": kind, "metadata": {"name": "h"}, "spec": {key: target}}
+
+
+DEPLOYMENT = workload("Deployment", "apps/v1", container("a"))
+TAKEN = {"apiVersion": "v1", "kind": "ResourceClaimTemplate", "metadata": {"name": f"{CLASS}-1"}, "spec": {"x": 1}}
+SAID: dict[str, tuple[RemarkKind, list[dict[str, Any]], str]] = {
+    "unchanged": (RemarkKind.UNCHANGED_PODS, [DEPLOYMENT], ""),
+    "no class": (RemarkKind.NO_CLASS, [pod({"name": "a", "resources": {"limits": {"a.b/c": 1}}})], "a.b/c"),
+    "priority": (RemarkKind.PREEMPTING, [pod(container("a"), priorityClassName="high")], "high"),
+    "a Job": (RemarkKind.IMMUTABLE, [workload("Job", "batch/v1", container("a"))], ""),
+    "a Pod": (RemarkKind.IMMUTABLE, [pod(container("a"))], ""),
+    "HPA": (RemarkKind.AUTOSCALED, [DEPLOYMENT, autoscaler("HorizontalPodAutoscaler", "scaleTargetRef")], "h"),
+    "VPA": (RemarkKind.AUTOSCALED, [autoscaler("VerticalPodAutoscaler", "targetRef"), DEPLOYMENT], "h"),
+    "quota": (RemarkKind.QUOTA, [quota(**{f"requests.{GPU}": "4"}), DEPLOYMENT], "q"),
+    "scheduler": (RemarkKind.SCHEDULER, [pod(container("a"), schedulerName="volcano")], "volcano"),
+    "33": (RemarkKind.TOO_MANY, [pod(container("a", 33))], "33"),
+    "a half": (RemarkKind.NOT_A_COUNT, [pod(container("a", "500m"))], "500m"),
+    "words": (RemarkKind.NOT_A_COUNT, [pod(container("a", "many"))], "many"),
+    "a request alone": (RemarkKind.NOT_A_COUNT, [pod({"name": "a", "resources": {"requests": {GPU: 1}}})], "None"),
+    "another request": (
+        RemarkKind.REQUEST_DIFFERS,
+        [pod({"name": "a", "resources": {"requests": {GPU: 1}, "limits": {GPU: 2}}})],
+        "1 and 2",
+    ),
+    "init": (RemarkKind.INIT_CONTAINER, [pod(container("a", 2), initContainers=[container("i")])], "1, beside 2"),
+    "init and sidecar": (
+        RemarkKind.INIT_CONTAINER,
+        [pod({"name": "a"}, initContainers=[container("s", restartPolicy="Always"), container("i")])],
+        "1, beside 1",
+    ),
+    "node name": (RemarkKind.NODE_NAME, [pod(container("a"), nodeName="n1")], "n1"),
+    "claim's name": (RemarkKind.NAME_TAKEN, [pod(container("a"), resourceClaims=[{"name": "gpu-a"}])], "gpu-a"),
+    "template's name": (RemarkKind.NAME_TAKEN, [TAKEN, pod(container("a"))], f"{CLASS}-1"),
+}
+
+
+@pytest.mark.parametrize("case", SAID)
+def test_what_is_refused_or_different_is_said(case: str) -> None:
+    """Each remark has its place and the detail; an object that is refused is printed as it was."""
+    kind, objects, detail = SAID[case]
+    text = stream(*objects)
+    done = converted(text)
+    (remark,) = [one for one in done.remarks if one.kind is kind]
+    assert detail in remark.detail
+    assert str(remark).startswith(f"in.yaml:{remark.line}: {kind.level.value}: ")
+    assert str(remark).endswith(f"{kind.text} [{kind.key}]")
+    assert (done.texts == [text]) == (kind.level is Level.REFUSED or kind is RemarkKind.NO_CLASS)
+
+
+def test_nothing_is_said_where_all_is_well() -> None:
+    """Without priorities, quotas and the like there is the first note alone, and without limits nothing."""
+    patient = {
+        "apiVersion": "scheduling.k8s.io/v1",
+        "kind": "PriorityClass",
+        "metadata": {"name": "low"},
+        "preemptionPolicy": "Never",
+    }
+    calm = workload("Deployment", "apps/v1", container("a"))
+    calm["spec"]["template"]["spec"]["priorityClassName"] = "low"
+    other = {**quota(**{f"requests.{GPU}": "1"}), "metadata": {"name": "q", "namespace": "elsewhere"}}
+    done = converted(stream(patient, other, calm, autoscaler("HorizontalPodAutoscaler", "x")))
+    assert [one.kind for one in done.remarks] == [RemarkKind.UNCHANGED_PODS]
+    assert converted(stream(pod({"name": "a"}), pod(container("b", 0)))).remarks == []
+
+
+def test_a_document_that_is_not_yaml_does_not_hinder_others() -> None:
+    """It is printed as it was, and said; those beside it are converted."""
+    broken = "a: {{ .Values.x }}: [\n"
+    done = converted(f"{broken}---\n{stream(pod(container('a')))}")
+    assert done.texts[0].startswith(broken)
+    assert [one.kind for one in done.remarks][:2] == [RemarkKind.UNCHANGED_PODS, RemarkKind.NOT_YAML]
+    assert len(done.pods) == 1
+
+
+def test_every_remark_is_on_the_page_and_tested() -> None:
+    """docs/manifests.md lists each remark with its level; each has a case here or in test_texts.py."""
+    page = (ROOT / "docs" / "manifests.md").read_text()
+    listed = dict(re.findall(r"^\| `([a-z-]+)` \| (note|warning|refused) \|", page, re.MULTILINE))
+    assert listed == {kind.key: kind.level.value for kind in RemarkKind}
+    elsewhere = {RemarkKind.NOT_YAML, RemarkKind.IN_PLACE}
+    assert {kind for kind, _, _ in SAID.values()} == set(RemarkKind) - elsewhere
+
+
+# The command line.
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *argv: str, text: str = "") -> int:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+    return cli.main(["convert", *argv])
+
+
+def test_it_is_a_filter_in_both_directions(
+    monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    """Manifests go from standard input to standard output, what is said to the standard error; --reverse undoes it."""
+    text = "\ufeff# first\r\n" + stream(DEPLOYMENT).replace("\n", "\r\n")
+    assert run(monkeypatch, "--class", f"{GPU}={CLASS}", text=text) == 0
+    out, error = capfdbinary.readouterr()
+    assert b"resourceClaimTemplateName" in out
+    assert b"converted: 1 container; 1 ResourceClaimTemplate\n" in error
+    assert b"<stdin>:1: note" in error
+    assert run(monkeypatch, "--reverse", text=out.decode()) == 0
+    assert capfdbinary.readouterr() == (text.encode(), b"")
+
+
+def test_files_and_directories_are_read(
+    monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes], tmp_path: Path
+) -> None:
+    """Files below a directory come in the order of their names, as one stream; a refusal ends with status 1."""
+    (tmp_path / "b" / "deep").mkdir(parents=True)
+    (tmp_path / "b" / "deep" / "2.yml").write_text(stream(pod(container("a", 33))).rstrip("\n"))
+    (tmp_path / "b" / "1.json").write_text('{"apiVersion": "v1", "kind": "List", "items": []}')
+    (tmp_path / "b" / "notes.txt").write_text("no manifest: [")
+    (tmp_path / "c.yaml").write_text(stream(DEPLOYMENT))
+    argv = ("-f", str(tmp_path / "b"), "-f", str(tmp_path / "c.yaml"), "--class", f"{GPU}={CLASS}", "-n", "x")
+    assert run(monkeypatch, *argv) == 1
+    out, error = capfdbinary.readouterr()
+    assert [one["kind"] for one in yaml.safe_load_all(out)] == ["List", "Pod", "ResourceClaimTemplate", "Deployment"]
+    assert f"{tmp_path / 'b/deep/2.yml'}:1: refused: Pod p, container a: {GPU}: 33: " in error.decode()
+
+
+WRONG = {
+    "no such file": (("-f", "/nonexistent"), "/nonexistent cannot be read: No such file or directory"),
+    "no class": (("--class", GPU), "write NAME=CLASS"),
+    "two classes": (("--class", f"{GPU}=a", "--class", f"{GPU}=b"), "once for each resource"),
+    "no resource": (("--class", "gpu=a"), "'gpu' is not an extended resource's name"),
+    "no manifests": (("-f", "{empty}"), "there are no files of YAML or JSON in"),
+    "no UTF-8": (("-f", "{latin}"), "is not UTF-8"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_arguments_end_with_2(
+    case: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Nothing is printed but what is wrong."""
+    argv, words = WRONG[case]
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "latin.yaml").write_bytes(b"a: \xe9\n")
+    places = {"empty": str(tmp_path / "empty"), "latin": str(tmp_path / "latin.yaml")}
+    assert run(monkeypatch, *(one.format(**places) for one in argv)) == 2
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert words in error
+
+
+def test_a_wrong_path_to_pods_is_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    """A path without a kind is refused with an example."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["convert", "--pod-template-path", "spec.template"])
+    assert ended.value.code == 2
+    assert "RayCluster=spec.workerGroupSpecs[*].template" in capsys.readouterr().err
+
+
+def patched(body: Any, operations: list[dict[str, Any]]) -> Any:
+    """Apply a JSON patch (RFC 6902): test, remove, add."""
+    for one in operations:
+        *steps, last = [step.replace("~1", "/").replace("~0", "~") for step in one["path"].split("/")[1:]]
+        part = body
+        for step in steps:
+            part = part[int(step) if isinstance(part, list) else step]
+        if one["op"] == "test":
+            assert part[last] == one["value"]
+        elif one["op"] == "remove":
+            del part[last]
+        elif isinstance(part, list):
+            part.append(one["value"])
+        else:
+            part[last] = one["value"]
+    return body
+
+
+def test_patches_do_what_converting_does() -> None:
+    """The component's operations make of an object what `convert` makes of it; empty limits may stay."""
+    body = workload("Deployment", "apps/v1", container("a"), container("b", 2), namespace="x")
+    body["spec"]["template"]["spec"]["resourceClaims"] = [{"name": "mine"}]
+    done = converted(stream(body))
+    (component,) = yaml.safe_load_all(kustomize.component(done, HOW))
+    (patch,) = component["patches"]
+    assert patch["target"] == {"group": "apps", "version": "v1", "kind": "Deployment", "name": "w", "namespace": "x"}
+    whole = patched(body, yaml.safe_load(patch["patch"]))["spec"]["template"]["spec"]
+    expected = list(yaml.safe_load_all(done.texts[0]))[-1]["spec"]["template"]["spec"]
+    claims = sorted(map(str, whole["resourceClaims"]))
+    assert claims == sorted(map(str, expected["resourceClaims"]))
+    for one, other in zip(whole["containers"], expected["containers"], strict=True):
+        assert one["resources"].pop("limits") == {}
+        assert one == other
+    assert list(yaml.safe_load_all(kustomize.templates(done))) == [
+        one for one in yaml.safe_load_all(done.texts[0]) if one["kind"] == "ResourceClaimTemplate"
+    ]
+
+
+def test_it_loads_neither_client_nor_event_loop() -> None:
+    """`convert` starts as fast as a filter is to: without aiohttp, gRPC, asyncio."""
+    code = "from dra_bridge import cli; cli.main(['convert', '-f', '/dev/null']); import sys; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    assert {"aiohttp", "grpc", "kubernetes_asyncio"}.isdisjoint(loaded)
