@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Coroutine
-from typing import Any, Final, TypeVar
+from collections.abc import Callable, Collection, Coroutine
+from typing import Any, Final, Generic, TypeVar
 
 _LOG: Final = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -37,6 +37,41 @@ class Tasks:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             _LOG.error("a task in the background failed: %s", task.get_name(), exc_info=error)
+
+
+class SharedCall(Generic[_T]):
+    """Makes a call once for all who ask for it before it begins. Calls follow each other, none runs beside another.
+
+    A call goes on if those who asked are cancelled: others may have come to wait for it.
+    """
+
+    def __init__(self, call: Callable[[], Coroutine[Any, Any, _T]]) -> None:
+        self._call = call
+        self._turn = asyncio.Lock()
+        self._next: asyncio.Task[_T] | None = None
+        self._tasks: set[asyncio.Task[_T]] = set()
+
+    async def __call__(self) -> _T:
+        """Return what a call returns that begins now or later; raise what it raises."""
+        if self._next is None:
+            self._next = asyncio.create_task(self._make())
+            self._tasks.add(self._next)
+            self._next.add_done_callback(self._ended)
+        return await asyncio.shield(self._next)
+
+    async def _make(self) -> _T:
+        async with self._turn:
+            self._next = None
+            return await self._call()
+
+    def _ended(self, task: asyncio.Task[_T]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # all who asked may be gone
+
+    async def close(self) -> None:
+        """Cancel the calls that are under way or wait for their turn."""
+        await cancel_all(self._tasks)
 
 
 async def cancel_all(tasks: Collection[asyncio.Task[Any]]) -> None:

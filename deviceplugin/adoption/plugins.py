@@ -27,8 +27,9 @@ from deviceplugin.addresses import MAX_SOCKET_PATH
 from deviceplugin.adoption.watcher import PluginWatcher, RefusedError, first_socket
 from deviceplugin.device import printable
 from deviceplugin.files import FileIdentity, file_identity
+from deviceplugin.kubelet.plugin_directory import KUBELET_SOCKET
 from deviceplugin.kubelet.podresources import CHANNEL_OPTIONS, SERVER_OPTIONS, unix_address
-from deviceplugin.kubelet.registration import KUBELET_SOCKET, VERSION, InstanceLock, RegistrationError
+from deviceplugin.kubelet.registration import VERSION, InstanceLock, RegistrationError
 from deviceplugin.kubelet.status import VendorConnection
 from deviceplugin.looks import Looks, LookTimeoutError
 from deviceplugin.tasks import cancel_all

@@ -9,15 +9,12 @@ list the kubelet writes its checkpoint.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import os
+import math
 import re
-import stat
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final, NamedTuple
 
 from deviceplugin.files import FileIdentity
@@ -45,14 +42,15 @@ class SentList(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """Why another plugin has registered a resource, "" if none has; and in how many seconds to look again.
+    """Why another plugin has registered a resource, "" if none has.
 
+    again: seconds until something is to be decided though nothing has changed.
     sure: it has, else it may have. By its socket alone it is known only where that is named as the adopted plugin's: a
     plugin of another resource that comes back with the same list looks the same.
     """
 
     reason: str = ""
-    again: float = LATE
+    again: float = math.inf
     sure: bool = True
 
 
@@ -70,16 +68,9 @@ class KubeletRecord:
     foreign: frozenset[Allocation]
 
 
-def sockets(directory: Path) -> frozenset[Socket]:
-    """Return the sockets of other plugins in the device plugin directory."""
-    there = set()
-    with contextlib.suppress(OSError), os.scandir(directory) as entries:
-        for entry in entries:
-            with contextlib.suppress(OSError):  # it has gone meanwhile
-                status = entry.stat(follow_symlinks=False)
-                if stat.S_ISSOCK(status.st_mode) and not _OWN.fullmatch(entry.name):
-                    there.add((entry.name, FileIdentity.of(status)))
-    return frozenset(there)
+def foreign_sockets(sockets: Mapping[str, FileIdentity]) -> frozenset[Socket]:
+    """Return those of the sockets in the device plugin directory that are other plugins'."""
+    return frozenset(socket for socket in sockets.items() if not _OWN.fullmatch(socket[0]))
 
 
 def contradiction(record: KubeletRecord, sent: Sequence[SentList], now: float, taken: bool = False) -> str | None:
@@ -144,7 +135,7 @@ class ForeignPluginWatch:
         for socket in there - self._known - self._new.keys():
             self._new[socket] = socket[1].modified_ns / 1e9, self._others
         if record is None:
-            return Finding()
+            return Finding(again=LATE)
         for foreign in sorted(record.foreign - self._foreign):
             return Finding(f"the kubelet gave {foreign.device_id} of it to the pod with UID {foreign.pod_uid}")
         if not sent:
@@ -156,7 +147,7 @@ class ForeignPluginWatch:
         # An equal one of ours may be the one that the kubelet is at; then those between them are still to come.
         if differs == "" and all(sent_list.ids != last.ids for sent_list in sent[:-1]):
             self._taken = last
-        again = LATE if differs == "" else max(LISTED, sent[-1].at + LATE - now)
+        again = math.inf if differs == "" else max(LISTED, sent[-1].at + LATE - now)
         own = {socket for socket in self._new if plugin and _TIME.sub("", socket[0]) == _TIME.sub("", plugin)}
         for socket in sorted(self._new, key=lambda socket: (socket not in own, socket)):
             since, others = self._new[socket]

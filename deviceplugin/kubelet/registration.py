@@ -34,7 +34,8 @@ from deviceplugin import filewatch, looked_at
 from deviceplugin.addresses import remove_abandoned, socket_path
 from deviceplugin.backoff import Backoff
 from deviceplugin.files import FileIdentity, file_identity, leads_to, locked
-from deviceplugin.kubelet.foreign_plugin import Finding, ForeignPluginWatch, Socket, sockets
+from deviceplugin.kubelet.foreign_plugin import LATE, Finding, ForeignPluginWatch, foreign_sockets
+from deviceplugin.kubelet.plugin_directory import KUBELET_SOCKET, DirectoryContents, DirectoryReader, PluginDirectory
 from deviceplugin.kubelet.podresources import CHANNEL_OPTIONS, SERVER_OPTIONS, unix_address
 from deviceplugin.kubelet.servicer import Endpoint
 from deviceplugin.looks import Looks, LookTimeoutError
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
 
 _LOG: Final = logging.getLogger(__name__)
 
-KUBELET_SOCKET: Final = "kubelet.sock"
 VERSION: Final = "v1beta1"
 LOOK: Final = 0.2
 """Seconds between two looks for another plugin of the resource; each Allocate changes the directory several times."""
@@ -209,6 +209,10 @@ class SocketServer:
         """Whether the kubelet may know the socket."""
         self._stopping = Tasks()
 
+    def is_in(self, contents: DirectoryContents) -> bool:
+        """Return whether there is a server, and its path led to its own socket then."""
+        return self._identity is not None and self._identity == contents.sockets.get(self._socket.name)
+
     async def in_place(self) -> bool:
         """Return whether there is a server, and its path still leads to its own socket. Raises LookTimeoutError."""
         identity = self._identity
@@ -297,27 +301,21 @@ class Accepted:
 class PluginRegistration:
     """Keeps one endpoint served and registered until it is cancelled.
 
-    turn: serialises Register between the resources of a process: the kubelet dials back during the call, and leaks
-    memory when registrations follow too fast (kubernetes#124716). directory_looks: at the directory.
+    directory: where it registers, as all resources of the process do.
     """
 
     def __init__(
-        self,
-        endpoint: Endpoint,
-        directory: Path,
-        turn: asyncio.Lock | None = None,
-        timing: RegistrationTiming | None = None,
-        directory_looks: Looks | None = None,
+        self, endpoint: Endpoint, directory: PluginDirectory, timing: RegistrationTiming | None = None
     ) -> None:
-        self._looks = directory_looks or Looks(str(directory))
+        self._looks = directory.looks
+        self._directory = directory
         self._foreign = ForeignPluginWatch()
         self.endpoint = endpoint
         self.statistics = RegistrationStatistics()
-        self._kubelet = directory / KUBELET_SOCKET
+        self._kubelet = directory.path / KUBELET_SOCKET
         self._timing = timing or RegistrationTiming()
-        self._turn = turn or asyncio.Lock()
         self._backoff = Backoff(first=0.01, most=10.0)
-        self._server = SocketServer(endpoint, directory, self._timing, self._looks)
+        self._server = SocketServer(endpoint, directory.path, self._timing, self._looks)
         self._accepted: Accepted | None = None
         self._next_look = 0.0
         self._last_kubelet: FileIdentity | None = None  # of the last Register that succeeded, ever
@@ -329,16 +327,14 @@ class PluginRegistration:
     async def run(self) -> None:
         """Serve and register until cancelled, then drain and remove the socket. Raises RegistrationError."""
         try:
-            # The kubelet replaces its checkpoint several times for a pod.
-            gather = filewatch.Gather(LOOK_FOR_CLAIMS, prompt=".sock")
-            with filewatch.shared().watch([str(self._kubelet.parent)], gather=gather) as watch:
+            with self._directory.reader() as watch:
                 self.wake = self.endpoint.wake = watch.wake
                 self.endpoint.streams.start(watch.wake)
                 await self._loop(watch)
         finally:
             await self._close()
 
-    async def _loop(self, watch: filewatch.Watch) -> None:
+    async def _loop(self, watch: DirectoryReader) -> None:
         locked = False
         while True:
             try:
@@ -351,11 +347,11 @@ class PluginRegistration:
                 self._log_once(str(error), f"cannot see whether the kubelet is there: {error}", logging.WARNING)
                 await watch.wait(self._timing.poll)
 
-    async def _next(self, watch: filewatch.Watch) -> None:
+    async def _next(self, watch: DirectoryReader) -> None:
         """Take the next step, then wait for a change. Raises LookTimeoutError: the directory does not answer."""
         timing = self._timing
-        finding = await self._look()
-        seen = await self._seen(finding)
+        now = await self._directory.now()
+        seen = self._seen(now, await self._look(now))
         step = next_step(seen, timing.patience)
         if step is Step.REST and self._accepted is not None and self._accepted.options != self.endpoint.options:
             step = Step.REGISTER  # the hooks changed with the source: the kubelet asks once, at Register
@@ -385,7 +381,7 @@ class PluginRegistration:
         elif step is Step.REST and seen.since >= timing.patience:
             self._backoff.reset()
         stream_due = max(0.01, timing.patience - seen.since)
-        due = stream_due if step is Step.WAIT_FOR_STREAM else min(timing.poll, finding.again)
+        due = stream_due if step is Step.WAIT_FOR_STREAM else seen.foreign.again
         await watch.wait(due, unwatched=self._unwatched(step))
 
     def _unwatched(self, step: Step) -> float:
@@ -394,29 +390,26 @@ class PluginRegistration:
             return filewatch.SOON
         return LOOK if self.endpoint.kept_back else filewatch.AT_REST
 
-    async def _look(self) -> Finding:
+    async def _look(self, contents: DirectoryContents) -> Finding:
         """Return whether another plugin has registered the resource since."""
         if self._accepted is None and not self.endpoint.ready and (kept_back := self.endpoint.kept_back):
-            record = await self.endpoint.host.recorded()
-            taken = record.registered & kept_back if record is not None else ()
+            if (record := await self.endpoint.host.recorded()) is None:
+                return Finding(again=LATE)
+            taken = record.registered & kept_back
             return Finding(f"its checkpoint has {min(taken)}, which is for claims, as healthy") if taken else Finding()
         if self._accepted is None or not self.endpoint.streams.live:
-            return Finding(again=self._timing.poll)
+            return Finding()
         now = time.monotonic()
         if now < self._next_look:
             return Finding(again=self._next_look - now)
         self._next_look = now + (LOOK_FOR_CLAIMS if self.endpoint.kept_back else LOOK)
-        there, record = await self._sockets(), await self.endpoint.host.recorded()
-        sent = (
-            self.endpoint.streams.sent
-        )  # read last: what the record has may be a list that was sent while it was read
+        there, record = foreign_sockets(contents.sockets), await self.endpoint.host.recorded()
+        # Read last: the record may have a list that was sent while it was read.
+        sent = self.endpoint.streams.sent
         return self._foreign.found(record, there, sent, plugin=self.endpoint.plugin_socket)
 
-    async def _sockets(self) -> frozenset[Socket]:
-        return await self._looks.at("socket", sockets, self._kubelet.parent, brief=True)
-
     async def _kubelet_now(self) -> FileIdentity | None:
-        return await self._looks.at("socket", file_identity, self._kubelet, brief=True)
+        return (await self._directory.now()).kubelet
 
     async def _has_directory(self) -> bool:
         """Whether the kubelet's directory exists. Raises RegistrationError: it is no directory, or unreadable."""
@@ -433,7 +426,7 @@ class PluginRegistration:
             raise RegistrationError(f"{directory} is not a directory; use the kubelet's device plugin directory")
         return True
 
-    async def _register_or_pause(self, watch: filewatch.Watch, seen: Seen) -> None:
+    async def _register_or_pause(self, watch: DirectoryReader, seen: Seen) -> None:
         again = seen.registered is not None and seen.kubelet == seen.registered
         if seen.foreign.reason:
             self._tell(seen.foreign)
@@ -466,7 +459,7 @@ class PluginRegistration:
         _LOG.warning(text, finding.reason, extra=extra)
         self.endpoint.host.contested(finding.reason)
 
-    async def _pause(self, watch: filewatch.Watch, delay: float, kubelet: FileIdentity | None) -> None:
+    async def _pause(self, watch: DirectoryReader, delay: float, kubelet: FileIdentity | None) -> None:
         """Wait before the next try; return early if the kubelet has restarted."""
         until = time.monotonic() + delay
         while await self._kubelet_now() == kubelet:
@@ -475,11 +468,11 @@ class PluginRegistration:
             await watch.wait(rest, unwatched=filewatch.SOON)
         self._backoff.reset()
 
-    async def _seen(self, foreign: Finding) -> Seen:
+    def _seen(self, now: DirectoryContents, foreign: Finding) -> Seen:
         accepted = self._accepted
         return Seen(
-            kubelet=await self._kubelet_now(),
-            served=await self._server.in_place(),
+            kubelet=now.kubelet,
+            served=self._server.is_in(now),
             live=self.endpoint.streams.live,
             listened=accepted is not None and self.endpoint.streams.begun > accepted.streams,
             registered=accepted.kubelet if accepted is not None else None,
@@ -488,7 +481,7 @@ class PluginRegistration:
             foreign=foreign,
         )
 
-    async def _register(self, watch: filewatch.Watch) -> bool:
+    async def _register(self, watch: DirectoryReader) -> bool:
         """Serve if necessary, end the old stream, register once; return whether the kubelet accepted it."""
         resource, timing = self.endpoint.resource, self._timing
         kubelet = await self._kubelet_now()
@@ -501,13 +494,13 @@ class PluginRegistration:
             self._server.retire()
         await self._server.serve()
         self.endpoint.streams.sent = ()
-        there = await self._sockets()
+        there = foreign_sockets((await self._directory.now()).sockets)
         record = await self.endpoint.host.recorded()
         self.endpoint.keep_registered(record.registered if record is not None else ())
         self._foreign.begin(record, there)
         options = self.endpoint.options
         try:
-            async with self._turn:
+            async with self._directory.turn:
                 # In this order: a kubelet deletes sockets before it makes its own, and may have
                 # done so while another resource had its turn. It would dial a lost one for 10 s.
                 kubelet = await self._kubelet_now()
@@ -540,7 +533,7 @@ class PluginRegistration:
         return True
 
     async def _answered(
-        self, call: asyncio.Task[pb.Empty], watch: filewatch.Watch, kubelet: FileIdentity | None
+        self, call: asyncio.Task[pb.Empty], watch: DirectoryReader, kubelet: FileIdentity | None
     ) -> bool:
         """Wait for Register's answer; return False if the kubelet restarts or ends meanwhile. Raises AioRpcError."""
         try:

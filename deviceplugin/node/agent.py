@@ -14,6 +14,7 @@ from deviceplugin.adoption.source import AdoptedSource
 from deviceplugin.kubelet.allocation_copies import AllocationCopies
 from deviceplugin.kubelet.orphaned_claims import OrphanedClaims
 from deviceplugin.kubelet.paths import Paths
+from deviceplugin.kubelet.plugin_directory import PluginDirectory
 from deviceplugin.kubelet.registration import RegistrationTiming
 from deviceplugin.kubelet.status import AgentStatus
 from deviceplugin.kubelet.tracker import HolderTracker
@@ -95,7 +96,8 @@ class Agent(RegisterHost):
         self._adopts = vendors is not None
         self._vendors = vendors = vendors or VendorPlugins(self.paths.plugins)  # with none that could register
         vendors.registered = self._vendor_registered
-        context = ServiceContext(self.paths.plugins, self.tracker, self.register, side, vendors, timing, scan_wanted)
+        plugins = PluginDirectory(self.paths.plugins, (timing or RegistrationTiming()).poll)
+        context = ServiceContext(plugins, self.tracker, self.register, side, vendors, timing, scan_wanted)
         self._supervisor = Supervisor(services, context, self.fail)
         for source in sources:
             services[source.resource] = Service(source, context)

@@ -20,7 +20,7 @@ from deviceplugin.register.operations import Observed
 from deviceplugin.register.records import LedgerError
 from deviceplugin.register.register import Register
 from deviceplugin.register.waits import PROMPT
-from deviceplugin.tasks import cancel_all
+from deviceplugin.tasks import SharedCall
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -56,14 +56,12 @@ class HolderScanner:
     observers: list[HolderObserver] = field(default_factory=list, init=False)
     observed: frozenset[str] = field(default=frozenset(), init=False)
     """The resources whose allocations the register has compared with evidence: not one that was added since."""
-    _scanning: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
-    _next: tuple[set[tuple[str, str]], asyncio.Task[HolderSnapshot | None]] | None = field(default=None, init=False)
-    """The reading that has not begun yet, and the ids that its callers ask about."""
-    _readings: set[asyncio.Task[HolderSnapshot | None]] = field(default_factory=set, init=False)
-    """That one, and the one that is under way."""
+    _asked: set[tuple[str, str]] = field(default_factory=set, init=False)
+    """The ids that callers ask about whose reading has not begun yet."""
 
     def __post_init__(self) -> None:
         self.log = ScanLog(self.tracker)
+        self._reading = SharedCall(self._read)
         self.register.waits.subscribe(lambda: self.wanted.set() if self._is_awaited else None)
 
     async def scan(self, wanted: Collection[tuple[str, str]] = ()) -> HolderSnapshot | None:
@@ -71,31 +69,24 @@ class HolderScanner:
 
         All evidence is read after the call. One reading serves all calls that come before it begins.
         """
-        if self._next is None:
-            ids = set[tuple[str, str]]()
-            self._next = ids, asyncio.create_task(self._scan(ids), name="find holders")
-            self._readings.add(self._next[1])
-            self._next[1].add_done_callback(self._readings.discard)
-        ids, reading = self._next
-        ids.update(wanted)
-        return await asyncio.shield(reading)
+        self._asked |= set(wanted)
+        return await self._reading()
 
-    async def _scan(self, wanted: Collection[tuple[str, str]]) -> HolderSnapshot | None:
-        async with self._scanning:
-            self._next = None
-            sequence = self.register.snapshot.sequence
-            now = await self.tracker.scan(wanted)
-            if now is None:
-                return None
-            self.tracker.unknown.update(self.claims.unknown())
-            self.log.holders(now.held)
-            self.log.count_double_allocations()
-            released = await self.observe(now, sequence)
-            for resource, service in tuple(self.services.items()):
-                service.observe(now, released.get(resource, ()))
-            self.log.withheld(self.services)
-            self.register.notify()
-            return now
+    async def _read(self) -> HolderSnapshot | None:
+        wanted, self._asked = self._asked, set()
+        sequence = self.register.snapshot.sequence
+        now = await self.tracker.scan(wanted)
+        if now is None:
+            return None
+        self.tracker.unknown.update(self.claims.unknown())
+        self.log.holders(now.held)
+        self.log.count_double_allocations()
+        released = await self.observe(now, sequence)
+        for resource, service in tuple(self.services.items()):
+            service.observe(now, released.get(resource, ()))
+        self.log.withheld(self.services)
+        self.register.notify()
+        return now
 
     async def observe(self, now: HolderSnapshot, sequence: int) -> dict[str, tuple[str, ...]]:
         """Have the register compare its allocations with a scan; return the ids that came free, by resource."""
@@ -148,7 +139,7 @@ class HolderScanner:
         try:
             await self._run()
         finally:
-            await cancel_all(self._readings)
+            await self._reading.close()
 
     async def _run(self) -> None:
         backoff = Backoff(first=1.0, most=30.0)

@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Final
 
 import grpc
@@ -21,11 +20,11 @@ from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.checkpoint import Allocation
 from deviceplugin.kubelet.foreign_plugin import KubeletRecord
 from deviceplugin.kubelet.holders import HolderSnapshot
+from deviceplugin.kubelet.plugin_directory import PluginDirectory
 from deviceplugin.kubelet.registration import PluginRegistration, RegistrationError, RegistrationTiming
 from deviceplugin.kubelet.servicer import Endpoint, EndpointHost, Refusal
 from deviceplugin.kubelet.status import ResourceStatus, VendorConnection, Withheld
 from deviceplugin.kubelet.tracker import HolderTracker
-from deviceplugin.looks import Looks
 from deviceplugin.node.claim_side import ClaimSide
 from deviceplugin.node.device_log import InventoryLog
 from deviceplugin.node.following import SourceFollower
@@ -42,19 +41,17 @@ _LOG: Final = logging.getLogger(__name__)
 class ServiceContext:
     """The objects that all services of a node share.
 
-    plugins: the device plugin directory. turn: held while a resource registers. claim_side: the part of this process
-    that serves claims. scan_wanted: set when a scan should run soon. plugins_looks: at the device plugin directory.
+    plugins: the device plugin directory. claim_side: the part of this process that serves claims. scan_wanted: set when
+    a scan should run soon.
     """
 
-    plugins: Path
+    plugins: PluginDirectory
     tracker: HolderTracker
     register: Register
     claim_side: ClaimSide
     vendors: VendorPlugins
     timing: RegistrationTiming | None
     scan_wanted: asyncio.Event
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    plugins_looks: Looks = field(default_factory=lambda: Looks("the device plugin directory"))
 
 
 class Service(EndpointHost):
@@ -73,9 +70,7 @@ class Service(EndpointHost):
         self.endpoint = (AdoptedEndpoint if isinstance(source, AdoptedSource) else Endpoint)(
             source, self.inventory, context.tracker.in_flight, self, context.tracker, context.register
         )
-        self.registration = PluginRegistration(
-            self.endpoint, context.plugins, context.turn, context.timing, context.plugins_looks
-        )
+        self.registration = PluginRegistration(self.endpoint, context.plugins, context.timing)
         self._context = context
         self._released: frozenset[Allocation] = frozenset()
         """Allocations that have ended, and whose devices were released before a grant; they are not forgotten yet."""

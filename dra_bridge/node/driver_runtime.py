@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Final
 
 from deviceplugin.backoff import Backoff
-from deviceplugin.kubelet.registration import KUBELET_SOCKET
+from deviceplugin.kubelet.plugin_directory import KUBELET_SOCKET
 from deviceplugin.kubelet.servicer import Endpoint
 from deviceplugin.node.service import Service
 from deviceplugin.register import operations

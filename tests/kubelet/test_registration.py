@@ -27,6 +27,7 @@ from deviceplugin.files import FileIdentity, file_identity
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.foreign_plugin import KubeletRecord
 from deviceplugin.kubelet.paths import Paths
+from deviceplugin.kubelet.plugin_directory import PluginDirectory
 from deviceplugin.kubelet.podresources import AllocationsInFlight
 from deviceplugin.kubelet.registration import (
     LOOK,
@@ -71,7 +72,7 @@ async def test_a_burst_of_allocations_is_one_look_for_another_plugin(fake_kubele
     inventory = Inventory(R)
     endpoint = Endpoint(source(), inventory, AllocationsInFlight(), Host())
     inventory.publish([Device("a")])
-    registration = PluginRegistration(endpoint, fake_kubelet.device_plugin_dir)
+    registration = PluginRegistration(endpoint, PluginDirectory(fake_kubelet.device_plugin_dir))
     running = asyncio.create_task(registration.run())
     await asyncio.to_thread(fake_kubelet.wait_devices, R, 1)
     began = len(looks)
@@ -107,7 +108,7 @@ async def test_a_list_that_is_sent_while_the_checkpoint_is_read_is_no_other_plug
     inventory, host = Inventory(R), Host()
     endpoint = Endpoint(source(), inventory, AllocationsInFlight(), host)
     inventory.publish([Device("a")])
-    registration = PluginRegistration(endpoint, fake_kubelet.device_plugin_dir)
+    registration = PluginRegistration(endpoint, PluginDirectory(fake_kubelet.device_plugin_dir))
     running = asyncio.create_task(registration.run())
     async with asyncio.timeout(20):
         await looked.wait()
@@ -465,7 +466,8 @@ def test_refused_registration_is_said_and_tried_again(
     assert "not today" in said[0].getMessage()
     assert said[0].levelno == logging.ERROR
     statistics = agent.agent.services[R].registration.statistics
-    assert (statistics.registered, statistics.error) == (True, "")
+    fake_kubelet.wait_until(lambda: statistics.registered)  # it listens before it answers
+    assert statistics.error == ""
     times = [rejection.at for rejection in fake_kubelet.rejections]
     assert times[3] - times[2] >= 0.02  # half of the third delay; the first is 0.01 at the most
 
@@ -580,7 +582,7 @@ def test_directory_that_may_not_be_written_is_an_error(kubelet_root: Path) -> No
         inventory.publish([Device("a")])
         file = kubelet_root / "file"
         file.mkdir()
-        registration = PluginRegistration(Endpoint(source(), inventory, AllocationsInFlight()), file)
+        registration = PluginRegistration(Endpoint(source(), inventory, AllocationsInFlight()), PluginDirectory(file))
         (file / registration._server.lock.path.name).mkdir()
 
         async def run() -> None:
@@ -596,7 +598,9 @@ def test_lock_of_another_process_is_said_with_its_owner(kubelet_root: Path) -> N
     inventory = Inventory(R)
     inventory.publish([Device("a")])
     registration = PluginRegistration(
-        Endpoint(source(), inventory, AllocationsInFlight()), kubelet_root, timing=RegistrationTiming(takeover=0.05)
+        Endpoint(source(), inventory, AllocationsInFlight()),
+        PluginDirectory(kubelet_root),
+        RegistrationTiming(takeover=0.05),
     )
     other = InstanceLock(kubelet_root, R)
     assert other.acquire()
