@@ -13,11 +13,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterable
+import threading
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from deviceplugin.kubelet.cgroups import ContainerCgroup, PodReader
+from deviceplugin.kubelet.checkpoint import Allocation
+from deviceplugin.register.records import AllocationRecord, RecordKey
 
 DIRECTORY: Final = Path("/var/log/containers")
 """Where the kubelet makes the links; a constant of its source."""
@@ -83,3 +86,45 @@ def ended(containers: Collection[tuple[str, str]], pods: PodReader, directory: P
         if cgroups is not None and has_ended(name, (link for link in links if link.pod_uid == uid), cgroups):
             over.add((uid, name))
     return frozenset(over)
+
+
+class LostAllocations:
+    """The allocations that the kubelet has lost, and whose containers have ended since. Threads ask, several at a time.
+
+    directory: of the links to container logs.
+    """
+
+    def __init__(self, pods: PodReader, directory: Path) -> None:
+        self._pods = pods
+        self._directory = directory
+        self._noting = threading.Lock()
+        self._noted: Mapping[Allocation, int | None] = {}
+        """Those whose containers had ended, and the sequence of their records then."""
+
+    def ended(
+        self,
+        lost: Collection[Allocation],
+        named: Collection[RecordKey],
+        records: Mapping[RecordKey, AllocationRecord],
+    ) -> frozenset[Allocation]:
+        """Return those of these allocations whose containers have ended. Blocks.
+
+        A container of which it was noted stays without them until a checkpoint names it with them: it asks again before
+        it starts. While a grant of the id waits to be named, it may be the one that got it.
+
+        lost: that no checkpoint names, of pods that run. named: the ids that checkpoints name.
+        """
+        with self._noting:
+            noted = {holder: sequence for holder, sequence in self._noted.items() if holder in lost}
+            unnoted = [holder for holder in lost if holder not in noted]
+            over = ended({holder[:2] for holder in unnoted}, self._pods, self._directory)
+            for holder in unnoted:
+                if holder[:2] in over:
+                    noted[holder] = records[holder[2:]].sequence if holder[2:] in records else None
+            self._noted = noted
+
+        def applies(holder: Allocation) -> bool:
+            record = records.get(holder[2:])
+            return record is None or record.sequence == noted[holder] or not record.pending or holder[2:] in named
+
+        return frozenset(filter(applies, noted))

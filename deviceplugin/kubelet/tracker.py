@@ -2,7 +2,7 @@
 
 A scan reads the kubelet's checkpoint and the pods' cgroups. If a newer checkpoint might show that an allocation has
 ended, the scan calls PodResources `List`, which makes the kubelet drop ended pods (kubelet 1.36,
-devicemanager/manager.go). Then it makes the kubelet write its checkpoint (`CheckpointReader.written`).
+devicemanager/manager.go). Then it makes the kubelet write its checkpoint (`CheckpointReader`).
 """
 
 from __future__ import annotations
@@ -12,21 +12,20 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
-from deviceplugin import filewatch
-from deviceplugin.files import FileIdentity
-from deviceplugin.identity import Tokens, boot_id, numbers_of
-from deviceplugin.kubelet import checkpoint, containers, holders, pod_evidence
+from deviceplugin.identity import boot_id
+from deviceplugin.kubelet import holders, pod_evidence
 from deviceplugin.kubelet.allocation_copies import AllocationCopies
 from deviceplugin.kubelet.cgroups import PodProcesses, PodReader, read_directories
 from deviceplugin.kubelet.checkpoint import Allocation, CheckpointError, CheckpointVersion
+from deviceplugin.kubelet.checkpoint_reader import CheckpointReader, DeviceLists
+from deviceplugin.kubelet.containers import LostAllocations
 from deviceplugin.kubelet.foreign_plugin import KubeletRecord
-from deviceplugin.kubelet.granted import granted, nodes_missing, ours
+from deviceplugin.kubelet.granted import ours
 from deviceplugin.kubelet.holders import EvidenceSource, HolderEvidence, HolderSnapshot, UnrecordedEvidence, of_ids
 from deviceplugin.kubelet.paths import Paths
 from deviceplugin.kubelet.pod_names import PodNames
@@ -42,30 +41,15 @@ from deviceplugin.looks import LONG, Looks, LookTimeoutError
 from deviceplugin.register.question import Use, Wanted
 from deviceplugin.register.records import AllocationRecord, RecordKey
 from deviceplugin.register.register import Register
+from deviceplugin.tasks import SharedCall
 
 _LOG: Final = logging.getLogger(__name__)
 _EndedAndOthers = tuple[frozenset[Allocation], frozenset[Allocation]]
 
 CLOCK_STEP: Final = 1.0
 """Seconds by which a file's time may lag behind the clock."""
-REWRITE: Final = 1.0
-"""Seconds that the kubelet has to write its checkpoint after it was sent a list; some ms are usual."""
-NODE_LOOK: Final = 0.5
-"""Seconds that a look at device nodes may take that an answer of another plugin names."""
 GRANT_REWRITE: Final = 4.0
-"""The same while an Allocate waits for it, since a refusal fails a pod: a busy kubelet takes longer."""
-UNHINTED: Final = 0.2
-"""Seconds between two looks for it, should no event come: some file systems make none of what others write."""
-
-
-class DeviceLists(Protocol):
-    """The device lists that this process sends to the kubelet (`deviceplugin.node.agent.Agent`)."""
-
-    def resend(self) -> bool:
-        """Send the lists once more; return whether the kubelet receives the list of any resource."""
-
-    def adopted(self, resource: str) -> bool:
-        """Return whether a vendor's plugin answers Allocate for a resource."""
+"""Seconds that the kubelet has to write its checkpoint while an Allocate waits for it, since a refusal fails a pod."""
 
 
 class HolderTracker:
@@ -104,24 +88,22 @@ class HolderTracker:
         self._checkpoint = CheckpointReader(
             paths.plugins, lists, lambda: self._known | self.snapshot.held.keys(), self.looks
         )
-        self._reading = asyncio.Lock()
+        self._newest_read = SharedCall(self._read_newest)
         self.pod_resources: Final = PodResources(paths.pod_resources)
         self.in_flight = AllocationsInFlight()
         self._requests = RequestSchedule(scan_wanted)
         self._wants_claim_uses = claim_uses
         self._refused: dict[tuple[str, str], str] = {}
         """Why Allocates of ids whose holders' processes run were refused since the last scan."""
-        self._of: object = None
+        self._recorded: tuple[object, frozenset[Allocation]] = (None, frozenset())
+        """The register's records, and the allocations of their holders."""
         self._foreign: tuple[UnrecordedEvidence | None, tuple[Use, ...]] = (None, ())
-        self._allocations: frozenset[Allocation] = frozenset()
-        self._container_logs = paths.container_log_dir
+        self._lost = LostAllocations(self.pods, paths.container_log_dir)
         self._copies, self._scan_wanted = copies, scan_wanted
         self._copied: Mapping[Allocation, Wanted] = {}
         """What copies say of allocations that count as held."""
         self._unscanned: frozenset[Allocation] = frozenset()
         """Those that a copy has come to name since the last scan."""
-        self._noted: Mapping[Allocation, int | None] = {}
-        """Allocations that the kubelet had lost when their containers ended, and the sequence of their records then."""
         self._begun: frozenset[str] = frozenset()
         """UIDs of holders whose admission is over: they were known at the start, or were seen to run."""
         self._former: frozenset[str] = frozenset()
@@ -153,13 +135,15 @@ class HolderTracker:
     def _known(self) -> frozenset[Allocation]:
         """The allocations that the register knows, and those of other plugins as of the last scan."""
         records = self._register.snapshot.allocations
-        if self._of is not records:
+        of, allocations = self._recorded  # threads ask, too
+        if of is not records:
             held = set[Allocation]()
             for record in records.values():
                 for who in record.holders:
                     held.add(Allocation(*who, record.resource, record.device_id))
-            self._of, self._allocations = records, frozenset(held)
-        return self._allocations | self.snapshot.held.keys() | self._unscanned
+            allocations = frozenset(held)
+            self._recorded = records, allocations
+        return allocations | self.snapshot.held.keys() | self._unscanned
 
     def _possible_holders(self, seen: HolderEvidence) -> frozenset[Allocation]:
         """Return allocations, of no container, of pods that may be the unknown holders of grants.
@@ -231,7 +215,7 @@ class HolderTracker:
         """Return whether any of these ids may have a holder; quick."""
         with contextlib.suppress(CheckpointError):
             self._checkpoint.newest(nodes=True)  # the kubelet has just written it
-        named = self._checkpoint.last.allocations
+        named = self._checkpoint.known.last.allocations
         for holder in self._known | named:
             # A container whose allocations the kubelet has lost ends before this Allocate, if it is the one that asks.
             lost = holder.container and holder not in named
@@ -288,41 +272,22 @@ class HolderTracker:
             return []
 
     def _ended_containers(self, read: Sequence[CheckpointVersion], pods: PodProcesses) -> frozenset[Allocation]:
-        """Return the known allocations that none of these checkpoints names and whose containers have ended. Blocks.
-
-        A container of which it was noted stays without them until a checkpoint names it with them: it asks again before
-        it starts. While a grant of the id waits to be named, it may be the one that got it.
-        """
+        """Return the known allocations that none of these checkpoints names and whose containers have ended. Blocks."""
         if not read:
             return frozenset()
         named: frozenset[Allocation] = frozenset().union(*(version.allocations for version in read))
         lost = {holder for holder in self._known - named if holder.container and holder.pod_uid in (pods.running or ())}
-        records, names = self._register.snapshot.allocations, {holder[2:] for holder in named}
-        noted = {holder: sequence for holder, sequence in self._noted.items() if holder in lost}
-        over = containers.ended({holder[:2] for holder in lost - noted.keys()}, self.pods, self._container_logs)
-        for holder in lost - noted.keys():
-            if holder[:2] in over:
-                noted[holder] = records[holder[2:]].sequence if holder[2:] in records else None
-        self._noted = noted
-
-        def applies(holder: Allocation) -> bool:
-            record = records.get(holder[2:])
-            return record is None or record.sequence == noted[holder] or not record.pending or holder[2:] in names
-
-        return frozenset(filter(applies, noted))
+        return self._lost.ended(lost, {holder[2:] for holder in named}, self._register.snapshot.allocations)
 
     async def recorded(self, resource: str, served: Collection[str]) -> KubeletRecord | None:
         """Return the checkpoint's entries of a resource as of now; None if it cannot be read.
 
         served: the resources of this process, which ask at the same time: a new file is read once for all of them.
         """
-        async with self._reading:
-            now = None
-            with contextlib.suppress(CheckpointError, LookTimeoutError):
-                now = await self.looks.at("checkpoint", self._checkpoint.newest, brief=True)
+        now = await self._newest_read()
         if now is None or now.file is None:
             return None
-        grants = self._checkpoint.grants
+        grants = self._checkpoint.known.grants
         answered = (
             allocation for allocation in now.allocations if allocation.resource == resource and allocation in grants
         )
@@ -332,6 +297,11 @@ class HolderTracker:
             {name: ids for name, ids in now.registered.items() if name not in served},
             frozenset(allocation for allocation in answered if not ours(grants[allocation][1])),
         )
+
+    async def _read_newest(self) -> CheckpointVersion | None:
+        with contextlib.suppress(CheckpointError, LookTimeoutError):
+            return await self.looks.at("checkpoint", self._checkpoint.newest, brief=True)
+        return None
 
     async def reread(self) -> None:
         """Read the checkpoint and other agents' copies if they changed: they name allocations since the last scan."""
@@ -376,7 +346,7 @@ class HolderTracker:
 
     def granted(self, allocation: Allocation) -> Wanted | None:
         """Return what the answer to Allocate says of an allocation, as far as it is known."""
-        _, granted = self._checkpoint.grants.get(allocation) or ("", self._copied.get(allocation))
+        _, granted = self._checkpoint.known.grants.get(allocation) or ("", self._copied.get(allocation))
         return granted
 
     def foreign(self, observed: Collection[str]) -> tuple[Use, ...]:
@@ -385,7 +355,7 @@ class HolderTracker:
         observed: the resources whose allocations the register has compared with evidence. The same object until it
         changes.
         """
-        reader, records = self._checkpoint, self._register.snapshot.allocations
+        reader, records = self._checkpoint.known, self._register.snapshot.allocations
         held, named, unscanned = self.snapshot.held, reader.last.allocations, self._unscanned
         # Each grant makes other records; nothing is decided anew if they are not of these allocations.
         recorded: dict[RecordKey, AllocationRecord] = {}
@@ -499,102 +469,3 @@ class HolderTracker:
         # Of two pods of one name that run, one was deleted by force: a list that has the name does not tell which.
         counts = Counter(names.values())
         return frozenset(uid for uid, name in names.items() if name in report.pods and counts[name] == 1)
-
-
-class CheckpointReader:
-    """Reads the kubelet's checkpoint, makes the kubelet write it, and keeps the identities of granted devices.
-
-    A device list that is sent again makes the kubelet write the checkpoint (kubelet 1.36, devicemanager/manager.go).
-    known: returns the allocations that count as held; what their devices were is remembered. What is in the answers of
-    adopted resources says nothing, since control nodes recur in all of them.
-    """
-
-    def __init__(
-        self, directory: Path, lists: DeviceLists, known: Callable[[], Iterable[Allocation]], looks: Looks
-    ) -> None:
-        self.last = CheckpointVersion(frozenset(), {})
-        self.grants: Mapping[Allocation, tuple[str, Wanted]] = {}
-        """What the devices of allocations were, with the answer to Allocate that says so."""
-        self.missing_nodes: frozenset[Allocation] = frozenset()
-        """Allocations of an earlier boot of whose device nodes none was there; each reading looks for them."""
-        self._directory = directory
-        self._lists = lists
-        self._known = known
-        self._looks = looks
-        self._node_looks = Looks("device nodes in answers of other plugins", threads=2)
-
-    def _numbers(self, paths: Iterable[str]) -> Tokens:
-        """Return the numbers of device nodes; those that do not answer are looked at again at the next reading."""
-        try:
-            return self._node_looks.within(NODE_LOOK, "answer", numbers_of, paths)
-        except LookTimeoutError:
-            return frozenset()
-
-    def newest(self, *, nodes: bool = False) -> CheckpointVersion:
-        """Return what the file has now, without reading it if it has not changed. Blocks. Raises CheckpointError.
-
-        nodes: look again for device nodes that were missing.
-        """
-        last = self.last
-        if checkpoint.identity(self._directory) == last.file and not (nodes and self.missing_nodes):
-            return last
-        return self.read()
-
-    def read(self) -> CheckpointVersion:
-        """Read the file now. Blocks. Raises CheckpointError: it cannot be read."""
-        now = checkpoint.read(self._directory)
-        self.take([now])
-        return now
-
-    def take(self, checkpoints: Sequence[CheckpointVersion]) -> None:
-        """Keep the last of these checkpoints, and the identities of granted devices. May block for device nodes."""
-        kept = frozenset(self._known()).union(*(version.allocations for version in checkpoints))
-        grants = {allocation: grant for allocation, grant in self.grants.items() if allocation in kept}
-        answers = {allocation: response for file in checkpoints for allocation, response in file.responses.items()}
-        for allocation, response in answers.items():
-            if self._lists.adopted(allocation.resource):
-                grants.pop(allocation, None)
-            elif grants.get(allocation, ("",))[0] != response or allocation in self.missing_nodes:
-                grants[allocation] = response, granted(response, *allocation[2:], boot_id(), self._numbers)
-        self.missing_nodes = frozenset(
-            allocation
-            for allocation, (response, what) in grants.items()
-            if nodes_missing(response, allocation.resource, what, boot_id())
-        )
-        self.last, self.grants = checkpoints[-1], grants
-
-    async def written(self, patience: float | None = None) -> tuple[Sequence[CheckpointVersion], str]:
-        """Return current checkpoints, which the kubelet wrote at our request, or the reason why there are none.
-
-        patience: seconds that the kubelet has to write each, by default REWRITE.
-        """
-        written: list[CheckpointVersion] = []
-        last = await self._looks.at("checkpoint", checkpoint.identity, self._directory, brief=True)
-        while not holders.shows_present(written):
-            if not self._lists.resend():
-                return (), "the kubelet does not listen to this plugin, so it cannot be asked to write its checkpoint"
-            if (after := await self._rewritten(last, REWRITE if patience is None else patience)) is None:
-                return (), "the kubelet has not written its checkpoint since it was asked to"
-            written.append(after)
-            last = after.file
-        return written, ""
-
-    async def _rewritten(self, before: FileIdentity | None, patience: float) -> CheckpointVersion | None:
-        """Wait until the kubelet has replaced the checkpoint file; None if it does not in time."""
-        with filewatch.shared().watch([str(self._directory)]) as watch:
-            until = time.monotonic() + patience
-            while True:
-                if (after := await self._looks.at("checkpoint", self._newer, before)) is not None:
-                    return after
-                if (rest := until - time.monotonic()) <= 0:
-                    return None
-                await watch.wait(min(rest, UNHINTED), unwatched=filewatch.SOON)
-
-    def _newer(self, before: FileIdentity | None) -> CheckpointVersion | None:
-        """Return the checkpoint if it is another file than before, and can be read."""
-        if checkpoint.identity(self._directory) == before:
-            return None
-        with contextlib.suppress(CheckpointError):
-            after = checkpoint.read(self._directory)
-            return after if after.file != before else None
-        return None

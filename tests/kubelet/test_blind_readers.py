@@ -20,11 +20,11 @@ from deviceplugin.kubelet import pod_evidence
 from deviceplugin.kubelet.allocation_copies import AllocationCopies
 from deviceplugin.kubelet.cgroups import PodProcesses, PodReader
 from deviceplugin.kubelet.checkpoint import FILE_NAME, Allocation, CheckpointVersion
+from deviceplugin.kubelet.checkpoint_reader import CheckpointReader
 from deviceplugin.kubelet.claim_state import FILE_NAME as CLAIM_STATE
 from deviceplugin.kubelet.holders import EvidenceSource, HolderEvidence, holders, unknown
 from deviceplugin.kubelet.orphaned_claims import OrphanedClaims
 from deviceplugin.kubelet.podresources import PodResources
-from deviceplugin.kubelet.tracker import CheckpointReader
 from deviceplugin.looks import Looks
 from deviceplugin.register.copies import Copy, write
 from deviceplugin.testing import claim_state

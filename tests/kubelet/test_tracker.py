@@ -424,7 +424,7 @@ async def test_a_grant_waits_longer_for_the_checkpoint_than_a_scan(
     with grpc.insecure_channel(f"unix:{tracked.kubelet.pod_resources_socket}") as channel:
         # It makes the kubelet drop pods that have ended, as Allocate does.
         await asyncio.to_thread(PodResourcesListerStub(channel).List, podresources_pb2.ListPodResourcesRequest())
-    monkeypatch.setattr("deviceplugin.kubelet.tracker.REWRITE", 0.0)
+    monkeypatch.setattr("deviceplugin.kubelet.checkpoint_reader.REWRITE", 0.0)
     assert await tracked.tracker.still_held(R, pod.device_ids) == {}
 
 

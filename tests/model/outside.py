@@ -23,8 +23,8 @@ from deviceplugin import naming
 from deviceplugin.device import ContainerEdits, Device
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.checkpoint import Allocation, CheckpointError, CheckpointVersion
+from deviceplugin.kubelet.checkpoint_reader import CheckpointReader
 from deviceplugin.kubelet.podresources import PodResourcesReport
-from deviceplugin.kubelet.tracker import CheckpointReader
 from deviceplugin.testing import claim_state
 from deviceplugin.testing.claim_state import AnsweredDevice, DevicesOfClaim
 from dra_bridge.driver import Prepared
@@ -393,9 +393,10 @@ class Checkpoints(CheckpointReader):
 
     outside: Outside
 
-    def current(self) -> CheckpointVersion | None:
-        """Return what was read last if it is still there."""
-        return self.last if self.last is self.outside.checkpoint else None
+    def newest(self, *, nodes: bool = False) -> CheckpointVersion:
+        """Return what is there now."""
+        last = self.known.last
+        return last if last is self.outside.checkpoint else self.read()
 
     def read(self) -> CheckpointVersion:
         """Read the file now."""
@@ -404,7 +405,7 @@ class Checkpoints(CheckpointReader):
         self.take([self.outside.checkpoint])
         return self.outside.checkpoint
 
-    async def _rewritten(self, before: object, patience: float) -> CheckpointVersion | None:
+    async def _rewritten(self, watch: object, before: object, patience: float) -> CheckpointVersion | None:
         await self.outside.gate.passed()
         if not self.outside.prompt:
             return None
