@@ -421,6 +421,48 @@ def bridge() -> None:
             result("resident, dra-bridge run with a kubeconfig", agent.settled() / MB, "MB", 75)
 
 
+def growth() -> None:
+    """The agent with so many resources, and a driver for each: what it asks of the kubelet until all are served."""
+    before: tuple[int, int] | None = None
+    for count in (1, 16, 64):
+        names = [f"example.com/r{number}" for number in range(count)]
+        with FakeApiServer() as server, FakeNode(server, "n1") as node:
+            path, file = node.root / "config.yaml", written(node.root / "kubeconfig", server.url, {"token": "t"})
+            resources = [
+                {
+                    "name": name,
+                    "driver": f"r{number}.example.com",
+                    "devices": [{"simulated": {"count": 4}}],
+                    "dra": {"share": "50%"},
+                }
+                for number, name in enumerate(names)
+            ]
+            path.write_text(json.dumps({"resources": resources}))
+            options = ("--config", str(path), *ANY_CONFIG, "--kubelet-root", str(node.root), "--log-level", "error")
+            more = ("--kubeconfig", str(file), "--node-name", "n1", "--cdi-dir", str(node.cdi))
+            with process("-m", "dra_bridge", "run", *options, *more) as agent:
+                began = time.monotonic()
+                for name in names:
+                    node.wait_devices(name, 2, timeout=120)
+
+                def offered(server: FakeApiServer = server) -> int:
+                    return sum(len(body["spec"].get("devices") or ()) for body in server.objects("resourceslices"))
+
+                wait_for("slices", lambda count=count: offered() == 2 * count, 120)  # type: ignore[misc]
+                result(f"{count} resources: served on both sides", time.monotonic() - began, "s", 12)
+                calls = len(node.registrations) + sum(len(node.updates(name)) for name in names)
+                result(f"{count} resources: Register and lists", calls, "", None)
+                if before is not None:
+                    of, then = before
+                    times = (calls / then) / (count / of)
+                    result(f"{count} resources: these, a resource, against {of}", times, "", 1)
+                before = count, calls
+                resident, cpu, since = agent.settled(), agent.cpu, time.monotonic()
+                time.sleep(10 if QUICK else 20)
+                result(f"{count} resources: CPU at rest", 100 * (agent.cpu - cpu) / (time.monotonic() - since), "%", 1)
+                result(f"{count} resources: resident", resident / MB, "MB", 80)
+
+
 def flood() -> None:
     """What others notice of 100 clients without a token that send 300 requests for /status each, again and again."""
     seconds = 5 if QUICK else 20
@@ -518,6 +560,7 @@ PARTS: dict[str, Callable[[], None]] = {
     "client": client,
     "claims": claims,
     "bridge": bridge,
+    "growth": growth,
     "flood": flood,
     "hostile": hostile,
 }

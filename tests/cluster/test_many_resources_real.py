@@ -1,0 +1,64 @@
+"""A node with 64 resources of simulated devices and a driver for each, as plugins that make one of each device have."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from tests.cluster.bridge import Bridge
+from tests.cluster.node import DEVICE_PLUGINS, Cluster
+
+COUNT = 64
+RESOURCES = [f"example.com/many-{number:02d}" for number in range(COUNT)]
+ALARM = re.compile(r"another plugin (has|may have) registered this resource")
+REGISTERED = re.compile(r"^.*: registered (again )?as .*$", re.MULTILINE)
+
+
+def listed() -> list[int]:
+    """Return how many ids of each resource the kubelet counts as healthy."""
+    registered = json.loads((DEVICE_PLUGINS / "kubelet_internal_checkpoint").read_text())["Data"]["RegisteredDevices"]
+    return [len((registered or {}).get(resource) or ()) for resource in RESOURCES]
+
+
+def published(bridge: Bridge) -> dict[str, int]:
+    """Return how many devices the slices of each driver offer."""
+    offered = dict.fromkeys(bridge.drivers, 0)
+    for body in bridge.cluster.api.list("ResourceSlice", api_version=bridge.api_version):
+        if body["spec"]["driver"] in offered:
+            offered[body["spec"]["driver"]] += len(body["spec"].get("devices") or ())
+    return offered
+
+
+@pytest.mark.lengthy
+def test_all_are_served_on_both_sides(cluster: Cluster) -> None:
+    """Each registers once, and once after a restart of the kubelet: none takes its own list for another plugin's."""
+    resources = [
+        {
+            "name": resource,
+            "devices": [{"simulated": {"count": 4}}],
+            "driver": f"many-{number:02d}.example.com",
+            "dra": {"share": "50%"},
+        }
+        for number, resource in enumerate(RESOURCES)
+    ]
+    with Bridge.running(cluster, *resources) as bridge:
+        cluster.wait_for(lambda: listed() == [2] * COUNT, 120, "the kubelet counts two devices of each")
+        cluster.wait_for(lambda: set(published(bridge).values()) == {2}, 120, "the slices offer two devices of each")
+        last = bridge.claim("last", bridge.one(resource=RESOURCES[-1]))
+        pods = [
+            cluster.start_pod("by-limits", {RESOURCES[0]: 1, RESOURCES[-1]: 1}),
+            bridge.pod("by-claim", {"one": {"resourceClaimName": last["metadata"]["name"]}}),
+        ]
+        for pod in pods:
+            pod.wait_running()
+        assert len(REGISTERED.findall(bridge.log())) == COUNT
+        cluster.restart_kubelet(reported=True)
+        cluster.wait_for(
+            lambda: len(REGISTERED.findall(bridge.log())) == 2 * COUNT, 60, "each has registered once more"
+        )
+        cluster.wait_for(lambda: listed() == [2] * COUNT, 60, "the kubelet counts two devices of each again")
+        assert [pod.phase for pod in pods] == ["Running", "Running"]
+        assert not ALARM.search(bridge.log())
+        assert len(REGISTERED.findall(bridge.log())) == 2 * COUNT
