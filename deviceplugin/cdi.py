@@ -193,6 +193,14 @@ def own_directory(directory: str) -> str:
     return os.path.join(directory, "deviceplugin")
 
 
+def is_deleted(directory: str) -> bool:
+    """Return whether a directory was deleted while it is mounted here, so that nothing can be written. Blocks."""
+    try:
+        return looked_at.stat(directory).st_nlink == 0
+    except OSError:
+        return False
+
+
 class CdiStore:
     """The CDI files of one driver's claims. Thread-safe; blocks. Raises CdiError: the driver cannot be a CDI vendor."""
 
@@ -263,13 +271,6 @@ class CdiStore:
                 if UID.fullmatch(uid):
                     uids.add(uid)
         return frozenset(uids)
-
-    def deleted(self) -> bool:
-        """Return whether the directory was deleted while it is mounted here, so that nothing can be written."""
-        try:
-            return looked_at.stat(self.directory).st_nlink == 0
-        except OSError:
-            return False
 
     def device_names(self, uid: str) -> tuple[str, ...]:
         """Return the names of the CDI devices in a claim's file, none if it cannot be read."""

@@ -31,7 +31,7 @@ from deviceplugin.register.rules import Evidence
 from deviceplugin.testing.pods import FakePod
 from deviceplugin.testing.serving import serve
 from dra_bridge.driver import ClusterClaims, Driver, DriverNode, ServedResource
-from dra_bridge.driver.registrar import Registrar
+from dra_bridge.driver.registrar import DriverDirectories, Registrar
 from dra_bridge.kube import Cluster
 from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.rollout import fleet
@@ -166,7 +166,8 @@ async def plain_driver(scene: Scene, gpus: DemoGpus) -> None:
         try:
             async with asyncio.TaskGroup() as group:
                 root = scene.node.root
-                group.create_task(Registrar(driver, root / "plugins" / "plain", root / "plugins_registry").run())
+                directories = DriverDirectories(root / "plugins" / "plain", root / "plugins_registry")
+                group.create_task(Registrar(driver, directories).run())
                 group.create_task(publisher.run())
         finally:
             await driver.close()

@@ -33,9 +33,10 @@ import grpc.aio
 from deviceplugin import filewatch, looked_at
 from deviceplugin.addresses import remove_abandoned, socket_path
 from deviceplugin.backoff import Backoff
+from deviceplugin.directory_watch import DirectoryReader, reading
 from deviceplugin.files import FileIdentity, file_identity, leads_to, locked
 from deviceplugin.kubelet.foreign_plugin import LATE, Finding, ForeignPluginWatch, foreign_sockets
-from deviceplugin.kubelet.plugin_directory import KUBELET_SOCKET, DirectoryContents, DirectoryReader, PluginDirectory
+from deviceplugin.kubelet.plugin_directory import KUBELET_SOCKET, DirectoryContents, PluginDirectory
 from deviceplugin.kubelet.podresources import CHANNEL_OPTIONS, SERVER_OPTIONS, unix_address
 from deviceplugin.kubelet.servicer import Endpoint
 from deviceplugin.looks import Looks, LookTimeoutError
@@ -327,7 +328,7 @@ class PluginRegistration:
     async def run(self) -> None:
         """Serve and register until cancelled, then drain and remove the socket. Raises RegistrationError."""
         try:
-            with self._directory.reader() as watch:
+            with reading(self._directory) as watch:
                 self.wake = self.endpoint.wake = watch.wake
                 self.endpoint.streams.start(watch.wake)
                 await self._loop(watch)

@@ -89,6 +89,7 @@ class HolderTracker:
             paths.plugins, lists, lambda: self._known | self.snapshot.held.keys(), self.looks
         )
         self._newest_read = SharedCall(self._read_newest)
+        self._lists = SharedCall(self._list)
         self.pod_resources: Final = PodResources(paths.pod_resources)
         self.in_flight = AllocationsInFlight()
         self._requests = RequestSchedule(scan_wanted)
@@ -323,7 +324,7 @@ class HolderTracker:
     async def listed(self, running: Collection[str]) -> frozenset[str]:
         """Return which pods `List` names: the kubelet counts them as active. running: all pods whose processes run."""
         await self.in_flight.wait()
-        report = await self._list()
+        report = await self._lists()
         return frozenset() if report is None else await self._listed(report, running)
 
     def title(self, pod_uid: str) -> str:

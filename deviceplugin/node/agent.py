@@ -96,8 +96,8 @@ class Agent(RegisterHost):
         self._adopts = vendors is not None
         self._vendors = vendors = vendors or VendorPlugins(self.paths.plugins)  # with none that could register
         vendors.registered = self._vendor_registered
-        plugins = PluginDirectory(self.paths.plugins, (timing or RegistrationTiming()).poll)
-        context = ServiceContext(plugins, self.tracker, self.register, side, vendors, timing, scan_wanted)
+        self.plugin_directory: Final = PluginDirectory(self.paths.plugins, (timing or RegistrationTiming()).poll)
+        context = ServiceContext(self.plugin_directory, self.tracker, self.register, side, vendors, timing, scan_wanted)
         self._supervisor = Supervisor(services, context, self.fail)
         for source in sources:
             services[source.resource] = Service(source, context)

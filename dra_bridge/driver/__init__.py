@@ -11,6 +11,7 @@ from dra_bridge.driver.driver import DriverNode as DriverNode
 from dra_bridge.driver.host import DriverHost as DriverHost
 from dra_bridge.driver.host import RunningPods as RunningPods
 from dra_bridge.driver.records import Prepared as Prepared
+from dra_bridge.driver.registrar import DriverDirectories as DriverDirectories
 from dra_bridge.driver.registrar import Registrar as Registrar
 from dra_bridge.driver.served import ServedResource as ServedResource
 from dra_bridge.driver.statistics import ClaimStatistics as ClaimStatistics

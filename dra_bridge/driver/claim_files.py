@@ -23,6 +23,8 @@ from dra_bridge.driver.served import RequestDevices
 _LOG: Final = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
+REST: Final = 60.0
+"""Seconds after which it is looked whether there are claims, should no change of the register tell."""
 CHECK: Final = 1.0
 """Seconds between two checks for missing files.
 
@@ -177,20 +179,24 @@ class ClaimFiles:
     async def keep(self) -> None:
         """Write files again soon after they were removed, until cancelled.
 
-        Without its file a container cannot be restarted, and the kubelet prepares a claim only once. Returns when the
-        directory was deleted on the host while it is mounted here: this mount shows the deleted one ever after.
+        Without its file a container cannot be restarted, and the kubelet prepares a claim only once.
         """
-        backoff, deleted = Backoff(first=1.0, most=60.0), False
-        while not deleted:
+        backoff = Backoff(first=1.0, most=60.0)
+        while True:
+            changes = self._records.ledger.changes
+            count = changes.count
+            if not self._records.all():
+                await changes.after(count, REST)
+                continue
             try:
-                deleted, missing = await self.looks.at("claim file", lambda: (self._store.deleted(), self._missing()))
+                missing = await self.looks.at("claim file", self._missing)
                 errors = list(filter(None, await asyncio.gather(*map(self._restore, missing))))
             except LookTimeoutError as error:
                 errors = [str(error)]
-            if errors and not deleted:
+            if errors:
                 _LOG.warning("CDI files are missing: %s", errors[0], extra={"driver": self._driver})
                 await asyncio.sleep(backoff.next())
-            elif not deleted:
+            else:
                 backoff.reset()
                 await asyncio.sleep(CHECK)
 

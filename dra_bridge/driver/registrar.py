@@ -24,9 +24,10 @@ import asyncio
 import contextlib
 import functools
 import logging
+import math
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -35,7 +36,10 @@ import grpc.aio
 
 from deviceplugin import addresses, filewatch
 from deviceplugin.backoff import Backoff
+from deviceplugin.directory_watch import POLL, DirectoryReader, DirectoryWatch, reading
 from deviceplugin.files import FileIdentity, file_identity
+from deviceplugin.filewatch import AT_ONCE
+from deviceplugin.kubelet.plugin_directory import PluginDirectory, sockets_in
 from deviceplugin.kubelet.podresources import SERVER_OPTIONS, unix_address
 from deviceplugin.looks import Looks, LookTimeoutError
 from deviceplugin.tasks import Tasks
@@ -65,12 +69,10 @@ _MAX_MESSAGE: Final = 1000
 class RegistrarTiming:
     """Waits, in seconds.
 
-    check: between two checks of the sockets, should the file watch miss every change. patience: without an answer of
-    the kubelet before the sockets are made anew. drain: for calls in flight at the end. keep_alive: between two lists
-    of the devices' health (after 30 without one the kubelet forgets them).
+    patience: without an answer of the kubelet before the sockets are made anew. drain: for calls in flight at the end.
+    keep_alive: between two lists of the devices' health (after 30 without one the kubelet forgets them).
     """
 
-    check: float = 10.0
     patience: float = 60.0
     drain: float = 5.0
     keep_alive: float = 10.0
@@ -191,13 +193,13 @@ class _RegistrationService(RegistrationServicer):
     """What the kubelet asks at the registration socket. answered: called with (registered, error)."""
 
     info: pb.PluginInfo
-    answered: Callable[[bool, str], None]
+    answered: Callable[[bool, str], Awaitable[None]]
 
     async def GetInfo(self, request: object, context: object) -> pb.PluginInfo:  # noqa: N802  # the API's name
         return self.info
 
     async def NotifyRegistrationStatus(self, request: pb.RegistrationStatus, context: object) -> Any:  # noqa: N802
-        self.answered(request.plugin_registered, request.error)
+        await self.answered(request.plugin_registered, request.error)
         return pb.RegistrationStatusResponse()  # an error here would deregister the driver
 
 
@@ -209,46 +211,58 @@ class _Socket:
     server: grpc.aio.Server
     own: FileIdentity | None
 
-    def in_place(self) -> bool:
-        """Return whether the file is there and still this server's. Blocks."""
-        return self.own is not None and file_identity(self.path) == self.own
+    def is_in(self, sockets: Mapping[str, FileIdentity]) -> bool:
+        """Return whether the file is one of these sockets, and still this server's. sockets: by path."""
+        return self.own is not None and self.own == sockets.get(str(self.path))
 
     def remove(self) -> None:
         """Remove the file. Blocks."""
         with contextlib.suppress(OSError):
-            if self.in_place():
+            if self.own is not None and file_identity(self.path) == self.own:
                 self.path.unlink()
+
+
+class DriverDirectories(DirectoryWatch[Mapping[str, FileIdentity]]):
+    """The directories of the sockets of all drivers of this process, which are looked at once for all of them.
+
+    own: of the agent's sockets; registry: the kubelet's `plugins_registry`. Both are made where they are missing.
+    """
+
+    def __init__(self, own: Path, registry: Path, poll: float = POLL) -> None:
+        super().__init__(Looks(f"{registry} and {own}"), self._sockets, (registry, own), AT_ONCE, poll)
+        self.own: Final = own
+        self.registry: Final = registry
+
+    def _sockets(self) -> Mapping[str, FileIdentity]:
+        """Return the sockets there, by path. Blocks."""
+        there = (self.own, self.registry)
+        return {f"{place}/{name}": identity for place in there for name, identity in sockets_in(place).items()}
 
 
 class Registrar:
     """Serves one driver and keeps it registered.
 
-    directory: of the agent's sockets; registry: the kubelet's `plugins_registry`. Both are made where they are missing.
-    kubelet: a socket that each kubelet makes anew at its start, before it looks for drivers: kubelet.sock (kubelet.go,
+    kubelet: where each kubelet makes a new socket at its start, before it looks for drivers (kubelet.go,
     initializeRuntimeDependentModules, 1.36). changed: called when the registration came or went.
     """
 
     def __init__(
         self,
         driver: Driver,
-        directory: Path,
-        registry: Path,
+        directories: DriverDirectories,
         *,
-        kubelet: Path | None = None,
+        kubelet: PluginDirectory | None = None,
         timing: RegistrarTiming | None = None,
         changed: Callable[[], None] = lambda: None,
     ) -> None:
         self.driver = driver
         self.statistics = RegistrarStatistics()
-        self._directory = directory
-        self._registry = registry
+        self._directories = directories
+        self._directory, self._registry = directories.own, directories.registry
         self._kubelet = kubelet
-        self._kubelet_looks = Looks(str(kubelet), threads=1)
-        self._seen: FileIdentity | None = None
-        """The kubelet's socket as of the last look that has ended."""
         self._registered_by: FileIdentity | None = None
         """The socket of the kubelet that has registered the driver."""
-        self._looks = Looks(f"{registry} and {directory}")
+        self._looks = directories.looks
         self._timing = timing or RegistrarTiming()
         self._changed = changed
         self._backoff = Backoff(first=0.5, most=60.0)
@@ -264,16 +278,8 @@ class Registrar:
 
         A kubelet that ends does not say so, and the next one may not find the driver, or refuse it.
         """
-        return self.statistics.registered and self._registered_by == self._present
-
-    @property
-    def _present(self) -> FileIdentity | None:
-        if self._kubelet is not None:
-            self._kubelet_looks.brief("socket", self._see, self._kubelet)
-        return self._seen
-
-    def _see(self, kubelet: Path) -> None:
-        self._seen = file_identity(kubelet)
+        present = self._kubelet.kubelet if self._kubelet is not None else None
+        return self.statistics.registered and self._registered_by == present
 
     def follow(self) -> None:
         """Report the health of the resources that the driver serves now; call it when they are other ones."""
@@ -286,7 +292,7 @@ class Registrar:
         Raises ValueError: the registry's path leaves no room for a socket's name.
         """
         try:
-            with filewatch.shared().watch([str(self._registry), str(self._directory)]) as watch:
+            with reading(self._directories, *([self._kubelet] if self._kubelet is not None else ())) as watch:
                 while True:
                     try:
                         await self._serve(watch)
@@ -306,7 +312,7 @@ class Registrar:
         needs = "into a pod both are mounted by what `dra-bridge manifests` prints for this configuration"
         return f"cannot serve in {self._registry} and {self._directory}: {error}; {needs}"
 
-    async def _keep(self, watch: filewatch.Watch) -> None:
+    async def _keep(self, watch: DirectoryReader) -> None:
         """Wait until new sockets are needed: one was removed, or the kubelet refused the driver or does not answer."""
         made_at = time.monotonic()
         while await self._in_place():
@@ -314,14 +320,14 @@ class Registrar:
                 await self._pause()
                 if not self.statistics.registered:  # else the kubelet's own next try was sooner
                     return
-            wait = self._timing.check
+            wait = math.inf
             if self.statistics.registered and not self.registered:
                 # It looks for drivers at its start. If it does not take this one in time, it finds a new socket.
                 self.statistics.registered, made_at = False, time.monotonic()
                 self.statistics.error = "the kubelet was restarted, and has not registered the driver since"
                 self._changed()
             if not self.statistics.registered:
-                wait = min(wait, made_at + self._timing.patience - time.monotonic())
+                wait = made_at + self._timing.patience - time.monotonic()
                 if wait <= 0:
                     return
             await watch.wait(wait, unwatched=filewatch.AT_REST)
@@ -329,9 +335,9 @@ class Registrar:
 
     async def _in_place(self) -> bool:
         """Return whether the sockets are there, as far as their directories answer."""
-        bound = tuple(self._sockets)
         try:
-            return await self._looks.at("socket", lambda: all(one.in_place() for one in bound))
+            there = await self._directories.now()
+            return all(bound.is_in(there) for bound in self._sockets)
         except LookTimeoutError as error:
             _LOG.warning("cannot see whether the sockets are there: %s", error, extra={"driver": self.driver.name})
             return True
@@ -343,7 +349,7 @@ class Registrar:
         _LOG.error("%s; trying again in %.1f s", reason, delay, extra={"driver": self.driver.name})
         await asyncio.sleep(delay)
 
-    async def _serve(self, watch: filewatch.Watch) -> None:
+    async def _serve(self, watch: DirectoryReader) -> None:
         """Make both sockets, the service's first; their names are new."""
         name, instance = self.driver.name, os.urandom(4).hex()
         await self._looks.at("socket", self._sweep)
@@ -371,10 +377,13 @@ class Registrar:
             raise
         self._sockets.append(_Socket(path, server, identity))
 
-    def _answered(self, watch: filewatch.Watch, registered: bool, error: str) -> None:
+    async def _answered(self, watch: DirectoryReader, registered: bool, error: str) -> None:
         if registered:
             self._backoff.reset()
-            self.statistics.registered, self._registered_by = True, self._present
+            if self._kubelet is not None:
+                with contextlib.suppress(LookTimeoutError):
+                    self._registered_by = (await self._kubelet.now()).kubelet
+            self.statistics.registered = True
             self.statistics.registrations += 1
             self.statistics.error = ""
             _LOG.info("registered with the kubelet", extra={"driver": self.driver.name})

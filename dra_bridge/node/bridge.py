@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -10,23 +11,25 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Final
 
-from deviceplugin import claim_files
+from deviceplugin import cdi, claim_files
 from deviceplugin.adoption.plugins import VendorPlugins
-from deviceplugin.looks import Looks
+from deviceplugin.looks import Looks, LookTimeoutError
 from deviceplugin.node.agent import Agent, AgentError
 from deviceplugin.node.claim_side import ClaimSide
 from deviceplugin.node.service import Service
 from deviceplugin.register import copies, operations
 from deviceplugin.register.records import LedgerError
 from deviceplugin.source import DeviceSource
-from dra_bridge.driver import ClusterClaims, DriverNode
+from dra_bridge.driver import ClusterClaims, DriverDirectories, DriverNode
 from dra_bridge.driver.claim_devices import claim_of
+from dra_bridge.driver.claim_files import CHECK
 from dra_bridge.handover.allocatable import GRACE, AllocatableStatus
 from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.node.claim_lists import ClaimLists
 from dra_bridge.node.driver_runtime import DriverRuntime
 from dra_bridge.node.node_object import NodeStatusWriter, NodeWatch
 from dra_bridge.node.options import BridgeOptions
+from dra_bridge.node.pods_and_claims import PodsAndClaims
 from dra_bridge.node.resource import BridgeNode
 from dra_bridge.node.share import HandoverPolicy
 from dra_bridge.node.status import MAX_SURGE, BridgeStatus
@@ -86,8 +89,11 @@ class Bridge(ClaimSide):
             report=options.claim_status,
             cdi_looks=Looks(str(options.paths.cdi_dir), threads=1),
         )
-        parts = (self.agent, cluster, ClaimLists(cluster), self.publisher, self._watch, self._allocatable, writer)
-        self.node = BridgeNode(shared, *parts)
+        root = options.paths.kubelet_root
+        directories = DriverDirectories(root / "plugins" / options.agent_name, root / "plugins_registry")
+        pods = PodsAndClaims(self.agent.tracker, root)
+        parts = (self.agent, cluster, pods, ClaimLists(cluster), self.publisher, self._watch, self._allocatable, writer)
+        self.node = BridgeNode(shared, directories, *parts)
         self.agent.providers.append(BridgeStatus(self.node, self.drivers))
 
     @property
@@ -118,7 +124,8 @@ class Bridge(ClaimSide):
                 try:
                     if await self._opened():
                         drivers = [runtime.run() for runtime in self.drivers.values()]
-                        for work in (self.publisher.run(), self._watch.run(), self._end_with_ledger(), *drivers):
+                        ends = self._end_with_ledger(), self._end_with_cdi_directory()
+                        for work in (self.publisher.run(), self._watch.run(), *ends, *drivers):
                             self._tasks.append(group.create_task(work))
                         await self.agent.run()
                 finally:
@@ -252,6 +259,18 @@ class Bridge(ClaimSide):
         assert self._ledger is not None
         await self._ledger.lost.wait()
         self.agent.fail("the ledger was lost while it was in use")
+
+    async def _end_with_cdi_directory(self) -> None:
+        """End the agent once the directory of CDI specs was deleted: this mount shows the deleted one ever after."""
+        looks, directory = self.node.drivers.cdi_looks, self.node.drivers.cdi_directory
+        deleted = False
+        while not deleted:
+            await asyncio.sleep(CHECK)
+            with contextlib.suppress(LookTimeoutError):  # then it is unknown
+                deleted = await looks.at("claim file", cdi.is_deleted, directory)
+        what = f"{directory} was deleted on the host while it is mounted here"
+        _LOG.error("%s, no claim can be prepared; the agent ends, so that its next container mounts a new one", what)
+        self.agent.stop()
 
     async def _open_ledger(self) -> AsyncLedger:
         """Open the ledger, as soon as no other agent has it any more."""

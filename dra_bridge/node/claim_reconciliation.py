@@ -10,17 +10,16 @@ import random
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Final
 
 from deviceplugin.backoff import Backoff
-from deviceplugin.kubelet import claim_state
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.claim_state import ClaimStateError, PreparedClaim
 from deviceplugin.kubelet.tracker import HolderTracker
 from deviceplugin.register import operations
 from deviceplugin.register.records import LedgerError
 from deviceplugin.register.waits import PROMPT
+from deviceplugin.tasks import SharedCall
 from dra_bridge.driver import ClaimRef, Driver, RunningPods
 from dra_bridge.driver.claim_files import ClaimFiles
 from dra_bridge.driver.records import is_over
@@ -28,12 +27,16 @@ from dra_bridge.kube import ClusterError, ListedClaim
 from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.node.claim_lists import ClaimLists
 from dra_bridge.node.device_reconciliation import sources_of
+from dra_bridge.node.pods_and_claims import PodsAndClaims
 from dra_bridge.node.resource import ResourceRuntime
 
 _LOG: Final = logging.getLogger(__name__)
 
 RECONCILE: Final = 20.0
 """Seconds between two checks whether prepared claims are over; the API server is asked only of those that seem so."""
+
+_PHASE: Final = random.uniform(0.0, RECONCILE)  # noqa: S311  # no secret
+"""When the checks of this process are due, after a multiple of RECONCILE: those of all drivers share what they read."""
 
 NOTICE: Final = 1.0
 """Seconds after which it is noticed that a claim holds devices only until the processes of its pods have ended."""
@@ -43,20 +46,22 @@ NOTICE: Final = 1.0
 class ClaimPods:
     """Records in a ledger which pods use the claims of one driver, before the kubelet forgets it.
 
-    tracker: sees the pods' processes, and asks the kubelet for its active pods. kubelet_root: where the kubelet's
-    claim state lies. files: have a claim described anew after the ledger got to know more of it. recorded: UIDs of
-    running pods of which the ledger has all claims of this driver. last: the last answer of `running`. _next: the
-    reading that has not begun yet; all calls until then share it.
+    tracker: sees the pods' processes, and asks the kubelet for its active pods. node: see `PodsAndClaims`. files: have
+    a claim described anew after the ledger got to know more of it. recorded: UIDs of running pods of which the ledger
+    has all claims of this driver. last: the last answer of `running`.
     """
 
     driver: str
     ledger: AsyncLedger
     tracker: HolderTracker
-    kubelet_root: Path
+    node: PodsAndClaims
     files: ClaimFiles
     recorded: frozenset[str] = frozenset()
     last: RunningPods = field(default_factory=RunningPods)
-    _next: asyncio.Task[RunningPods] | None = None
+    _running: SharedCall[RunningPods] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._running = SharedCall(self._read)
 
     async def running(self) -> RunningPods:
         """Record in the ledger which pods use which claims; return the pods whose processes run.
@@ -70,16 +75,12 @@ class ClaimPods:
         Raises ClaimStateError: the kubelet's claim state cannot be read; LedgerError: the pods cannot be recorded;
         OSError: cgroups were visible before, and cannot be read now.
         """
-        if self._next is None:
-            self._next = asyncio.create_task(self._running())
-        return await asyncio.shield(self._next)
+        return await self._running()
 
-    async def _running(self) -> RunningPods:
-        self._next = None
+    async def _read(self) -> RunningPods:
         tracker = self.tracker
-        running, prepared = await tracker.looks.at(
-            "claim state", lambda: (tracker.pods.running(), self._claim_state()), brief=True
-        )
+        running, claims = await self.node.read()
+        prepared = self._mine(claims)
         await self._record(prepared)
         if running - self.recorded:
             recorded = self.ledger.snapshot.claims
@@ -97,12 +98,12 @@ class ClaimPods:
 
         Return this driver's claims in the kubelet's claim state.
         """
-        mine = await self.tracker.looks.at("claim state", self._claim_state)
+        mine = self._mine((await self.node.read())[1])
         await self._record(mine)
         return mine
 
-    def _claim_state(self) -> list[PreparedClaim]:
-        return [claim for claim in claim_state.read(self.kubelet_root) if self.driver in claim.devices]
+    def _mine(self, claims: Sequence[PreparedClaim]) -> list[PreparedClaim]:
+        return [claim for claim in claims if self.driver in claim.devices]
 
     async def _record(self, claims: Sequence[PreparedClaim]) -> None:
         for claim in claims:
@@ -149,9 +150,14 @@ class ClaimChecks:
 
         Meanwhile pods that begin to run with a claim are recorded: no Unprepare has to ask the kubelet for them.
         """
-        until = time.monotonic() + RECONCILE * random.uniform(0.8, 1.2)  # noqa: S311  # jitter
+        begun = time.monotonic() - _PHASE
+        until = _PHASE + (begun // RECONCILE + 1) * RECONCILE
+        changes = self.driver.records.ledger.changes
         while (rest := until - time.monotonic()) > 0:
-            claims, waits = self.driver.records.all(), self.driver.waits.devices
+            count, claims, waits = changes.count, self.driver.records.all(), self.driver.waits.devices
+            if not claims:
+                await changes.after(count, rest)
+                continue
             awaited = any(not claim.held.isdisjoint(waits) for claim in claims)
             if any(claim.result is None for claim in claims):
                 await asyncio.sleep(min(rest, PROMPT if awaited else ending.next()))

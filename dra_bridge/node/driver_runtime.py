@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Final
 
 from deviceplugin.backoff import Backoff
-from deviceplugin.kubelet.plugin_directory import KUBELET_SOCKET
 from deviceplugin.kubelet.servicer import Endpoint
 from deviceplugin.node.service import Service
 from deviceplugin.register import operations
@@ -60,14 +59,14 @@ class DriverRuntime(DriverHost):
         self._alarmed: dict[ForeignKind, float] = {}
         self._node = node
         self._register = register = node.agent.register
-        tracker, root = node.agent.tracker, node.agent.paths.kubelet_root
+        tracker = node.agent.tracker
         share = DriverShare(name, async_ledger, self._tasks)
         self.context = context = DriverContext(name, node, async_ledger, share)
         self.resources = context.resources
         self.driver = Driver(name, node.drivers, host=self)
-        pods = ClaimPods(name, async_ledger, tracker, root, self.driver.files)
-        registry, kubelet = root / "plugins_registry", node.agent.paths.plugins / KUBELET_SOCKET
-        self.registrar = Registrar(self.driver, node.directory, registry, kubelet=kubelet, changed=self.publish)
+        pods = ClaimPods(name, async_ledger, tracker, node.pods_and_claims, self.driver.files)
+        kubelet = node.agent.plugin_directory
+        self.registrar = Registrar(self.driver, node.directories, kubelet=kubelet, changed=self.publish)
         self.feed = SliceFeed(context, self.registrar)
         register.subscribe(self.publish)
         self.claims = ClaimChecks(self.driver, pods, tracker, node.claims)
@@ -190,7 +189,7 @@ class DriverRuntime(DriverHost):
                 group.create_task(self.claims.run(self.resources))
                 group.create_task(self.feed.run())
                 group.create_task(self.feed.follow_accepted())
-                group.create_task(self._keep_files())
+                group.create_task(self.driver.files.keep())
                 for runtime in self.resources.values():
                     self._start(runtime)
                 try:
@@ -208,12 +207,6 @@ class DriverRuntime(DriverHost):
         if self._registering is not None:
             self._registering.cancel()
             await asyncio.wait({self._registering})
-
-    async def _keep_files(self) -> None:
-        await self.driver.files.keep()
-        what = f"{self._node.drivers.cdi_directory} was deleted on the host while it is mounted here"
-        _LOG.error("%s, no claim can be prepared; the agent ends, so that its next container mounts a new one", what)
-        self._node.agent.stop()
 
     def _start(self, runtime: ResourceRuntime) -> None:
         if self._group is not None and runtime.task is None:

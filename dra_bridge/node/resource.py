@@ -16,13 +16,14 @@ from deviceplugin.exclusion import DeviceKey
 from deviceplugin.inventory import InventorySnapshot
 from deviceplugin.node.agent import Agent
 from deviceplugin.node.service import Service
-from dra_bridge.driver import DriverNode
+from dra_bridge.driver import DriverDirectories, DriverNode
 from dra_bridge.handover.allocatable import AllocatableStatus
 from dra_bridge.handover.moves import Handover
 from dra_bridge.kube import NODES, Cluster, ClusterError, WatchState
 from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.node.claim_lists import ClaimLists
 from dra_bridge.node.node_object import NodeStatusWriter, NodeWatch
+from dra_bridge.node.pods_and_claims import PodsAndClaims
 from dra_bridge.node.share import DriverShare, HandoverPolicy
 from dra_bridge.slices.publisher import Publisher
 
@@ -116,8 +117,10 @@ class BridgeNode:
     """What the runtimes of a node's drivers share."""
 
     drivers: DriverNode
+    directories: DriverDirectories
     agent: Agent
     cluster: Cluster
+    pods_and_claims: PodsAndClaims
     claims: ClaimLists
     publisher: Publisher
     watch: NodeWatch
@@ -132,7 +135,7 @@ class BridgeNode:
     @property
     def directory(self) -> Path:
         """The agent's own directory among the kubelet's plugins, with the ledger and the sockets of all drivers."""
-        return self.agent.paths.kubelet_root / "plugins" / self.drivers.agent
+        return self.directories.own
 
     @property
     def watches(self) -> Mapping[str, WatchState]:

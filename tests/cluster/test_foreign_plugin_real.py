@@ -148,6 +148,7 @@ def test_what_it_gave_while_no_agent_ran(scene: Scene, side: str) -> None:
     scene.running(holder)
     (path,) = [path for path in (locks.NODES / "a").iterdir() if locks.key_of(path) == scene.key(holder)]
     scene.agents.kill()
+    cluster.wait_allocatable(named("a"), 0)  # a kubelet that notices the end later drops the other's registration
     with other_plugin("theirs-0", "theirs-1", nodes=(path,)) as plugin:  # the scheduler counts our pod, too
         cluster.wait_allocatable(named("a"), 2)
         taker = Pod(cluster, cluster.api.create(locks.pod("theirs", sleeper())))

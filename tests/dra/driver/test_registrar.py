@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import shutil
 import socket
@@ -20,13 +21,15 @@ from deviceplugin import filewatch
 from deviceplugin.addresses import socket_path
 from deviceplugin.backoff import Backoff
 from deviceplugin.device import ContainerEdits, Device, Health
+from deviceplugin.directory_watch import DirectoryReader
 from deviceplugin.inventory import Inventory
+from deviceplugin.kubelet.plugin_directory import PluginDirectory
 from deviceplugin.register.records import Side
 from deviceplugin.register.register import Register
 from deviceplugin.source import DeviceSource
 from dra_bridge.driver import ClaimRef, ClusterClaims, Driver, DriverNode, ServedResource
 from dra_bridge.driver import registrar as registrar_module
-from dra_bridge.driver.registrar import Registrar, RegistrarTiming, health_list
+from dra_bridge.driver.registrar import DriverDirectories, Registrar, RegistrarTiming, health_list
 from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.testing.kubelet import HEALTH_SERVICES, FakeDraKubelet, FakeDraPod, PodError
 from tests.dra.agents import until
@@ -36,7 +39,7 @@ D = "fpga.example.com"
 R = "example.com/fpga"
 NODE = "node-1"
 AGENT = "agent"
-QUICK = RegistrarTiming(check=0.2, patience=30.0, drain=0.5, keep_alive=10.0)
+QUICK = RegistrarTiming(patience=30.0, drain=0.5, keep_alive=10.0)
 _T = TypeVar("_T")
 
 
@@ -117,11 +120,11 @@ class Running:
     """A registrar at work until the block ends."""
 
     def __init__(
-        self, driver: Driver, root: Path, timing: RegistrarTiming = QUICK, kubelet: Path | None = None
+        self, driver: Driver, root: Path, timing: RegistrarTiming = QUICK, kubelet: PluginDirectory | None = None
     ) -> None:
         self.word = asyncio.Condition()
-        directories = (root / "plugins" / AGENT, root / "plugins_registry")
-        self.registrar = Registrar(driver, *directories, kubelet=kubelet, timing=timing)
+        directories = DriverDirectories(root / "plugins" / AGENT, root / "plugins_registry", poll=0.2)
+        self.registrar = Registrar(driver, directories, kubelet=kubelet, timing=timing)
         self.task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Registrar:
@@ -204,15 +207,14 @@ async def test_a_kubelet_that_was_restarted_has_not_registered_the_driver(
     """What the kubelet before has registered does not count; new sockets are made if the next one does not come."""
     own = root / "kubelet.sock"
     own.touch()
-    quick = RegistrarTiming(check=0.05, patience=0.3, drain=0.2)
-    async with Running(driver, root, quick, own) as registrar:
+    quick = RegistrarTiming(patience=0.3, drain=0.2)
+    async with Running(driver, root, quick, PluginDirectory(root)) as registrar:
         (first,) = await aside(kubelet.wait_registered, D)
-        seen = [registrar.registered]
+        await aside(kubelet.wait_for, lambda: registrar.registered)
         await aside(kubelet.stop)
         own.unlink()
-        seen.append(registrar.registered)
+        await aside(kubelet.wait_for, lambda: not registrar.registered)
         own.touch()
-        assert [*seen, registrar.registered] == [True, False, False]
         await aside(kubelet.wait_for, lambda: "was restarted" in registrar.statistics.error)
         await aside(kubelet.wait_for, lambda: not os.path.exists(first.endpoint))
         await aside(kubelet.start)
@@ -373,24 +375,21 @@ async def test_a_kubelet_that_goes_on_refusing_is_asked_ever_more_rarely(
     assert all(later - before >= 0.2 for before, later in pairwise(made))
 
 
-async def test_sockets_of_a_registered_driver_are_checked_rarely(
+async def test_sockets_of_a_registered_driver_are_looked_at_when_they_change(
     driver: Driver, root: Path, kubelet: FakeDraKubelet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once the kubelet has answered, its patience is no reason to look again."""
-    waits: asyncio.Queue[float] = asyncio.Queue()
-    wait = filewatch.Watch.wait
+    waits: list[float] = []
+    wait = DirectoryReader.wait
 
-    async def note(watch: filewatch.Watch, timeout: float, **unwatched: float) -> bool:
-        waits.put_nowait(timeout)
-        return await wait(watch, timeout, **unwatched)
+    async def note(reader: DirectoryReader, timeout: float = math.inf, unwatched: float = math.inf) -> bool:
+        waits.append(timeout)
+        return await wait(reader, timeout, unwatched)
 
-    monkeypatch.setattr(filewatch.Watch, "wait", note)
-    timing = replace(QUICK, check=0.2, patience=0.5)
-    async with Running(driver, root, timing), asyncio.timeout(60):
+    monkeypatch.setattr(DirectoryReader, "wait", note)
+    async with Running(driver, root, replace(QUICK, patience=0.5)), asyncio.timeout(60):
         await aside(kubelet.wait_registered, D)
-        while not waits.empty():
-            waits.get_nowait()
-        assert {await waits.get() for _ in range(6)} == {timing.check}
+        await aside(kubelet.wait_for, lambda: waits[-1] == math.inf)
 
 
 async def test_a_registry_that_cannot_be_written_is_said_and_waited_for(

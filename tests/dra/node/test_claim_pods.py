@@ -17,6 +17,7 @@ from deviceplugin.testing import claim_state as written
 from dra_bridge.driver.claim_files import ClaimFiles
 from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.node.claim_reconciliation import ClaimPods
+from dra_bridge.node.pods_and_claims import PodsAndClaims
 from tests.dra.ledger.samples import D
 
 
@@ -51,7 +52,8 @@ async def test_calls_at_once_share_a_reading_that_begins_after_them(tmp_path: Pa
     (tmp_path / claim_state.FILE_NAME).write_bytes(written.to_json([]))
     tracker = Tracker()
     async_ledger = await AsyncLedger.open(str(tmp_path / "register.db"))
-    pods = ClaimPods(D, async_ledger, cast(HolderTracker, tracker), tmp_path, cast(ClaimFiles, Files()))
+    seen = cast(HolderTracker, tracker)
+    pods = ClaimPods(D, async_ledger, seen, PodsAndClaims(seen, tmp_path), cast(ClaimFiles, Files()))
     async with asyncio.timeout(60):
         first = [asyncio.create_task(pods.running()) for _ in range(4)]
         await tracker.listing.wait()
@@ -73,7 +75,8 @@ async def test_pods_of_claims_that_the_ledger_lacks_may_use_any_claim(tmp_path: 
     tracker = Tracker()
     tracker.let.set()
     async_ledger = await AsyncLedger.open(str(tmp_path / "ledger.db"))
-    pods = ClaimPods(D, async_ledger, cast(HolderTracker, tracker), tmp_path, cast(ClaimFiles, Files()))
+    seen = cast(HolderTracker, tracker)
+    pods = ClaimPods(D, async_ledger, seen, PodsAndClaims(seen, tmp_path), cast(ClaimFiles, Files()))
     assert (await pods.running()).unlisted.keys() == {"pod"}
     await async_ledger.do(operations.adopt_claims([Claim(D, "1", "default", "c", (), None, 0.0)]))
     assert not (await pods.running()).unlisted

@@ -1,0 +1,132 @@
+"""Looks at directories once for all who want to know what is in them, and wakes them when that has changed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final, Generic, TypeVar
+
+from deviceplugin import filewatch
+from deviceplugin.filewatch import Gather
+from deviceplugin.looks import Looks, LookTimeoutError
+from deviceplugin.tasks import SharedCall
+
+_T = TypeVar("_T")
+
+POLL: Final = 10.0
+"""Seconds between two looks, should every hint be lost."""
+
+
+class DirectoryReader:
+    """Waits for changes of directories. unwatched: see `wait`."""
+
+    def __init__(self, directories: tuple[DirectoryWatch[Any], ...]) -> None:
+        self.unwatched = math.inf
+        self._directories = directories
+        self._changed = asyncio.Event()
+        self._watcher = filewatch.shared()
+
+    def wake(self) -> None:
+        """Have the present or the next wait end; from any thread."""
+        self._watcher.call(self._changed.set)
+
+    def changed(self) -> None:
+        """Have the present or the next wait end; in the loop."""
+        self._changed.set()
+
+    async def wait(self, timeout: float = math.inf, unwatched: float = math.inf) -> bool:
+        """Wait until something has changed or `wake` is called; return False if neither was in `timeout` seconds.
+
+        unwatched: seconds between two looks at the directories where there are no events of them.
+        """
+        self.unwatched = unwatched
+        for directory in self._directories:
+            directory.hurry(unwatched)
+        changed = True
+        try:
+            async with asyncio.timeout(None if timeout == math.inf else timeout):
+                await self._changed.wait()
+        except TimeoutError:
+            changed = False
+        self._changed.clear()
+        return changed
+
+
+class DirectoryWatch(Generic[_T]):
+    """Some directories of which a function, which blocks, tells what is in them. They are watched while they are read.
+
+    contents: the function; what it returns can be compared. gather: which hints may come later. poll: see `POLL`.
+    """
+
+    def __init__(
+        self, looks: Looks, contents: Callable[[], _T], paths: tuple[Path, ...], gather: Gather, poll: float = POLL
+    ) -> None:
+        self.looks: Final = looks
+        self.latest: _T | None = None
+        """What was there at the last look; None before it."""
+        self._contents = contents
+        self._paths = [str(path) for path in paths]
+        self._gather = gather
+        self._poll = poll
+        self._call = SharedCall(self._look)
+        self._readers: set[DirectoryReader] = set()
+        self._keeping: asyncio.Task[None] | None = None
+        self._watch: filewatch.Watch | None = None
+        self._unwatched = math.inf
+        """The seconds of the present wait where there are no events."""
+
+    async def now(self) -> _T:
+        """Look at it now; one look serves all calls that come before it begins. Raises LookTimeoutError."""
+        return await self._call()
+
+    async def _look(self) -> _T:
+        self.latest = latest = await self.looks.at("socket", self._contents, brief=True)
+        return latest
+
+    def add(self, reader: DirectoryReader) -> None:
+        """Wake a reader after each change."""
+        self._readers.add(reader)
+        if self._keeping is None:
+            self._keeping = asyncio.create_task(self._keep(), name=f"watch {', '.join(self._paths)}")
+
+    def remove(self, reader: DirectoryReader) -> None:
+        """Wake a reader no more."""
+        self._readers.discard(reader)
+        if not self._readers and self._keeping is not None:
+            self._keeping.cancel()
+            self._keeping = None
+
+    def hurry(self, unwatched: float) -> None:
+        """Have the directories looked at so often where there are no events."""
+        if unwatched < self._unwatched and self._watch is not None:
+            self._watch.wake()
+
+    async def _keep(self) -> None:
+        """Wake the readers after each change, until cancelled."""
+        shown: _T | None = None
+        with filewatch.shared().watch(self._paths, gather=self._gather) as self._watch:
+            while True:
+                with contextlib.suppress(LookTimeoutError):  # the readers find out themselves
+                    now = await self.now()
+                    if now != shown:
+                        shown = now
+                        for reader in self._readers:
+                            reader.changed()
+                self._unwatched = min((reader.unwatched for reader in self._readers), default=math.inf)
+                await self._watch.wait(self._poll, unwatched=self._unwatched)
+
+
+@contextlib.contextmanager
+def reading(*directories: DirectoryWatch[Any]) -> Iterator[DirectoryReader]:
+    """Give a new reader of directories, until the block ends."""
+    reader = DirectoryReader(directories)
+    for directory in directories:
+        directory.add(reader)
+    try:
+        yield reader
+    finally:
+        for directory in directories:
+            directory.remove(reader)
