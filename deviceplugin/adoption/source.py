@@ -274,7 +274,7 @@ class AdoptedEndpoint(Endpoint):
         return plugin
 
     async def _prefer(self, request: bytes, context: Any) -> bytes:
-        with self._allocations.busy(self._allocations.AFTER_PREFERENCE):
+        with self._calls.busy(0.0), self._allocations.busy(self._allocations.AFTER_PREFERENCE):
             return await self._pass("GetPreferredAllocation", request, context)
 
     async def _pre_start(self, request: bytes, context: Any) -> bytes:

@@ -171,7 +171,7 @@ class Endpoint(DevicePluginServicer):
         """Read the ids that the kubelet counts as healthy, before Register is called."""
 
     async def calls_ended(self, timeout: float) -> bool:
-        """Wait until no Allocate or PreStartContainer is in flight; return whether that was within `timeout` seconds.
+        """Wait until none of the kubelet's calls about pods is in flight; return whether that was in `timeout` seconds.
 
         When the stream ends the kubelet closes their connection (kubelet 1.36.3, devicemanager).
         """
@@ -270,7 +270,7 @@ class Endpoint(DevicePluginServicer):
         """Answer which devices a container should get. Never fails: an error here fails every pod of the node."""
         began = time.perf_counter()
         response = pb.PreferredAllocationResponse()
-        with self._allocations.busy(AllocationsInFlight.AFTER_PREFERENCE):
+        with self._calls.busy(0.0), self._allocations.busy(AllocationsInFlight.AFTER_PREFERENCE):
             for container in request.container_requests:
                 available, must_include = list(container.available_deviceIDs), list(container.must_include_deviceIDs)
                 chosen = await self._preferred(available, must_include, container.allocation_size)
