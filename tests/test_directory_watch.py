@@ -49,7 +49,7 @@ async def test_readers_are_woken_when_something_has_changed(tmp_path: Path) -> N
             assert not any(wait.done() for wait in waits)
             (tmp_path / "a").touch()
             assert all(await asyncio.gather(*waits))
-            assert names.latest == {"a"}
+            assert names.latest == frozenset({"a"})
 
 
 async def test_a_reader_is_woken_by_hand_and_by_its_deadline(tmp_path: Path) -> None:

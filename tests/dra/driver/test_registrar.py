@@ -363,7 +363,7 @@ async def test_a_kubelet_that_goes_on_refusing_is_asked_ever_more_rarely(
     made: list[float] = []
     serve = running.registrar._serve
 
-    async def note(watch: filewatch.Watch) -> None:
+    async def note(watch: DirectoryReader) -> None:
         made.append(time.monotonic())
         await serve(watch)
 
