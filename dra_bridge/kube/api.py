@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import urllib.parse
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
@@ -35,15 +34,6 @@ DAEMON_SETS: Final = Kind("apps", "v1", "daemonsets", "DaemonSet")
 RESOURCE_SLICES: Final = Kind(GROUP, "", "resourceslices", "ResourceSlice")
 DEVICE_CLASSES: Final = Kind(GROUP, "", "deviceclasses", "DeviceClass")
 RESOURCE_CLAIMS: Final = Kind(GROUP, "", "resourceclaims", "ResourceClaim")
-
-
-def path_of(kind: Kind, version: str, name: str = "", namespace: str = "", subresource: str = "") -> str:
-    """Return the path of one object, or of all of a kind if `name` is empty."""
-    parts = ["apis", kind.group, version] if kind.group else ["api", version]
-    if namespace:
-        parts += ["namespaces", namespace]
-    parts += [kind.plural, name, subresource]
-    return "/" + "/".join(urllib.parse.quote(part, safe="") for part in parts if part)
 
 
 def is_older(body: Object, than: Object) -> bool:

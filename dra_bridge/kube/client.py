@@ -255,7 +255,7 @@ class Cluster:
         Raises ApiError, with code and message of the API server or of the pod.
         """
         pod = f"{'https:' if tls else ''}{name}:{port}"
-        return await self._connection.fetch(api.path_of(api.PODS, "v1", pod, namespace, "proxy") + path, timeout)
+        return await self._connection.fetch(path_of(api.PODS, "v1", pod, namespace, "proxy") + path, timeout)
 
     async def event(self, kind: Kind, metadata: Mapping[str, str], reason: str, message: str, node: str) -> None:
         """Write a warning Event, which `kubectl describe` shows; `message` is cut at 1024 bytes.
@@ -320,7 +320,7 @@ class Cluster:
                     "resourceVersion": position,
                     "timeoutSeconds": str(max(1, round(seconds))),
                 }
-                target = f"{api.path_of(kind, version)}?{urllib.parse.urlencode(parameters)}"
+                target = f"{path_of(kind, version)}?{urllib.parse.urlencode(parameters)}"
                 async with self._connection.stream(target) as lines:
                     opened, lost = time.monotonic(), False
                     state.opened()
@@ -372,15 +372,20 @@ class Cluster:
         body: object = None,
         subresource: str = "",
     ) -> Object:
+        """Return the object that a request is answered with. Raises UnavailableError if it is another."""
         asked = _Asked(method, kind, name, namespace, parameters, body, subresource)
         answer = await self._exchange(asked, forms.JSON)
-        _check(answer, method, kind, name)
+        if method == "DELETE" and answer.get("kind") == "Status" and answer.get("status") == "Success":
+            return answer
+        metadata = answer.get("metadata")
+        if not isinstance(metadata, dict) or answer.get("kind") != kind.kind or (name and metadata.get("name") != name):
+            raise UnavailableError(f"{method} {kind.plural} {name}: the answer is not the requested object")
         return answer
 
     async def _exchange(self, asked: _Asked, form: Form[T], most: int | None = None) -> T:
         method, kind, name, namespace, parameters, body, subresource = asked
         for again in (True, False):
-            version = kind.version or await self.version()
+            version = kind.version or self._discovery.chosen or await self._discovery.version()
             if method in ("POST", "PUT") and isinstance(body, dict):
                 api_version = kind.api_version(version)
                 if body.setdefault("apiVersion", api_version) != api_version:
@@ -388,7 +393,7 @@ class Cluster:
                         f"the object is in {body['apiVersion']}, the server uses {api_version}"
                     )
                 body.setdefault("kind", kind.kind)
-            path = api.path_of(kind, version, name, namespace, subresource)
+            path = path_of(kind, version, name, namespace, subresource)
             try:
                 return await self._connection.exchange(
                     ApiRequest(method, path, parameters, body, kind, name), form, most
@@ -398,6 +403,18 @@ class Cluster:
                     raise
                 self._discovery.forget()  # perhaps the version is not served: the server is another one now
         raise AssertionError("not reached")
+
+
+def path_of(kind: Kind, version: str, name: str = "", namespace: str = "", subresource: str = "") -> str:
+    """Return the path of one object, or of all of a kind if `name` is empty."""
+    parts = ["apis", kind.group, version] if kind.group else ["api", version]
+    if namespace:
+        parts += ["namespaces", namespace]
+    path = ""
+    for part in (*parts, kind.plural, name, subresource):
+        if part:
+            path += f"/{urllib.parse.quote(part, safe='')}"
+    return path
 
 
 async def _next_line(lines: AsyncIterator[bytes], silence: float) -> bytes:
@@ -410,12 +427,3 @@ async def _next_line(lines: AsyncIterator[bytes], silence: float) -> bytes:
         if limit.expired():
             raise GoneError("the watch is silent") from None
         raise
-
-
-def _check(answer: Object, method: str, kind: Kind, name: str) -> None:
-    """Raise UnavailableError unless this is an API server's answer: an object of the kind."""
-    if method == "DELETE" and answer.get("kind") == "Status" and answer.get("status") == "Success":
-        return
-    metadata = answer.get("metadata")
-    if not isinstance(metadata, dict) or answer.get("kind") != kind.kind or (name and metadata.get("name") != name):
-        raise UnavailableError(f"{method} {kind.plural} {name}: the answer is not the requested object")

@@ -19,11 +19,20 @@ from dra_bridge.kube import api, auth, forms, liveness
 from dra_bridge.kube.api import GROUP, AccessError, ApiError, Kind, Object, UnavailableError
 from dra_bridge.kube.auth import Access
 from dra_bridge.kube.forms import Form
-from dra_bridge.kube.http import HTTP_ERRORS, MAX_BODY, HttpClient, OversizedBodyError, Response, proxy_of
+from dra_bridge.kube.http import (
+    HTTP_ERRORS,
+    MAX_BODY,
+    HttpClient,
+    OversizedBodyError,
+    Response,
+    StreamedResponse,
+    proxy_of,
+)
 from dra_bridge.kube.kubeconfig import KubeConfigError
 
 logger: Final = logging.getLogger(__name__)
 T = TypeVar("T")
+_R = TypeVar("_R", Response, StreamedResponse)
 
 USER_AGENT: Final = "dra-bridge"
 VERSIONS: Final = ("v1", "v1beta2", "v1beta1")
@@ -131,7 +140,7 @@ class Connection:
         self.statistics.watches += 1
         async with AsyncExitStack() as stack:
 
-            async def request(server: HttpClient, headers: dict[str, str]) -> Response:
+            async def request(server: HttpClient, headers: dict[str, str]) -> StreamedResponse:
                 return await stack.enter_async_context(server.stream("GET", path, headers))
 
             with self._failures("GET", path.partition("?")[0]):
@@ -162,20 +171,19 @@ class Connection:
             raise UnavailableError(late if isinstance(error, TimeoutError) else str(error) or "no answer") from error
         raise api.error_of(response.status, bytes(response.body))
 
-    async def _authorized(self, request: Callable[[HttpClient, dict[str, str]], Awaitable[Response]]) -> Response:
+    async def _authorized(self, request: Callable[[HttpClient, dict[str, str]], Awaitable[_R]]) -> _R:
         """Make a request, and make it again with new credentials if the server refuses the old ones (401)."""
-
-        async def once(server: HttpClient, headers: dict[str, str]) -> Response:
-            async with asyncio.timeout(self._deadline):
-                return await request(server, headers)
-
-        connected = await self._connected()
-        response = await once(*connected)
-        if response.status == 401 and (renewed := await self._connected(refused=True))[1] != connected[1]:
-            response = await once(*renewed)
+        server, headers = await self._connected()
+        async with asyncio.timeout(self._deadline):
+            response = await request(server, headers)
+        if response.status == 401:
+            server, renewed = await self._connected(refused=True)
+            if renewed != headers:
+                async with asyncio.timeout(self._deadline):
+                    response = await request(server, renewed)
         return response
 
-    def _refused(self, response: Response, kind: Kind | None = None, name: str = "") -> ApiError:
+    def _refused(self, response: Response | StreamedResponse, kind: Kind | None = None, name: str = "") -> ApiError:
         retry_after = response.headers.get("retry-after", "")
         body = forms.refusal_of(response.body) or bytes(response.body)
         error = api.error_of(response.status, body, retry_after, kind=kind, name=name)
@@ -269,27 +277,28 @@ class Discovery:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._chosen = ""  # while the version is in doubt
+        self.chosen = ""
+        """The version as it was found last; "" while it is in doubt."""
         self._chosen_at = 0.0
         self._choosing = asyncio.Lock()
 
     async def version(self, *, older_than: float = math.inf) -> str:
         """See `Cluster.version`. older_than: seconds after which the server is asked again."""
         async with self._choosing:
-            if self._chosen and time.monotonic() - self._chosen_at <= older_than:
-                return self._chosen
+            if self.chosen and time.monotonic() - self._chosen_at <= older_than:
+                return self.chosen
             served = {entry.get("version") for entry in (await self._group()).get("versions") or ()}
             for version in VERSIONS:
-                if version in served and (version == self._chosen or await self._has_slices(version)):
+                if version in served and (version == self.chosen or await self._has_slices(version)):
                     break
             else:
-                self._chosen = ""
+                self.chosen = ""
                 raise api.UnsupportedError(
                     f"the API server serves none of {GROUP}/{', '.join(VERSIONS)}: Dynamic Resource Allocation is off"
                 )
-            if version != self._chosen:
+            if version != self.chosen:
                 logger.info("the API server is used in version %s/%s", GROUP, version)
-            self._chosen, self._chosen_at = version, time.monotonic()
+            self.chosen, self._chosen_at = version, time.monotonic()
             return version
 
     async def _has_slices(self, version: str) -> bool:
@@ -310,4 +319,4 @@ class Discovery:
 
     def forget(self) -> None:
         """Have the server asked again: it may not serve the chosen version any more."""
-        self._chosen = ""
+        self.chosen = ""

@@ -8,7 +8,7 @@ its letters matter, and one object has at most the size that etcd takes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final, Generic, NamedTuple, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import msgspec
 from google.protobuf.message import DecodeError
@@ -64,19 +64,14 @@ def smaller_limit(limit: int) -> int:
     return max(1, limit // 8)
 
 
-def _json(body: bytes | bytearray) -> Object:
-    answer = msgspec.json.decode(body)
-    return answer if isinstance(answer, dict) else {"value": answer}
-
-
-JSON: Final = Form("application/json", _json)
+JSON: Final[Form[Object]] = Form("application/json", msgspec.json.Decoder(dict[str, Any]).decode)
 
 
 def page_of(kind: Kind) -> Form[Page[Object]]:
     """Return the form of a page of whole objects."""
 
     def decode(body: bytes | bytearray) -> Page[Object]:
-        answer = _json(body)
+        answer = JSON.decode(body)
         metadata = answer.get("metadata")
         if (
             answer.get("kind") != f"{kind.kind}List"

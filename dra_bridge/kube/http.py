@@ -53,7 +53,15 @@ _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class Response(NamedTuple):
-    """An answer. body: empty if it is streamed; then lines yields it line by line, and may be left unread.
+    """An answer."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes | bytearray
+
+
+class StreamedResponse(NamedTuple):
+    """An answer whose body, if its status is 200, is read line by line; the lines may be left unread. body: else.
 
     `lines` raises OversizedBodyError where a line is too long.
     """
@@ -136,14 +144,14 @@ class HttpClient:
         Raises OversizedBodyError.
         """
         async with self._turns, self._exchange(method, target, headers, content) as response:
-            return Response(response.status, response.headers, await self._body(response, most), self._lines(response))
+            return Response(response.status, response.headers, await self._body(response, most))
 
     @contextlib.asynccontextmanager
-    async def stream(self, method: str, target: str, headers: Mapping[str, str]) -> AsyncIterator[Response]:
+    async def stream(self, method: str, target: str, headers: Mapping[str, str]) -> AsyncIterator[StreamedResponse]:
         """Send a request; the body of a 200 is streamed while the context lasts."""
         async with self._exchange(method, target, headers, b"") as response:
             body = b"" if response.status == 200 else await self._body(response)
-            yield Response(response.status, response.headers, body, self._lines(response))
+            yield StreamedResponse(response.status, response.headers, body, self._lines(response))
 
     @contextlib.asynccontextmanager
     async def _exchange(
@@ -152,7 +160,8 @@ class HttpClient:
         self._requests += 1
         try:
             url = yarl.URL(f"{self._base}{target}", encoded=True)
-            request = self._open().request(method, url, headers=headers, data=content or None, **self._options)
+            session = self._session or self._open()
+            request = session.request(method, url, headers=headers, data=content or None, **self._options)
             async with request as response:
                 try:
                     yield response
@@ -167,19 +176,18 @@ class HttpClient:
                 await self.aclose()
 
     def _open(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=_Connector(
-                    limit=0,  # none
-                    keepalive_timeout=IDLE,
-                    ssl=self._tls or True,
-                    socket_factory=_keepalive_socket,
-                ),
-                timeout=aiohttp.ClientTimeout(total=None),
-                cookie_jar=aiohttp.DummyCookieJar(),
-                auto_decompress=False,
-                headers={"Accept-Encoding": "identity"},
-            )
+        self._session = aiohttp.ClientSession(
+            connector=_Connector(
+                limit=0,  # none
+                keepalive_timeout=IDLE,
+                ssl=self._tls or True,
+                socket_factory=_keepalive_socket,
+            ),
+            timeout=aiohttp.ClientTimeout(total=None),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+            headers={"Accept-Encoding": "identity"},
+        )
         return self._session
 
     @staticmethod
