@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -53,23 +53,19 @@ def parse(text: bytes, file: FileIdentity | None = None) -> CheckpointVersion:
     """
     try:
         data = msgspec.json.decode(text)["Data"]
-        responses = {
-            allocation: str(entry.get("AllocResp") or "")
-            for entry in data["PodDeviceEntries"] or ()
-            for allocation in _allocations(entry)
-        }
-        registered = {
-            str(resource): frozenset(map(str, ids or ())) for resource, ids in (data["RegisteredDevices"] or {}).items()
-        }
+        responses: dict[Allocation, str] = {}
+        registered: dict[str, frozenset[str]] = {}
+        for entry in data["PodDeviceEntries"] or ():
+            holder = str(entry["PodUID"]), str(entry["ContainerName"]), str(entry["ResourceName"])
+            response = str(entry.get("AllocResp") or "")
+            for ids in (entry["DeviceIDs"] or {}).values():  # by NUMA node
+                for name in ids or ():
+                    responses[Allocation(*holder, str(name))] = response
+        for resource, ids in (data["RegisteredDevices"] or {}).items():
+            registered[str(resource)] = frozenset(map(str, ids or ()))
     except (msgspec.DecodeError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"not a device manager checkpoint: {type(error).__name__}: {error}") from error
     return CheckpointVersion(frozenset(responses), registered, file, responses)
-
-
-def _allocations(entry: Mapping[str, Any]) -> list[Allocation]:
-    pod_uid, container, resource = str(entry["PodUID"]), str(entry["ContainerName"]), str(entry["ResourceName"])
-    by_numa = entry["DeviceIDs"] or {}
-    return [Allocation(pod_uid, container, resource, str(name)) for ids in by_numa.values() for name in ids or ()]
 
 
 def identity(directory: Path) -> FileIdentity | None:

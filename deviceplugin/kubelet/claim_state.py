@@ -57,28 +57,30 @@ def parse(text: bytes) -> tuple[PreparedClaim, ...]:
         data = outer["Data"]
         if zlib.crc32(data.encode()) != outer["Checksum"]:
             raise ClaimStateError("its checksum does not fit its contents")
-        return tuple(_claim(entry) for entry in msgspec.json.decode(data)["ClaimInfoStateList"] or ())
+        return tuple(map(_claim, msgspec.json.decode(data)["ClaimInfoStateList"] or ()))
     except (msgspec.DecodeError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ClaimStateError(f"not the kubelet's claim state: {type(error).__name__}: {error}") from error
 
 
 def _claim(entry: Mapping[str, Any]) -> PreparedClaim:
-    devices: dict[str, set[tuple[str, str, str]]] = {}
+    devices: dict[str, frozenset[tuple[str, str, str]]] = {}
     cdi_ids: set[str] = set()
     requests: set[tuple[str, str, str]] = set()
     for driver, state in (entry["DriverState"] or {}).items():
-        own = devices.setdefault(str(driver), set())
+        own: set[tuple[str, str, str]] = set()
         for device in state["Devices"] or ():
             name = str(device["DeviceName"])
             own.add((str(device["PoolName"]), name, str(device.get("ShareID") or "")))
             cdi_ids.update(map(str, device.get("CDIDeviceIDs") or ()))
-            requests.update((str(driver), str(request), name) for request in device.get("RequestNames") or ("",))
+            for request in device.get("RequestNames") or ("",):
+                requests.add((str(driver), str(request), name))
+        devices[str(driver)] = frozenset(own)
     return PreparedClaim(
         str(entry["ClaimUID"]),
         str(entry["Namespace"]),
         str(entry["ClaimName"]),
         frozenset(map(str, entry["PodUIDs"] or ())),
-        {driver: frozenset(own) for driver, own in devices.items()},
+        devices,
         frozenset(cdi_ids),
         frozenset(requests),
     )

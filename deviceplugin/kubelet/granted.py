@@ -12,6 +12,7 @@ import base64
 import functools
 import json
 from collections.abc import Callable, Iterable, Mapping
+from operator import attrgetter
 from typing import Final
 
 import msgspec
@@ -80,21 +81,17 @@ def _decoded(response: str, resource: str) -> tuple[str, Mapping[str, Wanted], t
         message = pb.ContainerAllocateResponse.FromString(base64.b64decode(response))
     except (ValueError, DecodeError):
         return "", {}, ()
-    paths = tuple(device.host_path for device in message.devices)
+    paths = tuple(map(attrgetter("host_path"), message.devices))
+    devices: dict[str, Wanted] = {}
     try:
         value = _DECODER.decode(message.annotations.get(annotation(resource), ""))
-        for _, _, quantity in (taken for device in value.devices.values() for taken in device.takes):
-            parse_quantity(quantity)
+        for name, device in value.devices.items():
+            for _, _, quantity in device.takes:
+                parse_quantity(quantity)
+            amount = Amount(device.part, device.takes, device.scope)
+            devices[name] = Wanted((resource, device.device), identified(device.tokens, value.boot), amount)
     except (msgspec.MsgspecError, NamingError):
         return "", {}, paths
-    devices = {
-        name: Wanted(
-            (resource, device.device),
-            identified(device.tokens, value.boot),
-            Amount(device.part, device.takes, device.scope),
-        )
-        for name, device in value.devices.items()
-    }
     return value.boot, devices, paths
 
 

@@ -178,9 +178,11 @@ class OrphanedClaims:
                 self._read_state(state)
             if directory is None or self._directory != directory or self._read_for != served:
                 self._read_files(directory, served)
-        made_from = self._claims, self._problem, self._files, served
+        # Those that have devices through drivers that are not served.
+        foreign = [claim for claim in self._claims if not served.issuperset(claim.devices)]
+        made_from = foreign, self._problem, self._files, served
         if made_from != self._made_from or (self._unnamed and now - self._made_at >= ENDING):
-            held = self._decide(self._counted(served), served)
+            held = self._decide(self._counted(foreign, served), foreign, served)
             self._held = held._replace(uses=self._held.uses) if held.uses == self._held.uses else held
             self._made_from, self._made_at = made_from, now
         self._looked_at = now
@@ -201,11 +203,11 @@ class OrphanedClaims:
         except OSError as error:
             self._files = error
 
-    def _counted(self, served: Collection[str]) -> list[ClaimFile]:
-        """Return the files of claims that may still have what these say."""
+    def _counted(self, claims: Sequence[PreparedClaim], served: Collection[str]) -> list[ClaimFile]:
+        """Return the files of claims that may still have what these say. claims: in the claim state."""
         files = () if isinstance(self._files, OSError) else self._files
         current = {(file.driver, file.uid): file for file in files}
-        named = {(driver, claim.uid) for claim in self._claims for driver in claim.devices}
+        named = {(driver, claim.uid) for claim in claims for driver in claim.devices}
         # A claim's file goes when the claim is unprepared, before the claim state drops the claim.
         self._remembered = {key: file for key, file in (self._remembered | current).items() if key in named}
         foreign = [file for key, file in (self._remembered | current).items() if key[0] not in served]
@@ -221,7 +223,7 @@ class OrphanedClaims:
 
         return [file for file in foreign if file not in unnamed or not over(file)]
 
-    def _decide(self, files: Sequence[ClaimFile], served: Collection[str]) -> _Held:
+    def _decide(self, files: Sequence[ClaimFile], claims: Sequence[PreparedClaim], served: Collection[str]) -> _Held:
         uses: list[Use] = []
         drivers: dict[str, str] = {}
         problems: list[object] = [self._files] if isinstance(self._files, OSError) else []
@@ -239,7 +241,7 @@ class OrphanedClaims:
                     amount, tokens = Amount(device.part, device.takes), device.identity.in_boot(self.boot)
                     unit, takes = claim_unit(file.driver, file.uid), takes_recorded(amount, file.driver)
                     uses.append(Use(unit, who, (device.resource, device.device), tokens, part_of(amount), takes))
-        for claim in self._claims:
+        for claim in claims:
             filed = {file.driver for file in files if file.uid == claim.uid and file.devices is not None}
             others = claim.devices.keys() - served - filed
             if others and (tokens := nodes_of(claim, {*served, *filed}, self.cdi_directory)):
