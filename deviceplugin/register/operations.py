@@ -289,14 +289,14 @@ def prepare(
 def _take(
     state: RegisterSnapshot, claim: Claim, view: View, *, move_idle: bool, along: Collection[RecordKey]
 ) -> Decision[Claim | rules.Refused | rules.Excluded]:
-    held = [device for device in claim.devices if not device.admin]
-    for device in held:
-        refused = rules.prepare_refusal(state, claim.driver, device.resource, device.device)
-        if refused is not None:
-            return _moves_begun(state, claim, refused, along) if move_idle else Decision(refused)
-    unit = claim_unit(claim.driver, claim.uid)
-    wanted = [Wanted((device.resource, device.device), device.identity, device.amount) for device in held]
-    if why := refusal([wanted_use(unit, device, view) for device in wanted], state, view):
+    unit, uses = claim_unit(claim.driver, claim.uid), []
+    for one in claim.devices:
+        if not one.admin:
+            refused = rules.prepare_refusal(state, claim.driver, one.resource, one.device)
+            if refused is not None:
+                return _moves_begun(state, claim, refused, along) if move_idle else Decision(refused)
+            uses.append(wanted_use(unit, Wanted((one.resource, one.device), one.identity, one.amount), view))
+    if why := refusal(uses, state, view) or rules.other_parameters(state, claim):
         return Decision(rules.Excluded(why))
     record = replace(claim, sequence=state.sequence + 1)
     return Decision(record, (_put_claim(record),))

@@ -263,7 +263,11 @@ class Claim:
     @property
     def held(self) -> frozenset[RecordKey]:
         """The devices it holds as (resource, device); those of administrative access are not held."""
-        return frozenset((device.resource, device.device) for device in self.devices if not device.admin)
+        held: set[RecordKey] = set()
+        for device in self.devices:
+            if not device.admin:
+                held.add((device.resource, device.device))
+        return frozenset(held)
 
     @property
     def title(self) -> str:

@@ -238,10 +238,28 @@ def allocate_refusal(now: RegisterSnapshot, resource: str, device: str) -> Refus
 def prepare_refusal(now: RegisterSnapshot, driver: str, resource: str, device: str) -> Refused | None:
     """Claims are prepared in DRA and TO_PLUGIN, by the driver that publishes the device."""
     record = now.device(resource, device)
-    holder = next((allocation.pod or "a pod" for allocation in now.allocations_on(resource, (device,))), "")
+    pods = now.allocations_on(resource, (device,)) if (resource, device) in now.index else ()
+    holder = pods[0].pod or "a pod" if pods else ""
     if record.state.prepares and record.driver in ("", driver):
         return Refused(record, holder) if holder else None
     return Refused(record, holder, record.state is State.TO_DRA and record.driver in ("", driver))
+
+
+def other_parameters(now: RegisterSnapshot, claim: Claim) -> str:
+    """Return which device another claim, or this one itself, has with other parameters; "" if all are alike."""
+    for device in claim.devices:
+        name = device.resource, device.device
+        others = now.claims_on(name[0], name[1:]) if name in now.index and not device.admin else ()
+        for other in (claim, *others):
+            if other is not claim and (other.driver, other.uid) == (claim.driver, claim.uid):
+                continue  # as it is recorded
+            for theirs in other.devices:
+                same = (theirs.resource, theirs.device, theirs.admin) == (device.resource, device.device, device.admin)
+                if same and theirs.parameters != device.parameters:
+                    what = f"device {device.device!r} of {device.resource} is shared with claim"
+                    how = "has it with other parameters" if theirs.parameters else "may have it with other parameters"
+                    return f"{what} {other.title}, which {how}"
+    return ""
 
 
 def to_dra_waits_for(now: RegisterSnapshot, record: DeviceRecord, evidence: KubeletEvidence) -> MoveWait | None:

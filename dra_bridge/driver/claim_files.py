@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, TypeVar
 
 from deviceplugin import cdi, claim_files
 from deviceplugin.backoff import Backoff
+from deviceplugin.claim_files import ClaimFile, FiledDevice, encode
 from deviceplugin.device import ContainerEdits, DeviceNode, EditConflictError
-from deviceplugin.looks import Looks, LookTimeoutError
+from deviceplugin.looks import TIMEOUT, Looks, LookTimeoutError
 from deviceplugin.register.records import Claim
 from deviceplugin.tasks import ended
-from dra_bridge.driver.claim_devices import filed
-from dra_bridge.driver.claims import ClaimError
+from dra_bridge.driver.claims import ClaimError, Reason
 from dra_bridge.driver.evidence import Published
 from dra_bridge.driver.records import ClaimRecords, Prepared, PreparedDevice, prepared_of
 from dra_bridge.driver.served import RequestDevices
@@ -51,28 +51,50 @@ class ClaimFiles:
         self._store = cdi.CdiStore(records.driver, directory)
         self._own = claim_files.ClaimFileStore(records.driver, directory)
 
-    async def answer(
-        self, claim: Claim, groups: Sequence[RequestDevices], edits: Mapping[str, Sequence[ContainerEdits]]
-    ) -> Prepared:
-        """Make a claim's answer and its files.
+    async def answer(self, uid: str, made: Sequence[tuple[RequestDevices, ContainerEdits]]) -> Prepared:
+        """Make a claim's answer. made: what containers with the devices of each request and source get.
 
-        Raises ClaimError: edits contradict each other; CdiError: a node is not there, or a file cannot be written;
+        Each request has a CDI device, so that a container gets the edits of its own requests, and each once.
+        The request's first device carries it. It is called the same whatever the claim is allocated: to an answer that
+        the kubelet kept it adds the next one (kubelet 1.36, cm/dra/claiminfo.go: addDevice), and a runtime starts no
+        container of which it does not know a CDI device. A second name has the devices, as evidence.
+
+        Raises ClaimError: edits contradict each other; CdiError: a node is not there, or edits cannot be expressed;
         LookTimeoutError: a node does not answer.
         """
-        owners = {
-            node.host: group.served.inventory.looks
-            for group in groups
-            for device, _ in group.members
-            for node in device.container_edits.device_nodes
-        }
-        by_looks: dict[Looks, dict[DeviceNode, None]] = {}
-        for node in (node for of in edits.values() for each in of for node in each.device_nodes):
-            looks = owners.get(node.host, groups[0].served.inventory.looks)  # else it is of a hook's edits
-            by_looks.setdefault(looks, {})[node] = None
+        requests: dict[str, list[tuple[RequestDevices, ContainerEdits]]] = {}
+        wanted: dict[Looks, dict[DeviceNode, None]] = {}
+        for group, edits in made:
+            requests.setdefault(group.request, []).append((group, edits))
+            for node in edits.device_nodes:
+                wanted.setdefault(group.served.inventory.looks, {})[node] = None
         nodes: dict[DeviceNode, Sequence[dict[str, Any]]] = {}
-        for looks, own in by_looks.items():
-            nodes |= await looks.at("prepare", cdi.described, own, brief=True)
-        return await self._at(self._answer, claim, groups, edits, nodes)
+        for looks, of_resource in wanted.items():
+            nodes |= await looks.at("prepare", cdi.described, of_resource, brief=True)
+        listed: dict[str, ContainerEdits] = {}
+        devices: list[PreparedDevice] = []
+        for request, parts in requests.items():
+            merged = parts[0][1]
+            if len(parts) > 1:
+                try:
+                    merged = ContainerEdits.merge([edits for _, edits in parts])
+                except EditConflictError as error:
+                    raise ClaimError(Reason.CONFLICT, f"request {request!r}: {error}") from error
+            ids = list(merged.cdi)
+            if merged.env or merged.nodes or merged.mounts:
+                of_request = [group for group, _ in parts]
+                holding = [group for group in of_request if not group.admin]
+                name = "_".join((cdi.HOLDING if holding else cdi.ADMIN, uid, request))
+                names = [result.device for group in holding or of_request for _, result in group.members]
+                listed[name] = listed["_".join((name, *dict.fromkeys(names)))] = merged
+                ids.insert(0, cdi.qualified(self._driver, name))
+            for group, _ in parts:
+                for _, result in group.members:
+                    share = result.share_id or ""
+                    devices.append(PreparedDevice(request, result.pool, result.device, tuple(ids), share))
+                    ids = []
+        spec = cdi.encode(cdi.build(self._driver, listed, nodes)).decode() if listed else ""
+        return Prepared(tuple(devices), spec, self.boot)
 
     async def _at(self, function: Callable[..., _T], *arguments: object) -> _T:
         """Read or change files; if this task is cancelled meanwhile, raise that when the call has ended, or is overdue.
@@ -80,63 +102,27 @@ class ClaimFiles:
         The next call for a claim must not work on its file at the same time. Raises CdiError, also where the file
         system does not answer.
         """
-        try:
-            return await ended(asyncio.ensure_future(self.looks.at("claim file", function, *arguments, brief=True)))
-        except LookTimeoutError as error:
-            raise cdi.CdiError(str(error)) from error
+        if self.looks.hanging:
+            raise cdi.CdiError(self.looks.hanging)
+        look = self.looks.begin("claim file", function, *arguments)
+        if self.looks.ended_at_once(look):  # as a rule: a task for it would cost more than the look
+            return look.result
+        if why := await ended(asyncio.ensure_future(self.looks.late(look, TIMEOUT))):
+            raise cdi.CdiError(why)
+        return look.result
 
-    def _answer(
-        self,
-        claim: Claim,
-        groups: Sequence[RequestDevices],
-        edits: Mapping[str, Sequence[ContainerEdits]],
-        nodes: Mapping[DeviceNode, Sequence[dict[str, Any]]],
-    ) -> Prepared:
-        """Make a claim's answer and its files. Blocks.
+    async def write(self, claim: Claim, spec: str | None) -> bool:
+        """Write the files of a claim of the ledger, under the claim's lock; return False if all were there.
 
-        Each request has a CDI device, so that a container gets the edits of its own requests, and each once.
-        The request's first device carries it. It is called the same whatever the claim is allocated: to an answer that
-        the kubelet kept it adds the next one (kubelet 1.36, cm/dra/claiminfo.go: addDevice), and a runtime starts no
-        container of which it does not know a CDI device. A second name has the devices, as evidence.
+        spec: of the CDI file; "" for none, None if it is not known.
         """
-        uid = claim.uid
-        self._own.write(uid, self._filed(claim))
-        listed: dict[str, ContainerEdits] = {}
-        devices: list[PreparedDevice] = []
-        for request, of_request in edits.items():
-            try:
-                merged = ContainerEdits.merge(of_request)
-            except EditConflictError as error:
-                raise ClaimError("conflict", f"request {request!r}: {error}") from error
-            members = [(group, result) for group in groups if group.request == request for _, result in group.members]
-            ids = list(merged.cdi)
-            if merged.env or merged.nodes or merged.mounts:
-                kind = cdi.ADMIN if all(group.admin for group, _ in members) else cdi.HOLDING
-                holds = [result.device for group, result in members if not group.admin or kind == cdi.ADMIN]
-                name = "_".join((kind, uid, request))
-                listed[name] = listed["_".join((name, *dict.fromkeys(holds)))] = merged
-                ids.insert(0, cdi.qualified(self._driver, name))
-            for _, result in members:
-                devices.append(PreparedDevice(request, result.pool, result.device, tuple(ids), result.share_id or ""))
-                ids = []
-        if not listed:
-            self._store.remove(uid)
-            return Prepared(tuple(devices), "", self.boot)
-        data = cdi.encode(cdi.build(self._driver, listed, nodes))
-        self._store.write(uid, data)
-        return Prepared(tuple(devices), data.decode(), self.boot)
+        return await self._at(self._write, claim, spec)
 
-    def _filed(self, claim: Claim) -> bytes:
-        return claim_files.encode(filed(claim, self.boot, self._agent))
-
-    async def write(self, claim: Claim) -> bool:
-        """Write the files of a claim of the ledger, under the claim's lock; return False if all were there."""
-        prepared = prepared_of(claim)
-        return await self._at(self._write, claim, prepared.spec if prepared is not None else "")
-
-    def _write(self, claim: Claim, spec: str) -> bool:
-        written = self._own.write(claim.uid, self._filed(claim))
-        return (bool(spec) and self._store.write(claim.uid, spec.encode())) or written
+    def _write(self, claim: Claim, spec: str | None) -> bool:
+        written = self._own.write(claim.uid, encode(filed(claim, self.boot, self._agent)))
+        if spec == "":
+            self._store.remove(claim.uid)
+        return (bool(spec) and self._store.write(claim.uid, (spec or "").encode())) or written
 
     async def describe(self, uid: str) -> None:
         """Have a claim's own file, if it is there, say what the ledger says by now. Needs no lock."""
@@ -147,7 +133,7 @@ class ClaimFiles:
 
     def _describe(self, record: Claim) -> None:
         if self._own.read(record.uid) is not None:
-            self._own.write(record.uid, self._filed(record))
+            self._own.write(record.uid, encode(filed(record, self.boot, self._agent)))
 
     async def remove(self, uid: str) -> None:
         """Remove a claim's files, under the claim's lock, as far as they are there."""
@@ -161,7 +147,7 @@ class ClaimFiles:
         """Return the UIDs of the claims that have a file. Raises LookTimeoutError."""
         return await self.looks.at("claim file", lambda: self._store.list() | self._own.list())
 
-    def read(self) -> list[claim_files.ClaimFile]:
+    def read(self) -> list[ClaimFile]:
         """Read the own files of this driver's claims; blocks. Raises OSError: the directory cannot be read."""
         return [file for file in claim_files.read_all(self._store.directory) if file.driver == self._driver]
 
@@ -218,9 +204,37 @@ class ClaimFiles:
             if record is None or (prepared is not None and prepared.boot != self.boot):
                 return ""
             try:
-                if await self.write(record):
+                if await self.write(record, prepared.spec if prepared is not None else None):
                     extra = {"driver": self._driver, "claim": uid}
                     _LOG.warning("a file of claim %s was removed; it is written again", uid, extra=extra)
             except cdi.CdiError as error:
                 return str(error)
             return ""
+
+
+def filed(claim: Claim, boot: str, agent: str) -> ClaimFile:
+    """Return the file of a claim. agent: the name of this one."""
+    devices: list[FiledDevice] = []
+    for device in claim.devices:
+        one = FiledDevice(
+            resource=device.resource,
+            device=device.device,
+            share=device.share,
+            admin=device.admin,
+            identity=device.identity,
+            part=device.amount.part,
+            takes=device.amount.takes,
+            parameters=device.parameters,
+            limits=device.limits,
+        )
+        devices.append(one)
+    return ClaimFile(
+        driver=claim.driver,
+        uid=claim.uid,
+        agent=agent,
+        namespace=claim.namespace,
+        name=claim.name,
+        boot=boot,
+        pods=claim.pods,
+        devices=tuple(devices),
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,13 +33,42 @@ class Awaited:
     outlook: Callable[[], Outlook]
 
 
+class Reason(enum.StrEnum):
+    """Why a claim cannot be prepared or unprepared, as metrics count it (docs/troubleshooting.md explains each)."""
+
+    ADMIN = "admin"
+    API = "api"
+    CDI = "cdi"
+    CONFIG = "config"
+    CONFLICT = "conflict"
+    FOREIGN = "foreign"
+    GONE = "gone"
+    HOOK = "hook"
+    INTERNAL = "internal"
+    LEDGER = "ledger"
+    MALFORMED = "malformed"
+    MISSING = "missing"
+    OVERTAKEN = "overtaken"
+    PLUGIN = "plugin"
+    REFUSED = "refused"
+    REPLACED = "replaced"
+    RUNNING = "running"
+    STARTING = "starting"
+    STOPPED = "stopped"
+    TIMEOUT = "timeout"
+    UNALLOCATED = "unallocated"
+    UNHEALTHY = "unhealthy"
+    UNKNOWN = "unknown"
+    UNRESERVED = "unreserved"
+
+
 class ClaimError(Exception):
     """Raised when a claim cannot be prepared or unprepared; the text is for `kubectl describe pod`.
 
-    reason: one word, for counting. awaited: what the claim waits for, None if it is refused for good.
+    awaited: what the claim waits for, None if it is refused for good.
     """
 
-    def __init__(self, reason: str, message: str, awaited: Awaited | None = None) -> None:
+    def __init__(self, reason: Reason, message: str, awaited: Awaited | None = None) -> None:
         super().__init__(message)
         self.reason = reason
         self.awaited = awaited
@@ -60,9 +90,9 @@ class ClaimRef(NamedTuple):
 def check_ref(ref: ClaimRef) -> None:
     """Raise ClaimError if this cannot be a claim."""
     if not cdi.UID.fullmatch(ref.uid):
-        raise ClaimError("malformed", f"{ref.uid!r} is not the UID of a claim")
+        raise ClaimError(Reason.MALFORMED, f"{ref.uid!r} is not the UID of a claim")
     if not _SUBDOMAIN.fullmatch(ref.namespace) or not _SUBDOMAIN.fullmatch(ref.name):
-        raise ClaimError("malformed", f"{ref.title!r} is not the name of a claim")
+        raise ClaimError(Reason.MALFORMED, f"{ref.title!r} is not the name of a claim")
 
 
 class _Meta(msgspec.Struct):
@@ -128,7 +158,7 @@ class ClaimAllocation:
     """What a claim has of one driver on one node.
 
     config: this driver's only, class before claim. reserved: for a pod or something else. pods: UIDs of these pods.
-    limits: see `stands_for_limits`.
+    limits: whether the scheduler made the claim for the `limits` of a pod (resource.k8s.io, 1.34 and later).
     """
 
     results: tuple[Result, ...]
@@ -146,45 +176,46 @@ class ClaimAllocation:
         )
 
 
-def stands_for_limits(annotations: Mapping[str, str] | None) -> bool:
-    """Return whether the scheduler made a claim for the `limits` of a pod (resource.k8s.io, 1.34 and later).
-
-    annotations: the claim's.
-    """
-    return (annotations or {}).get(FOR_LIMITS) == "true"
-
-
 def parse_allocation(claim: Mapping[str, Any] | None, ref: ClaimRef, driver: str, pool: str) -> ClaimAllocation:
     """Return what the claim has of this driver on this node.
 
     Raises ClaimError: it is gone, another one, not allocated, or allocated elsewhere.
     """
     if claim is None:
-        raise ClaimError("gone", f"claim {ref.title} does not exist any more")
+        raise ClaimError(Reason.GONE, f"claim {ref.title} does not exist any more")
     try:
         parsed = msgspec.convert(claim, _Claim)
     except msgspec.ValidationError as error:
-        raise ClaimError("malformed", f"claim {ref.title} cannot be parsed: {error}") from error
+        raise ClaimError(Reason.MALFORMED, f"claim {ref.title} cannot be parsed: {error}") from error
     if parsed.metadata.uid != ref.uid:
         uids = f"its UID is {parsed.metadata.uid}, not {ref.uid}"
-        raise ClaimError("replaced", f"claim {ref.title} was recreated: {uids}")
+        raise ClaimError(Reason.REPLACED, f"claim {ref.title} was recreated: {uids}")
     allocation = parsed.status.allocation if parsed.status else None
     if allocation is None or parsed.status is None:
-        raise ClaimError("unallocated", f"claim {ref.title} is not allocated")
+        raise ClaimError(Reason.UNALLOCATED, f"claim {ref.title} is not allocated")
     devices = allocation.devices or _Devices()
-    results = tuple(result for result in devices.results or () if result.driver == driver)
-    if not results:
-        raise ClaimError("foreign", f"the allocation of claim {ref.title} names no device of driver {driver}")
-    for result in results:
+    results: list[Result] = []
+    for result in devices.results or ():
+        if result.driver != driver:
+            continue
         if result.pool != pool:
             what = f"device {result.device!r} of request {result.request!r}"
-            raise ClaimError("foreign", f"{what} is in pool {result.pool!r}, this node's is {pool!r}")
-    ours = [config for config in devices.config or () if config.opaque is not None and config.opaque.driver == driver]
-    # Within each of the two the API server keeps the author's order.
-    ordered = sorted(ours, key=lambda config: config.source != "FromClass")
+            raise ClaimError(Reason.FOREIGN, f"{what} is in pool {result.pool!r}, this node's is {pool!r}")
+        results.append(result)
+    if not results:
+        raise ClaimError(Reason.FOREIGN, f"the allocation of claim {ref.title} names no device of driver {driver}")
+    of_class: list[ClaimConfig] = []
+    of_claim: list[ClaimConfig] = []  # within each of the two the API server keeps the author's order
+    for config in devices.config or ():
+        if config.opaque is not None and config.opaque.driver == driver:
+            (of_class if config.source == "FromClass" else of_claim).append(config)
     users = parsed.status.reserved_for or ()
-    pods = frozenset(user.uid for user in users if user.resource == "pods" and not user.api_group and user.uid)
-    return ClaimAllocation(results, tuple(ordered), bool(users), pods, stands_for_limits(parsed.metadata.annotations))
+    pods: set[str] = set()
+    for user in users:
+        if user.resource == "pods" and not user.api_group and user.uid:
+            pods.add(user.uid)
+    limits = (parsed.metadata.annotations or {}).get(FOR_LIMITS) == "true"
+    return ClaimAllocation(tuple(results), (*of_class, *of_claim), bool(users), frozenset(pods), limits)
 
 
 def decoded_config(config_type: type[_T] | None, config: Sequence[ClaimConfig], request: str) -> _T | None:
@@ -207,21 +238,23 @@ def decoded_config(config_type: type[_T] | None, config: Sequence[ClaimConfig], 
             origin = "parameters of the class" if piece.source == "FromClass" else "parameters of the claim"
             parameters = piece.opaque.parameters if piece.opaque else None
             if config_type is None:
-                raise ClaimError("config", f"request {request!r}: {origin}: this driver takes none")
+                raise ClaimError(Reason.CONFIG, f"request {request!r}: {origin}: this driver takes none")
             if not isinstance(parameters, Mapping):
-                raise ClaimError("config", f"request {request!r}: {origin} must be an object, not {parameters!r:.60}")
+                raise ClaimError(
+                    Reason.CONFIG, f"request {request!r}: {origin} must be an object, not {parameters!r:.60}"
+                )
             info = msgspec.inspect.type_info(config_type)
             usual = {"apiVersion", "kind"} - dict(_fields(info)).keys()
             value = {key: item for key, item in parameters.items() if key not in usual}
             if unknown := next(_unknown(value, info, ""), ""):
-                raise ClaimError("config", f"request {request!r}: {origin}: unknown field {unknown}")
+                raise ClaimError(Reason.CONFIG, f"request {request!r}: {origin}: unknown field {unknown}")
             merged.update(value)
             origins.update(dict.fromkeys(value, origin))
         return None if config_type is None else msgspec.convert(merged, config_type)
     except (msgspec.ValidationError, ValueError, TypeError, RecursionError) as error:
         named = _FIELD.search(str(error))
         origin = origins.get(named[1], origin) if named else origin
-        raise ClaimError("config", f"request {request!r}: {origin}: {error}") from error
+        raise ClaimError(Reason.CONFIG, f"request {request!r}: {origin}: {error}") from error
 
 
 def _fields(info: msgspec.inspect.Type) -> list[tuple[str, msgspec.inspect.Type]]:

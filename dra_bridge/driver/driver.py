@@ -16,10 +16,11 @@ from deviceplugin.register.rules import ClaimEvidence
 from deviceplugin.tasks import Tasks
 from dra_bridge.driver import evidence
 from dra_bridge.driver.claim_api import ClaimEvents, ClusterClaims
+from dra_bridge.driver.claim_devices import ClaimDevices
 from dra_bridge.driver.claim_files import ClaimFiles
-from dra_bridge.driver.claims import ClaimError, ClaimRef
+from dra_bridge.driver.claims import ClaimError, ClaimRef, Reason
 from dra_bridge.driver.host import DriverHost
-from dra_bridge.driver.preparation import ClaimDevices, ClaimPreparation
+from dra_bridge.driver.preparation import ClaimPreparation
 from dra_bridge.driver.reconciliation import ClaimReconciler
 from dra_bridge.driver.records import ClaimRecords, Prepared
 from dra_bridge.driver.served import ServedDevices, ServedResource
@@ -101,42 +102,52 @@ class Driver:
         remaining: seconds until the caller's deadline. Claims wait until shortly before it for holders that are about
         to end; without a deadline they do not wait. When the caller goes away, what still waits is refused.
         """
-        refs = {claim.uid: claim for claim in claims}
         limit = WaitLimit(0.0 if remaining is None else time.monotonic() + remaining - MARGIN)
         self._limits.add(limit)
-        tasks = {uid: self._tasks.start(self._preparation.prepare(ref, limit)) for uid, ref in refs.items()}
+        tasks: dict[ClaimRef, asyncio.Task[Prepared | ClaimError]] = {}
+        for claim in claims:
+            tasks[claim] = self._tasks.start(self._preparation.prepare(claim, limit))
         try:
-            return await self._answers(refs, tasks, remaining)
+            return await self._answers(tasks, remaining)
         finally:
             self._limits.discard(limit)
-            self._end_waits([limit])
+            if not all(map(asyncio.Task.done, tasks.values())):
+                limit.until = 0.0
+                self._register.store.changes.note()
 
     def end_waits(self) -> None:
         """Have claims that wait refused: the agent stops, or serves at another socket."""
-        self._end_waits(self._limits)
-
-    def _end_waits(self, limits: Iterable[WaitLimit]) -> None:
-        for limit in limits:
+        for limit in self._limits:
             limit.until = 0.0
         self._register.store.changes.note()
 
     async def unprepare(self, claims: Iterable[ClaimRef]) -> dict[str, ClaimError | None]:
         """Unprepare claims, each on its own, known or not; return None by UID where it is done."""
-        refs = {claim.uid: claim for claim in claims}
-        tasks = {uid: self._tasks.start(self._preparation.unprepare(ref)) for uid, ref in refs.items()}
-        return await self._answers(refs, tasks)
+        tasks: dict[ClaimRef, asyncio.Task[ClaimError | None]] = {}
+        for claim in claims:
+            tasks[claim] = self._tasks.start(self._preparation.unprepare(claim))
+        return await self._answers(tasks)
 
     async def _answers(
-        self, refs: Mapping[str, ClaimRef], tasks: Mapping[str, asyncio.Task[_T]], remaining: float | None = None
+        self, tasks: Mapping[ClaimRef, asyncio.Task[_T]], remaining: float | None = None
     ) -> dict[str, _T | ClaimError]:
         # A caller that goes away does not stop what has begun: its next try finds it done.
         latest = self._call_deadline
         deadline = latest if remaining is None else min(latest, max(0.0, remaining - RESERVE))
         if tasks:
             await asyncio.wait(tasks.values(), timeout=deadline)
-        late = f"not done within {deadline:.3g} s; it goes on"
-        timeouts = {uid: ClaimError("timeout", f"claim {ref.title}: {late}") for uid, ref in refs.items()}
-        return {uid: _answer(task) if task.done() else timeouts[uid] for uid, task in tasks.items()}
+        answers: dict[str, _T | ClaimError] = {}
+        for claim, task in tasks.items():
+            if not task.done():
+                late = f"claim {claim.title}: not done within {deadline:.3g} s; it goes on"
+                answers[claim.uid] = ClaimError(Reason.TIMEOUT, late)
+            elif task.cancelled():  # before it began
+                answers[claim.uid] = ClaimError(Reason.STOPPED, "the driver is stopping")
+            elif (error := task.exception()) is not None:
+                answers[claim.uid] = ClaimError(Reason.INTERNAL, f"internal error: {error!r}")
+            else:
+                answers[claim.uid] = task.result()
+        return answers
 
     def claim_evidence(self, prepared: Iterable[PreparedClaim], resource: str) -> list[ClaimEvidence]:
         """Return what the claims' files, and the kubelet's claim state, say of this driver's claims. Blocks.
@@ -172,10 +183,3 @@ class Driver:
     async def close(self) -> None:
         """End what runs in the background."""
         await self._tasks.close()
-
-
-def _answer(task: asyncio.Task[_T]) -> _T | ClaimError:
-    if task.cancelled():  # before it began
-        return ClaimError("stopped", "the driver is stopping")
-    error = task.exception()
-    return task.result() if error is None else ClaimError("internal", f"internal error: {error!r}")

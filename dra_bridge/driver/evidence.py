@@ -7,11 +7,10 @@ from typing import NamedTuple
 
 from deviceplugin import cdi
 from deviceplugin.claim_files import ClaimFile
-from deviceplugin.identity import Identity
+from deviceplugin.identity import UNIDENTIFIED, Identity
 from deviceplugin.kubelet.claim_state import PreparedClaim
-from deviceplugin.register.records import UNKNOWN, WHOLE, ClaimDevice
+from deviceplugin.register.records import UNKNOWN, WHOLE, Amount, Claim, ClaimDevice
 from deviceplugin.register.rules import ClaimEvidence
-from dra_bridge.driver.claim_devices import devices_of
 
 
 class Published(NamedTuple):
@@ -60,3 +59,17 @@ def only_seen(claim: PreparedClaim, driver: str) -> frozenset[str]:
     mine = [(request, device) for of, request, device in claim.requests if of == driver]
     held = {device for request, device in mine if request not in admin}
     return frozenset(device for request, device in mine if request in admin and device not in held)
+
+
+def claim_of(file: ClaimFile, now: float) -> Claim:
+    """Return the claim of a file, as one without an answer. now: Unix seconds."""
+    return Claim(file.driver, file.uid, file.namespace, file.name, tuple(devices_of(file)), None, now, pods=file.pods)
+
+
+def devices_of(file: ClaimFile) -> Iterator[ClaimDevice]:
+    """Yield the devices of a claim's file; their identities name the boot, also where nothing else is known."""
+    for device in file.devices or ():
+        identity = Identity(file.boot) if device.identity == UNIDENTIFIED else device.identity
+        amount = Amount(device.part, device.takes)
+        held = device.resource, device.device, device.share, device.admin, identity, amount, device.parameters
+        yield ClaimDevice(*held, limits=device.limits)

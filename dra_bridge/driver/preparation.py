@@ -1,17 +1,19 @@
 """Prepares and unprepares claims, one call at a time for each claim.
 
-Prepare fetches the claim, checks that it is the one meant and allocated here, finds its devices, decodes its
-parameters, asks the ledger, calls the source's hooks, writes the CDI file, records and answers. Unprepare calls
-the hook, removes the file and then the record.
+Prepare reads the claim, checks that it is the one meant and allocated here, finds its devices, decodes its parameters,
+has the register grant the devices, sets them up, writes the claim's files and answers. Unprepare calls the hook,
+removes the files and then the record.
 
 A claim that is prepared is answered as recorded if its allocation is the recorded one. A claim that was deallocated and
 allocated anew under its UID is prepared anew, once no process runs that may use what it had. So each Prepare reads
 the claim, and one that cannot be read is an error, also if an answer is recorded: the kubelet itself reads the claim
 before it asks (kubelet 1.36, cm/dra/manager.go: prepareResources), and tries again.
 
-Crashes. The ledger's record comes last and has the whole answer and the CDI spec: what is in it was set up
-completely, and a restart answers the same and can write the file again. Before the hooks the devices are reserved: in
-the ledger, and synced, if the source has a `prepare` hook (its traces must be undone after a crash), else in memory.
+Crashes. A record with an answer has the whole of it and the CDI spec: its devices were set up completely, and a restart
+answers the same and can write the files again. Where no hook and no vendor's plugin sets the devices up, one
+transaction grants them and records the answer, and the files are written then. Else the devices are reserved before the
+hooks: in the ledger, and synced, if the source has a `prepare` hook (its traces must be undone after a crash), else in
+memory. The answer is recorded last then, after the files.
 
 A late Prepare leaves nothing behind (nvidia k8s-dra-driver-gpu#1162): calls for one claim wait for each other, an
 Unprepare ends the Prepares of its claim that are still under way, and a Prepare for a claim that is gone, deallocated
@@ -31,41 +33,30 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
 
 from deviceplugin import cdi, hooks
-from deviceplugin.adoption.answers import AnswerError
-from deviceplugin.adoption.source import AdoptedSource
-from deviceplugin.device import ContainerEdits, Device, EditConflictError, counted
-from deviceplugin.exclusion import DeviceConflictError, DeviceKey
+from deviceplugin.device import counted
 from deviceplugin.kubelet.claim_state import ClaimStateError
 from deviceplugin.looks import LookTimeoutError
 from deviceplugin.register import operations
-from deviceplugin.register.outlook import outlook
-from deviceplugin.register.question import View
-from deviceplugin.register.records import Claim, Decision, LedgerError, Operation, Outlook, RegisterSnapshot
-from deviceplugin.register.register import HookWorksError, Register
-from deviceplugin.register.rules import Excluded, Refused
-from deviceplugin.source import DeviceSource
+from deviceplugin.register.records import Claim, LedgerError, Outlook
 from deviceplugin.tasks import Tasks, ended
-from dra_bridge.driver.claim_api import ClaimEvents, ClusterClaims
-from dra_bridge.driver.claim_devices import granted_device
+from dra_bridge.driver.claim_api import ClusterClaims
+from dra_bridge.driver.claim_devices import ClaimDevices
 from dra_bridge.driver.claim_files import ClaimFiles
-from dra_bridge.driver.claims import Awaited, ClaimAllocation, ClaimError, ClaimRef, check_ref, parse_allocation
-from dra_bridge.driver.host import DriverHost
-from dra_bridge.driver.records import ClaimRecords, Prepared, prepared_of
-from dra_bridge.driver.served import RequestDevices, ServedDevices
-from dra_bridge.driver.statistics import CallStatistics, ClaimStatistics
-from dra_bridge.driver.waiting import ClaimWait, WaitLimit, when_free
+from dra_bridge.driver.claims import Awaited, ClaimAllocation, ClaimError, ClaimRef, Reason, check_ref, parse_allocation
+from dra_bridge.driver.records import Prepared, prepared_of
+from dra_bridge.driver.served import RequestDevices
+from dra_bridge.driver.statistics import CallStatistics
+from dra_bridge.driver.waiting import WaitLimit, wait
 
 _LOG: Final = logging.getLogger(__name__)
 _MAX_MESSAGE: Final = 1000
-_OVERTAKEN: Final = "cancelled by Unprepare of the same claim"
 
 PATIENCE: Final = 10.0
 """Seconds for which Unprepare is refused while processes of the claim's pods run.
@@ -77,165 +68,17 @@ else is in the pod's cgroup once the pod is deleted, and the pod is not deleted 
 """
 
 
-@dataclass(frozen=True, slots=True)
-class ClaimDevices:
-    """Asks the ledger for the devices of claims, and calls the sources' hooks around their use.
+@dataclass(slots=True, eq=False)
+class _Work:
+    """A call for one claim while it is under way.
 
-    A claim for an idle device of the plugin's side begins its move. register, host: see `Driver`. events: get the
-    refusals. statistics: get the seconds that hooks took. ending: UIDs of the claims that are being taken back; of
-    those that share a device one is the last.
+    task: that does it. waited: seconds for which it waited for holders. overtaken: by an Unprepare of its claim.
     """
 
-    records: ClaimRecords
-    served: ServedDevices
-    register: Register
-    events: ClaimEvents
-    statistics: ClaimStatistics
-    host: DriverHost
-    ending: set[str] = field(default_factory=set)
-
-    async def reserve(self, ref: ClaimRef, record: Claim, *, durable: bool) -> None:
-        """Have the ledger reserve a claim's devices, if nobody holds what excludes them.
-
-        Raises ClaimError: a device is not to be had, or is set up with other parameters.
-        """
-        await self._ask(
-            ref,
-            record,
-            sorted(record.held),
-            lambda view: _reserve_alike(record, view, durable=durable, along=self._along(record)),
-        )
-
-    async def confirm(self, ref: ClaimRef, record: Claim) -> None:
-        """Record a claim with its answer, if its devices still are what they were when they were reserved.
-
-        Raises ClaimError: one is not, or the ledger does not grant it any more.
-        """
-        try:
-            await self.register.verify_granted(record.held)
-        except DeviceConflictError as error:
-            raise self._refused(ref, str(error), str(error)) from error
-        prepare = partial(operations.prepare, record, move_idle=True, along=self._along(record))
-        await self._ask(ref, record, (), prepare)
-
-    def _along(self, record: Claim) -> frozenset[DeviceKey]:
-        """Return the devices that move along with a claim's."""
-        return frozenset(peer for key in record.held for peer in self.register.listed.group(*key))
-
-    async def _ask(
-        self,
-        ref: ClaimRef,
-        record: Claim,
-        keys: Sequence[DeviceKey],
-        operation: Callable[[View], Operation[Claim | Refused | Excluded]],
-    ) -> None:
-        awaited = Awaited(record.held, lambda: outlook(self.register.snapshot, record, self.register.view()))
-        try:
-            answer = await self.register.decide(keys, operation)
-        except HookWorksError as error:
-            raise self._refused(ref, str(error), str(error), awaited) from error
-        except DeviceConflictError as error:
-            raise self._refused(ref, str(error), str(error)) from error
-        if isinstance(answer, Claim):
-            return
-        if isinstance(answer, Refused) and answer.moving:
-            self.host.claims_changed()
-        kind = answer.message if isinstance(answer, Excluded) else answer.record.state.value
-        raise self._refused(ref, kind, answer.message, awaited if answer.outlook.waits else None)
-
-    def _refused(self, ref: ClaimRef, kind: str, message: str, awaited: Awaited | None = None) -> ClaimError:
-        self.events.refused(ref, kind, message)
-        return ClaimError("refused", message, awaited)
-
-    async def of_claim(self, uid: str, groups: Sequence[RequestDevices]) -> dict[str, list[ContainerEdits]]:
-        """Set up a claim's devices and return the edits of each request. Raises as `edits` does.
-
-        The answers of vendors' plugins have to fit together: nothing tells which container gets which.
-        """
-        calls: dict[object, list[RequestDevices]] = {}
-        for number, group in enumerate(groups):
-            source = group.served.source
-            together = isinstance(source, AdoptedSource) and source.adopted.together
-            calls.setdefault(source.resource if together else number, []).append(group)
-        edits: dict[str, list[ContainerEdits]] = {}
-        answers = []
-        for alike in calls.values():
-            members = tuple(member for group in alike for member in group.members)
-            made = await self.edits(uid, dataclasses.replace(alike[0], members=members))
-            if isinstance(alike[0].served.source, AdoptedSource):
-                answers.append(made)
-            for group in alike:
-                edits.setdefault(group.request, []).append(made)
-        try:
-            ContainerEdits.merge(answers)
-        except EditConflictError as error:
-            what = "the answers of vendors' plugins to the requests of this claim contradict each other"
-            how = "with `answer: claim` under `plugin` the requests of one resource are allocated together"
-            raise ClaimError("conflict", f"{what}: {error}; {how}") from error
-        return edits
-
-    async def edits(self, uid: str, group: RequestDevices) -> ContainerEdits:
-        """Set up a group's devices for a claim and return the edits of the devices, then those of the hooks.
-
-        Administrative access changes nothing: the devices are set up for others.
-
-        Of an adopted resource they are what its plugin answers.
-
-        Raises HookError: a hook failed. ClaimError: the edits contradict each other, a hook returned something else, or
-        a plugin refuses.
-        """
-        source, devices = group.served.source, tuple(dict.fromkeys(device for device, _ in group.members))
-        if isinstance(source, AdoptedSource):
-            try:
-                return await source.answer(devices, uid)
-            except AnswerError as error:
-                raise ClaimError("plugin", f"request {group.request!r}: {source.resource}: {error}") from error
-        run, statistics = self.register.hooks, self.statistics.hooks
-        hooks_called = source.hooks - {"reset", "prepare"} if group.admin else source.hooks
-        if "reset" in hooks_called and (alone := self._alone(uid, source, devices)):
-            await run.call(statistics, "reset", source, alone)
-        extra = ContainerEdits()
-        if "edits" in hooks_called:
-            extra = _edits_of(source, "edits", await statistics.call("edits", source, source.edits, devices))
-        if "prepare" in hooks_called:
-            made = await run.call(statistics, "prepare", source, devices, group.config)
-            if made is not None:
-                extra = ContainerEdits.merge((extra,), winner=_edits_of(source, "prepare", made))
-        try:
-            return ContainerEdits.merge((device.container_edits for device in devices), winner=extra)
-        except EditConflictError as error:
-            raise ClaimError("conflict", f"request {group.request!r}: the devices' edits: {error}") from error
-
-    def forget(self, uid: str) -> None:
-        """Have late answers of vendors' plugins to a claim that ends dropped."""
-        for served in self.served.resources:
-            if isinstance(served.source, AdoptedSource):
-                served.source.forget(uid)
-
-    async def unprepare(self, claim: Claim) -> None:
-        """Undo what `prepare` hooks did for a claim to devices that no other claim holds.
-
-        Raises HookError: a hook failed.
-        """
-        for (source, _), devices in self.served.of_claim(claim):
-            if "unprepare" in source.hooks and (alone := self._alone(claim.uid, source, devices)):
-                await self.register.hooks.call(self.statistics.hooks, "unprepare", source, alone)
-
-    def _alone(self, uid: str, source: DeviceSource, devices: Sequence[Device]) -> list[Device]:
-        """Return the devices that no other claim holds, but for those that are ending, too."""
-        mine = {(self.records.driver, claim_uid) for claim_uid in (uid, *self.ending)}
-        others = (claim.held for key, claim in self.records.ledger.snapshot.claims.items() if key not in mine)
-        held: frozenset[DeviceKey] = frozenset().union(*others)
-        return [device for device in devices if (source.resource, device.id) not in held]
-
-    def released(self, claim: Claim) -> None:
-        """Have `released` called for devices of an ended claim that nobody holds any more."""
-        for (source, _), devices in self.served.of_claim(claim):
-            if "released" not in source.hooks:
-                continue
-            idle = [device for device in devices if self.register.is_free((source.resource, device.id))]
-            if idle:
-                self.register.hooks.start(self.statistics.hooks, "released", source, idle)
+    ref: ClaimRef
+    task: asyncio.Task[Any]
+    waited: float = 0.0
+    overtaken: bool = False
 
 
 class ClaimPreparation:
@@ -248,37 +91,50 @@ class ClaimPreparation:
         self, api: ClusterClaims, devices: ClaimDevices, files: ClaimFiles, tasks: Tasks, deadline: float
     ) -> None:
         self.api, self.devices, self.files, self.tasks, self.deadline = api, devices, files, tasks, deadline
-        self.records, self.served, self.events = devices.records, devices.served, devices.events
-        self.statistics, self.host = devices.statistics, devices.host
-        self.preparing: dict[asyncio.Task[Any], str] = {}
-        """The calls that prepare a claim now, with its UID."""
+        records, events, statistics, host = devices.records, devices.events, devices.statistics, devices.host
+        self.records, self.events, self.statistics, self.host = records, events, statistics, host
+        self.preparing: set[_Work] = set()
+        """The calls that prepare a claim now."""
         self.begun: dict[str, float] = {}
         """When this process first prepared a claim with its allocation, by UID (monotonic seconds)."""
         self.refused: dict[str, float] = {}
         """When Unprepare was refused first because processes run, by UID (monotonic seconds)."""
-        self.logged: dict[str, str] = {}
-        """The last failure by UID; the kubelet tries again and again."""
+        self.logged: dict[str, tuple[str, str]] = {}
+        """What failed last and why, by UID; the kubelet tries again and again."""
 
     async def prepare(self, ref: ClaimRef, limit: WaitLimit) -> Prepared | ClaimError:
         """Prepare a claim; the answer survives this process when it is returned. limit: of the call's waits."""
-        task: asyncio.Task[Any] | None = asyncio.current_task()
-        assert task is not None
-        self.preparing[task] = ref.uid
         try:
             async with self._working("prepare", self.statistics.prepare, ref) as work:
-                try_it, register = partial(self._now, ref), self.devices.register
-                answer = await when_free(try_it, register, limit, work, partial(self._log_wait, ref))
+                self.preparing.add(work)
+                try:
+                    answer = await self._prepared_when_free(work, limit)
+                finally:
+                    self.preparing.discard(work)
                 self.statistics.prepare.done += 1
         except ClaimError as error:
             return error
-        finally:
-            del self.preparing[task]
         self.events.forget(ref.uid)
         return answer
 
-    async def _now(self, ref: ClaimRef) -> Prepared:
-        async with self._turn(ref):
-            return await self._prepared(ref)
+    async def _prepared_when_free(self, work: _Work, limit: WaitLimit) -> Prepared:
+        """Try until a claim has its devices, or is refused for good, or the waits of its call are over."""
+        register, ref = self.devices.register, work.ref
+        while True:
+            seen = register.store.changes.count
+            try:
+                async with asyncio.timeout(self.deadline), self.records.locked(ref.uid):
+                    return await self._prepared(ref)
+            except ClaimError as error:
+                if error.awaited is None or limit.is_over:
+                    raise
+                if not work.waited:
+                    self._log_wait(ref, error)
+                awaited, began = error.awaited, time.monotonic()
+            try:
+                await wait(register, awaited, limit, seen)
+            finally:
+                work.waited += time.monotonic() - began
 
     async def _prepared(self, ref: ClaimRef) -> Prepared:
         """Prepare a claim now, or answer as recorded. The caller has its lock. Raises ClaimError."""
@@ -287,30 +143,25 @@ class ClaimPreparation:
         recorded = self.records.get(ref.uid)
         former = prepared_of(recorded) if recorded is not None else None
         if recorded is not None and former is not None and self._stands(former, allocation):
-            await self.files.write(recorded)
+            await self.files.write(recorded, former.spec)
             self.statistics.prepared_again += 1
             return former
-        groups = self.served.groups(allocation)
-        devices = tuple(
-            granted_device(
-                group,
-                device,
-                result,
-                self.files.boot,
-                self.devices.register.times(group.served.source.resource, device),
-                limits=allocation.limits,
-            )
-            for group in groups
-            for device, result in group.members
-        )
+        groups = self.devices.served.groups(allocation)
+        devices = tuple(self.devices.granted(groups, allocation, self.files.boot))
         names = ref.uid, ref.namespace, ref.name
         record = Claim(self.records.driver, *names, devices, None, time.time(), pods=allocation.pods)
         if recorded is not None:
             anew = recorded.held != record.held if former is None else former.named != allocation.named
             await self._leave(ref, recorded, former, anew=anew)
-        if self.records.get(ref.uid) is None:
+            recorded = self.records.get(ref.uid)
+        if recorded is None:
             self.begun[ref.uid] = time.monotonic()
-        return await self._set_up(ref, record, groups)
+        set_up = self._set_up_by_others if self.devices.changed_by(groups) else self._set_up
+        prepared = await set_up(ref, record, groups)
+        self.host.claims_changed()
+        self.events.prepared(ref, prepared)
+        _log("prepared", record)
+        return prepared
 
     async def unprepare(self, ref: ClaimRef) -> ClaimError | None:
         """Unprepare a claim, known or not, unless its containers run: then the kubelet has to try again.
@@ -323,11 +174,17 @@ class ClaimPreparation:
         its devices are held until no process of its pods runs (`ClaimReconciler`).
         """
         driver = self.records.driver
-        for task, uid in self.preparing.items():
-            if uid == ref.uid:
-                task.cancel(_OVERTAKEN)
+        for work in self.preparing:
+            if work.ref.uid == ref.uid:
+                work.overtaken = True
+                work.task.cancel()
+        locked = self.records.locked(ref.uid)
         try:
-            async with self._working("unprepare", self.statistics.unprepare, ref), self._turn(ref):
+            async with (
+                self._working("unprepare", self.statistics.unprepare, ref),
+                asyncio.timeout(self.deadline),
+                locked,
+            ):
                 users, unlisted = await self._users(ref)
                 if not (users or unlisted):
                     await self.end(ref.uid)
@@ -346,39 +203,39 @@ class ClaimPreparation:
             self.events.forget(ref.uid)
         return None
 
+    def prepares(self, uid: str) -> bool:
+        """Return whether a claim is just being prepared."""
+        return any(work.ref.uid == uid for work in self.preparing)
+
     def _log_wait(self, ref: ClaimRef, error: ClaimError) -> None:
         extra = {"driver": self.records.driver, "claim": ref.title}
         _LOG.info("claim %s waits for its devices: %s", ref.title, error, extra=extra)
-        if error.reason != "refused":  # which has an Event already
+        if error.reason is not Reason.REFUSED:  # which has an Event already
             self.events.refused(ref, error.reason, str(error))
 
     @contextlib.asynccontextmanager
-    async def _working(self, verb: str, statistics: CallStatistics, ref: ClaimRef) -> AsyncIterator[ClaimWait]:
+    async def _working(self, verb: str, statistics: CallStatistics, ref: ClaimRef) -> AsyncIterator[_Work]:
         """Work on a claim: count and log it. Raises ClaimError for every failure."""
-        began, work = time.perf_counter(), ClaimWait()
+        task: asyncio.Task[Any] | None = asyncio.current_task()
+        assert task is not None
+        began, work = time.perf_counter(), _Work(ref, task)
         self.statistics.in_flight += 1
         try:
             yield work
             self.logged.pop(ref.uid, None)
         except BaseException as error:
-            failure = _as_claim_error(error, f"claim {ref.title}", self.deadline)
+            failure = _as_claim_error(error, work, self.deadline)
             statistics.failures[failure.reason] += 1
             text, extra = "cannot %s claim %s (%s): %s", {"driver": self.records.driver, "claim": ref.title}
-            level = logging.DEBUG if self.logged.get(ref.uid) == f"{verb} {failure}" else logging.WARNING
-            self.logged[ref.uid] = f"{verb} {failure}"
+            level = logging.DEBUG if self.logged.get(ref.uid) == (verb, str(failure)) else logging.WARNING
+            self.logged[ref.uid] = verb, str(failure)
             _LOG.log(level, text, verb, ref.title, ref.uid, failure, extra=extra)
             raise failure from error
         finally:
             self.statistics.in_flight -= 1
-            statistics.durations.add(time.perf_counter() - began - work.seconds)
-            if work.seconds:
-                self.statistics.waits.add(work.seconds)
-
-    @contextlib.asynccontextmanager
-    async def _turn(self, ref: ClaimRef) -> AsyncIterator[None]:
-        """Have a claim's lock, within the deadline."""
-        async with asyncio.timeout(self.deadline), self.records.locked(ref.uid):
-            yield
+            statistics.durations.add(time.perf_counter() - began - work.waited)
+            if work.waited:
+                self.statistics.waits.add(work.waited)
 
     async def _read(self, ref: ClaimRef) -> ClaimAllocation:
         """Return what a claim has of this driver. Raises ClaimError: nothing, or nobody may use it."""
@@ -390,7 +247,7 @@ class ClaimPreparation:
             self.statistics.claim_read_seconds += time.perf_counter() - began
         allocation = parse_allocation(claim, ref, self.records.driver, self.records.pool)
         if not allocation.reserved:
-            raise ClaimError("unreserved", f"claim {ref.title} is not reserved for a pod (any more)")
+            raise ClaimError(Reason.UNRESERVED, f"claim {ref.title} is not reserved for a pod (any more)")
         return allocation
 
     def _stands(self, former: Prepared, allocation: ClaimAllocation) -> bool:
@@ -415,7 +272,7 @@ class ClaimPreparation:
                 raise _still_running(ref, users, unlisted, former_devices)
             if anew and not record.pods:
                 what = "it is not known which pods have the devices that it had before; they are held until Unprepare"
-                raise ClaimError("unknown", f"claim {ref.title} is allocated anew: {what}")
+                raise ClaimError(Reason.UNKNOWN, f"claim {ref.title} is allocated anew: {what}")
         if anew:
             await self.end(ref.uid)
         elif former is not None:
@@ -423,20 +280,32 @@ class ClaimPreparation:
             await self.records.ledger.do(operations.reopen(self.records.driver, ref.uid))
 
     async def _set_up(self, ref: ClaimRef, record: Claim, groups: Sequence[RequestDevices]) -> Prepared:
-        """Reserve the devices, call the hooks, write the CDI file and record the answer; undo all if that fails."""
-        traces = any("prepare" in group.served.source.hooks and not group.admin for group in groups)
-        await self.devices.reserve(ref, record, durable=traces)
+        """Have a claim's devices granted together with the answer, then write the files."""
+        prepared = await self.files.answer(ref.uid, await self.devices.edits(ref.uid, groups))
         try:
-            edits = await self.devices.of_claim(ref.uid, groups)
-            prepared = await self.files.answer(record, groups, edits)
             # This verifies the devices after their numbers were read for the CDI file.
-            await self.devices.confirm(ref, dataclasses.replace(record, result=msgspec.json.encode(prepared).decode()))
+            await self.devices.grant(ref, _answered(record, prepared))
+            newest = self.records.get(ref.uid)  # with the pods that were recorded just now
+            await self.files.write(newest or record, prepared.spec)
+        except ClaimError:
+            raise  # nothing was recorded
         except BaseException:
             await ended(self.tasks.start(self._undo(ref, record)))  # also if this task is cancelled
             raise
-        self.host.claims_changed()
-        self.events.prepared(ref, prepared)
-        _log("prepared", record)
+        return prepared
+
+    async def _set_up_by_others(self, ref: ClaimRef, record: Claim, groups: Sequence[RequestDevices]) -> Prepared:
+        """Reserve a claim's devices, call the hooks, write the files and record the answer; undo all if that fails."""
+        traces = any("prepare" in group.served.source.hooks and not group.admin for group in groups)
+        await self.devices.reserve(ref, record, durable=traces)
+        try:
+            prepared = await self.files.answer(ref.uid, await self.devices.edits(ref.uid, groups))
+            await self.files.write(record, prepared.spec)
+            # This verifies the devices after their numbers were read for the CDI file.
+            await self.devices.confirm(ref, _answered(record, prepared))
+        except BaseException:
+            await ended(self.tasks.start(self._undo(ref, record)))  # also if this task is cancelled
+            raise
         return prepared
 
     async def _undo(self, ref: ClaimRef, record: Claim) -> None:
@@ -458,7 +327,7 @@ class ClaimPreparation:
             running, unlisted = await self.host.running_pods()
         except (ClaimStateError, LedgerError, OSError) as error:
             what = f"it is not known which pods use it; its devices are held until that is known: {error}"
-            raise ClaimError("unknown", f"claim {ref.title}: {what}") from error
+            raise ClaimError(Reason.UNKNOWN, f"claim {ref.title}: {what}") from error
         record = self.records.get(ref.uid)  # with the pods that were recorded just now
         if record is None:
             return frozenset(), frozenset()
@@ -476,8 +345,11 @@ class ClaimPreparation:
         The kubelet has a claim prepared before it makes the sandbox of its pod (kubelet 1.36, kuberuntime_manager.go:
         SyncPod).
         """
-        begun = self.begun.get(uid, -math.inf)
-        return frozenset(pod for pod, since in unlisted.items() if since >= begun)
+        begun, users = self.begun.get(uid, -math.inf), set[str]()
+        for pod, since in unlisted.items():
+            if since >= begun:
+                users.add(pod)
+        return frozenset(users)
 
     async def end(self, uid: str) -> None:
         """Undo all that was prepared for a claim. The caller has its lock, and knows that no container uses it."""
@@ -507,37 +379,6 @@ class ClaimPreparation:
             self.devices.ending.discard(claim.uid)
 
 
-def _reserve_alike(
-    record: Claim, view: View, *, durable: bool, along: frozenset[DeviceKey]
-) -> Operation[Claim | Refused | Excluded]:
-    """Reserve a claim's devices, unless others that share one have it with other parameters; then answer why not."""
-    reserve = operations.reserve(record, view, durable=durable, move_idle=True, along=along)
-
-    def decide(state: RegisterSnapshot) -> Decision[Claim | Refused | Excluded]:
-        decision = reserve(state)
-        if isinstance(decision.answer, Claim) and (why := _other_parameters(state, record)):
-            return Decision(Excluded(why))
-        return decision
-
-    return decide
-
-
-def _other_parameters(state: RegisterSnapshot, claim: Claim) -> str:
-    """Return which device another holder, or the claim itself, has with other parameters; "" if all are alike."""
-    for device in claim.devices:
-        holders = state.claims_on(device.resource, (device.device,)) if not device.admin else ()
-        for other in (claim, *(other for other in holders if (other.driver, other.uid) != (claim.driver, claim.uid))):
-            for theirs in other.devices:
-                same = (theirs.resource, theirs.device, theirs.admin) == (device.resource, device.device, device.admin)
-                if same and theirs.parameters != device.parameters:
-                    text = (
-                        f"device {device.device!r} of {device.resource} is shared with claim {other.title or other.uid}"
-                    )
-                    how = "has it with other parameters" if theirs.parameters else "may have it with other parameters"
-                    return f"{text}, which {how}"
-    return ""
-
-
 def _log(verb: str, claim: Claim) -> None:
     """Log that a claim was prepared or unprepared, its devices at DEBUG."""
     extra = {"driver": claim.driver, "claim": claim.title}
@@ -552,35 +393,35 @@ def _still_running(
 ) -> ClaimError:
     what = f"claim {ref.title}: processes of pod {min(users or unlisted)} run"
     if users:
-        return ClaimError("running", f"{what}; its devices are held until they end", awaited)
+        return ClaimError(Reason.RUNNING, f"{what}; its devices are held until they end", awaited)
     what += ", which the kubelet does not list and which may use it"
-    return ClaimError("unknown", f"{what}; its devices are held until they end", awaited)
+    return ClaimError(Reason.UNKNOWN, f"{what}; its devices are held until they end", awaited)
 
 
-def _as_claim_error(error: BaseException, what: str, deadline: float) -> ClaimError:
+def _answered(record: Claim, prepared: Prepared) -> Claim:
+    return dataclasses.replace(record, result=msgspec.json.encode(prepared).decode())
+
+
+def _as_claim_error(error: BaseException, work: _Work, deadline: float) -> ClaimError:
     """Return an error with a text that a user can read."""
+    what = f"claim {work.ref.title}"
     match error:
         case ClaimError():
             reason, text = error.reason, str(error)
+        case asyncio.CancelledError() if work.overtaken:
+            reason, text = Reason.OVERTAKEN, f"{what}: cancelled by Unprepare of the same claim"
         case asyncio.CancelledError():
-            overtaken = error.args[:1] == (_OVERTAKEN,)
-            reason, text = "overtaken", f"{what}: {_OVERTAKEN if overtaken else 'the driver is stopping'}"
+            reason, text = Reason.STOPPED, f"{what}: the driver is stopping"
         case LookTimeoutError():
-            reason, text = "timeout", f"{what}: {error}"
+            reason, text = Reason.TIMEOUT, f"{what}: {error}"
         case TimeoutError():
-            reason, text = "timeout", f"{what}: not done within {deadline:g} s"
+            reason, text = Reason.TIMEOUT, f"{what}: not done within {deadline:g} s"
         case hooks.HookError():
-            reason, text = "hook", str(error)
+            reason, text = Reason.HOOK, str(error)
         case cdi.CdiError():
-            reason, text = "cdi", str(error)
+            reason, text = Reason.CDI, str(error)
         case LedgerError():
-            reason, text = "ledger", str(error)
+            reason, text = Reason.LEDGER, str(error)
         case _:  # also the API client's errors, whose text is meant for people
-            reason, text = "api", f"{what}: {error or type(error).__name__}"
+            reason, text = Reason.API, f"{what}: {error or type(error).__name__}"
     return ClaimError(reason, text if len(text) <= _MAX_MESSAGE else f"{text[: _MAX_MESSAGE - 3]}...")
-
-
-def _edits_of(source: DeviceSource, hook: str, answer: object) -> ContainerEdits:
-    if not isinstance(answer, ContainerEdits):
-        raise ClaimError("hook", f"{hook} of {source.resource} returned {type(answer).__name__}, not ContainerEdits")
-    return answer

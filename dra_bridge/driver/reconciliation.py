@@ -15,7 +15,7 @@ from deviceplugin.register import operations
 from deviceplugin.register.records import NONE, Claim, LedgerError
 from dra_bridge.driver.claim_api import ClusterClaims
 from dra_bridge.driver.claim_files import ClaimFiles
-from dra_bridge.driver.claims import ClaimError, ClaimRef, parse_allocation
+from dra_bridge.driver.claims import ClaimError, ClaimRef, Reason, parse_allocation
 from dra_bridge.driver.preparation import ClaimPreparation
 from dra_bridge.driver.records import ClaimRecords, is_over, prepared_of
 
@@ -58,7 +58,7 @@ class ClaimReconciler:
 
         await asyncio.gather(*map(reconcile_one, self.records.all()))
         for uid in await self.files.claims() if sweep else ():
-            if self.records.get(uid) is None and uid not in self.preparation.preparing.values() and uid not in named:
+            if self.records.get(uid) is None and not self.preparation.prepares(uid) and uid not in named:
                 async with self.records.locked(uid):
                     if self.records.get(uid) is None:
                         with contextlib.suppress(cdi.CdiError):
@@ -94,7 +94,7 @@ class ClaimReconciler:
             if prepared.boot != self.files.boot:
                 await self.records.ledger.do(operations.reopen(self.records.driver, uid))
                 return "reopened"
-            written = await self.files.write(record)
+            written = await self.files.write(record, prepared.spec)
         except (cdi.CdiError, LedgerError) as error:
             _LOG.warning("cannot restore the files of claim %s: %s", record.title, error, extra=extra)
             return "unknown"
@@ -108,7 +108,7 @@ class ClaimReconciler:
             ref = ClaimRef(record.namespace, record.name, record.uid)
             allocation = parse_allocation(claim, ref, self.records.driver, self.records.pool)
         except ClaimError as error:
-            if error.reason == "malformed":
+            if error.reason is Reason.MALFORMED:
                 raise
             return False
         prepared = prepared_of(record)

@@ -99,8 +99,9 @@ class _ClaimService(dra_v1_pb2_grpc.DRAPluginServicer, dra_v1beta1_pb2_grpc.DRAP
     async def NodePrepareResources(  # noqa: N802  # the API's name
         self, request: Any, context: grpc.aio.ServicerContext[Any, Any]
     ) -> Any:
+        claims = [ClaimRef(claim.namespace, claim.name, claim.uid) for claim in request.claims]
         response = self._pb.NodePrepareResourcesResponse()
-        for uid, answer in (await self._driver.prepare(_refs(request), context.time_remaining())).items():
+        for uid, answer in (await self._driver.prepare(claims, context.time_remaining())).items():
             entry = response.claims[uid]
             if isinstance(answer, ClaimError):
                 entry.error = str(answer)
@@ -117,14 +118,11 @@ class _ClaimService(dra_v1_pb2_grpc.DRAPluginServicer, dra_v1beta1_pb2_grpc.DRAP
         return response
 
     async def NodeUnprepareResources(self, request: Any, context: object) -> Any:  # noqa: N802
+        claims = [ClaimRef(claim.namespace, claim.name, claim.uid) for claim in request.claims]
         response = self._pb.NodeUnprepareResourcesResponse()
-        for uid, answer in (await self._driver.unprepare(_refs(request))).items():
+        for uid, answer in (await self._driver.unprepare(claims)).items():
             response.claims[uid].error = "" if answer is None else str(answer)
         return response
-
-
-def _refs(request: Any) -> list[ClaimRef]:
-    return [ClaimRef(claim.namespace, claim.name, claim.uid) for claim in request.claims]
 
 
 def health_list(driver: Driver, now: float) -> health_pb.NodeWatchResourcesResponse:

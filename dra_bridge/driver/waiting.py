@@ -15,14 +15,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Final
 
 from deviceplugin.register.register import Register
-from dra_bridge.driver.claims import Awaited, ClaimError
-
-_T = TypeVar("_T")
+from dra_bridge.driver.claims import Awaited
 
 MARGIN: Final = 5.0
 """Seconds before the deadline of the kubelet's call when waits end: for the rest of the work and the answer."""
@@ -46,43 +43,7 @@ class WaitLimit:
         return time.monotonic() >= self.until
 
 
-@dataclass(slots=True)
-class ClaimWait:
-    """The waits of one claim in one call. seconds: how long they took."""
-
-    seconds: float = 0.0
-
-
-async def when_free(
-    attempt: Callable[[], Awaitable[_T]],
-    register: Register,
-    limit: WaitLimit,
-    work: ClaimWait,
-    begins: Callable[[ClaimError], None],
-) -> _T:
-    """Try until a claim has its devices, or is refused for good, or the waits of its call are over.
-
-    begins: called with the first refusal that is waited for. Raises what the last try raised.
-    """
-    waits = False
-    while True:
-        seen = register.store.changes.count
-        try:
-            return await attempt()
-        except ClaimError as error:
-            if error.awaited is None or limit.is_over:
-                raise
-            if not waits:
-                begins(error)
-            waits, awaited = True, error.awaited
-        began = time.monotonic()
-        try:
-            await _wait(register, awaited, limit, seen)
-        finally:
-            work.seconds += time.monotonic() - began
-
-
-async def _wait(register: Register, awaited: Awaited, limit: WaitLimit, seen: int) -> None:
+async def wait(register: Register, awaited: Awaited, limit: WaitLimit, seen: int) -> None:
     """Wait until a refused claim is worth another try, or until the waits of its call are over.
 
     seen: how many changes the register had before the try that was refused.

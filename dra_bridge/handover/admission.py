@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Final, NamedTuple
 
 from deviceplugin.register.records import Claim, RegisterSnapshot
@@ -49,19 +50,18 @@ def counts_of(now: RegisterSnapshot, resource: str, shown: Collection[str] | Non
 
 def served_by_dra(now: RegisterSnapshot, resource: str) -> list[Claim]:
     """Return the claims through which pods have devices of a resource by their `limits`, the oldest first."""
-    return sorted(
-        (claim for claim in now.claims.values() if served_by_limits(claim, resource)), key=lambda claim: claim.since
-    )
+    served = [claim for claim in now.claims.values() if served_by_limits(claim, resource)]
+    return sorted(served, key=attrgetter("since"))
 
 
 def resources_served_by_dra(now: RegisterSnapshot) -> set[str]:
     """Return the resources of which pods have devices through DRA by their `limits`."""
-    return {
-        device.resource
-        for claim in now.claims.values()
-        for device in claim.devices
-        if device.limits and not device.admin
-    }
+    served: set[str] = set()
+    for claim in now.claims.values():
+        for device in claim.devices:
+            if device.limits and not device.admin:
+                served.add(device.resource)
+    return served
 
 
 def may_leave(now: Counts, ids: int) -> bool:

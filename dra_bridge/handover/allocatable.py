@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import math
 import time
@@ -19,6 +18,7 @@ from typing import Final, Protocol
 
 from deviceplugin.backoff import Backoff
 from deviceplugin.kubelet.podresources import PodResources
+from deviceplugin.register.store import Changes
 from deviceplugin.tasks import cancel_all
 
 _LOG: Final = logging.getLogger(__name__)
@@ -68,15 +68,14 @@ class AllocatableStatus:
         self._numbers: Mapping[str, int] = {}
         self._since: dict[str, float] = {}
         """When the watch showed each resource's number for the first time (monotonic seconds)."""
-        self._changed = asyncio.Event()
+        self._changes = Changes()
+        """Of the numbers."""
         self._writing = asyncio.Lock()
         self._most: dict[str, int] = {}
         """The largest number that may be written: the last lower one, and what came back since."""
-        self._lowered: dict[str, float] = {}
-        """When devices were about to be withdrawn (monotonic seconds)."""
         self._returning: dict[str, set[str]] = {}
         self._raising: dict[str, asyncio.Task[None]] = {}
-        self._lowering: dict[str, asyncio.Task[bool]] = {}
+        self._lowering: dict[str, asyncio.Task[None]] = {}
 
     def observe(self, numbers: Mapping[str, int]) -> None:
         """Take what the Node shows now."""
@@ -85,12 +84,7 @@ class AllocatableStatus:
             name: self._since[name] if self._numbers.get(name) == number else now for name, number in numbers.items()
         }
         self._numbers = dict(numbers)
-        self._changed.set()
-        for name, since in self._lowered.items():
-            if now < since + LATE and self._numbers.get(name, 0) > self._most[name] and name not in self._lowering:
-                task = asyncio.create_task(self._put(name, self._most[name]), name=f"allocatable of {name}")
-                self._lowering[name] = task
-                task.add_done_callback(functools.partial(self._lowering.pop, name))
+        self._changes.note()
 
     async def lower(self, resource: str, number: int) -> bool:
         """Wait until no pod comes any more for devices beyond this number, 3 s at most.
@@ -98,27 +92,35 @@ class AllocatableStatus:
         The scheduler counts at most so many then, and pods that it had bound before had time to be admitted. Returns
         whether it was waited for; False also if the number cannot be written.
         """
+        if (lowering := self._lowering.pop(resource, None)) is not None:
+            lowering.cancel()
         async with self._writing:  # a larger number may be on its way
             self._most[resource] = number
-            self._lowered.pop(resource, None)
         waited = lowered = False
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LOWER_DEADLINE):
                 began = time.monotonic()
                 while (rest := self._until_lowered(resource, number, began)) > 0:
-                    self._changed.clear()
+                    seen = self._changes.count
                     if rest == math.inf and not await self._put(resource, number):
                         return False
                     waited = True
-                    with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(min(rest, self._grace)):
-                            await self._changed.wait()
+                    await self._changes.after(seen, min(rest, self._grace))
                 lowered = True
-        self._lowered[resource] = time.monotonic()
+        self._lowering[resource] = asyncio.create_task(self._keep_low(resource), name=f"allocatable of {resource}")
         if not lowered:
             text = "the Node shows more than %d allocatable; devices are withdrawn all the same"
             _LOG.info(text, number, extra={"resource": resource})
         return waited and lowered
+
+    async def _keep_low(self, resource: str) -> None:
+        """Write over larger numbers of the kubelet's that are from before devices were withdrawn."""
+        until = time.monotonic() + LATE
+        while (rest := until - time.monotonic()) > 0:
+            seen, number = self._changes.count, self._most[resource]
+            if self._numbers.get(resource, 0) > number:
+                await self._put(resource, number)
+            await self._changes.after(seen, rest)
 
     async def _put(self, resource: str, number: int) -> bool:
         """Write a number, no larger one than the last that was lowered allows; return whether the Node has it."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from deviceplugin.backoff import Backoff
+from deviceplugin.exclusion import DeviceKey
 from deviceplugin.kubelet.holders import kubelet_snapshot
 from deviceplugin.register import operations
 from deviceplugin.register.records import Claim, RegisterSnapshot, Side, State
@@ -30,8 +31,7 @@ def shown_unhealthy(
     if sent is None:
         return {}
     at, healthy_ids = sent
-    healthy = set(map(device_id_of, healthy_ids))
-    return {device: at for device in devices if device not in healthy}
+    return dict.fromkeys(frozenset(devices).difference(map(device_id_of, healthy_ids)), at)
 
 
 async def end_moves_to_dra(moved: MovedResource, waiting: dict[str, MoveWait]) -> tuple[str, ...]:
@@ -39,27 +39,28 @@ async def end_moves_to_dra(moved: MovedResource, waiting: dict[str, MoveWait]) -
 
     waiting: the reasons why the others wait are added to it.
     """
-    resource, endpoint, evidence = moved.name, moved.endpoint, moved.evidence
-    device_id_of = endpoint.ids.device_id_of
-    before = moved.ledger.snapshot
-    devices = moved.in_state(before, State.TO_DRA)
+    resource, endpoint, evidence, before = moved.name, moved.endpoint, moved.evidence, moved.now
+    devices = moved.moving.in_state(before, resource, State.TO_DRA)
     if not devices:
         return ()
     endpoint.refresh()
     sent = endpoint.streams.shown()
-    shown = shown_unhealthy(devices, sent, device_id_of)
+    shown = shown_unhealthy(devices, sent, endpoint.ids.device_id_of)
     if not shown:
         missing = "the kubelet to listen" if sent is None else "ListAndWatch to show it Unhealthy"
         waiting.update(dict.fromkeys(devices, MoveWait(missing)))
         return ()
-    ids = {(resource, device_id) for device in shown for device_id in endpoint.ids.ids_of(device)}
+    ids: set[DeviceKey] = set()
+    for device in shown:
+        for device_id in endpoint.ids.ids_of(device):
+            ids.add((resource, device_id))
     scan = await evidence.scan(ids)
     if scan is None:
         waiting.update(dict.fromkeys(devices, MoveWait("a moment without an Allocate in flight")))
         return ()
-    seen = kubelet_snapshot(before.sequence, scan, resource, device_id_of, title=evidence.title)
+    seen = kubelet_snapshot(before.sequence, scan, resource, endpoint.ids.device_id_of, title=evidence.title)
     proof = KubeletEvidence(before.sequence, shown, seen)
-    done = await moved.ledger.do(operations.commit_to_dra(resource, devices, proof, time.time()))
+    done = await moved.register.store.do(operations.commit_to_dra(resource, devices, proof, time.time()))
     waiting.update(done.waiting)
     return done.devices
 
@@ -68,12 +69,13 @@ async def end_moves_to_dra(moved: MovedResource, waiting: dict[str, MoveWait]) -
 class _ClaimQuery:
     """Which claim a device waits for, "" if none is known, and when to ask again (monotonic seconds).
 
-    device: the one that the claim's allocation names; "" for a claim of a pod that has any of the resource by `limits`.
+    device: the one that the claim's allocation names; None for a claim of a pod that has any of the resource by
+    `limits`.
     """
 
     waits: Backoff
     claim: str = ""
-    device: str = ""
+    device: str | None = None
     due: float = 0.0
 
 
@@ -115,12 +117,15 @@ class MovesToPlugin:
         may change while the claims are listed. kept: returns the devices that turn round once `limited` is False.
         """
         moved, mine = self.moved, self.moved.name
-        before = moved.ledger.snapshot
-        devices = moved.in_state(before, State.TO_PLUGIN)
-        claims = {name: claim for claim in before.claims.values() for of, name in claim.held if of == mine}
-        queries = self._known(before, devices, claims)
+        before = moved.now
+        devices = moved.moving.in_state(before, mine, State.TO_PLUGIN)
         by_ledger = served_by_dra(before, mine)
         self.limited = bool(by_ledger or (self.limited and devices))
+        if not devices:
+            self.queries, self._limits = {}, None
+            return ()
+        claims = {name: claim for claim in before.claims.values() for of, name in claim.held if of == mine}
+        queries = self._known(before, devices, claims)
         served = [] if forced() else by_ledger
         withdrawn = {}
         for name in devices:
@@ -128,24 +133,23 @@ class MovesToPlugin:
                 waiting[name] = MoveWait.for_claim(claims[name].title)
             elif served:
                 waiting[name] = _waits_for_limits(served[0].title)
-            elif (at := moved.side.withdrawn(mine, name)) is None:
-                others = moved.side.offering(mine, name)
+            elif (at := moved.slices.withdrawn(mine, name)) is None:
+                others = moved.slices.offering(mine, name)
                 what = f"the end of slice {others} of others, which offers it" if others else ""
                 waiting[name] = MoveWait(what or "the API server to accept the slice without it")
             else:
                 withdrawn[name] = at
-        asked = list(withdrawn)
+        asked = [queries[name] for name in withdrawn]
         if by_ledger or not self.limited or forced():
             self._limits = None
-        elif any(moved.side.withdrawn(mine, name) is None for name in devices):
+        elif any(moved.slices.withdrawn(mine, name) is None for name in devices):
             wait = MoveWait("the API server to accept the slice without the others")
             waiting.update(dict.fromkeys(withdrawn, wait))
             return ()
         else:
             self._limits = self._limits or _ClaimQuery(Backoff(first=0.5, most=30.0))
-            queries[""] = self._limits
-            asked.append("")
-        lists = await self._read(queries, asked)
+            asked.append(self._limits)
+        lists = await self._read(asked)
         for name in withdrawn:
             waiting[name] = self._waits_for(queries[name])
         if not lists:
@@ -161,16 +165,18 @@ class MovesToPlugin:
         for name in withdrawn:
             queries[name].claim, queries[name].device = allocated.get(name, ""), name
             if limits and name not in allocated and not forced():
-                queries[name].claim, queries[name].device = allocations.claims[limits[0]], ""
+                queries[name].claim, queries[name].device = allocations.claims[limits[0]], None
             waiting[name] = self._waits_for(queries[name])
         arrived = {
             name: at
             for name, at in withdrawn.items()
             # A slice of others may have offered it since.
-            if (queries[name].device or forced()) and name not in keeps and moved.side.withdrawn(mine, name) == at
+            if (queries[name].device is not None or forced())
+            and name not in keeps
+            and moved.slices.withdrawn(mine, name) == at
         }
         evidence = ClusterEvidence(before.sequence, arrived, allocations.at, allocated)
-        done = await moved.ledger.do(operations.commit_to_plugin(mine, arrived, evidence, time.time()))
+        done = await moved.register.store.do(operations.commit_to_plugin(mine, arrived, evidence, time.time()))
         waiting.update(done.waiting)
         return done.devices
 
@@ -178,7 +184,7 @@ class MovesToPlugin:
     def _waits_for(query: _ClaimQuery) -> MoveWait:
         if not query.claim:
             return MoveWait("a list of claims")
-        return MoveWait.for_claim(query.claim) if query.device else _waits_for_limits(query.claim)
+        return _waits_for_limits(query.claim) if query.device is None else MoveWait.for_claim(query.claim)
 
     def _known(
         self, now: RegisterSnapshot, devices: Iterable[str], prepared: Mapping[str, Claim]
@@ -191,20 +197,20 @@ class MovesToPlugin:
                 self.queries[key] = _ClaimQuery(self.waits(), claim.title if claim.name else "", name)
         return {name: self.queries[key] for name, key in keys.items()}
 
-    async def _read(self, queries: Mapping[str, _ClaimQuery], devices: Iterable[str]) -> bool:
+    async def _read(self, queries: Collection[_ClaimQuery]) -> bool:
         """Read the claims that are due; return whether it is time to list the claims.
 
         It is when no claim is known, or none any more, that names one of the devices that are due.
         """
         now = time.monotonic()
-        due = [queries[name] for name in devices if queries[name].due <= now]
+        due = [query for query in queries if query.due <= now]
         for query in due:
             query.due = now + query.waits.next()  # also if the API server does not answer
             if query.claim and not await self.moved.evidence.allocates(query.claim, self.moved.name, query.device):
                 query.claim = ""
         if all(query.claim for query in due):
             return False
-        unnamed = [queries[name] for name in devices if not queries[name].claim]
+        unnamed = [query for query in queries if not query.claim]
         again = min(max(query.due for query in unnamed), now + 30.0)
         for query in unnamed:
             query.due = again
@@ -217,15 +223,14 @@ async def forget_unplugged(moved: MovedResource, waiting: dict[str, MoveWait]) -
     A device on the DRA side, or on its way there, moves to the plugin side first; that proves that no claim names it.
     waiting: the reasons why they wait are added to it.
     """
-    resource = moved.name
-    if not moved.inventory.snapshot.listed:
+    resource, now = moved.name, moved.now
+    unplugged = moved.moving.of(now, resource).keys() - moved.inventory.snapshot.devices.keys()
+    if not (unplugged and moved.inventory.snapshot.listed):
         return
-    now = moved.ledger.snapshot
-    unplugged = moved.moving.of(now, resource).keys() - moved.inventory.devices.keys()
     if allocations := now.allocations_on(resource, unplugged):
         waiting.update({allocation.device: MoveWait.for_pod(allocation.pod) for allocation in allocations})
         await moved.evidence.scan({(resource, allocation.device_id) for allocation in allocations})
-    now, devices = moved.ledger.snapshot, moved.inventory.devices
+    now, devices = moved.now, moved.inventory.snapshot.devices
     held, _ = held_and_expected(now)
     gone = {
         name: record.state
@@ -234,10 +239,10 @@ async def forget_unplugged(moved: MovedResource, waiting: dict[str, MoveWait]) -
     }
     if leaving := [name for name, state in gone.items() if state in (State.DRA, State.TO_DRA)]:
         back = operations.begin_move(resource, leaving, Side.PLUGIN, time.time(), "it is unplugged")
-        await moved.ledger.do(back)
+        await moved.register.store.do(back)
         moved.side.moved(resource)
     over = [name for name, state in gone.items() if state in (State.PLUGIN, State.QUARANTINED)]
-    if over and (forgotten := await moved.ledger.do(operations.forget(resource, over))):
+    if over and (forgotten := await moved.register.store.do(operations.forget(resource, over))):
         names = ", ".join(forgotten)
         extra = {"resource": resource, "device": names}
         _LOG.info("unplugged devices that nobody holds are forgotten: %s", names, extra=extra)

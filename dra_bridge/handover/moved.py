@@ -10,9 +10,8 @@ from deviceplugin.exclusion import DeviceKey
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.holders import HolderSnapshot
 from deviceplugin.kubelet.servicer import Endpoint
-from deviceplugin.register.records import RegisterSnapshot, State
+from deviceplugin.register.records import RegisterSnapshot
 from deviceplugin.register.register import Register
-from deviceplugin.register.store import Store
 from dra_bridge.handover.planner import ALL, Moving, Together
 
 
@@ -46,15 +45,15 @@ class MoveEvidence(Protocol):
     async def allocated(self) -> Allocated:
         """List all claims, consistently; the list begins after this call."""
 
-    async def allocates(self, claim: str, resource: str, device: str) -> bool:
+    async def allocates(self, claim: str, resource: str, device: str | None) -> bool:
         """Read a claim, by namespace/name; return whether its allocation names a device of this node.
 
-        Without a device: any one of the resource.
+        device: None for any one of the resource.
         """
 
 
-class DriverSide(Protocol):
-    """The driver between which and the plugin's side devices move."""
+class DriverSlices(Protocol):
+    """The slices of the driver between which and the plugin's side devices move (`dra_bridge.node.slice_feed`)."""
 
     def withdrawn(self, resource: str, device: str) -> float | None:
         """Return since when (monotonic seconds) the API server has had slices without a device, if it has."""
@@ -62,45 +61,44 @@ class DriverSide(Protocol):
     def offering(self, resource: str, device: str) -> str:
         """Return the name of a slice that others wrote and that offers a device; "" if there is none."""
 
+    def publish(self) -> None:
+        """Have the slices made anew: moves wait for something else."""
+
+
+class DriverSide(Protocol):
+    """The other resources of that driver, and all who follow its moves (`dra_bridge.node.driver_runtime`)."""
+
     def endpoint(self, resource: str) -> Endpoint | None:
         """Return the servicer of a resource whose devices move along, None if it is not served."""
 
     def moved(self, resource: str) -> None:
         """Have lists and slices made anew: moves have begun or ended."""
 
-    def publish(self) -> None:
-        """Have the slices made anew: moves wait for something else."""
-
 
 @dataclass(frozen=True, slots=True)
 class MovedResource:
-    """One resource whose devices are moved. moving: whose devices these are."""
+    """One resource whose devices are moved. moving: whose devices these are. name: of the resource."""
 
     endpoint: Endpoint
     inventory: Inventory
     register: Register
     evidence: MoveEvidence
     side: DriverSide
+    slices: DriverSlices
     moving: Moving = ALL
+    name: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", self.endpoint.resource)
 
     @property
-    def name(self) -> str:
-        """The resource."""
-        return self.endpoint.resource
-
-    @property
-    def ledger(self) -> Store:
-        """Where the register keeps its records."""
-        return self.register.store
-
-    def in_state(self, now: RegisterSnapshot, state: State) -> tuple[str, ...]:
-        """Return the devices that are moved and are in a state."""
-        return self.moving.in_state(now, self.name, state)
+    def now(self) -> RegisterSnapshot:
+        """What the register has recorded."""
+        return self.register.store.snapshot
 
     def together(self, devices: Iterable[str]) -> Together:
-        """Return what each of these devices must move together with."""
-        return {device: self.group(device) for device in devices}
-
-    def group(self, device: str) -> tuple[DeviceKey, ...]:
-        """Return the devices that a device must move together with, the first of them leading."""
-        return self.register.listed.group(self.name, device)
+        """Return what each of these devices must move together with, the first of them leading."""
+        together: dict[str, tuple[DeviceKey, ...]] = {}
+        for device in devices:
+            together[device] = self.register.listed.group(self.name, device)
+        return together

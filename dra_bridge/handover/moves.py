@@ -83,7 +83,7 @@ class Handover:
     def look(self) -> None:
         """Find out which pods a kubelet restart would end now; new ones are logged."""
         before = self.denied
-        self.denied = denied_now(self._moved.ledger.snapshot, self.resource)
+        self.denied = denied_now(self._moved.now, self.resource)
         for uid in sorted(set(self.denied).difference(before)):
             title = self._moved.evidence.title(uid) if uid else "(its name is not known yet)"
             text = "a kubelet restart would end pod %s, since DRA serves older pods by limits"
@@ -115,8 +115,11 @@ class Handover:
 
     def _pause(self, backoff: Backoff) -> float:
         """Return the seconds until the next look at moves that wait; it is soon while a claim waits for one of them."""
-        awaited = any(of == self.resource for of, _ in self._moved.register.waits.devices)
-        return min(backoff.next(), PROMPT) if awaited else backoff.next()
+        pause = backoff.next()
+        for of, _ in self._moved.register.waits.devices:
+            if of == self.resource:
+                return min(pause, PROMPT)
+        return pause
 
     async def _step(self) -> tuple[bool, bool]:
         """Do what can be done now; return whether a move ended, and whether any is under way."""
@@ -127,7 +130,7 @@ class Handover:
             self._moved.side.moved(self.resource)
         waiting.update(self._starter.blocked)
         # This side first: it does not need the kubelet, which may take long to answer.
-        before = self._moved.ledger.snapshot
+        before = self._moved.now
         if returned := await self._to_plugin.commit(waiting, lambda: self.share.forced, self._starter.kept):
             self._committed(Side.PLUGIN, returned, before)
             if self._allocatable is not None:
@@ -135,19 +138,21 @@ class Handover:
                 usable = [device for device in devices if device is not None and device.health.usable]
                 offered = {device_id for device in usable for device_id in self._moved.endpoint.ids.names_of(device)}
                 self._allocatable.taken_back(self.resource, offered)
-        before = self._moved.ledger.snapshot
+        before = self._moved.now
         if arrived := await end_moves_to_dra(self._moved, waiting):
             self._committed(Side.DRA, arrived, before)
-        self._log_waits({name: what for name, what in waiting.items() if self.waiting.get(name) != what})
         if waiting != self.waiting:
+            self._log_waits(waiting)
             self.waiting = waiting
-            self._moved.side.publish()
+            self._moved.slices.publish()
         self.look()
         return bool(returned or arrived or limited > self._to_plugin.limited), bool(waiting)
 
     def _log_waits(self, waits: Mapping[str, MoveWait]) -> None:
-        """Log what moves wait for; only holders at INFO, all else takes a moment as a rule."""
+        """Log what moves wait for, if it is something new; only holders at INFO, all else takes a moment as a rule."""
         for name, what in waits.items():
+            if self.waiting.get(name) == what:
+                continue
             level = logging.INFO if what.on_holder else logging.DEBUG
             holder = {key: title for key, title in (("pod", what.pod), ("claim", what.claim)) if title}
             extra = {"resource": self.resource, "device": name, **holder}
@@ -157,13 +162,13 @@ class Handover:
         """Count and log the moves that ended."""
         now, extra = time.time(), {"resource": self.resource}
         way = (State.TO_DRA if side is Side.DRA else State.TO_PLUGIN).value
-        since = [before.device(self.resource, name).since for name in devices]
-        self.statistics.seconds[way] += sum(max(0.0, now - began) for began in since)
         self.statistics.finished[way] += len(devices)
-        listed = self._moved.inventory.devices
-        present = [name for name in devices if name in listed]  # others are forgotten soon
+        present = 0  # others are forgotten soon
+        for name in devices:
+            self.statistics.seconds[way] += max(0.0, now - before.device(self.resource, name).since)
+            if name in self._moved.inventory.snapshot.devices:
+                present += 1
+                _LOG.debug("device %s has moved to the %s side", name, side.text, extra={**extra, "device": name})
         if present:
-            _LOG.info("moved to the %s side: %s", side.text, counted(len(present)), extra=extra)
-        for name in present:
-            _LOG.debug("device %s has moved to the %s side", name, side.text, extra={**extra, "device": name})
+            _LOG.info("moved to the %s side: %s", side.text, counted(present), extra=extra)
         self._moved.side.moved(self.resource)

@@ -17,10 +17,17 @@ def held_and_expected(now: RegisterSnapshot) -> tuple[frozenset[DeviceKey], froz
 
     A device that a pod got during its move is only in the first set: the claim waits for the pod.
     """
-    by_pods = frozenset((allocation.resource, allocation.device) for allocation in now.allocations.values())
-    by_claims = frozenset().union(*(claim.held for claim in now.claims.values()))
-    for_claims = frozenset(key for key, record in now.devices.items() if record.moves_for_claim)
-    return by_pods | by_claims, for_claims - by_pods
+    held: set[DeviceKey] = set()
+    expected: set[DeviceKey] = set()
+    for key, record in now.devices.items():
+        if record.moves_for_claim:
+            expected.add(key)
+    for allocation in now.allocations.values():
+        held.add((allocation.resource, allocation.device))
+    expected -= held
+    for claim in now.claims.values():
+        held |= claim.held
+    return frozenset(held), frozenset(expected)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +42,19 @@ class Moving:
 
     def of(self, now: RegisterSnapshot, resource: str) -> dict[str, DeviceRecord]:
         """Return the records of a resource's devices that are moved, by device."""
-        drivers = {self.driver} if self.leaving else {"", self.driver}
-        return {name: record for name, record in now.of(resource).items() if record.driver in drivers}
+        moved: dict[str, DeviceRecord] = {}
+        for (of, name), record in now.devices.items():
+            if of == resource and (record.driver == self.driver or not (record.driver or self.leaving)):
+                moved[name] = record
+        return moved
 
     def in_state(self, now: RegisterSnapshot, resource: str, state: State) -> tuple[str, ...]:
         """Return those that are in a state."""
-        return tuple(sorted(name for name, record in self.of(now, resource).items() if record.state is state))
+        found: list[str] = []
+        for name, record in self.of(now, resource).items():
+            if record.state is state:
+                found.append(name)
+        return tuple(sorted(found))
 
 
 ALL: Final = Moving()
@@ -49,14 +63,15 @@ ALL: Final = Moving()
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The moves to begin now. draining: devices that leave the plugin side once they are idle (drain: wait)."""
+    """The moves to begin now. draining: devices that leave the plugin side once they are idle (drain: wait).
+
+    blocked: devices whose moves cannot begin, since a kubelet restart would end pods then.
+    """
 
     to_dra: tuple[str, ...] = ()
     to_plugin: tuple[str, ...] = ()
     draining: frozenset[str] = frozenset()
-
-    def __bool__(self) -> bool:
-        return bool(self.to_dra or self.to_plugin)
+    blocked: frozenset[str] = frozenset()
 
 
 def plan(
@@ -77,18 +92,28 @@ def plan(
     expected: devices that move to DRA for a claim. These moves are not reversed, or no retry of the claim would find
     its device.
     """
-    devices = sorted((name for name, state in states.items() if state is not State.QUARANTINED), key=natural)
-    dra = [name for name in devices if states[name] in (State.DRA, State.TO_DRA)]
-    plugin = [name for name in devices if states[name] not in (State.DRA, State.TO_DRA)]
-    missing = share.of(len(devices)) - len(dra)
+    dra: list[str] = []
+    leaving_dra: list[str] = []
+    plugin: list[str] = []
+    for name in sorted(states, key=natural):
+        state = states[name]
+        if state in (State.DRA, State.TO_DRA):
+            dra.append(name)
+            if state is State.DRA or name not in expected:
+                leaving_dra.append(name)
+        elif state is not State.QUARANTINED:
+            plugin.append(name)
+    missing = share.of(len(dra) + len(plugin)) - len(dra)
     if missing > 0:
         turning, candidates, there = State.TO_PLUGIN, plugin, dra
     else:
-        turning, there = State.TO_DRA, plugin
-        candidates = [name for name in dra if states[name] is not State.TO_DRA or name not in expected]
-    chosen = _choose(candidates, min(abs(missing), len(candidates)), there, held, groups, turning, states)
-    begin = tuple(name for name in chosen if drain == "cordon" or name not in held or states[name] is turning)
-    return Plan(begin, (), frozenset(chosen) - frozenset(begin)) if missing > 0 else Plan((), begin)
+        turning, candidates, there = State.TO_DRA, leaving_dra, plugin
+    count = min(abs(missing), len(candidates))
+    chosen = _choose(candidates, count, there, held, groups, turning, states) if count else ()
+    begin = [name for name in chosen if drain == "cordon" or name not in held or states[name] is turning]
+    if missing > 0:
+        return Plan(tuple(begin), (), frozenset(chosen).difference(begin))
+    return Plan((), tuple(begin))
 
 
 def _choose(
@@ -106,33 +131,42 @@ def _choose(
     no holder on the other side. Then come whole groups: first groups that have begun, then groups that fit, idle ones
     before held ones.
     """
-    at = {name: index for index, name in enumerate(candidates)}
-    returning = [name for name in candidates if states[name] is turning]
-    chosen = sorted(returning, key=lambda name: name not in held)[:count]
-    parts = [group for group in groups if group & at.keys()]
-    grouped = frozenset().union(*parts)
-    parts += [frozenset({name}) for name in candidates if name not in grouped]
+    at: dict[str, int] = {}
+    held_back: list[str] = []
+    idle_back: list[str] = []
+    for name in candidates:
+        at[name] = len(at)
+        if states[name] is turning:
+            (held_back if name in held else idle_back).append(name)
+    chosen = [*held_back, *idle_back][:count]
+    parts = [(group, sorted(at.keys() & group, key=at.__getitem__)) for group in groups]
+    single = sorted(at.keys() - frozenset().union(*groups), key=at.__getitem__)
+    parts += [(frozenset({name}), [name]) for name in single]
     while len(chosen) < count:
-        missing = count - len(chosen)
-        left = [(group, rest) for group in parts if (rest := [n for n in group if n in at and n not in chosen])]
-
-        def price(part: tuple[frozenset[str], list[str]], missing: int = missing) -> tuple[bool, int, bool, int, int]:
-            group, rest = part
-            begun = len(group & set(there)) + len(group & set(chosen))
-            idle = sum(name not in held for name in rest)
-            return (
+        missing, idle_names, taken = count - len(chosen), 0, frozenset(chosen)
+        best: tuple[tuple[bool, int, bool, int, int], list[str], list[str]] | None = None
+        for group, members in parts:
+            idle: list[str] = []
+            in_use: list[str] = []
+            for name in members:
+                if name not in taken:
+                    (in_use if name in held else idle).append(name)
+            rest, begun = [*idle, *in_use], len(group.intersection(there)) + len(group & taken)
+            if not rest:
+                continue
+            idle_names += len(idle)
+            price = (
                 not idle,  # at least one device moves at once
                 -begun if len(group) > 1 else 0,  # the group is broken up already
                 len(rest) > missing,  # the group would be broken up
-                -min(idle, missing),  # most devices move at once
-                min(at[name] for name in rest),
+                -min(len(idle), missing),  # most devices move at once
+                min(map(at.__getitem__, rest)),
             )
-
-        best, rest = min(left, key=price)
-        rest.sort(key=lambda name: (name in held, at[name]))
-        idle = [name for name in rest if name not in held]
-        idle_elsewhere = any(name not in held for group, others in left if group is not best for name in others)
-        chosen.extend((idle if idle and idle_elsewhere else rest)[:missing])
+            if best is None or price < best[0]:
+                best = price, idle, rest
+        assert best is not None  # there are candidates left
+        _, idle, rest = best
+        chosen.extend((idle if idle and idle_names > len(idle) else rest)[:missing])
     return tuple(chosen)
 
 
@@ -149,14 +183,21 @@ def leading(
     group is.
     """
     held, expected = held_and_expected(now)
-    groups = {name: members for name in states if (members := together[name])[0] == (resource, name)}
-    awaited = frozenset(name for name, members in groups.items() if not expected.isdisjoint(members))
-    leaders = {
-        # A leader that has arrived before others that the claim waits for counts as moving.
-        name: State.TO_DRA if name in awaited and states[name] is State.DRA else states[name]
-        for name in groups
-    }
-    return leaders, frozenset(name for name, members in groups.items() if not held.isdisjoint(members)), awaited
+    leaders: dict[str, State] = {}
+    in_use: set[str] = set()
+    awaited: set[str] = set()
+    for name, state in states.items():
+        members = together[name]
+        if members[0] != (resource, name):
+            continue
+        leaders[name] = state
+        if not held.isdisjoint(members):
+            in_use.add(name)
+        if not expected.isdisjoint(members):
+            awaited.add(name)
+            if state is State.DRA:  # it has arrived before others that the claim waits for: it counts as moving
+                leaders[name] = State.TO_DRA
+    return leaders, frozenset(in_use), frozenset(awaited)
 
 
 class FollowingMove(NamedTuple):
@@ -177,19 +218,22 @@ def followers(now: RegisterSnapshot, resource: str, devices: Iterable[str], toge
     moves: list[FollowingMove] = []
     for name in devices:
         members = together[name]
-        awaited = next((now.device(*key) for key in members if key in expected), None)
+        if len(members) == 1:
+            continue
         leader = now.device(*members[0])
-        goal, reason = leader.state.goal, f"it moves with {leader.device}"
-        if awaited is not None:
-            goal, reason = Side.DRA, awaited.reason
-        if len(members) > 1 and goal is not None and now.state(resource, name).goal not in (goal, None):
-            moves.append(FollowingMove(name, goal, reason, awaited is not None))
+        goal, reason, for_claim = leader.state.goal, f"it moves with {leader.device}", False
+        for key in members:
+            if key in expected:
+                goal, reason, for_claim = Side.DRA, now.device(*key).reason, True
+                break
+        if goal is not None and now.state(resource, name).goal not in (goal, None):
+            moves.append(FollowingMove(name, goal, reason, for_claim))
     return moves
 
 
 def groups(devices: Mapping[str, Device], links: Mapping[frozenset[str], float]) -> Sequence[frozenset[str]]:
     """Return groups of devices that belong together: by their closest links, else by NUMA node."""
-    if linked := link_groups(devices, links):
+    if links and (linked := link_groups(devices, links)):
         return linked
     by_numa: dict[tuple[int, ...], set[str]] = {}
     for name, device in devices.items():

@@ -16,7 +16,7 @@ from deviceplugin.register.rules import MoveWait
 from dra_bridge.handover.admission import counts_of, may_leave, resources_served_by_dra
 from dra_bridge.handover.allocatable import AllocatableStatus
 from dra_bridge.handover.moved import MovedResource
-from dra_bridge.handover.planner import FollowingMove, Plan, followers, groups, leading, plan
+from dra_bridge.handover.planner import Plan, Together, followers, groups, leading, plan
 from dra_bridge.handover.share import Drain, Share
 
 _LOG: Final = logging.getLogger(__name__)
@@ -44,17 +44,12 @@ class MoveStarter:
     blocked: Mapping[str, MoveWait] = field(default_factory=dict)
     begun: Counter[str] = field(default_factory=Counter)
 
-    @property
-    def resource(self) -> str:
-        """The resource."""
-        return self.moved.name
-
     def ask(self, share: Share, drain: Drain | None) -> None:
         """Ask for another share from now on, and for another way to drain if there is one."""
         drain = drain or self.drain
         if (share, drain) != (self.share, self.drain):
             text = "the requested share of claims is %s (before: %s)"
-            _LOG.info(text, share, self.share, extra={"resource": self.resource})
+            _LOG.info(text, share, self.share, extra={"resource": self.moved.name})
             self.share, self.drain = share, drain
 
     async def begin(self, *, limited: bool) -> bool:
@@ -62,114 +57,120 @@ class MoveStarter:
 
         limited: see `MovesToPlugin`.
         """
-        wanted = self._planned(limited=limited)
-        while await self._announced(wanted.to_dra):
-            wanted = self._planned(limited=limited)  # meanwhile pods may have got other devices
-        self.draining = self._followed(wanted.draining)
+        while True:
+            states = self._listed()
+            together = self.moved.together(states)
+            wanted = self._planned(states, together, limited=limited)
+            if not (wanted.to_dra and await self._announced(wanted.to_dra, together)):
+                break  # else pods may have got other devices meanwhile
+        self.blocked = dict.fromkeys(wanted.blocked, _BLOCKED)
+        self.draining = self._followed(wanted.draining, together)
         for devices, side in ((wanted.to_dra, Side.DRA), (wanted.to_plugin, Side.PLUGIN)):
             if devices:
                 await self._begin_move(devices, side, f"the share is {self.share}", for_claim=False)
-        following = self._following()
-        while await self._announced([each.device for each in following if each.side is Side.DRA]):
-            following = self._following()
+        while True:
+            states = self._listed()
+            together = self.moved.together(states)
+            following = followers(self.moved.now, self.moved.name, states, together)
+            leaving = [each.device for each in following if each.side is Side.DRA] if following else []
+            if not (leaving and await self._announced(leaving, together)):
+                break
         for each in following:
             await self._begin_move((each.device,), each.side, each.reason, for_claim=each.for_claim)
-        return bool(wanted or following)
-
-    def _following(self) -> list[FollowingMove]:
-        listed = self._listed()
-        return followers(self.moved.ledger.snapshot, self.resource, listed, self.moved.together(listed))
+        return bool(wanted.to_dra or wanted.to_plugin or following)
 
     def _listed(self) -> dict[str, State]:
         """Return the states of the devices that count."""
         listed = self.moved.inventory.snapshot
-        return {
-            name: record.state
-            for name, record in self.moved.moving.of(self.moved.ledger.snapshot, self.resource).items()
-            if name in listed.devices and name not in listed.gone
-        }
+        states: dict[str, State] = {}
+        for name, record in self.moved.moving.of(self.moved.now, self.moved.name).items():
+            if name in listed.devices and name not in listed.gone:
+                states[name] = record.state
+        return states
 
     def kept(self) -> frozenset[str]:
         """Return the devices that would begin to move to DRA now if `MovesToPlugin.limited` were False."""
-        return self._followed(self._planned(limited=False).to_dra)
+        states = self._listed()
+        together = self.moved.together(states)
+        return self._followed(self._planned(states, together, limited=False).to_dra, together)
 
-    def _planned(self, *, limited: bool) -> Plan:
+    def _planned(self, states: Mapping[str, State], together: Together, *, limited: bool) -> Plan:
         """Return what the share asks for, as far as it makes no kubelet restart end a pod.
 
         limited: see `MovesToPlugin`.
         """
-        now = self.moved.ledger.snapshot
-        listed = self._listed()
-        leaders, held, expected = leading(now, self.resource, listed, self.moved.together(listed))
-        linked = groups(self.moved.inventory.devices, self.moved.endpoint.source.links)
-
-        def planned(states: Mapping[str, State], drain: Drain) -> Plan:
-            return plan(states, held, self.share, drain, linked, expected)
-
-        wanted = planned(leaders, self.drain)
-        self.blocked = {}
+        now, resource = self.moved.now, self.moved.name
+        leaders, held, expected = leading(now, resource, states, together)
+        linked = groups(self.moved.inventory.snapshot.devices, self.moved.endpoint.source.links)
+        wanted = plan(leaders, held, self.share, self.drain, linked, expected)
         if self.share.forced:
             return wanted
-        served = resources_served_by_dra(now) | ({self.resource} if limited else set())
-        bound = {name for name in leaders if served and any(of in served for of, _ in self.moved.group(name))}
-        waiting = {name for name in bound if leaders[name] is State.TO_PLUGIN}
-        if back := bound.intersection(planned(leaders | dict.fromkeys(waiting, State.DRA), self.drain).to_plugin):
-            # None arrives on the plugin's side before the pods that DRA serves by limits have ended, and no other ones
-            # come once the slices offer nothing. What claims are to keep turns round then.
-            leaves = {name for name in bound if leaders[name] is State.DRA} if self.drain == "cordon" else set()
-            self.blocked = dict.fromkeys(back - leaves - waiting, _BLOCKED)
-            return Plan((), tuple(sorted(leaves, key=natural)))
-        if self._may_leave(now, wanted.to_dra):
+        served = resources_served_by_dra(now)
+        if limited:
+            served.add(resource)
+        bound = {name for name in leaders if any(of in served for of, _ in together[name])} if served else None
+        if bound:
+            waiting = {name for name in bound if leaders[name] is State.TO_PLUGIN}
+            as_if = leaders | dict.fromkeys(waiting, State.DRA)
+            if back := bound.intersection(plan(as_if, held, self.share, self.drain, linked, expected).to_plugin):
+                # None arrives on the plugin's side before the pods that DRA serves by limits have ended, and no other
+                # ones come once the slices offer nothing. What claims are to keep turns round then.
+                leaves = {name for name in bound if leaders[name] is State.DRA} if self.drain == "cordon" else set()
+                return Plan((), tuple(sorted(leaves, key=natural)), blocked=frozenset(back - leaves - waiting))
+        if not wanted.to_dra or self._may_leave(now, wanted.to_dra, together):
             return wanted
         chosen: list[str] = []
         # What pods hold is not withdrawn: it leaves when it is idle.
-        for name in planned(leaders, "wait").to_dra:
-            if self._may_leave(now, [*chosen, name]):
+        for name in plan(leaders, held, self.share, "wait", linked, expected).to_dra:
+            if self._may_leave(now, [*chosen, name], together):
                 chosen.append(name)
         rest = (wanted.draining | frozenset(wanted.to_dra)).difference(chosen)
-        self.blocked = dict.fromkeys(rest, _BLOCKED)
-        return Plan(tuple(chosen), (), rest)
+        return Plan(tuple(chosen), (), rest, rest)
 
-    def _may_leave(self, now: RegisterSnapshot, leaders: Iterable[str]) -> bool:
+    def _may_leave(self, now: RegisterSnapshot, leaders: Iterable[str], together: Together) -> bool:
         """Return whether these devices and those that move with them may leave for DRA together, of each resource."""
         leaving: dict[str, set[str]] = {}
-        for of, name in {member for leader in leaders for member in self.moved.group(leader)}:
-            leaving.setdefault(of, set()).add(name)
+        for leader in leaders:
+            for of, name in together[leader]:
+                leaving.setdefault(of, set()).add(name)
         for of, names in leaving.items():
             if (endpoint := self.moved.side.endpoint(of)) is not None:
                 shown = endpoint.streams.staying()
-                ids = {device_id for name in names for device_id in endpoint.ids.ids_of(name)}
+                ids: set[str] = set()
+                for name in names:
+                    ids.update(endpoint.ids.ids_of(name))
                 if not may_leave(counts_of(now, of, shown), len(ids if shown is None else ids & shown)):
                     return False
         return True
 
-    def _followed(self, leaders: Iterable[str]) -> frozenset[str]:
-        """Return these devices and those of this resource that move with them."""
-        listed = self._listed()
-        return frozenset(
-            device
-            for name in leaders
-            for of, device in self.moved.group(name)
-            if of == self.resource and device in listed
-        )
+    def _followed(self, leaders: Iterable[str], together: Together) -> frozenset[str]:
+        """Return these devices and those of this resource that move with them, as far as they are listed."""
+        followed: set[str] = set()
+        for leader in leaders:
+            for of, name in together[leader]:
+                if of == self.moved.name and name in together:
+                    followed.add(name)
+        return frozenset(followed)
 
-    async def _announced(self, leaving: Collection[str]) -> bool:
+    async def _announced(self, leaving: Collection[str], together: Together) -> bool:
         """Let the scheduler know how many devices stay on the plugin side; return whether it had to be waited for."""
-        if self.allocatable is None or not leaving or (healthy := self.moved.endpoint.streams.healthy()) is None:
+        if self.allocatable is None or (healthy := self.moved.endpoint.streams.healthy()) is None:
             return False
-        staying = healthy - {device_id for name in leaving for device_id in self.moved.endpoint.ids.ids_of(name)}
-        if staying == healthy:
+        staying = set(healthy)
+        for name in leaving:
+            staying.difference_update(self.moved.endpoint.ids.ids_of(name))
+        if len(staying) == len(healthy):
             return False
-        self.draining |= self._followed(leaving)  # until then new pods had better get others
-        return await self.allocatable.lower(self.resource, len(staying))
+        self.draining |= self._followed(leaving, together)  # until then new pods had better get others
+        return await self.allocatable.lower(self.moved.name, len(staying))
 
     async def _begin_move(self, devices: Sequence[str], side: Side, reason: str, *, for_claim: bool) -> None:
         now, driver = time.time(), self.moved.moving.driver
-        begin = operations.begin_move(self.resource, devices, side, now, reason, driver, for_claim=for_claim)
-        moves = await self.moved.ledger.do(begin)
-        self.begun.update(state.value for state in moves.values())
+        begin = operations.begin_move(self.moved.name, devices, side, now, reason, driver, for_claim=for_claim)
+        moves = await self.moved.register.store.do(begin)
         text = "%s begin to move to the %s side (%s)" if len(moves) > 1 else "%s begins to move to the %s side (%s)"
-        _LOG.info(text, counted(len(moves)), side.text, reason, extra={"resource": self.resource})
+        _LOG.info(text, counted(len(moves)), side.text, reason, extra={"resource": self.moved.name})
         for name, state in moves.items():
-            extra = {"resource": self.resource, "device": name}
+            self.begun[state.value] += 1
+            extra = {"resource": self.moved.name, "device": name}
             _LOG.debug("device %s is %s", name, state.text, extra=extra)

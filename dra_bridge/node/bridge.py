@@ -21,8 +21,8 @@ from deviceplugin.register import copies, operations
 from deviceplugin.register.records import LedgerError
 from deviceplugin.source import DeviceSource
 from dra_bridge.driver import ClusterClaims, DriverDirectories, DriverNode
-from dra_bridge.driver.claim_devices import claim_of
 from dra_bridge.driver.claim_files import CHECK
+from dra_bridge.driver.evidence import claim_of
 from dra_bridge.handover.allocatable import GRACE, AllocatableStatus
 from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.node.claim_lists import ClaimLists

@@ -26,7 +26,7 @@ from dra_bridge.handover.moved import Allocated
 from dra_bridge.kube import ClaimResult, Cluster, ClusterError, ListedClaim, NotFoundError
 from dra_bridge.node.claim_lists import ClaimLists
 from dra_bridge.node.resource import DriverContext, ResourceRuntime
-from dra_bridge.node.slice_feed import decide_names, qualifiers_of
+from dra_bridge.node.slice_feed import decide_names
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -139,17 +139,17 @@ class EvidenceReader:
         claims = {key: claim.title for claim, keys in named for key in keys}
         return Allocated(at, claims, frozenset().union(*(keys for claim, keys in named if claim.for_limits)))
 
-    async def allocates(self, claim: str, resource: str, device: str) -> bool:
+    async def allocates(self, claim: str, resource: str, device: str | None) -> bool:
         """Read one claim, by namespace/name; return whether its allocation names the device of this node.
 
-        Without a device: any one of the resource.
+        device: None for any one of the resource.
         """
         namespace, _, name = claim.partition("/")
         try:
             found = await self.cluster.claim(name, namespace)
         except NotFoundError:
             return False
-        return any(of == resource and device in ("", name) for of, name in self._allocated(found))
+        return any(of == resource and device in (None, name) for of, name in self._allocated(found))
 
 
 class ReconciledDriver(Protocol):
@@ -198,7 +198,7 @@ class DeviceReconciler:
             snapshot, register = served.listed, self.context.ledger.snapshot
             certain = self.context.reconciled & register.devices.keys()
             unreconciled = [name for name in snapshot.devices if (resource, name) not in certain]
-            if not unreconciled and (not snapshot.listed or resource in qualifiers_of(register, self.context.name)):
+            if not unreconciled and (not snapshot.listed or resource in self.context.qualifiers()):
                 if snapshot.listed:
                     served.reconciled.set()
                     served.service.release_idle()

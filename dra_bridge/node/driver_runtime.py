@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Final
 
@@ -15,17 +15,18 @@ from deviceplugin.kubelet.servicer import Endpoint
 from deviceplugin.node.service import Service
 from deviceplugin.register import operations
 from deviceplugin.tasks import Tasks
-from dra_bridge.driver import Driver, DriverHost, Registrar, RunningPods, ServedResource
+from dra_bridge.driver import Driver, Registrar, ServedResource
 from dra_bridge.handover.moved import MovedResource
 from dra_bridge.handover.moves import Handover
 from dra_bridge.handover.planner import Moving
 from dra_bridge.handover.share import Share
 from dra_bridge.ledger.worker import AsyncLedger
-from dra_bridge.node.claim_reconciliation import ClaimChecks, ClaimPods
+from dra_bridge.node.claim_checks import ClaimChecks
+from dra_bridge.node.claim_pods import ClaimPods
 from dra_bridge.node.device_reconciliation import DeviceReconciler, EvidenceReader
 from dra_bridge.node.resource import BYPASSED, BridgeNode, DriverContext, ResourceRuntime
 from dra_bridge.node.share import NO_DEVICES, DriverShare, HandoverPolicy
-from dra_bridge.node.slice_feed import SliceFeed, qualifiers_of
+from dra_bridge.node.slice_feed import SliceFeed
 from dra_bridge.slices.foreign import ForeignKind
 
 _LOG: Final = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ ALARMS: Final = 600.0
 """Seconds between two Events about one kind of writes of others into the pool."""
 
 
-class DriverRuntime(DriverHost):
+class DriverRuntime:
     """Makes and runs the parts of one DRA driver. resources: those that name this driver, or did.
 
     left: called with a resource after devices of it have left this driver.
@@ -55,7 +56,6 @@ class DriverRuntime(DriverHost):
         self._group: asyncio.TaskGroup | None = None
         self._registering: asyncio.Task[None] | None = None
         self._tasks = Tasks()
-        self._notifying: asyncio.TimerHandle | None = None
         self._alarmed: dict[ForeignKind, float] = {}
         self._node = node
         self._register = register = node.agent.register
@@ -63,8 +63,8 @@ class DriverRuntime(DriverHost):
         share = DriverShare(name, async_ledger, self._tasks)
         self.context = context = DriverContext(name, node, async_ledger, share)
         self.resources = context.resources
-        self.driver = Driver(name, node.drivers, host=self)
-        pods = ClaimPods(name, async_ledger, tracker, node.pods_and_claims, self.driver.files)
+        self.driver = Driver(name, node.drivers, host=context)
+        context.pods = pods = ClaimPods(name, async_ledger, tracker, node.pods_and_claims, self.driver.files)
         kubelet = node.agent.plugin_directory
         self.registrar = Registrar(self.driver, node.directories, kubelet=kubelet, changed=self.publish)
         self.feed = SliceFeed(context, self.registrar)
@@ -99,46 +99,12 @@ class DriverRuntime(DriverHost):
         return replace(NO_DEVICES, forced=asked.forced) if runtime.leaving else asked
 
     def _handover(self, service: Service, policy: HandoverPolicy, moving: Moving) -> Handover:
-        moved = MovedResource(service.endpoint, service.inventory, self._register, self.devices.evidence, self, moving)
+        evidence, endpoint = self.devices.evidence, service.endpoint
+        moved = MovedResource(endpoint, service.inventory, self._register, evidence, self, self.feed, moving)
         share = NO_DEVICES if moving.leaving else self.context.share.of(policy)
         return Handover(moved, share, policy.drain, self._node.allocatable)
 
-    # What the driver asks.
-
-    def ready(self, resource: str, device: str) -> bool:
-        """See `DriverContext`."""
-        return self.context.ready(resource, device)
-
-    def bypassed(self, resource: str) -> bool:
-        """See `DriverContext`."""
-        return self.context.bypassed(resource)
-
-    def qualifiers(self, resources: Sequence[str]) -> Mapping[str, str]:
-        """Return those that the ledger keeps; a resource has none before its names are decided."""
-        return qualifiers_of(self.async_ledger.snapshot, self.name)
-
-    async def running_pods(self) -> RunningPods:
-        """See `ClaimPods`."""
-        return await self.claims.pods.running()
-
-    def last_running_pods(self) -> RunningPods:
-        """See `ClaimPods`."""
-        return self.claims.pods.last
-
-    def claims_changed(self) -> None:
-        """Tell the other parts soon."""
-        if self._notifying is None:
-            self._notifying = asyncio.get_running_loop().call_later(DEBOUNCE, self.changed)
-
     # What handovers ask.
-
-    def withdrawn(self, resource: str, device: str) -> float | None:
-        """See `SliceFeed`."""
-        return self.feed.withdrawn(resource, device)
-
-    def offering(self, resource: str, device: str) -> str:
-        """See `SliceFeed`."""
-        return self.feed.offering(resource, device)
 
     def endpoint(self, resource: str) -> Endpoint | None:
         """Return the servicer of a resource of this driver, None if there is none."""
@@ -190,6 +156,7 @@ class DriverRuntime(DriverHost):
                 group.create_task(self.feed.run())
                 group.create_task(self.feed.follow_accepted())
                 group.create_task(self.driver.files.keep())
+                group.create_task(self._follow_claims())
                 for runtime in self.resources.values():
                     self._start(runtime)
                 try:
@@ -199,14 +166,20 @@ class DriverRuntime(DriverHost):
         finally:
             await self._tasks.close()
             await self.driver.close()
-            if self._notifying is not None:
-                self._notifying.cancel()
 
     async def end_claims(self) -> None:
         """Take no more claims, and wait for those that are being prepared."""
         if self._registering is not None:
             self._registering.cancel()
             await asyncio.wait({self._registering})
+
+    async def _follow_claims(self) -> None:
+        """Have the other parts take notice of claims that came or went, until cancelled."""
+        while True:
+            await self.context.claims.wait()
+            await asyncio.sleep(DEBOUNCE)
+            self.context.claims.clear()
+            self.changed()
 
     def _start(self, runtime: ResourceRuntime) -> None:
         if self._group is not None and runtime.task is None:
@@ -292,9 +265,6 @@ class DriverRuntime(DriverHost):
 
     def changed(self) -> None:
         """Tell the other parts that holders or sides changed in the ledger."""
-        if self._notifying is not None:
-            self._notifying.cancel()
-            self._notifying = None
         for runtime in self.resources.values():
             runtime.handover.wake()
             runtime.service.endpoint.refresh()

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -16,12 +16,14 @@ from deviceplugin.exclusion import DeviceKey
 from deviceplugin.inventory import InventorySnapshot
 from deviceplugin.node.agent import Agent
 from deviceplugin.node.service import Service
-from dra_bridge.driver import DriverDirectories, DriverNode
+from deviceplugin.register.records import RecordKey, Setting
+from dra_bridge.driver import DriverDirectories, DriverHost, DriverNode, RunningPods
 from dra_bridge.handover.allocatable import AllocatableStatus
 from dra_bridge.handover.moves import Handover
 from dra_bridge.kube import NODES, Cluster, ClusterError, WatchState
 from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.node.claim_lists import ClaimLists
+from dra_bridge.node.claim_pods import ClaimPods
 from dra_bridge.node.node_object import NodeStatusWriter, NodeWatch
 from dra_bridge.node.pods_and_claims import PodsAndClaims
 from dra_bridge.node.share import DriverShare, HandoverPolicy
@@ -30,6 +32,17 @@ from dra_bridge.slices.publisher import Publisher
 _LOG: Final = logging.getLogger(__name__)
 BYPASSED: Final = 60.0
 """Seconds without another finding after which a plugin that bypasses the agent gets no Allocate any more."""
+
+
+def section(driver: str) -> str:
+    """Return the section of the ledger's settings that has the qualifiers of a driver's published names."""
+    return f"qualifier {driver}"
+
+
+def qualifiers_of(settings: Mapping[RecordKey, Setting], driver: str) -> Mapping[str, str]:
+    """Return what distinguishes a driver's resources in the names of published devices, by resource."""
+    mine = section(driver)
+    return {resource: kept.value for (of, resource), kept in settings.items() if of == mine}
 
 
 @dataclass(slots=True, eq=False)
@@ -78,13 +91,14 @@ class ResourceRuntime:
         return self.service.inventory.snapshot
 
 
-@dataclass(frozen=True, slots=True)
-class DriverContext:
+@dataclass(eq=False)
+class DriverContext(DriverHost):
     """What the parts of one driver on this node share. resources: by name, as they are at any time.
 
     reconciled: (resource, device) of those whose evidence this process has compared with the ledger. No other one
     is offered or granted: the ledger may have lost the last changes. reasons: by resource and device, why it is not
-    known yet who holds it.
+    known yet who holds it. pods: tell which pods use claims. claims: set when claims came or went, or a device begins
+    to move for one.
     """
 
     name: str
@@ -94,6 +108,28 @@ class DriverContext:
     resources: dict[str, ResourceRuntime] = field(default_factory=dict)
     reconciled: set[DeviceKey] = field(default_factory=set)
     reasons: dict[str, Mapping[str, str]] = field(default_factory=dict)
+    claims: asyncio.Event = field(default_factory=asyncio.Event)
+    pods: ClaimPods = field(init=False)
+    _names: tuple[object, Mapping[str, str]] = field(default=(None, {}), init=False)
+
+    def qualifiers(self, resources: Sequence[str] = ()) -> Mapping[str, str]:
+        """Return those that the ledger keeps; a resource has none before its names are decided."""
+        settings = self.ledger.snapshot.settings
+        if self._names[0] is not settings:
+            self._names = settings, qualifiers_of(settings, self.name)
+        return self._names[1]
+
+    async def running_pods(self) -> RunningPods:
+        """See `ClaimPods`."""
+        return await self.pods.running()
+
+    def last_running_pods(self) -> RunningPods:
+        """See `ClaimPods`."""
+        return self.pods.last
+
+    def claims_changed(self) -> None:
+        """Have the other parts take notice soon."""
+        self.claims.set()
 
     def ready(self, resource: str, device: str) -> bool:
         """Return whether it is known who holds a device."""

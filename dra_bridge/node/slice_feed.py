@@ -11,10 +11,9 @@ from typing import Final
 
 from deviceplugin import naming
 from deviceplugin.register import operations
-from deviceplugin.register.records import RegisterSnapshot
 from dra_bridge.driver import Registrar
 from dra_bridge.kube import RESOURCE_SLICES
-from dra_bridge.node.resource import DriverContext
+from dra_bridge.node.resource import DriverContext, section
 from dra_bridge.rollout import progress
 from dra_bridge.slices.desired import Offer, Pool
 from dra_bridge.slices.foreign import is_own
@@ -30,17 +29,6 @@ DEBOUNCE: Final = 0.02
 """Seconds from a change to the new slices; many changes make one."""
 
 
-def _section(driver: str) -> str:
-    """Return the section of the ledger's settings that has the qualifiers of a driver's published names."""
-    return f"qualifier {driver}"
-
-
-def qualifiers_of(now: RegisterSnapshot, driver: str) -> Mapping[str, str]:
-    """Return what distinguishes a driver's resources in the names of published devices, by resource."""
-    mine = _section(driver)
-    return {resource: kept.value for (section, resource), kept in now.settings.items() if section == mine}
-
-
 async def decide_names(context: DriverContext, resource: str) -> bool:
     """Decide how a resource's devices are named in slices, once and durably; return False if that was done before.
 
@@ -49,7 +37,7 @@ async def decide_names(context: DriverContext, resource: str) -> bool:
 
     Raises LedgerError, ClusterError, TimeoutError: it cannot be decided now.
     """
-    kept = qualifiers_of(context.ledger.snapshot, context.name)
+    kept = context.qualifiers()
     if resource in kept:
         return False
     services = context.node.agent.services.values()
@@ -62,7 +50,7 @@ async def decide_names(context: DriverContext, resource: str) -> bool:
         before = progress.read(context.name, [body for body in slices.items if is_own(body, context.name, pool)])
         kept = before.qualifiers if before is not None else {}
     for name, qualifier in naming.kept_qualifiers(kept, served).items():
-        await context.ledger.do(operations.set_setting(_section(context.name), name, qualifier))
+        await context.ledger.do(operations.set_setting(section(context.name), name, qualifier))
     return True
 
 
@@ -102,7 +90,7 @@ class SliceFeed:
         return self._publisher.offering(self._context.name, self._published(resource, device))
 
     def _published(self, resource: str, device: str) -> str:
-        qualifier = qualifiers_of(self._context.ledger.snapshot, self._context.name).get(resource, "")
+        qualifier = self._context.qualifiers().get(resource, "")
         return naming.device_name(device, qualifier)
 
     async def run(self) -> None:
@@ -142,7 +130,7 @@ class SliceFeed:
 
     def _may_publish(self) -> bool:
         # A driver that has nothing any more leaves its slices, also if the ledger that had its names was lost.
-        if self._context.resources and not qualifiers_of(self._context.ledger.snapshot, self._context.name):
+        if self._context.resources and not self._context.qualifiers():
             return False
         snapshots = [runtime.listed for runtime in self._context.resources.values()]
         keys = {(snapshot.resource, name) for snapshot in snapshots for name in snapshot.devices}
@@ -150,7 +138,7 @@ class SliceFeed:
 
     def _pass_on(self) -> float | None:
         """Pass the slices on; return after how many seconds they are to be made again without a change."""
-        offers, without, qualifiers = [], [], qualifiers_of(self._context.ledger.snapshot, self._context.name)
+        offers, without, qualifiers = [], [], self._context.qualifiers()
         records = self._context.ledger.snapshot
         for resource, runtime in self._context.resources.items():
             source, snapshot = runtime.service.source, runtime.listed
@@ -197,7 +185,7 @@ class SliceFeed:
             shares[resource] = str(runtime.handover.share)
             waits |= {(resource, device): what.text for device, what in runtime.handover.waiting.items()}
             gone |= {(resource, name) for name in records.of(resource).keys() - (listed.devices.keys() - listed.gone)}
-        share, qualifiers = self._context.share, qualifiers_of(records, self._context.name)
+        share, qualifiers = self._context.share, self._context.qualifiers()
         current = progress.progress(
             records, shares, waits, requested=share.text, kept=share.kept, gone=gone, qualifiers=qualifiers
         )

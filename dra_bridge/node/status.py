@@ -12,12 +12,11 @@ from deviceplugin.kubelet.podresources import PodContainer
 from deviceplugin.metrics.report import ClaimedDevice, DeviceLocation, Event, ProviderReport, ShareProgress
 from deviceplugin.register.records import Claim, RegisterSnapshot, State
 from dra_bridge.kube import Failing
-from dra_bridge.node.slice_feed import qualifiers_of
+from dra_bridge.node.resource import BridgeNode, qualifiers_of
 from dra_bridge.slices import foreign
 
 if TYPE_CHECKING:
     from dra_bridge.node.driver_runtime import DriverRuntime
-    from dra_bridge.node.resource import BridgeNode
 
 
 MAX_SURGE: Final = "with maxSurge that one stays until this one is ready: set maxSurge to 0"
@@ -92,7 +91,9 @@ class BridgeStatus:
                 for key in sorted({(device.resource, device.device) for device in claim.devices})
             ],
             qualifiers={
-                name: qualifier for driver in drivers for name, qualifier in qualifiers_of(now, driver.name).items()
+                name: qualifier
+                for driver in drivers
+                for name, qualifier in qualifiers_of(now.settings, driver.name).items()
             },
             shares={name: share for driver in drivers for name, share in _shares(driver).items()},
             problems=[

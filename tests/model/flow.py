@@ -212,7 +212,7 @@ class Flow(DriverHost):
         )
         streams = SimpleNamespace(shown=self._shown, staying=lambda: self._shown()[1])
         endpoint = SimpleNamespace(resource=R, source=source, ids=served.ids, refresh=lambda: None, streams=streams)
-        moved = MovedResource(cast("Any", endpoint), self.inventory, self.register, self, self, Moving(D))
+        moved = MovedResource(cast("Any", endpoint), self.inventory, self.register, self, self, self, Moving(D))
         self.handover = Handover(moved, Share(0))
         self.handover._to_plugin.waits = lambda: Backoff(first=0.0, most=0.0)
         self._clock = itertools.count(11, 11)
@@ -285,7 +285,7 @@ class Flow(DriverHost):
         """List all claims."""
         return await self.outside.listed()
 
-    async def allocates(self, claim: str, resource: str, device: str) -> bool:
+    async def allocates(self, claim: str, resource: str, device: str | None) -> bool:
         """Read one claim."""
         return self.outside.allocated.get(claim.partition("/")[2], "") == device
 

@@ -107,10 +107,11 @@ class InApi(IntEnum):
 
 class OnNode(IntEnum):
     """A claim on the node: nothing, reserved in the ledger, its file written, prepared, its container ended, its file
-    removed, its container runs, its container runs and the kubelet's claim state does not name the claim.
+    removed, granted with its answer and without a file (where no hook sets devices up), its container runs, its
+    container runs and the kubelet's claim state does not name the claim.
     """
 
-    NONE, RESERVED, WRITTEN, PREPARED, ENDED, REMOVED, RUNS, FORGOTTEN = range(8)
+    NONE, RESERVED, WRITTEN, PREPARED, ENDED, REMOVED, GRANTED, RUNS, FORGOTTEN = range(9)
 
     @property
     def container_runs(self) -> bool:
@@ -204,7 +205,12 @@ IDLE: Final = Stage()
 SCAN: Final = frozenset({Step.REQUESTED, Step.READ, Step.READ_FIRST, Step.OBSERVED})
 WAITING: Final = frozenset({Step.REQUESTED, Step.READ_FIRST})
 """The steps of a scan, and those at which it waits for the kubelet to write its checkpoint."""
-UNDONE: Final = {OnNode.RESERVED: OnNode.NONE, OnNode.WRITTEN: OnNode.NONE, OnNode.REMOVED: OnNode.ENDED}
+UNDONE: Final = {
+    OnNode.RESERVED: OnNode.NONE,
+    OnNode.WRITTEN: OnNode.NONE,
+    OnNode.GRANTED: OnNode.NONE,
+    OnNode.REMOVED: OnNode.ENDED,
+}
 """Where a claim is on the node after the agent was killed in the middle of a call."""
 
 
@@ -553,6 +559,13 @@ class Small:
                     )
                 elif after != system:
                     yield f"move_idle c{number}", after
+                if not claim.record:
+                    grant = partial(operations.prepare, claim_of(uid, claim), ALONE, move_idle=True)
+                    _, after = self.do(system, ("prepare", uid), grant)
+                    if after.claims[number].record:
+                        yield f"grant c{number}", changed(after, number, node=OnNode.GRANTED)
+            elif claim.node is OnNode.GRANTED:
+                yield f"file c{number}", changed(system, number, node=OnNode.PREPARED, file=True)
             elif claim.node is OnNode.RESERVED:
                 yield f"file c{number}", changed(system, number, node=OnNode.WRITTEN, file=True)
             elif claim.node is OnNode.WRITTEN:

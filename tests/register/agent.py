@@ -24,7 +24,7 @@ from deviceplugin.source import DeviceSource
 from dra_bridge.driver import preparation
 from dra_bridge.handover.share import parse_share
 from dra_bridge.kube import Cluster
-from dra_bridge.node import claim_reconciliation, device_reconciliation, slice_feed
+from dra_bridge.node import claim_checks, device_reconciliation, slice_feed
 from dra_bridge.node.bridge import Bridge
 from dra_bridge.node.options import BridgeOptions
 from dra_bridge.node.share import HandoverPolicy
@@ -41,8 +41,8 @@ DEADLINE: Final = 30.0
 
 SHORTER: Final = (
     (preparation, "PATIENCE", 0.3),
-    (claim_reconciliation, "RECONCILE", 1.0),
-    (claim_reconciliation, "NOTICE", 0.1),
+    (claim_checks, "RECONCILE", 1.0),
+    (claim_checks, "NOTICE", 0.1),
     (device_reconciliation, "RESOLVE", 0.5),
     (slice_feed, "FIRST", 0.2),
 )

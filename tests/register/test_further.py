@@ -466,8 +466,8 @@ async def test_pods_that_the_kubelet_could_not_list_for_a_while_keep_no_claims_d
 ) -> None:
     """A claim ends while List is not answered; once it is, its device goes to the next claim."""
     monkeypatch.setattr("dra_bridge.driver.preparation.PATIENCE", 1.0)
-    monkeypatch.setattr("dra_bridge.node.claim_reconciliation.RECONCILE", 1.0)
-    monkeypatch.setattr("dra_bridge.node.claim_reconciliation.NOTICE", 0.1)
+    monkeypatch.setattr("dra_bridge.node.claim_checks.RECONCILE", 1.0)
+    monkeypatch.setattr("dra_bridge.node.claim_checks.NOTICE", 0.1)
     silent, answered_list = threading.Event(), PodResources.list
 
     async def answers(pod_resources: PodResources) -> PodResourcesReport | None:

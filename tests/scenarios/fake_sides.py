@@ -17,7 +17,7 @@ from deviceplugin.device import Device
 from deviceplugin.sources.path import device_id
 from deviceplugin.testing import ContainerSpec, FakePod
 from dra_bridge.driver import preparation
-from dra_bridge.node import claim_reconciliation
+from dra_bridge.node import claim_checks
 from dra_bridge.testing.node import FakeNode, Holding, overlaps
 from tests import kubeconfigs
 from tests.dra.objects import device_class
@@ -333,7 +333,7 @@ def main(notes: str, *arguments: str) -> int:
     sources.ConfiguredSource = Recorded  # type: ignore[misc]
     quick.scan_often()
     preparation.PATIENCE = 0.5  # type: ignore[misc]
-    claim_reconciliation.RECONCILE = 0.5  # type: ignore[misc]
+    claim_checks.RECONCILE = 0.5  # type: ignore[misc]
     return kubeconfigs.main(arguments)
 
 

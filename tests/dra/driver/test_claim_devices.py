@@ -15,8 +15,10 @@ from deviceplugin.inventory import Inventory
 from deviceplugin.register.records import Amount, Claim, ClaimDevice
 from deviceplugin.sharing import shares
 from deviceplugin.source import DeviceSource
-from dra_bridge.driver.claim_devices import devices_of, filed, granted_device
+from dra_bridge.driver.claim_devices import granted_device
+from dra_bridge.driver.claim_files import filed
 from dra_bridge.driver.claims import Result
+from dra_bridge.driver.evidence import devices_of
 from dra_bridge.driver.served import RequestDevices, ServedResource
 from tests.identities import seen_as
 

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc.aio
@@ -21,7 +22,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deviceplugin import cdi, looks
+from deviceplugin import cdi, identity, looks
 from deviceplugin.claim_files import ClaimFile, FiledDevice
 from deviceplugin.device import ContainerEdits, Device, Health
 from deviceplugin.identity import Identity
@@ -31,7 +32,7 @@ from deviceplugin.kubelet.claim_state import ClaimStateError, PreparedClaim
 from deviceplugin.register import operations
 from deviceplugin.register.question import View
 from deviceplugin.register.records import UNKNOWN, WHOLE, Claim, ClaimDevice, LedgerError, Side, State
-from deviceplugin.register.register import Register
+from deviceplugin.register.register import Register, RegisterHost
 from deviceplugin.register.rules import ClaimEvidence, Evidence
 from dra_bridge.driver import (
     ClaimError,
@@ -50,11 +51,25 @@ from dra_bridge.driver import (
 from dra_bridge.driver.claims import ClaimConfig, Opaque, decoded_config
 from dra_bridge.driver.records import is_over
 from dra_bridge.kube import Cluster
+from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.testing.apiserver import FakeApiServer, Fault
 from dra_bridge.wire import dra_v1_pb2, dra_v1beta1_pb2
 from dra_bridge.wire.dra_v1_pb2_grpc import DRAPluginStub
 from dra_bridge.wire.dra_v1beta1_pb2_grpc import DRAPluginStub as BetaStub
-from tests.dra.driver.served import NODE, T0, D, Plain, R, ServedDriver, claim, opaque, ref, result, served_driver
+from tests.dra.driver.served import (
+    NODE,
+    T0,
+    D,
+    FakeClaims,
+    Plain,
+    R,
+    ServedDriver,
+    claim,
+    opaque,
+    ref,
+    result,
+    served_driver,
+)
 from tests.dra.ledger.samples import adopt
 from tests.identities import seen_as
 
@@ -979,10 +994,12 @@ async def test_each_claim_has_a_file_of_its_own(hooked: ServedDriver) -> None:
     assert hooked.all_files == []
 
 
-async def test_a_claims_file_is_there_before_its_answer_is_recorded(
-    here: ServedDriver, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("hooks", [True, False])
+async def test_a_claims_file_is_there_before_its_answer(
+    hooks: bool, serve: Serve, source: Hooked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A crash after the answer leaves evidence; a Prepare whose file cannot be written fails."""
+    """Before it is recorded where hooks set devices up, else after; a Prepare whose file cannot be written fails."""
+    here = await serve(source if hooks else None)
     seen: list[list[str]] = []
     prepare = operations.prepare
 
@@ -993,10 +1010,42 @@ async def test_a_claims_file_is_there_before_its_answer_is_recorded(
     monkeypatch.setattr(operations, "prepare", noted)
     here.claims.add(claim("1", result("d0")), claim("2", result("d1")))
     await here.prepared("1")
-    assert seen == [["1"]]
+    assert seen == [["1"] if hooks else []]
+    assert here.own.keys() == {"1"}
     os.mkdir(here.cdi / "deviceplugin" / f"{D}_2.claim")
     answer = await here.refusal("2")
     assert answer.reason == "cdi"
+
+
+class Relisted(RegisterHost):
+    """A process whose source lists another device under the same name before a grant."""
+
+    def __init__(self, inventory: Inventory) -> None:
+        served: Any = SimpleNamespace(source=Plain(), inventory=inventory, ids_now=lambda device: (device.id,))
+        self.services = {R: served}
+        self.now = "first"
+
+    async def reread(self) -> None:
+        """Have the device listed as it is now."""
+        await identity.publish(self.services[R].inventory, [Device("d0", identity=self.now)], {})
+
+
+async def test_a_claim_is_refused_a_device_that_becomes_another_while_it_is_prepared(tmp_path: Path) -> None:
+    """What was read of it before is not what it would be given; the next try gets what the device is then."""
+    inventory, ledger = Inventory(R), await AsyncLedger.open(str(tmp_path / "ledger.db"))
+    host, api = Relisted(inventory), FakeClaims()
+    await host.reread()
+    await ledger.do(adopt(R, inventory.snapshot.devices, Side.DRA, T0))
+    node = DriverNode(NODE, Register(host, ledger), api, str(tmp_path / "cdi"), boot="1")
+    driver = Driver(D, node, [ServedResource(Plain(), inventory)])
+    api.add(claim("1", result("d0")))
+    host.now = "other"
+    answer = (await driver.prepare([ref("1")]))["1"]
+    assert "d0 of example.com/fpga has just become other, it was first" in str(answer)
+    assert not ledger.snapshot.claims
+    assert isinstance((await driver.prepare([ref("1")]))["1"], Prepared)
+    await driver.close()
+    await ledger.close()
 
 
 async def test_a_claims_file_has_what_is_learned_later(here: ServedDriver) -> None:

@@ -68,13 +68,13 @@ async def test_a_claim_that_comes_for_a_part_has_all_of_them_move(node: FakeNode
 async def test_a_claim_is_decided_with_what_moves_along(node: FakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ledger is told which devices would follow, of the other resource, too."""
     told: list[object] = []
-    reserve = operations.reserve
+    prepare = operations.prepare
 
     def spied(*of: Any, along: Collection[RecordKey] = (), **more: Any) -> Any:
         told.append(along)
-        return reserve(*of, along=along, **more)
+        return prepare(*of, along=along, **more)
 
-    monkeypatch.setattr(operations, "reserve", spied)
+    monkeypatch.setattr(operations, "prepare", spied)
     async with on_node(node, *parts()) as here:
         await here.until(lambda: here.healthy() == {"w", "h0", "h1"})
         assert not await here.prepare(D, here.allocate("c", D, here.names["h1"]))

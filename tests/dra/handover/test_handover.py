@@ -16,7 +16,7 @@ from deviceplugin.register.rules import KubeletEvidence, KubeletSnapshot
 from deviceplugin.sharing import device_of
 from dra_bridge.handover.ends import shown_unhealthy
 from dra_bridge.handover.moved import Allocated
-from dra_bridge.handover.planner import ALL, Moving, followers, held_and_expected, leading, plan
+from dra_bridge.handover.planner import ALL, Moving, Plan, followers, held_and_expected, leading, plan
 from dra_bridge.handover.share import Share
 from tests.dra.ledger.samples import DirectLedger, adopt, grant, reserve
 from tests.model.flow import DEVICES, Flow, Outside, R, Source
@@ -65,16 +65,16 @@ async def test_a_claim_that_keeps_a_device_is_read_seldom_and_claims_are_not_lis
     monkeypatch.setattr("dra_bridge.handover.ends.time", clock)
     monkeypatch.setattr(flow.handover._to_plugin, "waits", lambda: Backoff(first=0.5, most=300.0))
     lists: list[float] = []
-    reads: list[tuple[str, str, str]] = []
+    reads: list[tuple[str, str, str | None]] = []
     allocated, allocates = flow.allocated, flow.allocates
 
     async def lists_claims() -> Allocated:
         lists.append(clock.now)
         return await allocated()
 
-    async def reads_claim(*of: str) -> bool:
-        reads.append((of[0], of[1], of[2]))
-        return await allocates(*of)
+    async def reads_claim(claim: str, resource: str, device: str | None) -> bool:
+        reads.append((claim, resource, device))
+        return await allocates(claim, resource, device)
 
     monkeypatch.setattr(flow, "allocated", lists_claims)
     monkeypatch.setattr(flow, "allocates", reads_claim)
@@ -277,10 +277,10 @@ def test_a_claim_for_a_part_takes_all_along(tmp_path: Path) -> None:
         assert {record.state for record in store.snapshot.devices.values()} == {State.TO_DRA}
         leaders, held, expected = leading(store.snapshot, R, states(store.snapshot, R), TOGETHER)
         assert (leaders, expected) == ({"a": State.TO_DRA}, frozenset("a"))
-        assert not plan(leaders, held, Share(0), expected=expected)
+        assert plan(leaders, held, Share(0), expected=expected) == Plan()
         evidence = KubeletSnapshot(store.snapshot.sequence, 2.0, True)
         shown = KubeletEvidence(store.snapshot.sequence, {"a": 1.0}, evidence)
         assert store.do(operations.commit_to_dra(R, ["a"], shown, 0.0)).devices == ("a",)
         leaders, held, expected = leading(store.snapshot, R, states(store.snapshot, R), TOGETHER)
-        assert not plan(leaders, held, Share(0), expected=expected)
+        assert plan(leaders, held, Share(0), expected=expected) == Plan()
         assert followers(store.snapshot, R, "ab", TOGETHER) == []

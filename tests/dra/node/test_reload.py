@@ -19,7 +19,7 @@ from deviceplugin.source import DeviceSource
 from deviceplugin.testing import FakePod
 from dra_bridge.driver.registrar import RegistrarTiming
 from dra_bridge.handover.share import Share
-from dra_bridge.node import claim_reconciliation, slice_feed
+from dra_bridge.node import claim_checks, slice_feed
 from dra_bridge.node.bridge import Bridge
 from dra_bridge.node.device_reconciliation import EvidenceReader
 from dra_bridge.node.share import NO_DEVICES, HandoverPolicy
@@ -268,7 +268,7 @@ async def test_a_claim_of_a_former_driver_that_the_kubelet_has_forgotten(
     node: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The claim state is lost: its file holds its device until no process of its pod runs."""
-    monkeypatch.setattr(claim_reconciliation, "RECONCILE", 0.2)
+    monkeypatch.setattr(claim_checks, "RECONCILE", 0.2)
     async with running(bridge(node, Listed(A, D), share=Share(part=1.0))):
         pod, device = await asyncio.to_thread(start_claimant, node)
     await asyncio.to_thread(node.stop)

@@ -18,7 +18,7 @@ from deviceplugin.device import Device
 from deviceplugin.register.records import State
 from deviceplugin.testing import Checkpoint
 from dra_bridge.driver import preparation
-from dra_bridge.node import claim_reconciliation
+from dra_bridge.node import claim_checks
 from dra_bridge.testing.node import FakeNode, overlaps
 from tests.dra.agents import AgentOnNode, D, Listed, R, on_node
 
@@ -136,7 +136,7 @@ async def test_a_pod_that_joins_a_claim_is_in_the_claims_file(node: FakeNode) ->
 
 async def test_a_pod_is_recorded_before_its_claim_ends(node: FakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kubelet is asked for its pods soon after a pod of a claim runs, so that Unprepare need not ask."""
-    monkeypatch.setattr(claim_reconciliation, "RECONCILE", 3600.0)
+    monkeypatch.setattr(claim_checks, "RECONCILE", 3600.0)
     async with witnessed(node) as (here, _):
         here.ask("all")
         await here.settle(State.DRA)
@@ -149,7 +149,7 @@ async def test_a_claim_ends_soon_after_the_processes_that_outlive_it(
 ) -> None:
     """The kubelet was answered that it is unprepared; its device does not wait for the next regular reconciliation."""
     monkeypatch.setattr(preparation, "PATIENCE", 0.0)
-    monkeypatch.setattr(claim_reconciliation, "RECONCILE", 3600.0)
+    monkeypatch.setattr(claim_checks, "RECONCILE", 3600.0)
     async with witnessed(node) as (here, _):
         here.ask("all")
         await here.settle(State.DRA)

@@ -1,33 +1,29 @@
-"""Which pods use which claims of a driver, and which claims are over."""
+"""Which claims of a driver are over."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-import math
 import random
 import time
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Final
 
 from deviceplugin.backoff import Backoff
 from deviceplugin.kubelet.cgroups import PodProcesses
-from deviceplugin.kubelet.claim_state import ClaimStateError, PreparedClaim
+from deviceplugin.kubelet.claim_state import ClaimStateError
 from deviceplugin.kubelet.tracker import HolderTracker
 from deviceplugin.register import operations
 from deviceplugin.register.records import LedgerError
 from deviceplugin.register.waits import PROMPT
-from deviceplugin.tasks import SharedCall
-from dra_bridge.driver import ClaimRef, Driver, RunningPods
-from dra_bridge.driver.claim_files import ClaimFiles
+from dra_bridge.driver import ClaimRef, Driver
 from dra_bridge.driver.records import is_over
 from dra_bridge.kube import ClusterError, ListedClaim
-from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.node.claim_lists import ClaimLists
+from dra_bridge.node.claim_pods import ClaimPods
 from dra_bridge.node.device_reconciliation import sources_of
-from dra_bridge.node.pods_and_claims import PodsAndClaims
 from dra_bridge.node.resource import ResourceRuntime
 
 _LOG: Final = logging.getLogger(__name__)
@@ -40,78 +36,6 @@ _PHASE: Final = random.uniform(0.0, RECONCILE)  # noqa: S311  # no secret
 
 NOTICE: Final = 1.0
 """Seconds after which it is noticed that a claim holds devices only until the processes of its pods have ended."""
-
-
-@dataclass(slots=True, eq=False)
-class ClaimPods:
-    """Records in a ledger which pods use the claims of one driver, before the kubelet forgets it.
-
-    tracker: sees the pods' processes, and asks the kubelet for its active pods. node: see `PodsAndClaims`. files: have
-    a claim described anew after the ledger got to know more of it. recorded: UIDs of running pods of which the ledger
-    has all claims of this driver. last: the last answer of `running`.
-    """
-
-    driver: str
-    ledger: AsyncLedger
-    tracker: HolderTracker
-    node: PodsAndClaims
-    files: ClaimFiles
-    recorded: frozenset[str] = frozenset()
-    last: RunningPods = field(default_factory=RunningPods)
-    _running: SharedCall[RunningPods] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._running = SharedCall(self._read)
-
-    async def running(self) -> RunningPods:
-        """Record in the ledger which pods use which claims; return the pods whose processes run.
-
-        The evidence is read after the call. Calls that come at once share it.
-
-        The kubelet drops a pod that was deleted by force from the claim state. So the claim state has all claims of a
-        pod only if the kubelet counts the pod as active after the file was read, and if the pod's processes ran
-        before: its claims are in the file by then.
-
-        Raises ClaimStateError: the kubelet's claim state cannot be read; LedgerError: the pods cannot be recorded;
-        OSError: cgroups were visible before, and cannot be read now.
-        """
-        return await self._running()
-
-    async def _read(self) -> RunningPods:
-        tracker = self.tracker
-        running, claims = await self.node.read()
-        prepared = self._mine(claims)
-        await self._record(prepared)
-        if running - self.recorded:
-            recorded = self.ledger.snapshot.claims
-            lost = {pod for claim in prepared if (self.driver, claim.uid) not in recorded for pod in claim.pod_uids}
-            self.recorded |= await tracker.listed(running) - lost
-        self.recorded &= running
-        before, unlisted = self.last, {uid: tracker.pods.seen.get(uid, math.inf) for uid in running - self.recorded}
-        self.last = RunningPods(running, unlisted)
-        if self.last != before:
-            self.ledger.changes.note()  # claims may wait for the pods' ends
-        return self.last
-
-    async def record(self) -> list[PreparedClaim]:
-        """Record the pods that came to share a claim after it was prepared, and names that CDI files do not have.
-
-        Return this driver's claims in the kubelet's claim state.
-        """
-        mine = self._mine((await self.node.read())[1])
-        await self._record(mine)
-        return mine
-
-    def _mine(self, claims: Sequence[PreparedClaim]) -> list[PreparedClaim]:
-        return [claim for claim in claims if self.driver in claim.devices]
-
-    async def _record(self, claims: Sequence[PreparedClaim]) -> None:
-        for claim in claims:
-            recorded = self.ledger.snapshot.claims.get((self.driver, claim.uid))
-            if recorded is not None and not (recorded.name and claim.pod_uids <= recorded.pods):
-                names = claim.namespace, claim.name, claim.pod_uids
-                await self.ledger.do(operations.describe(self.driver, claim.uid, *names))
-                await self.files.describe(claim.uid)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,91 @@
+"""Which pods use which claims of a driver."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from deviceplugin.kubelet.claim_state import PreparedClaim
+from deviceplugin.kubelet.tracker import HolderTracker
+from deviceplugin.register import operations
+from deviceplugin.tasks import SharedCall
+from dra_bridge.driver import RunningPods
+from dra_bridge.driver.claim_files import ClaimFiles
+from dra_bridge.ledger.worker import AsyncLedger
+from dra_bridge.node.pods_and_claims import PodsAndClaims
+
+
+@dataclass(slots=True, eq=False)
+class ClaimPods:
+    """Records in a ledger which pods use the claims of one driver, before the kubelet forgets it.
+
+    tracker: sees the pods' processes, and asks the kubelet for its active pods. node: see `PodsAndClaims`. files: have
+    a claim described anew after the ledger got to know more of it. recorded: UIDs of running pods of which the ledger
+    has all claims of this driver. last: the last answer of `running`.
+    """
+
+    driver: str
+    ledger: AsyncLedger
+    tracker: HolderTracker
+    node: PodsAndClaims
+    files: ClaimFiles
+    recorded: frozenset[str] = frozenset()
+    last: RunningPods = field(default_factory=RunningPods)
+    _running: SharedCall[RunningPods] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._running = SharedCall(self._read)
+
+    async def running(self) -> RunningPods:
+        """Record in the ledger which pods use which claims; return the pods whose processes run.
+
+        The evidence is read after the call. Calls that come at once share it.
+
+        The kubelet drops a pod that was deleted by force from the claim state. So the claim state has all claims of a
+        pod only if the kubelet counts the pod as active after the file was read, and if the pod's processes ran
+        before: its claims are in the file by then.
+
+        Raises ClaimStateError: the kubelet's claim state cannot be read; LedgerError: the pods cannot be recorded;
+        OSError: cgroups were visible before, and cannot be read now.
+        """
+        return await self._running()
+
+    async def _read(self) -> RunningPods:
+        tracker, unlisted = self.tracker, dict[str, float]()
+        running, claims = await self.node.read()
+        prepared = self._mine(claims)
+        await self._record(prepared)
+        if not running <= self.recorded:
+            lost: set[str] = set()
+            for claim in prepared:
+                if (self.driver, claim.uid) not in self.ledger.snapshot.claims:
+                    lost |= claim.pod_uids
+            self.recorded |= await tracker.listed(running) - lost
+        self.recorded &= running
+        for uid in running - self.recorded:
+            unlisted[uid] = tracker.pods.seen.get(uid, math.inf)
+        before, self.last = self.last, RunningPods(running, unlisted)
+        if self.last != before:
+            self.ledger.changes.note()  # claims may wait for the pods' ends
+        return self.last
+
+    async def record(self) -> list[PreparedClaim]:
+        """Record the pods that came to share a claim after it was prepared, and names that CDI files do not have.
+
+        Return this driver's claims in the kubelet's claim state.
+        """
+        mine = self._mine((await self.node.read())[1])
+        await self._record(mine)
+        return mine
+
+    def _mine(self, claims: Sequence[PreparedClaim]) -> list[PreparedClaim]:
+        return [claim for claim in claims if self.driver in claim.devices]
+
+    async def _record(self, claims: Sequence[PreparedClaim]) -> None:
+        for claim in claims:
+            recorded = self.ledger.snapshot.claims.get((self.driver, claim.uid))
+            if recorded is not None and not (recorded.name and claim.pod_uids <= recorded.pods):
+                names = claim.namespace, claim.name, claim.pod_uids
+                await self.ledger.do(operations.describe(self.driver, claim.uid, *names))
+                await self.files.describe(claim.uid)
