@@ -179,7 +179,10 @@ class DriverRuntime:
             await self.context.claims.wait()
             await asyncio.sleep(DEBOUNCE)
             self.context.claims.clear()
-            self.changed()
+            try:
+                self.changed()
+            except Exception:  # what one part makes of it must not end the driver
+                _LOG.exception("a change of claims was not passed on to all parts", extra={"driver": self.name})
 
     def _start(self, runtime: ResourceRuntime) -> None:
         if self._group is not None and runtime.task is None:

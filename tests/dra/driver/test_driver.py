@@ -48,7 +48,7 @@ from dra_bridge.driver import (
     preparation,
     registrar,
 )
-from dra_bridge.driver.claims import ClaimConfig, Opaque, decoded_config
+from dra_bridge.driver.claims import ClaimConfig, Opaque, Reason, decoded_config
 from dra_bridge.driver.records import is_over
 from dra_bridge.kube import Cluster
 from dra_bridge.ledger.worker import AsyncLedger
@@ -692,10 +692,22 @@ async def test_an_unprepare_ends_a_prepare_under_way_and_nothing_is_left(serve: 
     assert await here.unprepare("1") is None
     answer = (await late)["1"]
     assert isinstance(answer, ClaimError)
-    assert "cancelled by Unprepare" in str(answer)
+    assert answer.reason is Reason.OVERTAKEN
     assert ("unprepare", ["d0"]) in source.calls
     assert here.files == []
     assert not here.async_ledger.snapshot.claims
+
+
+async def test_a_prepare_that_the_end_of_the_driver_ends_is_not_taken_for_an_overtaken_one(here: ServedDriver) -> None:
+    """The reason is that the driver stops."""
+    here.claims.add(claim("1", result("d0")))
+    here.claims.gate = asyncio.Event()
+    preparing = asyncio.create_task(here.prepare("1"))
+    await here.claims.asked(1)
+    await here.driver.close()
+    answer = (await preparing)["1"]
+    assert isinstance(answer, ClaimError)
+    assert answer.reason is Reason.STOPPED
 
 
 @pytest.mark.parametrize("known", [False, True])
