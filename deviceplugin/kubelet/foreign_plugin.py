@@ -141,7 +141,9 @@ class ForeignPluginWatch:
         if not sent:
             return Finding()
         last = sent[-1]
-        differs = contradiction(record, (*self._before, *sent), now, self._taken == last)
+        # What was before Register is replaced by the first list, however long the kubelet took to listen.
+        before = tuple(sent_list._replace(at=sent[0].at) for sent_list in self._before)
+        differs = contradiction(record, (*before, *sent), now, self._taken == last)
         if differs:
             return Finding(differs)
         # An equal one of ours may be the one that the kubelet is at; then those between them are still to come.

@@ -131,6 +131,16 @@ def test_a_kubelet_that_lags_behind_is_no_other_plugin(lists: list[frozenset[str
             assert not watch.found(taken, frozenset(), sent, now).reason
 
 
+def test_a_kubelet_that_listens_late_is_no_other_plugin() -> None:
+    """It has no devices of the resource until it has taken the first list, however long ago Register was begun."""
+    watch = ForeignPluginWatch()
+    watch.begin(record(OURS), frozenset())
+    now = time.time() + 3 * LATE
+    sent = (SentList(now, OURS),)
+    assert not watch.found(record(frozenset(), written=now + 0.01), frozenset(), sent, now + 0.02).reason
+    assert watch.found(record(frozenset(), written=now + LATE), frozenset(), sent, now + LATE + 0.1).reason
+
+
 def test_a_socket_counts_when_no_other_resource_explains_it() -> None:
     """A new socket, and a list since it was made that changed no other resource, may be those of a plugin of ours."""
     watch, sent = ForeignPluginWatch(), [SentList(NOW, OURS)]
