@@ -30,7 +30,6 @@ SERVER.set_forkserver_preload(
         "deviceplugin.testing.foreign",
         "dra_bridge.node.process",
         "pytest",
-        "tests.register.agent",
         "tests.scenarios.fake_sides",
     ]
 )

@@ -1112,68 +1112,6 @@ def test_rollout_goes_node_after_node(nodes: FakeFleet, bridge: Callable[..., Ra
         assert json.loads(agent.annotations[BEFORE])["share"] == ("1" if agent.node == "n2" else None)
 
 
-def test_undo_restores_exactly(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
-    """--undo gives each node back the annotation that it had, or none, and leaves no trace."""
-    for name in ("n1", "n2"):
-        nodes.agent(name)
-    nodes.agents["n2"].ask(dra_share="25%")
-    assert bridge("rollout", "--driver", D, "--share", "all", "-l", "pool=gpu", "--max-unavailable", "2").status == 0
-    later = ["rollout", "--driver", D, "--share", "3", "-l", "pool=gpu", "--max-unavailable", "2"]
-    assert bridge(*later, "--take-over").status == 0
-    ran = bridge("rollout", "--driver", D, "--undo", "-l", "pool=gpu")
-    assert ran.status == 0, ran
-    assert nodes.agents["n1"].annotations == {}
-    assert nodes.agents["n2"].annotations == {SHARE: "25%"}
-    again = bridge("rollout", "--driver", D, "--undo", "-l", "pool=gpu")
-    assert (again.status, "there is nothing to undo" in again.out) == (0, True)
-
-
-def test_rollout_stops_at_a_stall_and_goes_on(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
-    """A node that is not done in time stops it with 1 and the reason; the same command continues where it stopped."""
-    first, second = nodes.agent("n1", held={"gpu-0": "pod default/p"}), nodes.agent("n2")
-    command = ["rollout", "--driver", D, "--share", "all", "-l", "pool=gpu"]
-    ran = bridge(*command, "--timeout-per-node", "0.2")
-    assert ran.status == 1
-    assert "stopped: n1: not done after 0.2 s: gpu-0 (to-dra) waits for its holder, held by pod default/p" in ran.out
-    assert second.annotations == {}
-    first.held.clear()
-    assert bridge(*command).status == 0
-    assert json.loads(first.annotations[BEFORE])["share"] is None
-    assert second.annotations[SHARE] == "all"
-
-
-def test_contradicting_rollouts_do_not_fight(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
-    """The second of two users is told who is at work; if told to, it takes over, and the first one stops with 1.
-
-    --undo restores the shares from before both.
-    """
-    first, second = nodes.agent("n1", held={"gpu-0": "pod default/p"}), nodes.agent("n2")
-    first.ask(dra_share="2")
-    nodes.server.user = "alice"
-    theirs = ["rollout", "--driver", D, "--share", "none", "-l", "pool=gpu", "--timeout-per-node", "30"]
-    with started(nodes, "rollout", "--driver", D, "--share", "all", "-l", "pool=gpu") as process:
-        nodes.wait_for(lambda: first.annotations.get(SHARE) == "all")
-        nodes.server.user = "bob"
-        ran = bridge(*theirs)
-        assert ran.status == 1
-        found = "stopped: n1: share all requested by the rollout of alice (share all); --take-over replaces it"
-        assert ran.out.splitlines()[-1] == found
-        assert process.poll() is None
-        assert first.annotations[SHARE] == "all"
-        with started(nodes, *theirs, "--take-over") as second_process:
-            out, _ = process.communicate(timeout=WAIT)
-            assert process.returncode == 1
-            assert (
-                "stopped: n1: share none requested by the rollout of bob (share none); --take-over replaces it" in out
-            )
-            first.held.clear()
-            second_process.communicate(timeout=WAIT)
-            assert second_process.returncode == 0
-    assert json.loads(first.annotations[BEFORE]) == {"share": "2", "owner": "bob (share none)"}
-    assert bridge("rollout", "--driver", D, "--undo", "-l", "pool=gpu").status == 0
-    assert (first.annotations, second.annotations) == ({SHARE: "2"}, {})
-
-
 def test_a_rollout_asks_a_node_once(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
     """Whoever asks a node of a running rollout for another share stops it; it is not asked again and again."""
     agent = nodes.agent("n1", held={"gpu-0": "pod default/p"})
@@ -1218,27 +1156,6 @@ def failed_pod(node: str, name: str, limits: Mapping[str, str]) -> dict[str, Any
     }
 
 
-def test_rollout_stops_when_pods_fail(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
-    """A pod for these devices that fails on a node in the move stops it; those that failed before do not."""
-    first, second = nodes.agent("n1", held={"gpu-0": "pod default/p"}), nodes.agent("n2")
-    nodes.server.create(failed_pod("n1", "earlier", {R: "1"}))
-
-    def fail() -> None:
-        nodes.wait_for(lambda: SHARE in first.annotations)
-        nodes.server.create(failed_pod("n1", "other", {"cpu": "1"}))
-        nodes.server.create(failed_pod("n1", "later", {R: "1"}))
-
-    thread = threading.Thread(target=fail)
-    thread.start()
-    ran = bridge("rollout", "--driver", D, "--share", "all", "-l", "pool=gpu")
-    thread.join()
-    assert ran.status == 1
-    stopped = [line for line in ran.out.splitlines() if line.startswith("stopped")]
-    assert stopped == ["stopped: n1: pod default/later has failed (UnexpectedAdmissionError: no devices)"]
-    assert second.annotations == {}
-    assert "--undo in place of --share takes it back" in ran.err
-
-
 def test_rollout_looks_once_more_at_the_end(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
     """A pod that fails while the last node finishes is noticed before all is said to be well."""
     agent = nodes.agent("n1", held={"gpu-0": "pod default/p"})
@@ -1254,19 +1171,6 @@ def test_rollout_looks_once_more_at_the_end(nodes: FakeFleet, bridge: Callable[.
     thread.join()
     assert ran.status == 1
     assert "stopped: n1: pod default/late has failed" in ran.out
-
-
-def test_rollout_pauses(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
-    """With --pause it ends after the first nodes, and the same command continues with the next ones."""
-    for name in ("n1", "n2", "n3"):
-        nodes.agent(name)
-    command = ["rollout", "--driver", D, "--share", "2", "-l", "pool=gpu", "--pause"]
-    ran = bridge(*command)
-    assert ran.status == 0
-    assert "not started: n2, n3" in ran.out
-    assert [SHARE in agent.annotations for agent in nodes.agents.values()] == [True, False, False]
-    assert bridge(*command).status == 0
-    assert [SHARE in agent.annotations for agent in nodes.agents.values()] == [True, True, False]
 
 
 def test_rollout_with_nothing_to_do(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from deviceplugin.demo import Printer
-from deviceplugin.testing import ContainerSpec, claim_state
-from deviceplugin.testing.serving import serve
+from deviceplugin.testing import claim_state
 from dra_bridge import demo
 from dra_bridge.testing.apiserver import FakeApiServer
 from dra_bridge.testing.node import FakeNode, Holding, overlaps
@@ -226,14 +225,6 @@ def test_pods_with_claims_run_and_give_back(node: FakeNode) -> None:
     assert [(one.pod, one.device) for one in overlaps(node.holdings())[0]] == [("first", "gpu-0"), ("second", "gpu-0")]
 
 
-def test_a_claim_that_is_not_there(node: FakeNode) -> None:
-    """A pod waits for a claim that is made later."""
-    pod = node.start_pod("pod", claims=["later"])
-    assert pod.phase == "Pending"
-    node.claim("later", D)
-    pod.wait_running()
-
-
 @contextlib.contextmanager
 def naive(node: FakeNode, *devices: str) -> Iterator[None]:
     """Have a plugin offer devices that claims may have: an agent would withhold them."""
@@ -259,16 +250,6 @@ def test_an_unchanged_pod_runs_through_dra(node: FakeNode) -> None:
         assert node.devices_of(other) == {"gpu-0": "plugin"}
 
 
-def test_a_kubelet_restart_wipes_the_slices(node: FakeNode) -> None:
-    """At its start the kubelet deletes the node's slices; pods with claims run on."""
-    pod = node.start_pod("pod", template={D: 1}).wait_running()
-    version = node.server.objects()[0]["metadata"]["uid"]
-    node.restart()
-    node.server.wait_for(lambda it: [one["metadata"]["uid"] for one in it.objects()] not in ([], [version]))
-    assert pod.running
-    assert node.devices_of(pod) == {"gpu-0": "claim"}
-
-
 def test_forced_deletion_with_a_hung_runtime(node: FakeNode) -> None:
     """The claim of a pod that was deleted by force is free while its container runs, and is unprepared meanwhile."""
     pod = node.start_pod("pod", template={D: 2}).wait_running()
@@ -289,42 +270,6 @@ def test_forced_deletion_with_a_hung_runtime(node: FakeNode) -> None:
     assert len(overlaps(node.holdings())) == 2
     pod.end_containers()
     assert len([one for one in node.holdings() if one.end is None]) == 2
-
-
-def test_a_lost_claim_state(node: FakeNode) -> None:
-    """After a start without the claim state a running pod has its device, and the kubelet knows nothing of it."""
-    pod = node.start_pod("pod", template={D: 1}).wait_running()
-    node.stop()
-    node.damage_claim_state("deleted")
-    node.start()
-    node.dra.wait_registered(D)
-    assert claim_state.from_json(node.claim_state.read_bytes()) == []
-    assert node.devices_of(pod) == {"gpu-0": "claim"}
-    pod.delete()
-    assert [one.end is None for one in node.holdings()] == [False]
-
-
-def test_slices_are_wiped_when_the_api_server_is_back(node: FakeNode) -> None:
-    """A kubelet that starts while the API server is away deletes the node's slices as soon as it is reached."""
-    before = [one["metadata"]["uid"] for one in node.server.objects()]
-    node.hold_sources()
-    node.restart()
-    node.dra.wait_registered(D)
-    assert [one["metadata"]["uid"] for one in node.server.objects()] == before
-    node.release_sources()
-    node.server.wait_for(lambda it: [one["metadata"]["uid"] for one in it.objects()] not in ([], before))
-
-
-def test_a_lasting_init_container_holds_its_device() -> None:
-    """While it runs an init container has its device; afterwards what it had is over."""
-    with FakeApiServer() as server, FakeNode(server, "n") as node, serve(demo.DemoGpus(1), node):
-        node.wait_allocatable(R, 1)
-        pod = node.start_pod("pod", init_containers=[ContainerSpec("init", {R: 1}, lasting=True)])
-        node.wait_until(lambda: pod.container("init").state == "running")
-        assert [(one.device, one.end) for one in node.holdings()] == [("gpu-0", None)]
-        pod.end_init_container("init")
-        (holding,) = node.holdings()
-        assert holding.end is not None
 
 
 def test_the_node_is_made_once() -> None:

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from deviceplugin.addresses import MAX_SOCKET_PATH
 from deviceplugin.backoff import Backoff
-from deviceplugin.device import Device, Health
+from deviceplugin.device import Device
 from deviceplugin.files import FileIdentity, file_identity
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.foreign_plugin import KubeletRecord
@@ -351,16 +351,6 @@ def test_serves_and_then_registers(fake_kubelet: FakeKubelet, served: Serve) -> 
     fake_kubelet.wait_allocatable(R, 2)
 
 
-def test_end_leaves_nothing_but_the_lock_file(fake_kubelet: FakeKubelet, served: Serve) -> None:
-    """At its end an agent removes its sockets; the kubelet's stays, and the streams end."""
-    agent = served(source(), source(resource="example.com/s"))
-    assert len(sockets(fake_kubelet)) == 2
-    agent.stop()
-    assert sockets(fake_kubelet) == set()
-    assert fake_kubelet.socket.exists()
-    fake_kubelet.wait_until(lambda: fake_kubelet.streams(R) == 0)
-
-
 def test_waits_for_a_kubelet_that_is_not_there_and_says_so_once(
     kubelet_root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -607,18 +597,6 @@ def test_lock_of_another_process_is_said_with_its_owner(kubelet_root: Path) -> N
     with pytest.raises(RegistrationError, match=r"stop it, or give this one another resource name"):
         asyncio.run(registration.run())
     other.release()
-
-
-def test_health_survives_a_restart(fake_kubelet: FakeKubelet, served: Serve) -> None:
-    """What is unhealthy is so for the next kubelet, too."""
-    devices = source()
-    served(devices)
-    devices.set_health("sim-1", Health.UNHEALTHY)
-    fake_kubelet.wait_allocatable(R, 1)
-    fake_kubelet.restart()
-    fake_kubelet.wait_registered(R, 2)
-    fake_kubelet.wait_devices(R, 1)
-    assert fake_kubelet.devices(R)["sim-1"].health == "Unhealthy"
 
 
 # Helpers.

@@ -975,34 +975,6 @@ async def test_reset_that_hangs_is_given_up(serve: Serve, *, plain: bool) -> Non
         over.set()
 
 
-async def test_a_reset_that_works_on_after_its_timeout_has_the_device_to_itself(serve: Serve) -> None:
-    """Of four containers that start at once one is reset; no pod gets the device."""
-    over = threading.Event()
-    begun: list[str] = []
-
-    class Resetting(Source):
-        hook_timeout = 0.05
-
-        def reset(self, devices: Sequence[Device]) -> None:
-            begun.extend(device.id for device in devices)
-            over.wait()
-
-    served = await serve(Resetting(), "a", "good")
-    request = pb.PreStartContainerRequest(devices_ids=["a"])
-    try:
-        calls = [asyncio.ensure_future(served.stub.PreStartContainer(request)) for _ in range(4)]
-        errors = await asyncio.gather(*calls, return_exceptions=True)
-        details = sorted(str(one.details()) for one in errors if isinstance(one, grpc.aio.AioRpcError))
-        busy = f"a of {R}: `reset` is still running on it, after its timeout"
-        assert details == [busy, busy, busy, f"reset of {R} did not answer within 0.05 s"]
-        assert begun == ["a"]
-        with refused(grpc.StatusCode.FAILED_PRECONDITION, "`reset` is still running on it, after its timeout"):
-            await served.allocate("a")
-        await served.allocate("good")
-    finally:
-        over.set()
-
-
 async def test_reset_without_a_device_is_not_called(serve: Serve) -> None:
     """Of devices that are not known any more there is nothing to reset; their container is the runtime's matter."""
 
@@ -1156,23 +1128,6 @@ async def test_what_is_given_out_while_sharing_changes_is_recorded_by_its_device
     assert [(one.device, one.amount) for one in records] == [("a", Amount("1/4"))] * 2
 
 
-async def test_the_list_keeps_the_ids_of_an_allocate_in_flight(serve: Serve) -> None:
-    """A list that says another number of replicas changes them only after that: the kubelet would crash."""
-    source = Changing(3)
-    served = await serve(source, "a")
-    assert served.endpoint.ids.offered() == ("a",)
-    call = asyncio.ensure_future(served.allocate("a"))
-    await source.begun.wait()
-    source.now = 3
-    served.publish("a")
-    assert served.endpoint.ids.offered() == ("a",)
-    source.go_on.set()
-    await call
-    assert served.endpoint.ids.offered() == ("a",)
-    served.forget_allocations()
-    assert served.endpoint.ids.offered() == ("a::0", "a::1", "a::2")
-
-
 async def test_a_device_that_is_called_like_a_replica_keeps_its_former_id(serve: Serve) -> None:
     """When it is shared from now on, whoever has it alone under that id keeps it from the others."""
     served = await serve(Shared(1), "x::1")
@@ -1229,22 +1184,6 @@ def test_list_never_shows_a_broken_device_healthy(one: list[Device], two: list[D
 
 
 # Devices that are the same hardware.
-
-
-async def test_a_device_that_is_held_under_another_id_is_refused(serve: Serve) -> None:
-    """Also while the grant of the other one is under way; the refusal names both."""
-    served = await serve(Source())
-    devices = [Device("a", identity="x"), Device("b", identity="x")]
-    served.inventory.publish(devices, {one.id: frozenset({"x"}) for one in devices})
-    served.store.go_on.clear()
-    first = asyncio.create_task(served.allocate("a"))
-    await served.store.begun.wait()
-    second = asyncio.create_task(served.allocate("b"))
-    served.store.go_on.set()
-    await first
-    with refused(grpc.StatusCode.FAILED_PRECONDITION, "b of example.com/r and a of example.com/r", "the same hardware"):
-        await second
-    assert served.granted_ids == ["a"]
 
 
 async def test_an_answer_says_what_was_recorded(serve: Serve) -> None:

@@ -240,21 +240,6 @@ async def test_requests_about_the_same_holders_grow_rarer(
     assert set(tracked.tracker.snapshot.held) == {Allocation("ended", "main", R, "a")}
 
 
-async def test_a_checkpoint_that_is_written_late(tracked: TrackedKubelet) -> None:
-    """It was made up before a pod was admitted that has no process yet, and replaces those that name the pod."""
-    tracked.kubelet.hold_checkpoint_writes()
-    tracked.plugin.show("a", "b")
-    tracked.kubelet.wait_until(lambda: len(tracked.kubelet.updates(R)) == 2)
-    tracked.kubelet.lose_network()
-    pod = tracked.kubelet.start_pod("p", ONE)
-    tracked.kubelet.wait_until(lambda: pod.uid in tracked.kubelet.checkpoint.read_text())
-    assert {one.pod_uid for one in (await tracked.scan("a", "b")).held} == {pod.uid}
-    tracked.kubelet.land_checkpoint_writes()
-    now = await tracked.scan("a", "b")
-    assert now.current
-    assert {one.pod_uid: holding.certain for one, holding in now.held.items()} == {pod.uid: False}
-
-
 async def test_a_plugin_that_nobody_listens_to_cannot_ask(tracked: TrackedKubelet) -> None:
     """Nothing is let go then, and the reason says so."""
     pod = await tracked.hold()
@@ -325,26 +310,6 @@ async def test_a_checkpoint_that_cannot_be_read(tracked: TrackedKubelet, damage:
     assert set(now.held) == {allocation(pod)}
 
 
-async def test_a_lost_checkpoint_of_a_restarted_kubelet(tracked: TrackedKubelet) -> None:
-    """The kubelet does not know the holder any more; its processes do."""
-    pod = await tracked.hold()
-    await asyncio.to_thread(tracked.kubelet.stop)
-    tracked.kubelet.damage_checkpoint("deleted")
-    await asyncio.to_thread(tracked.kubelet.start, wipe=False)
-    await asyncio.to_thread(tracked.plugin.register)
-    await asyncio.to_thread(tracked.kubelet.wait_devices, R, 2)
-    now = await tracked.scan(*pod.device_ids)
-    assert now.current
-    assert set(now.held) == {allocation(pod)}
-    assert "processes of its pod run" in now.held[allocation(pod)].reason
-    assert tracked.tracker.snapshot.unnamed(R) == set(pod.device_ids)
-    assert await tracked.tracker.still_held(R, ["a", "b"]) == {pod.device_ids[0]: "processes of pod default/p run"}
-    assert await tracked.tracker.still_held("example.com/other", ["a", "b"]) == {}
-    await asyncio.to_thread(pod.delete)
-    assert await tracked.tracker.still_held(R, ["a", "b"]) == {}
-    assert dict((await tracked.scan(*pod.device_ids)).held) == {}
-
-
 async def test_a_holder_is_known_at_the_next_grant_before_any_scan(tracked: TrackedKubelet) -> None:
     """A pod that is deleted by force as soon as it runs: only the checkpoint that the kubelet is to write names it."""
     pod = await tracked.run_pod()
@@ -375,21 +340,6 @@ async def test_no_cgroup_is_searched_for_the_id_of_a_pod_that_is_gone(
     assert not walks
     assert set(await tracked.tracker.still_held(R, beside.device_ids)) == set(beside.device_ids)
     assert walks
-
-
-async def test_a_cgroup_that_is_hidden_is_not_gone(tracked: TrackedKubelet) -> None:
-    """Where the whole tree cannot be seen, a pod that was deleted by force may run on."""
-    pod = await tracked.hold()
-    await asyncio.to_thread(pod.force_delete, hang=True)
-    root = tracked.kubelet.paths.cgroup_root
-    hidden = root.with_name("hidden")
-    root.rename(hidden)
-    root.mkdir()
-    try:
-        assert set(await tracked.tracker.still_held(R, pod.device_ids)) == set(pod.device_ids)
-    finally:
-        root.rmdir()
-        hidden.rename(root)
 
 
 async def test_a_pod_that_is_about_to_start_holds_its_device(
@@ -527,34 +477,6 @@ async def test_what_is_known_from_before_a_restart(tracked: TrackedKubelet) -> N
     now = await again.scan({(R, "b")})
     assert now is not None
     assert set(now.held) == {allocation(pod)}
-
-
-async def test_where_cgroups_cannot_be_seen(tracked: TrackedKubelet, caplog: pytest.LogCaptureFixture) -> None:
-    """A pod's directory decides, or for a plugin alone the checkpoint; without either nothing comes free."""
-    pod = await tracked.run_pod()
-    hidden = tracked.kubelet.cgroup_root.rename(tracked.kubelet.root / "hidden")
-    both, plugin_alone = tracked.made(), tracked.made(believe_checkpoint=True)
-    for tracker in (both, plugin_alone):
-        await tracker.start()
-    assert "comes free only when the pod is deleted" in caplog.text
-    assert "comes free when the kubelet counts its pod as ended" in caplog.text
-    hidden.rename(tracked.kubelet.cgroup_root)  # the kubelet needs it
-    await asyncio.to_thread(pod.complete)
-    tracked.kubelet.cgroup_root.rename(hidden)
-    wanted = {(R, "a"), (R, "b")}
-    now = await both.scan(wanted)
-    assert now is not None
-    assert set(now.held) == {allocation(pod)}
-    now = await plugin_alone.scan(wanted)
-    assert now is not None
-    assert dict(now.held) == {}
-    pods = (tracked.kubelet.root / "pods").rename(tracked.kubelet.root / "hidden pods")
-    now = await both.scan(wanted)
-    assert now is not None
-    assert "neither cgroups nor pod directories" in now.held[allocation(pod)].reason
-    assert any("mount the kubelet's root directory, read-only" in problem for problem in both.problems)
-    pods.rename(tracked.kubelet.root / "pods")
-    hidden.rename(tracked.kubelet.cgroup_root)
 
 
 async def test_cgroups_without_the_agents_own_pod_are_not_believed(

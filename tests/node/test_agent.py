@@ -267,19 +267,6 @@ def prompt(served: Serve, monkeypatch: pytest.MonkeyPatch) -> Serve:
     return partial(served, period=0.05)
 
 
-def test_released_after_the_last_pod(fake_kubelet: FakeKubelet, prompt: Serve) -> None:
-    """A device's release is told after its pod is gone, not before, and again for the next pod."""
-    devices = Releasing(1, fake_kubelet.notify)
-    agent = prompt(devices)
-    fake_kubelet.wait_until(lambda: devices.released_ids == ["sim-0"])  # at the start: who knows who had it before
-    for count in (2, 3):
-        pod = fake_kubelet.run_pod(f"p{count}", {R: 1})
-        wait(lambda: agent.agent.status().resources[0].holders)
-        assert len(devices.released_ids) == count - 1
-        pod.delete()
-        fake_kubelet.wait_until(lambda: len(devices.released_ids) == count)  # noqa: B023
-
-
 SELDOM: Mapping[str, float] = {"period": 300.0}
 """Options with which a scan follows a grant, and nothing else."""
 
@@ -410,25 +397,6 @@ class Named(Releasing):
         yield [Device(self.name, identity="uuid:1")]
 
 
-@pytest.mark.parametrize(("name", "resource"), [("other", R), ("a", "example.com/other"), ("b", "example.com/b")])
-def test_a_device_that_is_held_by_a_former_name_is_neither_offered_nor_released(
-    fake_kubelet: FakeKubelet, prompt: Serve, name: str, resource: str
-) -> None:
-    """An agent that starts with another name for it reads in the kubelet's checkpoint what the holder got."""
-    first = prompt(Named("a", fake_kubelet.notify))
-    fake_kubelet.wait_allocatable(R, 1)
-    pod = fake_kubelet.run_pod("p", {R: 1})
-    first.stop()
-    devices = Named(name, fake_kubelet.notify, resource)
-    agent = prompt(devices)
-    scanned(agent, 5)
-    assert fake_kubelet.devices(resource)[name].health == "Unhealthy"
-    assert devices.released_ids == []
-    pod.delete()
-    fake_kubelet.wait_until(lambda: devices.released_ids == [name])
-    fake_kubelet.wait_allocatable(resource, 1)
-
-
 class Renamed(DeviceSource):
     """Lists one device under an id, and has no hooks."""
 
@@ -489,44 +457,6 @@ async def test_what_a_pod_has_counts_before_its_resource_is_compared(tmp_path: P
     (paths.plugins / written.FILE_NAME).write_bytes(written.Checkpoint([]).to_json())
     await taken(agent, scan(1.0))
     await agent.register.grant(other, {"b": "b"})
-
-
-def test_released_for_a_pod_that_never_ran(fake_kubelet: FakeKubelet, prompt: Serve) -> None:
-    """A pod that the kubelet rejects after Allocate never shows up in its books; its device is released."""
-    devices = Releasing(1, fake_kubelet.notify)
-    prompt(devices)
-    fake_kubelet.wait_until(lambda: len(devices.released_ids) == 1)
-    fake_kubelet.reject_next_pod()
-    assert fake_kubelet.run_pod("rejected", {R: 1}, check=False).phase == "Failed"
-    fake_kubelet.wait_until(lambda: len(devices.released_ids) == 2, 20)
-
-
-def test_held_devices_are_not_released_at_the_start(fake_kubelet: FakeKubelet, prompt: Serve) -> None:
-    """An agent that starts beside running pods tells the release of idle devices only."""
-    first = prompt(source(2))
-    pod = fake_kubelet.run_pod("p", {R: 1})
-    first.stop()
-    devices = Releasing(2, fake_kubelet.notify)
-    prompt(devices)
-    fake_kubelet.wait_until(lambda: bool(devices.released_ids))
-    assert set(devices.released_ids) == {"sim-0", "sim-1"} - set(pod.device_ids)
-    pod.delete()
-    fake_kubelet.wait_until(lambda: set(pod.device_ids) <= set(devices.released_ids))
-
-
-def test_vanished_device_is_forgotten_when_nobody_holds_it(fake_kubelet: FakeKubelet, prompt: Serve) -> None:
-    """A device that vanishes stays, unhealthy, while a pod has it, and is dropped from the list after that."""
-    devices = source(2)
-    prompt(devices)
-    pod = fake_kubelet.run_pod("p", {R: 1})
-    (held,) = pod.device_ids
-    (idle,) = {"sim-0", "sim-1"} - {held}
-    devices.remove("sim-0")
-    devices.remove("sim-1")
-    fake_kubelet.wait_devices(R, lambda devices: idle not in devices)
-    assert fake_kubelet.devices(R)[held].health == "Unhealthy"
-    pod.delete()
-    fake_kubelet.wait_devices(R, lambda devices: held not in devices)
 
 
 def test_device_that_two_pods_hold_is_said_and_counted_once(
@@ -719,21 +649,6 @@ def in_loop(agent: Served, change: Callable[[], Any]) -> None:
     loop = agent.agent._loop
     assert loop is not None
     asyncio.run_coroutine_threadsafe(change(), loop).result(10)
-
-
-def test_reconfigure_touches_only_what_changed(fake_kubelet: FakeKubelet, served: Serve) -> None:
-    """A resource that is left alone is not registered again; one that is gone ends; a new one is served."""
-    names = ["example.com/stays", "example.com/goes", "example.com/changes"]
-    agent = served(*(source(1, name) for name in names))
-    wanted = {"example.com/changes": source(3, "example.com/changes"), "example.com/new": source(1, "example.com/new")}
-    in_loop(agent, lambda: agent.agent.reconfigure(wanted, ["example.com/stays"]))
-    fake_kubelet.wait_allocatable("example.com/new", 1)
-    fake_kubelet.wait_allocatable("example.com/changes", 3)
-    fake_kubelet.wait_until(lambda: fake_kubelet.streams("example.com/goes") == 0)
-    counts = [sum(one.resource == name for one in fake_kubelet.registrations) for name in names]
-    assert counts == [1, 1, 1]
-    assert set(agent.agent.services) == {"example.com/stays", "example.com/changes", "example.com/new"}
-    assert len(fake_kubelet.updates("example.com/stays")) == 1
 
 
 def test_replaced_source_keeps_vanished_devices(fake_kubelet: FakeKubelet, served: Serve) -> None:
@@ -948,31 +863,6 @@ async def test_what_ended_before_its_device_came_is_not_inherited(alone: Agent) 
     assert set(service.endpoint.ids.legacy) == {"later"}
 
 
-def test_change_of_replicas_spares_who_has_the_device(fake_kubelet: FakeKubelet, prompt: Serve) -> None:
-    """A pod that had a device alone goes on having it alone, and is waited for, also by another agent."""
-    devices = Releasing(1, fake_kubelet.notify)
-    agent = prompt(devices)
-    fake_kubelet.wait_until(lambda: devices.released_ids == ["sim-0"])
-    pod = fake_kubelet.run_pod("p", {R: 1})
-    shared = Releasing(1, fake_kubelet.notify)
-    shared.replicas = 2
-    in_loop(agent, lambda: agent.agent.reconfigure({R: shared}))
-
-    withdrawn = dict.fromkeys(("sim-0", "sim-0::0", "sim-0::1"), "Unhealthy")
-    for later in (agent, None):
-        if later is None:  # nothing of it is in memory
-            agent.stop()
-            later = prompt(shared)
-        fake_kubelet.wait_devices(R, lambda devices: {name: one.health for name, one in devices.items()} == withdrawn)
-        scanned(later, 5)
-        assert {name: one.health for name, one in fake_kubelet.devices(R).items()} == withdrawn
-        assert shared.released_ids == []
-    pod.delete()
-    fake_kubelet.wait_until(lambda: shared.released_ids == ["sim-0"])
-    fake_kubelet.wait_devices(R, lambda devices: devices.keys() == {"sim-0::0", "sim-0::1"})
-    assert fake_kubelet.allocatable(R) == 2
-
-
 def test_a_device_that_comes_back_is_still_its_holders(fake_kubelet: FakeKubelet, prompt: Serve) -> None:
     """It was away when the agent began, whose sharing is another: the pod that has it alone goes on having it alone."""
     before = prompt(source(2))
@@ -1161,17 +1051,6 @@ def test_sighup_reads_the_file_again(processes: Processes) -> None:
     wait(lambda: agent.said("it is valid again, and nothing changed"))
     assert processes.kubelet.allocatable("example.com/a") == 1
     assert agent.end() == 0
-
-
-def test_killed_agent_leaves_nothing_that_stops_the_next(processes: Processes) -> None:
-    """The next agent sweeps the dead socket."""
-    agent = processes.begin(a=2)
-    agent.child.kill()
-    agent.child.wait()
-    processes.wait(a=0)
-    processes.start()
-    processes.wait(a=2)
-    assert len(list(processes.kubelet.device_plugin_dir.glob("example.com_a*.sock"))) == 1
 
 
 def test_second_process_for_a_resource_ends_with_a_clear_error(processes: Processes) -> None:

@@ -1,1 +1,1 @@
-"""Whole agents on the fake node: no configuration, list or lost file gives a device twice."""
+"""The register, and whole agents on the fake node: no configuration, list or lost file gives a device twice."""

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
-
 from deviceplugin.device import ContainerEdits, Device
 from deviceplugin.testing import FakePod
 from dra_bridge.testing.node import FakeNode
 from tests.dra.agents import Listed
-from tests.register.node import BOTH, A, B, D, E, Here, serving, some
+from tests.register.node import A, B, D, E, Here, serving, some
 
 Q = "10Gi"
 
@@ -38,22 +36,6 @@ async def both_run(here: Here, first: FakePod, resource: str) -> bool:
     """Return whether a pod runs, and another one that asks for a resource gets it, too."""
     other = await here.run("other", {resource: 1})
     return first.running and other.running
-
-
-@BOTH
-@pytest.mark.parametrize("to", [E, ""])
-async def test_a_pods_part_counts_after_its_driver_is_renamed(node: FakeNode, to: str, both: bool) -> None:
-    """A and B are parts of one chip, by one driver; A's driver is renamed while a pod has the whole chip by A."""
-    async with serving(node, source(A, D, "a0"), source(B, D, "b0"), both=both) as here:
-        await here.until(lambda: here.healthy(A) and here.healthy(B))
-        first = await here.run("p", {A: 1})
-        assert first.running
-        await here.scans()
-        refused = await here.run("q", {B: 1})
-        assert not refused.running
-        await here.serve(source(A, to, "a0"), source(B, D, "b0"))
-        await here.scans()
-        assert not await both_run(here, first, B)
 
 
 async def test_a_pods_part_counts_after_its_resource_is_gone_over_a_restart(node: FakeNode) -> None:

@@ -133,16 +133,6 @@ async def test_claims_of_another_agents_driver_are_known_after_a_reload_that_nam
         await two.until(lambda: two.healthy() == {"d0"})
 
 
-@TOKENS
-@BOTH
-async def test_a_pod_that_hangs_is_known_to_an_agent_of_another_name(node: FakeNode, both: bool, tokens: bool) -> None:
-    """Also to `deviceplugin run`: the former agent's copy of its allocations names it, and nothing else does."""
-    async with serving(node, Listed(A, D, tokens=tokens)) as here:
-        pod = await hang(here)
-    async with serving(node, Listed(A, D, tokens=tokens), both=both, name="other") as here:
-        await keeps(here, pod)
-
-
 @BOTH
 async def test_what_a_pod_of_another_agents_resource_has_is_given_to_nobody(node: FakeNode, both: bool) -> None:
     """It hangs, and the agent has the same hardware by another name."""

@@ -15,7 +15,6 @@ from deviceplugin.kubelet.podresources import PodResources, PodResourcesReport
 from deviceplugin.source import DeviceSource
 from deviceplugin.testing import FakePod
 from dra_bridge.testing import kubelet
-from dra_bridge.testing.apiserver import Fault, LoggedRequest
 from dra_bridge.testing.node import FakeNode
 from tests.dra.agents import Listed
 from tests.register.files import lose_copies, lose_register
@@ -28,13 +27,11 @@ from tests.register.node import (
     D,
     E,
     Here,
-    Varying,
     allocated_elsewhere,
     answered,
     got,
     offering,
     policies,
-    restart_without_register,
     running,
     serving,
     some,
@@ -54,27 +51,6 @@ async def test_a_claim_that_was_allocated_elsewhere_says_what_it_waits_for(
         assert f"processes of pod {hanging.uid} run" in again.container().message
         await asyncio.to_thread(hanging.end_containers, 15)
         await asyncio.to_thread(again.wait_running, 15)
-
-
-@TOKENS
-@some("driver, state", [("", "kept"), (E, "lost")], ["", E], ["kept", "lost"])
-async def test_without_its_register_a_claim_of_a_former_driver_is_known_and_unprepared(
-    node: FakeNode, driver: str, state: str, tokens: bool
-) -> None:
-    """Though the config does not name its driver any more, no pod gets its device, and its own pod can end."""
-    async with offering(node, Listed(A, D, tokens=tokens), share="all") as here:
-        pod = await here.claimant("p")
-        (held,) = node.devices_of(pod)
-    await restart_without_register(node, state)
-    async with serving(node, Listed(A, driver, tokens=tokens)) as here:
-        await here.until(lambda: here.healthy() | {held} == {"d0", "d1"})
-        await here.scans()
-        others = [await here.run(f"p{number}", {A: 1}) for number in range(2)]
-        assert running(node, held) == {pod.uid}
-        for one in (*others, pod):
-            await here.stopped(one)
-        await here.until(lambda: here.healthy() == {"d0", "d1"}, 30)
-        assert not list(node.cdi.rglob(f"*{D}*claim*"))
 
 
 class Slow(Listed):
@@ -113,30 +89,6 @@ async def test_a_prepare_in_flight_keeps_its_device_when_the_driver_is_renamed(n
         assert running(node, held) == {pod.uid}
         for one in (pod, *others):
             await here.stopped(one)
-
-
-@SHARE
-async def test_a_prepare_that_waits_for_the_api_server_gives_no_device_twice(node: FakeNode, share: str) -> None:
-    """A reload gives the resource to another driver while the claim is read: one of the two gets the device."""
-    reading = threading.Event()
-
-    def reads_claim(request: LoggedRequest) -> bool:
-        found = request.method == "GET" and "/resourceclaims/" in request.path
-        if found:
-            reading.set()
-        return found
-
-    async with offering(node, Listed(A, D, "d0"), share="all") as here:
-        node.server.fail(reads_claim, Fault(delay=1.0))
-        pod = node.start_pod("p", template={D: 1})
-        await asyncio.to_thread(reading.wait, 15)
-        await here.serve(Listed(A, E, "d0"), share=share)
-        rival = node.start_pod("q", {A: 1}) if share == "none" else node.start_pod("q", template={E: 1})
-        await here.until(lambda: answered(pod) or rival.running)
-        await here.scans()
-        assert len(running(node, "d0")) <= 1
-        await here.stopped(pod)
-        await asyncio.to_thread(rival.wait_running, 30)
 
 
 # The copy of the allocations.
@@ -239,46 +191,6 @@ async def test_a_copy_that_cannot_be_written_costs_no_pod_its_device(
 # Any two witnesses are lost.
 
 
-@pytest.mark.parametrize("lost", ["register-copy", "register-checkpoint", "copy-checkpoint"])
-async def test_a_pod_is_known_again_after_two_losses(node: FakeNode, lost: str) -> None:
-    """Of register, copy and checkpoint each alone tells who holds what."""
-    async with serving(node, Listed(A, D, "d0")) as here:
-        pod = await hold(here)
-    await lose(node, lost)
-    async with serving(node, Listed(A, D)) as here:
-        await keeps(here, pod)
-
-
-@some(
-    "lost, edits, hangs",
-    [("register-claim state", False, True), ("register-copy", True, False), ("claim state-copy", True, True)],
-    ["register-claim state", "register-copy", "claim state-copy"],
-    [False, True],
-    [False, True],
-)
-async def test_a_claim_is_known_again_after_two_losses(node: FakeNode, lost: str, edits: bool, hangs: bool) -> None:
-    """Slices are lost as well, and so is the claim if its pod was deleted by force; its containers may get nothing."""
-
-    def source(driver: str) -> Listed:
-        made = Listed(A, driver)
-        made.list(*(Device(name, edits=ContainerEdits({"SET": "1"} if edits else {})) for name in ("d0", "d1")))
-        return made
-
-    async with serving(node, source(D), share="all") as here:
-        await here.until(lambda: here.sliced() == {"d0", "d1"})
-        pod = await here.claimant("p")
-        (held,) = node.devices_of(pod)
-    if hangs:
-        pod.force_delete(hang=True)
-    await lose(node, lost)
-    async with serving(node, source(D)) as here:
-        await here.until(lambda: here.healthy())
-        await here.scans()
-        others = [await here.run(f"p{number}", {A: 1}) for number in range(2)]
-        assert [one.running for one in others].count(True) == 1
-        assert running(node, held) == {pod.uid}
-
-
 async def lose(node: FakeNode, lost: str) -> None:
     """Restart the kubelet while no agent runs, without some of the files."""
     await asyncio.to_thread(node.stop)
@@ -348,22 +260,6 @@ async def test_a_container_that_may_run_keeps_what_the_lost_checkpoint_had(
         assert here.healthy() == set()
         other = await here.run("other", {A: 1})
         assert not other.running
-        assert running(node, "d0") == {pod.uid}
-
-
-@BOTH
-async def test_a_container_in_a_crash_loop_keeps_what_the_checkpoint_names(node: FakeNode, both: bool) -> None:
-    """It starts again without an Allocate."""
-    async with serving(node, Listed(A, D, "d0"), both=both) as here:
-        pod = await hold(here)
-        await asyncio.to_thread(node.stop)
-        await asyncio.to_thread(node.start)
-        await here.until(lambda: len(node.devices(A)) == 1)
-        pod.crash_container()
-        await here.scans()
-        assert not (await here.run("other", {A: 1})).running
-        assert "still held" in await here.take(A, "d0")
-        await asyncio.to_thread(pod.restart_container, timeout=15)
         assert running(node, "d0") == {pod.uid}
 
 
@@ -444,23 +340,6 @@ async def test_hooks_of_one_resource_that_hang_cost_another_nothing(
 # Pods that use no device.
 
 
-async def next_user_runs(here: Here, pod: FakePod) -> None:
-    """Delete the pod of a claim, and wait until the pod of another claim runs with its device."""
-    await asyncio.to_thread(pod.delete, 30)
-    after = here.node.start_pod("next", template={D: 1})
-    await here.until(lambda: after.running, 30)
-
-
-async def test_a_pod_that_hangs_without_devices_keeps_no_claims_device(node: FakeNode) -> None:
-    """The claim was made after the pod was deleted by force, so the pod does not use it."""
-    async with offering(node, Listed(A, D, "d0"), share="all") as here:
-        hanging = await here.run("bystander", {})
-        await here.scans()
-        hanging.force_delete(hang=True)
-        await next_user_runs(here, await here.claimant("c0"))
-        await asyncio.to_thread(hanging.end_containers, 15)
-
-
 async def test_pods_that_the_kubelet_could_not_list_for_a_while_keep_no_claims_device(
     node: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -525,28 +404,6 @@ async def test_a_child_source_with_a_driver_is_offered_on_its_side(node: FakeNod
 
 
 # What a source says is bounded.
-
-
-@BOTH
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)], ids=str)
-async def test_replicas_change_only_while_nobody_holds_the_device(
-    node: FakeNode, caplog: pytest.LogCaptureFixture, before: int, after: int, both: bool
-) -> None:
-    """Until the last holder has ended the old number stays, and a warning names the device."""
-    ids = {1: {"d0"}, 2: {"d0::0", "d0::1"}}
-    async with serving(node, source := Varying(before), both=both) as here:
-        await here.until(lambda: here.healthy() == ids[before])
-        pod = await here.run("p", {A: 1})
-        await here.scans()
-        caplog.clear()
-        source.vary(after, "t0")
-        await here.until(lambda: "t0" in here.healthy())
-        await here.scans()
-        assert here.healthy() == {"t0", *ids[before]}
-        warnings = [line.getMessage() for line in caplog.records if line.levelno == logging.WARNING]
-        assert any("device d0" in text for text in warnings)
-        await here.stopped(pod)
-        await here.until(lambda: here.healthy() == {"t0", *ids[after]})
 
 
 async def test_a_claim_that_was_allocated_keeps_its_device_though_the_register_is_not_empty(node: FakeNode) -> None:

@@ -18,7 +18,6 @@ from deviceplugin.register import operations
 from deviceplugin.register.question import Use
 from deviceplugin.register.records import (
     WHOLE,
-    AllocationRecord,
     Amount,
     Change,
     Claim,
@@ -133,14 +132,6 @@ class RegisterInMemory(ListedResources):
 # What excludes what.
 
 
-async def test_aliases_exclude_each_other() -> None:
-    """Of ids for the same hardware only one is given away; the reason names both."""
-    here = RegisterInMemory(a="n1", b="n1 x", c="n2")
-    await here.grant("a")
-    await here.refused("b", why=f"b of {R} and a of {R}, which counts as held, are the same hardware \\(n1\\)")
-    await here.grant("a", "c")
-
-
 async def test_counters_that_were_taken_before_a_driver_was_renamed_are_still_taken() -> None:
     """Of a partition that is held the scope is that of its resource now; of a resource that is gone its name then."""
     here = RegisterInMemory(part("half", 5), part("whole", 10))
@@ -148,15 +139,6 @@ async def test_counters_that_were_taken_before_a_driver_was_renamed_are_still_ta
     here.services.clear()
     here.add(R, part("half", 5), part("whole", 10), driver="e.example.com")
     await here.refused("whole", why="does not fit beside half")
-
-
-async def test_an_id_that_changes_while_it_is_held_excludes_what_it_was_and_is() -> None:
-    """Whoever has the old hardware keeps it, whatever id that has now; nobody else gets the id."""
-    here = RegisterInMemory(a="n1")
-    await here.grant("a")
-    here.list(a="n2", b="n1", c="n2", d="n3")
-    await here.refused("a", why="is held as n1, and is n2 now")
-    assert here.withheld() == {"a", "b", "c"}
 
 
 def test_groups_reach_through_others() -> None:
@@ -248,14 +230,6 @@ async def test_what_is_not_listed_any_more_is_not_granted() -> None:
     assert here.register.identity(R, "a") == seen("n2")
 
 
-def test_a_ledger_knows_what_was_granted_before() -> None:
-    """A holder from before a restart excludes what its device was, also if its id is not listed any more."""
-    here = RegisterInMemory(b="n1", c="n2")
-    record = AllocationRecord(R, "a", "a", 0.0, 1, identity=seen("n1"), amount=WHOLE)
-    here.store.snapshot = here.store.snapshot.with_changes([Change("allocations", key("a"), record)], 1)
-    assert here.withheld() == {"b"}
-
-
 async def test_a_holding_of_unknown_identity_is_what_its_device_is_listed_as() -> None:
     """So after a reboot, where the answer to Allocate says nothing of this boot; one that is known stays.
 
@@ -314,17 +288,6 @@ async def test_what_a_pod_holds_by_another_name_is_withheld(resource: str, name:
     await here.grant("a")
 
 
-async def test_a_resource_that_is_served_no_more_keeps_its_holders() -> None:
-    """A reload that drops a resource, or names it anew, changes nothing of what is held."""
-    here = RegisterInMemory(a="n1", b="n2")
-    here.add(FORMER, x="n1")
-    await here.grant("x", resource=FORMER)
-    del here.services[FORMER]
-    await here.refused("a", why=f"x of {FORMER}, which counts as held")
-    assert not here.register.is_free(key("a"))
-    assert here.withheld() == here.withheld("dra") == {"a"}
-
-
 async def test_what_other_plugins_hold_is_withheld() -> None:
     """How much of it they have is not known, so that nothing is left of it; also what was allocated just now."""
     here = RegisterInMemory(a="n1", b="n2")
@@ -355,15 +318,6 @@ async def test_what_is_granted_is_read_anew() -> None:
 
     here.reread = reread  # type: ignore[method-assign]
     await here.refused("a", why="the same hardware")
-
-
-async def test_an_id_that_stands_for_another_device_than_its_holder_got_is_withheld() -> None:
-    """An agent that starts does not take what the id stands for now for what it stood for then."""
-    here = RegisterInMemory(a="n2", b="n1", c="n3")
-    for _ in range(2):
-        await here.named(R, "a", identity=seen("n1"))
-        await here.register.adopt()
-        assert here.withheld() == {"a", "b"}
 
 
 async def test_what_an_orphaned_claim_holds_is_withheld() -> None:

@@ -11,7 +11,6 @@ from typing import Any, cast
 
 import pytest
 
-from deviceplugin.device import Device
 from deviceplugin.exclusion import DeviceConflictError
 from deviceplugin.identity import UNIDENTIFIED, Identity, boot_id
 from deviceplugin.kubelet.cgroups import PodProcesses
@@ -129,19 +128,6 @@ async def test_no_claim_gets_what_a_pod_has_under_any_name(path: str) -> None:
             answers.append(await here.register.decide([(R, device)], ask))
         assert [type(answer) for answer in answers] == [Excluded, Claim]
         assert here.register.withheld(R, "dra").ids.keys() == {"b"}, "the slice keeps what a claim has"
-
-
-async def test_parts_are_counted_in_any_unit(path: str) -> None:
-    """Sources write amounts as Kubernetes does."""
-    async with on_disk(path, listed(R)) as here:
-        counters = {"card": {"memory": "10Gi"}}
-        halves = [Device(name, consumes={"card": {"memory": "5120Mi"}}, counters=counters) for name in "ab"]
-        here.services[R].inventory.publish([*halves, Device("c", consumes={"card": {"memory": "100m"}})])
-        for name in "ab":
-            await here.register.grant(R, {name: name})
-        with pytest.raises(DeviceConflictError, match="counter memory of card"):
-            await here.register.grant(R, {"c": "c"})
-        assert here.register.withheld(R, "plugin").ids.keys() == {"c"}
 
 
 # Restarts.

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import grpc
 
@@ -178,7 +177,3 @@ def fail(*methods: str, times: int = 10**6) -> Callable[[str], None]:
             raise RuntimeError(f"{called} is broken")
 
     return raise_for
-
-
-def limits(**numbers: int) -> Mapping[str, Any]:
-    return {f"example.com/{name}": number for name, number in numbers.items()}

@@ -110,12 +110,6 @@ class TestConnection:
             let_go.set()
         assert not plugin.calls
 
-    def test_its_loss_is_noticed(self, kubelet: FakeDraKubelet, driver: BareDriver) -> None:
-        """Without a call: a driver that has ended, and whose sockets are still there, is not connected."""
-        (plugin,) = kubelet.plugins(DRIVER)
-        driver.stop()
-        kubelet.wait_for(lambda: not plugin.connected)
-
 
 class TestClaimState:
     def test_the_claim_is_there_before_the_driver_is_called(
@@ -181,22 +175,3 @@ class TestClaimState:
         driver.before_answer = lambda method: None
         kubelet.reconcile_claims(set())
         assert (state(root), driver.unprepared) == ([], ["c"])
-
-    def test_a_lost_file(self, root: Path, kubelet: FakeDraKubelet, driver: BareDriver) -> None:
-        """A kubelet that starts without its claim state never unprepares the claims of running pods."""
-        kubelet.prepare_pod(POD)
-        kubelet.stop()
-        (root / claim_state.FILE_NAME).unlink()
-        kubelet.start()
-        kubelet.wait_registered(DRIVER)
-        kubelet.unprepare_pod(POD)
-        kubelet.reconcile_claims(set())
-        assert driver.unprepared == []
-
-    def test_a_torn_file(self, root: Path, kubelet: FakeDraKubelet) -> None:
-        """A kubelet whose claim state is torn does not start."""
-        kubelet.stop()
-        path = root / claim_state.FILE_NAME
-        path.write_bytes(path.read_bytes()[:-1])
-        with pytest.raises(ValueError, match="delimiter"):
-            kubelet.start()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import threading
 import time
@@ -13,7 +12,6 @@ import grpc
 import pytest
 
 from deviceplugin.testing import (
-    Checkpoint,
     ContainerSpec,
     FakeContainer,
     FakeKubelet,
@@ -50,12 +48,6 @@ def taken(kubelet: FakeKubelet, *pods: FakePod) -> set[str]:
 
 
 class TestRegistration:
-    def test_devices_appear(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """A plugin that registers brings its devices, healthy and unhealthy, with their NUMA nodes."""
-        plugins(fake_kubelet, "a", ("b", "Unhealthy"), ("c", "Healthy", (1,)))
-        assert fake_kubelet.devices(RESOURCE) == {"a": ("Healthy", ()), "b": ("Unhealthy", ()), "c": ("Healthy", (1,))}
-        assert (fake_kubelet.allocatable(RESOURCE), fake_kubelet.capacity(RESOURCE)) == (2, 3)
-
     def test_dial_back_comes_before_the_answer(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
         """Register is answered after GetDevicePluginOptions was, so a plugin that blocks on itself hangs."""
         plugin = plugins(fake_kubelet, "a", register=False)
@@ -108,13 +100,6 @@ class TestRegistration:
         """Only names of extended resources are accepted."""
         assert is_extended_resource_name(name) is good
 
-    def test_bad_name_is_refused(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """A plugin with a name under kubernetes.io is refused before it is dialled."""
-        plugin = plugins(fake_kubelet, "a", resource="devices.kubernetes.io/x", register=False)
-        with pytest.raises(grpc.RpcError):
-            plugin.register()
-        assert fake_kubelet.rpcs("GetDevicePluginOptions") == []
-
     def test_register_before_serving(self, kubelets: Kubelets, plugins: Plugins) -> None:
         """A plugin that registers and does not serve waits for the dial, and is refused."""
         kubelet = kubelets(dial_timeout=0.3)
@@ -139,13 +124,6 @@ class TestRegistration:
         registering.join(10)
         kubelet.wait_registered(RESOURCE)
 
-    def test_a_plugin_that_refuses_its_options(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """An error from GetDevicePluginOptions fails the registration."""
-        plugin = plugins(fake_kubelet, "a", register=False)
-        plugin.before_answer = fail("GetDevicePluginOptions")
-        with pytest.raises(grpc.RpcError, match="broken"):
-            plugin.register()
-
     def test_a_caller_that_gives_up_ends_the_dial(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
         """The dial ends with the caller's deadline, long before its own."""
         plugin = plugins(fake_kubelet, "a", register=False)
@@ -155,34 +133,8 @@ class TestRegistration:
             plugin.register(timeout=0.2)
         fake_kubelet.wait_until(lambda: len(fake_kubelet.rejections) == 1, 5)
 
-    def test_refusal_on_demand(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """A test can have the next registrations refused, and no more than those."""
-        plugin = plugins(fake_kubelet, "a", register=False)
-        fake_kubelet.reject_registrations(message="not today")
-        with pytest.raises(grpc.RpcError, match="not today"):
-            plugin.register()
-        plugin.register()
-        assert fake_kubelet.wait_registered(RESOURCE).error == ""
-
-    def test_slow_register(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """A test can have Register take its time."""
-        fake_kubelet.register_delay = 0.2
-        plugins(fake_kubelet, "a")
-        registration = fake_kubelet.registrations[0]
-        assert registration.answered - registration.at >= 0.2
-
 
 class TestStreams:
-    def test_updates_are_whole(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """Every list replaces the one before, and is counted with its time."""
-        plugin = plugins(fake_kubelet, "a", "b")
-        plugin.show("b", ("c", "Unhealthy"))
-        fake_kubelet.wait_devices(RESOURCE, lambda devices: set(devices) == {"b", "c"})
-        fake_kubelet.wait_until(lambda: len(fake_kubelet.updates(RESOURCE)) == 2)
-        first, second = fake_kubelet.updates(RESOURCE)
-        assert (first.total, first.healthy, second.total, second.healthy) == (2, 2, 2, 1)
-        assert second.at > first.at
-
     def test_resource_is_forgotten(self, kubelets: Kubelets, plugins: Plugins) -> None:
         """A resource whose plugin stays away is forgotten after the grace, and not before."""
         kubelet = kubelets(stop_grace=0.3)
@@ -232,29 +184,8 @@ class TestStreams:
         fake_kubelet.wait_rpc("ListAndWatch")
         assert "RESOURCE_EXHAUSTED" in fake_kubelet.rpcs("ListAndWatch")[0].error
 
-    def test_dropped_streams(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """A stream that the kubelet loses is not opened again by the kubelet (kubernetes#125501)."""
-        plugin = plugins(fake_kubelet, "a")
-        fake_kubelet.drop_streams(RESOURCE)
-        fake_kubelet.wait_devices(RESOURCE, 0)
-        plugin.register()
-        fake_kubelet.wait_devices(RESOURCE, 1)
-
 
 class TestAllocation:
-    def test_what_a_container_gets(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """A container gets what the plugin answered: variables, nodes, mounts, annotations and CDI names."""
-        plugin = plugins(fake_kubelet, "a")
-        pod = fake_kubelet.run_pod("p", ONE)
-        assert pod.running
-        assert pod.devices == {RESOURCE: ("a",)}
-        assert pod.env == {"THING_IDS": "a"}
-        assert pod.nodes == (("/dev/host-a", "/dev/a", "rw"),)
-        assert pod.mounts == (("/srv/bare.sock", "/opt/lib", True),)
-        assert pod.container().annotations == {f"{RESOURCE}-ids": "a"}
-        assert pod.container().cdi_devices == ("example.com/thing=a",)
-        assert plugin.allocations == [["a"]]
-
     def test_containers_are_asked_for_one_by_one(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
         """Every container and every resource is a call of its own, and no device is given twice."""
         plugin = plugins(fake_kubelet, "a", "b", "c")
@@ -270,13 +201,6 @@ class TestAllocation:
         pod = fake_kubelet.run_pod("p", {RESOURCE: 1, "example.com/other": 1})
         assert pod.env == {"THING_IDS": "a", "OTHER_IDS": "b"}
         assert pod.mounts == (("/srv/bare.sock", "/opt/lib", True),)
-
-    def test_no_healthy_device(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """A pod past the scheduler fails where no healthy device is free; unhealthy ones are never given."""
-        plugins(fake_kubelet, "a", ("b", "Unhealthy"))
-        assert fake_kubelet.run_pod("first", ONE).running
-        second = fake_kubelet.run_pod("second", ONE, check=False)
-        assert (second.phase, second.reason) == ("Failed", "UnexpectedAdmissionError")
 
     def test_unknown_resource(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
         """A pod that asks for what no plugin serves does not run; the error says what is served."""
@@ -298,17 +222,6 @@ class TestAllocation:
         fake_kubelet.wait_until(lambda: RESOURCE in fake_kubelet.resources())
         with pytest.raises(PodFailedError, match=f"runs with 0 of 1 {RESOURCE}"):
             fake_kubelet.run_pod("p", ONE)
-
-    def test_failed_allocate(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """An Allocate that fails costs its pod only; its devices are free for the next."""
-        plugin = plugins(fake_kubelet, "a")
-        plugin.before_answer = fail("Allocate", times=1)
-        first = fake_kubelet.run_pod("first", ONE, check=False)
-        assert (first.phase, first.reason) == ("Failed", "UnexpectedAdmissionError")
-        assert "broken" in first.message
-        assert fake_kubelet.run_pod("second", ONE).running
-        with pytest.raises(PodFailedError):
-            first.wait_running()
 
     def test_empty_answer(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
         """An answer for no container fails the pod."""
@@ -357,18 +270,6 @@ class TestAllocation:
         assert pod.wait_running().device_ids == ("a",)
         assert fake_kubelet.device_health(pod) == {RESOURCE: {"a": "Unhealthy"}}
 
-    def test_sick_device_stays_with_its_holder(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """A pod keeps its device when it becomes unhealthy, and its container restarts with it."""
-        plugin = plugins(fake_kubelet, "a", "b", pre_start=True)
-        pod = fake_kubelet.run_pod("p", ONE)
-        plugin.show(*((i, "Unhealthy" if i in pod.device_ids else "Healthy") for i in "ab"))
-        fake_kubelet.wait_allocatable(RESOURCE, 1)
-        pod.restart_container()
-        assert pod.running
-        assert fake_kubelet.capacity(RESOURCE) == 2
-        assert plugin.pre_starts == [list(pod.device_ids)] * 2
-        assert (len(plugin.allocations), pod.container().restarts) == (1, 1)
-
     def test_init_containers_hand_on(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
         """Containers get the devices of finished init containers first, and not those of sidecars."""
         plugin = plugins(fake_kubelet, "a", "b", "c")
@@ -383,23 +284,6 @@ class TestAllocation:
         assert x == {"a", "b", "c"} - side
         assert pod.requests == {RESOURCE: 3}
         assert len(plugin.allocations) == 3
-
-    def test_init_container_hands_on_to_the_container(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """A pod with one device in its init container and one in its container needs one device."""
-        plugins(fake_kubelet, "a")
-        pod = fake_kubelet.start_pod("p", ONE, init_containers={"init": ONE}).wait_running()
-        assert pod.container("init").device_ids == pod.device_ids == ("a",)
-        assert pod.container("init").state == "terminated"
-
-    def test_reject_after_allocate(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """A pod can be rejected after its Allocate was granted, and nobody tells the plugin."""
-        plugin = plugins(fake_kubelet, "a")
-        fake_kubelet.reject_next_pod()
-        pod = fake_kubelet.run_pod("p", ONE, check=False)
-        assert (pod.phase, pod.reason) == ("Failed", "OutOfcpu")
-        assert plugin.allocations == [["a"]]
-        assert fake_kubelet.allocated(RESOURCE) == {"a"}
-        assert fake_kubelet.run_pod("next", ONE).running
 
     def test_a_claim_serves_the_limit(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
         """A limit that a claim serves is not asked of the plugin, and still counts for the scheduler."""
@@ -441,12 +325,6 @@ class TestPreference:
         asked = plugin.preferences
         assert [set(r.available_deviceIDs) for r in asked] == [set("abcd"), set("abd")]
         assert [r.allocation_size for r in asked] == [1, 2]
-
-    def test_a_plugin_that_does_not_announce_it_is_not_asked(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """Without the option there is no GetPreferredAllocation."""
-        plugin = plugins(fake_kubelet, "a", "b")
-        fake_kubelet.run_pod("p", ONE)
-        assert plugin.preferences == []
 
     @pytest.mark.parametrize("answer", [[], ["nonsense"], ["a"], ["taken"]])
     def test_bad_answers_are_filled_up(self, fake_kubelet: FakeKubelet, plugins: Plugins, answer: list[str]) -> None:
@@ -505,23 +383,6 @@ class TestTopology:
 
 
 class TestScheduler:
-    def test_a_pod_waits_for_a_plugin(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """A pod waits for a resource that nobody offers yet."""
-        pod = fake_kubelet.start_pod("p", ONE)
-        plugins(fake_kubelet, "a")
-        assert pod.wait_running().device_ids == ("a",)
-
-    def test_completed_pods_give_back(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """A pod that ends by itself frees its device and can still be looked at."""
-        plugins(fake_kubelet, "a")
-        first = fake_kubelet.start_pod("first", ONE).wait_running()
-        second = fake_kubelet.start_pod("second", ONE)
-        first.complete()
-        assert second.wait_running().device_ids == ("a",)
-        assert first.phase == "Succeeded"
-        first.delete()
-        assert first.deleted
-
     def test_a_waiting_pod_can_be_deleted(self, fake_kubelet: FakeKubelet) -> None:
         """A pod that never started is gone at once, and its name is free."""
         fake_kubelet.start_pod("p", ONE).delete()
@@ -541,15 +402,6 @@ class TestScheduler:
 
 
 class TestPreStart:
-    def test_a_failure_is_tried_again(self, kubelets: Kubelets, plugins: Plugins) -> None:
-        """A container whose PreStartContainer fails does not start; the kubelet tries again, without Allocate."""
-        kubelet = kubelets(start_backoff=0.01)
-        plugin = plugins(kubelet, "a", pre_start=True)
-        plugin.before_answer = fail("PreStartContainer", times=2)
-        assert kubelet.run_pod("p", ONE).running
-        assert len(plugin.pre_starts) == 3
-        assert len(plugin.allocations) == 1
-
     def test_without_the_plugin(self, kubelets: Kubelets, plugins: Plugins) -> None:
         """While the plugin is away a container that needs PreStartContainer does not restart."""
         kubelet = kubelets(start_backoff=0.01)
@@ -596,27 +448,6 @@ class TestRestart:
         pod.wait_phase("Failed")
         assert pod.reason == "UnexpectedAdmissionError"
 
-    def test_streams_end_with_the_kubelet(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """A stopped kubelet closes its streams."""
-        plugin = plugins(fake_kubelet, "a")
-        fake_kubelet.stop()
-        assert fake_kubelet.streams(RESOURCE) == 0
-        fake_kubelet.start(wipe=False)
-        plugin.register()
-        fake_kubelet.wait_devices(RESOURCE, 1)
-
-    def test_pods_deleted_meanwhile(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """A pod that is deleted while the kubelet is down ends when it is back."""
-        plugin = plugins(fake_kubelet, "a")
-        pod = fake_kubelet.run_pod("p", ONE)
-        fake_kubelet.stop()
-        pod.delete()
-        assert list(fake_kubelet.pods) == ["default/p"]
-        fake_kubelet.start(wipe=False)
-        fake_kubelet.wait_until(lambda: not fake_kubelet.pods)
-        plugin.register()
-        assert fake_kubelet.start_pod("next", ONE).wait_running().device_ids == ("a",)
-
     def test_restart_during_allocate(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
         """A pod that was being admitted when the kubelet died is admitted again, before the plugin is back."""
         plugin = plugins(fake_kubelet, "a")
@@ -626,38 +457,6 @@ class TestRestart:
         fake_kubelet.restart()
         hold.let_go.set()
         pod.wait_phase("Failed")
-
-    def test_downtime(self, fake_kubelet: FakeKubelet) -> None:
-        """A restart can take its time."""
-        begin = time.monotonic()
-        fake_kubelet.restart(downtime=0.2)
-        assert time.monotonic() - begin >= 0.2
-
-    def test_checkpoint(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """The checkpoint names the holders by NUMA node and the healthy devices."""
-        plugins(fake_kubelet, ("a", "Healthy", (0, 1)), ("b", "Unhealthy"))
-        pod = fake_kubelet.run_pod("p", ONE)
-        checkpoint = Checkpoint.from_json((fake_kubelet.device_plugin_dir / "kubelet_internal_checkpoint").read_bytes())
-        assert checkpoint.registered == {RESOURCE: ["a"]}
-        (entry,) = checkpoint.entries or ()
-        assert (entry.pod_uid, entry.container, entry.resource) == (pod.uid, "main", RESOURCE)
-        assert entry.device_ids == {0: ["a"], 1: ["a"]}
-        assert pb.ContainerAllocateResponse.FromString(entry.alloc_resp or b"").envs == {"THING_IDS": "a"}
-
-    def test_damaged_checkpoint(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """A kubelet with a damaged checkpoint starts without it and forgets who held what."""
-        plugin = plugins(fake_kubelet, "a")
-        pod = fake_kubelet.run_pod("p", ONE)
-        fake_kubelet.stop()
-        path = fake_kubelet.device_plugin_dir / "kubelet_internal_checkpoint"
-        document = json.loads(path.read_bytes())
-        document["Checksum"] += 1
-        path.write_text(json.dumps(document))
-        fake_kubelet.start(wipe=False)
-        plugin.register()
-        fake_kubelet.wait_devices(RESOURCE, 1)
-        assert pod.running
-        assert fake_kubelet.allocated(RESOURCE) == set()
 
     def test_new_socket_in_the_same_kubelet(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
         """A kubelet can serve on a new socket while its streams go on."""

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import grpc
 import pytest
 
-from deviceplugin.testing import Checkpoint, ContainerSpec, FakeKubelet, FakePod
+from deviceplugin.testing import Checkpoint, FakeKubelet, FakePod
 from deviceplugin.testing.kubelet import Damage
 from deviceplugin.wire import podresources_pb2 as pr
 from deviceplugin.wire import podresources_pb2_grpc as pr_grpc
@@ -16,7 +15,6 @@ from tests.scenarios.node import wait_for
 from tests.testing.bare import RESOURCE, BarePlugin
 
 Plugins = Callable[..., BarePlugin]
-Kubelets = Callable[..., FakeKubelet]
 ONE = {RESOURCE: 1}
 
 
@@ -83,31 +81,6 @@ class TestSources:
         after = fake_kubelet.run_pod("next", ONE)
         assert checkpointed(fake_kubelet) == {pod.uid: set(pod.device_ids), after.uid: set(ended.device_ids)}
 
-    def test_static_pods_are_known(self, fake_kubelet: FakeKubelet, plugins: Plugins, listed: Listed) -> None:
-        """A kubelet that the API server does not reach knows the pods of its manifests."""
-        plugins(fake_kubelet, "a", "b")
-        fake_kubelet.run_pod("p", ONE)
-        fake_kubelet.run_pod("static", ONE, static=True)
-        fake_kubelet.hold_sources()
-        fake_kubelet.restart()
-        wait_for("the list", lambda: listed() == {"static"}, 10)
-
-    def test_pods_that_were_deleted_meanwhile(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """What was deleted while the kubelet heard of nothing runs until it hears again."""
-        plugins(fake_kubelet, "a", "b")
-        pod, completed = (fake_kubelet.run_pod(name, ONE) for name in ("p", "completed"))
-        completed.complete()
-        fake_kubelet.hold_sources()
-        fake_kubelet.restart()
-        pod.delete()
-        completed.delete()
-        assert pod.running
-        assert fake_kubelet.pod_directory(completed).exists()
-        fake_kubelet.release_sources()
-        fake_kubelet.wait_until(lambda: pod.gone and completed.gone)
-        assert not cgroup(fake_kubelet, pod)
-        assert list((fake_kubelet.root / "pods").iterdir()) == []
-
 
 class TestRemovedPods:
     def test_forced_deletion_with_a_hung_runtime(
@@ -136,44 +109,6 @@ class TestRemovedPods:
         assert not fake_kubelet.pod_directory(pod).exists()
         assert twin.running
 
-    def test_forced_deletion(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """Where the runtime answers, the containers of a pod that is deleted by force are killed."""
-        plugins(fake_kubelet, "a")
-        pod = fake_kubelet.run_pod("p", ONE)
-        pod.force_delete()
-        assert not pod.running
-        assert not cgroup(fake_kubelet, pod)
-        assert set(checkpointed(fake_kubelet)) == {pod.uid}
-
-    def test_a_hung_pod_over_a_restart(self, fake_kubelet: FakeKubelet, plugins: Plugins, listed: Listed) -> None:
-        """A hung container outlives kubelets that never knew its pod; it is killed when the runtime answers."""
-        plugins(fake_kubelet, "a")
-        pod = fake_kubelet.run_pod("p", ONE)
-        pod.force_delete(hang=True)
-        fake_kubelet.restart()
-        wait_for("the list", lambda: listed() == set(), 10)
-        fake_kubelet.run_pod("other")
-        assert pod.running
-        pod.end_containers()
-        assert pod.gone
-        assert not cgroup(fake_kubelet, pod)
-
-    def test_forced_deletion_while_the_kubelet_is_down(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """A pod that is deleted by force while the kubelet is down runs on until the kubelet has found it."""
-        plugins(fake_kubelet, "a")
-        pod = fake_kubelet.run_pod("p", ONE)
-        fake_kubelet.stop()
-        pod.force_delete()
-        assert pod.running
-        fake_kubelet.hold_sources()
-        fake_kubelet.start()
-        fake_kubelet.run_pod("static", static=True)
-        assert pod.running
-        assert cgroup(fake_kubelet, pod)
-        fake_kubelet.release_sources()
-        fake_kubelet.wait_until(lambda: pod.gone)
-        assert not cgroup(fake_kubelet, pod)
-
     def test_a_manifest_is_removed(self, fake_kubelet: FakeKubelet, plugins: Plugins, listed: Listed) -> None:
         """A static pod leaves List when its manifest is removed, and runs on for its grace period."""
         plugins(fake_kubelet, "a")
@@ -188,15 +123,6 @@ class TestRemovedPods:
         assert not cgroup(fake_kubelet, pod)
         with pytest.raises(ValueError, match="no manifest"):
             fake_kubelet.run_pod("p").remove_manifest()
-
-    def test_a_restart_cuts_the_grace_period_short(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """A kubelet that starts kills containers of pods that it never knew, whatever their grace period was."""
-        plugins(fake_kubelet, "a")
-        pod = fake_kubelet.run_pod("static", ONE, static=True)
-        pod.remove_manifest()
-        fake_kubelet.restart()
-        fake_kubelet.wait_until(lambda: pod.gone)
-        assert not cgroup(fake_kubelet, pod)
 
 
 class TestNetwork:
@@ -216,19 +142,6 @@ class TestNetwork:
         pod.wait_running()
         assert cgroup(fake_kubelet, pod)
         assert fake_kubelet.pod_directory(pod).exists()
-
-    def test_such_a_pod_can_be_deleted(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """A pod that waits for the network can be deleted; one that runs goes on without it."""
-        plugins(fake_kubelet, "a", "b")
-        running = fake_kubelet.run_pod("running", ONE)
-        fake_kubelet.lose_network()
-        pod = fake_kubelet.start_pod("p", ONE)
-        fake_kubelet.wait_until(lambda: pod.uid in checkpointed(fake_kubelet))
-        pod.delete()
-        assert pod.gone
-        assert running.running
-        with pytest.raises(TimeoutError):
-            running.restart_container(timeout=0.1)
 
 
 class TestLateCheckpoint:
@@ -307,82 +220,3 @@ class TestDamagedFiles:
             fake_kubelet.checkpoint.rmdir()
         assert fake_kubelet.run_pod("twin", ONE).device_ids == pod.device_ids
         assert pod.running
-
-    @pytest.mark.parametrize("damage", ["empty", "torn", "unreadable"])
-    def test_a_damaged_claim_state_keeps_the_kubelet_down(self, fake_kubelet: FakeKubelet, damage: Damage) -> None:
-        """A kubelet with a damaged claim state does not start."""
-        fake_kubelet.stop()
-        fake_kubelet.damage_claim_state(damage)
-        with pytest.raises((ValueError, OSError)):
-            fake_kubelet.start()
-        assert not fake_kubelet.is_up
-
-
-class TestRateLimit:
-    def test_a_share_is_refused(self, fake_kubelet: FakeKubelet) -> None:
-        """A test can have a share of the calls of PodResources refused, as if other clients used the limit up."""
-        fake_kubelet.pod_resources_refused = 0.5
-        codes = []
-        with grpc.insecure_channel(f"unix:{fake_kubelet.pod_resources_socket}") as channel:
-            stub = pr_grpc.PodResourcesListerStub(channel)
-            for _ in range(2):
-                codes.append(stub.List.future(pr.ListPodResourcesRequest()).code())
-                codes.append(stub.GetAllocatableResources.future(pr.AllocatableResourcesRequest()).code())
-        assert codes.count(grpc.StatusCode.RESOURCE_EXHAUSTED) == 2
-        assert codes.count(grpc.StatusCode.OK) == 2
-
-
-class TestInitContainers:
-    def test_named_like_an_ended_one(self, fake_kubelet: FakeKubelet, plugins: Plugins, listed: Listed) -> None:
-        """A lasting init container is in the checkpoint under its own pod, and not in List."""
-        plugins(fake_kubelet, "a")
-        ended = fake_kubelet.run_pod("ended", containers={"work": ONE})
-        ended.complete()
-        pod = fake_kubelet.start_pod("p", init_containers=[ContainerSpec("work", ONE, lasting=True)])
-        fake_kubelet.wait_until(lambda: pod.container("work").state == "running")
-        assert pod.phase == "Pending"
-        assert checkpointed(fake_kubelet) == {pod.uid: {"a"}}
-        (path,) = fake_kubelet.cgroups.container(pod.uid, pod.container("work").id)
-        assert path.exists()
-        pod.end_init_container("work")
-        assert pod.running
-        assert not path.exists()
-
-    def test_devices_are_allocated_again(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """A container that takes over its init container's device is a second Allocate and a second entry."""
-        plugin = plugins(fake_kubelet, "a")
-        pod = fake_kubelet.run_pod("p", ONE, init_containers=[ContainerSpec("init", ONE)])
-        assert plugin.allocations == [["a"], ["a"]]
-        entries = Checkpoint.from_json(fake_kubelet.checkpoint.read_bytes()).entries or ()
-        assert [(entry.pod_uid, entry.container) for entry in entries] == [(pod.uid, "init"), (pod.uid, "main")]
-
-
-class TestCompletion:
-    def test_while_the_kubelet_is_down(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """A pod that ends without its kubelet keeps a sandbox until the kubelet is back, which fails the pod."""
-        plugins(fake_kubelet, "a")
-        pod = fake_kubelet.run_pod("p", ONE)
-        fake_kubelet.stop()
-        pod.complete()
-        (path,) = fake_kubelet.cgroups.pod(pod.uid)
-        assert {one.name for one in path.iterdir() if one.is_dir()} == {pod.sandbox}
-        fake_kubelet.start()
-        pod.wait_phase("Failed")
-        assert pod.reason == "UnexpectedAdmissionError"
-        assert not path.exists()
-        assert fake_kubelet.pod_directory(pod).exists()
-        assert set(checkpointed(fake_kubelet)) == {pod.uid}
-
-    def test_reboot(self, kubelets: Kubelets, plugins: Plugins, tmp_path: Path) -> None:
-        """After a reboot no cgroup is left, pods with devices fail, others start again."""
-        kubelet = kubelets(cgroup_root=tmp_path)
-        plugins(kubelet, "a")
-        pod, plain = kubelet.run_pod("p", ONE), kubelet.run_pod("plain")
-        hung = kubelet.run_pod("hung")
-        hung.force_delete(hang=True)
-        kubelet.reboot()
-        pod.wait_phase("Failed")
-        kubelet.wait_until(lambda: hung.gone and plain.running)
-        assert plain.container().restarts == 1
-        (parent,) = {path.parent for path in kubelet.cgroups.pod(plain.uid)}
-        assert {one.name for one in parent.iterdir() if one.is_dir()} == {f"pod{plain.uid}"}

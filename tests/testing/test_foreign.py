@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import grpc
 import pytest
 
 from deviceplugin.files import file_identity
-from deviceplugin.testing import FakeKubelet, PodFailedError
+from deviceplugin.testing import FakeKubelet
 from deviceplugin.wire import deviceplugin_pb2 as pb
 from deviceplugin.wire import pluginregistration_pb2 as registration_pb
 from deviceplugin.wire.deviceplugin_pb2_grpc import DevicePluginStub
@@ -50,30 +49,6 @@ def allocate(vendor: Vendor, *ids: str) -> pb.ContainerAllocateResponse:
     return stub(vendor).Allocate(request, timeout=10).container_responses[0]  # type: ignore[no-any-return]
 
 
-def test_it_serves_pods(fake_kubelet: FakeKubelet, vendor: Start) -> None:
-    """A pod gets what the file says, by device; control nodes once; random and unknown parts are in it."""
-    answer: dict[str, Any] = {
-        "env": {"GADGETS": "{ids}"},
-        "nodes": [["/dev/{id}", "/dev/inside-{id}", "rw"]],
-        "control": [["/dev/ctl", "/dev/ctl", "rw"]],
-        "mounts": [["/opt/lib", "/opt/lib"]],
-        "annotations": {"cdi.k8s.io/{random}": "vendor.example/gadget={ids}"},
-        "cdi": ["vendor.example/gadget={id}"],
-        "extra": "f80105",  # field 31 is 5
-    }
-    vendor(resource("g0", "g1", **answer))
-    fake_kubelet.wait_allocatable(RESOURCE, 2)
-    pod = fake_kubelet.run_pod("p", {RESOURCE: 2})
-    assert pod.env["GADGETS"] in ("g0,g1", "g1,g0")
-    assert sorted(node.container for node in pod.nodes) == ["/dev/ctl", "/dev/inside-g0", "/dev/inside-g1"]
-    (rpc,) = fake_kubelet.rpcs("Allocate")
-    (one,) = rpc.response.container_responses
-    assert [mount.container_path for mount in one.mounts] == ["/opt/lib"] * 2  # duplicates are sent
-    assert len(one.cdi_devices) == 2
-    assert next(iter(one.annotations)).startswith("cdi.k8s.io/")
-    assert bytes.fromhex("f80105") in one.SerializeToString()
-
-
 @pytest.mark.parametrize("trigger", ["create", "own-socket", "poll"])
 def test_it_registers_again(fake_kubelet: FakeKubelet, vendor: Start, trigger: str) -> None:
     """A kubelet that starts again is registered with; one that only makes its socket anew is not by all triggers."""
@@ -88,23 +63,6 @@ def test_it_registers_again(fake_kubelet: FakeKubelet, vendor: Start, trigger: s
     if trigger == "create":
         fake_kubelet.recreate_socket()
         plugin.wait("registered", 3)
-
-
-def test_it_may_look_once(fake_kubelet: FakeKubelet, vendor: Start) -> None:
-    """With `once` it registers with no kubelet that comes later."""
-    fake_kubelet.stop()
-    fake_kubelet.socket.unlink(missing_ok=True)
-    plugin = vendor(once=True)
-    wait_for("the plugin to have looked", lambda: any(plugin.directory.glob("*-vendor.sock")), 10)
-    (where := plugin.notes.parent / "other").mkdir()
-    other = Vendor(where, plugin.directory, resource(name="vendor.example/other"))
-    fake_kubelet.start(wipe=False)
-    try:
-        other.start()
-        fake_kubelet.wait_allocatable("vendor.example/other", 2)
-    finally:
-        other.stop(kill=True)
-    assert not plugin.calls("registered")
 
 
 def test_a_refusal_ends_it(fake_kubelet: FakeKubelet, vendor: Start) -> None:
@@ -195,14 +153,6 @@ def test_unknown_ids(fake_kubelet: FakeKubelet, vendor: Start) -> None:
     assert [one.host_path for one in allocate(easy, "nope").devices] == ["/dev/ctl"]
 
 
-def test_the_file_deprecation(fake_kubelet: FakeKubelet, vendor: Start) -> None:
-    """The Kubernetes sample does not register where the file lies."""
-    (fake_kubelet.device_plugin_dir / "DEPRECATION").touch()
-    plugin = vendor(minds_deprecation=True)
-    fake_kubelet.wait_until(lambda: "DEPRECATION is there" in plugin.log.read_text())
-    assert not plugin.calls("registered")
-
-
 @pytest.mark.parametrize("how", ["restart", "stop"])
 def test_the_plugin_watcher(vendor: Start, fake_kubelet: FakeKubelet, how: str) -> None:
     """Where plugins_registry is there it waits to be asked; told that it is not registered it serves anew, or ends."""
@@ -226,63 +176,3 @@ def test_the_plugin_watcher(vendor: Start, fake_kubelet: FakeKubelet, how: str) 
     wait_for("another socket", lambda: file_identity(path) not in (None, first), 10)
     with grpc.insecure_channel(target, options) as channel:
         RegistrationStub(channel).GetInfo(registration_pb.InfoRequest(), timeout=10, wait_for_ready=True)
-
-
-def test_it_takes_its_time(fake_kubelet: FakeKubelet, vendor: Start) -> None:
-    """Between the trigger and the new start it waits."""
-    plugin = vendor(pause=0.5)
-    plugin.wait("registered")
-    began = time.monotonic()
-    fake_kubelet.restart()
-    plugin.wait("registered", 2)
-    assert time.monotonic() - began >= 0.5
-
-
-def test_an_empty_last_list(fake_kubelet: FakeKubelet, vendor: Start) -> None:
-    """It says that it has no devices before it ends."""
-    plugin = vendor(empty_last=True)
-    fake_kubelet.wait_allocatable(RESOURCE, 2)
-    plugin.stop()
-    fake_kubelet.wait_until(lambda: fake_kubelet.updates(RESOURCE)[-1].total == 0)
-
-
-def test_files_are_written_by_allocate(fake_kubelet: FakeKubelet, vendor: Start, tmp_path: Path) -> None:
-    """They are there before the answer is."""
-    path = tmp_path / "spec.yaml"
-    vendor(resource("g0", files={str(path): "of g0"}))
-    fake_kubelet.wait_allocatable(RESOURCE, 1)
-    assert not path.exists()
-    fake_kubelet.run_pod("p", {RESOURCE: 1})
-    assert path.read_text() == "of g0"
-
-
-def test_allocate_hangs(fake_kubelet: FakeKubelet, vendor: Start, tmp_path: Path) -> None:
-    """While the file is there, Allocate has no answer."""
-    hold = tmp_path / "hold"
-    hold.touch()
-    plugin = vendor(hold=str(hold))
-    fake_kubelet.wait_allocatable(RESOURCE, 2)
-    pod = fake_kubelet.start_pod("p", {RESOURCE: 1})
-    plugin.wait("Allocate")
-    assert not plugin.calls("answer")
-    hold.unlink()
-    pod.wait_running(10)
-
-
-def test_the_optional_calls(fake_kubelet: FakeKubelet, vendor: Start) -> None:
-    """Only GetDevicePluginOptions says which of them it wants."""
-    plugin = vendor(pre_start=True, preferred=True)
-    fake_kubelet.wait_allocatable(RESOURCE, 2)
-    pod = fake_kubelet.run_pod("p", {RESOURCE: 1})
-    assert pod.device_ids == ("g1",)  # it prefers the last
-    assert plugin.calls("PreStartContainer")[0]["ids"] == ["g1"]
-
-
-def test_a_device_that_fails_is_not_given(fake_kubelet: FakeKubelet, vendor: Start) -> None:
-    """What the file says of health is listed."""
-    plugin = vendor()
-    fake_kubelet.wait_allocatable(RESOURCE, 2)
-    plugin.health(g0="Unhealthy", g1="Unhealthy")
-    fake_kubelet.wait_allocatable(RESOURCE, 0)
-    with pytest.raises(PodFailedError):
-        fake_kubelet.run_pod("p", {RESOURCE: 1})

@@ -66,33 +66,6 @@ class TestCgroups:
         assert not cgroup(fake_kubelet, pod).exists()
         assert not fake_kubelet.pod_directory(pod).exists()
 
-    def test_a_completed_pod(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """A completed pod loses its cgroup and keeps its directory until it is deleted."""
-        plugins(fake_kubelet, "a")
-        pod = fake_kubelet.run_pod("p", ONE)
-        assert (fake_kubelet.pod_directory(pod) / "volumes").is_dir()
-        pod.complete()
-        assert not cgroup(fake_kubelet, pod).exists()
-        assert not populated(cgroup(fake_kubelet, pod).parent)
-        assert fake_kubelet.pod_directory(pod).exists()
-        pod.delete()
-        assert list((fake_kubelet.root / "pods").iterdir()) == []
-
-    def test_pods_live_through_a_restart(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """While the kubelet is down, and after it is back, a running pod's cgroup and directory are there."""
-        plugins(fake_kubelet, "a")
-        pod = fake_kubelet.run_pod("p", ONE)
-        fake_kubelet.stop()
-        before = containers(cgroup(fake_kubelet, pod))
-        pod.delete()
-        assert populated(cgroup(fake_kubelet, pod))
-        assert containers(cgroup(fake_kubelet, pod)) == before == {pod.sandbox, pod.container().id}
-        assert fake_kubelet.pod_directory(pod).exists()
-        fake_kubelet.start()
-        fake_kubelet.wait_until(lambda: pod.deleted)
-        assert not cgroup(fake_kubelet, pod).exists()
-        assert not fake_kubelet.pod_directory(pod).exists()
-
     @pytest.mark.parametrize("layout", ["v1", "v1-systemd", "v2-systemd"])
     def test_layouts(self, kubelets: Kubelets, plugins: Plugins, tmp_path: Path, layout: CgroupLayout) -> None:
         """With v1 each controller has a tree and none has events; with systemd slices are named in full."""
@@ -141,14 +114,6 @@ def test_claims_are_prepared_in_an_empty_cgroup() -> None:
         assert [path.name for path in kubelet.pod_logs.iterdir()] == [f"default_p_{pod.uid}"]
         pod.delete()
         assert kubelet.seen == (("prepare", False), ("prepare", False), ("unprepare", False))
-
-
-def test_paths(fake_kubelet: FakeKubelet) -> None:
-    """The paths of the node are what an agent needs to find its sockets and cgroups."""
-    paths = fake_kubelet.paths
-    assert paths.plugins == fake_kubelet.device_plugin_dir
-    assert paths.pod_resources == fake_kubelet.pod_resources_socket
-    assert paths.cgroup_root == fake_kubelet.root / "cgroup"
 
 
 def test_the_claim_state_is_there_from_the_first_start(fake_kubelet: FakeKubelet) -> None:

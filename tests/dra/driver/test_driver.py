@@ -813,19 +813,6 @@ async def test_unprepare_of_claims_never_seen_succeeds(here: ServedDriver) -> No
     assert set(answers.values()) == {None}
 
 
-async def test_a_full_disk_prepares_nothing(here: ServedDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What could not be recorded is not answered and leaves no file."""
-    here.claims.add(claim("1", result("d0")))
-
-    def full(*_: object, **__: object) -> None:
-        raise LedgerError("cannot write the ledger: database or disk is full")
-
-    monkeypatch.setattr(here.async_ledger.ledger, "_write", full)
-    assert "disk is full" in await here.refused("1")
-    monkeypatch.undo()
-    await here.prepared("1")
-
-
 async def test_a_cdi_directory_that_cannot_be_written_is_the_claims_error(here: ServedDriver) -> None:
     """And heals by itself."""
     here.cdi.write_text("in the way")
@@ -946,22 +933,6 @@ async def test_a_prepare_that_a_crash_cut_short_can_be_undone_and_done_again(
     assert ("unprepare", ["d0"]) in source.calls
     await after.prepared("2")
     assert ("prepare", ["d1"], Params()) in source.calls
-
-
-async def test_cdi_files_are_evidence_for_a_lost_ledger(here: ServedDriver) -> None:
-    """They tell the devices; the claim holds them until it is unprepared or prepared again."""
-    here.claims.add(claim("1", result("d0"), result("d2", "other")))
-    first = await here.prepared("1")
-    await here.async_ledger.close()
-    os.remove(here.path)
-    after = await here.again()
-    evidence = Evidence({}, after.driver.claim_evidence((), R))
-    await after.async_ledger.do(
-        operations.reconcile_evidence(R, evidence, after.inventory.snapshot.devices, Side.PLUGIN, T0)
-    )
-    assert after.async_ledger.snapshot.claims[D, "1"].held == {(R, "d0"), (R, "d2")}
-    assert await after.driver.reconciler.reconcile((), ENDED) == {}
-    assert await after.prepared("1") == first
 
 
 # The claims' own files.
@@ -1125,29 +1096,6 @@ class Halves(Plain):
 SHARE: dict[str, Any] = {"shareID": "s", "consumedCapacity": {"shares": "1"}}
 
 
-@pytest.mark.parametrize("named", [False, True], ids=["files alone", "claim state, too"])
-async def test_a_lost_ledger_knows_what_claims_share(serve: Serve, *, named: bool) -> None:
-    """Who shares a device is granted beside a sharer, and refused beside who has it alone; by any evidence."""
-    here = await serve(Halves())
-    here.claims.add(claim("1", result("d0", **SHARE)), claim("2", result("d1")))
-    await here.prepared("1")
-    await here.prepared("2")
-    before = here.async_ledger.snapshot.claims
-    state = [
-        PreparedClaim(uid, "default", f"claim-{uid}", frozenset({"pod-uid"}), {D: frozenset({(NODE, device, share)})})
-        for uid, device, share in (("1", "d0", "s"), ("2", "d1", ""))
-    ]
-    after = await lost(here, *(state if named else ()))
-    for key, record in after.async_ledger.snapshot.claims.items():
-        expected = [msgspec.structs.replace(one, identity=Identity("1")) for one in before[key].devices]
-        assert (list(record.devices), record.pods, record.title) == (expected, before[key].pods, before[key].title)
-    assert [one.amount.part for _, claim in sorted(before.items()) for one in claim.devices] == ["1/2", "1"]
-    other = {**SHARE, "shareID": "t"}
-    after.claims.add(claim("3", result("d0", **other)), claim("4", result("d1", **other)), claim("5", result("d0")))
-    answers = await after.prepare("3", "4", "5")
-    assert {uid for uid, answer in answers.items() if isinstance(answer, Prepared)} == {"3"}
-
-
 async def test_a_claim_whose_file_is_lost_shares_with_nobody(serve: Serve) -> None:
     """Its CDI file does not say how much of the device it has."""
     here = await serve(Halves())
@@ -1157,21 +1105,6 @@ async def test_a_claim_whose_file_is_lost_shares_with_nobody(serve: Serve) -> No
     after = await lost(here)
     assert (D, "1") in after.async_ledger.snapshot.claims
     await after.refusal("2")
-
-
-async def test_a_claims_file_needs_no_published_name(here: ServedDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names were made anew, also such that another device has the old name; the claim state has the old ones."""
-    here.claims.add(claim("1", result("d0"), result("d1", "seen", adminAccess=True)))
-    await here.prepared("1")
-    monkeypatch.setattr(here.driver.devices.host, "qualifiers", lambda resources: {R: "q"})
-    (found,) = here.driver.claim_evidence([in_claim_state((NODE, "d0", ""))], R)
-    assert (found.devices, found.name, [one.device for one in found.granted]) == (
-        frozenset({"d0"}),
-        "claim-1",
-        ["d0", "d1"],
-    )
-    (found,) = here.driver.claim_evidence([in_claim_state((NODE, "q--d3", ""))], "example.com/other")
-    assert (found.devices, [one.device for one in found.granted]) == (frozenset(), ["d0", "d1"])
 
 
 async def test_pods_of_file_and_claim_state_count(here: ServedDriver) -> None:
@@ -1248,30 +1181,6 @@ async def test_the_kubelets_claim_state_is_evidence(here: ServedDriver) -> None:
     names = "default", "claim-1", frozenset({"pod-uid"})
     assert found == ClaimEvidence(D, "1", frozenset({"d0", "d1"}), True, *names, granted)
     assert here.driver.claim_evidence([state], "example.com/other") == []
-
-
-async def test_a_claim_over_two_resources_is_unprepared_on_both_after_the_ledger_was_lost(serve: Serve) -> None:
-    """Each resource's evidence is reconciled by itself; `unprepare` and `released` are called for either."""
-
-    class Nic(Hooked):
-        resource = "example.com/nic"
-
-    fpga, nic = Hooked(), Nic()
-    here = await serve(fpga)
-    inventory = Inventory("example.com/nic")
-    inventory.publish([Device("n0")])
-    here.driver.devices.replace([*here.driver.devices.resources, ServedResource(nic, inventory)])
-    names = {device.id: name for name, (_, device) in here.driver.devices.by_name.items()}
-    state = in_claim_state((NODE, names["d0"], ""), (NODE, names["n0"], ""))
-    await here.async_ledger.do(operations.forget(R, ["d0"]))
-    for resource, device in ((R, "d0"), ("example.com/nic", "n0")):
-        evidence = Evidence(claims=tuple(here.driver.claim_evidence([state], resource)))
-        await here.async_ledger.do(operations.reconcile_evidence(resource, evidence, [device], Side.PLUGIN, T0))
-    assert here.async_ledger.snapshot.claims[D, "1"].held == {(R, "d0"), ("example.com/nic", "n0")}
-    assert await here.unprepare("1") is None
-    assert ("unprepare", ["d0"]) in fpga.calls
-    assert ("unprepare", ["n0"]) in nic.calls
-    assert not here.async_ledger.snapshot.claims
 
 
 async def test_two_resources_of_one_driver_and_two_drivers_share_a_ledger(here: ServedDriver) -> None:
@@ -1630,20 +1539,6 @@ async def test_a_claim_whose_pods_processes_run_on_is_answered_as_unprepared_and
     pods.end()
     assert await here.driver.reconciler.reconcile((), PodProcesses(frozenset())) == {"unprepared": ["1"]}
     await here.prepared("2")
-
-
-async def test_a_claim_that_is_allocated_anew_gets_its_devices_once_processes_have_ended(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What it had before is undone first."""
-    pods = Pods("pod-uid")
-    here = await serve(host=pods)
-    await here.give("1", "d0")
-    monkeypatch.setattr(preparation, "PATIENCE", 0.0)
-    assert await here.unprepare("1") is None
-    pods.end()
-    await here.give("1", "d1")
-    assert here.async_ledger.snapshot.claims[D, "1"].held == {(R, "d1")}
 
 
 def allocated_anew(uid: str, *results: Mapping[str, Any], pod: str = "new") -> dict[str, Any]:

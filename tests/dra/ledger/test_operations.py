@@ -11,25 +11,19 @@ import pytest
 
 from deviceplugin.identity import UNIDENTIFIED, Identity
 from deviceplugin.register import operations
-from deviceplugin.register.question import Use, View, Wanted
 from deviceplugin.register.records import (
     UNKNOWN,
     WHOLE,
-    AllocationRecord,
     Amount,
-    Change,
     Claim,
     ClaimDevice,
-    Decision,
     Operation,
     Side,
     State,
 )
 from deviceplugin.register.rules import (
     Evidence,
-    Excluded,
     KubeletEvidence,
-    KubeletSnapshot,
     MoveWait,
     ObservedAllocation,
     Refused,
@@ -60,25 +54,6 @@ Ask = Callable[..., Operation[Any]]
 # Allocate
 
 
-def test_allocate_is_granted_on_the_plugins_side_and_recorded(store: DirectLedger, path: str) -> None:
-    """A grant is in the file when it is answered."""
-    assert store.do(grant(R, {"a": "a"}, T0)) is None
-    store.close()
-    with DirectLedger(path) as again:
-        assert [record.device_id for record in again.snapshot.allocations.values()] == ["a"]
-        assert again.snapshot == store.snapshot
-
-
-def test_allocate_is_granted_while_the_device_is_leaving_and_the_move_waits(store: DirectLedger) -> None:
-    """In TO_DRA, too: the grant makes the device held."""
-    store.do(operations.begin_move(R, ["a"], Side.DRA, T0))
-    evidence = kubelet(store)
-    assert store.do(grant(R, {"a": "a"}, T0)) is None
-    done = store.do(operations.commit_to_dra(R, ["a"], evidence, T0))
-    assert done.devices == ()
-    assert "allocated" in done.waiting["a"].text
-
-
 @pytest.mark.parametrize("to", [State.DRA, State.TO_PLUGIN, State.QUARANTINED])
 def test_allocate_is_refused_elsewhere_and_says_which_device_where_since_when(store: DirectLedger, to: State) -> None:
     """The refusal names all that a reader of the pod's event wants to know."""
@@ -99,21 +74,6 @@ def test_allocate_is_refused_elsewhere_and_says_which_device_where_since_when(st
     assert to.text in refusal.message
     assert "2023-11-14T22:13:20Z" in refusal.message
     assert not store.snapshot.allocations_on(R, ["b"]), "all or none"
-
-
-def test_replicas_hold_one_device_together(store: DirectLedger) -> None:
-    """The device moves as a whole: it is held until its last replica is free."""
-    for name in ("a::0", "a::1"):
-        assert store.do(grant(R, {name: "a"}, T0, amount=HALF)) is None
-    store.do(operations.begin_move(R, ["a"], Side.DRA, T0))
-    held = {"a::1": ObservedAllocation("a", "default/two", holders=frozenset({("two", "main")}))}
-    snapshot = KubeletSnapshot(store.snapshot.sequence, 3.0, True, held)
-    store.do(operations.observe(R, snapshot, T0))
-    store.do(operations.observe(R, replace(snapshot, at=63.0), T0))
-    assert list(store.snapshot.allocations) == [(R, "a::1")]
-    assert store.do(operations.commit_to_dra(R, ["a"], kubelet(store, held=held), T0)).waiting == {
-        "a": MoveWait.for_pod("default/two")
-    }
 
 
 # Prepare
@@ -192,37 +152,11 @@ def test_a_claim_pulls_all_of_its_devices_or_none(store: DirectLedger, of_claim:
     assert store.snapshot.device(other, "c").state is (State.TO_DRA if of_claim and not both else State.PLUGIN)
 
 
-def test_a_claim_is_refused_while_a_pod_has_a_part_of_its_device(store: DirectLedger) -> None:
-    """Pods and claims never share a device, whatever their parts; the refusal names the pod."""
-    to_dra(store)
-    part = AllocationRecord(R, "a::0", "a", T0, 1, frozenset({("u1", "main")}), pod="default/p", amount=HALF)
-    store.do(lambda now: Decision(None, (Change("allocations", (R, "a::0"), part),)))
-    refusal = store.do(prepare(claim("1", "a", amount=HALF)))
-    assert isinstance(refusal, Refused)
-    assert refusal.holder == "default/p"
-    assert state(store) is State.DRA
-
-
 def test_administrative_access_sees_without_holding(store: DirectLedger) -> None:
     """Whatever side the device is on, and the device may move meanwhile."""
     assert isinstance(store.do(prepare(claim("admin", "a", admin=True))), Claim)
     assert store.do(grant(R, {"a": "a"}, T0)) is None
     assert store.snapshot.claims_on(R, ["a"]) == []
-
-
-def test_several_claims_may_share_a_device_on_the_dra_side(store: DirectLedger) -> None:
-    """Consumable capacity: as many as their parts allow."""
-    to_dra(store)
-    for uid in "12":
-        assert isinstance(store.do(prepare(claim(uid, "a", share=f"share-{uid}", amount=HALF))), Claim)
-    assert isinstance(store.do(prepare(claim("3", "a", share="share-3", amount=HALF))), Excluded)
-    store.do(operations.begin_move(R, ["a"], Side.PLUGIN, T0))
-    store.do(operations.unprepare(D, "1"))
-    assert store.do(operations.commit_to_plugin(R, ["a"], cluster(store), T0)).waiting == {
-        "a": MoveWait.for_claim("default/claim-2")
-    }
-    store.do(operations.unprepare(D, "2"))
-    assert store.do(operations.commit_to_plugin(R, ["a"], cluster(store), T0)).devices == ("a",)
 
 
 def test_unprepare_of_an_unknown_claim_changes_nothing(store: DirectLedger) -> None:
@@ -322,55 +256,6 @@ def test_a_move_to_the_plugin_ends_only_with_all_of_its_evidence(store: DirectLe
         assert what in waits.text
         assert waits.on_holder is what.startswith("claim ")
     assert store.do(operations.commit_to_plugin(R, ["a"], good, T0)).devices == ("a",)
-
-
-def test_a_device_that_is_not_shared_has_one_claim(store: DirectLedger) -> None:
-    """The API server forgets the claim of a pod that is deleted by force; its container may still run."""
-    to_dra(store)
-    assert isinstance(store.do(prepare(claim("1", "a"))), Claim)
-    for other in (claim("2", "a"), claim("2", "a", share="s", amount=HALF), claim("2", "a", amount=UNKNOWN)):
-        for operation in (prepare(other), reserve(other, durable=False)):
-            refusal = store.do(operation)
-            assert isinstance(refusal, Excluded)
-            assert refusal.message == f"a of {R} is held by claim default/claim-1"
-    assert isinstance(store.do(prepare(claim("2", "a", admin=True))), Claim)
-    store.do(operations.unprepare(D, "1"))
-    assert isinstance(store.do(prepare(claim("3", "a"))), Claim)
-
-
-def test_a_grant_whose_pod_was_refused_is_over_while_an_old_holder_stays(store: DirectLedger) -> None:
-    """That no pod has it ends the grant only; who held the id before holds it for as long as the evidence says so."""
-    store.do(grant(R, {"a": "a"}, T0))
-    store.do(operations.observe(R, seen(store, 1.0, a="u1/main"), T0))
-    store.do(grant(R, {"a": "a"}, T0))
-    for at in (2.0, 12.0):
-        assert store.do(operations.observe(R, seen(store, at, a="u1/main"), T0)).released == ()
-    record = store.snapshot.allocations[R, "a"]
-    assert (record.holders, record.pending) == (frozenset({("u1", "main")}), False)
-    assert store.do(operations.observe(R, seen(store, 13.0), T0)).released == ("a",)
-
-
-def test_holders_and_whether_a_grant_waits_survive_a_restart(store: DirectLedger, path: str) -> None:
-    """The next agent goes on with (pod UID, container) of each holder, which the scans look for."""
-    store.do(grant(R, {"a": "a", "b": "b"}, T0))
-    store.do(operations.observe(R, seen(store, 1.0, a="u1/init u1/main"), T0))
-    store.close()
-    with DirectLedger(path) as again:
-        recorded = {
-            device_id: (record.holders, record.pending) for (_, device_id), record in again.snapshot.allocations.items()
-        }
-        assert recorded == {"a": ({("u1", "init"), ("u1", "main")}, False), "b": (frozenset(), True)}
-
-
-def test_a_pod_that_the_ledger_does_not_know_becomes_a_holder_or_an_alarm(store: DirectLedger) -> None:
-    """A ledger younger than its pods learns of them; on the DRA side they are a contradiction."""
-    to_dra(store, "b")
-    found = store.do(operations.observe(R, seen(store, a="u1/main", b="u2/main"), T0))
-    assert (found.found, found.quarantined) == (("a", "b"), ("b",))
-    assert store.snapshot.allocations[R, "a"].holders == {("u1", "main")}
-    assert not store.snapshot.allocations[R, "a"].pending
-    assert state(store, "b") is State.QUARANTINED
-    assert "default/u2" in store.snapshot.device(R, "b").reason
 
 
 def test_a_move_turns_round_and_is_cancelled(store: DirectLedger) -> None:
@@ -479,37 +364,6 @@ def test_what_a_holder_got_is_recorded_and_survives(store: DirectLedger, path: s
         assert again.snapshot.index.keys() == {(R, "a"), (R, "b"), *counters, "char:240:1", "char:240:2"}
 
 
-@pytest.mark.parametrize("side", list(Side))
-def test_a_name_that_leads_to_another_thing_is_given_to_nobody(store: DirectLedger, side: Side) -> None:
-    """Until its holder ends; what the holder has is given to nobody under another name either."""
-    asks: list[Operation[object]]
-    if side is Side.PLUGIN:
-        store.do(grant(R, {"a": "a"}, identity=N1))
-        asks = [grant(R, {name: name}, identity=one) for name, one in (("a", N2), ("b", N1))]
-    else:
-        to_dra(store, "a", "b")
-        store.do(prepare(claim("1", "a", identity=N1)))
-        asks = [prepare(claim("2", name, identity=one)) for name, one in (("a", N2), ("b", N1))]
-    changed, alias = map(store.do, asks)
-    assert isinstance(changed, Excluded)
-    assert "is held as char 240:1, and is char 240:2 now" in changed.message
-    assert isinstance(alias, Excluded)
-    assert "are the same hardware (char 240:1)" in alias.message
-    if side is Side.PLUGIN:
-        for at in (1.0, 100.0):
-            store.do(operations.observe(R, seen(store, at), T0))
-    else:
-        store.do(operations.unprepare(D, "1"))
-    assert not any(isinstance(answer, Excluded) for answer in map(store.do, asks))
-
-
-def test_all_or_none_of_what_others_hold(store: DirectLedger) -> None:
-    """One device that is not to be had refuses the others with it."""
-    store.do(grant(R, {"a::0": "a"}, amount=HALF))
-    assert isinstance(store.do(grant(R, {"b": "b", "a": "a"})), Excluded)
-    assert store.snapshot.allocations.keys() == {(R, "a::0")}
-
-
 @pytest.mark.parametrize(
     ("before", "now", "after"),
     [
@@ -591,18 +445,3 @@ def test_a_reservation_that_was_durable_stays_so(store: DirectLedger, path: str)
     store.close()
     with DirectLedger(path) as opened:
         assert opened.snapshot.claims[D, "1"].held == {(R, "a"), (R, "b")}
-
-
-def test_what_others_hold_by_their_files_counts(store: DirectLedger) -> None:
-    """Other drivers and plugins, and hooks that work on: they are in no record of the ledger."""
-    hook = Use(("hook", R, "a"), "`reset` is still running on it", (R, "a"), frozenset(), None)
-    foreign = Use(("foreign", "x"), "claim ml/train of x", None, frozenset({"char:240:2"}), None)
-    view = View("1", others=(hook, foreign))
-    wanted = {name: Wanted((R, name), one, WHOLE) for name, one in (("a", N1), ("b", N2))}
-    answers = [store.do(operations.grant(R, {name: one}, view, T0)) for name, one in wanted.items()]
-    assert [answer.message for answer in answers if isinstance(answer, Excluded)] == [
-        "`reset` is still running on it",
-        f"b of {R} and what claim ml/train of x has, which counts as held, are the same hardware (char 240:2)",
-    ]
-    to_dra(store, "a")
-    assert isinstance(store.do(operations.prepare(claim("1", "a"), view)), Excluded)

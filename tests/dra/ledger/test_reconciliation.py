@@ -158,13 +158,6 @@ def test_a_claim_that_is_found_twice_is_one_claim(store: DirectLedger) -> None:
     assert store.snapshot.device(R, "a").state is State.DRA
 
 
-def test_a_claim_on_devices_of_other_names_is_recorded(store: DirectLedger) -> None:
-    """Its file says what it has, of whichever resource, though no device of this one has such a name now."""
-    found = ClaimEvidence(D, "1", frozenset(), True, granted=(ClaimDevice("example.com/nic", "n"),))
-    store.do(operations.reconcile_evidence(R, Evidence(claims=[found]), ["a"], Side.PLUGIN, T0))
-    assert store.snapshot.claims[D, "1"].held == {("example.com/nic", "n")}
-
-
 def test_a_claims_file_names_devices_that_a_ledger_from_before_lacks(store: DirectLedger) -> None:
     """The claim was allocated anew since: it may have what it had before, too, and its answer is not of now."""
     to_dra(store, "a", "b")

@@ -19,7 +19,7 @@ from deviceplugin.source import DeviceSource
 from deviceplugin.testing import FakePod
 from dra_bridge.driver.registrar import RegistrarTiming
 from dra_bridge.handover.share import Share
-from dra_bridge.node import claim_checks, slice_feed
+from dra_bridge.node import claim_checks
 from dra_bridge.node.bridge import Bridge
 from dra_bridge.node.device_reconciliation import EvidenceReader
 from dra_bridge.node.share import NO_DEVICES, HandoverPolicy
@@ -207,35 +207,6 @@ def start_claimant(node: FakeNode) -> tuple[FakePod, str]:
     return pod, device
 
 
-@pytest.mark.parametrize(("driver", "share"), [("", NO_DEVICES), (E, NO_DEVICES), (E, Share(part=1.0))])
-async def test_claims_of_a_former_driver_keep_their_devices(
-    node: FakeNode,
-    monkeypatch: pytest.MonkeyPatch,
-    driver: str,
-    share: Share,
-) -> None:
-    """An agent whose file names another driver, or none, gives nobody what claims of the former one hold."""
-    monkeypatch.setattr(slice_feed, "FIRST", 0.1)
-    async with running(bridge(node, Listed(A, D), share=Share(part=1.0))):
-        _, device = await asyncio.to_thread(start_claimant, node)
-    (other,) = {"d0", "d1"} - {device}
-    agent = bridge(node, Listed(A, driver), share=share)
-    async with running(agent):
-        if share == NO_DEVICES:
-            await until(lambda: healthy(node, A) == {other})
-        else:
-            await until(lambda: sliced(node, E) == {other})
-        await until(lambda: agent.drivers[D].resources[A].handover.waiting.keys() == {device})
-        assert agent.drivers[D].resources[A].handover.waiting[device].claim.startswith("default/train")
-        assert device not in healthy(node, A) | sliced(node, D) | sliced(node, E)
-        await until(lambda: not agent.agent.register.evidence_missing(A, device))
-        with pytest.raises(DeviceConflictError, match=f"driver {D}"):
-            await agent.agent.register.grant(A, {device: device})
-    with DirectLedger(str(agent.ledger_path)) as ledger:
-        assert ledger.snapshot.claims_on(A, [device]), "the claim is as it was"
-        assert ledger.snapshot.device(A, device).driver == D
-
-
 class Reset(Listed):
     """With a hook for each start of a container."""
 
@@ -280,18 +251,4 @@ async def test_a_claim_of_a_former_driver_that_the_kubelet_has_forgotten(
         pod.force_delete(hang=True)
         assert node.devices(A)[device].health == "Unhealthy"
         await asyncio.to_thread(pod.end_containers, 60)
-        await until(lambda: healthy(node, A) == {"d0", "d1"})
-
-
-@pytest.mark.parametrize("driver", ["", E])
-async def test_a_former_drivers_device_is_offered_when_its_claim_has_ended(node: FakeNode, driver: str) -> None:
-    """After a reload the former driver still unprepares its claims; what they held is free then."""
-    agent = bridge(node, Listed(A, D), share=Share(part=1.0))
-    async with running(agent):
-        pod, device = await asyncio.to_thread(start_claimant, node)
-        (other,) = {"d0", "d1"} - {device}
-        await agent.reconfigure({A: Listed(A, driver)}, {A: HandoverPolicy()}, [])
-        await until(lambda: healthy(node, A) == {other})
-        assert node.devices(A)[device].health == "Unhealthy"
-        await asyncio.to_thread(pod.delete, 30)
         await until(lambda: healthy(node, A) == {"d0", "d1"})
