@@ -146,12 +146,6 @@ class TestPreferred:
         """Up to 8 devices, any scores, any request: the same as by brute force."""
         assert preferred(*request) == reference(*request)
 
-    @given(requests(10))
-    @settings(max_examples=settings().max_examples)
-    def test_it_is_what_the_docstring_says_of_ten(self, request: tuple[list[str], list[str], int, Scores]) -> None:
-        """The same for up to 10 devices."""
-        assert preferred(*request) == reference(*request)
-
     @pytest.mark.parametrize("name", [name for name, (count, _) in TOPOLOGIES.items() if count <= 8])
     def test_known_machines(self, name: str) -> None:
         """On machines that people own, whatever is free."""

@@ -1112,40 +1112,6 @@ def test_rollout_goes_node_after_node(nodes: FakeFleet, bridge: Callable[..., Ra
         assert json.loads(agent.annotations[BEFORE])["share"] == ("1" if agent.node == "n2" else None)
 
 
-def test_a_rollout_asks_a_node_once(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
-    """Whoever asks a node of a running rollout for another share stops it; it is not asked again and again."""
-    agent = nodes.agent("n1", held={"gpu-0": "pod default/p"})
-    with started(nodes, "rollout", "--driver", D, "--share", "all", "-l", "pool=gpu") as process:
-        nodes.wait_for(lambda: agent.annotations.get(SHARE) == "all")
-        assert bridge("migrate", "n1", "--driver", D, "--share", "1").status == 0
-        out, _ = process.communicate(timeout=WAIT)
-        assert process.returncode == 1
-    assert "stopped: n1: share 1 requested by somebody else since this rollout has begun it; --take-over repl" in out
-    assert agent.annotations[SHARE] == "1"
-    assert out.count("n1: share all requested") == 1
-
-
-@pytest.mark.parametrize("seen", [False, True], ids=["at-once", "after-it-was-missed"])
-def test_a_node_that_is_made_anew_is_begun_anew(nodes: FakeFleet, bridge: Callable[..., Ran], seen: bool) -> None:
-    """A Node that was deleted and comes back without its annotations belongs to nobody: the rollout asks it again."""
-    agent = nodes.agent("n1", held={"gpu-0": "pod default/p"})
-    with started(nodes, "rollout", "--driver", D, "--share", "all", "-l", "pool=gpu") as process:
-        assert process.stdout is not None
-        nodes.wait_for(lambda: agent.told == "all")
-        node = nodes.server.get("nodes", "n1")
-        with nodes.lock:
-            nodes.server.delete("nodes", "n1")
-            if seen:
-                gone = "n1: there is no such node with these labels any more; waiting for it\n"
-                assert gone in iter(process.stdout.readline, "")
-            del node["metadata"]["annotations"], node["metadata"]["resourceVersion"], node["metadata"]["uid"]
-            nodes.server.create(node)
-        nodes.wait_for(lambda: agent.annotations.get(SHARE) == "all")
-        agent.held.clear()
-        out, _ = process.communicate(timeout=WAIT)
-        assert process.returncode == 0, out
-
-
 def failed_pod(node: str, name: str, limits: Mapping[str, str]) -> dict[str, Any]:
     return {
         "apiVersion": "v1",

@@ -547,35 +547,6 @@ async def test_failing_edits_cost_their_own_call(serve: Serve) -> None:
     assert served.granted_ids == ["good"]
 
 
-async def test_the_register_decides(serve: Serve) -> None:
-    """What is on the other side is shown unhealthy, and not given out; the refusal says where it is."""
-    served = await serve(Source(), "a", "b")
-    served.store.snapshot = served.store.snapshot.with_changes(
-        [Change("devices", (R, "b"), DeviceRecord(R, "b", State.DRA, 0.0))], 1
-    )
-    async with served.listening() as lists:
-        assert await lists.next() == {"a": "Healthy", "b": "Unhealthy"}
-    with refused(grpc.StatusCode.FAILED_PRECONDITION, f"device 'b' of {R} is on the DRA side"):
-        await served.allocate("a", "b")
-    assert (served.granted_ids, served.calls) == ([], 0)
-    assert served.endpoint.statistics.refusals == {"side": 1}
-    await served.allocate("a")
-    assert (served.granted_ids, served.calls) == (["a"], 1)
-
-
-async def test_whose_holder_is_not_known_yet_is_not_given_out(serve: Serve) -> None:
-    """The kubelet tries again by itself; the refusal says what is missing."""
-    served = await serve(Source(), "a", "b")
-    served.unknown = {"b": "the claim state cannot be read"}
-    async with served.listening() as lists:
-        assert await lists.next() == {"a": "Healthy", "b": "Unhealthy"}
-    with refused(grpc.StatusCode.UNAVAILABLE, "who holds device b is not known yet: the claim state cannot be read"):
-        await served.allocate("a", "b")
-    assert served.endpoint.statistics.refusals == {"starting": 1}
-    assert served.granted_ids == []
-    await served.allocate("a")
-
-
 async def test_what_cannot_be_recorded_is_not_given_out(serve: Serve) -> None:
     """Neither a grant, nor the former holder that was found before it."""
     served = await serve(Source(), "a", holders=(known := Known()))
@@ -610,6 +581,44 @@ class Known:
             raise self.error
         self.withheld = [*self.withheld, *(name for name in self.runs if name in device_ids)]
         return {name: pod for name, pod in self.runs.items() if name in device_ids}
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "reason"),
+    [
+        (grpc.StatusCode.FAILED_PRECONDITION, f"device 'b' of {R} is on the DRA side", "side"),
+        (
+            grpc.StatusCode.UNAVAILABLE,
+            "who holds device b is not known yet: no claim state",
+            "starting",
+        ),
+        (grpc.StatusCode.FAILED_PRECONDITION, "device b is still held: processes of pod default/p run", "held"),
+    ],
+)
+async def test_what_may_have_a_holder_is_not_given_out(
+    serve: Serve, code: grpc.StatusCode, text: str, reason: str
+) -> None:
+    """On the other side, of unknown holders, in use by a former pod: all or none is given, and the refusal says why."""
+    known = Known(runs={"b": "processes of pod default/p run"} if reason == "held" else {})
+    served = await serve(Source(), "a", "b", holders=known)
+    if reason == "side":
+        change = Change("devices", (R, "b"), DeviceRecord(R, "b", State.DRA, 0.0))
+        served.store.snapshot = served.store.snapshot.with_changes([change], 1)
+    elif reason == "starting":
+        served.unknown = {"b": "no claim state"}
+    if reason != "held":
+        async with served.listening() as lists:
+            assert await lists.next() == {"a": "Healthy", "b": "Unhealthy"}
+    with refused(code, text):
+        await served.allocate("a", "b")
+    assert (served.granted_ids, served.calls) == ([], 0)
+    assert reason != "held" or not served.store.begun.is_set()
+    assert served.endpoint.statistics.refusals == {reason: 1}
+    await served.allocate("a")
+    assert (served.granted_ids, served.calls) == (["a"], 1)
+    if reason == "held":
+        known.runs.clear()
+        await served.allocate("b")
 
 
 async def test_what_the_kubelet_would_give_away_while_it_is_held_is_shown_unhealthy(serve: Serve) -> None:
@@ -712,21 +721,6 @@ async def test_a_withdrawal_waits_for_no_allocation(serve: Serve, monkeypatch: p
             await asyncio.wait({later}, timeout=0.05)
             assert not later.done()
         assert await later == {"a": "Healthy", "b": "Healthy"}
-
-
-async def test_an_id_whose_former_holders_processes_run_is_refused(serve: Serve) -> None:
-    """The kubelet may count a holder as ended that is not; all or none is given, and nothing is recorded."""
-    known = Known(runs={"a": "processes of pod default/p run"})
-    served = await serve(Source(), "a", "b", holders=known)
-    with refused(grpc.StatusCode.FAILED_PRECONDITION, "device a is still held: processes of pod default/p run"):
-        await served.allocate("b", "a")
-    assert served.granted_ids == []
-    assert not served.store.begun.is_set()
-    assert served.endpoint.statistics.refusals == {"held": 1}
-    await served.allocate("b")
-    known.runs.clear()
-    await served.allocate("a")
-    assert served.granted_ids == ["b", "a"]
 
 
 async def test_processes_are_looked_for_after_the_last_hook(serve: Serve) -> None:

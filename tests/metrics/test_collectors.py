@@ -47,7 +47,6 @@ from deviceplugin.node.agent import Agent
 from deviceplugin.node.process import Program, serve
 from deviceplugin.register.records import State
 from deviceplugin.source import DeviceSource, Measured
-from deviceplugin.testing.devicemanager import ContainerSpec
 from deviceplugin.testing.kubelet import FakeKubelet
 from deviceplugin.testing.plugin import Served
 from deviceplugin.unwatched import Unwatched, UnwatchedCause, WatchFailure
@@ -279,25 +278,6 @@ class TestRunningAgent:
         pod.delete()
         seen.wait(lambda: not seen.holders())
         assert seen.value("kubelet_double_allocations_total") == 0
-
-    def test_each_holder_of_a_shared_device_is_a_series(self, watched: Callable[..., tuple[FakeKubelet, Seen]]) -> None:
-        """Three pods on one device are three series."""
-        kubelet, seen = watched(Gpus(1, replicas=4))
-        for name in ("a", "b", "c"):
-            kubelet.run_pod(name, {RESOURCE: 1})
-        seen.wait(lambda: seen.holders() == {("gpu-0", "default", name, "main") for name in ("a", "b", "c")})
-        assert seen.value("device_holders", device="gpu-0") == 3
-        assert seen.value("device_replicas", device="gpu-0") == 4
-
-    def test_init_containers_are_holders(self, watched: Callable[..., tuple[FakeKubelet, Seen]]) -> None:
-        """What List leaves out is there from the checkpoint."""
-        kubelet, seen = watched(Gpus(1))
-        kubelet.run_pod(
-            "train",
-            init_containers=[ContainerSpec("prepare", {RESOURCE: 1})],
-            containers=[ContainerSpec("main", {})],
-        )
-        seen.wait(lambda: {holder[3] for holder in seen.holders()} == {"prepare"})
 
     def test_load_is_measured_in_the_background(self, watched: Callable[..., tuple[FakeKubelet, Seen]]) -> None:
         """What the source measures is a metric; what it cannot tell is absent, not zero."""
@@ -726,10 +706,3 @@ run(Toys(), metrics_address="192.0.2.1:9", token={str(tmp_path / "token")!r}, ce
         for start in (deviceplugin.run, dra_bridge.run):
             with pytest.raises(ValueError, match=re.escape(message)):
                 start(Gpus(), argv=[], **fields)
-
-    async def test_the_end_frees_the_address(self, tmp_path: Path) -> None:
-        """After the context nothing listens any more."""
-        with metrics.serving("127.0.0.1:0", Agent([Gpus()], Paths(tmp_path))) as server:
-            address = server.address
-        web.listen(address).close()
-        await asyncio.sleep(0)

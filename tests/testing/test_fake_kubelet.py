@@ -186,22 +186,6 @@ class TestStreams:
 
 
 class TestAllocation:
-    def test_containers_are_asked_for_one_by_one(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """Every container and every resource is a call of its own, and no device is given twice."""
-        plugin = plugins(fake_kubelet, "a", "b", "c")
-        pod = fake_kubelet.run_pod("p", containers={"x": {RESOURCE: 2}, "y": ONE})
-        assert [len(ids) for ids in plugin.allocations] == [2, 1]
-        x, y = (pod.container(name).device_ids for name in "xy")
-        assert {*x, *y} == {"a", "b", "c"}
-
-    def test_two_resources_in_one_container(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """A container with two resources gets both answers; the first one wins where they collide."""
-        plugins(fake_kubelet, "a")
-        plugins(fake_kubelet, "b", resource="example.com/other", endpoint="other.sock")
-        pod = fake_kubelet.run_pod("p", {RESOURCE: 1, "example.com/other": 1})
-        assert pod.env == {"THING_IDS": "a", "OTHER_IDS": "b"}
-        assert pod.mounts == (("/srv/bare.sock", "/opt/lib", True),)
-
     def test_unknown_resource(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
         """A pod that asks for what no plugin serves does not run; the error says what is served."""
         with pytest.raises(PodFailedError, match=r"asks for example\.com/thing, which nobody serves; .*: nothing"):
@@ -222,12 +206,6 @@ class TestAllocation:
         fake_kubelet.wait_until(lambda: RESOURCE in fake_kubelet.resources())
         with pytest.raises(PodFailedError, match=f"runs with 0 of 1 {RESOURCE}"):
             fake_kubelet.run_pod("p", ONE)
-
-    def test_empty_answer(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """An answer for no container fails the pod."""
-        plugin = plugins(fake_kubelet, "a")
-        plugin.response = lambda ids: pb.AllocateResponse()
-        assert fake_kubelet.run_pod("p", ONE, check=False).phase == "Failed"
 
     def test_admission_is_serial(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
         """While one Allocate hangs, no other pod is admitted (kubernetes#117435)."""

@@ -12,12 +12,9 @@ from typing import Any
 import grpc
 import pytest
 
-from deviceplugin.files import file_identity
 from deviceplugin.testing import FakeKubelet
 from deviceplugin.wire import deviceplugin_pb2 as pb
-from deviceplugin.wire import pluginregistration_pb2 as registration_pb
 from deviceplugin.wire.deviceplugin_pb2_grpc import DevicePluginStub
-from deviceplugin.wire.pluginregistration_pb2_grpc import RegistrationStub
 from tests.scenarios.node import wait_for
 from tests.testing.vendor import RESOURCE, Vendor, resource
 
@@ -42,27 +39,6 @@ def stub(vendor: Vendor) -> Any:
     """A client of its first resource's socket."""
     path = vendor.directory / f"{vendor.resources[0]['name'].replace('/', '_')}-vendor.sock"
     return DevicePluginStub(grpc.insecure_channel(f"unix:{path}", (("grpc.default_authority", "localhost"),)))
-
-
-def allocate(vendor: Vendor, *ids: str) -> pb.ContainerAllocateResponse:
-    request = pb.AllocateRequest(container_requests=[pb.ContainerAllocateRequest(devices_ids=ids)])
-    return stub(vendor).Allocate(request, timeout=10).container_responses[0]  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize("trigger", ["create", "own-socket", "poll"])
-def test_it_registers_again(fake_kubelet: FakeKubelet, vendor: Start, trigger: str) -> None:
-    """A kubelet that starts again is registered with; one that only makes its socket anew is not by all triggers."""
-    # A busy machine may take seconds from the removal of sockets to the new kubelet.sock: it tries three times.
-    plugin = vendor(trigger=trigger, retry=2)
-    plugin.wait("registered")  # the list comes before: the kubelet reads it within Register
-    fake_kubelet.wait_allocatable(RESOURCE, 2)
-    fake_kubelet.restart()
-    plugin.wait("registered", 2)
-    fake_kubelet.wait_allocatable(RESOURCE, 2)
-    fake_kubelet.run_pod("p", {RESOURCE: 1})
-    if trigger == "create":
-        fake_kubelet.recreate_socket()
-        plugin.wait("registered", 3)
 
 
 def test_a_refusal_ends_it(fake_kubelet: FakeKubelet, vendor: Start) -> None:
@@ -131,48 +107,3 @@ def test_a_second_stream(fake_kubelet: FakeKubelet, vendor: Start, how: str) -> 
             break
     stream.cancel()
     reader.join(10)
-
-
-def test_lists_may_be_empty_at_first_repeated_and_shuffled(fake_kubelet: FakeKubelet, vendor: Start) -> None:
-    """The first list is empty, the next ones come again and again, in any order."""
-    vendor(resource(*(f"g{number}" for number in range(8))), empty_first=True, repeat=0.01, shuffled=True)
-    fake_kubelet.wait_until(lambda: len(fake_kubelet.updates(RESOURCE)) > 4)
-    assert [one.total for one in fake_kubelet.updates(RESOURCE)[:3]] == [0, 8, 8]
-
-
-def test_unknown_ids(fake_kubelet: FakeKubelet, vendor: Start) -> None:
-    """Allocate of an id that is not listed, or not healthy, is an error, or answers with the control nodes alone."""
-    answer: dict[str, Any] = {"nodes": [["/dev/{id}", "/dev/{id}", "rw"]], "control": [["/dev/ctl", "/dev/ctl", "rw"]]}
-    strict = vendor(resource(**answer))
-    fake_kubelet.wait_allocatable(RESOURCE, 2)
-    with pytest.raises(grpc.RpcError, match="unknown device 'nope'"):
-        allocate(strict, "g0", "nope")
-    strict.stop()
-    easy = vendor(resource(**answer), unknown_ids=True, needs_list=True)
-    easy.wait("ListAndWatch", 2)
-    assert [one.host_path for one in allocate(easy, "nope").devices] == ["/dev/ctl"]
-
-
-@pytest.mark.parametrize("how", ["restart", "stop"])
-def test_the_plugin_watcher(vendor: Start, fake_kubelet: FakeKubelet, how: str) -> None:
-    """Where plugins_registry is there it waits to be asked; told that it is not registered it serves anew, or ends."""
-    (registry := fake_kubelet.device_plugin_dir / "plugins_registry").mkdir()
-    plugin = vendor(watcher=how)
-    path = registry / "vendor.example_gadget-vendor.sock"
-    wait_for("its socket", path.exists, 10)
-    first = file_identity(path)
-    target, options = f"unix:{path}", (("grpc.default_authority", "localhost"), ("grpc.use_local_subchannel_pool", 1))
-    with grpc.insecure_channel(target, options) as channel:
-        stub = RegistrationStub(channel)
-        info = stub.GetInfo(registration_pb.InfoRequest(), timeout=10, wait_for_ready=True)
-        assert (info.type, info.name) == ("DevicePlugin", RESOURCE)
-        assert info.endpoint == f"/var/lib/kubelet/plugins_registry/{path.name}"  # in its container
-        stub.NotifyRegistrationStatus(registration_pb.RegistrationStatus(error="no"), timeout=10)
-        wait_for("its end", lambda: not path.exists() or how == "restart", 10)
-    assert not plugin.calls("registered")
-    if how == "stop":
-        return
-    # The server that is ending may still accept a connection, and cancels its calls.
-    wait_for("another socket", lambda: file_identity(path) not in (None, first), 10)
-    with grpc.insecure_channel(target, options) as channel:
-        RegistrationStub(channel).GetInfo(registration_pb.InfoRequest(), timeout=10, wait_for_ready=True)
