@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import grpc
@@ -24,7 +25,6 @@ from dra_bridge.node.options import AGENT, BridgeOptions
 from dra_bridge.node.share import HandoverPolicy
 from dra_bridge.testing.node import FakeNode
 from tests.dra.agents import NODE, SAYS, AgentOnNode, Listed, sliced
-from tests.register.files import lose_register
 
 A, B = "example.com/a", "example.com/b"
 D, E = "d.example.com", "e.example.com"
@@ -75,11 +75,6 @@ def running(node: FakeNode, device: str) -> set[str]:
 def got(node: FakeNode, pod: FakePod) -> set[str]:
     """Return the devices that the first container of a pod says to have: the kubelet may remember others."""
     return {name.removeprefix(SAYS) for name in node.edits_of(pod).env if name.startswith(SAYS)}
-
-
-def answered(pod: FakePod) -> bool:
-    """Return whether a pod runs, or its claims' Prepare has been refused."""
-    return pod.running or "NodePrepareResources" in pod.container().message
 
 
 def plain(name: str) -> str:
@@ -181,6 +176,18 @@ async def offering(
             lambda: (here.sliced() if share == "all" else here.healthy()) == {*inventory.snapshot.devices} != set()
         )
         yield here
+
+
+def registers(root: Path) -> list[Path]:
+    """Return the files of the register below the kubelet's root directory, without locks."""
+    files = [path for name in ("*/ledger.db*", "dra-bridge/register.db*") for path in root.glob(f"plugins/{name}")]
+    return [path for path in files if path.suffix != ".lock"]
+
+
+def lose_register(root: Path) -> None:
+    """Delete the register below the kubelet's root directory while no agent runs; locks stay."""
+    for path in registers(root):
+        path.unlink()
 
 
 async def restart_without_register(node: FakeNode, state: str) -> None:

@@ -10,8 +10,23 @@ from deviceplugin.device import Device
 from deviceplugin.testing import FakePod
 from dra_bridge.testing.node import FakeNode
 from tests.dra.agents import Listed
-from tests.register.files import lose_register, registers
-from tests.register.node import BOTH, TOKENS, A, B, D, E, Here, Varying, got, offering, running, serving, some
+from tests.register.node import (
+    BOTH,
+    TOKENS,
+    A,
+    B,
+    D,
+    E,
+    Here,
+    Varying,
+    got,
+    lose_register,
+    offering,
+    registers,
+    running,
+    serving,
+    some,
+)
 
 
 async def hang(here: Here) -> FakePod:

@@ -3,54 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
 from deviceplugin.device import ContainerEdits, Device
-from deviceplugin.identity import boot_id
 from deviceplugin.kubelet.podresources import PodResources, PodResourcesReport
 from deviceplugin.source import DeviceSource
 from deviceplugin.testing import FakePod
-from dra_bridge.testing import kubelet
 from dra_bridge.testing.node import FakeNode
 from tests.dra.agents import Listed
-from tests.register.files import lose_copies, lose_register
 from tests.register.node import (
     BOTH,
     SHARE,
-    TOKENS,
     A,
     B,
     D,
     E,
     Here,
-    allocated_elsewhere,
-    answered,
     got,
     offering,
     policies,
     running,
     serving,
-    some,
 )
 
-# Claims whose allocation or driver is another one than before.
-
-
-async def test_a_claim_that_was_allocated_elsewhere_says_what_it_waits_for(
-    node: FakeNode, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The error of its Prepare, which an Event of the new pod shows, names the old pod whose processes run."""
-    monkeypatch.setattr("dra_bridge.driver.driver.MARGIN", kubelet.CALL_TIMEOUT - 0.5)
-    async with offering(node, Listed(A, D), share="all") as here:
-        hanging, _, again = await allocated_elsewhere(here)
-        await here.until(lambda: answered(again))
-        assert f"processes of pod {hanging.uid} run" in again.container().message
-        await asyncio.to_thread(hanging.end_containers, 15)
-        await asyncio.to_thread(again.wait_running, 15)
+# A driver that is renamed.
 
 
 class Slow(Listed):
@@ -91,7 +70,7 @@ async def test_a_prepare_in_flight_keeps_its_device_when_the_driver_is_renamed(n
             await here.stopped(one)
 
 
-# The copy of the allocations.
+# Containers that restart in place.
 
 
 async def hold(here: Here) -> FakePod:
@@ -101,111 +80,6 @@ async def hold(here: Here) -> FakePod:
     assert pod.device_ids == ("d0",)
     await here.scans()
     return pod
-
-
-async def keeps(here: Here, pod: FakePod) -> None:
-    """Check that a pod's device is given to nobody else until the pod ends."""
-    node = here.node
-    await here.until(lambda: "d1" in here.healthy())
-    others = [await here.run(f"p{number}", {A: 1}) for number in range(2)]
-    assert running(node, "d0") == {pod.uid}
-    for one in (*others, pod):
-        await here.stopped(one)
-    await here.until(lambda: here.healthy() == {"d0", "d1"})
-
-
-@TOKENS
-@some("again, kubelet", [("whole", "up"), ("lost", "down")], ["whole", "lost"], ["up", "down"])
-async def test_the_copy_is_left_at_the_second_start_after_a_loss(
-    node: FakeNode, again: str, kubelet: str, tokens: bool
-) -> None:
-    """Register and checkpoint are lost, and agents have started since: the next one knows the holder as well.
-
-    Whether or not the register is lost once more, and whether or not the kubelet ran meanwhile.
-    """
-    async with serving(node, Listed(A, D, "d0", tokens=tokens)) as here:
-        pod = await hold(here)
-    await lose(node, "register-checkpoint")
-    if kubelet == "down":
-        await asyncio.to_thread(node.stop)
-    for _ in range({"up": 1, "down": 3}[kubelet]):
-        node.server.forget_log()
-        async with serving(node, Listed(A, D, tokens=tokens)) as here:
-            # It asks for these when its register is open.
-            await here.until(lambda: all(node.server.requests(path=path) for path in ("/nodes", "/resourceslices")))
-            if kubelet == "up":
-                await here.until(lambda: "d1" in here.healthy())
-                await here.scans()
-    if kubelet == "down":
-        await asyncio.to_thread(node.start)
-    if again == "lost":
-        await lose(node, "register-checkpoint")
-    async with serving(node, Listed(A, D, tokens=tokens)) as here:
-        await keeps(here, pod)
-
-
-async def test_the_copy_of_another_boot_is_not_believed(node: FakeNode) -> None:
-    """A pod that has another device since the node was rebooted does not hold its former one."""
-    async with serving(node, Listed(A, D, "d0")) as here:
-        pod = await hold(here)
-    await asyncio.to_thread(node.stop)
-    lose_register(node.root)
-    node.damage_checkpoint("deleted")
-    copies = [*node.cdi.glob("*/*.allocations")]
-    assert any(boot_id() in copy.read_text() for copy in copies)
-    for copy in copies:
-        copy.write_text(copy.read_text().replace(boot_id(), "00000000-0000-4000-8000-000000000000"))
-    node.lose_network()  # the pod starts again when there is a device for it
-    await asyncio.to_thread(node.reboot)
-    async with offering(node, source := Listed(A, D, "d1")) as here:
-        node.restore_network()
-        await here.until(lambda: pod.running)
-        assert pod.device_ids == ("d1",)
-        source.list("d0", "d1")
-        await here.until(lambda: here.healthy() == {"d0", "d1"})
-        assert (await here.run("q", {A: 1})).device_ids == ("d0",)
-
-
-async def test_a_copy_that_cannot_be_written_costs_no_pod_its_device(
-    node: FakeNode, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The log warns of it, the register does without, and the next agent writes the copy as soon as it starts."""
-    blocked = [node.cdi / "deviceplugin" / f"{name}.allocations" for name in (D, "dra-bridge")]
-    for path in blocked:
-        path.mkdir(parents=True)
-    async with serving(node, Listed(A, D, "d0")) as here:
-        pod = await hold(here)
-        assert pod.running
-        await here.until(lambda: any("allocations" in line.getMessage() for line in caplog.records))
-        assert {line.levelno for line in caplog.records if "allocations" in line.getMessage()} == {logging.WARNING}
-    for path in blocked:
-        path.rmdir()
-    async with serving(node, Listed(A, D)) as here:
-        await here.until(lambda: "d1" in here.healthy())
-        await here.scans()
-    await lose(node, "register-checkpoint")
-    async with serving(node, Listed(A, D)) as here:
-        await keeps(here, pod)
-
-
-# Any two witnesses are lost.
-
-
-async def lose(node: FakeNode, lost: str) -> None:
-    """Restart the kubelet while no agent runs, without some of the files."""
-    await asyncio.to_thread(node.stop)
-    if "register" in lost:
-        lose_register(node.root)
-    if "copy" in lost:
-        lose_copies(node.cdi)
-    if "checkpoint" in lost:
-        node.checkpoint.unlink(missing_ok=True)
-    if "claim state" in lost:
-        node.claim_state.unlink()
-    await asyncio.to_thread(node.start)
-
-
-# Containers that restart in place.
 
 
 @BOTH
@@ -337,7 +211,7 @@ async def test_hooks_of_one_resource_that_hang_cost_another_nothing(
             forever.set()
 
 
-# Pods that use no device.
+# Pods that cannot be listed.
 
 
 async def test_pods_that_the_kubelet_could_not_list_for_a_while_keep_no_claims_device(
@@ -361,6 +235,23 @@ async def test_pods_that_the_kubelet_could_not_list_for_a_while_keep_no_claims_d
         silent.clear()
         after = node.start_pod("next", template={D: 1})
         await here.until(lambda: after.running, 30)
+
+
+# A register that is not empty.
+
+
+async def test_a_claim_that_was_allocated_keeps_its_device_though_the_register_is_not_empty(node: FakeNode) -> None:
+    """An agent that was killed before it had compared its devices leaves a register that does not know them."""
+    async with offering(node, Listed(A, D, "d1")) as here:
+        await here.run("p", {A: 1})
+        here.allocate("mine", D, "d0")
+    async with serving(node, Listed(A, D, "d0", "d1")) as here:
+        assert here.bridge is not None
+        drivers = here.bridge.drivers
+        await here.until(
+            lambda: D in drivers and "claim default/mine" in str(drivers[D].resources[A].handover.waiting.get("d0"))
+        )
+        assert "d0" not in here.healthy()
 
 
 # Sources that bring others along.
@@ -403,23 +294,6 @@ async def test_a_child_source_with_a_driver_is_offered_on_its_side(node: FakeNod
             assert running(node, "b0") < {pod.uid for pod in pods}
 
 
-# What a source says is bounded.
-
-
-async def test_a_claim_that_was_allocated_keeps_its_device_though_the_register_is_not_empty(node: FakeNode) -> None:
-    """An agent that was killed before it had compared its devices leaves a register that does not know them."""
-    async with offering(node, Listed(A, D, "d1")) as here:
-        await here.run("p", {A: 1})
-        here.allocate("mine", D, "d0")
-    async with serving(node, Listed(A, D, "d0", "d1")) as here:
-        assert here.bridge is not None
-        drivers = here.bridge.drivers
-        await here.until(
-            lambda: D in drivers and "claim default/mine" in str(drivers[D].resources[A].handover.waiting.get("d0"))
-        )
-        assert "d0" not in here.healthy()
-
-
 async def test_a_childs_devices_stay_on_their_side_when_something_else_is_reloaded(node: FakeNode) -> None:
     """A child's share is that of its parent's config."""
     parent = Parent()
@@ -432,11 +306,3 @@ async def test_a_childs_devices_stay_on_their_side_when_something_else_is_reload
         await here.scans()
         assert len(here.sliced()) == 2
         assert here.bridge.drivers[D].resources[B].policy == here.bridge.drivers[D].resources[A].policy
-
-
-async def test_a_child_that_is_brought_along_no_more_is_not_offered(node: FakeNode) -> None:
-    """Its parent's new source has no children."""
-    async with serving(node, Parent(), both=False) as here:
-        await here.until(lambda: here.healthy(A) and here.healthy(B))
-        await here.serve(Listed(A, D, "d0"))
-        await here.until(lambda: not here.healthy(B))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -20,8 +19,6 @@ from deviceplugin.node.scanning import HolderScanner
 from deviceplugin.register import operations
 from deviceplugin.register.operations import Observed
 from deviceplugin.register.records import WHOLE, Amount, Claim, ClaimDevice, Side, State
-from deviceplugin.register.register import OtherSideError
-from deviceplugin.register.rules import Excluded
 from dra_bridge.ledger.store import Ledger
 from dra_bridge.ledger.worker import AsyncLedger
 from tests.dra.ledger.samples import T0, D, DirectLedger, Flaky, R, adopt, cluster, kubelet
@@ -115,21 +112,6 @@ async def test_nothing_is_granted_that_a_claim_has_under_any_name(path: str) -> 
         await register.grant(S, {"b": "b"})
 
 
-async def test_no_claim_gets_what_a_pod_has_under_any_name(path: str) -> None:
-    """Allocate and Prepare ask the same question; the pod's name for it need not be listed any more."""
-    async with on_disk(path, listed(R, a="n1", b="n2"), listed(S, c="n2")) as here:
-        await here.register.grant(S, {"c": "c"})
-        here.services[S].list()
-        await here.state("b", State.DRA)
-        await here.state("a", State.DRA)
-        answers = []
-        for device in "ba":
-            ask = partial(operations.prepare, claim(device, device, here.register.identity(R, device)))
-            answers.append(await here.register.decide([(R, device)], ask))
-        assert [type(answer) for answer in answers] == [Excluded, Claim]
-        assert here.register.withheld(R, "dra").ids.keys() == {"b"}, "the slice keeps what a claim has"
-
-
 # Restarts.
 
 
@@ -205,16 +187,3 @@ async def test_a_scan_that_cannot_be_recorded_is_made_good_by_the_next(path: str
         fails.clear()
         assert await here.scanner.observe(named, here.register.snapshot.sequence) == {R: ()}
         assert not here.allocations["a"].pending
-
-
-async def test_a_pod_that_a_scan_finds_on_the_other_side_is_quarantined(path: str) -> None:
-    """Observers are told; nobody is offered the device."""
-    async with on_disk(path, listed(R, a="n1")) as here:
-        await here.state("a", State.DRA)
-        now = scanned(Allocation("u1", "main", R, "a"))
-        await here.scanner.observe(now, here.register.snapshot.sequence)
-        assert here.seen == [(R, Observed((), ("a",), ("a",)))]
-        assert here.register.side((R, "a")) == "none"
-        assert not here.register.offers(R, "a")
-        with pytest.raises(OtherSideError, match="quarantined"):
-            await here.register.grant(R, {"a": "a"})

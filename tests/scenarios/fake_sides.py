@@ -22,7 +22,7 @@ from dra_bridge.testing.node import FakeNode, Holding, overlaps
 from tests import kubeconfigs
 from tests.dra.objects import device_class
 from tests.programs import ANY_CONFIG
-from tests.register.files import lose_register
+from tests.register.node import lose_register
 from tests.scenarios import quick
 from tests.scenarios.fake import AgentProcess
 from tests.scenarios.node import wait_for
