@@ -14,9 +14,12 @@ from deviceplugin.register import operations
 from deviceplugin.register.records import (
     UNKNOWN,
     WHOLE,
+    AllocationRecord,
     Amount,
+    Change,
     Claim,
     ClaimDevice,
+    Decision,
     Operation,
     Side,
     State,
@@ -52,6 +55,16 @@ OTHER = "other.example.com"
 Ask = Callable[..., Operation[Any]]
 
 # Allocate
+
+
+def test_allocate_is_granted_while_the_device_is_leaving_and_the_move_waits(store: DirectLedger) -> None:
+    """In TO_DRA, too: the grant makes the device held."""
+    store.do(operations.begin_move(R, ["a"], Side.DRA, T0))
+    evidence = kubelet(store)
+    assert store.do(grant(R, {"a": "a"}, T0)) is None
+    done = store.do(operations.commit_to_dra(R, ["a"], evidence, T0))
+    assert done.devices == ()
+    assert "allocated" in done.waiting["a"].text
 
 
 @pytest.mark.parametrize("to", [State.DRA, State.TO_PLUGIN, State.QUARANTINED])
@@ -150,6 +163,17 @@ def test_a_claim_pulls_all_of_its_devices_or_none(store: DirectLedger, of_claim:
     assert (f"it stays there while pods have devices of {other} by limits on both sides" in refusal.message) is both
     assert state(store) is (State.PLUGIN if both else State.TO_DRA)
     assert store.snapshot.device(other, "c").state is (State.TO_DRA if of_claim and not both else State.PLUGIN)
+
+
+def test_a_claim_is_refused_while_a_pod_has_a_part_of_its_device(store: DirectLedger) -> None:
+    """Pods and claims never share a device, whatever their parts; the refusal names the pod."""
+    to_dra(store)
+    part = AllocationRecord(R, "a::0", "a", T0, 1, frozenset({("u1", "main")}), pod="default/p", amount=HALF)
+    store.do(lambda now: Decision(None, (Change("allocations", (R, "a::0"), part),)))
+    refusal = store.do(prepare(claim("1", "a", amount=HALF)))
+    assert isinstance(refusal, Refused)
+    assert refusal.holder == "default/p"
+    assert state(store) is State.DRA
 
 
 def test_administrative_access_sees_without_holding(store: DirectLedger) -> None:
