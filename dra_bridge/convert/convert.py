@@ -18,6 +18,7 @@ from dra_bridge.convert.pods import (
     CustomPath,
     Path,
     PodChange,
+    limits_elsewhere,
     objects_in,
     pod_change,
     pod_specs,
@@ -118,6 +119,8 @@ def _converted(source: _Source, how: Conversion, around: Surroundings, done: Con
         except UnconvertibleError as error:
             say(error.kind, error.detail, error.subject)
             continue
+        for resource in sorted(limits_elsewhere(body, around.classes, {spec_path for spec_path, _ in specs})):
+            say(RemarkKind.ELSEWHERE, resource)
         for spec_path, spec, change in changes:
             for resource in sorted(around.unknown(spec)):
                 say(RemarkKind.NO_CLASS, resource)
@@ -146,7 +149,7 @@ def _converted(source: _Source, how: Conversion, around: Surroundings, done: Con
     except UnconvertibleError as error:
         first(error.kind, error.detail, error.subject)
         return text
-    except UnwritableError as error:
+    except (UnwritableError, RecursionError) as error:
         first(RemarkKind.IN_PLACE, str(error))
         return text
     for say, kind, detail in warnings:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -85,6 +85,29 @@ def objects_in(body: Any) -> Iterator[tuple[Path, dict[str, Any]]]:
             # Items of a DeploymentList may leave out what its own name says.
             known = {"apiVersion": body.get("apiVersion"), "kind": kind.removesuffix("List")}
             yield ("items", index), item if item.get("kind") else {**known, **item}
+
+
+def is_builtin(body: Mapping[str, Any]) -> bool:
+    """Return whether an object is of a kind of Kubernetes that has pods."""
+    return (str(body.get("apiVersion")).rpartition("/")[0], str(body.get("kind"))) in _PODS
+
+
+def limits_elsewhere(body: Any, resources: Container[str], known: Container[Path]) -> set[str]:
+    """Return the resources that an object asks for in `limits` outside of the pod specs at known paths."""
+    found: set[str] = set()
+    seen: set[int] = set()  # an alias may stand within its own anchor
+    waiting: list[tuple[Path, Any]] = [((), body)]
+    while waiting:
+        path, part = waiting.pop()
+        if path in known or id(part) in seen or not isinstance(part, dict | list):
+            continue
+        seen.add(id(part))
+        for key, value in part.items() if isinstance(part, dict) else enumerate(part):
+            if key == "limits" and isinstance(value, dict):
+                found |= {name for name, count in value.items() if name in resources and count not in (0, "0")}
+            else:
+                waiting.append(((*path, key), value))
+    return found
 
 
 def pod_specs(body: Mapping[str, Any], custom: Iterable[CustomPath]) -> Iterator[tuple[Path, dict[str, Any]]]:

@@ -32,6 +32,16 @@ class RemarkKind(Enum):
         Level.WARNING,
         "no DeviceClass is known; give --class NAME=CLASS, or the DeviceClass that names it with the manifests",
     )
+    ELSEWHERE = (
+        "elsewhere",
+        Level.WARNING,
+        "asks at a place that is no known pod; if pods are made of it, give --pod-template-path KIND=PATH",
+    )
+    CUSTOM = (
+        "custom",
+        Level.WARNING,
+        "the operator of a custom resource may count limits itself, as Ray does: set such numbers by hand",
+    )
     NOT_YAML = ("not-yaml", Level.WARNING, "the document cannot be read and stays as it was")
     PREEMPTING = (
         "preempting-priority",

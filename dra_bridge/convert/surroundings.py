@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from dra_bridge.convert.pods import PodChange, containers_of, extended_resources
+from dra_bridge.convert.pods import PodChange, containers_of, extended_resources, is_builtin
 from dra_bridge.convert.remarks import RemarkKind, UnconvertibleError
 from dra_bridge.convert.templates import ClaimedDevices, template_name
 
@@ -70,6 +70,8 @@ class Surroundings:
         priority = str(spec.get("priorityClassName") or "")
         if priority and priority not in self.patient and spec.get("preemptionPolicy") != "Never":
             yield RemarkKind.PREEMPTING, f"priorityClassName: {priority}"
+        if not is_builtin(body):
+            yield RemarkKind.CUSTOM, ""
         if kind in _IMMUTABLE:
             yield RemarkKind.IMMUTABLE, ""
         if scaled := self.autoscaled.get((namespace, kind, name)):

@@ -185,9 +185,16 @@ def autoscaler(kind: str, key: str) -> dict[str, Any]:
 
 DEPLOYMENT = workload("Deployment", "apps/v1", container("a"))
 TAKEN = {"apiVersion": "v1", "kind": "ResourceClaimTemplate", "metadata": {"name": f"{CLASS}-1"}, "spec": {"x": 1}}
+RAY = {"apiVersion": "ray.io/v1", "kind": "RayCluster", "metadata": {"name": "r"}}
 SAID: dict[str, tuple[RemarkKind, list[dict[str, Any]], str]] = {
     "unchanged": (RemarkKind.UNCHANGED_PODS, [DEPLOYMENT], ""),
     "no class": (RemarkKind.NO_CLASS, [pod({"name": "a", "resources": {"limits": {"a.b/c": 1}}})], "a.b/c"),
+    "a model": (
+        RemarkKind.ELSEWHERE,
+        [{**RAY, "spec": {"groups": [{"resources": {"limits": {GPU: 1}}}]}}],
+        GPU,
+    ),
+    "a custom resource": (RemarkKind.CUSTOM, [{**RAY, "spec": {"template": pod(container("a"))}}], ""),
     "priority": (RemarkKind.PREEMPTING, [pod(container("a"), priorityClassName="high")], "high"),
     "a Job": (RemarkKind.IMMUTABLE, [workload("Job", "batch/v1", container("a"))], ""),
     "a Pod": (RemarkKind.IMMUTABLE, [pod(container("a"))], ""),
@@ -221,12 +228,14 @@ def test_what_is_refused_or_different_is_said(case: str) -> None:
     """Each remark has its place and the detail; an object that is refused is printed as it was."""
     kind, objects, detail = SAID[case]
     text = stream(*objects)
-    done = converted(text)
+    done = converted(text, Conversion({GPU: CLASS}, custom=[CustomPath.parse("RayCluster=spec.template")]))
     (remark,) = [one for one in done.remarks if one.kind is kind]
     assert detail in remark.detail
     assert str(remark).startswith(f"in.yaml:{remark.line}: {kind.level.value}: ")
     assert str(remark).endswith(f"{kind.text} [{kind.key}]")
-    assert (done.texts == [text]) == (kind.level is Level.REFUSED or kind is RemarkKind.NO_CLASS)
+    assert (done.texts == [text]) == (
+        kind.level is Level.REFUSED or kind in (RemarkKind.NO_CLASS, RemarkKind.ELSEWHERE)
+    )
 
 
 def test_nothing_is_said_where_all_is_well() -> None:
