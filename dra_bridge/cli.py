@@ -28,6 +28,7 @@ from deviceplugin.node.options import add_config_options, lock_of
 from deviceplugin.tables import import_rich, print_lines
 from deviceplugin.version import VERSION
 from dra_bridge.cli_manifests import add_convert
+from dra_bridge.cli_plan import add_plan
 from dra_bridge.node.options import add_kubeconfig, add_run_options, run_options
 
 if TYPE_CHECKING:
@@ -132,6 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     what.add_argument("--source", type=Path, metavar="FILE", help=about)
     _add_deployment(manifests)
     add_convert(line)
+    add_plan(line)
     return line.main(argv)
 
 

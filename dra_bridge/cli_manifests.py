@@ -90,22 +90,26 @@ def _paths(files: list[str]) -> Iterator[Path]:
         yield from sorted(one for one in below if one.suffix in _SUFFIXES and one.is_file())
 
 
-def read_streams(files: list[str]) -> list[ManifestText]:
-    """Read files, those below directories, and the standard input. Raises CommandError."""
-    from dra_bridge.convert.convert import ManifestText
-
-    streams = []
-    for path in _paths(files):
+def read_files(files: list[str]) -> Iterator[tuple[str, bytes]]:
+    """Yield name and content of files, of those below directories, and of the standard input. Raises CommandError."""
+    paths = list(_paths(files))
+    if not paths:
+        raise CommandError(f"there are no files of YAML or JSON in {', '.join(files)}")
+    for path in paths:
         try:
             data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
-            streams.append(ManifestText("<stdin>" if str(path) == "-" else str(path), data.decode()))
-        except UnicodeDecodeError as error:
-            raise CommandError(f"{path} is not UTF-8: {error}") from error
         except OSError as error:
             raise CommandError(f"{path} cannot be read: {error.strerror or error}") from error
-    if not streams:
-        raise CommandError(f"there are no files of YAML or JSON in {', '.join(files)}")
-    return streams
+        yield "<stdin>" if str(path) == "-" else str(path), data
+
+
+def _streams(files: list[str]) -> list[ManifestText]:
+    from dra_bridge.convert.convert import ManifestText
+
+    try:
+        return [ManifestText(name, data.decode()) for name, data in read_files(files)]
+    except UnicodeDecodeError as error:
+        raise CommandError(f"a file is not UTF-8: {error}") from error
 
 
 def _convert(options: argparse.Namespace) -> int:
@@ -114,7 +118,7 @@ def _convert(options: argparse.Namespace) -> int:
     from dra_bridge.convert.remarks import Level
 
     classes = _classes(options.classes)
-    streams = read_streams(options.files or ["-"])
+    streams = _streams(options.files or ["-"])
     if options.reverse:
         _write(joined(reverse(streams)))
         return 0

@@ -1,0 +1,149 @@
+"""All findings of a view, and what the numbers of it are. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from dra_bridge.plan import cluster_checks, node_checks, pod_checks
+from dra_bridge.plan.findings import FindingKind, PlanFinding, Severity
+from dra_bridge.plan.objects import Unread, name_of, part, quantity_of, seconds_of, title_of
+from dra_bridge.plan.view import ClusterView, asked_of, minor_of
+
+Check = Callable[[ClusterView], Iterator[PlanFinding]]
+
+CHECKS: Final[Mapping[FindingKind, Check]] = {
+    FindingKind.FITS_NOWHERE: pod_checks.fits_nowhere,
+    FindingKind.ABOVE_32: pod_checks.above_32,
+    FindingKind.PREEMPTS: pod_checks.preempts,
+    FindingKind.INIT_REUSES: pod_checks.init_reuses,
+    FindingKind.NO_DRA: node_checks.no_dra,
+    FindingKind.DRA_OFF: node_checks.dra_off,
+    FindingKind.UNCHANGED_PODS: node_checks.unchanged_pods,
+    FindingKind.FEATURES_OFF: node_checks.features_off,
+    FindingKind.TOPOLOGY_MANAGER: node_checks.topology_manager,
+    FindingKind.NO_CLASS: cluster_checks.no_class,
+    FindingKind.TWO_CLASSES: cluster_checks.two_classes,
+    FindingKind.AGENT_RIGHTS: cluster_checks.agent_rights,
+    FindingKind.OPERATOR_RIGHTS: cluster_checks.operator_rights,
+    FindingKind.AGENTS_KEPT_AWAY: node_checks.agents_kept_away,
+    FindingKind.OTHER_PLUGIN: node_checks.other_plugin,
+    FindingKind.QUOTA_TWO_KEYS: cluster_checks.quota_two_keys,
+    FindingKind.QUOTA_SCOPED: cluster_checks.quota_scoped,
+    FindingKind.KUEUE_UNMAPPED: cluster_checks.kueue_unmapped,
+    FindingKind.KUEUE_SELECTORS: cluster_checks.kueue_selectors,
+    FindingKind.AUTOSCALER_MIXED: cluster_checks.autoscaler_mixed,
+    FindingKind.AUTOSCALER_IDLE: cluster_checks.autoscaler_idle,
+    FindingKind.AUTOSCALER_LABEL: cluster_checks.autoscaler_label,
+    FindingKind.AUTOSCALER_UNCHANGED: cluster_checks.autoscaler_unchanged,
+    FindingKind.KARPENTER: cluster_checks.karpenter,
+    FindingKind.KUBE_STATE_METRICS: cluster_checks.kube_state_metrics,
+    FindingKind.OPENCOST: cluster_checks.opencost,
+    FindingKind.DCGM_EXPORTER: cluster_checks.dcgm_exporter,
+    FindingKind.MIXED_SHARES: node_checks.mixed_shares,
+    FindingKind.RESTART_ENDS: pod_checks.restart_ends,
+}
+"""A function for each kind of finding."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResourceUse:
+    """The pods of one resource. capacity, allocatable: of the plugin side; published: devices in slices.
+
+    by_count: how many pods ask for how many. by_limits, by_dra: devices that pods have, by the side that serves them.
+    waiting: pods without a node.
+    """
+
+    resource: str
+    driver: str
+    nodes: int
+    capacity: int
+    allocatable: int
+    published: int
+    by_count: Mapping[int, int]
+    by_limits: int
+    by_dra: int
+    waiting: int
+    unchanged: bool
+    """Whether all its nodes can serve unchanged pods through DRA."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrainTime:
+    """How long the pods on a number of nodes take to end, in seconds, estimated by the ages of those that run.
+
+    In a steady state the time that a pod has left is distributed as its age is. Pods that never end by themselves
+    (services) end when somebody replaces them.
+    """
+
+    nodes: int
+    half: float
+    most: float
+
+
+@dataclass(frozen=True, slots=True)
+class MigrationPlan:
+    """What `plan` shows. unread: what was not read, so that findings may lack."""
+
+    uses: tuple[ResourceUse, ...]
+    drain: DrainTime | None
+    findings: tuple[PlanFinding, ...]
+    unread: tuple[Unread, ...]
+
+    @property
+    def status(self) -> int:
+        """The exit status: 4 with blockers, 5 if something was not read, 3 with warnings, else 0."""
+        severities = {finding.kind.severity for finding in self.findings}
+        if Severity.BLOCKER in severities:
+            return 4
+        if self.unread:
+            return 5
+        return 3 if Severity.WARNING in severities else 0
+
+
+def migration_plan(view: ClusterView, ignored: frozenset[str] = frozenset()) -> MigrationPlan:
+    """Return the plan. ignored: codes of findings to leave out."""
+    found = [finding for kind, check in CHECKS.items() if kind.code not in ignored for finding in check(view)]
+    order = list(Severity)
+    found.sort(key=lambda one: (order.index(one.kind.severity), one.kind.code, one.object))
+    return MigrationPlan(tuple(_uses(view)), _drain(view), tuple(found), view.objects.unread)
+
+
+def _uses(view: ClusterView) -> Iterator[ResourceUse]:
+    for resource, target in view.targets.items():
+        nodes = [node for node in view.device_nodes if resource in part(node, "status", "capacity")]
+        counts: dict[int, int] = {}
+        devices = {True: 0, False: 0}
+        waiting = 0
+        for pod in view.pods:
+            count = asked_of(pod).get(resource, 0)
+            if not count:
+                continue
+            counts[count] = counts.get(count, 0) + 1
+            waiting += not part(pod, "spec", "nodeName")
+            if part(pod, "spec", "nodeName"):
+                devices[title_of(pod) in view.by_dra] += count
+        yield ResourceUse(
+            resource,
+            target.driver,
+            len(nodes),
+            sum(quantity_of(part(node, "status", "capacity").get(resource)) for node in nodes),
+            sum(quantity_of(part(node, "status", "allocatable").get(resource, 0)) for node in nodes),
+            sum(count for (_, driver), count in view.slices.items() if driver == target.driver),
+            dict(sorted(counts.items())),
+            devices[False],
+            devices[True],
+            waiting,
+            bool(view.classes_of(resource)) and all(minor_of(node) >= cluster_checks.UNCHANGED for node in nodes),
+        )
+
+
+def _drain(view: ClusterView) -> DrainTime | None:
+    times = [
+        max(view.objects.now - seconds_of(part(pod, "status", "startTime")) for pod in pods)
+        for node in view.device_nodes
+        if (pods := [pod for pod in view.pods_by_node.get(name_of(node), ()) if part(pod, "status", "startTime")])
+    ]
+    return DrainTime(len(times), statistics.median(times), max(times)) if times else None

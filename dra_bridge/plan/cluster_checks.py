@@ -1,0 +1,233 @@
+"""Findings about classes, rights, quotas, autoscalers and what counts devices. Pure; a function for each kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from dra_bridge.plan.findings import FindingKind, PlanFinding
+from dra_bridge.plan.objects import Body, labels_of, name_of, part, title_of
+from dra_bridge.plan.view import ClusterView, drivers_of, listed, minor_of
+
+AGENT_RULES: Final = (
+    ("", "nodes", ("get", "list", "watch")),
+    ("", "nodes/status", ("patch",)),
+    ("resource.k8s.io", "resourceslices", ("get", "list", "watch", "create", "update", "delete")),
+    ("resource.k8s.io", "resourceclaims", ("get", "list")),
+    ("", "events", ("create",)),
+)
+"""What the agents' ClusterRole of `dra-bridge manifests` allows: group, resource, verbs. A test compares."""
+OPERATOR_RIGHTS: Final = (("list", "nodes"), ("patch", "nodes"), ("list", "pods"), ("list", "resourceslices"))
+"""Verbs and resources that `migrate` and `rollout` need."""
+GPU_LABELS: Final = ("cloud.google.com/gke-accelerator", "k8s.amazonaws.com/accelerator", "accelerator")
+"""Labels by which the cluster autoscaler knows nodes with GPUs, per provider; the last one is Azure's and others'."""
+SCALE_DOWN_DISABLED: Final = "cluster-autoscaler.kubernetes.io/scale-down-disabled"
+UNCHANGED: Final = 36
+"""The first minor version in which unchanged pods get devices through DRA by default."""
+
+
+def no_class(view: ClusterView) -> Iterator[PlanFinding]:
+    """Targets that no DeviceClass names."""
+    for resource in view.targets:
+        if not view.classes_of(resource):
+            yield PlanFinding(FindingKind.NO_CLASS, resource, "no DeviceClass has it as extendedResourceName")
+
+
+def two_classes(view: ClusterView) -> Iterator[PlanFinding]:
+    """Targets that several DeviceClasses name."""
+    for resource in view.targets:
+        classes = view.classes_of(resource)
+        if len(classes) > 1:
+            named = (f"{name_of(one)} ({', '.join(sorted(drivers_of(one))) or 'any driver'})" for one in classes)
+            yield PlanFinding(FindingKind.TWO_CLASSES, resource, f"DeviceClasses {listed(named)}")
+
+
+def agent_rights(view: ClusterView) -> Iterator[PlanFinding]:
+    """Rights that the ServiceAccounts of the agents' DaemonSets lack."""
+    roles = {name_of(one): one for one in view.objects.of("ClusterRole")}
+    for agents in view.agents:
+        account = (part(agents, "metadata", "namespace"), part(agents, "spec", "serviceAccountName") or "default")
+        bound = [
+            roles[name]
+            for binding in view.objects.of("ClusterRoleBinding")
+            for subject in part(binding, "subjects") or ()
+            if (subject.get("kind"), subject.get("namespace"), subject.get("name")) == ("ServiceAccount", *account)
+            and (name := part(binding, "roleRef", "name")) in roles
+        ]
+        rules = [rule for role in bound for rule in part(role, "rules") or ()]
+        missing = [
+            f"{verb} {resource}"
+            for group, resource, verbs in AGENT_RULES
+            for verb in verbs
+            if not any(_allows(rule, group, resource, verb) for rule in rules)
+        ]
+        if missing:
+            about = f"ServiceAccount {account[0]}/{account[1]}"
+            yield PlanFinding(FindingKind.AGENT_RIGHTS, about, f"may not {listed(missing, 20)}")
+
+
+def _allows(rule: Body, group: str, resource: str, verb: str) -> bool:
+    return all(
+        wanted in (rule.get(key) or ()) or "*" in (rule.get(key) or ())
+        for key, wanted in (("apiGroups", group), ("resources", resource), ("verbs", verb))
+    ) and not rule.get("resourceNames")
+
+
+def operator_rights(view: ClusterView) -> Iterator[PlanFinding]:
+    """Rights that the caller lacks."""
+    missing = [f"{verb} {resource}" for (verb, resource), there in view.objects.rights.items() if not there]
+    if missing:
+        yield PlanFinding(FindingKind.OPERATOR_RIGHTS, "you", f"may not {listed(missing, 20)}")
+
+
+def _quotas(view: ClusterView) -> Iterator[tuple[Body, str]]:
+    for quota in view.objects.of("ResourceQuota"):
+        if view.namespace in ("", part(quota, "metadata", "namespace")):
+            for resource in view.targets:
+                if f"requests.{resource}" in part(quota, "spec", "hard"):
+                    yield quota, resource
+
+
+def quota_two_keys(view: ClusterView) -> Iterator[PlanFinding]:
+    """Quotas of a target, without the key of its class, in clusters with nodes before 1.36."""
+    minors = [minor for node in view.nodes if (minor := minor_of(node))]
+    if not minors or min(minors) >= UNCHANGED:
+        return
+    for quota, resource in _quotas(view):
+        class_name = view.class_names.get(resource, "CLASS")
+        key = f"{class_name}.deviceclass.resource.k8s.io/devices"
+        if key not in part(quota, "spec", "hard"):
+            reason = f"limits requests.{resource}, and not {key}"
+            yield PlanFinding(FindingKind.QUOTA_TWO_KEYS, f"ResourceQuota {title_of(quota)}", reason)
+
+
+def quota_scoped(view: ClusterView) -> Iterator[PlanFinding]:
+    """Quotas of a target, or of its class, for pods of a PriorityClass."""
+    for quota in view.objects.of("ResourceQuota"):
+        spec = part(quota, "spec")
+        scopes = {
+            *(spec.get("scopes") or ()),
+            *(one.get("scopeName") for one in part(spec, "scopeSelector", "matchExpressions") or ()),
+        }
+        keys = {f"requests.{resource}" for resource in view.targets}
+        keys |= {f"{name}.deviceclass.resource.k8s.io/devices" for name in view.class_names.values()}
+        if "PriorityClass" in scopes and keys & part(spec, "hard").keys():
+            yield PlanFinding(FindingKind.QUOTA_SCOPED, f"ResourceQuota {title_of(quota)}", "scope PriorityClass")
+
+
+def _kueue(view: ClusterView) -> tuple[str, str]:
+    """Return a pod of Kueue and its configuration; "" for what is not known."""
+    pod = view.program("kueue")
+    texts = [
+        str(text)
+        for body in view.objects.of("ConfigMap")
+        if name_of(body) == "kueue-manager-config"
+        for text in part(body, "data").values()
+    ]
+    return pod, "\n".join(texts)
+
+
+def kueue_unmapped(view: ClusterView) -> Iterator[PlanFinding]:
+    """Classes that Kueue's configuration does not map."""
+    pod, text = _kueue(view)
+    if not pod:
+        return
+    for resource in view.targets:
+        class_name = view.class_names.get(resource, "")
+        if "deviceClassMappings" not in text or (class_name and class_name not in text):
+            reason = f"no mapping of {class_name or 'a class'} for {resource}"
+            yield PlanFinding(FindingKind.KUEUE_UNMAPPED, f"pod {pod}", reason)
+
+
+def kueue_selectors(view: ClusterView) -> Iterator[PlanFinding]:
+    """Templates of claims with selectors, while no device of their class's driver is published."""
+    pod, _ = _kueue(view)
+    if not pod or any(view.slices.values()):
+        return
+    names = set(view.class_names.values())
+    for template in view.objects.of("ResourceClaimTemplate"):
+        if any(one.get("selectors") and one.get("deviceClassName") in names for one in template["requests"]):
+            yield PlanFinding(FindingKind.KUEUE_SELECTORS, f"ResourceClaimTemplate {title_of(template)}", f"pod {pod}")
+
+
+def autoscaler_mixed(view: ClusterView) -> Iterator[PlanFinding]:
+    """Groups of which some nodes have slices of a driver and some have none."""
+    if not view.autoscaler:
+        return
+    for group, nodes in sorted(view.groups.items()):
+        names = {name_of(node) for node in nodes}
+        for driver in sorted({driver for node, driver in view.slices if node in names}):
+            without = {name for name in names if (name, driver) not in view.slices}
+            if without:
+                reason = f"{driver}: no slice on {listed(without)}; {view.autoscaler}"
+                yield PlanFinding(FindingKind.AUTOSCALER_MIXED, f"group {group}", reason)
+
+
+def autoscaler_idle(view: ClusterView) -> Iterator[PlanFinding]:
+    """Nodes with slices, with pods by limits of the plugin side, that are not marked."""
+    if not view.autoscaler:
+        return
+    with_slices = {node for node, _ in view.slices}
+    found = []
+    for node in view.device_nodes:
+        name = name_of(node)
+        marked = part(node, "metadata", "annotations").get(SCALE_DOWN_DISABLED) == "true"
+        by_limits = [pod for pod in view.pods_by_node.get(name, ()) if title_of(pod) not in view.by_dra]
+        if name in with_slices and by_limits and not marked:
+            found.append(name)
+    if found:
+        yield PlanFinding(FindingKind.AUTOSCALER_IDLE, f"nodes {listed(found)}", view.autoscaler)
+
+
+def autoscaler_label(view: ClusterView) -> Iterator[PlanFinding]:
+    """Nodes with a provider's label for GPUs."""
+    if not view.autoscaler:
+        return
+    found: dict[str, list[str]] = {}
+    for node in view.device_nodes:
+        labels = labels_of(node)
+        label = next((one for one in GPU_LABELS if one in labels), "")
+        if label and labels.get("cloud.google.com/gke-gpu-dra-driver") != "true":
+            found.setdefault(label, []).append(name_of(node))
+    for label, names in sorted(found.items()):
+        yield PlanFinding(FindingKind.AUTOSCALER_LABEL, f"label {label}", f"nodes {listed(names)}; {view.autoscaler}")
+
+
+def autoscaler_unchanged(view: ClusterView) -> Iterator[PlanFinding]:
+    """Unchanged pods that DRA serves."""
+    found = [title_of(pod) for pod in view.pods if title_of(pod) in view.by_dra]
+    if view.autoscaler and found:
+        yield PlanFinding(FindingKind.AUTOSCALER_UNCHANGED, f"pods {listed(found)}", view.autoscaler)
+
+
+def karpenter(view: ClusterView) -> Iterator[PlanFinding]:
+    """The share `all` where Karpenter makes nodes."""
+    nodes = [name_of(node) for node in view.device_nodes if "karpenter.sh/nodepool" in labels_of(node)]
+    pod = view.program("karpenter", "controller") if nodes else ""
+    whole = [one.resource for one in view.targets.values() if one.share == "all"]
+    if nodes and whole:
+        reason = f"share all of {listed(whole)}" + (f"; pod {pod}" if pod else "")
+        yield PlanFinding(FindingKind.KARPENTER, f"nodes {listed(nodes)}", reason)
+
+
+def kube_state_metrics(view: ClusterView) -> Iterator[PlanFinding]:
+    """kube-state-metrics runs."""
+    return _counts(view, FindingKind.KUBE_STATE_METRICS, "kube-state-metrics")
+
+
+def opencost(view: ClusterView) -> Iterator[PlanFinding]:
+    """OpenCost or Kubecost runs."""
+    return _counts(view, FindingKind.OPENCOST, "opencost", "kubecost-cost-model", "cost-model")
+
+
+def dcgm_exporter(view: ClusterView) -> Iterator[PlanFinding]:
+    """dcgm-exporter runs, and GPUs have a driver of another name than NVIDIA's own."""
+    gpus = {one.driver for one in view.targets.values() if one.resource.startswith("nvidia.com/")}
+    if gpus - {"gpu.nvidia.com"}:
+        yield from _counts(view, FindingKind.DCGM_EXPORTER, "dcgm-exporter")
+
+
+def _counts(view: ClusterView, kind: FindingKind, *programs: str) -> Iterator[PlanFinding]:
+    pod = view.program(*programs)
+    if pod and view.targets:
+        yield PlanFinding(kind, f"pod {pod}", f"resources {listed(view.targets)}")

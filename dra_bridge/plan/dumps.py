@@ -1,0 +1,127 @@
+"""Reads dumps of objects: lists and streams in YAML or JSON. An object is cut when it is read, so that memory lasts.
+
+A list in YAML is read item by item from the parser's events: as a tree, 8,000 pods would take a gigabyte.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final
+
+import msgspec
+import yaml
+
+from dra_bridge.plan.objects import CUT, Body
+
+_LOADER: Final[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_WORDS: Final[Mapping[str, Any]] = {"": None, "null": None, "~": None, "true": True, "false": False}
+_INTEGER: Final = re.compile(r"-?(?:0|[1-9][0-9]*)")
+
+
+class DumpError(Exception):
+    """Raised when a dump cannot be read; the message says where."""
+
+
+def objects_of(text: bytes) -> Iterator[tuple[str, Body]]:
+    """Yield kind and object, cut, of all objects of a dump that are looked at. Raises DumpError."""
+    for body in _bodies(text):
+        kind = body.get("kind") if isinstance(body, dict) else None
+        if isinstance(kind, str) and kind in CUT:
+            try:
+                yield kind, CUT[kind](body)
+            except (AttributeError, TypeError, ValueError) as error:
+                raise DumpError(f"a {kind} is not as the API has it: {error}") from error
+
+
+def _bodies(text: bytes) -> Iterator[Any]:
+    if text.lstrip()[:1] == b"{":
+        try:
+            yield from _items(msgspec.json.decode(text))
+        except msgspec.MsgspecError:
+            pass  # YAML in flow style, or several documents
+        else:
+            return
+    try:
+        yield from _from_yaml(text)
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise DumpError(f"{error}") from error
+
+
+def _items(body: Any) -> Iterator[Any]:
+    if not isinstance(body, dict) or not isinstance(body.get("items"), list):
+        yield body
+        return
+    known = str(body.get("kind", "")).removesuffix("List")
+    for item in body["items"]:
+        # Lists of one kind, as the API server answers with, have items without a kind.
+        yield {"kind": known, **item} if isinstance(item, dict) else item
+
+
+def _from_yaml(text: bytes) -> Iterator[Any]:
+    """Yield objects from events: the items of a top-level `items` one by one, and other documents whole."""
+    events = iter(yaml.parse(text, Loader=_LOADER))
+    for event in events:
+        if not isinstance(event, yaml.DocumentStartEvent):
+            continue
+        start = next(events)
+        if not isinstance(start, yaml.MappingStartEvent):
+            _value(start, events, {})
+            continue
+        whole: dict[str, Any] = {}
+        anchors: dict[str, Any] = {}
+        waiting: list[Any] = []
+        while not isinstance(event := next(events), yaml.MappingEndEvent):
+            key = _value(event, events, anchors)
+            event = next(events)
+            if key == "items" and isinstance(event, yaml.SequenceStartEvent):
+                whole["items"] = True
+                while not isinstance(event := next(events), yaml.SequenceEndEvent):
+                    item = _value(event, events, anchors)
+                    if isinstance(item, dict) and "kind" not in item:
+                        waiting.append(item)  # the list's own kind may come behind its items
+                    else:
+                        yield item
+            else:
+                whole[str(key)] = _value(event, events, anchors)
+        if "items" not in whole:
+            yield whole
+        for item in waiting:
+            yield {"kind": str(whole.get("kind", "")).removesuffix("List"), **item}
+
+
+def _value(event: Any, events: Iterator[Any], anchors: dict[str, Any]) -> Any:
+    if isinstance(event, yaml.ScalarEvent):
+        value = _scalar(event)
+    elif isinstance(event, yaml.AliasEvent):
+        return anchors.get(str(event.anchor))
+    elif isinstance(event, yaml.SequenceStartEvent):
+        value = []
+        while not isinstance(inner := next(events), yaml.SequenceEndEvent):
+            value.append(_value(inner, events, anchors))
+    else:
+        value = {}
+        while not isinstance(inner := next(events), yaml.MappingEndEvent):
+            key = _value(inner, events, anchors)
+            value[str(key)] = _value(next(events), events, anchors)
+    if event.anchor:
+        anchors[event.anchor] = value
+    return value
+
+
+def _scalar(event: Any) -> Any:
+    """Return what a scalar stands for, as far as the fields that are looked at have it: text, integer, true, null."""
+    text = event.value
+    if event.style or not event.implicit[0]:
+        return text
+    if text in _WORDS:
+        return _WORDS[text]
+    return int(text) if len(text) < 19 and _INTEGER.fullmatch(text) else text
+
+
+def by_kind(objects: Iterable[tuple[str, Body]]) -> dict[str, tuple[Body, ...]]:
+    """Return objects by their kind."""
+    found: dict[str, list[Body]] = {}
+    for kind, body in objects:
+        found.setdefault(kind, []).append(body)
+    return {kind: tuple(bodies) for kind, bodies in found.items()}

@@ -1,0 +1,202 @@
+"""The objects that `plan` looks at, cut to what it looks at, so that a large cluster fits into memory. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, Final
+
+from deviceplugin.naming import NamingError, parse_quantity
+
+Body = Mapping[str, Any]
+"""An object as JSON has it."""
+
+PLUGIN_DIRECTORY: Final = "device-plugins"
+"""The directory in which device plugins register with the kubelet; its name ends the path of a hostPath volume."""
+AGENT: Final = ("app.kubernetes.io/managed-by", "dra-bridge")
+"""The label of all objects of `dra-bridge manifests`."""
+
+FOR_LIMITS: Final = "resource.kubernetes.io/extended-resource-claim"
+"""The annotation of claims that the scheduler makes for limits, as `dra_bridge.kube` has it, which takes a second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """Something that was not read. what: a kind, in the plural, or what else. reason: why."""
+
+    what: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterObjects:
+    """All that was read, by kind. now: Unix seconds. kubelets: configurations by node, of those that were read.
+
+    rights: verb and resource that the caller was asked for, and whether it has them.
+    """
+
+    by_kind: Mapping[str, tuple[Body, ...]]
+    now: float
+    unread: tuple[Unread, ...] = ()
+    kubelets: Mapping[str, Body] = field(default_factory=dict)
+    rights: Mapping[tuple[str, str], bool] = field(default_factory=dict)
+
+    def of(self, kind: str) -> tuple[Body, ...]:
+        """Return the objects of a kind."""
+        return self.by_kind.get(kind, ())
+
+
+def part(body: Any, *keys: str) -> Any:
+    """Return what is at a path of keys, {} if there is nothing."""
+    for key in keys:
+        body = body.get(key) if isinstance(body, Mapping) else None
+    return {} if body is None else body
+
+
+def name_of(body: Body) -> str:
+    """Return an object's name."""
+    return str(part(body, "metadata", "name") or "?")
+
+
+def title_of(body: Body) -> str:
+    """Return namespace/name."""
+    namespace = part(body, "metadata", "namespace")
+    return f"{namespace}/{name_of(body)}" if namespace else name_of(body)
+
+
+def labels_of(body: Body) -> Mapping[str, str]:
+    """Return an object's labels."""
+    found: Mapping[str, str] = part(body, "metadata", "labels")
+    return found
+
+
+def seconds_of(text: object) -> float:
+    """Return a time of the API as Unix seconds; 0 if it is none."""
+    if isinstance(text, datetime):
+        return text.timestamp()
+    try:
+        return datetime.fromisoformat(str(text)).timestamp()
+    except ValueError:
+        return 0.0
+
+
+def quantity_of(value: object) -> int:
+    """Return a whole quantity; 0 if it is none."""
+    try:
+        return int(parse_quantity(value))  # type: ignore[arg-type]  # what is none of both is refused
+    except NamingError:
+        return 0
+
+
+def _kept(body: Body, keys: Collection[str]) -> dict[str, Any]:
+    return {key: body[key] for key in keys if key in body}
+
+
+def _metadata(body: Body) -> dict[str, Any]:
+    whole = part(body, "metadata")
+    kept = _kept(whole, ("name", "namespace", "labels", "creationTimestamp", "deletionTimestamp"))
+    kept["owners"] = [one.get("kind", "") + " " + one.get("name", "") for one in part(whole, "ownerReferences") or ()]
+    # Of annotations those of this project and of autoscalers; the others can be large.
+    annotations = part(whole, "annotations")
+    kept["annotations"] = {
+        key: value
+        for key, value in annotations.items()
+        if key.partition("/")[2] in ("dra-share", "dra-share-before", "handover", "extended-resource-claim")
+        or key == "cluster-autoscaler.kubernetes.io/scale-down-disabled"
+    }
+    return kept
+
+
+def _container(body: Body) -> dict[str, Any]:
+    resources = part(body, "resources")
+    return {
+        **_kept(body, ("name", "image", "restartPolicy")),
+        "limits": {name: value for name, value in part(resources, "limits").items() if "/" in name},
+        "claims": len(part(resources, "claims") or ()),
+    }
+
+
+def _pod(body: Body) -> dict[str, Any]:
+    spec = part(body, "spec")
+    volumes = [part(one, "hostPath", "path") for one in part(spec, "volumes") or ()]
+    kept = _kept(
+        spec, ("nodeName", "nodeSelector", "priorityClassName", "priority", "preemptionPolicy", "resourceClaims")
+    )
+    return {
+        "metadata": _metadata(body),
+        "spec": {
+            **kept,
+            "containers": [_container(one) for one in part(spec, "containers") or ()],
+            "initContainers": [_container(one) for one in part(spec, "initContainers") or ()],
+            "plugin": any(str(path).rstrip("/").endswith(PLUGIN_DIRECTORY) for path in volumes if path),
+        },
+        "status": _kept(part(body, "status"), ("phase", "startTime", "extendedResourceClaimStatus")),
+    }
+
+
+def _node(body: Body) -> dict[str, Any]:
+    status = part(body, "status")
+    return {
+        "metadata": _metadata(body),
+        "spec": _kept(part(body, "spec"), ("taints", "unschedulable")),
+        "status": {
+            "version": part(status, "nodeInfo", "kubeletVersion") or "",
+            **{
+                key: {name: value for name, value in part(status, key).items() if "/" in name}
+                for key in ("capacity", "allocatable")
+            },
+        },
+    }
+
+
+def _slice(body: Body) -> dict[str, Any]:
+    spec = part(body, "spec")
+    return {
+        "metadata": _metadata(body),
+        "spec": {**_kept(spec, ("driver", "nodeName", "pool")), "devices": len(part(spec, "devices") or ())},
+    }
+
+
+def _claim(body: Body) -> dict[str, Any]:
+    spec = part(body, "spec", "spec") or part(body, "spec")  # a template's, or a claim's
+    requests = part(spec, "devices", "requests") or []
+    return {
+        "metadata": _metadata(body),
+        "requests": [part(one, "exactly") or _kept(one, ("name", "firstAvailable")) for one in requests],
+        "reserved": [one.get("name") for one in part(body, "status", "reservedFor") or ()],
+    }
+
+
+def _daemon_set(body: Body) -> dict[str, Any]:
+    spec = part(body, "spec", "template", "spec")
+    return {
+        "metadata": _metadata(body),
+        "spec": _kept(spec, ("nodeSelector", "affinity", "tolerations", "serviceAccountName")),
+    }
+
+
+def _whole(body: Body) -> dict[str, Any]:
+    return {"metadata": _metadata(body), **{key: body[key] for key in body if key not in ("metadata", "status")}}
+
+
+CUT: Final[Mapping[str, Callable[[Body], dict[str, Any]]]] = {
+    "Node": _node,
+    "Pod": _pod,
+    "DeviceClass": _whole,
+    "ResourceSlice": _slice,
+    "ResourceClaim": _claim,
+    "ResourceClaimTemplate": _claim,
+    "ResourceQuota": _whole,
+    "PriorityClass": _whole,
+    "DaemonSet": _daemon_set,
+    "ClusterRole": _whole,
+    "ClusterRoleBinding": _whole,
+    "ConfigMap": _whole,
+}
+"""What is kept of each kind; other kinds are not looked at."""
+
+
+def cut(kind: str, bodies: Iterable[Body]) -> list[Body]:
+    """Return objects of a kind without what is not looked at."""
+    return [CUT[kind](body) for body in bodies]

@@ -1,0 +1,88 @@
+"""Findings about pods that ask for devices. Pure; a function for each kind."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from dra_bridge.handover.admission import AdmittedPod, denied
+from dra_bridge.plan.findings import FindingKind, PlanFinding
+from dra_bridge.plan.objects import name_of, part, quantity_of, seconds_of, title_of
+from dra_bridge.plan.view import ClusterView, asked_of, listed
+
+MAX_DEVICES = 32
+"""Devices of one claim (AllocationResultsMaxSize, pkg/apis/resource/types.go, 1.36)."""
+
+
+def fits_nowhere(view: ClusterView) -> Iterator[PlanFinding]:
+    """Pods that ask for more than any node's devices, whichever side they are on."""
+    most: dict[str, int] = defaultdict(int)
+    for node in view.nodes:
+        published = sum(count for (name, _), count in view.slices.items() if name == name_of(node))
+        for resource in view.targets:
+            capacity = quantity_of(part(node, "status", "capacity").get(resource, 0))
+            # The capacity has devices of both sides while an agent serves both.
+            most[resource] = max(most[resource], capacity, published if view.targets[resource].driver else 0)
+    for pod in view.pods:
+        for resource, count in asked_of(pod).items():
+            if resource in view.targets and count > most[resource]:
+                reason = f"asks for {count} {resource}; the largest node has {most[resource]}"
+                yield PlanFinding(FindingKind.FITS_NOWHERE, f"pod {title_of(pod)}", reason)
+
+
+def above_32(view: ClusterView) -> Iterator[PlanFinding]:
+    """Pods of which a container asks for more devices than a claim has."""
+    for pod in view.pods:
+        for resource, count in asked_of(pod).items():
+            if resource in view.targets and count > MAX_DEVICES:
+                yield PlanFinding(FindingKind.ABOVE_32, f"pod {title_of(pod)}", f"asks for {count} {resource}")
+
+
+def preempts(view: ClusterView) -> Iterator[PlanFinding]:
+    """Pods above the default priority that may preempt others."""
+    found = defaultdict(list)
+    for pod in view.pods:
+        spec = pod["spec"]
+        if int(spec.get("priority") or 0) > 0 and spec.get("preemptionPolicy") != "Never":
+            found[spec.get("priorityClassName") or f"priority {spec['priority']}"].append(title_of(pod))
+    for priority, pods in sorted(found.items()):
+        yield PlanFinding(FindingKind.PREEMPTS, f"PriorityClass {priority}", f"pods {listed(pods)}")
+
+
+def init_reuses(view: ClusterView) -> Iterator[PlanFinding]:
+    """Pods whose init containers ask for another number than a container that could share its claim."""
+    for pod in view.pods:
+        spec = pod["spec"]
+        for container in spec["initContainers"]:
+            if container.get("restartPolicy") == "Always":
+                continue
+            for resource, value in container["limits"].items():
+                others = [one["limits"].get(resource) for one in spec["containers"]]
+                counts = [quantity_of(one) for one in others if one is not None]
+                if resource in view.targets and any(counts) and quantity_of(value) not in (0, *counts):
+                    reason = f"{container['name']} asks for {value} {resource}, beside {', '.join(map(str, counts))}"
+                    yield PlanFinding(FindingKind.INIT_REUSES, f"pod {title_of(pod)}", reason)
+
+
+def restart_ends(view: ClusterView) -> Iterator[PlanFinding]:
+    """Pods that a restart of their node's kubelet would end now (`dra_bridge.handover.admission`)."""
+    for node in view.device_nodes:
+        pods = view.pods_by_node.get(name_of(node), [])
+        for resource in view.targets:
+            asking = [(pod, asked_of(pod).get(resource, 0)) for pod in pods]
+            admitted = [
+                AdmittedPod(
+                    title_of(pod),
+                    seconds_of(part(pod, "metadata", "creationTimestamp")),
+                    count,
+                    by_dra=title_of(pod) in view.by_dra,
+                )
+                for pod, count in asking
+                if count
+            ]
+            if not any(one.by_dra for one in admitted):
+                continue
+            capacity = quantity_of(part(node, "status", "allocatable").get(resource, 0))
+            if ended := denied(admitted, capacity):
+                reason = f"{resource}: {capacity} allocatable; would end {listed(ended)}"
+                yield PlanFinding(FindingKind.RESTART_ENDS, f"node {name_of(node)}", reason)

@@ -1,0 +1,138 @@
+"""Reads the cluster for `plan`, with its caller's rights: lists in pages, and the kubelets' configurations."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+
+from dra_bridge.kube import (
+    CLUSTER_ROLE_BINDINGS,
+    DAEMON_SETS,
+    DEVICE_CLASSES,
+    NODES,
+    PODS,
+    RESOURCE_CLAIMS,
+    RESOURCE_SLICES,
+    ApiError,
+    Cluster,
+    ForbiddenError,
+    Kind,
+    NotFoundError,
+    UnsupportedError,
+)
+from dra_bridge.kube.api import GROUP
+from dra_bridge.kube.forms import page_of
+from dra_bridge.plan.cluster_checks import OPERATOR_RIGHTS
+from dra_bridge.plan.objects import CUT, Body, ClusterObjects, Unread, cut, name_of, part
+
+TEMPLATES: Final = Kind(GROUP, "", "resourceclaimtemplates", "ResourceClaimTemplate")
+QUOTAS: Final = Kind("", "v1", "resourcequotas", "ResourceQuota")
+PRIORITY_CLASSES: Final = Kind("scheduling.k8s.io", "v1", "priorityclasses", "PriorityClass")
+CLUSTER_ROLES: Final = Kind("rbac.authorization.k8s.io", "v1", "clusterroles", "ClusterRole")
+CONFIG_MAPS: Final = Kind("", "v1", "configmaps", "ConfigMap")
+ACCESS_REVIEWS: Final = Kind("authorization.k8s.io", "v1", "selfsubjectaccessreviews", "SelfSubjectAccessReview")
+LISTED: Final = (
+    NODES,
+    PODS,
+    DEVICE_CLASSES,
+    RESOURCE_SLICES,
+    RESOURCE_CLAIMS,
+    TEMPLATES,
+    QUOTAS,
+    DAEMON_SETS,
+    CLUSTER_ROLES,
+    CLUSTER_ROLE_BINDINGS,
+)
+"""Kinds that are listed in the whole cluster."""
+NAMED: Final = (("kube-system", "cluster-autoscaler-status"), ("kueue-system", "kueue-manager-config"))
+"""ConfigMaps, by namespace and name: what shows a provider's cluster autoscaler, and Kueue's configuration."""
+TIMEOUT: Final = 5.0
+"""Seconds for a kubelet's answer."""
+AT_ONCE: Final = 32
+"""Kubelets that are asked at one time."""
+_NO_DRA: Final = {kind.kind for kind in LISTED if kind.group == GROUP}
+
+
+async def read_cluster(cluster: Cluster, selector: str) -> tuple[ClusterObjects, frozenset[str] | None]:
+    """Return all that is looked at, and the names of the nodes of a label selector (None without one).
+
+    What the caller may not read, or what does not answer, is in `unread`.
+    """
+    unread: list[Unread] = []
+    read = await asyncio.gather(*(_list(cluster, kind, unread) for kind in LISTED))
+    found = dict(zip((kind.kind for kind in LISTED), read, strict=True))
+    selected = None
+    if selector:
+        listed = await cluster.list(NODES, label_selector=selector)
+        selected = frozenset(name_of(one) for one in listed.items)
+    maps = [body for each in NAMED if (body := await _config_map(cluster, *each, unread)) is not None]
+    found["ConfigMap"] = tuple(cut("ConfigMap", maps))
+    with_devices = [node for node in found["Node"] if any("/" in name for name in part(node, "status", "capacity"))]
+    names = [name_of(node) for node in with_devices if selected is None or name_of(node) in selected]
+    kubelets = await _kubelets(cluster, names, unread)
+    rights = await _rights(cluster, unread)
+    return ClusterObjects(found, time.time(), tuple(unread), kubelets, rights), selected
+
+
+async def _list(cluster: Cluster, kind: Kind, unread: list[Unread]) -> tuple[Body, ...]:
+    bodies: list[Body] = []
+    try:
+        async for page in cluster.pages(kind, page_of(kind)):
+            bodies += map(CUT[kind.kind], page.items)
+    except UnsupportedError:
+        return ()  # no DRA there, which the versions of the nodes say
+    except ForbiddenError as error:
+        unread.append(Unread(kind.plural, error.message))
+    except ApiError as error:
+        unread.append(Unread(kind.plural, str(error)))
+    return tuple(bodies)
+
+
+async def _config_map(cluster: Cluster, namespace: str, name: str, unread: list[Unread]) -> Body | None:
+    try:
+        return await cluster.get(CONFIG_MAPS, name, namespace)
+    except NotFoundError:
+        return None
+    except ApiError as error:
+        unread.append(Unread(f"configmap {namespace}/{name}", error.message))
+        return None
+
+
+async def _kubelets(cluster: Cluster, names: list[str], unread: list[Unread]) -> Mapping[str, Body]:
+    """Return the configurations of kubelets that answer; it takes the right to get nodes/proxy."""
+    slots = asyncio.Semaphore(AT_ONCE)
+    found: dict[str, Body] = {}
+    failed: dict[str, list[str]] = {}
+
+    async def ask(name: str) -> None:
+        async with slots:
+            try:
+                answer = msgspec.json.decode(await cluster.ask_node(name, "/configz", timeout=TIMEOUT))
+                found[name] = part(answer, "kubeletconfig")
+            except (ApiError, msgspec.MsgspecError) as error:
+                failed.setdefault("no answer" if not isinstance(error, ForbiddenError) else "forbidden", []).append(
+                    name
+                )
+
+    await asyncio.gather(*map(ask, names))
+    for reason, nodes in sorted(failed.items()):
+        more = f" and {len(nodes) - 3} more" if len(nodes) > 3 else ""
+        unread.append(Unread("nodes/proxy (the kubelets' configz)", f"{reason}: {', '.join(sorted(nodes)[:3])}{more}"))
+    return found
+
+
+async def _rights(cluster: Cluster, unread: list[Unread]) -> dict[tuple[str, str], bool]:
+    found = {}
+    for verb, resource in OPERATOR_RIGHTS:
+        group = GROUP if resource == RESOURCE_SLICES.plural else ""
+        spec = {"resourceAttributes": {"verb": verb, "resource": resource, "group": group}}
+        try:
+            body: Any = await cluster.create(ACCESS_REVIEWS, {"metadata": {}, "spec": spec})
+            found[verb, resource] = part(body, "status", "allowed") is True
+        except ApiError as error:
+            unread.append(Unread(f"whether you may {verb} {resource}", error.message))
+    return found

@@ -1,0 +1,255 @@
+"""What follows from a cluster's objects for some resources: their pods, nodes, classes, groups of nodes. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+from deviceplugin.naming import RESOURCE
+from dra_bridge.plan.objects import (
+    AGENT,
+    FOR_LIMITS,
+    Body,
+    ClusterObjects,
+    labels_of,
+    name_of,
+    part,
+    quantity_of,
+    title_of,
+)
+
+GROUP_LABELS: Final = (
+    "cloud.google.com/gke-nodepool",
+    "eks.amazonaws.com/nodegroup",
+    "alpha.eksctl.io/nodegroup-name",
+    "kubernetes.azure.com/agentpool",
+    "karpenter.sh/nodepool",
+    "doks.digitalocean.com/node-pool",
+    "node.openshift.io/nodepool",
+)
+"""Labels by which providers name a node's group."""
+ENDED: Final = ("Succeeded", "Failed")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What is to move. driver, share: "" if they are not known."""
+
+    resource: str
+    driver: str = ""
+    share: str = ""
+
+
+@dataclass(frozen=True)
+class ClusterView:
+    """The objects, and what follows from them. namespace: of the pods that count, "" for all.
+
+    nodes: the names of those that count. targets: by resource; without any, all extended resources count.
+    """
+
+    objects: ClusterObjects
+    given: tuple[Target, ...] = ()
+    namespace: str = ""
+    selected: frozenset[str] | None = None
+
+    @cached_property
+    def nodes(self) -> tuple[Body, ...]:
+        """The nodes that count."""
+        nodes = self.objects.of("Node")
+        return tuple(node for node in nodes if self.selected is None or name_of(node) in self.selected)
+
+    @cached_property
+    def targets(self) -> Mapping[str, Target]:
+        """What is to move, by resource: what was given, else all that nodes have or pods ask for."""
+        if self.given:
+            return {one.resource: one for one in self.given}
+        names = {name for node in self.nodes for name in part(node, "status", "capacity")}
+        names |= {name for pod in self.all_pods for name in asked_of(pod)}
+        return {name: Target(name, self._driver_of(name)) for name in sorted(names) if re.fullmatch(RESOURCE, name)}
+
+    def _driver_of(self, resource: str) -> str:
+        drivers = {driver for one in self.classes_of(resource) for driver in drivers_of(one)}
+        return drivers.pop() if len(drivers) == 1 else ""
+
+    @cached_property
+    def drivers(self) -> frozenset[str]:
+        """The drivers of the targets, of those that are known."""
+        return frozenset(one.driver for one in self.targets.values() if one.driver)
+
+    @cached_property
+    def all_pods(self) -> tuple[Body, ...]:
+        """All pods that have not ended."""
+        return tuple(pod for pod in self.objects.of("Pod") if part(pod, "status", "phase") not in ENDED)
+
+    @cached_property
+    def pods(self) -> tuple[Body, ...]:
+        """The pods of the namespace that ask for a target by limits, on nodes that count or on none yet."""
+        names = {name_of(node) for node in self.nodes}
+        return tuple(
+            pod
+            for pod in self.all_pods
+            if self.namespace in ("", part(pod, "metadata", "namespace"))
+            and (part(pod, "spec", "nodeName") or "") in {"", *names}
+            and asked_of(pod).keys() & self.targets.keys()
+        )
+
+    @cached_property
+    def pods_by_node(self) -> Mapping[str, list[Body]]:
+        """The pods that ask for targets by limits, by node."""
+        found: dict[str, list[Body]] = defaultdict(list)
+        for pod in self.pods:
+            if node := part(pod, "spec", "nodeName"):
+                found[node].append(pod)
+        return found
+
+    @cached_property
+    def device_nodes(self) -> tuple[Body, ...]:
+        """The nodes that have, or had, devices of a target."""
+        with_slices = {node for node, _ in self.slices}
+        return tuple(
+            node
+            for node in self.nodes
+            if part(node, "status", "capacity").keys() & self.targets.keys() or name_of(node) in with_slices
+        )
+
+    @cached_property
+    def slices(self) -> Mapping[tuple[str, str], int]:
+        """The number of published devices by node and driver, of the targets' drivers."""
+        found: dict[tuple[str, str], int] = defaultdict(int)
+        names = {name_of(node) for node in self.nodes}
+        for body in self.objects.of("ResourceSlice"):
+            spec = part(body, "spec")
+            if spec.get("nodeName") in names and (not self.drivers or spec.get("driver") in self.drivers):
+                found[str(spec["nodeName"]), str(spec["driver"])] += spec["devices"]
+        return found
+
+    def classes_of(self, resource: str) -> list[Body]:
+        """Return the DeviceClasses that name a resource."""
+        return [one for one in self.objects.of("DeviceClass") if part(one, "spec", "extendedResourceName") == resource]
+
+    @cached_property
+    def class_names(self) -> Mapping[str, str]:
+        """A DeviceClass for each target that has one, by resource."""
+        found = {name: self.classes_of(name) for name in self.targets}
+        return {name: name_of(classes[0]) for name, classes in found.items() if classes}
+
+    @cached_property
+    def by_dra(self) -> frozenset[str]:
+        """The titles of pods that DRA serves by their limits."""
+        return frozenset(
+            f"{part(claim, 'metadata', 'namespace')}/{pod}"
+            for claim in self.objects.of("ResourceClaim")
+            if part(claim, "metadata", "annotations").get(FOR_LIMITS) == "true"
+            for pod in claim["reserved"]
+        )
+
+    @cached_property
+    def groups(self) -> Mapping[str, list[Body]]:
+        """The nodes with devices, by their group; nodes without a group are in none."""
+        found: dict[str, list[Body]] = defaultdict(list)
+        for node in self.device_nodes:
+            labels = labels_of(node)
+            if label := next((one for one in GROUP_LABELS if one in labels), ""):
+                found[f"{label}={labels[label]}"].append(node)
+        return found
+
+    @cached_property
+    def agents(self) -> tuple[Body, ...]:
+        """The agents' DaemonSets."""
+        return tuple(one for one in self.objects.of("DaemonSet") if labels_of(one).get(AGENT[0]) == AGENT[1])
+
+    @cached_property
+    def images(self) -> Mapping[str, str]:
+        """The pods, by the name of an image of theirs without registry and tag: which programs run in the cluster."""
+        found: dict[str, str] = {}
+        for pod in self.all_pods:
+            for container in pod["spec"]["containers"]:
+                image = re.split(r"[@:](?!.*/)", str(container.get("image", "")))[0]
+                found.setdefault(image.rpartition("/")[2], title_of(pod))
+        return found
+
+    def program(self, *names: str) -> str:
+        """Return a pod that runs one of these programs; "" if none is known."""
+        return next((self.images[name] for name in names if name in self.images), "")
+
+    @cached_property
+    def autoscaler(self) -> str:
+        """What shows that the cluster autoscaler runs; "" if nothing does. A provider's own leaves a ConfigMap."""
+        for body in self.objects.of("ConfigMap"):
+            if name_of(body) == "cluster-autoscaler-status":
+                return f"ConfigMap {title_of(body)}"
+        pod = self.program("cluster-autoscaler")
+        return f"pod {pod}" if pod else ""
+
+
+def asked_of(pod: Body) -> dict[str, int]:
+    """Return the devices that a pod asks for by limits, by resource, as the scheduler counts them.
+
+    The sum of containers and sidecars, or what one init container asks for, if that is more.
+    """
+    found: dict[str, int] = defaultdict(int)
+    first: dict[str, int] = defaultdict(int)
+    spec = part(pod, "spec")
+    for container in spec.get("containers", ()):
+        for name, value in container["limits"].items():
+            found[name] += quantity_of(value)
+    for container in spec.get("initContainers", ()):
+        for name, value in container["limits"].items():
+            if container.get("restartPolicy") == "Always":
+                found[name] += quantity_of(value)
+            else:
+                first[name] = max(first[name], quantity_of(value))
+    whole = {name: max(found.get(name, 0), first.get(name, 0)) for name in {*found, *first}}
+    return {name: count for name, count in whole.items() if count}
+
+
+def drivers_of(device_class: Body) -> set[str]:
+    """Return the drivers that a DeviceClass's expressions name."""
+    expressions = [part(one, "cel", "expression") for one in part(device_class, "spec", "selectors") or ()]
+    pattern = r"""device\.driver\s*==\s*["']([^"']+)["']"""
+    return {name for text in expressions for name in re.findall(pattern, str(text))}
+
+
+def minor_of(node: Body) -> int:
+    """Return the minor version of a node's kubelet; 0 if it is not known."""
+    match = re.match(r"v?1\.(\d+)", str(part(node, "status", "version")))
+    return int(match[1]) if match else 0
+
+
+def listed(names: Iterable[str], most: int = 5) -> str:
+    """Return some names, and how many more there are."""
+    whole = sorted(names)
+    rest = f" and {len(whole) - most} more" if len(whole) > most else ""
+    return ", ".join(whole[:most]) + rest
+
+
+def resources_of(objects: ClusterObjects, driver: str) -> list[str]:
+    """Return the resources that DeviceClasses of a driver name."""
+    classes = [one for one in objects.of("DeviceClass") if driver in drivers_of(one)]
+    return sorted({name for one in classes if (name := str(part(one, "spec", "extendedResourceName") or ""))})
+
+
+def matching(objects: ClusterObjects, selector: str) -> frozenset[str] | None:
+    """Return the names of nodes that match labels KEY=VALUE, KEY or !KEY; None without. Raises ValueError."""
+    if not selector:
+        return None
+    found = []
+    for node in objects.of("Node"):
+        labels = labels_of(node)
+        if all(_matches(labels, term.strip()) for term in selector.split(",")):
+            found.append(name_of(node))
+    return frozenset(found)
+
+
+def _matches(labels: Mapping[str, str], term: str) -> bool:
+    match = re.fullmatch(r"(!?)([^!=\s]+)(?:\s*(==?|!=)\s*([^=\s]*))?", term)
+    if match is None or (match[1] and match[3]):
+        raise ValueError(f"{term!r} is not KEY=VALUE, KEY!=VALUE, KEY or !KEY")
+    absent, key, operator, value = match.groups()
+    if not operator:
+        return (key in labels) != bool(absent)
+    return (labels.get(key) == value) != (operator == "!=")

@@ -1,0 +1,314 @@
+"""A cluster in which nothing is found, and for each finding the objects that show it, as the API server takes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from dra_bridge.plan.findings import FindingKind
+
+Object = dict[str, Any]
+BOARD = "example.net/board"
+DRIVER = "board.example.net"
+GROUP = "eks.amazonaws.com/nodegroup"
+COUNT = 4
+
+
+def device_class(name: str = DRIVER, driver: str = DRIVER, resource: str = BOARD) -> Object:
+    selector = {"cel": {"expression": f'device.driver == "{driver}"'}}
+    return {
+        "apiVersion": "resource.k8s.io/v1",
+        "kind": "DeviceClass",
+        "metadata": {"name": name},
+        "spec": {"selectors": [selector], "extendedResourceName": resource},
+    }
+
+
+def container(name: str = "main", **limits: int) -> Object:
+    """A container; its limits with `_` for `.` and `__` for `/`."""
+    named = {key.replace("__", "/").replace("_", "."): str(count) for key, count in limits.items()}
+    return {"name": name, "image": "registry.example/none:1", "resources": {"limits": named} if named else {}}
+
+
+def pod(name: str, count: int = 1, node: str = "", *, status: Object | None = None, **spec: Any) -> Object:
+    """A pod that asks for boards; no scheduler takes it."""
+    whole = {"schedulerName": "nobody", "containers": [container(example_net__board=count)] if count else [], **spec}
+    if node:
+        whole["nodeName"] = node
+    body: Object = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": name, "namespace": "default"},
+        "spec": whole,
+    }
+    return {**body, "status": status} if status else body
+
+
+def program(image: str) -> Object:
+    """A pod of some program."""
+    return pod(image.rpartition("/")[2], 0, containers=[{"name": "main", "image": f"{image}:v1"}])
+
+
+def node(
+    name: str,
+    version: str = "v1.36.3",
+    count: int = COUNT,
+    *,
+    resource: str = BOARD,
+    labels: Object | None = None,
+) -> Object:
+    """A node with devices; no kubelet."""
+    quantities = {resource: str(count), "cpu": "8", "memory": "8Gi", "pods": "110"}
+    info = dict.fromkeys(
+        ("machineID", "systemUUID", "bootID", "kernelVersion", "osImage", "containerRuntimeVersion",
+         "kubeProxyVersion", "operatingSystem", "architecture"), "x",
+    )  # fmt: skip
+    return {
+        "apiVersion": "v1",
+        "kind": "Node",
+        "metadata": {"name": name, "labels": labels or {}},
+        "status": {
+            "capacity": quantities,
+            "allocatable": quantities,
+            "nodeInfo": {**info, "kubeletVersion": version},
+        },
+    }
+
+
+def resource_slice(node_name: str, *devices: str) -> Object:
+    return {
+        "apiVersion": "resource.k8s.io/v1",
+        "kind": "ResourceSlice",
+        "metadata": {"name": f"{node_name}-slice"},
+        "spec": {
+            "driver": DRIVER,
+            "nodeName": node_name,
+            "pool": {"name": node_name, "generation": 1, "resourceSliceCount": 1},
+            "devices": [{"name": name} for name in devices],
+        },
+    }
+
+
+def claim(name: str, pod_name: str, node_name: str) -> Object:
+    """A claim that the scheduler made for the limits of a pod."""
+    request = {"name": "r", "exactly": {"deviceClassName": DRIVER, "count": 1}}
+    result = {"request": "r", "driver": DRIVER, "pool": node_name, "device": "d0"}
+    return {
+        "apiVersion": "resource.k8s.io/v1",
+        "kind": "ResourceClaim",
+        "metadata": {
+            "name": name,
+            "namespace": "default",
+            "annotations": {"resource.kubernetes.io/extended-resource-claim": "true"},
+        },
+        "spec": {"devices": {"requests": [request]}},
+        "status": {
+            "allocation": {"devices": {"results": [result]}},
+            "reservedFor": [{"resource": "pods", "name": pod_name, "uid": "u"}],
+        },
+    }
+
+
+def agents(**spec: Any) -> list[Object]:
+    """The agents' DaemonSet as far as it matters, on no node by its own selector, and its account without rights."""
+    label = {"app.kubernetes.io/managed-by": "dra-bridge"}
+    template = {"serviceAccountName": "agents", "containers": [container()], **spec}
+    return [
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "agents", "namespace": "default"}},
+        {
+            "apiVersion": "apps/v1",
+            "kind": "DaemonSet",
+            "metadata": {"name": "agents", "namespace": "default", "labels": label},
+            "spec": {
+                "selector": {"matchLabels": {"a": "b"}},
+                "template": {"metadata": {"labels": {"a": "b"}}, "spec": template},
+            },
+        },
+    ]
+
+
+def quota(*keys: str, **more: Any) -> Object:
+    return {
+        "apiVersion": "v1",
+        "kind": "ResourceQuota",
+        "metadata": {"name": "q", "namespace": "default"},
+        "spec": {"hard": dict.fromkeys(keys, "9"), **more},
+    }
+
+
+def config_map(namespace: str, name: str, **data: str) -> Object:
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": name, "namespace": namespace},
+        "data": data or {"x": "y"},
+    }
+
+
+def namespace(name: str) -> Object:
+    return {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}}
+
+
+CALM: tuple[Object, ...] = (device_class(), pod("calm"))
+"""Beside a node of 1.36 with devices: nothing is found."""
+AUTOSCALER = config_map("kube-system", "cluster-autoscaler-status")
+HIGH = {
+    "apiVersion": "scheduling.k8s.io/v1",
+    "kind": "PriorityClass",
+    "metadata": {"name": "high"},
+    "value": 1000,
+}
+TEMPLATE = {
+    "apiVersion": "resource.k8s.io/v1",
+    "kind": "ResourceClaimTemplate",
+    "metadata": {"name": "picky", "namespace": "default"},
+    "spec": {
+        "spec": {
+            "devices": {
+                "requests": [
+                    {
+                        "name": "r",
+                        "exactly": {"deviceClassName": DRIVER, "selectors": [{"cel": {"expression": "true"}}]},
+                    }
+                ]
+            }
+        }
+    },
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Objects beside those of CALM, and words in the finding's object and reason. arguments: of the command line."""
+
+    kind: FindingKind
+    objects: tuple[Object, ...]
+    words: str
+    arguments: tuple[str, ...] = ()
+
+
+def in_group(name: str, group: str, **more: Any) -> Object:
+    body = node(name, labels={GROUP: group})
+    body["metadata"].update(more)
+    return body
+
+
+MOUNT = {"name": "p", "hostPath": {"path": "/var/lib/kubelet/device-plugins"}}
+K = FindingKind
+CASES = (
+    Case(K.FITS_NOWHERE, (pod("giant", 5),), "pod default/giant asks for 5 example.net/board; the largest node has 4"),
+    Case(K.ABOVE_32, (node("big", count=64), pod("many", 33)), "pod default/many asks for 33"),
+    Case(K.PREEMPTS, (HIGH, pod("urgent", priorityClassName="high")), "PriorityClass high pods default/urgent"),
+    Case(
+        K.INIT_REUSES,
+        (pod("two", 2, initContainers=[container("first", example_net__board=1)]),),
+        "first asks for 1 example.net/board, beside 2",
+    ),
+    Case(K.NO_DRA, (node("old", "v1.31.9"),), "nodes of v1.31.9 old"),
+    Case(K.DRA_OFF, (node("off", "v1.33.2"),), "nodes of v1.33.2 off"),
+    Case(K.UNCHANGED_PODS, (node("plain", "v1.35.1"),), "nodes of v1.35.1 plain"),
+    Case(K.FEATURES_OFF, (node("plain", "v1.34.0"),), "nodes of v1.34.0 plain"),
+    Case(
+        K.NO_CLASS,
+        (pod("other", 0, containers=[container(example_net__other=1)]),),
+        "example.net/other no DeviceClass",
+    ),
+    Case(K.TWO_CLASSES, (device_class("second", "x.example.net"),), "board.example.net (board.example.net), second"),
+    Case(K.AGENT_RIGHTS, tuple(agents()), "default/agents may not create events, create resourceslices"),
+    Case(
+        K.AGENTS_KEPT_AWAY,
+        (*agents(nodeSelector={"no": "node"}),),
+        "DaemonSet default/agents nodeSelector no=node",
+    ),
+    Case(
+        K.OTHER_PLUGIN,
+        (node("n2"), pod("vendor", 0, "n2", containers=[container()], volumes=[MOUNT])),
+        "pod vendor in default nodes n2",
+    ),
+    Case(
+        K.QUOTA_TWO_KEYS,
+        (node("plain", "v1.35.1"), quota(f"requests.{BOARD}")),
+        f"ResourceQuota default/q limits requests.{BOARD}, and not {DRIVER}.deviceclass.resource.k8s.io/devices",
+    ),
+    Case(
+        K.QUOTA_SCOPED,
+        (
+            HIGH,
+            quota(
+                f"requests.{BOARD}",
+                scopeSelector={
+                    "matchExpressions": [{"scopeName": "PriorityClass", "operator": "In", "values": ["high"]}]
+                },
+            ),
+        ),
+        "ResourceQuota default/q scope PriorityClass",
+    ),
+    Case(
+        K.KUEUE_UNMAPPED,
+        (
+            namespace("kueue-system"),
+            program("registry.k8s.io/kueue/kueue"),
+            config_map("kueue-system", "kueue-manager-config", config="kind: Configuration"),
+        ),
+        f"no mapping of {DRIVER} for {BOARD}",
+    ),
+    Case(K.KUEUE_SELECTORS, (program("registry.k8s.io/kueue/kueue"), TEMPLATE), "default/picky"),
+    Case(
+        K.AUTOSCALER_MIXED,
+        (AUTOSCALER, in_group("n2", "g"), in_group("n3", "g"), resource_slice("n2")),
+        f"group {GROUP}=g {DRIVER}: no slice on n3",
+    ),
+    Case(
+        K.AUTOSCALER_IDLE,
+        (
+            program("registry.k8s.io/autoscaling/cluster-autoscaler"),
+            node("n2"),
+            resource_slice("n2"),
+            pod("u", 1, "n2"),
+        ),
+        "nodes n2 pod default/cluster-autoscaler",
+    ),
+    Case(
+        K.AUTOSCALER_LABEL,
+        (AUTOSCALER, node("n2", labels={"cloud.google.com/gke-accelerator": "x"})),
+        "nodes n2",
+    ),
+    Case(
+        K.AUTOSCALER_UNCHANGED,
+        (AUTOSCALER, node("n2"), pod("unchanged", 1, "n2"), claim("c", "unchanged", "n2")),
+        "pods default/unchanged",
+    ),
+    Case(
+        K.KARPENTER,
+        (node("n2", labels={"karpenter.sh/nodepool": "boards"}),),
+        f"nodes n2 share all of {BOARD}",
+        ("--driver", DRIVER, "--share", "all"),
+    ),
+    Case(K.KUBE_STATE_METRICS, (program("registry.k8s.io/kube-state-metrics/kube-state-metrics"),), "kube-state"),
+    Case(K.OPENCOST, (program("ghcr.io/opencost/opencost"),), "pod default/opencost"),
+    Case(
+        K.DCGM_EXPORTER,
+        (
+            program("nvcr.io/nvidia/k8s/dcgm-exporter"),
+            node("n2", resource="nvidia.com/gpu"),
+            device_class("gpus", "gpu.example.com", "nvidia.com/gpu"),
+        ),
+        "pod default/dcgm-exporter",
+    ),
+    Case(
+        K.MIXED_SHARES,
+        (in_group("n2", "g", annotations={f"{DRIVER}/dra-share": "all"}), in_group("n3", "g")),
+        f"group {GROUP}=g {DRIVER}/dra-share: all: n2; default: n3",
+    ),
+    Case(
+        K.RESTART_ENDS,
+        (
+            node("n2", count=1),
+            pod("by-claim", 1, "n2", status={"phase": "Running"}),
+            claim("c", "by-claim", "n2"),
+            pod("younger", 1, "n2", status={"phase": "Running"}),
+        ),
+        f"node n2 {BOARD}: 1 allocatable; would end default/younger",
+    ),
+)
+"""A case for each finding but those that a kubelet or the caller's rights show."""

@@ -1,0 +1,289 @@
+"""What `plan` finds in dumps, what it finds nothing in, what it prints, and its exit status."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from deviceplugin import config
+from dra_bridge import cli
+from dra_bridge.kube import FOR_LIMITS
+from dra_bridge.manifests import Deployment, manifests
+from dra_bridge.plan import cluster_checks, objects
+from dra_bridge.plan.checks import CHECKS, MigrationPlan, migration_plan
+from dra_bridge.plan.dumps import by_kind, objects_of
+from dra_bridge.plan.findings import FindingKind
+from dra_bridge.plan.objects import ClusterObjects, Unread
+from dra_bridge.plan.view import ClusterView, Target
+from tests.dra.plan.cases import (
+    AUTOSCALER,
+    BOARD,
+    CALM,
+    CASES,
+    DRIVER,
+    Case,
+    Object,
+    agents,
+    claim,
+    in_group,
+    node,
+    pod,
+    resource_slice,
+)
+from tests.source import ROOT
+
+KINDS = ("ResourceSlice", "ResourceClaim", "ResourceClaimTemplate", "ResourceQuota", "PriorityClass", "DaemonSet")
+WITHOUT = [word for kind in (*KINDS, "ClusterRole", "ClusterRoleBinding", "kubelets") for word in ("--without", kind)]
+
+
+def dump(*objects: Object, style: str = "json") -> str:
+    """What `kubectl get -o json` or `-o yaml` prints; the API server adds what the controllers and admission do."""
+    whole = {"apiVersion": "v1", "kind": "List", "items": [completed(one) for one in objects]}
+    return json.dumps(whole) if style == "json" else yaml.safe_dump(whole)
+
+
+def completed(body: Object) -> Object:
+    """Return an object with its age, and what admission adds to a pod with a PriorityClass."""
+    ages = {"calm": "2026-11-26T08:00:00Z", "younger": "2026-11-26T11:00:00Z"}
+    made = ages.get(body["metadata"]["name"], "2026-11-26T10:00:00Z")
+    body = {**body, "metadata": {**body["metadata"], "creationTimestamp": made}}
+    if body["kind"] == "Pod" and body["spec"].get("priorityClassName"):
+        body = {**body, "spec": {**body["spec"], "priority": 1000}}
+    return body
+
+
+def planned(*objects: Object, given: tuple[Target, ...] = (), **more: Any) -> MigrationPlan:
+    found = by_kind(objects_of(dump(*objects).encode()))
+    return migration_plan(ClusterView(ClusterObjects(found, 1_800_000_000.0, **more), given))
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.kind.name for case in CASES])
+def test_each_finding_is_found(case: Case) -> None:
+    """The objects that show a finding give it, with the object and what was seen; the calm cluster does not."""
+    given = (Target(BOARD, DRIVER, "all"),) if case.arguments else ()
+    found = [one for one in planned(node("n1"), *CALM, *case.objects, given=given).findings if one.kind is case.kind]
+    assert any(case.words in f"{one.object} {one.reason}" for one in found), found
+    assert not [one for one in planned(node("n1"), *CALM, given=given).findings if one.kind is case.kind]
+
+
+def test_nothing_is_found_where_all_is_well() -> None:
+    """A node of 1.36 with a class for its devices and a pod by limits has no finding, and the status 0."""
+    plan = planned(node("n1"), *CALM)
+    assert (plan.findings, plan.status) == ((), 0)
+
+
+def test_kubelets_say_more_than_versions() -> None:
+    """The policy of the Topology Manager, and gates that are on or off, are those of the kubelet's configuration."""
+    old, new = node("old", "v1.35.1"), node("new", "v1.36.3")
+    kubelets = {
+        "old": {"featureGates": {"DRAExtendedResource": True}},
+        "new": {"featureGates": {"DRAExtendedResource": False}, "topologyManagerPolicy": "restricted"},
+    }
+    found = {one.kind: one for one in planned(old, new, *CALM, kubelets=kubelets).findings}
+    assert found[FindingKind.UNCHANGED_PODS].object == "nodes of v1.36.3"
+    assert found[FindingKind.TOPOLOGY_MANAGER].reason == "nodes new"
+    calm = {"new": {"topologyManagerPolicy": "none"}}
+    assert planned(new, *CALM, kubelets=calm).findings == ()
+
+
+def test_rights_of_the_caller_are_findings() -> None:
+    """What the API server says that the caller may not do is a warning."""
+    rights = {("list", "nodes"): True, ("patch", "nodes"): False}
+    (found,) = planned(node("n1"), *CALM, rights=rights).findings
+    assert (found.kind, found.reason) == (FindingKind.OPERATOR_RIGHTS, "may not patch nodes")
+
+
+def test_the_agents_rights_are_those_of_the_manifests() -> None:
+    """With the roles that `manifests` prints the agents lack nothing, whatever they are called."""
+    text = f"resources: [{{name: {BOARD}, driver: {DRIVER}, devices: [path: /dev/x]}}]"
+    for how in (Deployment(), Deployment(name="other", namespace="elsewhere", claim_status=True)):
+        objects = [one for one in manifests(config.parse(text), text, how) if one["kind"] != "DeviceClass"]
+        plan = planned(node("n1", labels={"kubernetes.io/os": "linux"}), *CALM, *objects)
+        assert plan.findings == ()
+    lacking = [one for one in objects if one["kind"] != "ClusterRoleBinding"]
+    (found,) = planned(node("n1", labels={"kubernetes.io/os": "linux"}), *CALM, *lacking).findings
+    assert found.kind is FindingKind.AGENT_RIGHTS
+    assert len(cluster_checks.AGENT_RULES) == 5
+
+
+def test_taints_that_are_tolerated_keep_no_agent_away() -> None:
+    """A toleration of the taint, or of all, is enough; without one the taint is named."""
+    tainted = node("n1")
+    tainted["spec"] = {"taints": [{"key": "gpu", "value": "yes", "effect": "NoSchedule"}]}
+    kind = FindingKind.AGENTS_KEPT_AWAY
+    for tolerations, away in (
+        ([], True),
+        ([{"operator": "Exists"}], False),
+        ([{"key": "gpu", "value": "yes"}], False),
+        ([{"key": "gpu", "operator": "Exists", "effect": "NoExecute"}], True),
+    ):
+        plan = planned(tainted, *CALM, *agents(tolerations=tolerations))
+        assert any(one.kind is kind for one in plan.findings) == away, tolerations
+
+
+def test_a_group_with_whole_slices_is_no_mixed_group() -> None:
+    """Neither is a group without any; and a node that is marked is not removed."""
+    marked = node("n2")
+    marked["metadata"]["annotations"] = {cluster_checks.SCALE_DOWN_DISABLED: "true"}
+    whole = [in_group(name, "g") for name in ("n3", "n4")]
+    slices = [resource_slice(name, "d0") for name in ("n2", "n3", "n4")]
+    assert planned(node("n1"), *CALM, AUTOSCALER, *whole).findings == ()
+    assert planned(node("n1"), *CALM, AUTOSCALER, *whole, marked, *slices, pod("u", 1, "n2")).findings == ()
+
+
+def test_the_status_says_the_worst() -> None:
+    """Blockers 4, not read 5, warnings 3, notes 0."""
+    blocker, warning, note = (
+        next(case for case in CASES if case.kind is kind)
+        for kind in (FindingKind.TWO_CLASSES, FindingKind.OPENCOST, FindingKind.KUBE_STATE_METRICS)
+    )
+    unread = (Unread("pods", "forbidden"),)
+    base = (node("n1"), *CALM)
+    assert planned(*base, *blocker.objects, unread=unread).status == 4
+    assert planned(*base, *warning.objects, unread=unread).status == 5
+    assert planned(*base, *warning.objects).status == 3
+    assert planned(*base, *note.objects).status == 0
+    assert planned(*base, unread=unread).status == 5
+
+
+def test_each_kind_has_a_check_and_stands_on_the_page() -> None:
+    """docs/plan.md has each code with its severity, sentence and remedy, and nothing else."""
+    assert CHECKS.keys() == set(FindingKind)
+    here = {FindingKind.TOPOLOGY_MANAGER, FindingKind.OPERATOR_RIGHTS}
+    assert {case.kind for case in CASES} == set(FindingKind) - here
+    assert len({kind.code for kind in FindingKind}) == len(FindingKind)
+    page = (ROOT / "docs" / "plan.md").read_text()
+    rows = re.findall(r"^\| `(DB\d+)` \| (\w+) \| (.+) \| (.+) \|$", page, re.MULTILINE)
+    assert rows == [(kind.code, kind.severity.value, kind.text, kind.remedy) for kind in FindingKind]
+
+
+def test_uses_and_drain_are_counted() -> None:
+    """Pods by how many they ask for, devices by side, and drain time by the ages of the pods."""
+    start = {"phase": "Running", "startTime": "2027-01-15T07:00:00Z"}  # an hour before now
+    older = {"phase": "Running", "startTime": "2027-01-15T04:00:00Z"}
+    plan = planned(
+        node("n1"),
+        node("n2"),
+        *CALM,
+        pod("a", 2, "n1", status=start),
+        pod("b", 1, "n2", status=older),
+        claim("c", "b", "n2"),
+        pod("done", 1, "n2", status={"phase": "Succeeded"}),
+    )
+    (use,) = plan.uses
+    assert (use.nodes, use.capacity, use.by_count, use.waiting) == (2, 8, {1: 2, 2: 1}, 1)
+    assert (use.by_limits, use.by_dra, use.unchanged) == (2, 1, True)
+    assert plan.drain is not None
+    assert (plan.drain.nodes, plan.drain.half, plan.drain.most) == (2, 2.5 * 3600, 4 * 3600)
+
+
+def test_dumps_need_no_client() -> None:
+    """`plan` loads the client of the API server only to ask one; the annotation of claims for limits is its own."""
+    code = "import sys, dra_bridge.cli_plan, dra_bridge.plan.checks, dra_bridge.plan.dumps; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    assert {"aiohttp", "grpc", "kubernetes_asyncio"}.isdisjoint(loaded)
+    assert objects.FOR_LIMITS == FOR_LIMITS
+
+
+# Dumps, and the command line.
+
+
+@pytest.mark.parametrize("style", ["json", "yaml"])
+def test_dumps_of_both_styles_say_the_same(style: str) -> None:
+    """Lists in JSON and YAML, streams of documents, and lists of one kind give the same objects."""
+    made = [completed(one) for case in CASES for one in (node("n1"), *CALM, *case.objects)]
+    expected = by_kind(objects_of(dump(*made).encode()))
+    assert by_kind(objects_of(dump(*made, style=style).encode())) == expected
+    stream = yaml.safe_dump_all([completed(one) for one in made])
+    assert by_kind(objects_of(stream.encode())) == expected
+    nodes = [{key: value for key, value in one.items() if key != "kind"} for one in made if one["kind"] == "Node"]
+    whole = {"items": nodes, "kind": "NodeList"}
+    text = json.dumps(whole) if style == "json" else yaml.safe_dump(whole)
+    assert by_kind(objects_of(text.encode())) == {"Node": expected["Node"]}
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *argv: str, text: str) -> int:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+    return cli.main(["plan", "-f", "-", *argv])
+
+
+def test_output_formats(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Table, JSON and Markdown have the same findings; --ignore leaves out a code."""
+    case = next(case for case in CASES if case.kind is FindingKind.TWO_CLASSES)
+    text = dump(node("n1"), *CALM, *case.objects)
+    assert run(monkeypatch, *WITHOUT, text=text) == 4
+    table = capsys.readouterr().out
+    assert "BLOCKER DB302: several DeviceClasses name the same extended resource" in table
+    assert "example.net/board: DeviceClasses board.example.net (board.example.net), second (x.example.net)" in table
+    assert table.endswith("1 blocker\n")
+    assert run(monkeypatch, *WITHOUT, "-o", "json", text=text) == 4
+    (finding,) = json.loads(capsys.readouterr().out)["findings"]
+    assert (finding["code"], finding["object"]) == ("DB302", BOARD)
+    assert run(monkeypatch, *WITHOUT, "-o", "markdown", text=text) == 4
+    assert "| blocker | DB302 | example.net/board | DeviceClasses" in capsys.readouterr().out
+    assert run(monkeypatch, *WITHOUT, "--ignore", "DB302", text=text) == 0
+    assert capsys.readouterr().out.endswith("no findings\n")
+
+
+def test_what_no_dump_has_is_not_read(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A kind that is in no dump counts as not read, unless the caller says that there is none."""
+    text = dump(node("n1"), *CALM)
+    assert run(monkeypatch, text=text) == 5
+    assert "NOT READ: ResourceQuota: no dump has one" in capsys.readouterr().out
+    assert run(monkeypatch, *WITHOUT, text=text) == 0
+
+
+def test_the_driver_and_the_config_choose_resources(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Findings are about the resources that the DeviceClasses of a driver name, or those of the config file."""
+    other = pod("other", 0, containers=[{"name": "a", "resources": {"limits": {"example.net/other": "1"}}}])
+    text = dump(node("n1"), *CALM, other)
+    assert run(monkeypatch, *WITHOUT, text=text) == 4
+    assert run(monkeypatch, *WITHOUT, "--driver", DRIVER, "--share", "50%", text=text) == 0
+    file = tmp_path / "config.yaml"
+    file.write_text(f"resources: [{{name: {BOARD}, driver: {DRIVER}, devices: [path: /dev/x]}}]")
+    assert run(monkeypatch, *WITHOUT, "--config", str(file), text=text) == 0
+    assert run(monkeypatch, *WITHOUT, "--driver", "none.example.net", text=text) == 2
+    assert "give --config FILE" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("selector", "status"), [("pool=a", 0), ("pool!=a", 4), ("pool", 0), ("!pool", 4)])
+def test_a_selector_chooses_nodes(monkeypatch: pytest.MonkeyPatch, selector: str, status: int) -> None:
+    """Findings are about the nodes that have the labels, and the pods on them."""
+    text = dump(node("n1", labels={"pool": "a"}), node("n2", "v1.31.0"), *CALM)
+    assert run(monkeypatch, *WITHOUT, "-l", selector, text=text) == status
+
+
+WRONG = {
+    "no such code": (("--ignore", "DB999"), "DB999: there is no such code"),
+    "no share": (("--share", "some"), "is not a share"),
+    "no selector": (("-l", "a in (b)"), "is not KEY=VALUE"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_arguments_end_with_2(
+    case: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is printed but what is wrong."""
+    argv, words = WRONG[case]
+    assert run(monkeypatch, *argv, text=dump(node("n1"))) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["a: [", "{", '{"kind": "Pod", "spec": 3}', "kind: Node\nstatus: {capacity: [1]}"])
+def test_a_dump_that_is_none_ends_with_2(
+    text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A text that is no dump is named, and nothing fails."""
+    assert run(monkeypatch, text=text) == 2
+    assert "<stdin>: " in capsys.readouterr().err
