@@ -57,6 +57,12 @@ AT_ONCE: Final = 32
 _NO_DRA: Final = {kind.kind for kind in LISTED if kind.group == GROUP}
 
 
+class _ConfigZ(msgspec.Struct):
+    """A kubelet's answer."""
+
+    kubeletconfig: dict[str, Any]
+
+
 async def read_cluster(cluster: Cluster, selector: str) -> tuple[ClusterObjects, frozenset[str] | None]:
     """Return all that is looked at, and the names of the nodes of a label selector (None without one).
 
@@ -111,12 +117,14 @@ async def _kubelets(cluster: Cluster, names: list[str], unread: list[Unread]) ->
     async def ask(name: str) -> None:
         async with slots:
             try:
-                answer = msgspec.json.decode(await cluster.ask_node(name, "/configz", timeout=TIMEOUT))
-                found[name] = part(answer, "kubeletconfig")
-            except (ApiError, msgspec.MsgspecError) as error:
-                failed.setdefault("no answer" if not isinstance(error, ForbiddenError) else "forbidden", []).append(
-                    name
-                )
+                answer = msgspec.json.decode(await cluster.ask_node(name, "/configz", timeout=TIMEOUT), type=_ConfigZ)
+                found[name] = answer.kubeletconfig
+            except ForbiddenError:
+                failed.setdefault("forbidden", []).append(name)
+            except ApiError:
+                failed.setdefault("no answer", []).append(name)
+            except msgspec.MsgspecError:
+                failed.setdefault("it is no configuration", []).append(name)
 
     await asyncio.gather(*map(ask, names))
     for reason, nodes in sorted(failed.items()):
