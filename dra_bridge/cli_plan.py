@@ -107,14 +107,15 @@ def _read_files(options: argparse.Namespace) -> tuple[ClusterObjects, frozenset[
     from dra_bridge.plan.view import matching
 
     found = []
+    unread = []
     for name, data in read_files(options.files):
         try:
             found += list(objects_of(data))
         except DumpError as error:
-            raise CommandError(f"{name}: {error}") from error
+            unread.append(Unread(name, str(error)))
     kinds = by_kind(found)
     lacking = sorted(CUT.keys() - kinds.keys() - {"ConfigMap"} - set(options.without))
-    unread = [Unread(kind, "no dump has one; if the cluster has none, say --without") for kind in lacking]
+    unread += [Unread(kind, "no dump has one; if the cluster has none, say --without") for kind in lacking]
     if "kubelets" not in options.without:
         unread.append(
             Unread("kubelets", "no dump has their configuration (Topology Manager, gates); --without kubelets")

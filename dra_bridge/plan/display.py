@@ -115,7 +115,10 @@ def _drain(plan: MigrationPlan) -> list[str]:
 
 
 def _unread(plan: MigrationPlan) -> list[str]:
-    return [f"NOT READ: {one.what}: {one.reason}" for one in plan.unread]
+    by_reason: dict[str, list[str]] = {}
+    for one in plan.unread:
+        by_reason.setdefault(one.reason, []).append(one.what)
+    return [f"NOT READ: {', '.join(what)}: {reason}" for reason, what in by_reason.items()]
 
 
 def _markdown_table(rows: Sequence[Sequence[str]]) -> list[str]:

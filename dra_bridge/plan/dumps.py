@@ -12,11 +12,16 @@ from typing import Any, Final
 import msgspec
 import yaml
 
-from dra_bridge.plan.objects import CUT, Body
+from dra_bridge.convert.pods import pod_specs
+from dra_bridge.plan.objects import CUT, Body, name_of, part
 
 _LOADER: Final[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _WORDS: Final[Mapping[str, Any]] = {"": None, "null": None, "~": None, "true": True, "false": False}
 _INTEGER: Final = re.compile(r"-?(?:0|[1-9][0-9]*)")
+
+
+TEMPLATE: Final = "PodTemplateSpec"
+"""The kind that pod templates have in what `objects_of` yields."""
 
 
 class DumpError(Exception):
@@ -24,14 +29,21 @@ class DumpError(Exception):
 
 
 def objects_of(text: bytes) -> Iterator[tuple[str, Body]]:
-    """Yield kind and object, cut, of all objects of a dump that are looked at. Raises DumpError."""
+    """Yield kind and object, cut, of all objects of a dump that are looked at. Raises DumpError.
+
+    The pods of a Deployment and the like have the kind TEMPLATE: they count where there are no nodes, as in a chart.
+    """
     for body in _bodies(text):
         kind = body.get("kind") if isinstance(body, dict) else None
-        if isinstance(kind, str) and kind in CUT:
-            try:
+        try:
+            if isinstance(kind, str) and kind in CUT:
                 yield kind, CUT[kind](body)
-            except (AttributeError, TypeError, ValueError) as error:
-                raise DumpError(f"a {kind} is not as the API has it: {error}") from error
+            if isinstance(kind, str) and kind != "Pod":
+                for _, spec in pod_specs(body, ()):
+                    metadata = {**part(body, "metadata"), "name": f"{name_of(body)} ({kind})"}
+                    yield TEMPLATE, CUT["Pod"]({"metadata": metadata, "spec": spec})
+        except (AttributeError, TypeError, ValueError) as error:
+            raise DumpError(f"a {kind} is not as the API has it: {error}") from error
 
 
 def _bodies(text: bytes) -> Iterator[Any]:
@@ -120,8 +132,11 @@ def _scalar(event: Any) -> Any:
 
 
 def by_kind(objects: Iterable[tuple[str, Body]]) -> dict[str, tuple[Body, ...]]:
-    """Return objects by their kind."""
+    """Return objects by their kind; pod templates as pods if there are no nodes."""
     found: dict[str, list[Body]] = {}
     for kind, body in objects:
         found.setdefault(kind, []).append(body)
+    templates = found.pop(TEMPLATE, [])
+    if templates and "Node" not in found:
+        found.setdefault("Pod", []).extend(templates)
     return {kind: tuple(bodies) for kind, bodies in found.items()}

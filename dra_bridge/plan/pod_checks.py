@@ -16,6 +16,8 @@ MAX_DEVICES = 32
 
 def fits_nowhere(view: ClusterView) -> Iterator[PlanFinding]:
     """Pods that ask for more than any node's devices, whichever side they are on."""
+    if not view.nodes:
+        return  # in a chart
     most: dict[str, int] = defaultdict(int)
     for node in view.nodes:
         published = sum(count for (name, _), count in view.slices.items() if name == name_of(node))

@@ -210,6 +210,16 @@ def test_dumps_of_both_styles_say_the_same(style: str) -> None:
     assert by_kind(objects_of(text.encode())) == {"Node": expected["Node"]}
 
 
+def test_charts_count_by_their_templates() -> None:
+    """Where there are no nodes, the pods that workloads would make count; in a cluster they do not."""
+    template = {"spec": {"containers": [{"name": "a", "resources": {"limits": {BOARD: 33}}}]}}
+    head = {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "app"}}
+    workload: Object = {**head, "spec": {"template": template}}
+    (found,) = planned(*CALM, workload).findings
+    assert (found.kind, found.object) == (FindingKind.ABOVE_32, "pod app (Deployment)")
+    assert planned(node("n1", count=64), *CALM, workload).findings == ()
+
+
 def run(monkeypatch: pytest.MonkeyPatch, *argv: str, text: str) -> int:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
     return cli.main(["plan", "-f", "-", *argv])
@@ -237,7 +247,7 @@ def test_what_no_dump_has_is_not_read(monkeypatch: pytest.MonkeyPatch, capsys: p
     """A kind that is in no dump counts as not read, unless the caller says that there is none."""
     text = dump(node("n1"), *CALM)
     assert run(monkeypatch, text=text) == 5
-    assert "NOT READ: ResourceQuota: no dump has one" in capsys.readouterr().out
+    assert re.search(r"NOT READ: .*PriorityClass, .*ResourceQuota, .*: no dump has one", capsys.readouterr().out)
     assert run(monkeypatch, *WITHOUT, text=text) == 0
 
 
@@ -281,9 +291,13 @@ def test_wrong_arguments_end_with_2(
 
 
 @pytest.mark.parametrize("text", ["a: [", "{", '{"kind": "Pod", "spec": 3}', "kind: Node\nstatus: {capacity: [1]}"])
-def test_a_dump_that_is_none_ends_with_2(
-    text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_dump_that_is_none_is_not_read(
+    text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """A text that is no dump is named, and nothing fails."""
-    assert run(monkeypatch, text=text) == 2
-    assert "<stdin>: " in capsys.readouterr().err
+    """A text that is no dump is named, and the others count."""
+    file = tmp_path / "dump.json"
+    file.write_text(dump(node("n1"), *CALM))
+    assert run(monkeypatch, *WITHOUT, "-f", str(file), text=text) == 5
+    out = capsys.readouterr().out
+    assert "NOT READ: <stdin>: " in out
+    assert BOARD in out
