@@ -4,43 +4,60 @@ from __future__ import annotations
 
 import contextlib
 import json
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dra_bridge import cli
 from dra_bridge.plan.findings import FindingKind
 from tests.cluster.api import ApiError
 from tests.cluster.node import Cluster
-from tests.dra.plan.cases import BOARD, CALM, CASES, COUNT, DRIVER, Case, Object
+from tests.dra.conftest import read_here
+from tests.dra.plan.cases import BOARD, CALM, CASES, COUNT, DRIVER, Object
 
-CLUSTER_WIDE = ("Node", "PriorityClass", "DeviceClass", "ResourceSlice", "Namespace")
+__all__ = ["read_here"]
+
+Plan = Callable[..., dict[str, Any]]
 
 
-def plan(cluster: Cluster, *arguments: str, access: Path | None = None) -> dict[str, Any]:
-    """Run the command on the cluster; return what it printed as JSON, with its status."""
-    command = [sys.executable, "-m", "dra_bridge", "plan", "-o", "json", *arguments]
-    command += ["--kubeconfig", str(access or cluster.kubeconfig)]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
-    assert done.returncode in (0, 3, 4, 5), done.stderr
-    return {**json.loads(done.stdout), "status": done.returncode}
+@pytest.fixture
+def plan(read_here: None, capsys: pytest.CaptureFixture[str]) -> Plan:
+    """Return what runs the command in this process, and returns what it printed as JSON, with its status."""
+
+    def run(cluster: Cluster, *arguments: str, access: Path | None = None) -> dict[str, Any]:
+        capsys.readouterr()
+        status = cli.main(["plan", "-o", "json", *arguments, "--kubeconfig", str(access or cluster.kubeconfig)])
+        out, error = capsys.readouterr()
+        assert status in (0, 3, 4, 5), error
+        return {**json.loads(out), "status": status}
+
+    return run
 
 
 def codes(found: dict[str, Any]) -> set[str]:
     return {finding["code"] for finding in found["findings"]}
 
 
-def make(cluster: Cluster, body: Object) -> Object:
+def created(cluster: Cluster, body: Object) -> Object | None:
+    """Create an object; return None where its PriorityClass or namespace is not seen yet by the API server."""
+    try:
+        return cluster.api.create(body)
+    except ApiError as error:
+        if error.code not in (403, 404):
+            raise
+        return None
+
+
+def make(cluster: Cluster, body: Object) -> None:
     """Create an object, and give it its status."""
     status = body.get("status")
-    made = cluster.api.create({key: value for key, value in body.items() if key != "status"})
+    without = {key: value for key, value in body.items() if key != "status"}
+    cluster.wait_for(lambda: created(cluster, without), 30, f"{body['kind']} {body['metadata']['name']}")
     if status is not None:
         name, namespace = body["metadata"]["name"], body["metadata"].get("namespace", "default")
         cluster.api.patch(body["kind"], name, {"status": status}, namespace, "status", body["apiVersion"])
-    return made
 
 
 def remove(cluster: Cluster, body: Object) -> None:
@@ -80,7 +97,7 @@ def offering(cluster: Cluster) -> Iterator[None]:
         offer(cluster, None)
 
 
-def test_nothing_is_found_where_all_is_well(calm: Cluster) -> None:
+def test_nothing_is_found_where_all_is_well(calm: Cluster, plan: Plan) -> None:
     """All is read, the kubelet's configuration included, and the status is 0."""
     found = plan(calm)
     assert (found["findings"], found["unread"], found["status"]) == ([], [], 0)
@@ -89,27 +106,43 @@ def test_nothing_is_found_where_all_is_well(calm: Cluster) -> None:
     assert use["unchangedPodsThroughDRA"] is True
 
 
-@pytest.mark.parametrize("case", CASES, ids=[case.kind.name for case in CASES])
-def test_each_finding_is_found(calm: Cluster, case: Case) -> None:
-    """The objects that show it, as the API server keeps them, give the finding, and nothing else gave it before."""
-    assert case.kind.code not in codes(plan(calm, *case.arguments))
-    made: list[Object] = []
-    try:
-        for body in case.objects:
-            made.append(body)
-            make(calm, body)
-        found = plan(calm, *case.arguments)
-        said = [f"{one['object']} {one['reason']}" for one in found["findings"] if one["code"] == case.kind.code]
-        assert any(case.words in text for text in said), found
-        assert (
-            found["status"] in ({"blocker": {4}, "warning": {3, 4, 5}, "note": {0, 3, 4, 5}}[case.kind.severity.value])
-        )
-    finally:
-        for body in reversed(made):
-            remove(calm, body)
+STATUSES = {"blocker": {4}, "warning": {3, 4, 5}, "note": {0, 3, 4, 5}}
 
 
-def test_the_topology_manager_is_found(make_cluster: Callable[..., Cluster]) -> None:
+def test_each_finding_is_found(calm: Cluster, plan: Plan) -> None:
+    """The objects that show a finding, as the API server keeps them, give it, and without them it is not there."""
+    wrong = {}
+    for case in CASES:
+        made: list[Object] = []
+        try:
+            for body in case.objects:
+                made.append(body)
+                make(calm, body)
+            found = plan(calm, *case.arguments)
+            said = [f"{one['object']} {one['reason']}" for one in found["findings"] if one["code"] == case.kind.code]
+            if not any(case.words in text for text in said):
+                wrong[case.kind.name] = found["findings"]
+            assert found["status"] in STATUSES[case.kind.severity.value]
+        finally:
+            for body in reversed(made):
+                remove(calm, body)
+        calm.wait_for(lambda: not left(calm, made), 60, f"the objects of {case.kind.name} are gone")  # noqa: B023
+        assert case.kind.code not in codes(plan(calm, *case.arguments))
+    assert wrong == {}
+
+
+def left(cluster: Cluster, bodies: Sequence[Object]) -> list[str]:
+    """Return those of some objects that are still there; a namespace ends much later, and does no harm."""
+    found = []
+    for body in bodies:
+        with contextlib.suppress(ApiError):
+            metadata = body["metadata"]
+            cluster.api.get(body["kind"], metadata["name"], metadata.get("namespace", "default"), body["apiVersion"])
+            found.append(f"{body['kind']} {metadata['name']}")
+    return [one for one in found if not one.startswith("Namespace")]
+
+
+def test_the_topology_manager_is_found(make_cluster: Callable[..., Cluster], plan: Plan) -> None:
     """The kubelet's own configuration says its policy."""
     cluster = make_cluster(kubelet_config={"topologyManagerPolicy": "best-effort"})
     if cluster.minor < 36:
@@ -120,7 +153,7 @@ def test_the_topology_manager_is_found(make_cluster: Callable[..., Cluster]) -> 
     assert finding["object"] == "topologyManagerPolicy best-effort"
 
 
-def test_rights_that_lack_are_said(calm: Cluster) -> None:
+def test_rights_that_lack_are_said(calm: Cluster, plan: Plan) -> None:
     """Who may read but not patch is warned; who may not read is told what was not read, and gets no 0."""
     rules = [{"apiGroups": ["*"], "resources": ["*"], "verbs": ["get", "list"]}]
     subject = {"kind": "User", "name": "reader", "apiGroup": "rbac.authorization.k8s.io"}
@@ -151,7 +184,7 @@ def test_rights_that_lack_are_said(calm: Cluster) -> None:
         remove(calm, role)
 
 
-def test_dumps_say_what_the_cluster_says(calm: Cluster, tmp_path: Path) -> None:
+def test_dumps_say_what_the_cluster_says(calm: Cluster, plan: Plan, tmp_path: Path) -> None:
     """What kubectl dumps in JSON and in YAML gives the same findings and numbers as the API server."""
     kinds = "nodes,pods,deviceclasses,resourceslices,resourceclaims,resourceclaimtemplates,resourcequotas,"
     kinds += "priorityclasses,daemonsets,clusterroles,clusterrolebindings"
