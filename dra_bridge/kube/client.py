@@ -259,7 +259,7 @@ class Cluster:
 
     async def ask_node(self, name: str, path: str, *, timeout: float) -> bytes:
         """Return a kubelet's answer to a GET through the API server (nodes/proxy). timeout: in seconds."""
-        return await self._connection.fetch(api.path_of(api.NODES, "v1", name, "", "proxy") + path, timeout)
+        return await self._connection.fetch(path_of(api.NODES, "v1", name, "", "proxy") + path, timeout)
 
     async def event(self, kind: Kind, metadata: Mapping[str, str], reason: str, message: str, node: str) -> None:
         """Write a warning Event, which `kubectl describe` shows; `message` is cut at 1024 bytes.
