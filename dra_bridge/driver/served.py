@@ -52,6 +52,10 @@ class RequestDevices:
         return msgspec.json.encode(self.config, order="sorted").decode()
 
 
+_Names = dict[str, tuple[ServedResource, Device]]
+"""Devices by the name that slices and claims use."""
+
+
 @dataclass(slots=True)
 class ServedDevices:
     """The devices of a driver's resources. host: see `Driver`."""
@@ -59,31 +63,29 @@ class ServedDevices:
     driver: str
     resources: Sequence[ServedResource]
     host: DriverHost
-    _names: dict[str, tuple[ServedResource, Device]] = field(default_factory=dict, init=False)
-    _qualifiers: Mapping[str, str] = field(default_factory=dict, init=False)
-    _named: tuple[InventorySnapshot, ...] = field(default=(), init=False)
-    """The names are of these qualifiers and lists."""
+    _named: tuple[object, Mapping[str, str], tuple[InventorySnapshot, ...], _Names] = field(
+        default=(None, {}, (), {}), init=False
+    )
+    """The last names, after what they were made of: the resources, their qualifiers and their lists."""
 
     def replace(self, resources: Sequence[ServedResource]) -> None:
         """Serve other resources from now on."""
         self.resources = resources
-        self._named = ()
-        self._names = {}
 
     @property
     def by_name(self) -> Mapping[str, tuple[ServedResource, Device]]:
         """The devices by the name that slices and claims use."""
-        snapshots: dict[str, InventorySnapshot] = {}
-        for served in self.resources:
+        resources, snapshots = self.resources, dict[str, InventorySnapshot]()
+        for served in resources:
             snapshots[served.source.resource] = served.inventory.snapshot
-        qualifiers = self.host.qualifiers(list(snapshots))
-        before, now = self._named, tuple(snapshots.values())
-        if qualifiers != self._qualifiers or len(now) != len(before) or any(map(operator.is_not, now, before)):
-            names = naming.published_names(qualifiers, {of: listed.devices for of, listed in snapshots.items()})
-            by_resource = {served.source.resource: served for served in self.resources}
-            self._names = {name: (by_resource[of], snapshots[of].devices[one]) for name, (of, one) in names.items()}
-            self._qualifiers, self._named = dict(qualifiers), now
-        return self._names
+        qualifiers, now = self.host.qualifiers(list(snapshots)), tuple(snapshots.values())
+        made_of, called, listed, names = self._named  # as a whole: threads ask, too
+        if made_of is not resources or qualifiers != called or any(map(operator.is_not, now, listed)):
+            published = naming.published_names(qualifiers, {name: each.devices for name, each in snapshots.items()})
+            by_resource = {served.source.resource: served for served in resources}
+            names = {name: (by_resource[of], snapshots[of].devices[one]) for name, (of, one) in published.items()}
+            self._named = resources, dict(qualifiers), now, names
+        return names
 
     def of_claim(self, claim: Claim) -> Iterator[tuple[ServedResource, list[Device]]]:
         """Yield the devices that a claim holds by resource, also unplugged ones."""
