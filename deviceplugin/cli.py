@@ -42,6 +42,15 @@ class CommandError(Exception):
         self.status = status
 
 
+class _HelpFormatter(argparse.HelpFormatter):
+    """Fills each paragraph of a text but those of examples, whose lines stay."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        fill = super()._fill_text
+        paragraphs = text.split("\n\n")
+        return "\n\n".join(one if one.startswith("examples:") else fill(one, width, indent) for one in paragraphs)
+
+
 class CommandLine:
     """A program with commands, each of which is a function from its options to the exit status."""
 
@@ -52,9 +61,15 @@ class CommandLine:
         )
         self._commands = self.parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    def add(self, name: str, command: Callable[[argparse.Namespace], int], about: str) -> argparse.ArgumentParser:
-        """Add a command; return the parser that takes its options."""
-        parser = self._commands.add_parser(name, help=about, description=about, epilog=EXITS, allow_abbrev=False)
+    def add(
+        self, name: str, command: Callable[[argparse.Namespace], int], about: str, examples: Sequence[str] = ()
+    ) -> argparse.ArgumentParser:
+        """Add a command; return the parser that takes its options. examples: command lines without the program."""
+        lines = "".join(f"  {self.parser.prog} {line}\n" for line in examples)
+        epilog = f"examples:\n{lines}\n{EXITS}" if examples else EXITS
+        parser = self._commands.add_parser(
+            name, help=about, description=about, epilog=epilog, allow_abbrev=False, formatter_class=_HelpFormatter
+        )
         parser.set_defaults(command=command)
         return parser
 

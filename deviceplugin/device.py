@@ -15,6 +15,9 @@ CDI_NAME: Final = (
     r"[a-zA-Z0-9](?:[-a-zA-Z0-9_.]*[a-zA-Z0-9])?/[a-zA-Z](?:[-a-zA-Z0-9_]*[a-zA-Z0-9])?"
     r"=[a-zA-Z0-9](?:[-a-zA-Z0-9_.:]*[a-zA-Z0-9])?"
 )
+LABEL: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+"""A DNS label, as names in ResourceSlices are (RFC 1123)."""
+LABEL_IN_WORDS: Final = "1 to 63 lower-case letters, digits and '-' (not at the ends)"
 QUANTITY: Final = re.compile(
     r"(?P<sign>[+-]?)(?P<number>[0-9]+(\.[0-9]*)?|\.[0-9]+)(?P<suffix>[KMGTPE]i|[numkMGTPE]?|[eE][+-]?[0-9]{1,3})"
 )
@@ -111,6 +114,11 @@ def _strings(what: str, entries: object) -> None:
     _entries(what, entries, "a dict of strings such as {'NAME': 'value'}", lambda text: isinstance(text, str), _STRING)
 
 
+def _label(what: str, name: str) -> None:
+    if not LABEL.fullmatch(name):
+        raise ValueError(f"{what} must be {LABEL_IN_WORDS}, not {name!r}")
+
+
 def _counters(what: str, sets: object) -> None:
     right = "{set: {counter: amount}} such as {'gpu0': {'memory': '4Gi'}}"
 
@@ -119,6 +127,10 @@ def _counters(what: str, sets: object) -> None:
         return True
 
     _entries(what, sets, right, fits, "")
+    for name, amounts in sets.items():  # type: ignore[attr-defined]  # a Mapping has it
+        _label(f"{what}: a counter set's name", name)
+        for counter in amounts:
+            _label(f"{what}: a counter's name in set {name!r}", counter)
 
 
 def _list(what: str, items: object, right: str) -> tuple[Any, ...]:

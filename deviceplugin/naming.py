@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from fractions import Fraction
 from typing import Final
 
-from deviceplugin.device import QUANTITY, Device, Version
+from deviceplugin.device import LABEL, LABEL_IN_WORDS, QUANTITY, Device, Version
 
 
 class NamingError(ValueError):
@@ -48,7 +48,6 @@ _MAX_IDENTIFIER: Final = 32
 _MAX_VALUE: Final = 64
 _MAX_COUNTERS: Final = 32  # of one set, and of one set that a device consumes from
 
-_LABEL: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 SUBDOMAIN: Final = r"[a-z0-9](?:[-a-z0-9]*[a-z0-9])?(?:\.[a-z0-9](?:[-a-z0-9]*[a-z0-9])?)*"
 _IDENTIFIER: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 NAME: Final = r"[A-Za-z0-9](?:[-A-Za-z0-9_.]*[A-Za-z0-9])?"
@@ -86,10 +85,8 @@ def parse_quantity(value: int | str) -> Fraction:
 
 def check_label(name: str, what: str = "the name") -> None:
     """Raise NamingError unless this is a DNS label."""
-    if not _LABEL.fullmatch(name):
-        raise NamingError(
-            f"{what} must be 1 to {_MAX_LABEL} lower-case letters, digits and '-' (not at the ends), not {name!r}"
-        )
+    if not LABEL.fullmatch(name):
+        raise NamingError(f"{what} must be {LABEL_IN_WORDS}, not {name!r}")
 
 
 def check_driver(name: str) -> None:
@@ -224,12 +221,12 @@ def device_name(device: str, qualifier: str = "") -> str:
 
     qualifier: which resource the device belongs to (`qualifiers`); it goes in front, with `--` between.
     """
-    plain = _LABEL.fullmatch(device) and not _HASHED.fullmatch(device)
+    plain = LABEL.fullmatch(device) and not _HASHED.fullmatch(device)
     if not qualifier:
         return device if plain else _hashed(device, device)
     name = f"{qualifier}--{device}"
     # A qualifier that has "--" in it makes a hashed name, which no id of an unqualified resource is.
-    if plain and "--" not in device and "--" not in qualifier and _LABEL.fullmatch(name):
+    if plain and "--" not in device and "--" not in qualifier and LABEL.fullmatch(name):
         return name
     return _hashed(f"{_slug(qualifier)[:20]}--{_slug(device)}", f"{qualifier}\0{device}")
 
@@ -293,7 +290,7 @@ def _check_quantity(what: str, value: object) -> None:
 
 
 def _plain_word(word: str) -> bool:
-    return len(word) <= 20 and "--" not in word and _LABEL.fullmatch(word) is not None
+    return len(word) <= 20 and "--" not in word and LABEL.fullmatch(word) is not None
 
 
 def _hashed_word(resource: str) -> str:

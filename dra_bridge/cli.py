@@ -93,13 +93,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     status.add_argument("-o", "--output", choices=("table", "json"), default="table", help=about)
     status.add_argument("--problems", action="store_true", help="only nodes and devices with problems")
     status.add_argument("--watch", "-w", action="store_true", help="refresh until interrupted")
-    migrate = line.add("migrate", _migrate, "Set the share of nodes: how many of a driver's devices claims can get.")
+    about = "Set the share of nodes: how many of a driver's devices claims can get."
+    examples = (
+        "migrate node1 --driver fpga.example.com --share 1 --wait",
+        "migrate node1 node2 --driver fpga.example.com --share all --wait --timeout 600",
+        "migrate node1 --driver fpga.example.com --share default",
+    )
+    migrate = line.add("migrate", _migrate, about, examples)
     migrate.add_argument("nodes", nargs="+", metavar="NODE", help="a node's name")
     same = "the same as --share default"
     _add_share(migrate).add_argument("--unset", dest="share", action="store_const", const="default", help=same)
     migrate.add_argument("--wait", action="store_true", help="wait until the devices have moved; show progress")
-    migrate.add_argument("--timeout", type=_seconds, default=0.0, metavar="SECONDS", help="how long to wait at most")
-    rollout = line.add("rollout", _rollout, "Set the share of many nodes, some at a time; stop at failures.")
+    migrate.add_argument(
+        "--timeout", type=_seconds, default=0.0, metavar="SECONDS", help="longest wait (default: no limit)"
+    )
+    examples = (
+        "rollout --driver fpga.example.com --share all --selector pool=fpga --max-unavailable 2",
+        "rollout --driver fpga.example.com --selector pool=fpga --undo",
+    )
+    rollout = line.add("rollout", _rollout, "Set the share of many nodes, some at a time; stop at failures.", examples)
     rollout.description = _ROLLOUT
     _add_share(rollout).add_argument("--undo", action="store_true", help="restore each node's previous share")
     rollout.add_argument("--selector", "-l", required=True, metavar="LABELS", help="which nodes, such as pool=gpu")
@@ -126,7 +138,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         add_kubeconfig(command)
     demo = line.add("demo", _demo, "Show both sides at work, with an embedded kubelet and API server.")
     demo.add_argument("--hold", action="store_true", help="keep serving until interrupted")
-    manifests = line.add("manifests", _manifests, "Print what to apply to a cluster to have the agent on its nodes.")
+    about = "Print what to apply to a cluster to have the agent on its nodes."
+    examples = (
+        "manifests --config devices.yaml --image registry.example/deviceplugin:1 | kubectl apply -f -",
+        "manifests --config devices.yaml --plugin-only > limits-only.yaml",
+        "manifests --source agent.py --command 'python /app/agent.py' --image registry.example/agent:1",
+    )
+    manifests = line.add("manifests", _manifests, about, examples)
     what = manifests.add_mutually_exclusive_group(required=True)
     what.add_argument("--config", type=Path, metavar="FILE", help="the config file (YAML)")
     about = "an own agent's Python file: it is run up to its `dra_bridge.run(...)`, for resources and drivers"

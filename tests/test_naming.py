@@ -198,6 +198,14 @@ def test_capacity_and_counters() -> None:
         check_label("Card")
 
 
+@pytest.mark.parametrize("field", ["counters", "consumes"])
+@pytest.mark.parametrize("sets", [{"card_0": {"memory": 1}}, {"card0": {"Memory": 1}}, {"-a": {"memory": 1}}])
+def test_a_counters_name_is_checked_where_it_is_written(field: str, sets: dict[str, dict[str, int]]) -> None:
+    """A name that resource.k8s.io refuses is refused by Device: else claims alone would lack the device."""
+    with pytest.raises(ValueError, match=f"device 'a': {field}: a counter.* must be 1 to 63 lower-case letters"):
+        Device("a", **{field: sets})
+
+
 def test_device_is_checked_whole() -> None:
     """A device's own attributes and capacity are checked, and how many it has."""
 

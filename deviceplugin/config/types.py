@@ -313,7 +313,7 @@ class ResourceConfig(_Strict, frozen=True, kw_only=True, eq=False):
     health: HealthConfig = HealthConfig()
     sharing: SharingConfig = SharingConfig()
     topology: Annotated[bool, _about("Whether the kubelet gets the devices' NUMA nodes.")] = True
-    prefer: Annotated[
+    policy: Annotated[
         Policy,
         _about(
             "Which devices a container gets that requests several. links: closely linked devices, and replicas of "

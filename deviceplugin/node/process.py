@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from deviceplugin import files, filewatch, looked_at
+from deviceplugin import blocking, files, filewatch, looked_at
 from deviceplugin.adoption.plugins import VendorPlugins
 from deviceplugin.adoption.source import Adopted, AdoptedSource
 from deviceplugin.kubelet.paths import Paths
@@ -215,17 +215,23 @@ async def _serve(
     what = f"config file {config.path}" if config else "no config file"
     _LOG.info("version %s starts on node %s: %s", VERSION, program.node, what)
 
-    def stop(number: signal.Signals) -> None:
-        _LOG.info("%s: the agent ends; pods keep their devices", number.name)
-        signal.alarm(ENDING)
+    def stop(name: str) -> None:
+        _LOG.info("%s: the agent ends; pods keep their devices", name)
         program.agent.stop()
 
+    def end(number: int, _: object) -> None:
+        # This runs even while a coroutine blocks the loop: the alarm then ends the process, or a second signal does.
+        signal.alarm(ENDING)
+        signal.signal(number, signal.SIG_DFL)
+        loop.call_soon_threadsafe(stop, signal.Signals(number).name)
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop, number)
+        signal.signal(number, end)
     loop.add_signal_handler(signal.SIGHUP, reload.set)
     if config is None:
         loop.add_signal_handler(signal.SIGHUP, _LOG.info, "SIGHUP is ignored: this agent has no config file")
     with contextlib.ExitStack() as stack:
+        stack.callback(blocking.LoopWatch().end)
         if metrics_address is not None:
             from deviceplugin.metrics import collectors
 

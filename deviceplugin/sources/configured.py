@@ -140,7 +140,7 @@ class ConfiguredSource(DeviceSource):
         self.driver = config.driver
         self.replicas = config.sharing.most
         self.topology = config.topology
-        self.policy = config.prefer
+        self.policy = config.policy
         self.entries = tuple(build_entry(config, index) for index in range(len(config.devices)))
         self._edits = ContainerEdits(
             env=config.env,

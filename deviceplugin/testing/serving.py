@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
+    from deviceplugin.blocking import LoopWatch
     from deviceplugin.node.agent import Agent
     from deviceplugin.node.process import Program
     from deviceplugin.source import DeviceSource
@@ -36,6 +37,7 @@ class Served:
         self._made = threading.Event()
         self._over = threading.Event()
         self._agent: Agent | None = None
+        self._watch: LoopWatch | None = None
         self._thread = threading.Thread(target=self._main, name="agent", daemon=True)
         self._thread.start()
         self._made.wait()
@@ -58,6 +60,7 @@ class Served:
 
         Raises:
             RuntimeError: a source's `watch` failed before its first list, or the agent ended; the error is the cause.
+            BlockedLoopError: a coroutine of a source blocks the agent.
             TimeoutError: it does not happen in time.
 
         """
@@ -69,11 +72,15 @@ class Served:
             return not waiting
 
         self._kubelet.wait_until(
-            lambda: not self.alive or self._failure() is not None or ready(),
+            lambda: not self.alive or self._failure() is not None or bool(self._blocked) or ready(),
             timeout,
             lambda: f"{waiting} to be registered, with a first list of `watch`",
         )
         self._raise_end()
+        if blocked := self._blocked:
+            from deviceplugin.blocking import REMEDY, BlockedLoopError
+
+            raise BlockedLoopError(f"{blocked} blocks the whole agent: {REMEDY}")
         if (failure := self._failure()) is not None:
             name, cause = failure
             why = f"{type(cause).__name__}: {cause}"  # its repr leaves out the path of a missing file
@@ -89,11 +96,15 @@ class Served:
         """
         if self._agent is not None:
             self._agent.stop()
-        self._thread.join(timeout)
+        self._thread.join(0.0 if self._blocked else timeout)
         if self._thread.is_alive():
             raise TimeoutError(f"the agent has not ended within {timeout} s")
         if self.error is not None:
             raise self.error
+
+    @property
+    def _blocked(self) -> str:
+        return self._watch.blocked if self._watch is not None else ""
 
     def _raise_end(self) -> None:
         if not self.alive:
@@ -119,10 +130,16 @@ class Served:
             self._kubelet.notify()
 
     async def _run(self) -> None:
+        from deviceplugin.blocking import LoopWatch
+
         program = self._program()
         self._agent = program.agent
+        self._watch = LoopWatch(period=1.0)
         self._made.set()
-        await program.run()
+        try:
+            await program.run()
+        finally:
+            self._watch.end()
 
     def _program(self) -> Program:
         """Return what runs in the thread, in its loop."""

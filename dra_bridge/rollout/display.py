@@ -65,9 +65,13 @@ def lines(status: FleetStatus, width: int | None, now: float, *, problems: bool 
     named = [view for view in status.nodes if fleet.obstacles(view) or fleet.withheld(view)] if brief else status.nodes
     top = [*status.problems, *(_totals(status.nodes) if many else ())]
     rest = [*status.hints, *status.unknown]
-    if brief and (left := len(devices) - len(shown)):
+    if brief and len(shown) < len(devices):
+        left = [device for _, device in devices if not needs_attention(device)]
+        fine = sum(bool(device.health) for device in left)
+        parts = [f"{counted(fine)} that need{'s' * (fine == 1)} no attention"] if fine else []
+        parts += [f"{counted(len(left) - fine)} whose health is not known"] if fine < len(left) else []
         more = "" if problems else "; --node NAME shows all of a node"
-        rest.append(f"not listed, as they need no attention: {counted(left)}{more}")
+        rest.append(f"not listed: {', '.join(parts)}{more}")
     sentences = [line for view in named for line in _of_node(view, width)]
     table = _table([_row(view, device, now) for view, device in shown], width)
     last = wrapped(rest, width)

@@ -54,11 +54,11 @@ class Reporter:
         """Move the bar of all nodes, which is above those of the nodes in the move. phases: of all nodes, by name."""
         if self._bars is None:
             return
-        if self._total is None:
-            self._total = self._bars.add_task("", unit="nodes")
         of = {phase: sum(each is phase for each in phases.values()) for phase in Phase}
         words = f"{of[Phase.MOVING]} moving, {of[Phase.WAITING]} not started"
         done = of[Phase.DONE] + of[Phase.UNTOUCHED]
+        if self._total is None:  # with all of it: it may be drawn at once
+            self._total = self._bars.add_task(words, total=len(phases), completed=done, unit="nodes")
         self._bars.update(self._total, description=words, total=len(phases), completed=done)
 
     def _make_room(self) -> None:

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from deviceplugin.register.records import State
 from dra_bridge.rollout import display
 from dra_bridge.rollout.display import FleetStatus, Line
-from dra_bridge.rollout.fleet import NodeView, ReportedDevice
+from dra_bridge.rollout.fleet import NodeView, Phase, ReportedDevice
 from dra_bridge.rollout.progress import DeviceProgress, Progress, ResourceProgress
+from dra_bridge.rollout.reporter import Reporter
 
 D = "gpu.example.com"
 R = "example.com/gpu"
@@ -111,7 +112,7 @@ def test_many_nodes_begin_with_their_numbers() -> None:
         "n99   example.com/gpu  gpu-1   plugin  plugin  -                  unhealthy (XID 79: it has fallen off the"
         " bus)  5s",
         "",
-        "not listed, as they need no attention: 80 devices; --node NAME shows all of a node",
+        "not listed: 80 devices that need no attention; --node NAME shows all of a node",
     ]
     piped = shown(FleetStatus([*fine, waiting]))
     assert piped[:3] == lines[:3]
@@ -134,7 +135,38 @@ def test_problems_alone(seen: ReportedDevice) -> None:
     lines = shown(status, problems=True)
     assert not any("fine" in line for line in lines)
     assert any(line.startswith("n2 ") for line in lines)
-    assert lines[-1] == "not listed, as they need no attention: 1 device"
+    assert lines[-1] == "not listed: 1 device that needs no attention"
+
+
+def test_unknown_health_is_not_said_to_be_fine() -> None:
+    """Devices whose agent has not answered are counted apart from those that need no attention."""
+    status = FleetStatus([view("n1", device("a"), device("b", health=""), device("c", health=""), requested="none")])
+    assert shown(status, problems=True)[-1] == (
+        "not listed: 1 device that needs no attention, 2 devices whose health is not known"
+    )
+
+
+class Bars:
+    """Progress bars that record how they are made."""
+
+    def __init__(self) -> None:
+        self.made: list[dict[str, Any]] = []
+
+    def add_task(self, description: str, **fields: Any) -> int:
+        self.made.append({"description": description, **fields})
+        return len(self.made)
+
+    def update(self, task: int, **fields: Any) -> None:
+        """Take a change."""
+
+
+def test_the_first_frame_of_a_rollout_has_its_nodes() -> None:
+    """The bar of all nodes is made with their number: it can be drawn before it is changed."""
+    bars = Bars()
+    Reporter(print, bars).total({"n1": Phase.DONE, "n2": Phase.WAITING})
+    (made,) = bars.made
+    assert (made["total"], made["completed"]) == (2, 1)
+    assert made["description"] == "0 moving, 1 not started"
 
 
 def test_a_screen_is_not_exceeded() -> None:

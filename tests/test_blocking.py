@@ -1,0 +1,69 @@
+"""A coroutine that blocks the event loop is named, and does not keep the agent from ending."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+
+import pytest
+
+from deviceplugin import Device, DeviceSource
+from deviceplugin.blocking import BlockedLoopError
+from deviceplugin.testing import FakeKubelet, Served
+from tests.programs import running
+
+SCRIPT = """
+import time
+from deviceplugin import Device, DeviceSource, run
+
+class Slow(DeviceSource):
+    resource = "example.com/slow"
+
+    async def watch(self):
+        yield [Device("a")]
+        print("blocks", flush=True)
+        while True:
+            time.sleep(1000)
+
+run(Slow())
+"""
+
+
+class Sleeping(DeviceSource):
+    resource = "example.com/sleeping"
+
+    async def watch(self):  # type: ignore[no-untyped-def]  # as an author writes it
+        time.sleep(30.0)  # noqa: ASYNC251 - that is the mistake
+        yield [Device("a")]
+
+
+def test_served_names_the_line_that_blocks(served: Callable[..., Served], caplog: pytest.LogCaptureFixture) -> None:
+    """A `watch` that sleeps without await raises in the test, with resource, file and line, before the time is over."""
+    with pytest.raises(
+        BlockedLoopError, match=r"example.com/sleeping: .*test_blocking\.py:\d+, in watch blocks the who"
+    ):
+        served(Sleeping(), timeout=25.0)
+    assert "has blocked the whole agent for" in caplog.text
+
+
+def test_a_blocked_agent_says_so_and_ends_at_the_second_signal(fake_kubelet: FakeKubelet) -> None:
+    """`run` logs the line that blocks; the second SIGTERM ends the process."""
+    command = [sys.executable, "-c", textwrap.dedent(SCRIPT), *fake_kubelet.arguments]
+    with running(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == "blocks\n"
+        line = next(line for line in process.stderr if "blocked the whole agent for" in line)
+        assert "example.com/slow" in line
+        assert "in watch" in line
+        deadline = time.monotonic() + 20.0
+        while process.poll() is None and time.monotonic() < deadline:
+            process.send_signal(signal.SIGTERM)  # two that come at once are one
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=0.2)
+        assert process.returncode == -signal.SIGTERM
