@@ -148,6 +148,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     devices.add_argument(
         "-o", "--output", choices=("table", "json"), default="table", help="output format (default: %(default)s)"
     )
+    examples = ("import generic-device-plugin.yaml > devices.yaml", "import nvidia-config.yaml > devices.yaml")
+    about = "Make a config file of another plugin's settings, and name what has no counterpart here."
+    import_ = line.add("import", _import, about, examples)
+    import_.description = (
+        f"{about} FILE is a config file, a ConfigMap or a DaemonSet of generic-device-plugin, smarter-device-manager "
+        "or NVIDIA's device plugin."
+    )
+    import_.add_argument("file", type=Path, metavar="FILE", help="the settings (YAML), - for standard input")
     line.add("schema", _schema, "Print the config file's JSON schema.")
     demo = line.add("demo", _demo, "Show a device plugin at work, with simulated devices and an embedded kubelet.")
     demo.add_argument("--hold", action="store_true", help="keep serving until interrupted")
@@ -231,6 +239,24 @@ def _devices(options: argparse.Namespace) -> int:
     else:
         _print_devices(listed)
     return status
+
+
+def _import(options: argparse.Namespace) -> int:
+    from deviceplugin.config import foreign
+
+    try:
+        text = sys.stdin.read() if str(options.file) == "-" else options.file.read_text()
+        made = foreign.imported(text)
+    except (OSError, UnicodeDecodeError) as error:
+        raise CommandError(f"{_title(options.file)}: cannot be read: {error}") from error
+    except foreign.UnknownSettingsError as error:
+        raise CommandError(f"{_title(options.file)}: {error}") from error
+    text = foreign.as_file(made)
+    for note in made.notes:
+        print(f"{_title(options.file)}: not imported: {printable(note)}", file=sys.stderr)
+    config.parse(text, "the imported file")
+    print(text, end="")
+    return 0
 
 
 def _schema(options: argparse.Namespace) -> int:
