@@ -106,16 +106,19 @@ def changes(before: InventorySnapshot, now: InventorySnapshot) -> Iterator[Devic
         if name in now.gone:
             if name not in before.gone:
                 yield DeviceChange(name, "vanished", bad=True)
-        elif old is None:
+        elif old is None or name in before.gone:
             if before.listed:
-                yield DeviceChange(name, "appeared")
-            if not device.health.usable:
-                yield DeviceChange(name, f"is {health}{why}", bad=True)
+                yield DeviceChange(name, "appeared" if old is None else "appeared again")
+            if not device.health.usable or (old is not None and device.health is Health.UNKNOWN):
+                yield DeviceChange(name, f"is {health}{why}", bad=not device.health.usable)
         elif old.health is not device.health:
             recovered = device.health is Health.HEALTHY
             yield DeviceChange(name, "recovered" if recovered else f"is {health}{why}", not device.health.usable)
     for name in before.devices.keys() - now.devices.keys():
-        yield DeviceChange(name, "is removed: it is unlisted and nobody holds it")
+        if name not in before.gone:  # what was free may be forgotten before anything looks
+            yield DeviceChange(name, "vanished", bad=True)
+        else:
+            yield DeviceChange(name, "is removed: it is unlisted and has no holder")
 
 
 def blamed(listed: InventorySnapshot, message: str, version: int) -> InventorySnapshot:

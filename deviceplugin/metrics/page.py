@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
-from deviceplugin.device import counted
+from deviceplugin.device import Device, counted
 from deviceplugin.metrics.load import Value
 from deviceplugin.metrics.report import Event, ShareProgress
 from deviceplugin.metrics.views import AgentView, DeviceHolder, DeviceView, ResourceView, UnlistedDevice, no_plugin
@@ -212,10 +212,9 @@ def _share(share: ShareProgress) -> str:
 
 def _section(resource: ResourceView, view: AgentView) -> str:
     text = counted(len(resource.devices))
-    if resource.status.replicas > 1:
-        text += f" for up to {resource.status.replicas} containers each"
     if view.holders_known:
-        text += f", {sum(bool(seen.holders) for seen in resource.devices)} held"
+        used = sum(min(len(seen.holders), seen.replicas) for seen in resource.devices)
+        text += f", {used} of {sum(seen.replicas for seen in resource.devices)} in use"
     title = _span("good", "registered") if resource.status.registered else _span("bad", "not registered")
     if (vendor := resource.status.vendor) is not None:
         shown = f"its plugin is connected since {_iso(vendor.since)}" if vendor.connected else no_plugin(vendor)
@@ -232,10 +231,10 @@ def _section(resource: ResourceView, view: AgentView) -> str:
     for seen in sorted(resource.devices, key=lambda seen: attention(seen)[0]):
         rows[_calm(seen, view)].append(_row(resource.name, seen, view, loads=loads))
     calm, fold = rows[True], len(rows[True]) > SHOWN_CALM
-    shown = _table(head, rows[False] if fold else rows[False] + calm, loads=loads)
+    shown = _table(head, rows[False] if fold else rows[False] + calm)
     if fold:
         summary = f"<summary>{len(calm)} healthy, free devices</summary>"
-        shown += f'<details id="{escape(f"free-{resource.name}")}">{summary}{_table(head, calm, loads=loads)}</details>'
+        shown += f'<details id="{escape(f"free-{resource.name}")}">{summary}{_table(head, calm)}</details>'
     shown += _unlisted(resource)
     return f"<section><div><h2>{escape(resource.name)}</h2>{title}</div>\n{shown}</section>"
 
@@ -252,10 +251,9 @@ def _unlisted(resource: ResourceView) -> str:
     return f"<ul>{''.join(map(line, resource.unlisted))}</ul>" if resource.unlisted else ""
 
 
-def _table(head: str, rows: Sequence[str], *, loads: bool) -> str:
-    kind = "" if loads else ' class="narrow"'
+def _table(head: str, rows: Sequence[str]) -> str:
     body = "\n".join(rows)
-    return f"<table{kind}><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table>" if rows else ""
+    return f"<table><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table>" if rows else ""
 
 
 def _calm(seen: DeviceView, view: AgentView) -> bool:
@@ -271,7 +269,7 @@ def _row(resource: str, seen: DeviceView, view: AgentView, *, loads: bool) -> st
     color = {"healthy": "good", "unhealthy": "bad"}.get(device.health.value, "warn")
     moving = "fine" if location.state.rests else "warn"
     cells = [
-        _cell("Device", escape(device.id) + _small(numa)),
+        _cell("Device", escape(device.id) + _small(_paths(device)) + _small(numa)),
         _cell("Health", _span(color, device.health.value) + _small(device.message) + _small(_since(seen.since))),
         _cell(
             "Side",
@@ -283,6 +281,12 @@ def _row(resource: str, seen: DeviceView, view: AgentView, *, loads: bool) -> st
         cells.append(_cell("Load", "".join(_load(seen.load)), "load"))
     kind = ' class="calm"' if _calm(seen, view) else ""
     return f'<tr id="{escape(f"{resource}/{device.id}")}"{kind}>{"".join(cells)}</tr>'
+
+
+def _paths(device: Device) -> str:
+    """Return the first of a device's nodes, and how many more it has."""
+    first, *more = device.hosts or ("",)
+    return f"{first} and {len(more)} more" if more else first
 
 
 def _cell(label: str, content: str, kind: str = "") -> str:

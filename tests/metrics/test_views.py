@@ -311,9 +311,18 @@ class TestEvents:
         ]
         assert self.changes(now, before) == [
             ("a recovered", False),
-            ("c recovered", False),
-            ("d is removed: it is unlisted and nobody holds it", False),
+            ("c appeared again", False),
+            ("d vanished", True),
         ]
+
+    def test_a_device_that_is_forgotten_has_vanished_before(self) -> None:
+        """Each vanishing is one event, also if the device was forgotten before anything looked."""
+        there = resource("a", "b")
+        gone = replace(there, snapshot=merged(there.snapshot, [Device("b")]))
+        without = resource("b")
+        assert self.changes(there, without) == [("a vanished", True)]
+        assert self.changes(there, gone) == [("a vanished", True)]
+        assert self.changes(gone, without) == [("a is removed: it is unlisted and has no holder", False)]
 
     def test_the_first_list_is_no_event(self) -> None:
         """Devices that are there from the start did not appear."""

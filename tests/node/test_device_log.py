@@ -51,7 +51,7 @@ def test_a_devices_life_is_in_the_log(inventory: Inventory, caplog: pytest.LogCa
     ]
     inventory.forget(["b"])
     inventory.publish([Device("c"), Device("a")])
-    assert said(caplog) == [f"INFO {R}: device b is removed: it is unlisted and nobody holds it"]
+    assert said(caplog) == [f"INFO {R}: device b is removed: it is unlisted and has no holder"]
 
 
 def test_the_holder_of_a_broken_device_is_said(caplog: pytest.LogCaptureFixture) -> None:
