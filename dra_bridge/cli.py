@@ -66,6 +66,10 @@ not removed: created objects and share annotations; to remove those of all agent
 on each node the ledger stays: plugins/dra-bridge in the kubelet's directory"""
 
 
+PLUGIN_NAME: Final = "deviceplugin"
+"""The namespace and name of an agent that serves limits only, if no other ones are given."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     if (given := sys.argv[1:] if argv is None else argv) and given[0] in ("validate", "devices", "schema"):
@@ -231,8 +235,9 @@ def _add_deployment(parser: argparse.ArgumentParser) -> None:
     command = "what runs an own agent in the image, such as 'python /app/agent.py'; with --source"
     add("--command", "own_command", command, type=lambda text: tuple(shlex.split(text)))
     add("--pull-policy", "pull_policy", "imagePullPolicy", "IfNotPresent", choices=policies)
-    add("--namespace", "namespace", "the namespace of the agent", "dra-bridge", type=name, metavar="NAME")
-    add("--name", "name", "the name of the DaemonSet and of its other objects", "dra-bridge", type=name, metavar="NAME")
+    named = f"dra-bridge, {PLUGIN_NAME} for limits only"
+    add("--namespace", "namespace", "the namespace of the agent", named, type=name, metavar="NAME")
+    add("--name", "name", "the name of the DaemonSet and of its other objects", named, type=name, metavar="NAME")
     add("--resource-api", "version", "the version of resource.k8s.io for the DeviceClasses", "v1", choices=apis)
     add("--no-extended-resource", "extended_resource", no_names, action="store_false")
     root, plugins = "/var/lib/kubelet", "/var/lib/kubelet/device-plugins, whatever its --root-dir is"
@@ -366,6 +371,8 @@ def _manifests(options: argparse.Namespace) -> int:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise CommandError(f"{options.config or options.source} cannot be read: {reason}") from error
+    if given.get("plugin_only") or not any(resource.driver for resource in loaded.resources):
+        given = {"name": PLUGIN_NAME, "namespace": PLUGIN_NAME, **given}
     deployment = Deployment(**given)
     try:
         printed = to_yaml(manifests(loaded, text, deployment))

@@ -20,6 +20,7 @@ from deviceplugin.metrics.collectors import LOOP_TIMEOUT
 from deviceplugin.naming import class_name
 from deviceplugin.testing import FakeKubelet, serve
 from deviceplugin.version import installing
+from dra_bridge import cli as bridge_cli
 from dra_bridge.manifests import Deployment, manifests
 from dra_bridge.testing import serve_both
 from tests.cluster.matrix import VERSIONS
@@ -116,6 +117,19 @@ def test_daemonset_has_the_rights_of_a_plugin_alone() -> None:
     assert rights(daemonset) == rights(manifests(config.parse(text), text)[-1])
 
 
+def test_daemonset_is_what_manifests_print_for_limits_only(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """examples/daemonset.yaml has the name, memory and probes of what `manifests` prints for its file."""
+    map_, daemonset = yaml.safe_load_all((EXAMPLES / "daemonset.yaml").read_text())
+    file = tmp_path / "config.yaml"
+    file.write_text(map_["data"]["config.yaml"])
+    assert bridge_cli.main(["manifests", "--config", str(file)]) == 0
+    *_, printed = yaml.safe_load_all(capsys.readouterr().out)
+    assert printed["metadata"]["name"] == daemonset["metadata"]["name"]
+    (mine,), (theirs,) = (one["spec"]["template"]["spec"]["containers"] for one in (daemonset, printed))
+    for part in ("resources", "startupProbe", "livenessProbe", "readinessProbe", "securityContext", "ports"):
+        assert mine[part] == theirs[part], part
+
+
 @pytest.mark.parametrize("path", sorted((EXAMPLES / "claims").glob("*.yaml")), ids=lambda path: path.name)
 def test_examples_of_claims_start_anywhere(path: Path) -> None:
     """Their image is one that every cluster can pull, in a version that stays."""
@@ -129,7 +143,7 @@ def test_probes_wait_longer_than_the_agent_takes() -> None:
     text = "resources: [{name: a/b, driver: b.a, devices: [path: /dev/x]}]"
     _, plugin = yaml.safe_load_all((EXAMPLES / "daemonset.yaml").read_text())
     (bridge,) = (one for one in manifests(config.parse(text), text) if one["kind"] == "DaemonSet")
-    for daemonset, count in ((plugin, 2), (bridge, 3)):
+    for daemonset, count in ((plugin, 3), (bridge, 3)):
         (container,) = daemonset["spec"]["template"]["spec"]["containers"]
         probes = [value for key, value in container.items() if key.endswith("Probe")]
         assert len(probes) == count
