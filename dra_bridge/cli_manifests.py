@@ -1,25 +1,50 @@
-"""The command line of `convert`, which reads and prints manifests alone."""
+"""The command lines of `manifests` and `convert`, which read and print manifests alone."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
+import re
+import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from deviceplugin.cli import CommandError, CommandLine
 from deviceplugin.device import counted, printable
+from deviceplugin.version import VERSION
 
 if TYPE_CHECKING:
+    from deviceplugin.config import Config
+    from deviceplugin.source import DeviceSource
     from dra_bridge.convert.convert import ManifestText
     from dra_bridge.convert.pods import CustomPath
 
+PLUGIN_NAME: Final = "deviceplugin"
+"""The namespace and name of an agent that serves limits only, if no other ones are given."""
 _SUFFIXES: Final = {".json", ".yaml", ".yml"}
 _CONVERT: Final = """
 Replace the limits of pods by claims, in manifests, and print them; what is to be said about them goes to the standard
 error. Nothing else of the text changes. The exit status is 1 if something was refused: it is printed as it was.
 """
+
+
+def add_manifests(line: CommandLine) -> None:
+    """Add the command `manifests`."""
+    about = "Print what to apply to a cluster to have the agent on its nodes."
+    examples = (
+        "manifests --config devices.yaml --image registry.example/deviceplugin:1 | kubectl apply -f -",
+        "manifests --config devices.yaml --plugin-only > limits-only.yaml",
+        "manifests --source agent.py --command 'python /app/agent.py' --image registry.example/agent:1",
+    )
+    manifests = line.add("manifests", _manifests, about, examples)
+    what = manifests.add_mutually_exclusive_group(required=True)
+    what.add_argument("--config", type=Path, metavar="FILE", help="the config file (YAML)")
+    about = "an own agent's Python file: it is run up to its `dra_bridge.run(...)`, for resources and drivers"
+    what.add_argument("--source", type=Path, metavar="FILE", help=about)
+    _add_deployment(manifests)
 
 
 def add_convert(line: CommandLine) -> None:
@@ -139,3 +164,174 @@ def _write(text: str) -> None:
     """Write a text byte for byte; the text layer would change the ends of lines on some systems."""
     sys.stdout.flush()
     sys.stdout.buffer.write(text.encode())
+
+
+def matching(pattern: str, problem: str, convert: Callable[[str], Any] = str) -> Callable[[str], Any]:
+    """Return what reads an argument that matches a pattern; problem: what follows one that does not."""
+
+    def read(text: str) -> Any:
+        if not re.fullmatch(pattern, text, re.DOTALL):
+            raise argparse.ArgumentTypeError(f"{text!r} {problem}")
+        return convert(text)
+
+    return read
+
+
+def _add_deployment(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `manifests.Deployment`; what is not given keeps its default there."""
+
+    def add(option: str, field: str, about: str, default: str = "", **more: Any) -> None:
+        about += f" (default: {default})" if default else ""
+        parser.add_argument(option, dest=field, default=argparse.SUPPRESS, help=about, **more)
+
+    name = matching(
+        r"(?!.{64})[a-z0-9]([-a-z0-9]*[a-z0-9])?",
+        "is not a name; write at most 63 lower-case letters, digits and dashes, no dash at either end",
+    )
+    directory = matching("/+[^/].*", "is not an absolute path below /; write the nodes' own, such as /var/lib/x")
+    file = matching("/+[^/]+/+.*[^/]", "is not the path of a socket in a directory below /")
+    class_name = matching(r"(?!.{254})[a-z0-9]([-a-z0-9.]*[a-z0-9])?", "is not the name of a RuntimeClass")
+    image = matching(r"\S+", "is not an image")
+    label = matching("[^=]+=.*", "is not KEY=VALUE", lambda text: tuple(text.split("=", 1)))
+    apis, policies = ("v1", "v1beta2", "v1beta1"), ("Always", "IfNotPresent", "Never")
+    no_names = "leave extendedResourceName out, as v1beta1 and v1beta2 do: servers before 1.34 refuse it"
+    status = "run the agent with --claim-status, and give it the right to patch the status of claims"
+    runtime = "RuntimeClass of the agent's pod: `nvidia` for GPUs where it is not the nodes' default"
+    selector = "a label that nodes must have; may be repeated"
+    add("--image", "image", "the agent's image", f"deviceplugin:{VERSION}", type=image, metavar="IMAGE")
+    command = "what runs an own agent in the image, such as 'python /app/agent.py'; with --source"
+    add("--command", "own_command", command, type=lambda text: tuple(shlex.split(text)))
+    add("--pull-policy", "pull_policy", "imagePullPolicy", "IfNotPresent", choices=policies)
+    named = f"dra-bridge, {PLUGIN_NAME} for limits only"
+    add("--namespace", "namespace", "the namespace of the agent", named, type=name, metavar="NAME")
+    add("--name", "name", "the name of the DaemonSet and of its other objects", named, type=name, metavar="NAME")
+    add("--resource-api", "version", "the version of resource.k8s.io for the DeviceClasses", "v1", choices=apis)
+    add("--no-extended-resource", "extended_resource", no_names, action="store_false")
+    root, plugins = "/var/lib/kubelet", "/var/lib/kubelet/device-plugins, whatever its --root-dir is"
+    add("--kubelet-root", "kubelet_root", "the kubelet's --root-dir", root, type=directory, metavar="DIR")
+    about = "where the kubelet has kubelet.sock"
+    add("--device-plugin-dir", "device_plugin_directory", about, plugins, type=directory, metavar="DIR")
+    about, socket = "the kubelet's PodResources service", "pod-resources/kubelet.sock in its --root-dir"
+    add("--pod-resources-socket", "pod_resources_socket", about, socket, type=file, metavar="PATH")
+    cgroups, pod_logs = "/sys/fs/cgroup", "/var/log/pods"
+    add("--cgroup-root", "cgroup_root", "the nodes' cgroup file system", cgroups, type=directory, metavar="DIR")
+    add("--pod-log-dir", "pod_log_directory", "the kubelet's podLogsDir", pod_logs, type=directory, metavar="DIR")
+    add("--cdi-dir", "cdi_directory", "where runtimes find CDI specs", "/var/run/cdi", type=directory, metavar="DIR")
+    add("--claim-status", "claim_status", status, action="store_true")
+    add("--metrics-port", "metrics_port", "port of metrics and probes, 0 for none", "9410", type=_port, metavar="PORT")
+    add("--runtime-class", "runtime_class", runtime, "none", type=class_name, metavar="NAME")
+    judged = "auto: if the config opens device nodes; of an own agent auto means never"
+    add("--privileged", "privileged", judged, "auto", choices=("auto", "always", "never"))
+    below_sys = matching("/sys/+[^/].*", "is not a directory below /sys; write /sys/devices, for example")
+    written = "a directory below /sys that hooks write to; may be repeated (without DIR: /sys/devices)"
+    often: dict[str, Any] = {"nargs": "?", "const": "/sys/devices", "action": "append"}
+    add("--writable-sys", "writable_sys", written, type=below_sys, metavar="DIR", **often)
+    alone = "serve pods by limits only, with `deviceplugin run`; the default if the file names no driver"
+    add("--plugin-only", "plugin_only", alone, action="store_true")
+    add("--memory", "memory", "the container's limit", "128Mi", type=_memory, metavar="QUANTITY")
+    add("--node-selector", "node_selector", selector, type=label, action="append", metavar="KEY=VALUE")
+
+
+def _memory(text: str) -> str:
+    from deviceplugin.naming import NamingError, parse_quantity
+
+    with contextlib.suppress(NamingError):
+        if parse_quantity(text) >= 32 << 20:
+            return text
+    raise argparse.ArgumentTypeError(f"{text!r} is not a memory limit of at least 32Mi; write 128Mi, for example")
+
+
+def _port(text: str) -> int:
+    if not text.isascii() or not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port")
+    return int(text)
+
+
+def _manifests(options: argparse.Namespace) -> int:
+    from deviceplugin import config
+    from dra_bridge.manifests import Deployment, manifests, privileges, to_yaml, wide_mounts
+
+    fields = {field.name for field in dataclasses.fields(Deployment)}
+    given = {key: value for key, value in vars(options).items() if key in fields}
+    given["writable_sys"] = tuple(dict.fromkeys(given.get("writable_sys", ())))
+    if "node_selector" in given:
+        given["node_selector"] = dict(labels := given["node_selector"])
+        if len(given["node_selector"]) < len(set(labels)):
+            raise CommandError("dra-bridge manifests: a label of --node-selector has two values; nodes have one")
+    if bool(options.source) != bool(given.get("own_command")):
+        raise CommandError("dra-bridge manifests: --source and --command belong together")
+    try:
+        if options.source:
+            text, loaded = "", _config_of(options.source)
+        else:
+            text = options.config.read_text(encoding="utf-8")
+            loaded = config.parse(text, str(options.config))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise CommandError(f"{options.config or options.source} cannot be read: {reason}") from error
+    if given.get("plugin_only") or not any(resource.driver for resource in loaded.resources):
+        given = {"name": PLUGIN_NAME, "namespace": PLUGIN_NAME, **given}
+    deployment = Deployment(**given)
+    try:
+        printed = to_yaml(manifests(loaded, text, deployment))
+    except ValueError as error:  # the kubelet's root leaves no room for a socket
+        raise CommandError(error) from error
+    sys.stdout.write(printed)
+    for reason in privileges(loaded, deployment) if deployment.privileged == "auto" else ():
+        print(f"the agent is privileged: {reason}; --privileged never leaves it out", file=sys.stderr)
+    for directory in wide_mounts(loaded):
+        why = "through what lies there it could take over the node; name paths in a directory of their own"
+        print(f"the agent sees all of {directory}: {why}", file=sys.stderr)
+    if deployment.writable_sys:
+        what = "of its node: it can change how every device there works"
+        print(f"the agent may write to {', '.join(deployment.writable_sys)} {what}", file=sys.stderr)
+    if options.source and deployment.privileged == "auto":
+        print("the agent is not privileged; --privileged always if it opens device nodes", file=sys.stderr)
+    metrics = loaded.metrics
+    files = list(dict.fromkeys(filter(None, (metrics.certificate, metrics.key, metrics.token))))
+    if deployment.metrics_port and files:
+        print(f"mount into the DaemonSet's container, from a Secret say: {', '.join(files)}", file=sys.stderr)
+    return 0
+
+
+class _Given(BaseException):
+    """Raised in place of serving; the arguments are the sources, and how metrics are served."""
+
+
+def _config_of(file: Path) -> Config:
+    """Return what an author's file serves on both sides. It is run up to its `run`, with nothing served."""
+    import runpy
+
+    import deviceplugin
+    import dra_bridge
+    from deviceplugin.config import Config, MetricsConfig, ResourceConfig
+    from deviceplugin.naming import check_resource
+    from deviceplugin.node.options import metrics_config
+    from deviceplugin.source_check import check_sources
+
+    def run(*sources: DeviceSource, **more: Any) -> None:
+        check_sources(sources)
+        for source in sources:
+            if not source.driver:
+                raise CommandError(f"{file}: {source!r} names no driver; set `driver`")
+            check_resource(source.resource)
+        files = {name: more.get(name) for name in ("certificate", "key", "client_ca", "token")}
+        raise _Given(sources, metrics_config(**files) or MetricsConfig())
+
+    def run_alone(*_: object, **__: object) -> None:
+        raise CommandError(f"{file} calls deviceplugin.run, which serves no claims: see examples/daemonset.yaml")
+
+    vars(dra_bridge)["run"], vars(deviceplugin)["run"] = run, run_alone
+    try:
+        runpy.run_path(str(file), run_name="__main__")
+    except _Given as given:
+        sources, metrics = given.args
+        resources = tuple(ResourceConfig(name=source.resource, driver=source.driver, devices=()) for source in sources)
+        return Config(resources=resources, metrics=metrics)
+    except (CommandError, OSError):
+        raise
+    except (Exception, SystemExit) as error:
+        raise CommandError(f"{file} cannot be run: {type(error).__name__}: {error}") from error
+    finally:
+        del vars(dra_bridge)["run"], vars(deviceplugin)["run"]
+    raise CommandError(f"{file} does not call dra_bridge.run")

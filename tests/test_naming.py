@@ -203,7 +203,7 @@ def test_capacity_and_counters() -> None:
 def test_a_counters_name_is_checked_where_it_is_written(field: str, sets: dict[str, dict[str, int]]) -> None:
     """A name that resource.k8s.io refuses is refused by Device: else claims alone would lack the device."""
     with pytest.raises(ValueError, match=f"device 'a': {field}: a counter.* must be 1 to 63 lower-case letters"):
-        Device("a", **{field: sets})
+        Device("a", counters=sets if field == "counters" else {}, consumes=sets if field == "consumes" else {})
 
 
 def test_device_is_checked_whole() -> None:

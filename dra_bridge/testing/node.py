@@ -152,15 +152,26 @@ class FakeNode(FakeKubelet):
         count: int = 1,
         *,
         parameters: Mapping[str, Mapping[str, Any]] | None = None,
+        selectors: Sequence[str] = (),
         namespace: str = "default",
     ) -> Object:
-        """Make a ResourceClaim for devices of a class; parameters: what each driver's `prepare` gets as `config`."""
+        """Make a ResourceClaim for devices of a class.
+
+        parameters: what each driver's `prepare` gets as `config`. selectors: CEL expressions that hold for each device,
+        such as 'device.attributes["fpga.example.com"].family == "Arc"'. Raises UnknownSelectorError, with what is
+        understood, for one that the fake scheduler does not understand.
+        """
+        if isinstance(selectors, str):
+            raise TypeError(f"selectors must be CEL expressions such as [{selectors!r}], not a string")
         for driver, said in (parameters or {}).items():
             if not isinstance(said, Mapping):
                 raise TypeError(
                     f"parameters must be by driver such as {{'fpga.example.com': {{...}}}}, not {driver!r}: {said!r}"
                 )
         body = _claim(name, namespace, {device_class: count})
+        (request,) = body["spec"]["devices"]["requests"]
+        request["exactly"]["selectors"] = [{"cel": {"expression": expression}} for expression in selectors]
+        scheduler.check(body)
         if parameters:
             opaque = [{"driver": driver, "parameters": dict(said)} for driver, said in parameters.items()]
             body["spec"]["devices"]["config"] = [{"opaque": configuration} for configuration in opaque]
@@ -186,6 +197,8 @@ class FakeNode(FakeKubelet):
             raise TypeError(f"claims must be names of ResourceClaims such as [{claims!r}], not the string {claims!r}")
         if template is not None and not isinstance(template, Mapping):
             raise TypeError(f"template must be numbers by DeviceClass such as {{{template!r}: 1}}, not {template!r}")
+        for claim in filter(None, (self._get_claim(namespace, one) for one in claims)):
+            scheduler.check(claim)
         with self.changed:
             self._wants[f"{namespace}/{name}"] = _Wants(tuple(claims), template)
             return super().start_pod(

@@ -6,22 +6,45 @@ one with a taint that the request does not tolerate is left alone. An extended r
 device plugin as long as any of it is allocatable, be all of it taken; when nothing is, to the
 DeviceClass that names it.
 
-Left out: CEL beyond comparisons joined by `&&` (`UnknownSelectorError` says which), constraints,
-shared counters, `firstAvailable`, scores.
+Of CEL it understands comparisons joined by `&&`: no library for CEL is needed, at the price of LIMITS. What is beyond
+them is an `UnknownSelectorError`, which `FakeNode` raises before a pod waits for it. Scores are left out.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fractions import Fraction
 from typing import Any, Final
 
 from deviceplugin.naming import parse_quantity
 from dra_bridge.kube.api import Object
 
-__all__ = ["Object", "UnknownSelectorError", "allocate", "class_of", "offered", "selected", "through"]
+__all__ = [
+    "LIMITS",
+    "Object",
+    "UnknownSelectorError",
+    "allocate",
+    "check",
+    "class_of",
+    "offered",
+    "selected",
+    "through",
+]
+
+LIMITS: Final = (
+    "the fake scheduler understands `exactly`, `matchAttribute`, shared counters, and selectors of comparisons "
+    'joined by &&: device.driver == "x"; device.attributes["domain"].name with == or != and a string, an integer or a '
+    'boolean, alone if it is a boolean, or with .isGreaterThan(semver("1.2.3")), .isLessThan and .compareTo(...) >= 0; '
+    'device.capacity["domain"].name.compareTo(quantity("1Gi")) >= 0'
+)
+"""What a claim may ask for."""
+
+Candidate = tuple[str, str, Object]
+"""(driver, pool, device)."""
 
 
 _TERM: Final = re.compile(
@@ -30,7 +53,9 @@ _TERM: Final = re.compile(
         | (?P<part>attributes|capacity)\[(?P<quote>["'])(?P<domain>[^"']+)(?P=quote)\]\.(?P<name>\w+)
         )\s*(?:
         (?P<operator>==|!=)\s*(?P<value>"[^"]*"|'[^']*'|true|false|-?\d+)
-        | \.compareTo\(quantity\((?P<mark>["'])(?P<quantity>[^"']+)(?P=mark)\)\)\s*(?P<order>>=|<=|==|>|<)\s*0
+        | \.compareTo\((?P<kind>quantity|semver)\((?P<mark>["'])(?P<other>[^"']+)(?P=mark)\)\)
+          \s*(?P<order>>=|<=|==|>|<)\s*0
+        | \.(?P<method>isGreaterThan|isLessThan)\((?P<of>quantity|semver)\((?P<sign>["'])(?P<than>[^"']+)(?P=sign)\)\)
         | (?P<bool>)
         )\s*""",
     re.VERBOSE,
@@ -89,40 +114,56 @@ def offered(slices: Iterable[Mapping[str, Any]], node: str) -> list[tuple[str, s
 
 
 def selected(expression: str, driver: str, device: Mapping[str, Any]) -> bool:
-    """Return whether a device is as a CEL expression asks for.
+    """Return whether a device is as a CEL expression asks for. Raises UnknownSelectorError."""
+    return all(_holds(term, driver, device) for term in _terms(expression))
 
-    Raises:
-        UnknownSelectorError: the expression is more than comparisons joined by `&&`.
 
-    """
+def _terms(expression: str) -> list[re.Match[str]]:
+    """Return the comparisons of an expression."""
+    terms = []
     for term in expression.split("&&"):
         text = term.strip()
         while text.startswith("(") and text.endswith(")"):
             text = text[1:-1].strip()
-        match = _TERM.fullmatch(text)
-        if match is None:
-            raise UnknownSelectorError(f"this scheduler does not understand {term.strip()!r}")
-        if not _holds(match, driver, device):
-            return False
-    return True
+        if (match := _TERM.fullmatch(text)) is None:
+            raise UnknownSelectorError(f"the selector {term.strip()!r} is not understood: {LIMITS}")
+        terms.append(match)
+    return terms
+
+
+def check(claim: Mapping[str, Any]) -> None:
+    """Raise UnknownSelectorError if a claim asks for more than `allocate` understands."""
+    devices = claim["spec"].get("devices") or {}
+    for request in devices.get("requests") or ():
+        if "exactly" not in request:
+            raise UnknownSelectorError(f"request {request['name']!r} has no `exactly`: {LIMITS}")
+        for selector in request["exactly"].get("selectors") or ():
+            _terms(selector["cel"]["expression"])
+    for constraint in devices.get("constraints") or ():
+        if "matchAttribute" not in constraint:
+            raise UnknownSelectorError(f"the constraint {constraint} has no `matchAttribute`: {LIMITS}")
+
+
+def _attribute(device: Mapping[str, Any], part: str, domain: str, name: str, driver: str) -> Any:
+    """Return the value of an attribute or capacity; None if the device has none of it."""
+    entries = device.get(part) or {}
+    entry = entries.get(f"{domain}/{name}")
+    if entry is None and domain == driver:
+        entry = entries.get(name)
+    if entry is None:
+        return None
+    return next(iter(entry.values())) if part == "attributes" else entry["value"]
 
 
 def _holds(term: re.Match[str], driver: str, device: Mapping[str, Any]) -> bool:
     if term["driver"]:
         value: Any = driver
-    else:
-        entries = device.get(term["part"]) or {}
-        entry = entries.get(f"{term['domain']}/{term['name']}")
-        if entry is None and term["domain"] == driver:
-            entry = entries.get(term["name"])
-        if entry is None:
-            return False  # no such key: an error in CEL, which does not select the device
-        value = next(iter(entry.values())) if term["part"] == "attributes" else entry["value"]
-    if term["quantity"]:
-        have, want = parse_quantity(value), parse_quantity(term["quantity"])
-        return {">=": have >= want, "<=": have <= want, "==": have == want, ">": have > want, "<": have < want}[
-            term["order"]
-        ]
+    elif (value := _attribute(device, term["part"], term["domain"], term["name"], driver)) is None:
+        return False  # no such key: an error in CEL, which does not select the device
+    if kind := term["kind"] or term["of"]:
+        order = term["order"] or {"isGreaterThan": ">", "isLessThan": "<"}[term["method"]]
+        have, want = (_ordered(kind, text) for text in (value, term["other"] or term["than"]))
+        return {">=": have >= want, "<=": have <= want, "==": have == want, ">": have > want, "<": have < want}[order]
     if term["operator"] is None:
         return value is True
     literal = term["value"]
@@ -130,6 +171,15 @@ def _holds(term: re.Match[str], driver: str, device: Mapping[str, Any]) -> bool:
     if wanted is None:
         wanted = int(literal)
     return bool(value == wanted) == (term["operator"] == "==")
+
+
+def _ordered(kind: str, text: str) -> Any:
+    """Return what orders quantities, or semantic versions (semver.org, 11: without a prerelease they are higher)."""
+    if kind == "quantity":
+        return parse_quantity(text)
+    core, _, prerelease = text.partition("+")[0].partition("-")
+    parts = [(0, int(one), "") if one.isdecimal() else (1, 0, one) for one in prerelease.split(".") if one]
+    return [int(number) for number in core.split(".")], not prerelease, parts
 
 
 def allocate(
@@ -150,54 +200,122 @@ def allocate(
         UnknownSelectorError: a selector is more than this scheduler understands.
 
     """
+    check(claim)
     by_name = {device_class["metadata"]["name"]: device_class for device_class in classes}
-    taken = _taken(claims)
-    devices = [candidate for candidate in offered(slices, node) if driver in ("", candidate[0])]
-    devices_spec = claim["spec"].get("devices") or {}
-    results: list[Object] = []
-    config: list[Object] = []
-    for request in devices_spec.get("requests") or ():
-        exactly = request.get("exactly")
-        if exactly is None:
-            raise UnknownSelectorError(f"request {request['name']!r} has no `exactly`")
-        device_class = by_name.get(exactly["deviceClassName"])
-        if device_class is None:
-            return None
-        config += [
-            {"source": "FromClass", "requests": [request["name"]], **parameters}
-            for parameters in device_class["spec"].get("config") or ()
-        ]
-        selectors = [*(device_class["spec"].get("selectors") or ()), *(exactly.get("selectors") or ())]
-        fitting = [
-            candidate
-            for candidate in devices
-            if all(selected(selector["cel"]["expression"], candidate[0], candidate[2]) for selector in selectors)
-        ]
-        admin = bool(exactly.get("adminAccess"))
-        free = [
-            candidate
-            for candidate in fitting
-            if admin
-            or (
-                taken.get((candidate[0], candidate[1], candidate[2]["name"]), 0) < _times(candidate[2])
-                and not _repelled(candidate[2], exactly.get("tolerations") or ())
+    listed, taken_by = list(slices), list(claims)
+    devices = [candidate for candidate in offered(listed, node) if driver in ("", candidate[0])]
+    asked = claim["spec"].get("devices") or {}
+    requests = asked.get("requests") or ()
+    if any(request["exactly"]["deviceClassName"] not in by_name for request in requests):
+        return None
+    constraints = asked.get("constraints") or ()
+    values = [dict.fromkeys(_of(one["matchAttribute"], candidate) for candidate in devices) for one in constraints]
+    values = [{value: None for value in found if value is not None} for found in values]
+    for choice in itertools.product(*values):
+
+        def matches(request: str, candidate: Candidate, choice: Sequence[Any] = choice) -> bool:
+            return all(
+                _of(one["matchAttribute"], candidate) == value
+                for one, value in zip(constraints, choice, strict=True)
+                if request in (one.get("requests") or [request])
             )
-        ]
-        count = len(fitting) if exactly.get("allocationMode") == "All" else int(exactly.get("count") or 1)
-        if len(free) < count or not count:
-            return None
-        for of, pool, device in free[:count]:
-            result: Object = {"request": request["name"], "driver": of, "pool": pool, "device": device["name"]}
-            if admin:
-                result["adminAccess"] = True
-            else:
-                if device.get("allowMultipleAllocations"):
-                    result |= {"shareID": str(uuid.uuid4()), "consumedCapacity": _consumed(device)}
-                key = (of, pool, device["name"])
-                taken[key] = taken.get(key, 0) + 1
+
+        free = _Free(devices, listed, taken_by)
+        results: list[Object] | None = []
+        for request in requests:
+            device_class = by_name[request["exactly"]["deviceClassName"]]
+            found = _request(request, device_class, devices, free, matches)
+            results = None if found is None or results is None else [*results, *found]
+        if results is not None:
+            config = [
+                {"source": "FromClass", "requests": [request["name"]], **parameters}
+                for request in requests
+                for parameters in by_name[request["exactly"]["deviceClassName"]]["spec"].get("config") or ()
+            ]
+            config += [{"source": "FromClaim", **copy.deepcopy(one)} for one in asked.get("config") or ()]
+            return {"devices": {"results": results, **({"config": config} if config else {})}}
+    return None
+
+
+def _of(attribute: str, candidate: Candidate) -> Any:
+    domain, _, name = attribute.partition("/")
+    return _attribute(candidate[2], "attributes", domain, name, candidate[0])
+
+
+def _request(
+    request: Mapping[str, Any],
+    device_class: Mapping[str, Any],
+    devices: Sequence[Candidate],
+    free: _Free,
+    matches: Callable[[str, Candidate], bool],
+) -> list[Object] | None:
+    """Return the results of one request; None if too few devices are free."""
+    exactly = request["exactly"]
+    selectors = [*(device_class["spec"].get("selectors") or ()), *(exactly.get("selectors") or ())]
+    fitting = [
+        candidate
+        for candidate in devices
+        if matches(request["name"], candidate)
+        and all(selected(selector["cel"]["expression"], candidate[0], candidate[2]) for selector in selectors)
+    ]
+    count = len(fitting) if exactly.get("allocationMode") == "All" else int(exactly.get("count") or 1)
+    results: list[Object] = []
+    for of, pool, device in fitting:
+        if len(results) == count:
+            break
+        result: Object = {"request": request["name"], "driver": of, "pool": pool, "device": device["name"]}
+        if exactly.get("adminAccess"):
+            results.append({**result, "adminAccess": True})
+        elif not _repelled(device, exactly.get("tolerations") or ()) and free.take((of, pool, device)):
+            if device.get("allowMultipleAllocations"):
+                result |= {"shareID": str(uuid.uuid4()), "consumedCapacity": _consumed(device)}
             results.append(result)
-    config += [{"source": "FromClaim", **copy.deepcopy(parameters)} for parameters in devices_spec.get("config") or ()]
-    return {"devices": {"results": results, **({"config": config} if config else {})}}
+    return results if len(results) == count and count else None
+
+
+class _Free:
+    """What no claim has: of devices how often, and of shared counters how much."""
+
+    def __init__(
+        self, devices: Iterable[Candidate], slices: Iterable[Mapping[str, Any]], claims: Iterable[Mapping[str, Any]]
+    ) -> None:
+        self._taken = _taken(claims)
+        self._counters: dict[tuple[str, str, str, str], Fraction] = {}
+        for body in slices:
+            spec = body["spec"]
+            for one in spec.get("sharedCounters") or ():
+                for name, counter in one["counters"].items():
+                    self._counters[spec["driver"], spec["pool"]["name"], one["name"], name] = parse_quantity(
+                        counter["value"]
+                    )
+        for candidate in devices:
+            if self._taken.get((candidate[0], candidate[1], candidate[2]["name"])):
+                self._consume(candidate)
+
+    def take(self, candidate: Candidate) -> bool:
+        """Take a device once, if it is free and the counters suffice; return whether it was."""
+        key = (candidate[0], candidate[1], candidate[2]["name"])
+        if self._taken.get(key, 0) >= _times(candidate[2]):
+            return False
+        needed = _consumes(candidate)
+        if any(self._counters.get(counter, Fraction()) < amount for counter, amount in needed.items()):
+            return False
+        self._taken[key] = self._taken.get(key, 0) + 1
+        self._consume(candidate)
+        return True
+
+    def _consume(self, candidate: Candidate) -> None:
+        for counter, amount in _consumes(candidate).items():
+            self._counters[counter] = self._counters.get(counter, Fraction()) - amount
+
+
+def _consumes(candidate: Candidate) -> dict[tuple[str, str, str, str], Fraction]:
+    driver, pool, device = candidate
+    return {
+        (driver, pool, one["counterSet"], name): parse_quantity(counter["value"])
+        for one in device.get("consumesCounters") or ()
+        for name, counter in one["counters"].items()
+    }
 
 
 def _taken(claims: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str, str], int]:

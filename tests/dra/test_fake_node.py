@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from deviceplugin.demo import Printer
 from deviceplugin.testing import claim_state
 from dra_bridge import demo
 from dra_bridge.testing.apiserver import FakeApiServer
 from dra_bridge.testing.node import FakeNode, Holding, overlaps
-from dra_bridge.testing.scheduler import UnknownSelectorError, allocate, class_of, offered, selected, through
+from dra_bridge.testing.scheduler import UnknownSelectorError, allocate, check, class_of, offered, selected, through
 from tests.testing.bare import BarePlugin
 
+CLAIMS = Path(__file__).parents[2] / "examples" / "claims"
+Object = dict[str, Any]
 D = "gpu.example.com"
 R = "example.com/gpu"
 
@@ -136,13 +140,23 @@ def test_each_part_of_a_shared_device_has_a_name() -> None:
         (f"device.driver == '{D}' && device.attributes['{D}'].family == 'Arc'", True),
         (f"device.attributes['{D}'].family == 'It\"s'", False),
         (f"device.capacity['{D}'].memory.compareTo(quantity('16Gi')) >= 0", True),
+        (f'device.capacity["{D}"].memory.isLessThan(quantity("16Gi"))', False),
+        (f'device.attributes["{D}"].firmware.isGreaterThan(semver("2.0.0"))', True),
+        (f'device.attributes["{D}"].firmware.isGreaterThan(semver("2.10.0"))', False),
+        (f'device.attributes["{D}"].firmware.isLessThan(semver("2.9.1"))', True),
+        (f'device.attributes["{D}"].firmware.compareTo(semver("2.9.1-rc.1")) == 0', True),
     ],
 )
 def test_selectors(expression: str, so: bool) -> None:
     """Comparisons of driver, attributes and capacity, joined by &&, are understood."""
     one = device(
         "a",
-        attributes={"family": {"string": "Arc"}, "fast": {"bool": True}, "other.org/index": {"int": 3}},
+        attributes={
+            "family": {"string": "Arc"},
+            "fast": {"bool": True},
+            "firmware": {"version": "2.9.1-rc.1"},
+            "other.org/index": {"int": 3},
+        },
         capacity={"memory": {"value": "16Gi"}},
     )
     assert selected(expression, D, one) is so
@@ -155,6 +169,41 @@ def test_more_than_is_understood() -> None:
     wanted = {"spec": {"devices": {"requests": [{"name": "r", "firstAvailable": []}]}}}
     with pytest.raises(UnknownSelectorError, match="exactly"):
         allocate(wanted, [], [], [], "n")
+
+
+@pytest.mark.parametrize("path", sorted(CLAIMS.glob("*.yaml")), ids=lambda path: path.name)
+def test_the_projects_own_claims(path: Path) -> None:
+    """The claims among the examples are understood, or refused with what is understood."""
+    listed = [one for one in yaml.safe_load_all(path.read_text()) if one["kind"].startswith("ResourceClaim")]
+    for one in listed:
+        body = one if one["kind"] == "ResourceClaim" else one["spec"]
+        if "firstAvailable" in path.read_text():
+            with pytest.raises(UnknownSelectorError, match="the fake scheduler understands"):
+                check(body)
+        else:
+            check(body)
+
+
+def test_devices_of_one_value() -> None:
+    """With `matchAttribute` all devices of the requests have one value, whichever devices come first."""
+    numa = [device(name, attributes={"numa": {"int": node}}) for name, node in (("a", 0), ("b", 1), ("c", 1))]
+    wanted = claim(count=2)
+    wanted["spec"]["devices"]["constraints"] = [{"matchAttribute": f"{D}/numa"}]
+    assert given(wanted, pool(*numa)) == ["b", "c"]
+    assert given(wanted, pool(*numa), taken=(allocated("c"),)) is None
+
+
+def test_parts_of_a_device() -> None:
+    """A part is allocated as long as the counters of its set suffice, beside what claims have."""
+
+    def part(name: str, memory: str) -> Object:
+        return device(name, consumesCounters=[{"counterSet": "card", "counters": {"memory": {"value": memory}}}])
+
+    slices = pool(part("whole", "16Gi"), part("half-a", "8Gi"), part("half-b", "8Gi"))
+    slices["spec"]["sharedCounters"] = [{"name": "card", "counters": {"memory": {"value": "16Gi"}}}]
+    assert given(claim(), slices) == ["whole"]
+    assert given(claim(), slices, taken=(allocated("half-a"),)) == ["half-b"]
+    assert given(claim(), slices, taken=(allocated("whole"),)) is None
 
 
 def test_config_of_class_and_claim() -> None:
@@ -223,6 +272,16 @@ def test_pods_with_claims_run_and_give_back(node: FakeNode) -> None:
     second.complete()
     assert server.get("resourceclaims", "mine", "default")["status"] == {}
     assert [(one.pod, one.device) for one in overlaps(node.holdings())[0]] == [("first", "gpu-0"), ("second", "gpu-0")]
+
+
+def test_a_claim_with_a_selector(node: FakeNode) -> None:
+    """`claim` takes CEL expressions; one that is not understood is refused there, not by a pod that waits."""
+    node.claim("mine", D, selectors=[f'device.driver == "{D}"'])
+    node.start_pod("pod", claims=["mine"]).wait_running()
+    with pytest.raises(UnknownSelectorError, match="the fake scheduler understands"):
+        node.claim("other", D, selectors=["device.driver.matches('x')"])
+    with pytest.raises(TypeError, match="selectors must be CEL expressions"):
+        node.claim("other", D, selectors="device.driver == 'x'")
 
 
 @contextlib.contextmanager
