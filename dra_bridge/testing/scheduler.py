@@ -163,7 +163,9 @@ def _holds(term: re.Match[str], driver: str, device: Mapping[str, Any]) -> bool:
     if kind := term["kind"] or term["of"]:
         order = term["order"] or {"isGreaterThan": ">", "isLessThan": "<"}[term["method"]]
         have, want = (_ordered(kind, text) for text in (value, term["other"] or term["than"]))
-        return {">=": have >= want, "<=": have <= want, "==": have == want, ">": have > want, "<": have < want}[order]
+        return bool(
+            {">=": have >= want, "<=": have <= want, "==": have == want, ">": have > want, "<": have < want}[order]
+        )
     if term["operator"] is None:
         return value is True
     literal = term["value"]
