@@ -23,11 +23,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from deviceplugin.device import ContainerEdits, DeviceNode, Mount
+from deviceplugin.naming import published_names
 from deviceplugin.testing.devicemanager import ContainerSpec, PluginCallError, PodSpec
 from deviceplugin.testing.kubelet import FakeKubelet, lacking
 from deviceplugin.testing.pods import Containers, FakeContainer, FakePod, Lingering
 from deviceplugin.wire import podresources_pb2 as pr
 from dra_bridge.kube.api import Object
+from dra_bridge.rollout import progress
 from dra_bridge.testing import scheduler
 from dra_bridge.testing.apiserver import FakeApiServer
 from dra_bridge.testing.kubelet import FakeDraKubelet, FakeDraPod, PodError
@@ -211,9 +213,24 @@ class FakeNode(FakeKubelet):
         return (*wants.claims, *wants.made)
 
     def devices_of(self, pod: FakePod) -> dict[str, str]:
-        """Return a running pod's devices, each with the side from which it came: plugin or claim."""
+        """Return a running pod's devices by the ids of their source, each with its side: plugin or claim."""
         devices = {device: "plugin" for container in _lasting(pod) for device in container.device_ids}
-        return {**devices, **dict.fromkeys(self._wants_of(pod).given, "claim")}
+        ids = self._ids()
+        return {**devices, **{ids.get(name, name): "claim" for name in self._wants_of(pod).given}}
+
+    def _ids(self) -> dict[str, str]:
+        """Return the ids of devices by the names that they have in slices, as agents report both there."""
+        by_driver: dict[str, list[Object]] = {}
+        for body in self.server.objects():
+            if body["spec"].get("nodeName") == self.name:
+                by_driver.setdefault(body["spec"]["driver"], []).append(body)
+        ids = {}
+        for driver, slices in by_driver.items():
+            if (reported := progress.read(driver, slices)) is not None:
+                devices = {resource: one.devices for resource, one in reported.resources.items()}
+                names = published_names(reported.qualifiers, devices)
+                ids |= {name: device for name, (_, device) in names.items()}
+        return ids
 
     def edits_of(self, pod: FakePod, container: str | None = None) -> ContainerEdits:
         """Return what a container got, from plugins and from its claims' CDI files; container None: the first one."""

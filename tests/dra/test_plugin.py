@@ -226,3 +226,20 @@ def test_names_are_found() -> None:
     assert found["FakeApiServer"] is FakeApiServer
     with pytest.raises(AttributeError):
         dra_bridge.testing.Nonsense  # noqa: B018
+
+
+class Odd(DeviceSource):
+    """Devices whose ids are not their names in slices."""
+
+    resource, driver = "example.com/odd", "odd.example.com"
+
+    async def watch(self):  # type: ignore[no-untyped-def]  # as an author writes it
+        yield [Device("snd/a_1"), Device("snd/a_2")]
+
+
+def test_devices_have_their_ids_on_both_sides(fake_node: FakeNode, bridged: Callable[..., ServedBoth]) -> None:
+    """`devices_of` answers the source's ids, by limits and by claims, whatever their names in slices are."""
+    bridged(Odd(), share=1)
+    pods = [fake_node.run_pod("p", {"example.com/odd": 1}), fake_node.start_pod("q", template={"odd.example.com": 1})]
+    pods[1].wait_running()
+    assert sorted(device for pod in pods for device in fake_node.devices_of(pod)) == ["snd/a_1", "snd/a_2"]
