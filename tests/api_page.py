@@ -79,7 +79,8 @@ def _signature(thing: Any) -> str:
         if typed and one.annotation is not one.empty:
             text += f": {re.sub(r'[a-z_.]+[.](?=[A-Z])', '', str(one.annotation))}"
         if one.default is not one.empty:
-            default = str(one.default) if isinstance(one.default, enum.Enum) else repr(one.default)
+            value = sorted(one.default) if isinstance(one.default, frozenset) else one.default
+            default = str(value) if isinstance(value, enum.Enum) else repr(value)
             text += f" = {'...' if default.startswith('<') else default}"
         shown.append(text)
     return f"({', '.join(shown)})"
