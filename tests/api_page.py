@@ -68,7 +68,8 @@ def _entry(name: str, thing: Any) -> Iterator[str]:
 def _signature(thing: Any) -> str:
     """Return the parameters with their defaults; with their types where an author gives the values."""
     typed = not thing.__module__.startswith(("deviceplugin.testing", "dra_bridge.testing"))
-    shown, keyword_only = [], False
+    shown: list[str] = []
+    keyword_only = False
     for one in inspect.signature(thing).parameters.values():
         if one.name in ("self", "cls"):
             continue

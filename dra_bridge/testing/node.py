@@ -224,7 +224,7 @@ class FakeNode(FakeKubelet):
         for body in self.server.objects():
             if body["spec"].get("nodeName") == self.name:
                 by_driver.setdefault(body["spec"]["driver"], []).append(body)
-        ids = {}
+        ids: dict[str, str] = {}
         for driver, slices in by_driver.items():
             if (reported := progress.read(driver, slices)) is not None:
                 devices = {resource: one.devices for resource, one in reported.resources.items()}
