@@ -150,16 +150,20 @@ class DeviceNode:
     """A device node of the host, and its path and permissions in a container.
 
     `container` empty means the same path as on the host. `permissions` is any of r (read), w (write) and m (mknod).
+    `target` is where `host` led when its source looked, if it is a symlink; the runtime follows the link itself.
     """
 
     host: str
     container: str = ""
     permissions: str = "rw"
+    target: str = ""
 
     def __post_init__(self) -> None:
         _absolute(self.host, "a device node's host path")
         if self.container != "":
             _absolute(self.container, "a device node's container path")
+        if self.target != "":
+            _absolute(self.target, "a device node's target")
         _string("permissions", self.permissions)
         if not self.permissions or set(self.permissions) - set("rwm"):
             raise ValueError(f"permissions must be made of r, w and m, not {self.permissions!r}")
@@ -168,6 +172,11 @@ class DeviceNode:
     def path(self) -> str:
         """The path in the container."""
         return self.container or self.host
+
+    @property
+    def real(self) -> str:
+        """The path on the host without symlinks, as far as the source knows."""
+        return self.target or self.host
 
 
 @dataclass(frozen=True, slots=True)

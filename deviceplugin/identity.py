@@ -1,8 +1,12 @@
-"""What a device is, beyond its id: tokens made of the numbers of its device nodes and of its source's `identity`.
+"""What a device is, beyond its id: tokens of its nodes, of the hardware behind them, and of its source's `identity`.
 
-Two devices are the same hardware when they have a token in common. A device number that several devices of a list
+Two devices are the same hardware when they have a token in common, unless sysfs shows different hardware behind them:
+a stick that has the device number of another one now is another stick. A device number that several devices of a list
 have is of a control node that they share. If several have only the same numbers, the list names the same hardware
 several times.
+
+udev's links in a directory `by-path` name a port, whatever is plugged into it: their token is the link's name in place
+of the hardware.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import msgspec
 from deviceplugin import looked_at
 from deviceplugin.device import Device
 from deviceplugin.inventory import Inventory
+from deviceplugin.sysfs import ROOT, HardwareReader
 
 Tokens = frozenset[str]
 Stat = Callable[[str], os.stat_result]
@@ -27,6 +32,10 @@ NodeKind = Literal["char", "block"]
 
 _LOOKED_UP: Final = re.compile(r"(char|block|file):\d+:\d+")
 """An identity that `token` has made, which is looked up again; other identities are the source's word."""
+_HARDWARE: Final = re.compile(r"hardware:([^#]+)#.*")
+"""A token that `_hardware` has made: the name of a USB device or PCI function, and the part that a node stands for."""
+_PORTS: Final = "by-path"
+"""The directory of udev's links that name ports (systemd, rules.d/60-serial.rules and others)."""
 MEMORY: Final = 1
 """The major number of null, zero, random: character devices that stand for no hardware."""
 
@@ -63,26 +72,55 @@ def numbers_of(paths: Iterable[str], stat: Stat = looked_at.stat) -> Tokens:
     return identity_of(paths, stat, files=False)
 
 
-def identities(devices: Sequence[Device], stat: Stat = looked_at.stat) -> dict[str, Tokens]:
+def _numbers(device: Device, stat: Stat) -> dict[str, str]:
+    """Return the tokens of a device's own nodes that are there, each with a path of it."""
+    paths: dict[str, str] = {}
+    for host in device.hosts:
+        for number in identity_of((host,), stat, files=False):
+            paths.setdefault(number, host)
+    return paths
+
+
+def _hardware(paths: Mapping[str, str], reader: HardwareReader) -> Tokens:
+    """Return the tokens of the hardware behind device nodes, or of the ports. paths: a path of each, by its token."""
+    tokens = set()
+    for number, path in paths.items():
+        kind, _, numbers = number.partition(":")
+        if os.path.basename(os.path.dirname(path)) == _PORTS:
+            tokens.add(f"port:{path}")
+        elif (found := reader.behind(kind, numbers)) is not None:
+            tokens.update(f"hardware:{name}#{found.part}" for name in found.devices)
+    return frozenset(tokens)
+
+
+def identities(devices: Sequence[Device], stat: Stat = looked_at.stat, sysfs: str = ROOT) -> dict[str, Tokens]:
     """Return the tokens of each device of a list by id, none for a device of which nothing is known. Blocks.
 
     A node of several devices says nothing, as /dev/nvidiactl, unless one of them has all its nodes and nothing else.
     """
-    numbers = {device.id: numbers_of(device.hosts, stat) for device in devices}
-    counts = Counter(number for of in numbers.values() for number in of)
+    reader = HardwareReader(sysfs)
+    paths = {device.id: _numbers(device, stat) for device in devices}
+    counts = Counter(number for of in paths.values() for number in of)
     own = {
-        device.id: frozenset(number for number in numbers[device.id] if counts[number] == 1)
+        device.id: frozenset(number for number in paths[device.id] if counts[number] == 1)
         | ({device.identity} if device.identity else frozenset())
         for device in devices
     }
-    whole = (device.id for device in devices if not own[device.id] and len(numbers[device.id]) == len(device.nodes))
-    telling = frozenset[str]().union(*(numbers[name] for name in whole))
-    return {name: (of | (numbers[name] & telling)) or numbers[name] for name, of in own.items()}
+    whole = (device.id for device in devices if not own[device.id] and len(paths[device.id]) == len(device.nodes))
+    telling = frozenset[str]().union(*(paths[name] for name in whole))
+    known = {name: (of | (paths[name].keys() & telling)) or frozenset(paths[name]) for name, of in own.items()}
+    return {
+        name: of | _hardware({number: path for number, path in paths[name].items() if number in of}, reader)
+        for name, of in known.items()
+    }
 
 
-def tokens_now(device: Device, stat: Stat = looked_at.stat) -> Tokens:
+def tokens_now(device: Device, stat: Stat = looked_at.stat, sysfs: str = ROOT) -> Tokens:
     """Return all tokens that could identify a device now. Blocks."""
-    now = identity_of(device.hosts, stat, files=False) if device.nodes else frozenset[str]()
+    now = frozenset[str]()
+    if device.nodes:
+        paths = _numbers(device, stat)
+        now = frozenset(paths) | _hardware(paths, HardwareReader(sysfs))
     if not device.identity:
         return now
     if (kind := _LOOKED_UP.fullmatch(device.identity)) is None:
@@ -92,9 +130,22 @@ def tokens_now(device: Device, stat: Stat = looked_at.stat) -> Tokens:
     return now
 
 
+def agree(tokens: Collection[str], other: Collection[str]) -> bool:
+    """Return whether two sets of tokens are of the same hardware: they share one, and sysfs shows nothing else."""
+    if frozenset(tokens).isdisjoint(other):
+        return False
+    mine, theirs = ({found[1] for found in map(_HARDWARE.fullmatch, of) if found} for of in (tokens, other))
+    return not (mine and theirs and mine.isdisjoint(theirs))
+
+
 def same_hardware(tokens: Tokens, other: Tokens) -> bool:
     """Return whether two sets of tokens may be of the same hardware; an empty one may be of any."""
-    return not (tokens and other) or not tokens.isdisjoint(other)
+    return not (tokens and other) or agree(tokens, other)
+
+
+def reachable(tokens: Tokens) -> Tokens:
+    """Return those tokens by which a container reaches a device: of nodes and files, not of what is behind them."""
+    return frozenset(filter(_LOOKED_UP.fullmatch, tokens))
 
 
 def shown(tokens: Collection[str]) -> str:
@@ -116,16 +167,27 @@ class Identity(msgspec.Struct, frozen=True, array_like=True):
     """What the hardware of a holding was when it was granted.
 
     tokens: valid during one boot of the node only. boot: its id. sure: the tokens are those of one device; else they
-    are those of all devices that one answer to Allocate names, or of a control node.
+    are those of all devices that one answer to Allocate names, or of a control node. reached: nodes to which the
+    device's paths have led since; a container that has started again may reach them, whatever they stand for later.
     """
 
     boot: str = ""
     tokens: Tokens = frozenset()
     sure: bool = True
+    reached: Tokens = frozenset()
 
     def in_boot(self, boot: str) -> Tokens:
         """Return the tokens; none if they are of another boot, whose containers no longer run."""
         return self.tokens if self.boot == boot else frozenset()
+
+    def reaches(self, boot: str) -> Tokens:
+        """Return what its holder reaches besides; nothing if it is of another boot."""
+        return self.reached if self.boot == boot else frozenset()
+
+    def reaching(self, now: Identity) -> Identity:
+        """Return this identity with what another one of its boot names and reaches: its holder may reach that, too."""
+        more = reachable(now.tokens) | now.reached if now.boot == self.boot else frozenset()
+        return msgspec.structs.replace(self, reached=self.reached | more - self.tokens)
 
     def says_more_than(self, recorded: Identity) -> bool:
         """Return whether this identity, which was found in this boot, replaces the recorded one of a holding."""

@@ -13,6 +13,7 @@ from deviceplugin import identity
 from deviceplugin.device import ContainerEdits, Device, Mount
 from deviceplugin.inventory import Inventory
 from deviceplugin.sources.path import PathSource
+from tests.sources.trees import Tree
 
 
 def nodes(numbers: Mapping[str, tuple[str, int, int]]) -> identity.Stat:
@@ -143,3 +144,47 @@ def test_an_identity_may_begin_like_a_token(name: str) -> None:
     """Only what names a number or an inode is looked up again."""
     device = Device("a", nodes=["/dev/g0"], identity=name)
     assert identity.tokens_now(device, NODES) == {"char:195:0", name}
+
+
+STICK, OTHER = (frozenset({f"hardware:usb:1:2:{serial}#1.0/tty"}) for serial in "AB")
+N0, N1 = frozenset({"char:188:0"}), frozenset({"char:188:1"})
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "same"),
+    [
+        (N0 | STICK, N1 | STICK, True),
+        (N0 | STICK, N0 | OTHER, False),
+        (N0 | STICK, N0, True),
+        (N0, N0 | OTHER, True),
+        (N0 | STICK, N1 | OTHER, False),
+        (N0, N1, False),
+        (N0 | {"port:/dev/serial/by-path/x"}, N1 | {"port:/dev/serial/by-path/x"}, True),
+        (N0 | STICK, frozenset(), True),
+        (N0 | STICK, N0 | {"hardware:usb:1:2:A#1.1/tty"}, True),
+    ],
+)
+def test_hardware_counts_before_numbers(was: identity.Tokens, now: identity.Tokens, same: bool) -> None:
+    """A stick is the same under another number, another one with its number is not; without sysfs numbers count."""
+    assert identity.same_hardware(was, now) is identity.same_hardware(now, was) is same
+
+
+def test_a_node_has_the_hardware_behind_it_and_a_link_by_port_the_port(tmp_path: Path) -> None:
+    """A link in `by-path` stands for whatever is in the port; both have the number."""
+    tree = Tree(tmp_path)
+    tree.number("195:0", tree.usb("1-2", 4, serial="A5"), "1-2:1.0/tty/ttyACM0")
+    look = nodes({"/dev/x/by-id/a": ("char", 195, 0), "/dev/x/by-path/p": ("char", 195, 0)})
+    stick = {f"hardware:usb:0403:6001:{name}#1.0/tty/ttyACM" for name in ("A5", "A5@1-2")}
+    by_id, by_path = Device("a", nodes=["/dev/x/by-id/a"]), Device("p", nodes=["/dev/x/by-path/p"])
+    expected = {"a": {"char:195:0", *stick}, "p": {"char:195:0", "port:/dev/x/by-path/p"}}
+    assert identity.identities([by_id, by_path], look, str(tree.sys)) == expected
+    assert identity.tokens_now(by_id, look, str(tree.sys)) == expected["a"]
+    assert identity.tokens_now(by_path, look, str(tree.sys)) == expected["p"]
+
+
+def test_what_a_holder_reaches_is_not_what_the_device_is() -> None:
+    """Numbers are added, hardware is not, and nothing of another boot."""
+    held = identity.identified(N0 | STICK, "1").reaching(identity.identified(N1 | OTHER, "1"))
+    assert (held.in_boot("1"), held.reaches("1")) == (N0 | STICK, N1)
+    assert held.reaches("2") == frozenset()
+    assert held.reaching(identity.identified(frozenset({"char:1:2"}), "2")) == held

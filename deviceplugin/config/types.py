@@ -155,8 +155,8 @@ class DeviceEntry(_Strict, frozen=True, kw_only=True):
     path: Annotated[
         Glob | None,
         _about(
-            "Each path that the glob matches is a device. A symlink is resolved on the host and "
-            "kept as the name inside the container; a plain file or socket is mounted. `run` takes a path outside of "
+            "Each path that the glob matches is a device. A symlink is followed each time that a container starts, and "
+            "is the name inside the container; a plain file or socket is mounted. `run` takes a path outside of "
             "/dev, or a symlink that leads out of /dev, only with --allow-host-path."
         ),
     ] = None

@@ -11,9 +11,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Concatenate, Final, ParamSpec, TypeVar
 
-import msgspec
-
-from deviceplugin.identity import UNIDENTIFIED, Identity, same_hardware
 from deviceplugin.naming import parse_quantity
 from deviceplugin.register import rules
 from deviceplugin.register.outlook import with_outlook
@@ -102,34 +99,6 @@ def forget(state: RegisterSnapshot, resource: str, devices: Collection[str]) -> 
 
 
 @_operation
-def adopt(state: RegisterSnapshot, identities: Mapping[RecordKey, Identity], boot: str) -> Decision[None]:
-    """Give holdings whose identity is not known, or is of another boot, the one that their devices have now.
-
-    An identity that has all nodes of an answer to Allocate is replaced as well, if one of these nodes is the device's.
-    """
-    changes: list[Change] = []
-
-    def unknown(recorded: Identity, key: RecordKey) -> bool:
-        now = identities.get(key, UNIDENTIFIED)
-        return now.says_more_than(recorded) and same_hardware(now.in_boot(boot), recorded.in_boot(boot))
-
-    for allocation in state.allocations.values():
-        key = allocation.resource, allocation.device
-        if unknown(allocation.identity, key):
-            changes.append(_put_allocation(replace(allocation, identity=identities[key])))
-    for claim in state.claims.values():
-        devices = tuple(
-            msgspec.structs.replace(device, identity=identities[device.resource, device.device])
-            if not device.admin and unknown(device.identity, (device.resource, device.device))
-            else device
-            for device in claim.devices
-        )
-        if devices != claim.devices:
-            changes.append(_put_claim(replace(claim, devices=devices)))
-    return Decision(None, tuple(changes))
-
-
-@_operation
 def grant(
     state: RegisterSnapshot, resource: str, wanted: Mapping[str, Wanted], view: View, now: float
 ) -> Decision[rules.Refused | rules.Excluded | None]:
@@ -152,7 +121,7 @@ def grant(
         if before is None:
             record = AllocationRecord(*given, identity=requested.identity, amount=requested.amount)
         else:  # earlier holders stay in the record until evidence says that they are gone
-            identity = requested.identity if requested.identity.tokens else before.identity
+            identity = requested.identity.reaching(before.identity) if requested.identity.tokens else before.identity
             record = AllocationRecord(*given, before.holders, pod=before.pod, identity=identity, shown=before.shown)
             record = replace(record, amount=_larger(before.amount, requested.amount))
         changes.append(_put_allocation(record))

@@ -39,7 +39,8 @@ class Use(NamedTuple):
 
     unit: identifies the holder: one of the kubelet's ids, a claim, a hook, or a holder of another plugin or driver.
     title: the holder, for messages. key: the device; None if only its tokens are known. tokens: the device's identity
-    in this boot, empty if unknown. part: None if unknown. takes: the quantities taken of counters.
+    in this boot, empty if unknown. part: None if unknown. takes: the quantities taken of counters. reached: tokens of
+    other nodes that the holder may reach; they do not say what the device is.
     """
 
     unit: tuple[str, ...]
@@ -48,11 +49,13 @@ class Use(NamedTuple):
     tokens: Tokens
     part: Fraction | None
     takes: Mapping[Counter, Fraction] = {}
+    reached: Tokens = frozenset()
 
     @property
     def points(self) -> set[Point]:
-        """The tokens, device and counters whose holdings must not exceed their size."""
-        return {*self.tokens, self.key} if self.key else {*self.tokens}
+        """The tokens and the device whose holdings must not exceed their size."""
+        points: set[Point] = {*self.tokens, self.key} if self.key else {*self.tokens}
+        return points | self.reached if self.reached else points
 
     def concerns(self, points: Collection[Point]) -> bool:
         """Return whether it concerns one of these points, counters included."""
@@ -132,7 +135,7 @@ def _use(
     unit: tuple[str, ...], title: str, of: DeviceKey, identity: Identity, amount: Amount, view: View, scope: str = ""
 ) -> Use:
     part = _ONE if amount.part == "1" else part_of(amount)
-    use = Use(unit, title, of, identity.in_boot(view.boot), part)
+    use = Use(unit, title, of, identity.in_boot(view.boot), part, reached=identity.reaches(view.boot))
     return in_scopes(use._replace(takes=takes_recorded(amount, scope)), view.scopes) if amount.takes else use
 
 

@@ -399,6 +399,7 @@ def _points(record: Record | None) -> set[Point]:
             continue
         points.add((one.resource, one.device))
         points |= one.identity.tokens
+        points |= one.identity.reached
         for counter_set, counter, _ in one.amount.takes:
             points.add((counter_set, counter))
     return points

@@ -31,7 +31,7 @@ from deviceplugin.hook_runs import DeviceBusyError, HookRuns
 from deviceplugin.identity import UNIDENTIFIED, Identity, Tokens, identified, shown
 from deviceplugin.inventory import Inventory
 from deviceplugin.looks import Looks
-from deviceplugin.register import operations
+from deviceplugin.register import identification, operations
 from deviceplugin.register.offers import ListedResource, OfferQuestion, WithheldDevices, withheld_devices
 from deviceplugin.register.question import (
     Use,
@@ -418,7 +418,7 @@ class Register:
         now = await _tokens_now(inventory.looks, "grant", devices)
         other: list[str] = []
         for name, tokens in now.items():
-            if (tokens or name in snapshot.identities) and tokens.isdisjoint(snapshot.identities.get(name, ())):
+            if (tokens or name in snapshot.identities) and not identity.agree(tokens, snapshot.identities.get(name, ())):
                 other.append(name)
         if other and inventory.snapshot is snapshot:
             there = [device for device in snapshot.devices.values() if device.id not in snapshot.gone]
@@ -444,7 +444,7 @@ class Register:
                 devices.setdefault(resource, {})[name] = listed[name]
         for resource, of in devices.items():
             for name, tokens in (await _tokens_now(services[resource].inventory.looks, "granted", of)).items():
-                if tokens.isdisjoint(granted[resource, name]):
+                if not identity.agree(tokens, granted[resource, name]):
                     was = f"{titled((resource, name))} is not what its holder was given"
                     raise DeviceConflictError(f"{was}: {shown(granted[resource, name])}, now {shown(tokens)}")
 
@@ -457,7 +457,7 @@ class Register:
         keys.update(key for claim in state.claims.values() for key in claim.held)
         identities = {key: identified(tokens, self.boot) for key in keys if (tokens := hardware.tokens(key))}
         if identities:
-            await self.store.do(operations.adopt(identities, self.boot))
+            await self.store.do(identification.adopt(identities, self.boot))
         self._adopted = hardware
 
     async def observe(self, resource: str, seen: KubeletSnapshot) -> operations.Observed:

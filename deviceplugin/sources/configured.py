@@ -293,7 +293,7 @@ class ConfiguredSource(DeviceSource):
             if device.id in served:
                 left_out[f"{device.id} is found by two entries and served once"] = None
                 continue
-            hosts = [node.host for node in device.nodes]  # type: ignore[union-attr]  # Device made them so
+            hosts = [node.real for node in device.nodes]  # type: ignore[union-attr]  # Device made them so
             hosts += [mount.host for mount in device.edits.mounts]
             outside = next((host for host in hosts if not self._lock.allows(host)), None)
             if outside is not None:
@@ -401,7 +401,7 @@ def _names(device: Device) -> list[str]:
     if address := device.attributes.get(PCI_BUS_ID):
         names.append(str(address))
     for node in edits.device_nodes:
-        names += (node.host, node.path)
+        names += (node.host, node.real, node.path)
     for mount in edits.mounts:
         names += (mount.host, mount.container)
     return names

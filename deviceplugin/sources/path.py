@@ -1,8 +1,10 @@
 """Devices that are paths: what a glob matches, or the n-th matches of several globs together.
 
-A symlink is resolved on the host, and the alias is kept as the container's path and as the device's name:
-/dev/serial/by-id/... is the same port tomorrow, /dev/ttyUSB0 is not. A plain file, a socket or a pipe is mounted, as
-runtimes take only device nodes as devices. A directory is left out.
+A symlink is named as it is: /dev/serial/by-id/... is the same stick tomorrow, /dev/ttyUSB0 is not. The runtime resolves
+it each time that it creates a container (containerd 2.1, internal/cri/opts/spec_linux_opts.go: WithDevices; CRI-O,
+internal/factory/container/device_linux.go: specAddContainerConfigDevices), so a container that restarts gets the node
+to which the link leads then. In a CDI file no runtime does (`deviceplugin.cdi`). A plain file, a socket or a pipe is
+mounted, as runtimes take only device nodes as devices. A directory is left out.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from typing import Final
 from deviceplugin import identity, looked_at
 from deviceplugin.device import NO_EDITS, ContainerEdits, Device, DeviceNode, Mount, natural
 from deviceplugin.sources.scanned import Scan, ScannedSource
-from deviceplugin.sources.sysfs import numa_node_above
+from deviceplugin.sysfs import ROOT, directory_of, numa_node_above
 
 _LOG: Final = logging.getLogger(__name__)
 LONGEST_ID: Final = 52
@@ -48,14 +50,14 @@ def device_id(path: str) -> str:
     return f"{readable or 'x'}-{digest}"
 
 
-def numa_of(mode: int, rdev: int, sysfs: str = "/sys") -> int | None:
+def numa_of(mode: int, rdev: int, sysfs: str = ROOT) -> int | None:
     """Return the NUMA node of the hardware of a node with this st_mode and st_rdev; None if sysfs names none."""
     if not (stat.S_ISCHR(mode) or stat.S_ISBLK(mode)):
         return None
     kind = "char" if stat.S_ISCHR(mode) else "block"
     root = os.path.realpath(sysfs)
-    directory = os.path.realpath(f"{root}/dev/{kind}/{os.major(rdev)}:{os.minor(rdev)}")
-    return numa_node_above(directory, f"{root}/devices/")
+    directory = directory_of(kind, f"{os.major(rdev)}:{os.minor(rdev)}", root)
+    return numa_node_above(directory, f"{root}/devices/") if directory is not None else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +137,7 @@ class PathSource(ScannedSource):
         groups = self._groups(scan)
         self._devices = {matches: self._devices.get(matches) or self._device(matches) for matches in groups}
         scan.devices = list(self._devices.values())
+        scan.seen = tuple(match.seen for matches in groups for match in matches)
         return scan
 
     def _groups(self, scan: _PathScan) -> list[tuple[_Match, ...]]:
@@ -169,8 +172,8 @@ class PathSource(ScannedSource):
         nodes, mounts = [], []
         for match in matches:
             if stat.S_ISCHR(match.mode) or stat.S_ISBLK(match.mode):
-                container = "" if match.alias == match.host else match.alias
-                nodes.append(DeviceNode(match.host, container, self.permissions))
+                target = "" if match.alias == match.host else match.host
+                nodes.append(DeviceNode(match.alias, permissions=self.permissions, target=target))
             else:
                 mounts.append(Mount(match.host, match.alias, readonly="w" not in self.permissions))
         numa = sorted({match.numa for match in matches if match.numa is not None})

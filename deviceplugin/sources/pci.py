@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Final
 
-from deviceplugin import looked_at
+from deviceplugin import looked_at, sysfs
 from deviceplugin.config.types import PciConfig
 from deviceplugin.device import NO_EDITS, ContainerEdits, Device, DeviceNode
 from deviceplugin.naming import PCI_BUS_ID, PCIE_ROOT
-from deviceplugin.sources import sysfs
+from deviceplugin.sources import bus
 from deviceplugin.sources.scanned import Scan
 
 VFIO: Final = "vfio-pci"
@@ -36,11 +36,11 @@ class _Function:
     parent: str | None
 
 
-class PciSource(sysfs.SysfsSource[PciConfig]):
+class PciSource(bus.SysfsSource[PciConfig]):
     """The PCI devices that a filter lets through; ids are addresses, 0000:3b:00.0. `resource` names their variable."""
 
     BUS = "pci"
-    IDS = sysfs.ids_files("pci", "pciutils")
+    IDS = bus.ids_files("pci", "pciutils")
     DEBOUNCE = 0.2
 
     def _scan(self) -> Scan:
@@ -55,7 +55,7 @@ class PciSource(sysfs.SysfsSource[PciConfig]):
             for address in addresses
             if (candidate := self._read(address)) is not None and self._fits(candidate)
         ]
-        notes = [] if functions else [f"none of {len(addresses)} PCI devices has {sysfs.in_words(self.wanted)}"]
+        notes = [] if functions else [f"none of {len(addresses)} PCI devices has {bus.in_words(self.wanted)}"]
         names = self._names({(function.vendor, function.device) for function in functions})
         return Scan(
             [self._device(function, *names[function.vendor, function.device]) for function in functions],
@@ -71,7 +71,7 @@ class PciSource(sysfs.SysfsSource[PciConfig]):
 
     def _read(self, address: str) -> _Function | None:
         directory = os.path.realpath(f"{self._root}/{address}")
-        values = (sysfs.hex_digits(sysfs.read(f"{directory}/{name}")) for name in ("vendor", "device", "class"))
+        values = (bus.hex_digits(sysfs.read(f"{directory}/{name}")) for name in ("vendor", "device", "class"))
         vendor, device, class_ = values
         if not (vendor and device and class_):
             return None  # gone meanwhile
@@ -81,9 +81,9 @@ class PciSource(sysfs.SysfsSource[PciConfig]):
     def _fits(self, function: _Function) -> bool:
         wanted = self.wanted
         return (
-            sysfs.hex_digits(wanted.vendor) in (None, function.vendor)
-            and sysfs.hex_digits(wanted.device) in (None, function.device)
-            and function.class_.startswith(sysfs.hex_digits(wanted.class_) or "")
+            bus.hex_digits(wanted.vendor) in (None, function.vendor)
+            and bus.hex_digits(wanted.device) in (None, function.device)
+            and function.class_.startswith(bus.hex_digits(wanted.class_) or "")
             and (wanted.driver is None or fnmatchcase(function.driver or "", wanted.driver))
             and (wanted.address is None or fnmatchcase(function.address, wanted.address))
             and (wanted.functions == "all" or (wanted.functions == "virtual") == (function.parent is not None))
@@ -98,7 +98,7 @@ class PciSource(sysfs.SysfsSource[PciConfig]):
             own, common = sorted(sysfs.nodes_below(function.directory, self._dev)), []
         attributes = {
             PCI_BUS_ID: function.address,
-            PCIE_ROOT: sysfs.pcie_root(function.directory),
+            PCIE_ROOT: bus.pcie_root(function.directory),
             "vendor": function.vendor,
             "device": function.device,
             "class": function.class_,
@@ -114,7 +114,7 @@ class PciSource(sysfs.SysfsSource[PciConfig]):
             function.address,
             nodes=[DeviceNode(node, permissions=self.permissions) for node in own],
             numa=sysfs.numa_node(function.directory),
-            attributes=sysfs.given(attributes),
+            attributes=bus.given(attributes),
             edits=ContainerEdits(nodes=common) if common else NO_EDITS,
             identity=f"pci:{function.address}",
         )

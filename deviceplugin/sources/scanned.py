@@ -26,11 +26,15 @@ MAX_PAUSE: Final = 0.5
 
 @dataclass(slots=True)
 class Scan:
-    """Result of one scan. directories: those to watch. notes: for the log."""
+    """Result of one scan. directories: those to watch. notes: for the log.
+
+    seen: changes with what is behind a list that stays the same: a node that was made anew may be other hardware.
+    """
 
     devices: list[Device] = field(default_factory=list)
     directories: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
+    seen: object = None
 
 
 class ScannedSource(DeviceSource):
@@ -62,6 +66,7 @@ class ScannedSource(DeviceSource):
     async def watch(self) -> AsyncIterator[Sequence[Device]]:
         """Yield the devices now and whenever they change."""
         listed: list[Device] | None = None
+        seen: object = None
         hinted, pause = False, 0.0
         with filewatch.shared().watch(()) as watch:
             while True:
@@ -80,8 +85,8 @@ class ScannedSource(DeviceSource):
                         _LOG.info("%s", note)
                 self.notes = tuple(scan.notes)
                 watch.set(scan.directories)
-                if scan.devices != listed:
-                    listed = scan.devices
+                if scan.devices != listed or scan.seen != seen:
+                    listed, seen = scan.devices, scan.seen
                     yield listed
                     pause = 0.0
                 elif hinted:

@@ -19,11 +19,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
-from deviceplugin import looked_at
+from deviceplugin import looked_at, sysfs
 from deviceplugin.config.types import UsbConfig
 from deviceplugin.device import Device, DeviceNode
 from deviceplugin.naming import PCIE_ROOT
-from deviceplugin.sources import sysfs
+from deviceplugin.sources import bus
 from deviceplugin.sources.path import LONGEST_ID
 from deviceplugin.sources.scanned import Scan
 
@@ -49,11 +49,11 @@ class _Usb:
         return self.port, self.node, self.vendor, self.product
 
 
-class UsbSource(sysfs.SysfsSource[UsbConfig]):
+class UsbSource(bus.SysfsSource[UsbConfig]):
     """The USB devices that a filter lets through, without hubs."""
 
     BUS = "usb"
-    IDS = sysfs.ids_files("usb", "usbutils")
+    IDS = bus.ids_files("usb", "usbutils")
     DEBOUNCE = 0.1
 
     _ids: Mapping[_Plugged, str] = MappingProxyType({})
@@ -70,7 +70,7 @@ class UsbSource(sysfs.SysfsSource[UsbConfig]):
             return Scan([], directories, [f"{self._root} cannot be read: {error.strerror}"])
         there = [device for port in ports if ":" not in port and (device := self._read(port)) is not None]
         fitting = [usb for usb in there if self._fits(usb)]
-        wanted = sysfs.in_words(self.wanted)
+        wanted = bus.in_words(self.wanted)
         notes = [] if fitting else [f"none of {len(there)} USB devices has {wanted}; plugged in later it is found"]
         names = self._names({(usb.vendor, usb.product) for usb in fitting})
         self._ids = _ids(there, self._ids)
@@ -79,38 +79,38 @@ class UsbSource(sysfs.SysfsSource[UsbConfig]):
     def _read(self, port: str) -> _Usb | None:
         directory = os.path.realpath(f"{self._root}/{port}")
         names = ("idVendor", "idProduct", "busnum", "devnum", "serial", "manufacturer", "product", "bDeviceClass")
-        vendor, product, bus, number, serial, maker, name, class_ = (
+        vendor, product, busnum, number, serial, maker, name, class_ = (
             sysfs.read(f"{directory}/{name}") or "" for name in names
         )
-        if not (vendor and product and bus.isdecimal() and number.isdecimal()) or class_ == _HUB:
+        if not (vendor and product and busnum.isdecimal() and number.isdecimal()) or class_ == _HUB:
             return None
-        node = f"{self._dev}/bus/usb/{int(bus):03}/{int(number):03}"
+        node = f"{self._dev}/bus/usb/{int(busnum):03}/{int(number):03}"
         return _Usb(port, directory, node, vendor.lower(), product.lower(), serial, maker, name)
 
     def _fits(self, usb: _Usb) -> bool:
         wanted = self.wanted
         return (
-            sysfs.hex_digits(wanted.vendor) in (None, usb.vendor)
-            and sysfs.hex_digits(wanted.product) in (None, usb.product)
+            bus.hex_digits(wanted.vendor) in (None, usb.vendor)
+            and bus.hex_digits(wanted.product) in (None, usb.product)
             and (wanted.serial is None or fnmatchcase(usb.serial, wanted.serial))
         )
 
     def _device(self, usb: _Usb, vendor_name: str | None, product_name: str | None) -> Device:
         attributes = {
-            PCIE_ROOT: sysfs.pcie_root(usb.directory),
+            PCIE_ROOT: bus.pcie_root(usb.directory),
             "vendor": usb.vendor,
             "productID": usb.product,
-            "serial": sysfs.attribute_text(usb.serial),
+            "serial": bus.attribute_text(usb.serial),
             "port": usb.port,
-            "vendorName": vendor_name or sysfs.attribute_text(usb.maker),
-            "product": product_name or sysfs.attribute_text(usb.name),
+            "vendorName": vendor_name or bus.attribute_text(usb.maker),
+            "product": product_name or bus.attribute_text(usb.name),
         }
         nodes = dict.fromkeys([usb.node, *sorted(sysfs.nodes_below(usb.directory, self._dev))])
         return Device(
             self._ids[usb.plugged],
             nodes=[DeviceNode(node, permissions=self.permissions) for node in nodes],
             numa=sysfs.numa_node_above(usb.directory, "/pci"),
-            attributes=sysfs.given(attributes),
+            attributes=bus.given(attributes),
         )
 
 

@@ -23,6 +23,7 @@ from dra_bridge.driver.host import DriverHost
 from dra_bridge.driver.preparation import ClaimPreparation
 from dra_bridge.driver.reconciliation import ClaimReconciler
 from dra_bridge.driver.records import ClaimRecords, Prepared
+from dra_bridge.driver.renewal import ClaimRenewal
 from dra_bridge.driver.served import ServedDevices, ServedResource
 from dra_bridge.driver.statistics import ClaimStatistics
 from dra_bridge.driver.waiting import MARGIN, WaitLimit
@@ -92,6 +93,7 @@ class Driver:
         events = ClaimEvents(records, api, tasks, node.report)
         devices = ClaimDevices(records, served_devices, register, events, statistics, host)
         self._preparation = ClaimPreparation(api, devices, files, tasks, deadline)
+        self.renewal: Final = ClaimRenewal(records, served_devices, files, register)
         self.reconciler = ClaimReconciler(records, api, files, self._preparation)
 
     async def prepare(

@@ -156,6 +156,7 @@ class DriverRuntime:
                 group.create_task(self.feed.run())
                 group.create_task(self.feed.follow_accepted())
                 group.create_task(self.driver.files.keep())
+                group.create_task(self.driver.renewal.keep())
                 group.create_task(self._follow_claims())
                 for runtime in self.resources.values():
                     self._start(runtime)

@@ -141,6 +141,41 @@ async def test_counters_that_were_taken_before_a_driver_was_renamed_are_still_ta
     await here.refused("whole", why="does not fit beside half")
 
 
+async def test_an_id_that_changes_while_it_is_held_excludes_what_it_was_and_is() -> None:
+    """Whoever has the old hardware keeps it, whatever id that has now; nobody else gets the id."""
+    here = RegisterInMemory(a="n1")
+    await here.grant("a")
+    here.list(a="n2", b="n1", c="n2", d="n3")
+    await here.refused("a", why="is held as n1, and is n2 now")
+    assert here.withheld() == {"a", "b", "c"}
+
+
+async def test_a_stick_that_comes_back_is_its_holders_and_its_numbers_are_nobodys() -> None:
+    """The number that it was given, and those that it has had since, are free when its holder has ended."""
+    first, second = "hardware:usb:1:2:A#tty", "hardware:usb:1:2:B#tty"
+    here = RegisterInMemory(a=f"{first} char:188:1")
+    await here.grant("a")
+    here.list(a=f"{first} char:188:2", b=f"{second} char:188:1", c="n9")
+    assert here.withheld() == {"b"}, "a is what its holder was given, b has the number that it was given"
+    await here.refused("b", why="the same hardware \\(char 188:1\\)")
+    await here.grant("c")
+    here.list(b=f"{second} char:188:2", c="n9")
+    await here.refused("b", why="the same hardware \\(char 188:2\\)")
+    await here.end("a")
+    await here.grant("b")
+
+
+async def test_another_stick_with_the_number_of_the_first_is_not_the_same_device() -> None:
+    """A path that is a number stands for another device then, and is given to nobody."""
+    here = RegisterInMemory(ttyUSB0="hardware:usb:1:2:A#tty char:188:0")
+    await here.grant("ttyUSB0")
+    here.list(ttyUSB0="hardware:usb:1:2:B#tty char:188:0")
+    assert here.withheld() == {"ttyUSB0"}
+    await here.refused("ttyUSB0", why="is held as char 188:0, hardware usb:1:2:A#tty, and is char 188:0, hardware usb")
+    await here.end("ttyUSB0")
+    await here.grant("ttyUSB0")
+
+
 def test_groups_reach_through_others() -> None:
     """Devices that consume from one counter set belong together, also through a third; aliases do, too."""
     now = hardware(

@@ -39,7 +39,7 @@ def paths(device: Device) -> list[str]:
 
 def hosts(device: Device) -> list[str]:
     edits = device.container_edits
-    return [node.host for node in edits.device_nodes] + [mount.host for mount in edits.mounts]
+    return [node.real for node in edits.device_nodes] + [mount.host for mount in edits.mounts]
 
 
 def null(path: Path) -> Path:
@@ -75,12 +75,12 @@ def test_node_is_given_as_node(tmp_path: Path) -> None:
 
 
 def test_alias_is_kept_inside(tmp_path: Path) -> None:
-    """A symlink is resolved on the host and kept as the container's path and the device's name."""
+    """A symlink to a node is named as it is, for host, container and device; where it leads is known as well."""
     null(tmp_path / "second")
     (tmp_path / "first").symlink_to("second")
     (device,) = PathSource(f"{tmp_path}/fir*").scan()
     (node,) = device.container_edits.device_nodes
-    assert (node.host, node.path) == ("/dev/null", f"{tmp_path}/first")
+    assert (node.host, node.path, node.real) == (f"{tmp_path}/first", f"{tmp_path}/first", "/dev/null")
     assert device.id == device_id(f"{tmp_path}/first")
 
 

@@ -16,7 +16,7 @@ from deviceplugin import config, naming, sources
 from deviceplugin.config.types import PciConfig
 from deviceplugin.device import ContainerEdits, Device
 from deviceplugin.naming import PCI_BUS_ID, PCIE_ROOT
-from deviceplugin.sources import sysfs
+from deviceplugin.sources import bus
 from deviceplugin.sources.pci import PciSource
 from tests.sources.trees import Tree
 
@@ -83,7 +83,7 @@ def test_any_file_of_names_can_be_read(text: str) -> None:
     with tempfile.NamedTemporaryFile("w", encoding="utf-8", errors="surrogatepass") as file:
         file.write(f"8086  {text}\n\t1572 {text}\n")
         file.flush()
-        names = sysfs.ids_names(file.name, {("8086", "1572")})
+        names = bus.ids_names(file.name, {("8086", "1572")})
     assert names is not None
     assert all(name is None or len(name.encode()) <= 64 for pair in names.values() for name in pair)
 

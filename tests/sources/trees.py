@@ -71,6 +71,14 @@ class Tree:
         (self.dev / name).parent.mkdir(parents=True, exist_ok=True)
         (self.dev / name).touch()
 
+    def number(self, number: str, directory: Path, below: str, kind: str = "char") -> None:
+        """Have a device, or a part of it, have a device number."""
+        (directory / below).mkdir(parents=True, exist_ok=True)
+        (self.sys / "dev" / kind).mkdir(parents=True, exist_ok=True)
+        link = self.sys / "dev" / kind / number
+        link.unlink(missing_ok=True)
+        link.symlink_to(directory / below)
+
     def usb(
         self,
         port: str,

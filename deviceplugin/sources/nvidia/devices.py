@@ -13,8 +13,8 @@ from itertools import combinations
 from pathlib import Path
 from typing import Final
 
+from deviceplugin import sysfs
 from deviceplugin.device import AttributeValue, ContainerEdits, Device, DeviceNode
-from deviceplugin.sources import sysfs
 from deviceplugin.sources.nvidia.nvml import Gpu, NvmlScan, Partition, Places, version
 from deviceplugin.topology import Link
 

@@ -8,9 +8,10 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from deviceplugin import sysfs
 from deviceplugin.health import ProbeResult, Verdict
 from deviceplugin.naming import PCI_BUS_ID, PCIE_ROOT
-from deviceplugin.sources import sysfs
+from deviceplugin.sources import bus
 from deviceplugin.sources.nvidia import nvml, readings
 from deviceplugin.sources.nvidia.nvml import Gpu, NvmlError, NvmlScan, Partition, Places, Xid, optional, text
 
@@ -154,7 +155,7 @@ class Session:
             "index": index,
             "minor": minor,
             PCI_BUS_ID: address,
-            PCIE_ROOT: sysfs.pcie_root(directory),
+            PCIE_ROOT: bus.pcie_root(directory),
             "numaNode": numa,
             "productName": text(optional(nv, nv.nvmlDeviceGetName, handle)),
             "brand": nvml.constant_in_words(nv, "NVML_BRAND_", brand),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from deviceplugin.identity import UNIDENTIFIED, Identity
-from deviceplugin.register import operations
+from deviceplugin.register import identification, operations
 from deviceplugin.register.records import (
     UNKNOWN,
     WHOLE,
@@ -422,7 +422,7 @@ def test_holdings_of_unknown_identity_adopt_what_their_devices_are_now(store: Di
     for one in (claim("1", "b"), claim("admin", "b", admin=True)):
         store.do(prepare(one))
     sequence = store.snapshot.sequence
-    store.do(operations.adopt({(R, "z"): N1, (R, "c"): UNIDENTIFIED}, "1"))
+    store.do(identification.adopt({(R, "z"): N1, (R, "c"): UNIDENTIFIED}, "1"))
     assert store.snapshot.sequence == sequence, "nothing new is not written"
 
     def recorded() -> list[Identity]:
@@ -452,7 +452,7 @@ def test_holdings_of_unknown_identity_adopt_what_their_devices_are_now(store: Di
             [seen_as("2", "n5"), UNIDENTIFIED, seen_as("2", "n6"), UNIDENTIFIED],
         ),
     ):
-        store.do(operations.adopt({(R, "a"): now[0], (R, "b"): now[1]}, boot))
+        store.do(identification.adopt({(R, "a"): now[0], (R, "b"): now[1]}, boot))
         assert recorded() == expected
     assert {"n5", "n6"} <= store.snapshot.index.keys()
     assert "n1" not in store.snapshot.index

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deviceplugin.identity import UNIDENTIFIED
-from deviceplugin.register import operations, rules
+from deviceplugin.register import identification, operations, rules
 from deviceplugin.register.records import (
     UNKNOWN,
     WHOLE,
@@ -687,7 +687,7 @@ def test_memory_and_file_never_differ(tmp_path_factory: pytest.TempPathFactory, 
         st.builds(lambda d, s: adopt(R, [d], s, T0), device, st.sampled_from(Side)),
         st.builds(lambda d, a, i: grant(R, {d: d}, amount=a, identity=i), device, amount, identity),
         st.builds(lambda d: operations.add_holders([("u4", "main", R, d)], T0), device),
-        st.builds(lambda d, i: operations.adopt({(R, d): i}, "1"), device, identity),
+        st.builds(lambda d, i: identification.adopt({(R, d): i}, "1"), device, identity),
         st.builds(lambda d, s: operations.begin_move(R, [d], s, T0), device, st.sampled_from(Side)),
         st.builds(
             lambda u, d, a, i: prepare(claim(u, d, amount=a, identity=i), move_idle=True), uid, device, amount, identity

@@ -1,26 +1,19 @@
-"""Reads of PCI and USB devices in sysfs: values, names, device nodes; and the base class of both kinds of source.
-
-The functions take paths, so they work on any directory tree. A missing value is None: sysfs changes while it is read.
-"""
+"""The base class of the sources of PCI and USB devices, and the names of vendors and products."""
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import ClassVar, Final, Generic, TypeVar
 
 import msgspec
 
-from deviceplugin import looked_at
 from deviceplugin.device import AttributeValue
 from deviceplugin.sources.scanned import ScannedSource
 
 _Filter = TypeVar("_Filter", bound=msgspec.Struct)
 
-PCI_ADDRESS: Final = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 _PCIE_ROOT: Final = re.compile(r"pci[0-9a-f]{4,8}:[0-9a-f]{2}")
-_USB_NAME: Final = re.compile(r"usb[0-9]+|[0-9]+-[0-9]+(\.[0-9]+)*")
 LONGEST_VALUE: Final = 64
 """Bytes of an attribute's value."""
 _NamesById = dict[tuple[str, str], tuple[str | None, str | None]]
@@ -87,57 +80,6 @@ def pcie_root(directory: str) -> str | None:
 def given(attributes: Mapping[str, AttributeValue | None]) -> dict[str, AttributeValue]:
     """Return the attributes that have a value."""
     return {name: value for name, value in attributes.items() if value is not None}
-
-
-def read(path: str) -> str | None:
-    """Return a file's one line, stripped; None if it cannot be read."""
-    looked_at.at(path)
-    try:
-        with open(path, encoding="utf-8", errors="replace") as stream:
-            return stream.read(4096).strip()
-    except OSError:
-        return None
-
-
-def numa_node(directory: str) -> int | None:
-    """Return the NUMA node of the device with this sysfs directory; None if the firmware did not say (-1)."""
-    text = read(f"{directory}/numa_node")
-    return int(text) if text and text.isdecimal() else None
-
-
-def numa_node_above(directory: str, within: str) -> int | None:
-    """Return the NUMA node of a directory or of the nearest ancestor that has one, while `within` is in the path."""
-    while within in directory:
-        if (node := numa_node(directory)) is not None:
-            return node
-        directory = os.path.dirname(directory)
-    return None
-
-
-def link_name(path: str) -> str | None:
-    """Return the last part of a symlink's target: a driver's name, a group's number."""
-    try:
-        return os.path.basename(os.readlink(path))
-    except OSError:
-        return None
-
-
-def nodes_below(directory: str, dev: str, depth: int = 8) -> Iterator[str]:
-    """Yield the device nodes of a device and its parts in sysfs, without those of PCI and USB devices below it."""
-    for line in (read(f"{directory}/uevent") or "").splitlines():
-        key, _, value = line.partition("=")
-        if key == "DEVNAME" and value:
-            yield os.path.join(dev, value)
-    if not depth:
-        return
-    try:
-        with os.scandir(directory) as entries:
-            below = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
-    except OSError:
-        return
-    for name in below:
-        if name not in {"power", "msi_irqs", "link"} and not (PCI_ADDRESS.fullmatch(name) or _USB_NAME.fullmatch(name)):
-            yield from nodes_below(f"{directory}/{name}", dev, depth - 1)
 
 
 def ids_names(file: str, wanted: Collection[tuple[str, str]]) -> _NamesById | None:

@@ -1,0 +1,75 @@
+"""Operations that record what the hardware of holdings is, and what else their holders reach. Pure.
+
+They are called as those of `deviceplugin.register.operations`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import msgspec
+
+from deviceplugin.identity import UNIDENTIFIED, Identity, same_hardware
+from deviceplugin.register.records import Change, Claim, Decision, Operation, RecordKey, RegisterSnapshot
+
+
+def adopt(identities: Mapping[RecordKey, Identity], boot: str) -> Operation[None]:
+    """Give holdings whose identity is not known, or is of another boot, the one that their devices have now.
+
+    An identity that has all nodes of an answer to Allocate is replaced as well, if one of these nodes is the device's.
+    An allocation also reaches the nodes to which the paths of its device lead now: the answer to Allocate names paths,
+    and the runtime looks them up each time that the container starts.
+    """
+
+    def adopted(recorded: Identity, key: RecordKey) -> Identity:
+        now = identities.get(key, UNIDENTIFIED)
+        known = not now.says_more_than(recorded) or not same_hardware(now.in_boot(boot), recorded.in_boot(boot))
+        return recorded if known else now
+
+    def decide(state: RegisterSnapshot) -> Decision[None]:
+        changes = []
+        for name, allocation in state.allocations.items():
+            key = allocation.resource, allocation.device
+            identity = adopted(allocation.identity, key).reaching(identities.get(key, UNIDENTIFIED))
+            if identity != allocation.identity:
+                changes.append(Change("allocations", name, replace(allocation, identity=identity)))
+        for name, claim in state.claims.items():
+            devices = tuple(
+                device
+                if device.admin
+                else msgspec.structs.replace(
+                    device, identity=adopted(device.identity, (device.resource, device.device))
+                )
+                for device in claim.devices
+            )
+            if devices != claim.devices:
+                changes.append(Change("claims", name, replace(claim, devices=devices), durable=claim.durable))
+        return Decision(None, tuple(changes))
+
+    return decide
+
+
+def renew(
+    driver: str, uid: str, before: str, result: str, identities: Mapping[RecordKey, Identity]
+) -> Operation[Claim | None]:
+    """Record another answer of a claim whose devices have other nodes now, and that it reaches these.
+
+    before: the answer that it replaces. Answers the claim's record; None if the claim has another answer by now.
+    """
+
+    def decide(state: RegisterSnapshot) -> Decision[Claim | None]:
+        recorded = state.claims.get((driver, uid))
+        if recorded is None or recorded.result != before:
+            return Decision(None)
+        devices = tuple(
+            msgspec.structs.replace(
+                device,
+                identity=device.identity.reaching(identities.get((device.resource, device.device), UNIDENTIFIED)),
+            )
+            for device in recorded.devices
+        )
+        record = replace(recorded, devices=devices, result=result, sequence=state.sequence + 1)
+        return Decision(record, (Change("claims", (driver, uid), record, durable=record.durable),))
+
+    return decide

@@ -1,0 +1,173 @@
+"""Reads of sysfs: values, NUMA nodes, device nodes, and the hardware behind a device number.
+
+The functions take paths, so they work on any directory tree. A missing value is None: sysfs changes while it is read.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+from deviceplugin import looked_at
+
+ROOT: Final = "/sys"
+PCI_ADDRESS: Final = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
+_USB_NAME: Final = re.compile(r"usb[0-9]+|[0-9]+-[0-9]+(\.[0-9]+)*")
+_COUNTED: Final = re.compile(r"(?<=^sd)[a-z]+|[0-9]+")
+"""What the kernel adds to a name in the order in which devices come: 0 of ttyUSB0, b of sdb."""
+_PLACES: Final = ("port_number", "index", "partition")
+"""Files with a number that a part of a device has for good: a port of a serial adapter, a stream of a camera."""
+
+
+def read(path: str) -> str | None:
+    """Return a file's one line, stripped; None if it cannot be read."""
+    looked_at.at(path)
+    try:
+        with open(path, encoding="utf-8", errors="replace") as stream:
+            return stream.read(4096).strip()
+    except OSError:
+        return None
+
+
+def numa_node(directory: str) -> int | None:
+    """Return the NUMA node of the device with this sysfs directory; None if the firmware did not say (-1)."""
+    text = read(f"{directory}/numa_node")
+    return int(text) if text and text.isdecimal() else None
+
+
+def numa_node_above(directory: str, within: str) -> int | None:
+    """Return the NUMA node of a directory or of the nearest ancestor that has one, while `within` is in the path."""
+    while within in directory:
+        if (node := numa_node(directory)) is not None:
+            return node
+        directory = os.path.dirname(directory)
+    return None
+
+
+def link_name(path: str) -> str | None:
+    """Return the last part of a symlink's target: a driver's name, a group's number."""
+    try:
+        return os.path.basename(os.readlink(path))
+    except OSError:
+        return None
+
+
+def nodes_below(directory: str, dev: str, depth: int = 8) -> Iterator[str]:
+    """Yield the device nodes of a device and its parts in sysfs, without those of PCI and USB devices below it."""
+    for line in (read(f"{directory}/uevent") or "").splitlines():
+        key, _, value = line.partition("=")
+        if key == "DEVNAME" and value:
+            yield os.path.join(dev, value)
+    if not depth:
+        return
+    for name in _directories(directory):
+        if name not in {"power", "msi_irqs", "link"} and not (PCI_ADDRESS.fullmatch(name) or _USB_NAME.fullmatch(name)):
+            yield from nodes_below(f"{directory}/{name}", dev, depth - 1)
+
+
+def directory_of(kind: str, number: str, root: str = ROOT) -> str | None:
+    """Return the directory of a device node's device. kind: char or block. number: major:minor. None: it has none."""
+    path = f"{root}/dev/{kind}/{number}"
+    looked_at.at(path)
+    try:
+        return os.path.realpath(path, strict=True)
+    except OSError:
+        return None
+
+
+def device_above(directory: str) -> str | None:
+    """Return the nearest USB device or PCI function whose directory is this one or above it; None if there is none."""
+    while directory not in ("/", ""):
+        if os.path.exists(f"{directory}/idVendor") or PCI_ADDRESS.fullmatch(os.path.basename(directory)):
+            return directory
+        directory = os.path.dirname(directory)
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class HardwarePart:
+    """What a device node stands for. devices: names of its USB device or PCI function, each of which tells which one.
+
+    part: which part of it.
+    """
+
+    devices: frozenset[str]
+    part: str
+
+
+@dataclass(slots=True)
+class HardwareReader:
+    """Finds the hardware behind device numbers. It lists the USB devices once, so each look needs a new reader."""
+
+    root: str = ROOT
+    _serials: list[tuple[str, ...]] | None = field(default=None, init=False)
+
+    def behind(self, kind: str, number: str) -> HardwarePart | None:
+        """Return the hardware of a device node; None if sysfs does not show a USB or PCI device. Blocks.
+
+        A USB device is known by vendor, product and serial number wherever it is plugged in, and with the port in place
+        of the serial number, or beside it while another device has the same one.
+        """
+        directory = directory_of(kind, number, self.root)
+        device = device_above(directory) if directory is not None else None
+        if directory is None or device is None:
+            return None
+        return HardwarePart(self._names(device), _part(device, directory))
+
+    def _names(self, device: str) -> frozenset[str]:
+        port = os.path.basename(device)
+        if (plugged := _usb(device)) is None:
+            return frozenset({f"pci:{port}"})
+        vendor, product, serial = (re.sub(r"[^A-Za-z0-9_.-]+", "_", text) for text in plugged)
+        name = f"usb:{vendor}:{product}:{serial}"
+        if not serial or self._listed().count(plugged) > 1:
+            return frozenset({f"{name}@{port}"})
+        return frozenset({name, f"{name}@{port}"})
+
+    def _listed(self) -> list[tuple[str, ...]]:
+        if self._serials is None:
+            buses = f"{self.root}/bus/usb/devices"
+            try:
+                names = [name for name in os.listdir(buses) if ":" not in name]
+            except OSError:
+                names = []
+            self._serials = [plugged for name in names if (plugged := _usb(f"{buses}/{name}")) is not None]
+        return self._serials
+
+
+def _usb(directory: str) -> tuple[str, ...] | None:
+    """Return vendor, product and serial number of a USB device; None if it is none."""
+    vendor, product, serial = (read(f"{directory}/{name}") or "" for name in ("idVendor", "idProduct", "serial"))
+    return (vendor, product, serial) if vendor and product else None
+
+
+def _part(device: str, directory: str) -> str:
+    """Return which part of a device has this directory, without numbers that the kernel counts up."""
+    steps, above = [], device
+    for step in filter(None, directory.removeprefix(device).split("/")):
+        steps.append(_step(above, step))
+        above = f"{above}/{step}"
+    return "/".join(steps)
+
+
+def _step(above: str, name: str) -> str:
+    """Return a directory's name without what the kernel counts up; the name itself where that leaves several alike."""
+    if name.startswith(f"{os.path.basename(above)}:"):
+        return name.partition(":")[2]  # an interface: configuration and number, 1.0
+    for place in _PLACES:
+        if (value := read(f"{above}/{name}/{place}")) is not None:
+            return f"{place}-{value}"
+    plain = _COUNTED.sub("", name)
+    alike = sum(_COUNTED.sub("", other) == plain for other in _directories(above))
+    return plain if alike <= 1 else name
+
+
+def _directories(directory: str) -> list[str]:
+    try:
+        with os.scandir(directory) as entries:
+            return [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+    except OSError:
+        return []

@@ -1,0 +1,129 @@
+"""Has the CDI files of claims name the nodes that the claims' devices have now.
+
+A CDI file has device numbers, and the runtime does not look at the path: a container that restarts gets the number that
+the file has. A stick that drops off the bus and comes back has another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from typing import Any, Final
+
+import msgspec
+
+from deviceplugin import cdi
+from deviceplugin.adoption.source import AdoptedSource
+from deviceplugin.backoff import Backoff
+from deviceplugin.device import Device
+from deviceplugin.exclusion import DeviceKey
+from deviceplugin.identity import Identity, Tokens, agree, identified, tokens_now
+from deviceplugin.inventory import Inventory
+from deviceplugin.looks import LookTimeoutError
+from deviceplugin.register.identification import renew
+from deviceplugin.register.records import Claim, LedgerError
+from deviceplugin.register.register import Register
+from dra_bridge.driver.claim_files import CHECK, ClaimFiles
+from dra_bridge.driver.records import ClaimRecords, Prepared, prepared_of
+from dra_bridge.driver.served import ServedDevices
+
+_LOG: Final = logging.getLogger(__name__)
+
+
+class ClaimRenewal:
+    """Renews the files of one driver's claims. register: knows what the devices are now, and who has them."""
+
+    def __init__(self, records: ClaimRecords, served: ServedDevices, files: ClaimFiles, register: Register) -> None:
+        self._records, self._served, self._files, self._register = records, served, files, register
+
+    async def keep(self) -> None:
+        """Renew the files whenever the devices have changed, until cancelled."""
+        seen: object = None
+        backoff = Backoff(first=1.0, most=60.0)
+        while True:
+            inventories = [served.inventory for served in self._served.resources]
+            now = tuple((id(inventory), inventory.snapshot.version) for inventory in inventories)
+            if now != seen:
+                errors = [why for claim in self._records.all() if (why := await self._try(claim.uid))]
+                if errors:
+                    await asyncio.sleep(backoff.next())
+                    continue
+                seen = now
+                backoff.reset()
+            await asyncio.sleep(CHECK)
+
+    async def _try(self, uid: str) -> str:
+        """Renew a claim's file; return why it could not be, or ""."""
+        try:
+            async with self._records.locked(uid):
+                await self.renew(uid)
+        except (cdi.CdiError, LedgerError, LookTimeoutError) as error:
+            extra = {"driver": self._records.driver, "claim": uid}
+            _LOG.warning("the CDI file of claim %s cannot be renewed: %s", uid, error, extra=extra)
+            return str(error)
+        return ""
+
+    async def renew(self, uid: str) -> bool:
+        """Have a claim's file name what its devices have now, under the claim's lock; return whether it changed.
+
+        A device that is other hardware than the claim was given, or that has another holder by now, stays as it was.
+        Raises CdiError, LedgerError, LookTimeoutError.
+        """
+        claim = self._records.get(uid)
+        prepared = prepared_of(claim) if claim is not None else None
+        if claim is None or claim.result is None or prepared is None or not prepared.spec:
+            return False
+        if prepared.boot != self._files.boot:
+            return False
+        nodes: dict[str, list[dict[str, Any]]] = {}
+        held: set[str] = set()
+        identities: dict[DeviceKey, Identity] = {}
+        for request, inventory, device in self._listed(claim, prepared):
+            key = inventory.snapshot.resource, device.id
+            described, tokens = await inventory.looks.at("renew", _looked_at, device, brief=True)
+            granted = [each.identity for each in claim.devices if (each.resource, each.device) == key]
+            was = frozenset[str]().union(*(identity.in_boot(self._files.boot) for identity in granted))
+            if not agree(tokens, was) or self._is_of_others(claim, key):
+                continue
+            nodes.setdefault(request, []).extend(described)
+            held |= was.union(*(identity.reaches(self._files.boot) for identity in granted))
+            identities[key] = identified(tokens, self._files.boot)
+        names = {name: name.split("_")[2] for name in _names(prepared.spec)}
+        spec = cdi.renewed(
+            prepared.spec, {name: nodes[of] for name, of in names.items() if of in nodes}, frozenset(held)
+        )
+        if spec == prepared.spec:
+            return False
+        result = msgspec.json.encode(msgspec.structs.replace(prepared, spec=spec)).decode()
+        renewed = await self._records.ledger.do(renew(claim.driver, uid, claim.result, result, identities))
+        if renewed is not None:
+            await self._files.write(renewed)
+            extra = {"driver": claim.driver, "claim": claim.title}
+            _LOG.info("claim %s: its devices have other nodes now; its CDI file is renewed", claim.title, extra=extra)
+        return renewed is not None
+
+    def _listed(self, claim: Claim, prepared: Prepared) -> Iterator[tuple[str, Inventory, Device]]:
+        """Yield those devices of a claim that are there, with their requests; not those of vendors' plugins."""
+        by_name = self._served.by_name
+        for answered in prepared.devices:
+            served, device = by_name.get(answered.device, (None, None))
+            if served is not None and device is not None and not isinstance(served.source, AdoptedSource):
+                key = served.inventory.snapshot.resource, device.id
+                if key in claim.held and device.id not in served.inventory.snapshot.gone:
+                    yield answered.request, served.inventory, device
+
+    def _is_of_others(self, claim: Claim, key: DeviceKey) -> bool:
+        """Return whether somebody holds, by another name, what a claim's device is now."""
+        others = self._register.listed.now().aliases(key) - claim.held
+        return any(map(self._register.is_held, others))
+
+
+def _looked_at(device: Device) -> tuple[list[dict[str, Any]], Tokens]:
+    """Return what a CDI spec says of a device's nodes, and what the device is. Blocks. Raises CdiError."""
+    described = cdi.described(device.container_edits.device_nodes)
+    return [node for of in described.values() for node in of], tokens_now(device)
+
+
+def _names(spec: str) -> list[str]:
+    return [device["name"] for device in msgspec.json.decode(spec)["devices"]]

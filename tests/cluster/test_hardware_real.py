@@ -1,0 +1,238 @@
+"""A device is what sysfs shows behind it, not its number: sticks that come back, swap numbers and move between ports.
+
+Sysfs is made: a tmpfs over /sys/dev/char with a USB device for each stick. As udev does it, links by serial number and
+by port lead to the nodes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.cluster import build, locks
+from tests.cluster.node import Pod
+from tests.cluster.test_existing_plugin_real import restart_container
+from tests.cluster.test_witnesses_real import LIMIT, Scene, claimer, plain, reboot, resource, scene
+from tests.scenarios.sides import named
+
+__all__ = ["scene"]
+
+SYSFS = Path("/sys/dev/char")
+FORMS = ["limits", "claim"]
+
+
+class Sticks:
+    """USB serial sticks, each with a serial number, in ports of a hub."""
+
+    def __init__(self) -> None:
+        self.at: dict[str, tuple[str, int]] = {}
+        """Port and minor number of each stick that is plugged in."""
+        for links in ("by-id", "by-path"):
+            (locks.NODES / links).mkdir()
+
+    def plug(self, serial: str, minor: int, port: str = "") -> str:
+        """Plug a stick into a port (by default one of its own); return the key of its node's lock."""
+        port = port or f"port-{serial}"
+        usb = SYSFS / "pci0000:00/0000:00:14.0/usb1" / port
+        interface = usb / f"{port}:1.0" / f"ttyUSB{minor}" / "tty" / f"ttyUSB{minor}"
+        interface.mkdir(parents=True)
+        for name, value in {"idVendor": "0403", "idProduct": "6001", "serial": serial}.items():
+            (usb / name).write_text(f"{value}\n")
+        (SYSFS / f"{locks.MAJOR}:{minor}").symlink_to(interface)
+        node = locks.NODES / f"ttyUSB{minor}"
+        key = locks.make_node(node, minor)
+        (locks.NODES / "by-id" / serial).symlink_to(f"../{node.name}")
+        (locks.NODES / "by-path" / port).symlink_to(f"../{node.name}")
+        self.at[serial] = port, minor
+        return key
+
+    def pull(self, *serials: str) -> None:
+        """Pull sticks out."""
+        for serial in serials:
+            port, minor = self.at.pop(serial)
+            (locks.NODES / "by-id" / serial).unlink()
+            (locks.NODES / "by-path" / port).unlink()
+            (locks.NODES / f"ttyUSB{minor}").unlink()
+            (SYSFS / f"{locks.MAJOR}:{minor}").unlink()
+            shutil.rmtree(SYSFS / "pci0000:00/0000:00:14.0/usb1" / port)
+
+
+@pytest.fixture
+def sticks(scene: Scene) -> Sticks:
+    subprocess.run(["mount", "-t", "tmpfs", "none", str(SYSFS)], check=True)
+    scene.stack.callback(subprocess.run, ["umount", str(SYSFS)], check=True)  # the agents end before
+    return Sticks()
+
+
+def serve(scene: Scene, form: str, count: int, links: str = "by-id") -> None:
+    scene.serve(resource("a", "all" if form == "claim" else "none", devices=[{"path": f"{locks.NODES}/{links}/*"}]))
+    wait_offered(scene, form, count)
+
+
+def wait_offered(scene: Scene, form: str, count: int) -> None:
+    if form == "claim":
+        scene.agents.wait_offered(count)
+    else:
+        scene.cluster.wait_allocatable(named("a"), count)
+
+
+def holder(scene: Scene, form: str, name: str) -> Pod:
+    pod = scene.claimer(name, "a") if form == "claim" else scene.pod(name, "a")
+    scene.running(pod)
+    return pod
+
+
+def await_file(scene: Scene, form: str, pod: Pod, minor: int) -> None:
+    """Wait until the CDI file of a pod's claim has a device number; with limits there is no file."""
+    if form == "claim":
+        claim = pod.status["resourceClaimStatuses"][0]["resourceClaimName"]
+        uid = scene.cluster.api.get("ResourceClaim", claim, api_version=scene.agents.api_version)["metadata"]["uid"]
+        (file,) = Path("/var/run/cdi").glob(f"*_{uid}.json")
+
+        def minors() -> set[int]:
+            devices = json.loads(file.read_text())["devices"]
+            return {node["minor"] for device in devices for node in device["containerEdits"]["deviceNodes"]}
+
+        scene.cluster.wait_for(lambda: minors() == {minor}, LIMIT, f"{file} has the number {minor}")
+
+
+def kill(*pods: Pod) -> None:
+    for pod in pods:
+        for pid in locks.pids(pod.uid):
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("agent", ["runs", "restarts"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_stick_comes_back_under_another_number(scene: Scene, sticks: Sticks, form: str, agent: str) -> None:
+    """It stays with its pod, is healthy again, and a container that restarts has its new node."""
+    sticks.plug("A", 1)
+    serve(scene, form, 1)
+    pod = holder(scene, form, "holder")
+    scene.before = 1
+    if agent == "restarts":
+        scene.agents.kill()
+    sticks.pull("A")
+    if agent == "runs":
+        wait_offered(scene, form, 0)
+    key = sticks.plug("A", 2)
+    if agent == "restarts":
+        scene.agents.start()
+        scene.agents.wait_registered()
+    wait_offered(scene, form, 1)
+    await_file(scene, form, pod, 2)
+    restart_container(scene, pod)
+    assert scene.key(pod) == key
+    wants = claimer("wants", "a") if form == "claim" else plain("wants", "a")
+    scene.wait(wants)
+    scene.handed_on(pod.delete, [pod.uid], "wants")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_another_stick_has_the_old_number(scene: Scene, sticks: Sticks, form: str) -> None:
+    """It is another device, and goes to nobody before the pod has ended that was given the number."""
+    first = sticks.plug("A", 1)
+    serve(scene, form, 1)
+    pod = holder(scene, form, "holder")
+    scene.before = 1
+    sticks.pull("A")
+    assert sticks.plug("B", 1) == first
+    second = sticks.plug("A", 2)
+    wants = claimer("wants", "a") if form == "claim" else plain("wants", "a")
+    scene.wait(wants)
+    await_file(scene, form, pod, 2)
+    scene.observe(5)
+    restart_container(scene, pod)
+    assert scene.key(pod) == second
+    pod.delete()
+    scene.cluster.wait_for(lambda: not locks.pids(pod.uid), LIMIT, "the container has ended")
+    scene.handed_on(lambda: None, [], "wants")
+    scene.after = 1
+    wait_offered(scene, form, 2)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_two_sticks_swap_their_numbers(scene: Scene, sticks: Sticks, form: str) -> None:
+    """The pods keep their own sticks, whatever the numbers: a container that restarts has its stick's node."""
+    keys = sticks.plug("A", 1), sticks.plug("B", 2)
+    serve(scene, form, 2)
+    pods = [holder(scene, form, name) for name in ("one", "two")]
+    scene.before = 2
+    had = [scene.key(pod) for pod in pods]
+    assert set(had) == set(keys)
+    sticks.pull("A", "B")
+    sticks.plug("B", 1)
+    sticks.plug("A", 2)
+    for pod, key in zip(pods, had, strict=True):
+        await_file(scene, form, pod, 2 if key == keys[0] else 1)
+    before = [pod.restarts() for pod in pods]
+    kill(*pods)
+    for pod, count in zip(pods, before, strict=True):
+        scene.cluster.wait_for(lambda pod=pod, count=count: pod.restarts() > count, 60, f"{pod} runs again")  # type: ignore[misc]
+    scene.running(*pods)
+    assert [scene.key(pod) for pod in pods] == had[::-1]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_numbers_are_swapped_by_a_reboot(scene: Scene, sticks: Sticks, form: str) -> None:
+    """After the reboot each pod has its own stick again."""
+    keys = sticks.plug("A", 1), sticks.plug("B", 2)
+    serve(scene, form, 2)
+    pods = [holder(scene, form, name) for name in ("one", "two")]
+    scene.before = 2
+    had = [scene.key(pod) for pod in pods]
+    assert set(had) == set(keys)
+    sticks.pull("A", "B")
+    sticks.plug("B", 1)
+    sticks.plug("A", 2)
+    reboot(scene, "before the kubelet")
+    scene.cluster.wait_for(lambda: all(locks.pids(pod.uid) for pod in pods), 90, "the pods run again")
+    scene.running(*pods)
+    assert [scene.key(pod) for pod in pods] == had[::-1]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_another_stick_is_plugged_into_a_port(scene: Scene, sticks: Sticks, form: str) -> None:
+    """A link by port means the port: its pod keeps it, and a container that restarts has the stick that is there."""
+    sticks.plug("A", 1, "1-2")
+    serve(scene, form, 1, "by-path")
+    pod = holder(scene, form, "holder")
+    scene.before = 1
+    sticks.pull("A")
+    key = sticks.plug("B", 2, "1-2")
+    wait_offered(scene, form, 1)
+    await_file(scene, form, pod, 2)
+    restart_container(scene, pod)
+    assert scene.key(pod) == key
+    scene.after = 1
+
+
+def test_a_stick_comes_back_with_the_generic_device_plugin(scene: Scene, sticks: Sticks) -> None:
+    """What a container does here that restarts, it does with squat's plugin, which answers with the link as well."""
+    if build.PEER_PROGRAMS not in os.environ:
+        pytest.skip(f"{build.PEER_PROGRAMS} names no directory with generic-device-plugin")
+    program = str(build.ensure_peer("generic-device-plugin"))
+    sticks.plug("A", 1)
+    device = json.dumps({"name": "stick", "groups": [{"paths": [{"path": f"{locks.NODES}/by-id/*"}]}]})
+    domain = named("stick").partition("/")[0]
+    with (scene.cluster.logs / "generic.log").open("wb") as log:
+        process = subprocess.Popen([program, "--domain", domain, "--device", device], stdout=log, stderr=log)
+    try:
+        scene.cluster.wait_allocatable(named("stick"), 1)
+        pod = scene.pod("holder", "stick")
+        scene.running(pod)
+        scene.before = 1
+        sticks.pull("A")
+        key = sticks.plug("A", 2)
+        restart_container(scene, pod)
+        assert scene.key(pod) == key
+        scene.after = 1
+    finally:
+        process.terminate()
+        process.wait(20)

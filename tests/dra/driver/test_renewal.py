@@ -1,0 +1,105 @@
+"""CDI files of prepared claims follow devices that come back under another number, and no others."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from deviceplugin import identity
+from deviceplugin.device import ContainerEdits, Device, DeviceNode
+from tests.dra.driver.served import ServedDriver, claim, result, served_driver
+
+TTY, PTMX = (f"char:{os.major(n)}:{os.minor(n)}" for n in (os.stat(f"/dev/{x}").st_rdev for x in ("tty", "ptmx")))
+
+
+class Stick:
+    """A device behind a link in a directory, which says whether it stands for the port."""
+
+    def __init__(self, directory: Path, links: str) -> None:
+        self.link = directory / links / "x"
+        self.link.parent.mkdir()
+        self.link.symlink_to("/dev/tty")
+        self.device = Device("d0", nodes=[str(self.link)], edits=ContainerEdits({"A": "1"}, nodes=["/dev/null"]))
+
+    def lead(self, to: str) -> Device:
+        self.link.unlink()
+        self.link.symlink_to(to)
+        return self.device
+
+
+@pytest.fixture(params=["by-path", "by-id"])
+async def stick(tmp_path: Path, request: pytest.FixtureRequest) -> Stick:
+    return Stick(tmp_path, request.param)
+
+
+@pytest.fixture
+async def here(tmp_path: Path, stick: Stick) -> AsyncIterator[ServedDriver]:
+    made = await served_driver(tmp_path, devices=[stick.device])
+    await identity.publish(made.inventory, [stick.device], {})
+    yield made
+    await made.end()
+
+
+def numbers(here: ServedDriver, *cdi_ids: str) -> dict[str, str]:
+    nodes = [node for edits in here.edits(*cdi_ids) for node in edits["deviceNodes"]]
+    return {node["path"]: f"char:{node['major']}:{node['minor']}" for node in nodes}
+
+
+async def test_a_file_follows_what_is_the_same_device(
+    here: ServedDriver, stick: Stick, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is in the same port is; what nothing tells of is not. The holder reaches both numbers then, for good."""
+    monkeypatch.setattr("dra_bridge.driver.renewal.CHECK", 0.01)
+    await here.give("1", "d0")
+    (answer,) = (await here.prepared("1")).devices
+    await identity.publish(here.inventory, [stick.lead("/dev/ptmx")], {})
+    same = stick.link.parent.name == "by-path"
+    assert await here.driver.renewal.renew("1") is same
+    assert not await here.driver.renewal.renew("1")
+    assert numbers(here, *answer.cdi_ids)[str(stick.link)] == (PTMX if same else TTY)
+    assert len(numbers(here, *answer.cdi_ids)) == 2, "nodes that are not the device's stay"
+    (held,) = here.async_ledger.snapshot.claims["fpga.example.com", "1"].devices
+    assert TTY in held.identity.tokens
+    assert (PTMX in held.identity.reached) is same
+    assert here.own["1"].devices is not None
+    assert here.own["1"].devices[0].identity == held.identity
+    after = await here.again(devices=[stick.lead("/dev/tty")])
+    await identity.publish(after.inventory, [stick.device], {})
+    keeping = asyncio.create_task(after.driver.renewal.keep())
+    async with asyncio.timeout(20):
+        while numbers(after, *answer.cdi_ids)[str(stick.link)] != TTY:  # noqa: ASYNC110  # files tell nobody
+            await asyncio.sleep(0.01)
+    keeping.cancel()
+
+
+@pytest.mark.parametrize("stick", ["by-path"], indirect=True)
+async def test_a_file_names_all_nodes_that_a_device_has_now(here: ServedDriver, stick: Stick) -> None:
+    """Those that have come are added, a path that the device has no more is left out."""
+    await here.give("1", "d0")
+    (answer,) = (await here.prepared("1")).devices
+    other = stick.link.with_name("y")
+    other.symlink_to("/dev/ptmx")
+    more = Device("d0", nodes=[str(stick.link), DeviceNode(str(other), "/dev/y")], edits=stick.device.edits)
+    await identity.publish(here.inventory, [more], {})
+    assert await here.driver.renewal.renew("1")
+    assert numbers(here, *answer.cdi_ids) == {str(stick.link): TTY, "/dev/null": "char:1:3", "/dev/y": PTMX}
+    less = Device("d0", nodes=[str(other)], edits=stick.device.edits)
+    await identity.publish(here.inventory, [less], {})
+    assert not await here.driver.renewal.renew("1"), "it has nothing in common with what was granted"
+
+
+@pytest.mark.parametrize("stick", ["by-path"], indirect=True)
+async def test_a_file_stays_while_its_device_is_gone_or_of_another_boot(here: ServedDriver, stick: Stick) -> None:
+    """What is there no more has no nodes to name."""
+    here.claims.add(claim("1", result("d0")))
+    await here.prepared("1")
+    stick.lead("/dev/ptmx")
+    here.inventory.publish([])
+    assert not await here.driver.renewal.renew("1")
+    assert not await here.driver.renewal.renew("2"), "a claim that is not prepared has no file"
+    after = await here.again(devices=[stick.device], boot="2")
+    assert not await after.driver.renewal.renew("1")

@@ -1,0 +1,102 @@
+"""The hardware behind a device number, as sysfs shows it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from deviceplugin.sysfs import HardwarePart, HardwareReader
+from tests.sources.trees import Tree
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Tree:
+    return Tree(tmp_path)
+
+
+def behind(tree: Tree, number: str, kind: str = "char") -> HardwarePart | None:
+    return HardwareReader(str(tree.sys)).behind(kind, number)
+
+
+def test_a_usb_device_is_known_by_its_serial_number_wherever_it_is_plugged_in(tree: Tree) -> None:
+    """Under another number and in another port it has a name in common with before, and the same part."""
+    tree.number("188:0", tree.usb("1-2", 4, serial="A5"), "1-2:1.0/ttyUSB0/tty/ttyUSB0")
+    before = behind(tree, "188:0")
+    tree.pull("1-2")
+    tree.number("188:1", tree.usb("1-3", 5, serial="A5"), "1-3:1.0/ttyUSB1/tty/ttyUSB1")
+    after = behind(tree, "188:1")
+    assert before is not None
+    assert after is not None
+    assert before.devices == {"usb:0403:6001:A5", "usb:0403:6001:A5@1-2"}
+    assert before.devices & after.devices == {"usb:0403:6001:A5"}
+    assert before.part == after.part == "1.0/ttyUSB/tty/ttyUSB"
+
+
+@pytest.mark.parametrize("serial", ["", "0001"])
+def test_usb_devices_without_a_serial_number_of_their_own_are_told_apart_by_the_port(tree: Tree, serial: str) -> None:
+    """Twins have no name in common, whichever came first."""
+    for number, port in ((0, "1-2"), (1, "1-3")):
+        tree.number(
+            f"188:{number}", tree.usb(port, 4 + number, serial=serial), f"{port}:1.0/ttyUSB{number}/tty/ttyUSB{number}"
+        )
+    names = [found.devices for number in (0, 1) if (found := behind(tree, f"188:{number}")) is not None]
+    assert names == [{f"usb:0403:6001:{serial}@1-2"}, {f"usb:0403:6001:{serial}@1-3"}]
+
+
+@pytest.mark.parametrize(
+    ("below", "part"),
+    [
+        ("", ""),
+        ("1-2:1.0/tty/ttyACM7", "1.0/tty/ttyACM"),
+        ("1-2:1.2/sound/card3/pcmC3D0c", "1.2/sound/card/pcmCDc"),
+        ("1-2:1.0/host4/target4:0:0/4:0:0:0/block/sdc", "1.0/host/target::/:::/block/sd"),
+        ("1-2:1.0/0003:046D:C52B.0005/hidraw/hidraw3", "1.0/:D:CB./hidraw/hidraw"),
+    ],
+)
+def test_a_part_has_no_number_that_the_kernel_counts_up(tree: Tree, below: str, part: str) -> None:
+    """Interface numbers stay: they are the device's own."""
+    tree.number("240:1", tree.usb("1-2", 4, serial="A5"), below)
+    found = behind(tree, "240:1")
+    assert found is not None
+    assert found.part == part
+
+
+def test_parts_of_a_device_are_told_apart(tree: Tree) -> None:
+    """By the number that the driver gives each for good, else by their names."""
+    usb = tree.usb("1-2", 4, serial="A5")
+    for number in (0, 1):
+        tree.number(f"188:{number}", usb, f"1-2:1.0/ttyUSB{number}/tty/ttyUSB{number}")
+        (usb / f"1-2:1.0/ttyUSB{number}/port_number").write_text(f"{number}\n")
+        tree.number(f"81:{number}", usb, f"1-2:1.2/video4linux/video{number + 2}")
+        (usb / f"1-2:1.2/video4linux/video{number + 2}/index").write_text(f"{number}\n")
+        tree.number(f"13:{number}", usb, f"1-2:1.3/input/input{number + 6}/event{number + 3}")
+    parts = [found.part for major in (188, 81, 13) for n in (0, 1) if (found := behind(tree, f"{major}:{n}"))]
+    assert parts == [
+        "1.0/port_number-0/tty/ttyUSB",
+        "1.0/port_number-1/tty/ttyUSB",
+        "1.2/videolinux/index-0",
+        "1.2/videolinux/index-1",
+        "1.3/input/input6/event",
+        "1.3/input/input7/event",
+    ]
+
+
+def test_a_pci_function_is_known_by_its_address(tree: Tree) -> None:
+    """The nearest PCI function or USB device counts; block devices have numbers of their own."""
+    gpu = tree.pci("0000:01:00.0")
+    tree.number("226:128", gpu, "drm/renderD128")
+    tree.number("226:0", gpu, "drm/card0")
+    disk = tree.pci("0000:02:00.0")
+    tree.number("259:0", disk, "nvme/nvme0/nvme0n1", kind="block")
+    assert behind(tree, "226:128") == HardwarePart(frozenset({"pci:0000:01:00.0"}), "drm/renderD")
+    assert behind(tree, "226:0") == HardwarePart(frozenset({"pci:0000:01:00.0"}), "drm/card")
+    assert behind(tree, "259:0", "block") == HardwarePart(frozenset({"pci:0000:02:00.0"}), "nvme/nvme/nvmen")
+    assert behind(tree, "259:0") is None
+
+
+def test_a_node_without_a_bus_has_no_hardware(tree: Tree) -> None:
+    """As /dev/kvm and /dev/fuse, and numbers that sysfs does not have."""
+    tree.number("10:232", tree.sys / "devices/virtual/misc", "kvm")
+    assert behind(tree, "10:232") is None
+    assert behind(tree, "10:233") is None
