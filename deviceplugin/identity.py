@@ -6,7 +6,7 @@ have is of a control node that they share. If several have only the same numbers
 several times.
 
 udev's links in a directory `by-path` name a port, whatever is plugged into it: their token is the link's name in place
-of the hardware.
+of the hardware. So does the identity that `port` makes.
 """
 
 from __future__ import annotations
@@ -81,13 +81,20 @@ def _numbers(device: Device, stat: Stat) -> dict[str, str]:
     return paths
 
 
-def _hardware(paths: Mapping[str, str], reader: HardwareReader) -> Tokens:
+def port(name: str) -> str:
+    """Return the identity of a device that is a port, whatever is plugged into it."""
+    return f"port:{name}"
+
+
+def _hardware(device: Device, paths: Mapping[str, str], reader: HardwareReader) -> Tokens:
     """Return the tokens of the hardware behind device nodes, or of the ports. paths: a path of each, by its token."""
-    tokens = set()
+    tokens: set[str] = set()
+    if device.identity.startswith(port("")):
+        return frozenset()
     for number, path in paths.items():
         kind, _, numbers = number.partition(":")
         if os.path.basename(os.path.dirname(path)) == _PORTS:
-            tokens.add(f"port:{path}")
+            tokens.add(port(path))
         elif (found := reader.behind(kind, numbers)) is not None:
             tokens.update(f"hardware:{name}#{found.part}" for name in found.devices)
     return frozenset(tokens)
@@ -109,10 +116,10 @@ def identities(devices: Sequence[Device], stat: Stat = looked_at.stat, sysfs: st
     whole = (device.id for device in devices if not own[device.id] and len(paths[device.id]) == len(device.nodes))
     telling = frozenset[str]().union(*(paths[name] for name in whole))
     known = {name: (of | (paths[name].keys() & telling)) or frozenset(paths[name]) for name, of in own.items()}
-    return {
-        name: of | _hardware({number: path for number, path in paths[name].items() if number in of}, reader)
-        for name, of in known.items()
+    own_paths = {
+        name: {number: path for number, path in paths[name].items() if number in of} for name, of in known.items()
     }
+    return {device.id: known[device.id] | _hardware(device, own_paths[device.id], reader) for device in devices}
 
 
 def tokens_now(device: Device, stat: Stat = looked_at.stat, sysfs: str = ROOT) -> Tokens:
@@ -120,7 +127,7 @@ def tokens_now(device: Device, stat: Stat = looked_at.stat, sysfs: str = ROOT) -
     now = frozenset[str]()
     if device.nodes:
         paths = _numbers(device, stat)
-        now = frozenset(paths) | _hardware(paths, HardwareReader(sysfs))
+        now = frozenset(paths) | _hardware(device, paths, HardwareReader(sysfs))
     if not device.identity:
         return now
     if (kind := _LOOKED_UP.fullmatch(device.identity)) is None:

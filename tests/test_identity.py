@@ -180,6 +180,8 @@ def test_a_node_has_the_hardware_behind_it_and_a_link_by_port_the_port(tmp_path:
     assert identity.identities([by_id, by_path], look, str(tree.sys)) == expected
     assert identity.tokens_now(by_id, look, str(tree.sys)) == expected["a"]
     assert identity.tokens_now(by_path, look, str(tree.sys)) == expected["p"]
+    in_port = Device("u", nodes=["/dev/x/by-id/a"], identity=identity.port("usb:1-2"))
+    assert identity.tokens_now(in_port, look, str(tree.sys)) == {"char:195:0", "port:usb:1-2"}
 
 
 def test_what_a_holder_reaches_is_not_what_the_device_is() -> None:

@@ -13,7 +13,7 @@ from deviceplugin import naming
 from deviceplugin.config.document import Problems
 from deviceplugin.config.known_plugins import known_plugin
 from deviceplugin.config.lock import ADOPTED, CODE, OPEN, PATHS, Lock, texts_of
-from deviceplugin.config.types import Config, DeviceEntry, MetricsConfig, ResourceConfig, typed_attributes
+from deviceplugin.config.types import Config, DeviceEntry, MetricsConfig, ResourceConfig, UsbConfig, typed_attributes
 from deviceplugin.device import Device
 
 ADOPTED_KEYS: Final = {"name", "devices", "driver", "attributes", "capacity", "dra"}
@@ -66,10 +66,12 @@ class ConfigRules:
             self._report(path, f"an entry needs one of {kinds}")
         elif len(keys) > 1:
             self._report(path, f"an entry has one of {kinds}, not {' and '.join(keys)}; make each an entry of its own")
-        for kind, wanted in (("pci", entry.pci), ("usb", entry.usb)):
+        several = not isinstance(entry.usb, UsbConfig)
+        usb = [(f"usb[{index}]" if several else "usb", wanted) for index, wanted in enumerate(entry.usb_ids)]
+        for place, wanted in (("pci", entry.pci), *usb):
             if wanted is not None and wanted == type(wanted)():
                 named = any_of(field.encode_name for field in msgspec.structs.fields(wanted))
-                self._report(f"{path}.{kind}", f"would be every {kind.upper()} device; give {named}")
+                self._report(f"{path}.{place}", f"would be every {place[:3].upper()} device; give {named}")
         if entry.group is not None and len(set(entry.group)) < len(entry.group):
             self._report(f"{path}.group", "the same glob is given twice; a device has each node once")
         elif entry.group is not None:
@@ -184,7 +186,7 @@ class ConfigRules:
 def _places(entry: DeviceEntry) -> Iterator[object]:
     """Yield keys of an entry. Two entries that list the same devices have one of them in common."""
     yield from entry.globs
-    yield from (place for place in (entry.pci, entry.usb, entry.nvidia) if place is not None)
+    yield from (place for place in (entry.pci, *entry.usb_ids, entry.nvidia) if place is not None)
 
 
 def sides_conflict(resource: ResourceConfig, other: ResourceConfig) -> bool:

@@ -167,8 +167,28 @@ class DeviceEntry(_Strict, frozen=True, kw_only=True):
     ] = None
     nvidia: NvidiaConfig | None = None
     pci: PciConfig | None = None
-    usb: UsbConfig | None = None
+    usb: Annotated[
+        UsbConfig
+        | Annotated[
+            tuple[UsbConfig, ...],
+            Meta(min_length=2, description="Ids that one device has one after the other; then its port identifies it."),
+        ]
+        | None,
+        _about(
+            "USB devices by their ids. A list has all ids of a device that changes them, for example when its firmware "
+            "is loaded: what has one of them in a port is one device, whichever it has.",
+            examples=[
+                {"vendor": "0403"},
+                [{"vendor": "1a6e", "product": "089a"}, {"vendor": "18d1", "product": "9302"}],
+            ],
+        ),
+    ] = None
     plugin: PluginConfig | None = None
+
+    @property
+    def usb_ids(self) -> tuple[UsbConfig, ...]:
+        """The filters of USB devices."""
+        return (self.usb,) if isinstance(self.usb, UsbConfig) else self.usb or ()
 
     @property
     def globs(self) -> tuple[str, ...]:
@@ -439,5 +459,7 @@ def _tidy(place: dict[str, Any]) -> None:
     if len(options) == 1:
         del place["anyOf"]
         place.update({**options[0], **place})
+    elif options:
+        place["anyOf"] = options
     if not isinstance(place.get("default"), (str, bool, int)):
         place.pop("default", None)

@@ -52,8 +52,8 @@ def build_entry(resource: ResourceConfig, index: int) -> DeviceSource:
         return PathSource(*entry.globs, permissions=permissions, resource=resource.name)
     if entry.pci is not None:
         return PciSource(entry.pci, permissions=permissions, resource=resource.name)
-    if entry.usb is not None:
-        return UsbSource(entry.usb, permissions=permissions, resource=resource.name)
+    if entry.usb_ids:
+        return UsbSource(*entry.usb_ids, permissions=permissions, resource=resource.name)
     if entry.nvidia is not None:
         from deviceplugin.sources.nvidia import NvidiaSource, Places
 

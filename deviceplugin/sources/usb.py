@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
-from deviceplugin import looked_at, sysfs
+from deviceplugin import identity, looked_at, sysfs
 from deviceplugin.config.types import UsbConfig
 from deviceplugin.device import Device, DeviceNode
 from deviceplugin.naming import PCIE_ROOT
@@ -50,13 +50,21 @@ class _Usb:
 
 
 class UsbSource(bus.SysfsSource[UsbConfig]):
-    """The USB devices that a filter lets through, without hubs."""
+    """The USB devices that a filter lets through, without hubs.
+
+    wanted: the filter; several are those of one device that changes its ids: what is in a port is one device then, and
+    the port its id and identity. options: as of `SysfsSource`.
+    """
 
     BUS = "usb"
     IDS = bus.ids_files("usb", "usbutils")
     DEBOUNCE = 0.1
 
     _ids: Mapping[_Plugged, str] = MappingProxyType({})
+
+    def __init__(self, *wanted: UsbConfig, **options: Any) -> None:
+        super().__init__(wanted[0], **options)
+        self._filters = wanted
 
     def _scan(self) -> Scan:
         buses = f"{self._dev}/bus/usb"
@@ -70,7 +78,7 @@ class UsbSource(bus.SysfsSource[UsbConfig]):
             return Scan([], directories, [f"{self._root} cannot be read: {error.strerror}"])
         there = [device for port in ports if ":" not in port and (device := self._read(port)) is not None]
         fitting = [usb for usb in there if self._fits(usb)]
-        wanted = bus.in_words(self.wanted)
+        wanted = " or ".join(map(bus.in_words, self._filters))
         notes = [] if fitting else [f"none of {len(there)} USB devices has {wanted}; plugged in later it is found"]
         names = self._names({(usb.vendor, usb.product) for usb in fitting})
         self._ids = _ids(there, self._ids)
@@ -88,11 +96,11 @@ class UsbSource(bus.SysfsSource[UsbConfig]):
         return _Usb(port, directory, node, vendor.lower(), product.lower(), serial, maker, name)
 
     def _fits(self, usb: _Usb) -> bool:
-        wanted = self.wanted
-        return (
+        return any(
             bus.hex_digits(wanted.vendor) in (None, usb.vendor)
             and bus.hex_digits(wanted.product) in (None, usb.product)
             and (wanted.serial is None or fnmatchcase(usb.serial, wanted.serial))
+            for wanted in self._filters
         )
 
     def _device(self, usb: _Usb, vendor_name: str | None, product_name: str | None) -> Device:
@@ -106,11 +114,13 @@ class UsbSource(bus.SysfsSource[UsbConfig]):
             "product": product_name or bus.attribute_text(usb.name),
         }
         nodes = dict.fromkeys([usb.node, *sorted(sysfs.nodes_below(usb.directory, self._dev))])
+        by_port = len(self._filters) > 1
         return Device(
-            self._ids[usb.plugged],
+            f"port-{usb.port}" if by_port else self._ids[usb.plugged],
             nodes=[DeviceNode(node, permissions=self.permissions) for node in nodes],
             numa=sysfs.numa_node_above(usb.directory, "/pci"),
             attributes=bus.given(attributes),
+            identity=identity.port(f"usb:{usb.port}") if by_port else "",
         )
 
 

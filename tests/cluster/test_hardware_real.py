@@ -11,15 +11,17 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.cluster import build, locks
+from tests.cluster import build, isolate, locks
 from tests.cluster.node import Pod
 from tests.cluster.test_existing_plugin_real import restart_container
-from tests.cluster.test_witnesses_real import LIMIT, Scene, claimer, plain, reboot, resource, scene
+from tests.cluster.test_witnesses_real import LIMIT, Agents, Scene, claimer, plain, reboot, resource, scene
 from tests.scenarios.sides import named
+from tests.sources.trees import Tree
 
 __all__ = ["scene"]
 
@@ -211,6 +213,68 @@ def test_another_stick_is_plugged_into_a_port(scene: Scene, sticks: Sticks, form
     restart_container(scene, pod)
     assert scene.key(pod) == key
     scene.after = 1
+
+
+class UsbAgents(Agents):
+    """Agents for which made sysfs and device nodes are all USB devices that there are."""
+
+    def command(self) -> list[str]:
+        module, *arguments = super().command()[2:]
+        assert module == "tests.cluster.locks"
+        return [sys.executable, "-c", USB_AGENT, *arguments]
+
+
+USB_AGENT = f"""
+import functools, sys
+from deviceplugin.sources import configured, usb
+configured.UsbSource = functools.partial(usb.UsbSource, sysfs_root="{isolate.DEVICES}/usb/sys", dev="{locks.NODES}")
+from tests.cluster.locks import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_device_gets_other_ids_when_its_firmware_is_loaded(scene: Scene, form: str) -> None:
+    """It is one device, with one holder. The container of a claim sees its second node when it restarts.
+
+    By limits the kubelet has the first node in its answer, and the container does not start again: its pod is deleted.
+    """
+    tree = Tree(isolate.DEVICES / "usb")
+    scene.stack.callback(shutil.rmtree, isolate.DEVICES / "usb")
+    bus = locks.NODES / "bus/usb/001"
+    locks.make_node(bus / "004", 4)
+    usb = tree.usb("1-2", 4, "1a6e", "089a")
+    scene.kind = UsbAgents
+    ids = [{"vendor": "1a6e", "product": "089a"}, {"vendor": "18d1", "product": "9302"}]
+    scene.serve(resource("a", "all" if form == "claim" else "none", devices=[{"usb": ids}]))
+    wait_offered(scene, form, 1)
+    pod = holder(scene, form, "holder")
+    scene.before = 1
+    tree.pull("1-2")
+    shutil.rmtree(usb)
+    (bus / "004").unlink()
+    wait_offered(scene, form, 0)
+    tree.usb("1-2", 5, "18d1", "9302")
+    key = locks.make_node(bus / "005", 5)
+    wait_offered(scene, form, 1)
+    scene.wait(claimer("wants", "a") if form == "claim" else plain("wants", "a"))
+    await_file(scene, form, pod, 5)
+    scene.observe(3)
+    if form == "claim":
+        restart_container(scene, pod)
+        assert scene.key(pod) == key
+        scene.handed_on(pod.delete, [pod.uid], "wants")
+    else:
+        kill(pod)
+
+        def fails() -> bool:
+            (main,) = pod.status["containerStatuses"]
+            return "no such file" in main["state"].get("waiting", {}).get("message", "")
+
+        scene.cluster.wait_for(fails, LIMIT, "the container does not start")
+        pod.delete()
+        scene.until("the other pod has it", lambda: scene.urge() or key in {one.key for one in locks.holders()})  # type: ignore[func-returns-value]
+        scene.after = 1
 
 
 def test_a_stick_comes_back_with_the_generic_device_plugin(scene: Scene, sticks: Sticks) -> None:

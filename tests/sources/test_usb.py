@@ -221,3 +221,28 @@ def test_devices_of_this_machine_can_be_published() -> None:
     """Whatever USB devices this machine has are read without an error."""
     for device in UsbSource(UsbConfig()).scan():
         assert not list(naming.problems(device, "usb.example.com"))
+
+
+def test_a_device_that_changes_its_ids_is_one_device_of_its_port(tree: Tree) -> None:
+    """The list has all its ids; the port is its id and identity, so nothing changes but the node and the attributes."""
+    ids = UsbConfig(vendor="1a6e", product="089a"), UsbConfig(vendor="18d1")
+    source = UsbSource(*ids, ids=[], **tree.options)
+    first = tree.usb("1-2", 4, "1a6e", "089a")
+    tree.usb("1-3", 7, "18d1", "9302")
+    tree.usb("1-4", 8, "18d2", "9302")
+    before = {device.id: device for device in source.scan()}
+    assert before.keys() == {"port-1-2", "port-1-3"}
+    tree.pull("1-2")
+    shutil.rmtree(first)
+    tree.usb("1-2", 5, "18d1", "9302")
+    after = {device.id: device for device in source.scan()}
+    assert after.keys() == before.keys()
+    assert before["port-1-2"].identity == after["port-1-2"].identity != after["port-1-3"].identity
+    assert hosts(after["port-1-2"]) == [f"{tree.dev}/bus/usb/001/005"]
+
+
+def test_what_is_looked_for_is_named(tree: Tree) -> None:
+    """Of several ids all are."""
+    source = UsbSource(UsbConfig(vendor="1a6e"), UsbConfig(product="9302"), **tree.options)
+    assert source.scan() == []
+    assert source.notes == ("none of 0 USB devices has vendor 1a6e or product 9302; plugged in later it is found",)
