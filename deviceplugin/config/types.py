@@ -163,7 +163,10 @@ class DeviceEntry(_Strict, frozen=True, kw_only=True):
     simulated: SimulatedConfig | None = None
     group: Annotated[
         Annotated[tuple[Glob, ...], Meta(min_length=2, extra_json_schema={"uniqueItems": True})] | None,
-        _about("The n-th matches of each glob together make one device."),
+        _about(
+            "The matches that belong together make one device: those of one USB device or PCI function, else those "
+            "whose wildcards match the same text."
+        ),
     ] = None
     nvidia: NvidiaConfig | None = None
     pci: PciConfig | None = None

@@ -1,4 +1,4 @@
-"""Devices that are paths: what a glob matches, or the n-th matches of several globs together.
+"""Devices that are paths: what a glob matches, or what the globs of a group match and belongs together (`pairing`).
 
 A symlink is named as it is: /dev/serial/by-id/... is the same stick tomorrow, /dev/ttyUSB0 is not. The runtime resolves
 it each time that it creates a container (containerd 2.1, internal/cri/opts/spec_linux_opts.go: WithDevices; CRI-O,
@@ -9,20 +9,22 @@ mounted, as runtimes take only device nodes as devices. A directory is left out.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import translate
 from typing import Final
 
 from deviceplugin import identity, looked_at
 from deviceplugin.device import NO_EDITS, ContainerEdits, Device, DeviceNode, Mount, natural
+from deviceplugin.sources.pairing import Part, paired
 from deviceplugin.sources.scanned import Scan, ScannedSource
-from deviceplugin.sysfs import ROOT, directory_of, numa_node_above
+from deviceplugin.sysfs import ROOT, device_above, directory_of, numa_node_above
 
 _LOG: Final = logging.getLogger(__name__)
 LONGEST_ID: Final = 52
@@ -50,19 +52,33 @@ def device_id(path: str) -> str:
     return f"{readable or 'x'}-{digest}"
 
 
-def numa_of(mode: int, rdev: int, sysfs: str = ROOT) -> int | None:
-    """Return the NUMA node of the hardware of a node with this st_mode and st_rdev; None if sysfs names none."""
+def _directory(mode: int, rdev: int, root: str) -> str | None:
+    """Return the sysfs directory of a node with this st_mode and st_rdev; None if there is none."""
     if not (stat.S_ISCHR(mode) or stat.S_ISBLK(mode)):
         return None
-    kind = "char" if stat.S_ISCHR(mode) else "block"
+    return directory_of("char" if stat.S_ISCHR(mode) else "block", f"{os.major(rdev)}:{os.minor(rdev)}", root)
+
+
+def numa_of(mode: int, rdev: int, sysfs: str = ROOT) -> int | None:
+    """Return the NUMA node of the hardware of a node with this st_mode and st_rdev; None if sysfs names none."""
     root = os.path.realpath(sysfs)
-    directory = directory_of(kind, f"{os.major(rdev)}:{os.minor(rdev)}", root)
+    directory = _directory(mode, rdev, root)
     return numa_node_above(directory, f"{root}/devices/") if directory is not None else None
+
+
+def hardware_of(mode: int, rdev: int, sysfs: str = ROOT) -> str:
+    """Return the sysfs directory of the USB device or PCI function of a node; "" if sysfs shows none."""
+    directory = _directory(mode, rdev, sysfs)
+    return (device_above(directory) or "") if directory is not None else ""
 
 
 @dataclass(frozen=True, slots=True)
 class _Match:
-    """A path that a glob matches, and its target at the last scan. seen: a hash of its status. identity: its token."""
+    """A path that a glob matches, and its target at the last scan.
+
+    seen: a hash of its status. identity: its token. hardware: the sysfs directory of its USB device or PCI function, ""
+    if there is none.
+    """
 
     alias: str
     host: str
@@ -70,6 +86,7 @@ class _Match:
     mode: int
     numa: int | None
     identity: str
+    hardware: str = ""
 
 
 @dataclass(slots=True)
@@ -107,11 +124,9 @@ class _PathScan(Scan):
 
 
 class PathSource(ScannedSource):
-    """Each path that a glob matches is a device; of several globs, the n-th matches together are one.
+    """Each path that a glob matches is a device; of several globs, those that belong together are one (`pairing`).
 
-    A device of several paths is named after the first. Paths that were put together stay together while all of them
-    are there. Where the globs match unequal numbers, paths whose wildcards match the same text (video1 and audio1)
-    belong together, and the rest is left out.
+    A device of several paths is named after the first. What has no partner is left out.
 
     globs: absolute paths; `*`, `?` and `[abc]` match within one directory. sysfs: its directory. The others: as of
     `ScannedSource`.
@@ -144,29 +159,17 @@ class PathSource(ScannedSource):
         """Return the paths of each device."""
         before = {match.alias: match for matches in self._devices for match in matches}
         columns = [self._matching(glob, scan, before) for glob in self.globs]
-        counts = [len(column) for column in columns]
-        groups: list[tuple[_Match, ...]] = []
-        for matches in self._devices:
-            aliases = [match.alias for match in matches]
-            if all(alias in column for alias, column in zip(aliases, columns, strict=True)):
-                groups.append(tuple(column.pop(alias) for alias, column in zip(aliases, columns, strict=True)))
-        if len(set(counts)) > 1:
-            groups += self._same_text(columns)
-            if all(counts):
-                spare = ", ".join(f"{count} of {glob}" for count, glob in zip(counts, self.globs, strict=True))
-                scan.notes.append(f"unequal numbers of parts ({spare}); what is left over is left out")
-        groups += zip(*(column.values() for column in columns), strict=False)
+        if len(columns) == 1:
+            return [(match,) for match in columns[0].values()]
+        matched = [
+            [Part(match.alias, match.hardware, _text(glob, match.alias)) for match in column.values()]
+            for glob, column in zip(self.globs, columns, strict=True)
+        ]
+        pairing = paired(matched)
+        scan.notes += pairing.notes()
+        by_alias = {alias: match for column in columns for alias, match in column.items()}
+        groups = [tuple(by_alias[part.path] for part in group if part is not None) for group, _ in pairing.groups]
         return sorted(groups, key=lambda group: natural(group[0].alias))
-
-    def _same_text(self, columns: list[dict[str, _Match]]) -> Iterator[tuple[_Match, ...]]:
-        """Remove from `columns`, and yield, the paths whose wildcards match the same text."""
-        by_text: list[dict[tuple[str, ...], str]] = []
-        for glob, column in zip(self.globs, columns, strict=True):
-            matches = map(_captures(glob).fullmatch, column)
-            by_text.append({text.groups(): text.string for text in matches if text is not None})
-        for text in by_text[0]:
-            if text and all(text in aliases for aliases in by_text):
-                yield tuple(column.pop(aliases[text]) for column, aliases in zip(columns, by_text, strict=True))
 
     def _device(self, matches: tuple[_Match, ...]) -> Device:
         nodes, mounts = [], []
@@ -210,7 +213,8 @@ class PathSource(ScannedSource):
         if before is not None and (before.host, before.seen) == (host, seen):
             return before
         numa = numa_of(mode, status.st_rdev, self._sysfs)
-        return _Match(alias, host, seen, mode, numa, identity.token(status))
+        hardware = hardware_of(mode, status.st_rdev, self._sysfs) if len(self.globs) > 1 else ""
+        return _Match(alias, host, seen, mode, numa, identity.token(status), hardware)
 
 
 def _expand(glob: str, scan: _PathScan) -> list[str]:
@@ -252,6 +256,13 @@ def _entries(base: str, step: str, scan: _PathScan) -> list[os.DirEntry[str]]:
     return [entry for entry in listed if entry.name.isascii() or not _SURROGATE.search(entry.name)]
 
 
+def _text(glob: str, path: str) -> tuple[str, ...]:
+    """Return what the wildcards of a glob match in a path."""
+    found = _captures(glob).fullmatch(path)
+    return found.groups() if found is not None else ()
+
+
+@functools.cache
 def _captures(glob: str) -> re.Pattern[str]:
     """Return a pattern whose groups are what the wildcards of a glob match."""
     parts = re.split(r"(\*|\?|\[[!^]?\]?[^]/]*\])", glob)

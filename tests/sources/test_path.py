@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from deviceplugin.device import Device, Mount
 from deviceplugin.sources.path import PathSource, device_id, numa_of
+from tests.sources.trees import Tree
 
 NEVER = 3600.0
 """Seconds between rescans in tests that are about watching."""
@@ -296,29 +297,42 @@ def parts(devices: Sequence[Device]) -> list[tuple[str, ...]]:
     return [tuple(map(os.path.basename, paths(device))) for device in devices]
 
 
-def test_nth_of_each_make_one_device(tmp_path: Path) -> None:
-    """The n-th matches of each glob make one device, named after the first of them."""
-    touch(tmp_path, "a1", "a3", "b2", "b3")
-    devices = PathSource(f"{tmp_path}/a*", f"{tmp_path}/b*").scan()
-    assert parts(devices) == [("a1", "b2"), ("a3", "b3")]
-    assert ids(devices) == [device_id(f"{tmp_path}/a1"), device_id(f"{tmp_path}/a3")]
-
-
-def test_surplus_is_left_out(tmp_path: Path) -> None:
-    """Of unequal numbers the surplus is left out, and said with the numbers."""
-    touch(tmp_path, "a0", "a1", "a2", "b0", "b1")
+def test_what_the_wildcards_match_makes_one_device(tmp_path: Path) -> None:
+    """Paths whose wildcards match the same text are one device, named after the first of them; notes say so."""
+    touch(tmp_path, "a1", "a2", "a10", "b2", "b10")
     source = PathSource(f"{tmp_path}/a*", f"{tmp_path}/b*")
     look = source._scan()
-    assert parts(look.devices) == [("a0", "b0"), ("a1", "b1")]
+    assert parts(look.devices) == [("a2", "b2"), ("a10", "b10")]
+    assert ids(look.devices) == [device_id(f"{tmp_path}/a2"), device_id(f"{tmp_path}/a10")]
     assert look.notes == [
-        f"unequal numbers of parts (3 of {tmp_path}/a*, 2 of {tmp_path}/b*); what is left over is left out"
+        f"paired by the text of the wildcards: {tmp_path}/a2, {tmp_path}/a10",
+        f"left out, since nothing shows which parts belong together: {tmp_path}/a1",
     ]
 
 
-def test_unequal_numbers_are_matched_by_text(tmp_path: Path) -> None:
-    """Of unequal numbers those belong together whose wildcards stand for the same text."""
-    touch(tmp_path, "a1", "a2", "a10", "b2", "b10")
-    assert parts(PathSource(f"{tmp_path}/a*", f"{tmp_path}/b*").scan()) == [("a2", "b2"), ("a10", "b10")]
+def test_order_pairs_nothing(tmp_path: Path) -> None:
+    """Halves of several devices are left out; one of each is a device."""
+    touch(tmp_path, "a1", "a3", "b2", "b4")
+    source = PathSource(f"{tmp_path}/a*", f"{tmp_path}/b*")
+    assert source.scan() == []
+    assert "left out" in source.notes[0]
+    (tmp_path / "a1").unlink()
+    (tmp_path / "b4").unlink()
+    assert parts(source.scan()) == [("a3", "b2")]
+
+
+def test_parts_of_one_device_in_sysfs_are_paired(tmp_path: Path) -> None:
+    """card1 and renderD128 are of one GPU, whatever their numbers."""
+    tree = Tree(tmp_path)
+    for address, numbers in (("0000:01:00.0", ("1:3", "1:8")), ("0000:02:00.0", ("1:5", "1:9"))):
+        for number, below in zip(numbers, ("drm/cardX", "drm/renderX"), strict=True):
+            tree.number(number, tree.sys / f"devices/pci0000:00/{address}", below)
+    for name, target in (("card0", "null"), ("card1", "zero"), ("renderD128", "urandom"), ("renderD129", "random")):
+        (tmp_path / name).symlink_to(f"/dev/{target}")
+    source = PathSource(f"{tmp_path}/card*", f"{tmp_path}/renderD*", sysfs=str(tree.sys))
+    assert parts(source.scan()) == [("card0", "renderD129"), ("card1", "renderD128")]
+    (note,) = source.notes
+    assert note == f"paired by the device in sysfs: {tmp_path}/card0 (0000:01:00.0), {tmp_path}/card1 (0000:02:00.0)"
 
 
 def test_nodes_and_files_can_be_grouped(tmp_path: Path) -> None:
@@ -341,16 +355,15 @@ def test_group_is_close_to_all_its_numa_nodes(tmp_path: Path) -> None:
 
 
 async def test_what_belongs_together_stays_together(tmp_path: Path) -> None:
-    """When parts of one device go, the other devices keep theirs, whatever their places in the order."""
-    touch(tmp_path, "a0", "a1", "a2", "b5", "b6", "b7")
+    """When parts of one device go, the other devices keep theirs, and nothing takes the place of what has gone."""
+    touch(tmp_path, "a0", "a1", "a2", "b0", "b1", "b2")
     source = PathSource(f"{tmp_path}/a*", f"{tmp_path}/b*", rescan=NEVER)
     async with watching(source) as following:
-        assert parts(await following()) == [("a0", "b5"), ("a1", "b6"), ("a2", "b7")]
+        assert parts(await following()) == [("a0", "b0"), ("a1", "b1"), ("a2", "b2")]
         (tmp_path / "a0").unlink()
-        assert parts(await following()) == [("a1", "b6"), ("a2", "b7")]
-        (tmp_path / "b7").unlink()
-        devices = await following(lambda devices: ("a1", "b6") not in parts(devices) or len(devices) == 2)
-        assert parts(devices) == [("a1", "b6"), ("a2", "b5")]
+        assert parts(await following()) == [("a1", "b1"), ("a2", "b2")]
+        (tmp_path / "b2").unlink()
+        assert parts(await following(lambda devices: len(devices) == 1)) == [("a1", "b1")]
 
 
 # Watching.

@@ -1,0 +1,130 @@
+"""Which paths of a group are one device. Pure.
+
+Paths whose hardware sysfs shows belong together if that is one USB device or PCI function. Others do if the wildcards
+of their globs match the same text (a1 and b1), or if each glob has one match. What has no partner is left out:
+paths are never paired by their order alone.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+
+class PairedBy(enum.Enum):
+    """What shows that paths are one device; the value is for messages."""
+
+    HARDWARE = "the device in sysfs"
+    TEXT = "the text of the wildcards"
+    ALONE = "being the only ones"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A path that a glob matches. hardware: of its USB device or PCI function, "" if sysfs shows none.
+
+    text: what the wildcards of the glob match.
+    """
+
+    path: str
+    hardware: str = ""
+    text: tuple[str, ...] = ()
+
+
+Group = tuple[Part | None, ...]
+"""The parts of a device, one of each glob; None where an optional one is missing."""
+
+
+@dataclass(slots=True)
+class Pairing:
+    """The devices with what shows that their parts belong together, and the paths without a partner."""
+
+    groups: list[tuple[Group, PairedBy]] = field(default_factory=list)
+    left: list[Part] = field(default_factory=list)
+
+    def notes(self) -> Iterator[str]:
+        """Yield sentences: by what parts were paired, and which have no partner."""
+        for how in PairedBy:
+            firsts = [next(part for part in group if part is not None) for group, by in self.groups if by is how]
+            if firsts:
+                named = [
+                    f"{first.path} ({os.path.basename(first.hardware)})" if first.hardware else first.path
+                    for first in firsts
+                ]
+                yield f"paired by {how.value}: {_some(named)}"
+        if self.left:
+            names = _some([part.path for part in self.left])
+            yield f"left out, since nothing shows which parts belong together: {names}"
+
+
+def paired(columns: Sequence[Sequence[Part]], optional: Sequence[bool] = ()) -> Pairing:
+    """Return the devices that parts make. columns: the matches of each glob. optional: globs that may match nothing."""
+    needed = [not (at < len(optional) and optional[at]) for at in range(len(columns))]
+    rest, pairing = [list(column) for column in columns], Pairing()
+    for how in PairedBy:
+        if how is PairedBy.ALONE and pairing.groups:
+            break
+        for group in list(_GROUPS[how](rest, needed)):
+            pairing.groups.append((group, how))
+            for column, part in zip(rest, group, strict=True):
+                if part is not None:
+                    column.remove(part)
+    pairing.left = [part for column in rest for part in column]
+    return pairing
+
+
+def _by_hardware(columns: Sequence[Sequence[Part]], needed: Sequence[bool]) -> Iterator[Group]:
+    """Yield the groups of one USB device or PCI function each; of several by text, else in their order within it."""
+    for hardware in dict.fromkeys(part.hardware for part in _first(columns, needed) if part.hardware):
+        own = [[part for part in column if part.hardware == hardware] for column in columns]
+        there = [column for column in own if column]
+        by_text = [group for group in _by_text(own, needed) if sum(part is not None for part in group) == len(there)]
+        counts = {len(column) for column, must in zip(own, needed, strict=True) if must or column}
+        if len(counts) > 1 or counts == {len(by_text)}:
+            yield from by_text
+        else:
+            for at in range(max(counts)):
+                yield tuple(column[at] if column else None for column in own)
+
+
+def _by_text(columns: Sequence[Sequence[Part]], needed: Sequence[bool]) -> Iterator[Group]:
+    """Yield the groups whose wildcards match the same text."""
+    by_text = [{part.text: part for part in column if part.text} for column in columns]
+    for text in dict.fromkeys(part.text for part in _first(columns, needed) if part.text):
+        group = tuple(parts.get(text) for parts in by_text)
+        if _is_whole(group, needed):
+            yield group
+
+
+def _alone(columns: Sequence[Sequence[Part]], needed: Sequence[bool]) -> Iterator[Group]:
+    """Yield the group of globs of which each has one match."""
+    if all(len(column) <= 1 for column in columns):
+        group = tuple(column[0] if column else None for column in columns)
+        named = not any(part.text for part in group if part is not None)
+        if _is_whole(group, needed, named=named):
+            yield group
+
+
+def _is_whole(group: Group, needed: Sequence[bool], *, named: bool = False) -> bool:
+    """Return whether all needed parts are there, and sysfs does not show that they are of different hardware.
+
+    named: the globs have no wildcards; whoever wrote them wants these paths together, whatever they are.
+    """
+    whole = all(part is not None for part, must in zip(group, needed, strict=True) if must)
+    hardware = {part.hardware for part in group if part is not None and part.hardware}
+    return whole and any(part is not None for part in group) and (named or len(hardware) <= 1)
+
+
+def _first(columns: Sequence[Sequence[Part]], needed: Sequence[bool]) -> Iterable[Part]:
+    """Return the matches of the first glob that must match."""
+    return columns[list(needed).index(True)]
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+_GROUPS: Final = {PairedBy.HARDWARE: _by_hardware, PairedBy.TEXT: _by_text, PairedBy.ALONE: _alone}
