@@ -281,5 +281,8 @@ def _excluded(use: Use, other: Use, common: Collection[Point]) -> str:
     tokens = {point for point in common if isinstance(point, str)}
     if other.key == use.key:
         return other.title if other.unit[0] in ("hook", UNCERTAIN) else f"{_titled(use)} is held by {other.title}"
-    text = f"{_titled(use)} and {_titled(other)}, which counts as held"
-    return f"{text}, are the same hardware ({shown(tokens)})"
+    text = f"{_titled(use)} and {_titled(other)}, which counts as held, are the same hardware ({shown(tokens)})"
+    parts = use.tokens - other.tokens and other.tokens - use.tokens
+    if parts and use.key is not None and other.key is not None and use.key[0] != other.key[0]:
+        text += "; if one pod needs both, which share a node, put them into one resource"
+    return text

@@ -17,12 +17,16 @@ from typing import Final
 
 from deviceplugin import looked_at, sysfs
 from deviceplugin.config.types import PciConfig
-from deviceplugin.device import NO_EDITS, ContainerEdits, Device, DeviceNode
+from deviceplugin.device import NO_EDITS, ContainerEdits, Device, DeviceNode, Health
 from deviceplugin.naming import PCI_BUS_ID, PCIE_ROOT
 from deviceplugin.sources import bus
 from deviceplugin.sources.scanned import Scan
 
 VFIO: Final = "vfio-pci"
+_BRIDGE: Final = "0604"
+"""The class of PCI bridges, whose driver does no DMA of its own."""
+_HARMLESS: Final = re.compile(r".*vfio.*|pci-stub")
+"""Drivers beside which the functions of a group can be given to a virtual machine (Linux, drivers/vfio)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +96,9 @@ class PciSource(bus.SysfsSource[PciConfig]):
     def _device(self, function: _Function, vendor_name: str | None, product: str | None) -> Device:
         group = sysfs.link_name(f"{function.directory}/iommu_group")
         vfs = sysfs.read(f"{function.directory}/sriov_numvfs")
+        foreign = ""
         if function.driver == VFIO and group is not None:
+            foreign = self._foreign(function, group)
             own, common = [f"{self._dev}/vfio/{group}"], [f"{self._dev}/vfio/vfio"]
         else:
             own, common = sorted(sysfs.nodes_below(function.directory, self._dev)), []
@@ -117,4 +123,25 @@ class PciSource(bus.SysfsSource[PciConfig]):
             attributes=bus.given(attributes),
             edits=ContainerEdits(nodes=common) if common else NO_EDITS,
             identity=f"pci:{function.address}",
+            health=Health.UNHEALTHY if foreign else Health.HEALTHY,
+            message=foreign,
         )
+
+    def _foreign(self, function: _Function, group: str) -> str:
+        """Return why the IOMMU group of a function cannot be given to a virtual machine; "" if it can.
+
+        The kernel opens no group of which a function has a driver of the host; bridges do not count.
+        """
+        members = f"{function.directory}/iommu_group/devices"
+        looked_at.at(members)
+        try:
+            addresses = sorted(os.listdir(members))
+        except OSError:
+            return ""
+        for address in addresses:
+            driver = sysfs.link_name(f"{members}/{address}/driver")
+            class_ = bus.hex_digits(sysfs.read(f"{members}/{address}/class")) or ""
+            if driver is not None and not _HARMLESS.fullmatch(driver) and not class_.startswith(_BRIDGE):
+                how = f"bind it to {VFIO} as well, or to no driver"
+                return f"{address} of the same IOMMU group {group} is bound to {driver} of the host; {how}"
+        return ""

@@ -112,6 +112,13 @@ def test_parts_of_one_thing_add_up_whatever_it_is_called() -> None:
     assert asked(state, use("c", "n3", resource=S)) == ""
 
 
+def test_functions_of_one_group_belong_in_one_resource() -> None:
+    """Where two devices share a node and are not the same, the reason says how one pod gets both."""
+    state = held(pod("gpu", "char:511:12", "pci:0000:01:00.0"))
+    reason = asked(state, use("audio", "char:511:12", "pci:0000:01:00.1", resource=S))
+    assert reason.endswith("(char 511:12); if one pod needs both, which share a node, put them into one resource")
+
+
 def test_one_holder_does_not_get_one_thing_twice() -> None:
     """What it asks for adds up, too: two names of the same hardware, too many replicas, more of a counter."""
     nobody = RegisterSnapshot()

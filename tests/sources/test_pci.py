@@ -126,6 +126,30 @@ def test_virtual_functions_know_their_parent(tree: Tree) -> None:
     assert "parent" not in devices["0000:01:00.0"].attributes
 
 
+@pytest.mark.parametrize(
+    ("class_", "driver", "usable"),
+    [
+        ("040300", "snd_hda_intel", False),
+        ("040300", "", True),
+        ("040300", "vfio-pci", True),
+        ("040300", "mlx5_vfio_pci", True),
+        ("040300", "pci-stub", True),
+        ("060400", "pcieport", True),
+        ("060100", "lpc_ich", False),
+    ],
+)
+def test_a_vfio_group_with_a_function_of_the_host_is_unhealthy(
+    tree: Tree, class_: str, driver: str, usable: bool
+) -> None:
+    """No virtual machine could open it; the message names the function and its driver. Bridges do not count."""
+    tree.pci("0000:01:00.0", driver="vfio-pci", group=12)
+    tree.pci("0000:01:00.1", class_=class_, driver=driver, group=12)
+    device = found(tree, address="0000:01:00.0")["0000:01:00.0"]
+    assert device.health.usable is usable
+    expected = f"0000:01:00.1 of the same IOMMU group 12 is bound to {driver} of the host; bind it to vfio-pci as well"
+    assert device.message.startswith(expected) is not usable
+
+
 def test_vfio_gives_the_group_and_the_container(tree: Tree) -> None:
     """A device bound to vfio-pci is its group's node, with the one that all groups need."""
     tree.pci("0000:01:00.0", driver="vfio-pci", group=12)

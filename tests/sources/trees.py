@@ -50,7 +50,9 @@ class Tree:
         if driver:
             self.bind(directory, driver)
         if group is not None:
-            (self.sys / f"kernel/iommu_groups/{group}").mkdir(exist_ok=True)
+            members = self.sys / f"kernel/iommu_groups/{group}/devices"
+            members.mkdir(parents=True, exist_ok=True)
+            (members / address).symlink_to(directory)
             (directory / "iommu_group").symlink_to(self.sys / f"kernel/iommu_groups/{group}")
         if parent:
             (directory / "physfn").symlink_to(self.sys / "bus/pci/devices" / parent)
