@@ -418,7 +418,9 @@ class Register:
         now = await _tokens_now(inventory.looks, "grant", devices)
         other: list[str] = []
         for name, tokens in now.items():
-            if (tokens or name in snapshot.identities) and not identity.agree(tokens, snapshot.identities.get(name, ())):
+            if (tokens or name in snapshot.identities) and not identity.agree(
+                tokens, snapshot.identities.get(name, ())
+            ):
                 other.append(name)
         if other and inventory.snapshot is snapshot:
             there = [device for device in snapshot.devices.values() if device.id not in snapshot.gone]
