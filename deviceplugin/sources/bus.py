@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import ClassVar, Final, Generic, TypeVar
 
 import msgspec
 
+from deviceplugin import looked_at
 from deviceplugin.device import AttributeValue
 from deviceplugin.sources.scanned import ScannedSource
 
@@ -59,6 +61,15 @@ class SysfsSource(ScannedSource, Generic[_Filter]):
                 (names for file in self._ids_files if (names := ids_names(file, fresh)) is not None), {}
             )
         return self._known
+
+
+def missing(nodes: Iterable[str], maker: str = "udev") -> str:
+    """Return which of a device's nodes is not there yet, for messages; "" if all are. maker: what makes it. Blocks."""
+    for node in nodes:
+        looked_at.at(node)
+        if not os.path.exists(node):
+            return f"{node} is not there, and its container needs it; {maker} makes it"
+    return ""
 
 
 def ids_files(bus: str, package: str) -> tuple[str, ...]:

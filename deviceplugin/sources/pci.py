@@ -96,12 +96,12 @@ class PciSource(bus.SysfsSource[PciConfig]):
     def _device(self, function: _Function, vendor_name: str | None, product: str | None) -> Device:
         group = sysfs.link_name(f"{function.directory}/iommu_group")
         vfs = sysfs.read(f"{function.directory}/sriov_numvfs")
-        foreign = ""
         if function.driver == VFIO and group is not None:
-            foreign = self._foreign(function, group)
             own, common = [f"{self._dev}/vfio/{group}"], [f"{self._dev}/vfio/vfio"]
+            problem = self._foreign(function, group) or bus.missing((*own, *common), "`modprobe vfio-pci`")
         else:
             own, common = sorted(sysfs.nodes_below(function.directory, self._dev)), []
+            problem = bus.missing(own)
         attributes = {
             PCI_BUS_ID: function.address,
             PCIE_ROOT: bus.pcie_root(function.directory),
@@ -123,8 +123,8 @@ class PciSource(bus.SysfsSource[PciConfig]):
             attributes=bus.given(attributes),
             edits=ContainerEdits(nodes=common) if common else NO_EDITS,
             identity=f"pci:{function.address}",
-            health=Health.UNHEALTHY if foreign else Health.HEALTHY,
-            message=foreign,
+            health=Health.UNHEALTHY if problem else Health.HEALTHY,
+            message=problem,
         )
 
     def _foreign(self, function: _Function, group: str) -> str:

@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from deviceplugin import identity, looked_at, sysfs
 from deviceplugin.config.types import UsbConfig
-from deviceplugin.device import Device, DeviceNode
+from deviceplugin.device import Device, DeviceNode, Health
 from deviceplugin.naming import PCIE_ROOT
 from deviceplugin.sources import bus
 from deviceplugin.sources.path import LONGEST_ID
@@ -114,13 +114,15 @@ class UsbSource(bus.SysfsSource[UsbConfig]):
             "product": product_name or bus.attribute_text(usb.name),
         }
         nodes = dict.fromkeys([usb.node, *sorted(sysfs.nodes_below(usb.directory, self._dev))])
-        by_port = len(self._filters) > 1
+        by_port, missing = len(self._filters) > 1, bus.missing(nodes)
         return Device(
             f"port-{usb.port}" if by_port else self._ids[usb.plugged],
             nodes=[DeviceNode(node, permissions=self.permissions) for node in nodes],
             numa=sysfs.numa_node_above(usb.directory, "/pci"),
             attributes=bus.given(attributes),
             identity=identity.port(f"usb:{usb.port}") if by_port else "",
+            health=Health.UNHEALTHY if missing else Health.HEALTHY,
+            message=missing,
         )
 
 

@@ -253,7 +253,11 @@ def test_gpus_of_a_made_library_reach_containers_with_their_numa_nodes(
         (dev / name).unlink(missing_ok=True)
         null(dev / name)
     gpus = NvidiaSource(NvidiaConfig(injection="nodes"), places=machine.places, resource="nvidia.com/gpu", period=1)
+    (dev / "nvidia-uvm").unlink()  # as on a headless node on which nothing has made it yet
     with served(gpus):
+        restricted.wait_for(lambda: restricted.capacity("nvidia.com/gpu") == 8, 30, "the GPUs are listed")
+        assert restricted.allocatable("nvidia.com/gpu") == 0
+        null(dev / "nvidia-uvm")
         restricted.wait_allocatable("nvidia.com/gpu", 8)
         pod = restricted.start_pod("pair", {"nvidia.com/gpu": 2}).wait_running()
         nodes = pod.exec(["sh", "-c", "cd /dev; ls -d nvidia*"]).split()

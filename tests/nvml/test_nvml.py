@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import json
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -159,6 +160,25 @@ async def test_nodes_give_the_gpus_and_what_all_of_them_need(gpus: FakeGpus) -> 
     assert edits.env["NVIDIA_VISIBLE_DEVICES"] == "void"
 
 
+async def test_a_gpu_without_its_nodes_is_unhealthy(gpus: FakeGpus, until: Until) -> None:
+    """On a headless node nothing has made them yet; the message names the path and what makes it. Then it is well."""
+    name, dev = gpus.gpu(0), Path(gpus.places.dev)
+    for missing in ("nvidiactl", "nvidia-uvm"):
+        (device,) = looked(gpus, injection="nodes").values()
+        assert device.health is Health.UNHEALTHY
+        assert device.message.startswith(f"{dev}/{missing} is not there, and its container needs it; `nvidia-modprobe")
+        (dev / missing).touch()
+    assert looked(gpus, injection="nodes")[name].health is Health.HEALTHY
+    assert looked(gpus, injection="env")[name].health is Health.HEALTHY
+    (dev / "nvidia0").unlink()
+    assert "nvidia0 is not there" in looked(gpus, injection="nodes")[name].message
+    assert looked(gpus, injection="env")[name].health is Health.HEALTHY, "the runtime makes it"
+    async with closing(source(gpus, injection="nodes")) as lists:
+        assert not (await until(lists, lambda found: name in found))[name].health.usable
+        (dev / "nvidia0").touch()
+        await until(lists, lambda found: found[name].health is Health.HEALTHY)
+
+
 def test_partitions_nodes_are_their_gpus_and_their_capabilities(gpus: FakeGpus) -> None:
     """A partition by nodes is the GPU's node and the two capabilities that proc names."""
     gpus.gpu(0)
@@ -173,6 +193,11 @@ def test_partitions_nodes_are_their_gpus_and_their_capabilities(gpus: FakeGpus) 
         "/dev/nvidia0",
         "/dev/nvidia-caps/nvidia-cap21",
     ]
+    assert f"{gpus.places.dev}/nvidia-caps/nvidia-cap22 is not there" in device.message
+    shutil.rmtree(base)
+    for name in ("nvidiactl", "nvidia-uvm"):
+        (Path(gpus.places.dev) / name).touch()
+    assert "names no device node of the partition" in looked(gpus, mig="single", injection="nodes")[part].message
 
 
 async def test_cdi_takes_the_name_that_a_spec_has(gpus: FakeGpus, until: Until) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from deviceplugin import config, naming, sources
 from deviceplugin.config.types import PciConfig
-from deviceplugin.device import ContainerEdits, Device
+from deviceplugin.device import ContainerEdits, Device, Health
 from deviceplugin.naming import PCI_BUS_ID, PCIE_ROOT
 from deviceplugin.sources import bus
 from deviceplugin.sources.pci import PciSource
@@ -144,10 +144,27 @@ def test_a_vfio_group_with_a_function_of_the_host_is_unhealthy(
     """No virtual machine could open it; the message names the function and its driver. Bridges do not count."""
     tree.pci("0000:01:00.0", driver="vfio-pci", group=12)
     tree.pci("0000:01:00.1", class_=class_, driver=driver, group=12)
+    (tree.dev / "vfio").mkdir()
+    for name in ("12", "vfio"):
+        (tree.dev / "vfio" / name).touch()
     device = found(tree, address="0000:01:00.0")["0000:01:00.0"]
     assert device.health.usable is usable
     expected = f"0000:01:00.1 of the same IOMMU group 12 is bound to {driver} of the host; bind it to vfio-pci as well"
     assert device.message.startswith(expected) is not usable
+
+
+def test_a_device_whose_nodes_are_not_there_is_unhealthy(tree: Tree) -> None:
+    """No container could start with it; the message names the path and what makes it."""
+    tree.pci("0000:01:00.0", driver="vfio-pci", group=12)
+    directory = tree.pci("0000:02:00.0")
+    tree.node(directory, "drm/card0", "dri/card0")
+    (tree.dev / "dri/card0").unlink()
+    vfio, card = found(tree).values()
+    assert vfio.message == f"{tree.dev}/vfio/12 is not there, and its container needs it; `modprobe vfio-pci` makes it"
+    assert card.message == f"{tree.dev}/dri/card0 is not there, and its container needs it; udev makes it"
+    assert vfio.health is card.health is Health.UNHEALTHY
+    (tree.dev / "dri/card0").touch()
+    assert found(tree)["0000:02:00.0"].health is Health.HEALTHY
 
 
 def test_vfio_gives_the_group_and_the_container(tree: Tree) -> None:

@@ -14,26 +14,45 @@ from pathlib import Path
 from typing import Final
 
 from deviceplugin import sysfs
-from deviceplugin.device import AttributeValue, ContainerEdits, Device, DeviceNode
+from deviceplugin.device import AttributeValue, ContainerEdits, Device, DeviceNode, Health
+from deviceplugin.sources import bus
 from deviceplugin.sources.nvidia.nvml import Gpu, NvmlScan, Partition, Places, version
 from deviceplugin.topology import Link
 
 _LOG: Final = logging.getLogger(__name__)
 
 CDI_KIND: Final = "nvidia.com/gpu"
-COMMON_NODES: Final = ("nvidiactl", "nvidia-uvm", "nvidia-uvm-tools", "nvidia-modeset")
+NEEDED_NODES: Final = ("nvidiactl", "nvidia-uvm")
+"""The nodes without which no program computes on a GPU. The driver's modules do not make them."""
+COMMON_NODES: Final = (*NEEDED_NODES, "nvidia-uvm-tools", "nvidia-modeset")
 
 
 def make_devices(
     listed: Iterable[tuple[Gpu, Partition | None]], scan: NvmlScan, places: Places, injection: str
 ) -> list[Device]:
-    """Return the devices of these GPUs or partitions of them, healthy; reads CDI specs and proc, blocks."""
+    """Return the devices of these GPUs or partitions of them; reads CDI specs and proc, blocks.
+
+    They are healthy unless a node is missing that their containers need.
+    """
     names = _cdi_names(places.cdi) if injection == "cdi" else frozenset()
     made = []
     for gpu, partition in listed:
         nodes = _device_nodes(places, gpu, partition) if injection == "nodes" else ((), ())
-        made.append(_make_device(gpu, partition, scan, nodes, _cdi_name_of(gpu, partition, names)))
+        device = _make_device(gpu, partition, scan, nodes, _cdi_name_of(gpu, partition, names))
+        if injection == "nodes" and (why := _missing(device, places, partition)):
+            device = device.with_health(Health.UNHEALTHY, why)
+        made.append(device)
     return made
+
+
+def _missing(device: Device, places: Places, partition: Partition | None) -> str:
+    """Return which node is not there that containers with a device need, and what makes it; "" if all are."""
+    needed = [node.host for node in device.container_edits.device_nodes]
+    needed += [f"{places.dev}/{name}" for name in NEEDED_NODES]
+    makers = "`nvidia-modprobe -u -c 0`, nvidia-persistenced or a udev rule"
+    if partition is not None and not device.nodes:
+        return f"{places.proc}/driver/nvidia/capabilities names no device node of the partition"
+    return bus.missing(needed, makers)
 
 
 _OwnAndShared = tuple[Sequence[DeviceNode], Sequence[DeviceNode]]

@@ -12,7 +12,7 @@ from typing import Final
 
 from deviceplugin.config.types import NvidiaConfig
 from deviceplugin.device import ContainerEdits, Device, Health
-from deviceplugin.health import HealthHistory, HealthRules, ProbeResult
+from deviceplugin.health import HealthHistory, HealthRules, ProbeResult, worst
 from deviceplugin.looks import Looks
 from deviceplugin.source import DeviceSource, Measured
 from deviceplugin.sources.nvidia.devices import links_of_devices, make_devices, position_of
@@ -116,7 +116,7 @@ class NvidiaSource(DeviceSource):
             where = " and ".join(self._places.cdi)
             missing = f"no CDI spec in {where} names it; `nvidia-ctk cdi generate` makes one"
             return device.with_health(Health.UNHEALTHY, missing)
-        return device.with_health(history.health, history.message)
+        return device.with_health(*worst((device.health, device.message), (history.health, history.message)))
 
     def _unequal(self, scan: NvmlScan) -> str:
         """Return why the GPUs do not fit mig: single; "" if they do."""
