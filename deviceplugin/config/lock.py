@@ -27,6 +27,7 @@ from deviceplugin.config.types import (
     DeviceEntry,
     MountConfig,
     NvidiaConfig,
+    PartConfig,
     ResourceConfig,
     SimulatedConfig,
 )
@@ -36,6 +37,7 @@ DEVICES: Final = "/dev"
 """The directory whose paths are allowed without an option."""
 PATHS: Final[Mapping[type, tuple[str, ...]]] = {
     DeviceEntry: ("path", "group"),
+    PartConfig: ("path",),
     MountConfig: ("host",),
     ResourceConfig: ("nodes",),
     SimulatedConfig: ("unhealthy_file",),
@@ -82,7 +84,7 @@ class Lock:
         """Return why a path is not allowed in a mapping of this type; "" if it is. Reads symlinks."""
         if not self.allows(path):
             return self.refusal(path)
-        target = path if kind is DeviceEntry else os.path.realpath(path)
+        target = path if kind in {DeviceEntry, PartConfig} else os.path.realpath(path)
         return "" if self.allows(target) else f"{path!r} is a symlink out of the allowed paths: {self.refusal(target)}"
 
     def refusal(self, path: str) -> str:
@@ -111,7 +113,7 @@ def needed(config: Config) -> Lock:
 
 def texts_of(value: Any) -> Iterable[str]:
     """Return the texts of a value that is a text, several, or None."""
-    return (value,) if isinstance(value, str) else value or ()
+    return (value,) if isinstance(value, str) else [text for text in value or () if isinstance(text, str)]
 
 
 def _parts(value: Any) -> Iterator[Struct]:

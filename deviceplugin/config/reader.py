@@ -14,7 +14,7 @@ from deviceplugin.config import document
 from deviceplugin.config.document import ConfigError
 from deviceplugin.config.lock import OPEN, Lock
 from deviceplugin.config.rules import ConfigRules, any_of
-from deviceplugin.config.types import Config, DeviceEntry
+from deviceplugin.config.types import KINDS, Config, DeviceEntry
 
 
 def load(path: str | Path, lock: Lock = OPEN) -> Config:
@@ -242,7 +242,7 @@ def _described(info: Any) -> str:
         return any_of(info.values)
     if kind == "StructType":
         if info.cls is DeviceEntry:
-            return f"a mapping with one of {any_of(DeviceEntry.__struct_fields__)}"
+            return f"a mapping with one of {any_of(KINDS)}"
         required = [field.encode_name for field in info.fields if field.required]
         return f"a mapping with {' and '.join(required or [field.encode_name for field in info.fields])}"
     return _KINDS[kind][1]

@@ -13,7 +13,15 @@ from deviceplugin import naming
 from deviceplugin.config.document import Problems
 from deviceplugin.config.known_plugins import known_plugin
 from deviceplugin.config.lock import ADOPTED, CODE, OPEN, PATHS, Lock, texts_of
-from deviceplugin.config.types import Config, DeviceEntry, MetricsConfig, ResourceConfig, UsbConfig, typed_attributes
+from deviceplugin.config.types import (
+    KINDS,
+    Config,
+    DeviceEntry,
+    MetricsConfig,
+    ResourceConfig,
+    UsbConfig,
+    typed_attributes,
+)
 from deviceplugin.device import Device
 
 ADOPTED_KEYS: Final = {"name", "devices", "driver", "attributes", "capacity", "dra"}
@@ -49,8 +57,8 @@ class ConfigRules:
     def _check_lock(self, value: msgspec.Struct, path: str) -> None:
         for key in PATHS.get(type(value), ()):
             given = getattr(value, key)
-            for index, host in enumerate(texts_of(given)):
-                if host and (problem := self._lock.problem(type(value), host)):
+            for index, host in enumerate(given if isinstance(given, tuple) else texts_of(given)):
+                if host and isinstance(host, str) and (problem := self._lock.problem(type(value), host)):
                     self._report(f"{path}.{key}" + f"[{index}]" * isinstance(given, tuple), problem)
         if isinstance(value, DeviceEntry) and value.plugin is not None and not self._lock.plugins:
             text = "a vendor's plugin chooses what pods get of the host, which is not allowed; "
@@ -61,21 +69,26 @@ class ConfigRules:
                 self._report(f"{path}.{key}", message)
 
     def _check_entry(self, entry: DeviceEntry, path: str, keys: AbstractSet[str]) -> None:
-        kinds = any_of(DeviceEntry.__struct_fields__)
-        if not keys:
+        kinds, given = any_of(KINDS), [key for key in keys if key in KINDS]
+        if not given:
             self._report(path, f"an entry needs one of {kinds}")
-        elif len(keys) > 1:
-            self._report(path, f"an entry has one of {kinds}, not {' and '.join(keys)}; make each an entry of its own")
+        elif len(given) > 1:
+            self._report(path, f"an entry has one of {kinds}, not {' and '.join(given)}; make each an entry of its own")
+        elif "container" in keys and given != ["path"]:
+            how = "in a group write each part as {path: ..., container: ...}"
+            self._report(f"{path}.container", f"belongs to a path; {how}")
         several = not isinstance(entry.usb, UsbConfig)
         usb = [(f"usb[{index}]" if several else "usb", wanted) for index, wanted in enumerate(entry.usb_ids)]
         for place, wanted in (("pci", entry.pci), *usb):
             if wanted is not None and wanted == type(wanted)():
                 named = any_of(field.encode_name for field in msgspec.structs.fields(wanted))
                 self._report(f"{path}.{place}", f"would be every {place[:3].upper()} device; give {named}")
-        if entry.group is not None and len(set(entry.group)) < len(entry.group):
+        if entry.group is not None and len(set(entry.globs)) < len(entry.globs):
             self._report(f"{path}.group", "the same glob is given twice; a device has each node once")
         elif entry.group is not None:
-            self._check_group(entry.group, f"{path}.group")
+            if all(part.optional for part in entry.parts):
+                self._report(f"{path}.group", "all parts are optional; a device needs one that is always there")
+            self._check_group(entry.globs, f"{path}.group")
 
     def _check_group(self, group: tuple[str, ...], path: str) -> None:
         """Report a device node in two groups that differ: their devices may share the node, or be one device."""

@@ -149,8 +149,23 @@ class PluginConfig(_Strict, frozen=True, kw_only=True):
     ] = ()
 
 
+_CONTAINER = _about(
+    "The path in the container; by default that on the host. {id} and {name} stand for the device's id and the last "
+    "part of its path. In a pod with user namespaces the path has to exist on the host as well.",
+    examples=["/dev/modem", "/dev/cameras/{name}"],
+)
+
+
+class PartConfig(_Strict, frozen=True, kw_only=True):
+    __doc__ = "A part of the devices of a group."
+
+    path: Annotated[Glob, _about("A glob of which each device has one match.")]
+    container: Annotated[AbsolutePath | None, _CONTAINER] = None
+    optional: Annotated[bool, _about("Whether there are also devices without this part.")] = False
+
+
 class DeviceEntry(_Strict, frozen=True, kw_only=True):
-    __doc__ = "Where devices come from; exactly one of these keys."
+    __doc__ = "Where devices come from; exactly one of these keys, and `container` beside `path`."
 
     path: Annotated[
         Glob | None,
@@ -162,7 +177,7 @@ class DeviceEntry(_Strict, frozen=True, kw_only=True):
     ] = None
     simulated: SimulatedConfig | None = None
     group: Annotated[
-        Annotated[tuple[Glob, ...], Meta(min_length=2, extra_json_schema={"uniqueItems": True})] | None,
+        Annotated[tuple[Glob | PartConfig, ...], Meta(min_length=2, extra_json_schema={"uniqueItems": True})] | None,
         _about(
             "The matches that belong together make one device: those of one USB device or PCI function, else those "
             "whose wildcards match the same text."
@@ -187,6 +202,7 @@ class DeviceEntry(_Strict, frozen=True, kw_only=True):
         ),
     ] = None
     plugin: PluginConfig | None = None
+    container: Annotated[AbsolutePath | None, _CONTAINER] = None
 
     @property
     def usb_ids(self) -> tuple[UsbConfig, ...]:
@@ -194,9 +210,19 @@ class DeviceEntry(_Strict, frozen=True, kw_only=True):
         return (self.usb,) if isinstance(self.usb, UsbConfig) else self.usb or ()
 
     @property
+    def parts(self) -> tuple[PartConfig, ...]:
+        """The parts of a path's or a group's devices."""
+        parts = self.group or ((PartConfig(path=self.path, container=self.container),) if self.path is not None else ())
+        return tuple(PartConfig(path=part) if isinstance(part, str) else part for part in parts)
+
+    @property
     def globs(self) -> tuple[str, ...]:
         """The globs of a path or a group."""
-        return self.group or ((self.path,) if self.path is not None else ())
+        return tuple(part.path for part in self.parts)
+
+
+KINDS = tuple(name for name in DeviceEntry.__struct_fields__ if name != "container")
+"""The keys of an entry of which it has one."""
 
 
 class MountConfig(_Strict, frozen=True, kw_only=True):
@@ -308,7 +334,12 @@ class ResourceConfig(_Strict, frozen=True, kw_only=True, eq=False):
     permissions: Annotated[str, texts.PERMISSIONS] = "rw"
     env: Annotated[
         Mapping[Annotated[str, texts.ENV_NAME], Annotated[str, texts.ENV_VALUE]],
-        _about("Environment variables of containers with a device."),
+        _about(
+            "Environment variables of containers with a device. {id}, {path} and {name} stand for the device's id, its "
+            "path in the container, and the last part of its path on the host; those of several devices are joined by "
+            "commas.",
+            examples=[{"CAMERA": "{path}"}],
+        ),
     ] = msgspec.field(default_factory=dict)
     nodes: Annotated[
         tuple[AbsolutePath, ...],
@@ -444,7 +475,8 @@ def schema() -> dict[str, Any]:
         for place in definition["properties"].values():
             _tidy(place)
     entry = definitions["DeviceEntry"]
-    entry["oneOf"] = [{"required": [kind]} for kind in entry["properties"]]
+    entry["oneOf"] = [{"required": [kind]} for kind in KINDS]
+    entry["dependentRequired"] = {"container": ["path"]}
     definitions["ResourceConfig"]["dependentRequired"] = {"dra": ["driver"]}
     definitions["MetricsConfig"]["dependentRequired"] = {"key": ["certificate"], "client_ca": ["certificate"]}
     config = definitions.pop("Config")

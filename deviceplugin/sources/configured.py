@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import inspect
 import logging
+import os
 import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
@@ -25,16 +26,17 @@ from deviceplugin.backoff import Backoff
 from deviceplugin.config.lock import OPEN, Lock
 from deviceplugin.config.rules import sides_conflict
 from deviceplugin.config.types import DeviceEntry, DraConfig, HealthConfig, ResourceConfig, typed_attributes
-from deviceplugin.device import ContainerEdits, Device, DeviceNode, Mount
+from deviceplugin.device import ContainerEdits, Device, DeviceNode, Mount, natural
 from deviceplugin.naming import PCI_BUS_ID
 from deviceplugin.source import DeviceSource, Measured
-from deviceplugin.sources.path import PathSource
+from deviceplugin.sources.path import PathSource, filled
 from deviceplugin.sources.pci import PciSource
 from deviceplugin.sources.simulated import SimulatedSource
 from deviceplugin.sources.usb import UsbSource
 from deviceplugin.tasks import cancel_all
 
 _LOG: Final = logging.getLogger(__name__)
+_PLACEHOLDER: Final = re.compile(r"\{(id|path|name)\}")
 FIRST_LIST: Final = 2.0
 """Seconds that the first list waits for all entries; the devices of a slower entry are added later."""
 RETRY: Final = (1.0, 30.0)
@@ -48,8 +50,8 @@ OPEN_TIMEOUT: Final = 5.0
 def build_entry(resource: ResourceConfig, index: int) -> DeviceSource:
     """Return the source of one of a resource's entries. NVML is loaded if needed."""
     entry, permissions = resource.devices[index], resource.permissions
-    if entry.globs:
-        return PathSource(*entry.globs, permissions=permissions, resource=resource.name)
+    if entry.parts:
+        return PathSource(*entry.parts, permissions=permissions, resource=resource.name)
     if entry.pci is not None:
         return PciSource(entry.pci, permissions=permissions, resource=resource.name)
     if entry.usb_ids:
@@ -78,7 +80,7 @@ def overlaps(resources: Iterable[ResourceConfig]) -> list[str]:
     notes: dict[str, None] = {}
     for resource in resources:
         configured[resource.name] = resource
-        entries = [PathSource(*entry.globs) for entry in resource.devices if entry.globs]
+        entries = [PathSource(*entry.parts) for entry in resource.devices if entry.parts]
         listed = {device.id: device for entry in entries for device in entry.scan() if is_wanted(device, resource)}
         notes |= {f"{resource.name}: {note}": None for note in nodeless(listed.values())}
         for name, tokens in identity.identities(list(listed.values())).items():
@@ -142,8 +144,10 @@ class ConfiguredSource(DeviceSource):
         self.topology = config.topology
         self.policy = config.policy
         self.entries = tuple(build_entry(config, index) for index in range(len(config.devices)))
+        self._templates = {name: value for name, value in config.env.items() if _PLACEHOLDER.search(value)}
+        """The variables that say what device a container has."""
         self._edits = ContainerEdits(
-            env=config.env,
+            env={name: value for name, value in config.env.items() if name not in self._templates},
             nodes=[DeviceNode(path, permissions=config.permissions) for path in config.nodes],
             mounts=[Mount(mount.host, mount.container, mount.readonly) for mount in config.mounts],
             annotations=config.annotations,
@@ -169,7 +173,8 @@ class ConfiguredSource(DeviceSource):
     @functools.cached_property
     def hooks(self) -> frozenset[str]:
         """The hooks that its entries have."""
-        return frozenset(name for entry in self.entries for name in entry.hooks if name in {"edits", "measure"})
+        hooks = {name for entry in self.entries for name in entry.hooks if name in {"edits", "measure"}}
+        return frozenset(hooks | {"edits"} if self._templates else hooks)
 
     @property
     def links(self) -> Mapping[frozenset[str], float]:
@@ -188,7 +193,12 @@ class ConfiguredSource(DeviceSource):
     async def edits(self, devices: Sequence[Device]) -> ContainerEdits:
         """Return the entries' edits for one container. The resource's own edits take precedence."""
         edits = await self._ask("edits", devices)
-        return ContainerEdits.merge(edits, winner=self._edits) if edits else ContainerEdits()
+        names = sorted((device.id for device in devices), key=natural)  # the kubelet passes them in any order
+        listed = [self._served[name].listed for name in names if name in self._served]
+        env = {name: ",".join(_filled(value, device) for device in listed) for name, value in self._templates.items()}
+        if not (edits or env):
+            return ContainerEdits()
+        return ContainerEdits.merge(edits, winner=ContainerEdits.merge([self._edits, ContainerEdits(env=env)]))
 
     async def measure(self, devices: Sequence[Device]) -> Measured:
         """Return what the entries measure of their devices."""
@@ -328,6 +338,14 @@ class ConfiguredSource(DeviceSource):
             attributes={**device.attributes, **typed_attributes(self.config.attributes)},
             capacity={**device.capacity, **self.config.capacity},
         )
+
+
+def _filled(value: str, device: Device) -> str:
+    """Return a variable's value for a device. A device without a path has its id as name, and no path."""
+    edits = device.container_edits
+    nodes = [(node.host, node.path) for node in edits.device_nodes[: len(device.nodes)]]
+    host, path = next(iter([*nodes, *((mount.host, mount.container) for mount in edits.mounts)]), (device.id, ""))
+    return filled(value, device.id, os.path.basename(host), path)
 
 
 class ProbedHealth:

@@ -21,6 +21,7 @@ from fnmatch import translate
 from typing import Final
 
 from deviceplugin import identity, looked_at
+from deviceplugin.config.types import PartConfig
 from deviceplugin.device import NO_EDITS, ContainerEdits, Device, DeviceNode, Mount, natural
 from deviceplugin.sources.pairing import Part, paired
 from deviceplugin.sources.scanned import Scan, ScannedSource
@@ -52,6 +53,11 @@ def device_id(path: str) -> str:
     return f"{readable or 'x'}-{digest}"
 
 
+def filled(text: str, device: str, name: str, path: str = "") -> str:
+    """Return a text of the config with {id}, {name} and {path} replaced."""
+    return text.replace("{id}", device).replace("{name}", name).replace("{path}", path)
+
+
 def _directory(mode: int, rdev: int, root: str) -> str | None:
     """Return the sysfs directory of a node with this st_mode and st_rdev; None if there is none."""
     if not (stat.S_ISCHR(mode) or stat.S_ISBLK(mode)):
@@ -77,7 +83,7 @@ class _Match:
     """A path that a glob matches, and its target at the last scan.
 
     seen: a hash of its status. identity: its token. hardware: the sysfs directory of its USB device or PCI function, ""
-    if there is none.
+    if there is none. container: the path in the container, as the config has it; "" for the same.
     """
 
     alias: str
@@ -87,6 +93,7 @@ class _Match:
     numa: int | None
     identity: str
     hardware: str = ""
+    container: str = ""
 
 
 @dataclass(slots=True)
@@ -128,18 +135,26 @@ class PathSource(ScannedSource):
 
     A device of several paths is named after the first. What has no partner is left out.
 
-    globs: absolute paths; `*`, `?` and `[abc]` match within one directory. sysfs: its directory. The others: as of
-    `ScannedSource`.
+    parts: absolute paths; `*`, `?` and `[abc]` match within one directory. Or with a path in the container, or as parts
+    that a device need not have. sysfs: its directory. The others: as of `ScannedSource`.
     """
 
     def __init__(
-        self, *globs: str, permissions: str = "rw", resource: str = "", sysfs: str = "/sys", rescan: float = 30.0
+        self,
+        *parts: str | PartConfig,
+        permissions: str = "rw",
+        resource: str = "",
+        sysfs: str = "/sys",
+        rescan: float = 30.0,
     ) -> None:
         super().__init__(permissions, resource, rescan)
-        for glob in globs:
+        made = [PartConfig(path=part) if isinstance(part, str) else part for part in parts]
+        self._parts = sorted(made, key=lambda part: part.optional)
+        """The parts of each device; the first one names it, so that is one that is always there."""
+        self.globs = tuple(part.path for part in self._parts)
+        for glob in self.globs:
             if not glob.startswith("/"):
                 raise ValueError(f"a glob of devices must be an absolute path, not {glob!r}")
-        self.globs = globs
         self._sysfs = sysfs
         self._devices: dict[tuple[_Match, ...], Device] = {}
         """The devices of the last scan by the paths that make them."""
@@ -158,47 +173,50 @@ class PathSource(ScannedSource):
     def _groups(self, scan: _PathScan) -> list[tuple[_Match, ...]]:
         """Return the paths of each device."""
         before = {match.alias: match for matches in self._devices for match in matches}
-        columns = [self._matching(glob, scan, before) for glob in self.globs]
+        columns = [self._matching(part, scan, before) for part in self._parts]
         if len(columns) == 1:
             return [(match,) for match in columns[0].values()]
         matched = [
             [Part(match.alias, match.hardware, _text(glob, match.alias)) for match in column.values()]
             for glob, column in zip(self.globs, columns, strict=True)
         ]
-        pairing = paired(matched)
+        pairing = paired(matched, [part.optional for part in self._parts])
         scan.notes += pairing.notes()
         by_alias = {alias: match for column in columns for alias, match in column.items()}
         groups = [tuple(by_alias[part.path] for part in group if part is not None) for group, _ in pairing.groups]
         return sorted(groups, key=lambda group: natural(group[0].alias))
 
     def _device(self, matches: tuple[_Match, ...]) -> Device:
-        nodes, mounts = [], []
+        nodes, mounts, named = [], [], device_id(matches[0].alias)
         for match in matches:
+            inside = filled(match.container, named, os.path.basename(match.alias)) or match.alias
             if stat.S_ISCHR(match.mode) or stat.S_ISBLK(match.mode):
                 target = "" if match.alias == match.host else match.host
-                nodes.append(DeviceNode(match.alias, permissions=self.permissions, target=target))
+                container = "" if inside == match.alias else inside
+                nodes.append(DeviceNode(match.alias, container, self.permissions, target))
             else:
-                mounts.append(Mount(match.host, match.alias, readonly="w" not in self.permissions))
+                mounts.append(Mount(match.host, inside, readonly="w" not in self.permissions))
         numa = sorted({match.numa for match in matches if match.numa is not None})
         return Device(
-            device_id(matches[0].alias),
+            named,
             nodes=nodes,
             numa=numa[0] if len(numa) == 1 else (tuple(numa) or None),
             edits=ContainerEdits(mounts=mounts) if mounts else NO_EDITS,
             identity=matches[0].identity,
         )
 
-    def _matching(self, glob: str, scan: _PathScan, before: Mapping[str, _Match]) -> dict[str, _Match]:
-        """Return by path what a glob matches now, in natural order: 2 before 10."""
-        matches = [self._match(alias, scan, before.get(alias)) for alias in _expand(glob, scan)]
+    def _matching(self, part: PartConfig, scan: _PathScan, before: Mapping[str, _Match]) -> dict[str, _Match]:
+        """Return by path what a part's glob matches now, in natural order: 2 before 10."""
+        glob, inside = part.path, part.container or ""
+        matches = [self._match(alias, inside, scan, before.get(alias)) for alias in _expand(glob, scan)]
         by_alias = {match.alias: match for match in matches if match is not None and not stat.S_ISDIR(match.mode)}
         if not by_alias and any(matches):
             scan.notes.append(f"{glob} matches a directory, which is not a device; name what lies in it: {glob}/*")
-        elif not by_alias:
+        elif not by_alias and not part.optional:
             scan.notes.append(f"{glob} matches nothing now; what is plugged in later is found")
         return {alias: by_alias[alias] for alias in sorted(by_alias, key=natural)}
 
-    def _match(self, alias: str, scan: _PathScan, before: _Match | None) -> _Match | None:
+    def _match(self, alias: str, container: str, scan: _PathScan, before: _Match | None) -> _Match | None:
         """Return a path's target now; `before` if it is the same, None if there is none."""
         host = scan.follow(alias)
         try:
@@ -214,7 +232,7 @@ class PathSource(ScannedSource):
             return before
         numa = numa_of(mode, status.st_rdev, self._sysfs)
         hardware = hardware_of(mode, status.st_rdev, self._sysfs) if len(self.globs) > 1 else ""
-        return _Match(alias, host, seen, mode, numa, identity.token(status), hardware)
+        return _Match(alias, host, seen, mode, numa, identity.token(status), hardware, container)
 
 
 def _expand(glob: str, scan: _PathScan) -> list[str]:

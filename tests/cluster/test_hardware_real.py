@@ -215,6 +215,23 @@ def test_another_stick_is_plugged_into_a_port(scene: Scene, sticks: Sticks, form
     scene.after = 1
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_a_program_knows_which_device_it_has(scene: Scene, form: str) -> None:
+    """By the path that the config gives it in the container, and by variables."""
+    for number, name in enumerate(("front", "back"), 1):
+        locks.make_node(locks.NODES / "cameras" / name, number)
+    device = {"path": f"{locks.NODES}/cameras/*", "container": f"{locks.NODES}/inside/{{name}}"}
+    share = "all" if form == "claim" else "none"
+    scene.serve(resource("a", share, devices=[device], env={"CAMERA": "{path}", "WHICH": "{name}"}))
+    wait_offered(scene, form, 2)
+    pod = holder(scene, form, "holder")
+    (environment,) = (of for _, of in locks.containers() if of["POD_UID"] == pod.uid)
+    assert scene.key(pod) == locks.key_of(locks.NODES / "cameras" / environment["WHICH"])
+    assert environment["CAMERA"] == f"{locks.NODES}/inside/{environment['WHICH']}"
+    assert pod.exec(["ls", f"{locks.NODES}/inside"]).split() == [environment["WHICH"]]
+    scene.before = scene.after = 1
+
+
 class UsbAgents(Agents):
     """Agents for which made sysfs and device nodes are all USB devices that there are."""
 

@@ -159,6 +159,21 @@ def test_wrong_resource_name_is_refused(name: str, advice: str) -> None:
         ("group: [/dev/a*]", ".group", "the list has only 1; it needs at least 2"),
         ("group: [/dev/a*, /dev/a*]", ".group", "the same glob is given twice"),
         ("group: [/dev/a*, b]", ".group[1]", "is a relative path"),
+        ("group: [/dev/a*, {path: b}]", ".group[1].path", "is a relative path"),
+        ("group: [/dev/a*, {optional: true}]", ".group[1]", "'path' is missing"),
+        (
+            "group: [{path: /dev/a, optional: true}, {path: /dev/b, optional: true}]",
+            ".group",
+            "needs one that is always",
+        ),
+        (
+            "{group: [/dev/a, /dev/b], container: /dev/c}",
+            ".container",
+            "write each part as {path: ...",
+        ),
+        ("{container: /dev/c}", "", "an entry needs one of path, simulated"),
+        ("usb: [{vendor: '0403'}, {}]", ".usb[1]", "would be every USB device"),
+        ("usb: [{vendor: '0403'}]", ".usb", "the list has only 1; it needs at least 2"),
     ],
 )
 def test_wrong_entry_is_named_with_advice(entry: str, path: str, advice: str) -> None:

@@ -30,6 +30,7 @@ _BEYOND = (
     "is in another group, too",
     "or shared, not both",
     "would be offered to nobody",
+    "all parts are optional",
 )
 """What only the code can say; the schema lets it pass."""
 
@@ -158,6 +159,16 @@ def test_schema_and_code_agree_on_the_samples() -> None:
         {"pci": {"vendor": "8086"}},
         {"pci": {}},
         {"usb": {"vendor": "x"}},
+        {"usb": [{"vendor": "1a6e"}, {"vendor": "18d1"}]},
+        {"usb": [{"vendor": "1a6e"}]},
+        {"usb": [{"vendor": "1a6e"}, {}]},
+        {"path": "/dev/x", "container": "/dev/y"},
+        {"path": "/dev/x", "container": "y"},
+        {"container": "/dev/y"},
+        {"pci": {"vendor": "8086"}, "container": "/dev/y"},
+        {"group": ["/dev/x", {"path": "/dev/y", "optional": True, "container": "/dev/z"}]},
+        {"group": [{"path": "/dev/x", "optional": True}, {"path": "/dev/y", "optional": True}]},
+        {"group": ["/dev/x", {"optional": True}]},
         {"nvidia": {"mig": "x"}},
     )
     for entry in entries:

@@ -11,7 +11,7 @@ from typing import cast
 import pytest
 
 from deviceplugin.config import OPEN, Lock, parse
-from deviceplugin.device import ContainerEdits, Device, DeviceNode, Mount, Version
+from deviceplugin.device import ContainerEdits, Device, DeviceNode, Mount, Version, natural
 from deviceplugin.identity import identities
 from deviceplugin.source import DeviceSource
 from deviceplugin.sources import ConfiguredSource
@@ -245,3 +245,31 @@ async def test_end_of_the_watch_ends_the_entries() -> None:
         await following(watch)
         assert len(asyncio.all_tasks()) > len(before)
     assert asyncio.all_tasks() == before
+
+
+async def test_variables_say_which_devices_a_container_has(tmp_path: Path) -> None:
+    """Id, path in the container and name of each, in the order of the ids; other variables stay as they are."""
+    for name, target in (("cam10", "tty"), ("cam2", "ptmx")):
+        (tmp_path / name).symlink_to(f"/dev/{target}")
+    source = configured(
+        f"devices: [{{path: '{tmp_path}/cam*', container: '/dev/cameras/{{name}}'}}, simulated: {{count: 1}}], "
+        "env: {CAMERA: '{path}', NAME: 'n={name}', ID: '{id}', PLAIN: '{x} y'}, mounts: [{host: /etc, container: /etc}]"
+    )
+    async with lists(source) as watch:
+        devices = {device.id: device for device in await following(watch)}
+        cameras = [devices[name] for name in sorted(devices, key=natural) if name != "sim-0"]
+        inside = [camera.container_edits.device_nodes[0].path for camera in cameras]
+        assert set(inside) == {"/dev/cameras/cam2", "/dev/cameras/cam10"}
+        assert "edits" in source.hooks
+        edits = await source.edits(cameras[::-1])
+        assert edits.env == {
+            "CAMERA": ",".join(inside),
+            "NAME": ",".join(f"n={Path(path).name}" for path in inside),
+            "ID": ",".join(camera.id for camera in cameras),
+            "PLAIN": "{x} y",
+        }
+        merged = ContainerEdits.merge((camera.container_edits for camera in cameras), winner=edits)
+        assert merged.env == edits.env
+        assert (await source.edits([devices["sim-0"]])).env == {"CAMERA": "", "NAME": "n=sim-0", "ID": "sim-0"} | {
+            "PLAIN": "{x} y"
+        }

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from deviceplugin.config.types import PartConfig
 from deviceplugin.device import Device, Mount
 from deviceplugin.sources.path import PathSource, device_id, numa_of
 from tests.sources.trees import Tree
@@ -333,6 +334,29 @@ def test_parts_of_one_device_in_sysfs_are_paired(tmp_path: Path) -> None:
     assert parts(source.scan()) == [("card0", "renderD129"), ("card1", "renderD128")]
     (note,) = source.notes
     assert note == f"paired by the device in sysfs: {tmp_path}/card0 (0000:01:00.0), {tmp_path}/card1 (0000:02:00.0)"
+
+
+def test_a_path_may_have_another_name_in_the_container(tmp_path: Path) -> None:
+    """For nodes and for files; {id} and {name} are the device's."""
+    null(tmp_path / "cam0")
+    touch(tmp_path, "file0")
+    (node,) = PathSource(PartConfig(path=f"{tmp_path}/cam*", container="/dev/cameras/{name}")).scan()
+    (file,) = PathSource(PartConfig(path=f"{tmp_path}/file*", container="/run/{id}")).scan()
+    assert paths(node) == ["/dev/cameras/cam0"]
+    assert node.container_edits.device_nodes[0].host == f"{tmp_path}/cam0"
+    assert paths(file) == [f"/run/{file.id}"]
+    assert node.id == device_id(f"{tmp_path}/cam0")
+
+
+def test_optional_parts_are_there_or_not(tmp_path: Path) -> None:
+    """A device is named after a part that is always there; one without the optional part is a device as well."""
+    touch(tmp_path, "a1", "a2", "b2", "b3")
+    optional = PartConfig(path=f"{tmp_path}/b*", optional=True)
+    source = PathSource(optional, f"{tmp_path}/a*")
+    assert parts(source.scan()) == [("a1",), ("a2", "b2")]
+    assert ids(source.scan()) == [device_id(f"{tmp_path}/a1"), device_id(f"{tmp_path}/a2")]
+    (tmp_path / "b2").unlink()
+    assert parts(source.scan()) == [("a1",), ("a2",)]
 
 
 def test_nodes_and_files_can_be_grouped(tmp_path: Path) -> None:
