@@ -18,7 +18,6 @@ import msgspec
 
 from deviceplugin import files, looked_at
 from deviceplugin.device import ContainerEdits, DeviceNode
-from deviceplugin.identity import NodeKind, Tokens, node_token
 
 DIRECTORY: Final = "/var/run/cdi"
 """Where runtimes look for files that do not outlive a reboot."""
@@ -76,8 +75,7 @@ def build(
     Host paths of device nodes are resolved here, since runtimes refuse a symbolic link (containerd#12060). A container
     sees the requested path. A directory stands for the device nodes in it. With device numbers a runtime does
     not look at the host path (container-device-interface 1.0, container-edits_unix.go: fillMissingInfo), so a container
-    that starts again gets the same number, whatever has that path then; `renewed` makes the spec of a device that has
-    come back under another one.
+    that starts again gets the same number, whatever has that path then.
     """
     if not devices:
         raise CdiError("a CDI spec needs a device")
@@ -89,37 +87,7 @@ def build(
         if not contents:
             raise CdiError(f"the CDI device {name} would be empty")
         listed.append({"name": name, "containerEdits": contents})
-    return {"cdiVersion": _version(listed), "kind": f"{vendor_of(driver)}/{CLASS}", "devices": listed}
-
-
-def renewed(spec: str, nodes: Mapping[str, Sequence[Mapping[str, Any]]], held: Tokens) -> str:
-    """Return a spec that `build` has made with the nodes that devices have now; the same text if it has them already.
-
-    nodes: by the CDI device's name, as `described` has them. held: tokens of the devices' own nodes until now: other
-    nodes of the spec stay as they are, and of these only those that the devices still have.
-    """
-    decoded = msgspec.json.decode(spec)
-    before = msgspec.json.encode(decoded)
-    for device in decoded["devices"]:
-        if (now := nodes.get(device["name"])) is not None:
-            edits = device["containerEdits"]
-            former = {node["path"]: node for node in edits.get("deviceNodes", ())}
-            other = {path for path, node in former.items() if _token(node) not in held}
-            paths = other | {node["path"] for node in now}
-            after = {path: node for path, node in former.items() if path in paths}
-            after |= {node["path"]: dict(node) for node in now if node["path"] not in other}
-            if after:
-                edits["deviceNodes"] = list(after.values())
-    decoded["cdiVersion"] = _version(decoded["devices"])
-    after_all = encode(decoded)
-    return spec if after_all == before else after_all.decode()
-
-
-def _token(node: Mapping[str, Any]) -> str:
-    """Return the token of a spec's device node; "" for a pipe."""
-    kinds: dict[str, NodeKind] = {"c": "char", "b": "block"}
-    kind = kinds.get(node.get("type", ""))
-    return node_token(kind, node["major"], node["minor"]) if kind is not None else ""
+    return {"cdiVersion": version(listed), "kind": f"{vendor_of(driver)}/{CLASS}", "devices": listed}
 
 
 def encode(spec: Mapping[str, Any]) -> bytes:
@@ -130,7 +98,7 @@ def encode(spec: Mapping[str, Any]) -> bytes:
         raise CdiError(f"cannot be written as JSON: {error}") from error
 
 
-def _version(devices: list[dict[str, Any]]) -> str:
+def version(devices: list[dict[str, Any]]) -> str:
     """Return the lowest version of the CDI spec that has all the fields of this one.
 
     0.3.0 is the first, 0.5.0 brought host paths of nodes and names that begin with a digit. What 0.4.0, 0.6.0 and 0.7.0

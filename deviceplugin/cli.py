@@ -230,7 +230,7 @@ def _devices(options: argparse.Namespace) -> int:
     listed, status = asyncio.run(_list(loaded))
     lock = config.needed(loaded)
     edits = [device.container_edits for _, devices in listed for device in devices]
-    hosts = {node.host for edit in edits for node in edit.device_nodes}  # what symlinks lead to
+    hosts = {node.real for edit in edits for node in edit.device_nodes}  # what symlinks lead to
     hosts |= {mount.host for edit in edits for mount in edit.mounts}
     outside = sorted(host for host in hosts if not lock.allows(host))
     _note_options(_title(file), config.Lock(lock.commands, (*lock.host_paths, *outside), lock.plugins))
@@ -356,6 +356,6 @@ def _print_devices(listed: _Listed) -> None:
 def _nodes(source: ConfiguredSource, device: Device) -> str:
     """Return what of the host goes into a container because of this device, not of its resource."""
     general = {mount.container for mount in source.config.mounts}
-    places = [(node.host, node.path) for node in device.container_edits.device_nodes]
+    places = [(node.real, node.path) for node in device.container_edits.device_nodes]
     places += [(mount.host, mount.container) for mount in device.edits.mounts if mount.container not in general]
     return ", ".join(host if host == inside else f"{inside} -> {host}" for host, inside in places) or "-"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -18,7 +18,7 @@ from deviceplugin.adoption.source import AdoptedSource
 from deviceplugin.backoff import Backoff
 from deviceplugin.device import Device
 from deviceplugin.exclusion import DeviceKey
-from deviceplugin.identity import Identity, Tokens, agree, identified, tokens_now
+from deviceplugin.identity import Identity, NodeKind, Tokens, agree, identified, node_token, tokens_now
 from deviceplugin.inventory import Inventory
 from deviceplugin.looks import LookTimeoutError
 from deviceplugin.register.identification import renew
@@ -90,7 +90,7 @@ class ClaimRenewal:
             held |= was.union(*(identity.reaches(self._files.boot) for identity in granted))
             identities[key] = identified(tokens, self._files.boot)
         names = {name: name.split("_")[2] for name in _names(prepared.spec)}
-        spec = cdi.renewed(
+        spec = with_nodes(
             prepared.spec, {name: nodes[of] for name, of in names.items() if of in nodes}, frozenset(held)
         )
         if spec == prepared.spec:
@@ -123,6 +123,36 @@ def _looked_at(device: Device) -> tuple[list[dict[str, Any]], Tokens]:
     """Return what a CDI spec says of a device's nodes, and what the device is. Blocks. Raises CdiError."""
     described = cdi.described(device.container_edits.device_nodes)
     return [node for of in described.values() for node in of], tokens_now(device)
+
+
+def with_nodes(spec: str, nodes: Mapping[str, Sequence[Mapping[str, Any]]], held: Tokens) -> str:
+    """Return a spec of `cdi.build` with the nodes that devices have now; the same text if it has them already.
+
+    nodes: by the CDI device's name, as `described` has them. held: tokens of the devices' own nodes until now: other
+    nodes of the spec stay as they are, and of these only those that the devices still have.
+    """
+    decoded = msgspec.json.decode(spec)
+    before = msgspec.json.encode(decoded)
+    for device in decoded["devices"]:
+        if (now := nodes.get(device["name"])) is not None:
+            edits = device["containerEdits"]
+            former = {node["path"]: node for node in edits.get("deviceNodes", ())}
+            other = {path for path, node in former.items() if _token(node) not in held}
+            paths = other | {node["path"] for node in now}
+            after = {path: node for path, node in former.items() if path in paths}
+            after |= {node["path"]: dict(node) for node in now if node["path"] not in other}
+            if after:
+                edits["deviceNodes"] = list(after.values())
+    decoded["cdiVersion"] = cdi.version(decoded["devices"])
+    after_all = cdi.encode(decoded)
+    return spec if after_all == before else after_all.decode()
+
+
+def _token(node: Mapping[str, Any]) -> str:
+    """Return the token of a spec's device node; "" for a pipe."""
+    kinds: dict[str, NodeKind] = {"c": "char", "b": "block"}
+    kind = kinds.get(node.get("type", ""))
+    return node_token(kind, node["major"], node["minor"]) if kind is not None else ""
 
 
 def _names(spec: str) -> list[str]:
