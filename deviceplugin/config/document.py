@@ -133,6 +133,7 @@ def compose(text: str | bytes, file: str) -> yaml.Node:
         raise file_error(file, "is empty; it needs `resources:`, a list of resources with `name:` and `devices:`", 1)
     if kind(node) == "str":  # not repeated: it may be a password
         raise file_error(file, "is a text without keys; this is not a config file, which begins with `resources:`", 1)
+    _check_kind(node, file)
     return node
 
 
@@ -166,8 +167,30 @@ def _syntax(text: str, file: str, error: yaml.MarkedYAMLError) -> ConfigError:
     if "another document" in message:
         message = "a second document begins here; one file holds one document"
     elif "undefined alias" in message:
-        message += "; an anchor (&name) must come before its alias (*name)"
+        message += "; an anchor (&name) comes before its alias (*name); put a pattern that begins with * in quotes"
+    elif mark is not None and (glob := _GLOB.search(text.splitlines()[min(mark.line, text.count("\n"))])):
+        message += f'; inside of [...] and {{...}} put a glob with brackets in quotes: "{glob[0]}"'
+    elif "mapping values are not allowed" in message or "did not find expected" in message:
+        message += "; keys of one mapping, and dashes of one list, begin in the same column"
     return file_error(file, f"is not valid YAML: {message}", line)
+
+
+_GLOB: Final = re.compile(r"(?<![^\s\[{,:])/[^\s\"',\[\]{}]*\[[^\]\s\"']*\][^\s\"',\]}]*")
+"""A glob with brackets that is not in quotes."""
+
+
+def _check_kind(node: yaml.Node, file: str) -> None:
+    """Raise ConfigError for files that have a config file in them."""
+    keys = {key.value: value for key, value in node.value} if isinstance(node, yaml.MappingNode) else {}
+    if "resources" in keys:
+        return
+    if {"apiVersion", "kind"} <= keys.keys():
+        what = scalar_text(keys["kind"])
+        how = "" if what != "ConfigMap" else "; the config file is a text under its `data`, save that text as a file"
+        raise file_error(file, f"is a Kubernetes object ({what[:63]}), not a config file{how}", 1)
+    if {"config", "groups"} & keys.keys():
+        how = "the config file is what `config` has; `helm template` shows the ConfigMaps that the chart makes of it"
+        raise file_error(file, f"looks like values of the Helm chart; {how}", 1)
 
 
 _SCALARS: Final = {"str", "int", "float", "bool", "null", "merge"}

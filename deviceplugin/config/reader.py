@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -65,6 +65,8 @@ class Reader:
         self._rules = ConfigRules(self.problems, lock)
         self._values = 0
         self._merging: set[int] = set()
+        self._above: list[tuple[str, Collection[str]]] = []
+        """The path and the keys of each mapping that is being read, the outermost first."""
 
     def read(self, node: yaml.Node, info: Any, path: str) -> Any:
         """Return a node's value, or _BAD with the problem reported. Raises ConfigError: too many values or problems."""
@@ -75,7 +77,7 @@ class Reader:
         if what == "null":
             return self._report(path, f"has no value; expected {_expected(options)}")
         if what not in options:
-            return self._report(path, _mismatch(node, options))
+            return self._report(path, _mismatch(node, options, path))
         info, advice = options[what]
         match type(info).__name__:
             case "StructType":
@@ -94,7 +96,7 @@ class Reader:
                 if info.ge <= int(value) <= info.le:  # each integer of the file has both limits
                     return int(value)
                 return self._report(path, f"must be {info.ge} to {info.le}, not {int(value)}")
-        return self._report(path, _mismatch(node, {what: (info, advice)}))
+        return self._report(path, _mismatch(node, {what: (info, advice)}, path))
 
     def _report(self, path: str, message: str, node: yaml.Node | None = None) -> Any:
         self.problems.report(path, message, 0 if node is None else _line(node))
@@ -118,7 +120,7 @@ class Reader:
         value, words = str(node.value), options["str"][0].values
         if value in words:
             return value
-        message = f"{value!r} is not one of {any_of(words)}" if len(options) == 1 else _mismatch(node, options)
+        message = f"{value!r} is not one of {any_of(words)}" if len(options) == 1 else _mismatch(node, options, path)
         guess = _closest(value, words)
         return self._report(path, f"{message}; did you mean {guess!r}?" if guess else message)
 
@@ -142,16 +144,21 @@ class Reader:
         values: dict[str, Any] = {}
         meant: set[str | None] = set()
         strange: list[yaml.Node] = []
+        self._above.append((path, fields.keys()))
         for key, value in self._pairs(node, path):
             name = str(key.value)
             if name in fields:
                 values[name] = self.read(value, fields[name].type, _place_below(path, name))
+            elif place := self._place_of(name, fields):
+                meant.add(None)
+                self._report(_place_below(path, name), f"unknown key {name!r}; {place}", key)
             else:
                 meant.add(guess := _closest(name, fields) if len(strange) < document.MAX_UNKNOWN else None)
                 if guess:
                     self._report(_place_below(path, name), f"unknown key {name!r}; did you mean {guess!r}?", key)
                 else:
                     strange.append(key)
+        self._above.pop()
         for key in strange[: document.MAX_UNKNOWN]:
             # What is no name is not repeated: the file may be another one, with passwords.
             named = re.fullmatch(r"[A-Za-z_][\w.-]{0,31}", name := str(key.value))
@@ -167,6 +174,15 @@ class Reader:
         if values or not meant:  # what is good of it is checked all the same, so that all problems are said at once
             self._rules.check(made, path, values.keys())
         return _BAD if meant or missing or len(good) < len(values) else made
+
+    def _place_of(self, key: str, fields: Mapping[str, Any]) -> str:
+        """Return where a key belongs that a mapping does not have; "" if nothing near it has the key either."""
+        if below := [name for name, field in fields.items() if key in _keys_below(field.type)]:
+            return f"it belongs under {any_of(f'`{name}`' for name in below)}; indent it by more spaces than that"
+        for path, keys in reversed(self._above[:-1]):
+            if key in keys:
+                return f"it is a key of {path}; indent it like the other keys of that"
+        return ""
 
     def _pairs(self, node: yaml.Node, path: str) -> Collection[_Pair]:
         """Return a mapping's keys and values, with those of merge keys; report keys that are no text, or double."""
@@ -258,11 +274,50 @@ def _got(node: yaml.Node) -> str:
     return words.get(document.kind(node), f"something tagged {node.tag}")
 
 
-def _mismatch(node: yaml.Node, options: _Options) -> str:
+def _keys_below(info: Any) -> set[str]:
+    """Return the keys of the mappings that a value may be, or may be a list of."""
+    keys: set[str] = set()
+    for option, _ in _options(info).values():
+        if type(option).__name__ == "StructType":
+            keys.update(field.encode_name for field in option.fields)
+        elif type(option).__name__ == "VarTupleType":
+            keys |= _keys_below(option.item_type)
+    return keys
+
+
+_UNITS: Final = {"s": 1, "m": 60, "h": 3600}
+
+
+def _meant(path: str, value: str) -> str:
+    """Return what to write for a text that other programs take in the place of this path; "" if that is not known."""
+    key = re.sub(r"\[[0-9]+\]$", "", path).rpartition(".")[2]
+    if key in {"period", "timeout", "recovery"} and (time := re.fullmatch(r"([0-9]{1,7})\s*([smh])", value)):
+        return f"write {int(time[1]) * _UNITS[time[2]]}, the number of seconds"
+    item = path.endswith("]")
+    if key == "mounts" and item and (mount := re.fullmatch(r"(/[^:]*):(/[^:]*)(?::(ro|rw))?", value)):
+        return f"write {{host: {mount[1]}, container: {mount[2]}{', readonly: false' * (mount[3] != 'ro')}}}"
+    if key == "mounts" and item and value.startswith("/"):
+        return f"write {{host: {value}, container: {value}}}"
+    if key == "probe" and value.startswith("/"):
+        return f"write {{command: [{', '.join(value.split())}]}}"
+    if key == "health" and value in {"open", "none"}:
+        return f"write {{probe: {value}}}"
+    if key == "sharing" and value.isdecimal():
+        return f"write {{replicas: {value}}}"
+    return ""
+
+
+def _mismatch(node: yaml.Node, options: _Options, path: str) -> str:
     """Return the message about a node of the wrong kind: the expected kind, the found kind, the correction if any."""
     message = f"expected {_expected(options)}, got {_got(node)}"
     what, value = document.kind(node), document.scalar_text(node)
     kinds = {type(info).__name__ for info, _ in options.values()}
+    if meant := _meant(path, value):
+        return f"{message}; {meant}"
+    if what == "seq" and path.endswith(".path"):
+        return f"{message}; make each path an entry of its own, or write `group` if they are one device"
+    if isinstance(node, yaml.SequenceNode) and node.flow_style and "StrType" in kinds:
+        return f"{message}; put a text that begins with [ in quotes"
     if "StrType" in kinds and what in {"int", "float", "bool"}:
         return f'{message}; write "{value}" in quotes'
     if "BoolType" in kinds and what == "str" and value.lower() in _TRUE | _FALSE:
