@@ -157,10 +157,10 @@ def _step(above: str, name: str) -> str:
     """Return a directory's name without what the kernel counts up; the name itself where that leaves several alike."""
     if name.startswith(f"{os.path.basename(above)}:"):
         return name.partition(":")[2]  # an interface: configuration and number, 1.0
+    plain = _COUNTED.sub("", name)
     for place in _PLACES:
         if (value := read(f"{above}/{name}/{place}")) is not None:
-            return f"{place}-{value}"
-    plain = _COUNTED.sub("", name)
+            return f"{plain}-{value}"
     alike = sum(_COUNTED.sub("", other) == plain for other in _directories(above))
     return plain if alike <= 1 else name
 

@@ -73,10 +73,10 @@ def test_parts_of_a_device_are_told_apart(tree: Tree) -> None:
         tree.number(f"13:{number}", usb, f"1-2:1.3/input/input{number + 6}/event{number + 3}")
     parts = [found.part for major in (188, 81, 13) for n in (0, 1) if (found := behind(tree, f"{major}:{n}"))]
     assert parts == [
-        "1.0/port_number-0/tty/ttyUSB",
-        "1.0/port_number-1/tty/ttyUSB",
-        "1.2/videolinux/index-0",
-        "1.2/videolinux/index-1",
+        "1.0/ttyUSB-0/tty/ttyUSB",
+        "1.0/ttyUSB-1/tty/ttyUSB",
+        "1.2/videolinux/video-0",
+        "1.2/videolinux/video-1",
         "1.3/input/input6/event",
         "1.3/input/input7/event",
     ]

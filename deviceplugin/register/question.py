@@ -52,10 +52,14 @@ class Use(NamedTuple):
     reached: Tokens = frozenset()
 
     @property
+    def own(self) -> set[Point]:
+        """The tokens and the device that it was granted."""
+        return {*self.tokens, self.key} if self.key else {*self.tokens}
+
+    @property
     def points(self) -> set[Point]:
         """The tokens and the device whose holdings must not exceed their size."""
-        points: set[Point] = {*self.tokens, self.key} if self.key else {*self.tokens}
-        return points | self.reached if self.reached else points
+        return self.own | self.reached if self.reached else self.own
 
     def concerns(self, points: Collection[Point]) -> bool:
         """Return whether it concerns one of these points, counters included."""
@@ -207,7 +211,7 @@ def held_twice(wanted: Wanted, times: int, state: RegisterSnapshot, view: View) 
     points: set[Point] = {wanted.key, *wanted.identity.in_boot(view.boot)}
     held = [use for use in uses(state, points, view) if use.part != 0 and use.unit[0] not in ("hook", UNCERTAIN)]
     for point in points:
-        of_point = [use for use in held if point in use.points]
+        of_point = [use for use in held if point in use.own]
         units = {use.unit for use in of_point}
         if len(units) > 1 and sum(use.part or Fraction(1, times) for use in of_point) > 1:
             return True

@@ -136,6 +136,39 @@ def test_a_stick_comes_back_under_another_number(scene: Scene, sticks: Sticks, f
     scene.handed_on(pod.delete, [pod.uid], "wants")
 
 
+def test_a_stick_comes_back_while_the_plugin_alone_restarts(scene: Scene, sticks: Sticks) -> None:
+    """The kubelet's checkpoint has what the stick was; it is healthy again, and another one with its number is not."""
+    sticks.plug("A", 1)
+    agents = scene.serve(resource("a", "none", devices=[{"path": f"{locks.NODES}/by-id/*"}]))
+    agents.stop()
+    scene.cluster.wait_allocatable(named("a"), 0)
+    agents.resources[:] = [{"name": named("a"), "devices": [{"path": f"{locks.NODES}/by-id/*"}]}]
+    agents.write()
+    plugin = agents.start_plugin()
+    try:
+        scene.cluster.wait_allocatable(named("a"), 1)
+        pod = holder(scene, "limits", "holder")
+        scene.before = 1
+        plugin.terminate()
+        plugin.wait(20)
+        sticks.pull("A")
+        sticks.plug("B", 1)
+        key = sticks.plug("A", 2)
+        plugin = agents.start_plugin()
+        scene.cluster.wait_allocatable(named("a"), 1)
+        scene.wait(plain("wants", "a"))
+        restart_container(scene, pod)
+        assert scene.key(pod) == key
+        scene.observe(5)
+        pod.delete()
+        scene.cluster.wait_for(lambda: not locks.pids(pod.uid), LIMIT, "the container has ended")
+        scene.handed_on(lambda: None, [], "wants")
+        scene.after = 1
+    finally:
+        plugin.kill()
+        plugin.wait()
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_another_stick_has_the_old_number(scene: Scene, sticks: Sticks, form: str) -> None:
     """It is another device, and goes to nobody before the pod has ended that was given the number."""

@@ -165,6 +165,22 @@ async def test_a_stick_that_comes_back_is_its_holders_and_its_numbers_are_nobody
     await here.grant("b")
 
 
+async def test_sticks_that_swap_their_numbers_are_not_held_twice() -> None:
+    """Each is its own holder's; both are withheld from others, since either holder may reach both numbers."""
+    first, second = "hardware:usb:1:2:A#tty", "hardware:usb:1:2:B#tty"
+    here = RegisterInMemory(a=f"{first} char:188:1", b=f"{second} char:188:2")
+    await here.grant("a")
+    await here.grant("b")
+    here.list(a=f"{first} char:188:2", b=f"{second} char:188:1")
+    await here.register.adopt()
+    assert not here.register.held_twice(R)
+    assert here.withheld() == {"a", "b"}
+    await here.end("a")
+    assert here.withheld() == {"a"}, "the holder of b may reach it"
+    await here.end("b")
+    assert not here.withheld()
+
+
 async def test_another_stick_with_the_number_of_the_first_is_not_the_same_device() -> None:
     """A path that is a number stands for another device then, and is given to nobody."""
     here = RegisterInMemory(ttyUSB0="hardware:usb:1:2:A#tty char:188:0")
