@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -53,6 +54,10 @@ class Sticks:
         (locks.NODES / "by-path" / port).symlink_to(f"../{node.name}")
         self.at[serial] = port, minor
         return key
+
+    def of(self, key: str) -> str:
+        """Return the stick whose node has this key."""
+        return next(serial for serial, (_, minor) in self.at.items() if key == f"{locks.MAJOR:x}.{minor:x}")
 
     def pull(self, *serials: str) -> None:
         """Pull sticks out."""
@@ -212,6 +217,42 @@ def test_two_sticks_swap_their_numbers(scene: Scene, sticks: Sticks, form: str) 
         scene.cluster.wait_for(lambda pod=pod, count=count: pod.restarts() > count, 60, f"{pod} runs again")  # type: ignore[misc]
     scene.running(*pods)
     assert [scene.key(pod) for pod in pods] == had[::-1]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_sticks_come_and_go_in_any_order(scene: Scene, sticks: Sticks, seed: int) -> None:
+    """Few numbers and three sticks: whoever has a stick has its node again in the end, and nobody that of another.
+
+    The program of a stick that is pulled ends, as a real one does.
+    """
+    chance = random.Random(seed)
+    for minor, serial in enumerate("AB", 1):
+        sticks.plug(serial, minor)
+    serve(scene, "limits", 2)
+    pods = {sticks.of(scene.key(pod)): pod for pod in (holder(scene, "limits", name) for name in ("one", "two"))}
+    scene.before = 2
+    scene.wait(plain("wants", "a"))
+    for _ in range(12):
+        serial = chance.choice("ABC")
+        if serial in sticks.at:
+            sticks.pull(serial)
+            if serial in pods:
+                kill(pods[serial])
+        else:
+            sticks.plug(serial, chance.choice(sorted({1, 2, 3, 4} - {minor for _, minor in sticks.at.values()})))
+        scene.observe(chance.choice([0.2, 1.5]))
+    for serial in set("AB") - sticks.at.keys():
+        sticks.plug(serial, min({1, 2, 3, 4} - {minor for _, minor in sticks.at.values()}))
+    for serial, pod in pods.items():
+        kill(pod)
+        wanted = locks.key_of(locks.NODES / f"ttyUSB{sticks.at[serial][1]}")
+
+        def has(pod: Pod = pod, wanted: str = wanted) -> bool:
+            return wanted in {one.key for one in locks.holders() if one.uid == pod.uid}
+
+        scene.cluster.wait_for(has, 120, f"{pod} has {serial} again")
+    scene.check()
+    scene.after = len(locks.holders())
 
 
 @pytest.mark.parametrize("form", FORMS)
