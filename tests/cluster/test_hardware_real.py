@@ -109,6 +109,16 @@ def await_file(scene: Scene, form: str, pod: Pod, minor: int) -> None:
         scene.cluster.wait_for(lambda: minors() == {minor}, LIMIT, f"{file} has the number {minor}")
 
 
+def until_taken(scene: Scene) -> None:
+    """Wait until a pod that waits has a device."""
+
+    def taken() -> bool:
+        scene.urge()
+        return any(one.pod in scene.waiting for one in locks.holders())
+
+    scene.until("a waiting pod has a device", taken, 60)
+
+
 def kill(*pods: Pod) -> None:
     for pod in pods:
         for pid in locks.pids(pod.uid):
@@ -167,7 +177,7 @@ def test_a_stick_comes_back_while_the_plugin_alone_restarts(scene: Scene, sticks
         scene.observe(5)
         pod.delete()
         scene.cluster.wait_for(lambda: not locks.pids(pod.uid), LIMIT, "the container has ended")
-        scene.handed_on(lambda: None, [], "wants")
+        until_taken(scene)
         scene.after = 1
     finally:
         plugin.kill()
@@ -192,7 +202,7 @@ def test_another_stick_has_the_old_number(scene: Scene, sticks: Sticks, form: st
     assert scene.key(pod) == second
     pod.delete()
     scene.cluster.wait_for(lambda: not locks.pids(pod.uid), LIMIT, "the container has ended")
-    scene.handed_on(lambda: None, [], "wants")
+    until_taken(scene)
     scene.after = 1
     wait_offered(scene, form, 2)
 
@@ -364,7 +374,8 @@ def test_a_device_gets_other_ids_when_its_firmware_is_loaded(scene: Scene, form:
 
         scene.cluster.wait_for(fails, LIMIT, "the container does not start")
         pod.delete()
-        scene.until("the other pod has it", lambda: scene.urge() or key in {one.key for one in locks.holders()})  # type: ignore[func-returns-value]
+        until_taken(scene)
+        assert {one.key for one in locks.holders()} == {key}
         scene.after = 1
 
 
