@@ -98,7 +98,7 @@ class ClaimRenewal:
         result = msgspec.json.encode(msgspec.structs.replace(prepared, spec=spec)).decode()
         renewed = await self._records.ledger.do(renew(claim.driver, uid, claim.result, result, identities))
         if renewed is not None:
-            await self._files.write(renewed)
+            await self._files.write(renewed, spec)
             extra = {"driver": claim.driver, "claim": claim.title}
             _LOG.info("claim %s: its devices have other nodes now; its CDI file is renewed", claim.title, extra=extra)
         return renewed is not None
