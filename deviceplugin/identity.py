@@ -17,14 +17,16 @@ import re
 import stat
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 
 from deviceplugin import looked_at
 from deviceplugin.device import Device
-from deviceplugin.inventory import Inventory
 from deviceplugin.sysfs import ROOT, HardwareReader
+
+if TYPE_CHECKING:  # `validate` loads no event loop
+    from deviceplugin.inventory import Inventory
 
 Tokens = frozenset[str]
 Stat = Callable[[str], os.stat_result]
