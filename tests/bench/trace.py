@@ -61,7 +61,7 @@ class Size(NamedTuple):
 
 
 LIMITS: Final = {
-    "Allocate": Size(196, 34),
+    "Allocate": Size(112, 30),
     "NodePrepareResources": Size(188, 42),
     "NodeUnprepareResources": Size(102, 27),
     "move": Size(392, 59),
