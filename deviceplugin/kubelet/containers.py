@@ -22,8 +22,6 @@ from deviceplugin.kubelet.cgroups import ContainerCgroup, PodReader
 from deviceplugin.kubelet.checkpoint import Allocation
 from deviceplugin.register.records import AllocationRecord, RecordKey
 
-DIRECTORY: Final = Path("/var/log/containers")
-"""Where the kubelet makes the links; a constant of its source."""
 _LINK: Final = re.compile(r".*-([0-9a-f]{12,64})\.log")
 """The kubelet cuts names that are longer than a file's may be, so the id may be its beginning only."""
 

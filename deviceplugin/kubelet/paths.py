@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deviceplugin import cdi
-from deviceplugin.kubelet import containers
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,8 +14,9 @@ class Paths:
 
     The device plugin directory is /var/lib/kubelet/device-plugins whatever the kubelet's --root-dir says, while the
     PodResources socket follows it (kubernetes#68567; k3s, k0s and microk8s differ): each can be given. pod_log_dir:
-    the kubelet's podLogsDir, where pods have directories named namespace_name_uid. container_log_dir: see
-    `deviceplugin.kubelet.containers`. cdi_dir: where the container runtime finds CDI specs.
+    the kubelet's podLogsDir, where pods have directories named namespace_name_uid. container_log_dir: where the kubelet
+    makes the links that `deviceplugin.kubelet.containers` reads; a constant of its source. cdi_dir: where the container
+    runtime finds CDI specs.
     """
 
     kubelet_root: Path = Path("/var/lib/kubelet")
@@ -24,7 +24,7 @@ class Paths:
     pod_resources_socket: Path | None = None
     cgroup_root: Path = Path("/sys/fs/cgroup")
     pod_log_dir: Path = Path("/var/log/pods")
-    container_log_dir: Path = containers.DIRECTORY
+    container_log_dir: Path = Path("/var/log/containers")
     cdi_dir: Path = Path(cdi.DIRECTORY)
 
     @property
