@@ -44,6 +44,10 @@ Set the share of the nodes of a label selector, some at a time. Each node's prev
 node is not done in time. It stops when a pod that asks for the driver's devices fails on a node that has begun: the
 pod is Failed or cannot be prepared (FailedPrepareDynamicResources), and was not before. It also stops at a node that
 another user, or a rollout of another share, has begun, unless --take-over is given.
+
+Before the first device moves, all nodes are marked cluster-autoscaler.kubernetes.io/scale-down-disabled, and their
+agents publish a pool, if empty. A node whose devices have all moved is not marked any more. Where devices stay on both
+sides in this group of nodes, the mark stays. --autoscaler ignore leaves this out.
 """
 
 _ADOPT: Final = """
@@ -53,7 +57,7 @@ is changed. The exit status is 1 if the plugin cannot be adopted, or given back,
 
 _LEFT_BEHIND: Final = """\
 not removed: created objects and share annotations; to remove those of all agents:
-  kubectl delete -A -l {label} daemonset,configmap,serviceaccount,role
+  kubectl delete -A -l {label} daemonset,configmap,serviceaccount,role,rolebinding,lease
   kubectl delete -l {label} deviceclass,clusterrole,clusterrolebinding
   kubectl delete -l {label} validatingadmissionpolicy,validatingadmissionpolicybinding
   kubectl delete -l {label} namespace  # with all that is in it
@@ -127,7 +131,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     adopt.add_argument("-o", "--output", choices=("text", "json"), default="text", help=about)
     where = "the namespace of the agents (default: found by the ClusterRoleBinding of `manifests`)"
     adopt.add_argument("--agents", default="", metavar="NAMESPACE", help=where)
-    for command in (uninstall, status):
+    ignored = "auto: mark nodes while an autoscaler could drain what pods use; ignore: the cluster has none"
+    rollout.add_argument("--autoscaler", choices=("auto", "ignore"), default="auto", help=ignored)
+    for command in (uninstall, status, migrate, rollout):
         command.add_argument("--namespace", "-n", default="", metavar="NAME", help=where)
     for command in (uninstall, status, migrate, rollout, adopt):
         add_kubeconfig(command)
@@ -191,42 +197,25 @@ def _run(options: argparse.Namespace) -> int:
 
 def _uninstall(options: argparse.Namespace) -> int:
     from deviceplugin import config
-    from dra_bridge.kube import ForbiddenError
-    from dra_bridge.rollout.agents import LABEL, namespaces_of_agents, running_agents
-    from dra_bridge.rollout.fleet import allocations, shortened
-    from dra_bridge.rollout.rollout import check_driver
+    from dra_bridge.rollout.agents import LABEL, lease_namespaces
+    from dra_bridge.rollout.removal import obstacles, remaining_marks
+    from dra_bridge.rollout.rollout import check_driver, read_leases
     from dra_bridge.slices.publisher import remove_slices
-
-    async def obstacles(cluster: Cluster) -> list[str]:
-        try:
-            namespaces = [options.namespace] if options.namespace else await namespaces_of_agents(cluster)
-            # Before they are removed nothing is wrong with agents that run.
-            agents = [] if options.check else await running_agents(cluster, namespaces, options.node)
-            claims = await cluster.allocated_claims()
-        except ForbiddenError as error:
-            return [f"it is not known whether agents run or claims are in use: {error.message}"]
-        nodes = shortened(pod["spec"].get("nodeName", "") for pod in agents)
-        used = shortened(
-            f"{claim['metadata']['namespace']}/{claim['metadata']['name']}"
-            for claim in claims
-            for result in allocations(claim)
-            if result.get("driver") in drivers and options.node in ("", result.get("pool"))
-        )
-        running = f"agents run on {nodes}: they publish slices again; delete the DaemonSet first"
-        in_use = f"claims have devices of these drivers: {used}: their pods cannot end without the driver's agent"
-        return [*([running] if nodes else []), *([in_use] if used else [])]
 
     async def remove(cluster: Cluster) -> tuple[int, list[str]]:
         for driver in options.driver:
-            await check_driver(cluster, driver)
-        reasons = await obstacles(cluster)
+            leases = await read_leases(cluster, await lease_namespaces(cluster, options.namespace))
+            await check_driver(cluster, driver, leases)
+        check = options.check
+        reasons = await obstacles(cluster, drivers, options.node, options.namespace, before=check)
         if options.check and reasons:
             raise CommandError("\n".join(reasons), status=1)
         if options.check:
             return 0, []
         if reasons and not options.force:
             raise CommandError("\n".join(("nothing was removed; --force removes all the same", *reasons)), status=1)
-        return await remove_slices(cluster, sorted(drivers), options.node), reasons
+        removed = await remove_slices(cluster, sorted(drivers), options.node)
+        return removed, [*reasons, *([] if options.node else await remaining_marks(cluster, drivers))]
 
     drivers = set(options.driver)
     if options.config:
@@ -240,7 +229,9 @@ def _uninstall(options: argparse.Namespace) -> int:
     print(counted(removed, "slice"), "removed")
     if not options.node:
         annotations = " ".join(
-            f"{driver}/{key}-" for driver in sorted(drivers) for key in ("dra-share", "dra-share-before")
+            f"{driver}/{key}-"
+            for driver in sorted(drivers)
+            for key in ("dra-share", "dra-share-before", "dra-pool", "dra-scale-down")
         )
         print(_LEFT_BEHIND.format(label=LABEL, annotations=annotations))
     for warning in warnings:
@@ -297,7 +288,7 @@ def _status(options: argparse.Namespace) -> int:
         if not answer.nodes:
             of = f" of node {', '.join(options.node)}" if options.node else ""
             raise CommandError(
-                f"no ResourceSlice{of} has the annotation {options.driver or 'DRIVER'}/handover, by which an agent of "
+                f"no Lease{of} has the annotation {options.driver or 'DRIVER'}/handover, by which an agent of "
                 "dra-bridge reports its devices; does its DaemonSet run, and does its config name a driver?",
                 status=1,
             )
@@ -343,7 +334,14 @@ def _migrate(options: argparse.Namespace) -> int:
     done = _follow(
         options,
         lambda cluster, reporter: migrate(
-            cluster, nodes, options.driver, share, reporter, wait=options.wait, timeout=options.timeout
+            cluster,
+            nodes,
+            options.driver,
+            share,
+            reporter,
+            namespace=options.namespace,
+            wait=options.wait,
+            timeout=options.timeout,
         ),
         f"interrupted; the requested share stays. dra-bridge status --driver {options.driver} shows how far "
         "it is, another migrate reverses it",
@@ -356,10 +354,12 @@ def _rollout(options: argparse.Namespace) -> int:
     from dra_bridge.rollout.rollout import rollout
 
     goal = Goal(_requested_share(options), options.undo, take_over=options.take_over)
-    limits = RolloutLimits(options.max_unavailable, options.timeout_per_node, options.pause)
+    ignore = options.autoscaler == "ignore"
+    limits = RolloutLimits(options.max_unavailable, options.timeout_per_node, options.pause, ignore)
+    driver, selector, namespace = options.driver, options.selector, options.namespace
     done = _follow(
         options,
-        lambda cluster, reporter: rollout(cluster, options.driver, goal, options.selector, limits, reporter),
+        lambda cluster, reporter: rollout(cluster, driver, goal, selector, limits, reporter, namespace),
         "interrupted; nodes that have begun continue, no other node begins. Run the same command to continue",
         "" if options.undo else "run the same command to continue; --undo in place of --share takes it back",
     )

@@ -125,7 +125,7 @@ class Scene:
 
     def view(self) -> Any:
         """Return what `dra-bridge status` would show."""
-        (view,) = fleet.views(DRIVER, self.server.objects("nodes"), self.server.objects())
+        (view,) = fleet.views(DRIVER, self.server.objects("nodes"), (), leases=self.server.objects("leases"))
         return view
 
     def moved(self) -> bool:

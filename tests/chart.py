@@ -29,6 +29,7 @@ FILES = {
     "ClusterRole": "rbac",
     "ClusterRoleBinding": "rbac",
     "Role": "rbac",
+    "RoleBinding": "rbac",
     "ValidatingAdmissionPolicy": "policies",
     "ValidatingAdmissionPolicyBinding": "policies",
     "DeviceClass": "deviceclasses",

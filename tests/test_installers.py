@@ -99,8 +99,9 @@ def printed(one: Case, directory: Path, capsys: pytest.CaptureFixture[str]) -> l
 def nothing_said(made: Installed) -> None:
     """What others refer to comes before them; the agent writes where both sides do, and sees what the config names."""
     assert made.kinds == [
-        *("Namespace", "ServiceAccount", "ClusterRole", "ClusterRoleBinding", "ClusterRole", "Role"),
-        *("ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding") * 3,
+        *("Namespace", "ServiceAccount", "ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding"),
+        *("ClusterRole", "Role"),
+        *("ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding") * 4,
         *("DeviceClass", "DeviceClass", "DeviceClass", "ConfigMap", "DaemonSet"),
     ]
     kubelet = "/var/lib/kubelet"
@@ -156,7 +157,7 @@ def claim_status(made: Installed) -> None:
     rights = {resource: rule["verbs"] for rule in made.of("ClusterRole")[0]["rules"] for resource in rule["resources"]}
     assert rights["resourceclaims/status"] == ["patch"]
     assert rights["resourceclaims/driver"] == ["associated-node:patch"]
-    assert len(made.of("ValidatingAdmissionPolicy")) == 4
+    assert len(made.of("ValidatingAdmissionPolicy")) == 5
     assert "--claim-status" in made.arguments
 
 
@@ -164,7 +165,7 @@ def claim_status(made: Installed) -> None:
 def no_metrics(made: Installed) -> None:
     """There is nothing to probe, and nothing for operators to ask agents."""
     assert not {"ports", "livenessProbe", "startupProbe", "readinessProbe"} & made.container.keys()
-    assert not made.of("Role")
+    assert [one["metadata"]["name"] for one in made.of("Role")] == ["dra-bridge"]
 
 
 @case("--metrics-port=443", metricsPort=443)

@@ -4,6 +4,7 @@ from dra_bridge.kube.api import CLUSTER_ROLE_BINDINGS as CLUSTER_ROLE_BINDINGS
 from dra_bridge.kube.api import DAEMON_SETS as DAEMON_SETS
 from dra_bridge.kube.api import DEVICE_CLASSES as DEVICE_CLASSES
 from dra_bridge.kube.api import EVENTS as EVENTS
+from dra_bridge.kube.api import LEASES as LEASES
 from dra_bridge.kube.api import NODES as NODES
 from dra_bridge.kube.api import PODS as PODS
 from dra_bridge.kube.api import RESOURCE_CLAIMS as RESOURCE_CLAIMS
@@ -24,6 +25,8 @@ from dra_bridge.kube.api import UnreadableError as UnreadableError
 from dra_bridge.kube.api import UnsupportedError as UnsupportedError
 from dra_bridge.kube.api import VersionChangedError as VersionChangedError
 from dra_bridge.kube.api import is_older as is_older
+from dra_bridge.kube.auth import NAMESPACE as NAMESPACE
+from dra_bridge.kube.auth import own_namespace as own_namespace
 from dra_bridge.kube.client import Changed as Changed
 from dra_bridge.kube.client import Cluster as Cluster
 from dra_bridge.kube.client import Listed as Listed

@@ -26,6 +26,9 @@ from dra_bridge.kube.kubeconfig import Credentials, Failure, KubeConfigError
 SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Where the kubelet puts a pod's token and the cluster's CA."""
 
+NAMESPACE: Final = "dra-bridge"
+"""The namespace of agents that are not in a pod, and by default of those that `manifests` makes."""
+
 TOKEN_AGE: Final = 60.0
 """Seconds after which a token's file is read again, as client-go does; it is renewed long before it expires."""
 
@@ -55,6 +58,14 @@ class Access:
     proxy: str = ""
     server_name: str = ""
     source: str = ""
+
+
+def own_namespace() -> str:
+    """Return the namespace of the pod that this process is in; NAMESPACE outside of one."""
+    try:
+        return (SERVICE_ACCOUNT / "namespace").read_text().strip() or NAMESPACE
+    except OSError:
+        return NAMESPACE
 
 
 async def from_environment(kubeconfig: str | os.PathLike[str] | None = None) -> Access:

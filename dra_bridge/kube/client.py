@@ -288,7 +288,14 @@ class Cluster:
         await self.create(api.EVENTS, body, namespace)
 
     async def follow(
-        self, kind: Kind, state: WatchState | None = None, /, *, field_selector: str = "", label_selector: str = ""
+        self,
+        kind: Kind,
+        state: WatchState | None = None,
+        /,
+        *,
+        namespace: str = "",
+        field_selector: str = "",
+        label_selector: str = "",
     ) -> AsyncGenerator[Listed | Changed, None]:
         """Yield all objects now, then each change, for ever. state: is kept, for others to see if the watch is alive.
 
@@ -311,7 +318,7 @@ class Cluster:
                 age = 0.0 if lost else self._watch_seconds[0] / 2
                 version = kind.version or await self._discovery.version(older_than=age)
                 if not position or version != listed_in:
-                    listing = await self.list(kind, **selectors)
+                    listing = await self.list(kind, namespace, **selectors)
                     version = kind.version or await self.version()
                     position, listed_in = listing.resource_version, version
                     state.heard()
@@ -324,7 +331,7 @@ class Cluster:
                     "resourceVersion": position,
                     "timeoutSeconds": str(max(1, round(seconds))),
                 }
-                target = f"{path_of(kind, version)}?{urllib.parse.urlencode(parameters)}"
+                target = f"{path_of(kind, version, '', namespace)}?{urllib.parse.urlencode(parameters)}"
                 async with self._connection.stream(target) as lines:
                     opened, lost = time.monotonic(), False
                     state.opened()

@@ -27,6 +27,7 @@ from dra_bridge.handover.allocatable import GRACE, AllocatableStatus
 from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.node.claim_lists import ClaimLists
 from dra_bridge.node.driver_runtime import DriverRuntime
+from dra_bridge.node.lease import NodeLease
 from dra_bridge.node.node_object import NodeStatusWriter, NodeWatch
 from dra_bridge.node.options import BridgeOptions
 from dra_bridge.node.pods_and_claims import PodsAndClaims
@@ -89,11 +90,12 @@ class Bridge(ClaimSide):
             report=options.claim_status,
             cdi_looks=Looks(str(options.paths.cdi_dir), threads=1),
         )
+        self._lease = NodeLease(cluster, options.namespace, self._watch)
         root = options.paths.kubelet_root
         directories = DriverDirectories(root / "plugins" / options.agent_name, root / "plugins_registry")
         pods = PodsAndClaims(self.agent.tracker, root)
         parts = (self.agent, cluster, pods, ClaimLists(cluster), self.publisher, self._watch, self._allocatable, writer)
-        self.node = BridgeNode(shared, directories, *parts)
+        self.node = BridgeNode(shared, directories, *parts, self._lease)
         self.agent.providers.append(BridgeStatus(self.node, self.drivers))
 
     @property
@@ -125,7 +127,8 @@ class Bridge(ClaimSide):
                     if await self._opened():
                         drivers = [runtime.run() for runtime in self.drivers.values()]
                         ends = self._end_with_ledger(), self._end_with_cdi_directory()
-                        for work in (self.publisher.run(), self._watch.run(), *ends, *drivers):
+                        watches = (self.publisher.run(), self._watch.run(), self._lease.run())
+                        for work in (*watches, *ends, *drivers):
                             self._tasks.append(group.create_task(work))
                         await self.agent.run()
                 finally:
@@ -292,6 +295,7 @@ class Bridge(ClaimSide):
             opening.cancel()
 
     def _read_shares(self) -> None:
+        self._lease.write()
         for runtime in self.drivers.values():
             runtime.read_share(self._watch.annotations, self._watch.uid)
 

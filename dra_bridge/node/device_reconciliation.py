@@ -238,7 +238,8 @@ class DeviceReconciler:
         if self.context.resources.get(resource) is not served:
             return ()  # it was dropped meanwhile
         count = len(served.listed.devices)
-        side = Side.DRA if self.context.share.of(served.policy).of(count) == count else Side.PLUGIN
+        for_claims = self.context.share.of(served.policy).of(count) == count
+        side = Side.DRA if for_claims and await self.context.node.watch.initialized() else Side.PLUGIN
         done = await self.context.ledger.do(
             operations.reconcile_evidence(resource, evidence, devices, side, time.time(), self.context.name)
         )

@@ -140,11 +140,11 @@ class DriverRuntime:
         self.registrar.follow()
 
     def read_share(self, annotations: Mapping[str, str] | None, node: str) -> None:
-        """Take the share that the Node asks for: see `DriverShare`."""
+        """Take the share that the Node asks for: see `DriverShare`. It may also ask for an empty pool, or no more."""
         if self.context.share.read(annotations, node):
             for runtime in self.resources.values():
                 runtime.handover.ask(self._share_of(runtime), runtime.policy.drain)
-            self.publish()
+        self.publish()
 
     async def run(self) -> None:
         """Serve until cancelled."""

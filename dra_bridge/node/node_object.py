@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import aclosing
@@ -11,12 +12,16 @@ from typing import Final
 
 from deviceplugin.naming import NamingError, parse_quantity
 from dra_bridge.handover.allocatable import AllocatableStatus
-from dra_bridge.kube import NODES, Cluster, ClusterError, Failing, ForbiddenError, Listed, WatchState
+from dra_bridge.kube import NODES, Cluster, ClusterError, Failing, ForbiddenError, Listed, Object, WatchState
 
 _LOG: Final = logging.getLogger(__name__)
 
 NODE_READ: Final = 5.0
 """Seconds after which a warning is logged that the Node's annotations are not known yet."""
+KARPENTER: Final = "karpenter.sh/nodepool"
+"""The label of Nodes that Karpenter has made."""
+INITIALIZED: Final = "karpenter.sh/initialized"
+"""The label, "true", of those that it has initialized: all extended resources of their first pods were allocatable."""
 
 
 @dataclass(slots=True, eq=False)
@@ -37,6 +42,7 @@ class NodeWatch:
     gone: bool = False
     state: WatchState = field(default_factory=WatchState)
     _known: asyncio.Event = field(default_factory=asyncio.Event)
+    _initialized: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self) -> None:
         """Follow it until cancelled."""
@@ -47,26 +53,49 @@ class NodeWatch:
                     node = event.items[0] if event.items else {}
                 else:
                     node = event.object if event.type != "DELETED" else {}
-                self.allocatable.observe(numbers((node.get("status") or {}).get("allocatable") or {}))
-                self.gone = not node
-                if not node:
-                    if self.uid:
-                        _LOG.warning("the Node object %s is gone; the requested share stays", self.node)
-                    continue
-                annotations, uid = node["metadata"].get("annotations") or {}, node["metadata"].get("uid", "")
-                if (annotations, uid) != (self.annotations, self.uid):
-                    self.annotations, self.uid = annotations, uid
-                    self._known.set()
-                    self.annotated()
+                self.observe(node)
+
+    def observe(self, node: Object) -> None:
+        """Take a state of the Node; {}: there is none."""
+        self.allocatable.observe(numbers((node.get("status") or {}).get("allocatable") or {}))
+        self.gone = not node
+        if not node:
+            if self.uid:
+                _LOG.warning("the Node object %s is gone; the requested share stays", self.node)
+            return
+        labels = node["metadata"].get("labels") or {}
+        if KARPENTER not in labels or labels.get(INITIALIZED) == "true":
+            self._initialized.set()
+        annotations, uid = node["metadata"].get("annotations") or {}, node["metadata"].get("uid", "")
+        if (annotations, uid) != (self.annotations, self.uid):
+            self.annotations, self.uid = annotations, uid
+            self._known.set()
+            self.annotated()
+
+    async def initialized(self) -> bool:
+        """Return whether new devices may be on the DRA side from the first: not on a node that Karpenter initializes.
+
+        Waits until the Node was read, but not for long.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(NODE_READ):
+                await self._known.wait()
+        return self._initialized.is_set()
 
     async def known(self) -> None:
-        """Wait until they are known: an agent that starts while the API server is away moves nothing back."""
+        """Wait until they are known: an agent that starts while the API server is away moves nothing back.
+
+        And until the Node is initialized, if Karpenter has made it: else it would wait for devices that have moved.
+        """
         try:
             async with asyncio.timeout(NODE_READ):
                 await self._known.wait()
         except TimeoutError:
             _LOG.warning("node %s cannot be read yet; no device moves until its annotations are known", self.node)
             await self._known.wait()
+        if not self._initialized.is_set():
+            _LOG.info("no device of node %s moves until Karpenter has initialized it", self.node)
+        await self._initialized.wait()
 
 
 @dataclass(slots=True, eq=False)

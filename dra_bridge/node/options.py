@@ -46,13 +46,14 @@ class BridgeOptions(common.RunOptions):
     """The values of the options of an agent with both sides.
 
     node: this node's name, which is the pool's. claim_status: whether to write `status.devices` of prepared claims.
-    agent_name: names the directory of the ledger and of the drivers' sockets.
+    agent_name: names the directory of the ledger and of the drivers' sockets. namespace: where the node's Lease is.
     """
 
     cluster: Cluster
     node: str
     claim_status: bool = False
     agent_name: str = AGENT
+    namespace: str = "dra-bridge"
 
 
 def parse_run(argv: Sequence[str] | None = None, metrics_address: str | None = None) -> BridgeOptions:
@@ -78,13 +79,12 @@ def run_options(options: argparse.Namespace) -> BridgeOptions:
     Raises AccessError: how to reach the API server cannot be found or read.
     """
     run = common.run_options(options)
-    from dra_bridge.kube import Cluster
+    from dra_bridge.kube import Cluster, own_namespace
 
     cluster = Cluster.from_environment(options.kubeconfig)
     cluster.configure()  # before there is a loop, a socket or a ledger
-    return BridgeOptions(
-        run.paths, run.metrics_address, cluster, options.node_name, options.claim_status, options.agent_name
-    )
+    node, agent = options.node_name, options.agent_name
+    return BridgeOptions(run.paths, run.metrics_address, cluster, node, options.claim_status, agent, own_namespace())
 
 
 def add_kubeconfig(parser: argparse.ArgumentParser) -> None:

@@ -20,10 +20,11 @@ from deviceplugin.register.records import RecordKey, Setting
 from dra_bridge.driver import DriverDirectories, DriverHost, DriverNode, RunningPods
 from dra_bridge.handover.allocatable import AllocatableStatus
 from dra_bridge.handover.moves import Handover
-from dra_bridge.kube import NODES, Cluster, ClusterError, WatchState
+from dra_bridge.kube import LEASES, NODES, Cluster, ClusterError, WatchState
 from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.node.claim_lists import ClaimLists
 from dra_bridge.node.claim_pods import ClaimPods
+from dra_bridge.node.lease import NodeLease
 from dra_bridge.node.node_object import NodeStatusWriter, NodeWatch
 from dra_bridge.node.pods_and_claims import PodsAndClaims
 from dra_bridge.node.share import DriverShare, HandoverPolicy
@@ -162,6 +163,7 @@ class BridgeNode:
     watch: NodeWatch
     allocatable: AllocatableStatus
     status_writer: NodeStatusWriter
+    lease: NodeLease
 
     @property
     def name(self) -> str:
@@ -176,7 +178,7 @@ class BridgeNode:
     @property
     def watches(self) -> Mapping[str, WatchState]:
         """Whether the watches of the API server are alive, by what they watch."""
-        return {**self.publisher.watches, NODES.plural: self.watch.state}
+        return {**self.publisher.watches, NODES.plural: self.watch.state, LEASES.plural: self.lease.state}
 
     async def alarm(self, reason: str, message: str) -> None:
         """Write a warning Event about this node, if the API server takes it."""

@@ -1,4 +1,4 @@
-"""What the slices of one driver should be: offered devices, their names, and the progress of moves."""
+"""What the slices of one driver should be: offered devices and their names. And its report: the progress of moves."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LOG: Final = logging.getLogger(__name__)
 FIRST: Final = 5.0
 """Seconds that the first slices wait for the kubelet to register the driver, and for all evidence."""
 HOLDERS: Final = 10.0
-"""Seconds between two writes of the slices if only holders changed."""
+"""Seconds between two reports if only holders changed."""
 RETRY: Final = 5.0
 """Seconds until slices are made again that could not be made."""
 DEBOUNCE: Final = 0.02
@@ -32,8 +32,8 @@ DEBOUNCE: Final = 0.02
 async def decide_names(context: DriverContext, resource: str) -> bool:
     """Decide how a resource's devices are named in slices, once and durably; return False if that was done before.
 
-    What is published or allocated keeps its name. If the ledger has no names, it was lost or is new: then the API
-    server's slices show how devices were named before.
+    What is published or allocated keeps its name. If the ledger has no names, it was lost or is new: then the slices
+    or the last report show how devices were named before.
 
     Raises LedgerError, ClusterError, TimeoutError: it cannot be decided now.
     """
@@ -47,7 +47,9 @@ async def decide_names(context: DriverContext, resource: str) -> bool:
         selector = f"spec.nodeName={pool},spec.driver={context.name}"
         async with asyncio.timeout(5.0):
             slices = await context.node.cluster.list(RESOURCE_SLICES, field_selector=selector)
-        before = progress.read(context.name, [body for body in slices.items if is_own(body, context.name, pool)])
+            leases = await context.node.lease.read()
+        own = [body for body in slices.items if is_own(body, context.name, pool)]
+        before = progress.read(context.name, [*own, *leases])
         kept = before.qualifiers if before is not None else {}
     for name, qualifier in naming.kept_qualifiers(kept, served).items():
         await context.ledger.do(operations.set_setting(section(context.name), name, qualifier))
@@ -67,7 +69,9 @@ class SliceFeed:
         """Devices that the slices are to be without: the ticket of the first such slices, and since when the API
         server has had them (monotonic seconds)."""
         self._reported: tuple[progress.Progress, str, float] | None = None
-        """The last annotation, its text without holders, and when it was made (monotonic seconds)."""
+        """The last report, its text without holders, and when it was made (monotonic seconds)."""
+        self._begun = False
+        """Whether slices may be passed on."""
 
     def publish(self) -> None:
         """Make the slices anew soon."""
@@ -111,7 +115,10 @@ class SliceFeed:
             reconciled = all(runtime.reconciled.is_set() for runtime in self._context.resources.values())
             if rest <= 0 or (self._registrar.statistics.registrations and reconciled):
                 try:
-                    rest = self._pass_on() if self._may_publish() else None
+                    rest = None
+                    if self._may_publish():
+                        await self._begin()
+                        rest = self._pass_on()
                 except Exception:  # one driver's devices must not end the others
                     _LOG.exception("cannot make the slices; those published stay", extra={"driver": self._context.name})
                     rest = RETRY
@@ -129,6 +136,8 @@ class SliceFeed:
                 await self._passed.wait()
 
     def _may_publish(self) -> bool:
+        if self._context.node.watch.annotations is None:
+            return False  # a rollout may have asked there for a pool, whether it has devices or not
         # A driver that has nothing any more leaves its slices, also if the ledger that had its names was lost.
         if self._context.resources and not self._context.qualifiers():
             return False
@@ -136,8 +145,18 @@ class SliceFeed:
         keys = {(snapshot.resource, name) for snapshot in snapshots for name in snapshot.devices}
         return any(self._context.ready(*key) for key in keys) or (not keys and all(each.listed for each in snapshots))
 
+    async def _begin(self) -> None:
+        """Report before the first slices: a former agent's report is on one of them, which they replace."""
+        if not self._begun:
+            report, _ = self._report()
+            self._context.node.lease.report(self._context.name, report)
+            await self._context.node.lease.attempted(FIRST)
+            self._begun = True
+
     def _pass_on(self) -> float | None:
-        """Pass the slices on; return after how many seconds they are to be made again without a change."""
+        """Pass the report and the slices on; return after how many seconds to do so again without a change."""
+        report, rest = self._report()
+        self._context.node.lease.report(self._context.name, report)
         offers, without, qualifiers = [], [], self._context.qualifiers()
         records = self._context.ledger.snapshot
         for resource, runtime in self._context.resources.items():
@@ -161,19 +180,27 @@ class SliceFeed:
             offers.append(Offer(snapshot, offered, replicas, order, qualifiers.get(resource, "")))
         effects = {runtime.policy.unhealthy for runtime in self._context.resources.values()}
         unhealthy = "NoExecute" if "NoExecute" in effects else "NoSchedule"
-        # Without annotations a pool with no device has no slice: the policies let former drivers delete theirs alone.
-        annotations, rest = self._annotations() if offers else ({}, None)
-        pool = Pool(self._context.name, self._context.node.name, tuple(offers), unhealthy, annotations)  # type: ignore[arg-type]
+        driver = self._context.name
+        # The names go with the devices, for an agent that has lost its ledger. And by the annotation the policies know
+        # a slice as one of this agent's, which a former driver may delete.
+        named = {progress.annotation(driver): progress.encoded(progress.Progress({}, qualifiers=dict(qualifiers)))}
+        # A cluster autoscaler takes a node with an empty pool for idle, and one without for unready if others of its
+        # group have one. So it is published where a rollout has asked for it, which decides for all of its nodes.
+        asked = progress.pool_annotation(driver) in (self._context.node.watch.annotations or {})
+        empty = bool(offers) and asked
+        pool = Pool(driver, self._context.node.name, tuple(offers), unhealthy, named, empty)  # type: ignore[arg-type]
         ticket = self._publisher.want(pool)
         self._without = {key: self._without.get(key, (ticket, None)) for key in without}
         self._passed.set()
         return rest
 
-    def _annotations(self) -> tuple[Mapping[str, str], float | None]:
-        """Return the progress of moves, and the seconds until holders that changed are in it.
+    def _report(self) -> tuple[str, float | None]:
+        """Return the report, "" for none, and the seconds until holders that changed are in it.
 
         It changes at once when a side changed, and rarely if only holders did.
         """
+        if all(runtime.leaving for runtime in self._context.resources.values()):
+            return "", None
         records, now, rest = self._context.ledger.snapshot, time.monotonic(), None
         shares: dict[str, str] = {}
         waits: dict[tuple[str, str], str] = {}
@@ -187,7 +214,14 @@ class SliceFeed:
             gone |= {(resource, name) for name in records.of(resource).keys() - (listed.devices.keys() - listed.gone)}
         share, qualifiers = self._context.share, self._context.qualifiers()
         current = progress.progress(
-            records, shares, waits, requested=share.text, kept=share.kept, gone=gone, qualifiers=qualifiers
+            records,
+            shares,
+            waits,
+            requested=share.text,
+            kept=share.kept,
+            gone=gone,
+            qualifiers=qualifiers,
+            most=self._context.node.lease.most,
         )
         sides = progress.encoded(progress.without_holders(current))
         if self._reported is None or current != self._reported[0]:
@@ -195,4 +229,4 @@ class SliceFeed:
                 current, rest = self._reported[0], self._reported[2] + HOLDERS - now
             else:
                 self._reported = current, sides, now
-        return {progress.annotation(self._context.name): progress.encoded(current)}, rest
+        return progress.encoded(current), rest

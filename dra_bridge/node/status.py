@@ -151,6 +151,11 @@ class BridgeStatus:
             if failing is not None and failing.lasts(now) and not failing.outage and failing.code != 401:
                 advice = f"; {APPLY}" if failing.code == 403 else ""
                 yield f"the slices of driver {driver.name} cannot be written {_told(failing, now)}{advice}"
+        report = node.lease.failing
+        if report is not None and report.lasts(now) and not report.outage and report.code != 401:
+            where = f"Lease {node.lease.namespace}/{node.name}"
+            advice = f"; {APPLY}" if report.code == 403 else ""
+            yield f"{where}, by which `dra-bridge status` knows devices, cannot be written {_told(report, now)}{advice}"
         if (lists := node.claims.failing) is not None and lists.lasts(now) and not lists.outage and lists.code != 401:
             advice = f"; {APPLY}" if lists.code == 403 else ""
             yield f"claims cannot be listed, so no device returns to the plugin side {_told(lists, now)}{advice}"

@@ -1,6 +1,6 @@
 """Asks agents for the state of their devices: `/status` of their pods, through the API server's pod proxy.
 
-A slice's report has holders with a delay, and no health: with many nodes, a write for each change would be too much.
+A Lease's report has holders with a delay, and no health: with many nodes, a write for each change would be too much.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import msgspec
 
 from dra_bridge.kube import (
     CLUSTER_ROLE_BINDINGS,
+    NAMESPACE,
     PODS,
     ApiError,
     Cluster,
@@ -143,6 +144,19 @@ async def namespaces_of_agents(cluster: Cluster) -> list[str]:
     return sorted(
         {subject.get("namespace", "") for subject in subjects if subject.get("kind") == "ServiceAccount"} - {""}
     )
+
+
+async def lease_namespaces(cluster: Cluster, namespace: str = "") -> list[str]:
+    """Return the namespaces with the Leases of agents. Raises ClusterError.
+
+    namespace: the one that the user has named. Where no binding says so, it is that of agents that are in no pod.
+    """
+    if namespace:
+        return [namespace]
+    try:
+        return await namespaces_of_agents(cluster) or [NAMESPACE]
+    except ForbiddenError:
+        return [NAMESPACE]
 
 
 async def running_agents(cluster: Cluster, namespaces: Sequence[str], node: str = "") -> Sequence[Object]:

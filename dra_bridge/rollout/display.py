@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 from deviceplugin.device import counted, printable
 from deviceplugin.register.records import State
 from deviceplugin.tables import age, aligned
-from dra_bridge.rollout import fleet
+from dra_bridge.rollout import autoscaler, fleet
 from dra_bridge.rollout.fleet import NodeView, ReportedDevice
 
 MANY: Final = 12
@@ -85,7 +85,8 @@ def lines(status: FleetStatus, width: int | None, now: float, *, problems: bool 
 def _of_node(view: NodeView, width: int | None) -> Iterator[Line]:
     yield from wrapped([f"{view.node} {view.driver}: {fleet.summary(view)}"], width)
     if view.reported is not None:
-        said = [*fleet.obstacles(view), *fleet.withheld(view), *fleet.administrative(view)]
+        marks = autoscaler.sentences(view.marks, autoscaler.placement(view.reported))
+        said = [*fleet.obstacles(view), *fleet.withheld(view), *fleet.administrative(view), *marks]
         yield from wrapped(said, width, "  ")
 
 
@@ -234,6 +235,7 @@ def _node_as_json(view: NodeView) -> dict[str, Any]:
         "before": view.before.share if view.before is not None else None,
         "inRollout": view.before is not None,
         "rolloutOf": view.before.owner if view.before is not None else "",
+        "scaleDownDisabled": {"now": view.marks.disabled, "byRollout": view.marks.own},
         "done": fleet.finished(view),
         "waitsFor": fleet.obstacles(view),
         "resources": [

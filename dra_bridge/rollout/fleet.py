@@ -19,7 +19,9 @@ from deviceplugin.naming import NamingError, parse_quantity, published_names
 from deviceplugin.register.records import NONE, State
 from dra_bridge.handover.share import Share, ShareError, parse_requested
 from dra_bridge.kube import Object
+from dra_bridge.rollout import autoscaler
 from dra_bridge.rollout.agents import Answers
+from dra_bridge.rollout.autoscaler import UNMARKED, MarkedNode, Marks, MarkStep, guarded_patch, marks_of, placement
 from dra_bridge.rollout.progress import DeviceProgress, Progress, annotation, read, share_annotation
 
 UID_LENGTH: Final = 8
@@ -70,7 +72,9 @@ class ReportedDevice(DeviceProgress, frozen=True, kw_only=True):
 class NodeView:
     """One driver on one node.
 
-    requested: the share in the Node's annotation. serves: whether the driver has slices at all. uid: the Node's.
+    requested: the share in the Node's annotation. serves: whether the driver reports, or has slices at all. uid: the
+    Node's. marks: for the cluster autoscaler. sliced: whether the driver has slices now. former: its report is on one
+    of them: its agent is an older one, and always has a slice.
     """
 
     node: str
@@ -82,6 +86,9 @@ class NodeView:
     serves: bool = True
     ready: bool = True
     uid: str = ""
+    marks: Marks = UNMARKED
+    sliced: bool = False
+    former: bool = False
 
     @property
     def taken_in(self) -> bool:
@@ -98,16 +105,29 @@ def allocations(claim: Object, *, admin: bool = False) -> list[Object]:
     return [result for result in devices.get("results") or () if bool(result.get("adminAccess")) is admin]
 
 
-def drivers_of(slices: Iterable[Object]) -> list[str]:
+def drivers_of(slices: Iterable[Object], leases: Iterable[Object]) -> list[str]:
     """Return the drivers whose agents report moves."""
-    keys = {(body["spec"]["driver"], key) for body in slices for key in body["metadata"].get("annotations") or ()}
-    return sorted(driver for driver, key in keys if key == annotation(driver))
+    keys = {key for body in leases for key in body["metadata"].get("annotations") or ()}
+    named = {body["spec"]["driver"] for body in slices if annotation(body["spec"]["driver"]) in _annotations(body)}
+    return sorted(named | {key.removesuffix(annotation("")) for key in keys if key.endswith(annotation(""))})
+
+
+def _annotations(body: Object) -> Mapping[str, str]:
+    return body["metadata"].get("annotations") or {}
 
 
 def views(
-    driver: str, nodes: Iterable[Object], slices: Iterable[Object], claims: Iterable[Object] = ()
+    driver: str,
+    nodes: Iterable[Object],
+    slices: Iterable[Object],
+    claims: Iterable[Object] = (),
+    leases: Iterable[Object] = (),
 ) -> list[NodeView]:
-    """Return the progress of these nodes with a driver, in the natural order of their names."""
+    """Return the progress of these nodes with a driver, in the natural order of their names.
+
+    leases: with the agents' reports. A report on a slice is of a former agent, which runs now if there is one.
+    """
+    by_lease = {body["metadata"]["name"]: body for body in leases}
     by_node: dict[str, list[Object]] = {}
     for body in slices:
         if body["spec"]["driver"] == driver:
@@ -121,8 +141,11 @@ def views(
                     seen.setdefault((result.get("pool", ""), result.get("device", "")), []).append(claim)
     node_views = []
     for node in nodes:
-        name, annotations = node["metadata"]["name"], node["metadata"].get("annotations") or {}
-        reported = read(driver, by_node.get(name, ()))
+        name, annotations = node["metadata"]["name"], _annotations(node)
+        former = read(driver, by_node.get(name, ()))
+        if former is not None and not former.resources:
+            former = None  # the names of published devices alone
+        reported = former or read(driver, [by_lease[name]] if name in by_lease else [])
         conditions = (node.get("status") or {}).get("conditions") or ()
         node_views.append(
             NodeView(
@@ -132,9 +155,12 @@ def views(
                 _before(annotations.get(before_annotation(driver))),
                 reported,
                 _devices(name, reported, by_device, admins) if reported is not None else (),
-                name in by_node,
+                name in by_node or reported is not None,
                 all(condition.get("status") == "True" for condition in conditions if condition.get("type") == "Ready"),
                 node["metadata"].get("uid", ""),
+                marks_of(driver, annotations),
+                name in by_node,
+                former is not None,
             )
         )
     return sorted(node_views, key=lambda view: natural(view.node))
@@ -279,8 +305,8 @@ def obstacles(view: NodeView) -> list[str]:
     """Return why a node does not have the requested share yet, for messages; empty if it has."""
     if view.reported is None:
         if view.serves:
-            return ["its agent reports no moves: it is an older one, or its annotation cannot be read"]
-        return [f"there are no slices of {view.driver} now; {RESTARTING}"]
+            return ["its agent reports no moves: it is an older one, or its report cannot be read"]
+        return [f"no agent of {view.driver} reports its devices now; {RESTARTING}"]
     if view.requested is not None and _share(view.requested) is None:
         return [f"its annotation {share_annotation(view.driver)}: {view.requested!r} is not a share"]
     if not view.taken_in:
@@ -455,11 +481,15 @@ class RolloutStep:
 
 @dataclass(frozen=True, slots=True)
 class RolloutLimits:
-    """The limits of a rollout. patience: seconds that a node may take; pause: stop after the first nodes."""
+    """The limits of a rollout. patience: seconds that a node may take; pause: stop after the first nodes.
+
+    ignore_autoscaler: the cluster has none, so nodes are not marked, and none is asked for an empty pool.
+    """
 
     max_unavailable: int = 1
     patience: float = 600.0
     pause: bool = False
+    ignore_autoscaler: bool = False
 
 
 def decide(
@@ -526,14 +556,14 @@ def begin_patch(goal: Goal, driver: str, node: Object, failing: Collection[str])
     depends. failing: UIDs as in `failing_pods`. Later rollouts keep the share from before the first one, and an undo
     restores that.
     """
-    annotations = node["metadata"].get("annotations") or {}
+    annotations = _annotations(node)
     key, before_key = share_annotation(driver), before_annotation(driver)
     now, before = annotations.get(key), _before(annotations.get(before_key))
     wanted = goal.wanted(before)
     if now == wanted or (goal.undo and before is None) or conflict(goal, now, before):
         return None
     record = Before(before.share if before is not None else now, tuple(sorted(failing)), goal.owner)
-    return _guarded_patch(node, {key: wanted, before_key: msgspec.json.encode(record).decode()})
+    return guarded_patch(node, {key: wanted, before_key: msgspec.json.encode(record).decode()})
 
 
 def forget_patch(goal: Goal, driver: str, node: Object) -> dict[str, Any] | None:
@@ -541,14 +571,27 @@ def forget_patch(goal: Goal, driver: str, node: Object) -> dict[str, Any] | None
 
     None if there is no record, or another share than before the rollout is requested now.
     """
-    annotations = node["metadata"].get("annotations") or {}
+    annotations = _annotations(node)
     before = _before(annotations.get(before_annotation(driver)))
     if before is None or annotations.get(share_annotation(driver)) != goal.wanted(before):
         return None
-    return _guarded_patch(node, {before_annotation(driver): None})
+    return guarded_patch(node, {before_annotation(driver): None})
 
 
-def _guarded_patch(node: Object, annotations: Mapping[str, str | None]) -> dict[str, Any]:
-    """Return a merge patch that the API server refuses if the node has changed meanwhile."""
-    version = node["metadata"].get("resourceVersion")
-    return {"metadata": {"annotations": dict(annotations), "resourceVersion": version}}
+def next_marks(goal: Goal, nodes: Iterable[NodeView], limits: RolloutLimits) -> MarkStep:
+    """Return the next writes of marks for the cluster autoscaler. nodes: all of the rollout."""
+    marked = []
+    for view in nodes:
+        settled = phase(goal, view) in (Phase.DONE, Phase.UNTOUCHED)
+        where, served = placement(view.reported), view.reported is not None
+        marked.append(MarkedNode(view.node, view.marks, where, served, settled, view.sliced, view.former, view.ready))
+    return autoscaler.next_marks(marked, ignore=limits.ignore_autoscaler)
+
+
+def with_marks(step: RolloutStep, marks: MarkStep, limits: RolloutLimits, waited: float = 0.0) -> RolloutStep:
+    """Return a step that begins no node before all are marked. waited: seconds for pools that come, or go."""
+    if marks.waits and waited > limits.patience and not step.stop:
+        what = "published, though a rollout asks for it" if marks.unpublished else "withdrawn"
+        late = f"{shortened(marks.waits)}: the agent's pool is not {what} after {limits.patience:g} s"
+        return replace(step, begin=(), stop=(late,))
+    return replace(step, begin=step.begin if marks.ready else (), over=step.over and marks.over)

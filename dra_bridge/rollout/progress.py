@@ -1,6 +1,7 @@
-"""The agent's report on its devices, an annotation (`<driver>/handover`) of its ResourceSlice, and how it is read back.
+"""The agent's report on its devices, an annotation (`<driver>/handover`) of its node's Lease, and how it is read back.
 
-The agent may not write to Nodes. The report is written at once when a state changes, and seldom for a holder alone.
+The agent may not write to Nodes. Former agents wrote it on a slice of theirs, which they kept without devices.
+The report is written at once when a state changes, and seldom for a holder alone.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from deviceplugin.register.records import RegisterSnapshot, State
 MAX_DEVICES: Final = 1024
 """Of a resource with more devices only their numbers are reported."""
 MAX_BYTES: Final = 192 * 1024
-"""Of the report: the API server takes 256 KiB for all annotations of an object, and none of them beyond that."""
+"""Of a node's reports: the API server takes 256 KiB for all annotations of an object, and none of them beyond that."""
 
 
 class DeviceProgress(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -56,13 +57,18 @@ class Progress(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def annotation(driver: str) -> str:
-    """Return the key of the annotation on slices."""
+    """Return the key of the annotation on Leases. On slices it has the qualifiers alone; a former agent's has all."""
     return f"{driver}/handover"
 
 
 def share_annotation(driver: str) -> str:
     """Return the key of the annotation on Nodes that asks for a share."""
     return f"{driver}/dra-share"
+
+
+def pool_annotation(driver: str) -> str:
+    """Return the key of the annotation on Nodes that asks for a pool of the driver also while it has no device."""
+    return f"{driver}/dra-pool"
 
 
 def progress(
@@ -74,8 +80,12 @@ def progress(
     kept: str = "",
     gone: Collection[DeviceKey],
     qualifiers: Mapping[str, str],
+    most: int = MAX_BYTES,
 ) -> Progress:
-    """Return the report. shares: those in force, by resource. gone: devices that no source lists now."""
+    """Return the report, of at most so many bytes. shares: those in force, by resource.
+
+    gone: devices that no source lists now.
+    """
     holders = {key: f"claim {claim.title}" for claim in now.claims.values() for key in claim.held}
     for allocation in now.allocations.values():
         holders[allocation.resource, allocation.device] = f"pod {allocation.pod}" if allocation.pod else "a pod"
@@ -89,7 +99,7 @@ def progress(
             )
         counts = Counter(device.state.value for device in devices.values() if not device.gone)
         resources[resource] = ResourceProgress(share, dict(counts), devices if len(devices) <= MAX_DEVICES else {})
-    while len(encoded(report := Progress(resources, requested, dict(qualifiers), kept)).encode()) > MAX_BYTES:
+    while len(encoded(report := Progress(resources, requested, dict(qualifiers), kept)).encode()) > most:
         name = max(resources, key=lambda name: len(resources[name].devices))
         if not resources[name].devices:
             break
@@ -113,9 +123,9 @@ def without_holders(report: Progress) -> Progress:
     return msgspec.structs.replace(report, resources=resources)
 
 
-def read(driver: str, slices: Iterable[Mapping[str, Any]]) -> Progress | None:
-    """Return the report in a node's slices of a driver; None if there is none that can be read."""
-    for body in slices:
+def read(driver: str, objects: Iterable[Mapping[str, Any]]) -> Progress | None:
+    """Return the first report of a driver in a node's objects; None if there is none, or it cannot be read."""
+    for body in objects:
         if text := ((body.get("metadata") or {}).get("annotations") or {}).get(annotation(driver)):
             try:
                 return msgspec.json.decode(text, type=Progress)

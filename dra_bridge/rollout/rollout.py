@@ -1,6 +1,7 @@
 """Asks nodes for shares and follows the moves: `dra-bridge status`, `migrate` and `rollout` without their options.
 
-All goes through the API server, with the rights of the user: read nodes, slices, claims, pods and events, patch nodes.
+All goes through the API server, with the rights of the user: read nodes, Leases, slices, claims, pods and events, patch
+nodes.
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any, Final, Self
+from functools import partial
+from typing import Any, Final, NamedTuple, Self
 
 from deviceplugin.device import natural
 from deviceplugin.tasks import cancel_all
 from dra_bridge import kube
-from dra_bridge.kube import NODES, RESOURCE_SLICES, Cluster, Object
-from dra_bridge.rollout import fleet
+from dra_bridge.kube import LEASES, NODES, RESOURCE_SLICES, Cluster, Object
+from dra_bridge.rollout import autoscaler, fleet
+from dra_bridge.rollout.agents import LABEL, lease_namespaces
+from dra_bridge.rollout.autoscaler import MarkStep
 from dra_bridge.rollout.fleet import Goal, NodeView, Phase, RolloutLimits
 from dra_bridge.rollout.reporter import Reporter
 
@@ -28,6 +32,7 @@ POLL: Final = 2.0
 """Seconds between two lists of the pods of a node that moves."""
 AFTER: Final = 60.0
 """Seconds for which the pods of a node are still listed after its move is done."""
+NEEDS_LEASES: Final = "this takes the right to list and watch leases, which the role dra-bridge-operator gives"
 
 
 class RolloutError(Exception):
@@ -38,13 +43,24 @@ class RolloutError(Exception):
         self.status = status
 
 
+async def read_leases(cluster: Cluster, namespaces: Sequence[str]) -> list[Object]:
+    """Return the Leases with the agents' reports. Raises RolloutError without the right to read them, ClusterError."""
+    try:
+        lists = [await cluster.list(LEASES, namespace, label_selector=LABEL) for namespace in namespaces]
+    except kube.ForbiddenError as error:
+        raise RolloutError(f"{error.message}; {NEEDS_LEASES}", status=1) from error
+    return [body for listed in lists for body in listed.items]
+
+
 async def read_nodes(
-    cluster: Cluster, driver: str = "", names: Sequence[str] = (), *, with_claims: bool = True
+    cluster: Cluster, driver: str = "", names: Sequence[str] = (), namespace: str = "", *, with_claims: bool = True
 ) -> list[NodeView]:
     """Return the progress of nodes with one driver or with all. nodes: their names; all that a driver serves if empty.
 
-    with_claims: whether holders are those of now. Raises RolloutError if there is no such driver or node, ClusterError.
+    namespace: of the agents, "" for where the manifests' bindings say. with_claims: whether holders are those of now.
+    Raises RolloutError if there is no such driver or node, ClusterError.
     """
+    leases = await read_leases(cluster, await lease_namespaces(cluster, namespace))
     if names:
         nodes, slices, missing = list[Object](), list[Object](), list[str]()
         for name in dict.fromkeys(names):
@@ -58,63 +74,92 @@ async def read_nodes(
     else:
         nodes = (await cluster.list(NODES)).items
         slices = (await cluster.list(RESOURCE_SLICES)).items
-    if driver and driver not in {body["spec"]["driver"] for body in slices}:
-        await check_driver(cluster, driver)
+    if driver and driver not in _drivers(slices, leases):
+        await check_driver(cluster, driver, leases)
     claims = await cluster.allocated_claims() if with_claims else []
     views = [
         view
-        for name in ([driver] if driver else fleet.drivers_of(slices))
-        for view in fleet.views(name, nodes, slices, claims)
+        for name in ([driver] if driver else fleet.drivers_of(slices, leases))
+        for view in fleet.views(name, nodes, slices, claims, leases)
         if (view.node in names if names else view.serves)
     ]
     return sorted(views, key=lambda view: natural(view.node))
 
 
-async def check_driver(cluster: Cluster, driver: str) -> None:
-    """Raise RolloutError if no node has slices of the driver."""
-    drivers = {body["spec"]["driver"] for body in (await cluster.list(RESOURCE_SLICES)).items}
+def _drivers(slices: Sequence[Object], leases: Sequence[Object]) -> set[str]:
+    return {body["spec"]["driver"] for body in slices}.union(fleet.drivers_of((), leases))
+
+
+async def check_driver(cluster: Cluster, driver: str, leases: Sequence[Object]) -> None:
+    """Raise RolloutError if no node has the driver, by its slices and by what agents report. Raises ClusterError."""
+    drivers = _drivers((await cluster.list(RESOURCE_SLICES)).items, leases)
     if driver not in drivers:
         others = f" (there are: {', '.join(sorted(drivers))})" if drivers else ""
-        raise RolloutError(f"no node has slices of driver {driver} now{others}; {fleet.RESTARTING}", status=1)
+        raise RolloutError(f"no node has the driver {driver} now{others}; {fleet.RESTARTING}", status=1)
+
+
+async def _patch_node(cluster: Cluster, node: str, patch: Mapping[str, Any]) -> Object:
+    try:
+        return await cluster.patch(NODES, node, patch)
+    except kube.ForbiddenError as error:
+        raise RolloutError(f"node {node}: {error.message}; this takes the right to patch nodes") from error
 
 
 async def _patch(
     cluster: Cluster, node: str, patch: Mapping[str, Any], share: str | None, reporter: Reporter
 ) -> Object:
     """Write a share into a Node's annotation; return the Node as written."""
-    try:
-        patched = await cluster.patch(NODES, node, patch)
-    except kube.ForbiddenError as error:
-        raise RolloutError(f"node {node}: {error.message}; this takes the right to patch nodes") from error
+    patched = await _patch_node(cluster, node, patch)
     reporter.say(f"{node}: {'share override removed' if share is None else fleet.share_in_words(share)}")
     return patched
 
 
+class _WatchOf(NamedTuple):
+    """A watch: of which objects. namespace: "" for all."""
+
+    kind: kube.Kind
+    namespace: str = ""
+    label_selector: str = ""
+    field_selector: str = ""
+
+
 class _Fleet:
-    """Nodes and a driver's slices on them, kept up to date by watches. names: of the nodes, all if empty."""
+    """Nodes, Leases and a driver's slices, kept up to date by watches.
+
+    namespaces: of the agents. names: of the nodes, all if empty.
+    """
 
     def __init__(
-        self, cluster: Cluster, driver: str, reporter: Reporter, *, selector: str = "", names: Sequence[str] = ()
+        self,
+        cluster: Cluster,
+        driver: str,
+        reporter: Reporter,
+        namespaces: Sequence[str] = (),
+        *,
+        selector: str = "",
+        names: Sequence[str] = (),
     ) -> None:
         self.cluster = cluster
         self.driver = driver
         self.reporter = reporter
         self._names = names
-        self._objects: dict[kube.Kind, dict[str, Object]] = {}
+        self._objects: dict[_WatchOf, dict[str, Object]] = {}
         self._claims: Sequence[Object] = ()
         self._changed = asyncio.Event()
         self._last: list[NodeView] = []
         self._since = time.monotonic()
-        of_node, of_driver = {"label_selector": selector}, f"spec.driver={driver}"
+        named, of_driver = "", f"spec.driver={driver}"
         if len(names) == 1:
-            of_node["field_selector"] = f"metadata.name={names[0]}"
+            named = f"metadata.name={names[0]}"
             of_driver += f",spec.nodeName={names[0]}"
-        self._watches = {NODES: of_node, RESOURCE_SLICES: {"field_selector": of_driver}}
+        self._nodes = _WatchOf(NODES, label_selector=selector, field_selector=named)
+        self._slices = _WatchOf(RESOURCE_SLICES, field_selector=of_driver)
+        self._leases = [_WatchOf(LEASES, namespace, LABEL, named) for namespace in namespaces]
 
     @contextlib.asynccontextmanager
     async def watched(self) -> AsyncIterator[Self]:
         """Keep the objects up to date while the context lasts; it begins when all were listed."""
-        tasks = [asyncio.create_task(self._follow(kind, how)) for kind, how in self._watches.items()]
+        tasks = [asyncio.create_task(self._follow(what)) for what in (self._nodes, self._slices, *self._leases)]
         try:
             while len(self._objects) < len(tasks):
                 await self._changed.wait()
@@ -123,32 +168,38 @@ class _Fleet:
         finally:
             await cancel_all(tasks)
 
-    async def _follow(self, kind: kube.Kind, selectors: Mapping[str, str]) -> None:
-        async with aclosing(self.cluster.follow(kind, **selectors)) as events:
+    async def _follow(self, what: _WatchOf) -> None:
+        kind, *selectors = what
+        follow = self.cluster.follow(kind, **dict(zip(what._fields[1:], selectors, strict=True)))
+        async with aclosing(follow) as events:
             async for event in events:
                 if isinstance(event, kube.Listed):
-                    self._objects[kind] = {body["metadata"]["name"]: body for body in event.items}
+                    self._objects[what] = {body["metadata"]["name"]: body for body in event.items}
                 elif event.type == "DELETED":
-                    self._objects[kind].pop(event.object["metadata"]["name"], None)
+                    self._objects[what].pop(event.object["metadata"]["name"], None)
                 else:
-                    self._objects[kind].setdefault(event.object["metadata"]["name"], event.object)
-                    self.put(kind, event.object)
+                    self._objects[what].setdefault(event.object["metadata"]["name"], event.object)
+                    self._put(what, event.object)
                 self._changed.set()
 
-    def put(self, kind: kube.Kind, body: Object) -> None:
-        """Keep a state of an object, unless a newer state is known or the watch has reported its deletion.
+    def put(self, node: Object) -> None:
+        """Keep a state of a Node, unless a newer state is known or the watch has reported its deletion.
 
         The watch reports what was written here too, before or after the answer to the write.
         """
+        self._put(self._nodes, node)
+
+    def _put(self, what: _WatchOf, body: Object) -> None:
         name = body["metadata"]["name"]
-        before = self._objects[kind].get(name)
+        before = self._objects[what].get(name)
         if before is not None and not kube.is_older(body, before):
-            self._objects[kind][name] = body
+            self._objects[what][name] = body
 
     def views(self) -> list[NodeView]:
         """Return how far the nodes are now."""
-        nodes = [node for name, node in self._objects[NODES].items() if not self._names or name in self._names]
-        return fleet.views(self.driver, nodes, self._objects[RESOURCE_SLICES].values(), self._claims)
+        nodes = [node for name, node in self._objects[self._nodes].items() if not self._names or name in self._names]
+        leases = [lease for what in self._leases for lease in self._objects[what].values()]
+        return fleet.views(self.driver, nodes, self._objects[self._slices].values(), self._claims, leases)
 
     async def wait(self, seconds: float, waiting: Callable[[NodeView], bool]) -> None:
         """Wait for a change; after EXPLAIN seconds without one, explain the nodes that are waiting."""
@@ -176,15 +227,17 @@ async def migrate(
     share: str | None,
     reporter: Reporter,
     *,
+    namespace: str = "",
     wait: bool = False,
     timeout: float = 0.0,
 ) -> bool:
     """Request a share of these nodes (None: remove the request); return whether all of them succeeded.
 
-    wait: wait until every device is on its side, at most `timeout` seconds if given. Raises RolloutError if the share
-    is impossible and nothing was written, ClusterError if the API server does not answer.
+    namespace: of the agents, "" for where the manifests' bindings say. wait: wait until every device is on its side, at
+    most `timeout` seconds if given. Raises RolloutError if the share is impossible and nothing was written,
+    ClusterError if the API server does not answer.
     """
-    views = await read_nodes(cluster, driver, names, with_claims=False)
+    views = await read_nodes(cluster, driver, names, namespace, with_claims=False)
     if problems := [f"node {view.node}: {fleet.obstacles(view)[0]}" for view in views if view.reported is None]:
         raise RolloutError("\n".join(problems), status=1)
     for line in (line for view in views for line in fleet.excess(view, share)):
@@ -194,7 +247,8 @@ async def migrate(
     if not wait:
         return True
     began = time.monotonic()
-    async with _Fleet(cluster, driver, reporter, names=names).watched() as watched:
+    namespaces = await lease_namespaces(cluster, namespace)
+    async with _Fleet(cluster, driver, reporter, namespaces, names=names).watched() as watched:
         while True:
             nodes = watched.views()
             reporter.show(nodes)
@@ -220,9 +274,17 @@ async def migrate(
 
 
 async def rollout(
-    cluster: Cluster, driver: str, goal: Goal, selector: str, limits: RolloutLimits, reporter: Reporter
+    cluster: Cluster,
+    driver: str,
+    goal: Goal,
+    selector: str,
+    limits: RolloutLimits,
+    reporter: Reporter,
+    namespace: str = "",
 ) -> bool:
     """Move the nodes of a label selector, some at a time; return whether all of them are as they should be.
+
+    namespace: of the agents, "" for where the manifests' bindings say.
 
     Raises RolloutError if it cannot be begun and nothing was written, ClusterError if the API server cannot be asked.
     """
@@ -230,13 +292,15 @@ async def rollout(
     if not nodes:
         raise RolloutError(f"no node matches the selector {selector!r}")
     slices = (await cluster.list(RESOURCE_SLICES, field_selector=f"spec.driver={driver}")).items
-    if goal.undo and not any(view.before for view in fleet.views(driver, nodes, slices)):
+    leases = await read_leases(cluster, namespaces := await lease_namespaces(cluster, namespace))
+    views = fleet.views(driver, nodes, slices, leases=leases)
+    if goal.undo and not any(view.before or view.marks.own or view.marks.pool for view in views):
         reporter.say(f"no rollout of {driver} is known on these nodes: there is nothing to undo")
         return True
-    if not goal.undo and not slices:
-        await check_driver(cluster, driver)
+    if not goal.undo and driver not in _drivers(slices, leases):
+        await check_driver(cluster, driver, leases)
     goal = replace(goal, owner=await _owner(cluster, goal))
-    async with _Fleet(cluster, driver, reporter, selector=selector).watched() as watched:
+    async with _Fleet(cluster, driver, reporter, namespaces, selector=selector).watched() as watched:
         return await _Rollout(watched, goal, limits).run()
 
 
@@ -266,6 +330,8 @@ class _Rollout:
         self._baseline: dict[str, frozenset[str]] = {}
         """Pods that were failing when a node was first seen to move, where no record says so."""
         self._last_check = False
+        self._waits_since: float | None = None
+        """Since when pools are waited for: to be published, or to go."""
 
     async def run(self) -> bool:
         """Take steps until the rollout is over or has to stop."""
@@ -308,9 +374,14 @@ class _Rollout:
             node = await self._fleet.cluster.get(NODES, name)
             if patch := fleet.forget_patch(self._goal, self._fleet.driver, node):
                 node = await self._fleet.cluster.patch(NODES, name, patch)
-            self._fleet.put(NODES, node)
+            self._fleet.put(node)
             self._since.pop(name, None)
         by_name = {view.node: view for view in nodes}
+        marks = fleet.next_marks(self._goal, nodes, self._limits)
+        self._waits_since = (self._waits_since or now) if marks.waits else None
+        decision = fleet.with_marks(decision, marks, self._limits, now - (self._waits_since or now))
+        if not decision.stop:
+            await self._write_marks(marks)
         for name in decision.begin:
             await self._begin(by_name[name])
         for line in decision.stop:
@@ -327,6 +398,25 @@ class _Rollout:
             return await self._step()
         return self._end()
 
+    async def _write_marks(self, step: MarkStep) -> None:
+        """Mark nodes, ask for their pools, and take both back."""
+        driver = self._fleet.driver
+        for name in step.mark:
+            await self._write_mark(name, partial(autoscaler.mark_patch, driver))
+        for name in step.publish:
+            await self._write_mark(name, partial(autoscaler.publish_patch, driver))
+        for name in dict.fromkeys((*step.withdraw, *step.release)):
+            await self._write_mark(name, partial(autoscaler.release_patch, driver, step=step))
+        for names, what in ((step.mark, "marked"), (step.release, "no more marked")):
+            if names:
+                self._reporter.say(f"{fleet.shortened(names)}: {what} {autoscaler.SCALE_DOWN_DISABLED}")
+
+    async def _write_mark(self, name: str, patch_of: Callable[[Object], Mapping[str, Any] | None]) -> None:
+        node = await self._fleet.cluster.get(NODES, name)
+        if patch := patch_of(node):
+            node = await _patch_node(self._fleet.cluster, name, patch)
+        self._fleet.put(node)
+
     async def _newly_failing(self, view: NodeView, now: float) -> dict[str, str]:
         """Return which pods have begun to fail on a node that moves or has moved, as of a list not long ago."""
         at, failing = self._failing.get(view.node, (-POLL, {}))
@@ -342,12 +432,12 @@ class _Rollout:
         node = await self._fleet.cluster.get(NODES, view.node)
         patch = fleet.begin_patch(self._goal, self._fleet.driver, node, await self._failing_pods(view))
         if patch is None:
-            self._fleet.put(NODES, node)
+            self._fleet.put(node)
             return
         wanted = self._goal.wanted(view.before)
         for line in fleet.excess(view, wanted):
             self._reporter.say(line)
-        self._fleet.put(NODES, await _patch(self._fleet.cluster, view.node, patch, wanted, self._reporter))
+        self._fleet.put(await _patch(self._fleet.cluster, view.node, patch, wanted, self._reporter))
         self._own[view.node] = node["metadata"].get("uid", "")
         self._since[view.node] = time.monotonic()
         self._done.pop(view.node, None)
@@ -378,6 +468,8 @@ class _Rollout:
             self._say_done(fleet.phase(self._goal, view) for view in nodes)
         if unserved:
             self._reporter.say(f"no agent of {self._fleet.driver} serves {', '.join(unserved)}")
+        if text := autoscaler.in_words(fleet.next_marks(self._goal, nodes, self._limits).kept):
+            self._reporter.say(text)
         if waiting:
             self._reporter.say(f"not started: {', '.join(waiting)}; run the same command to continue")
         return not unserved

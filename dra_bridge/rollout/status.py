@@ -18,8 +18,8 @@ async def read_status(cluster: Cluster, driver: str, names: Sequence[str], names
 
     Raises RolloutError if there is no such driver or node, ClusterError if the API server cannot be asked.
     """
-    nodes = await read_nodes(cluster, driver, names)
-    # Whose slices are gone is not among the nodes that have any; only its agent says so.
+    nodes = await read_nodes(cluster, driver, names, namespace)
+    # What is neither in a Lease nor in slices only its agent says.
     asked = set(names) | {view.node for view in nodes if view.devices}
     answers = await ask_agents(cluster, asked, namespace, others=not names)
     nodes = [fleet.with_answers(view, answers) for view in nodes]

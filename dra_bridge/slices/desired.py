@@ -60,7 +60,7 @@ class Pool:
 
     offers: one for each resource of the driver, also those that offer nothing now. unhealthy: the effect of the taint
     `<driver>/unhealthy`. annotations: on the pool's first slice, names under `<driver>/`; the others have them without
-    their values. With any of them there is a slice even without devices.
+    their values. empty: whether there is a slice also where no device is offered.
     """
 
     driver: str
@@ -68,6 +68,7 @@ class Pool:
     offers: tuple[Offer, ...] = ()
     unhealthy: Literal["NoSchedule", "NoExecute"] = "NoSchedule"
     annotations: Mapping[str, str] = field(default_factory=dict)
+    empty: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +152,7 @@ def desired(pool: Pool, *, without: Collection[Feature] = (), taken: Collection[
         for chunk in _chunks(places, MAX_DEVICES):
             devices = [entry for entry in chunk if entry is not None]
             parts.append({"devices": devices} if devices else {})
-    if not parts and pool.annotations:
+    if not parts and pool.empty:
         parts = [{}]
     slices: list[Object] = []
     for number, part in enumerate(parts):

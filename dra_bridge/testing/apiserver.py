@@ -46,6 +46,7 @@ INCONSISTENT: Final = (
 GROUP: Final = "resource.k8s.io"
 RBAC: Final = "rbac.authorization.k8s.io"
 APPS: Final = "apps"
+COORDINATION: Final = "coordination.k8s.io"
 FEATURES: Final = frozenset({"taints", "counters", "sharing"})
 KINDS: Final[Mapping[str, tuple[str, str, bool]]] = {
     # plural: group, kind, whether it lies in a namespace
@@ -54,6 +55,7 @@ KINDS: Final[Mapping[str, tuple[str, str, bool]]] = {
     "pods": ("", "Pod", True),
     "events": ("", "Event", True),
     "configmaps": ("", "ConfigMap", True),
+    "leases": (COORDINATION, "Lease", True),
     "daemonsets": (APPS, "DaemonSet", True),
     "resourceslices": (GROUP, "ResourceSlice", False),
     "resourceclaims": (GROUP, "ResourceClaim", True),
@@ -567,7 +569,7 @@ class FakeApiServer:
             group, version, rest = "", "v1", parts[2:]
         elif parts[:2] == ["apis", GROUP] and len(parts) > 3 and parts[2] in self.versions:
             group, version, rest = GROUP, parts[2], parts[3:]
-        elif parts[:3] in (["apis", RBAC, "v1"], ["apis", APPS, "v1"]):
+        elif parts[:1] == ["apis"] and parts[1:3] in ([RBAC, "v1"], [APPS, "v1"], [COORDINATION, "v1"]):
             group, version, rest = parts[1], "v1", parts[3:]
         else:
             return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from deviceplugin.source import DeviceSource
     from dra_bridge.handover.share import Drain
     from dra_bridge.kube.api import Object
+    from dra_bridge.node.bridge import Bridge
     from dra_bridge.testing.node import FakeNode
 
 __all__ = ["ServedBoth", "device_class", "serve_both"]
@@ -28,6 +30,7 @@ class ServedBoth(Served):
         self._node = node
         self._share = share
         self._drain: Drain = drain
+        self._bridge: Bridge | None = None
         super().__init__(sources, node, **options)
 
     @property
@@ -55,9 +58,11 @@ class ServedBoth(Served):
         from dra_bridge.rollout import fleet
 
         server = self._node.server
-        (view,) = fleet.views(driver, [server.get("nodes", self._node.name)], server.objects())
+        node, leases = server.get("nodes", self._node.name), server.objects("leases")
+        (view,) = fleet.views(driver, [node], server.objects(), leases=leases)
         registered = any(plugin.connected and plugin.told for plugin in self._node.dra.plugins(driver))
-        return registered and view.reported is not None and fleet.finished(view)
+        published = self._bridge is not None and self._bridge.publisher.observed(driver, time.monotonic()).published
+        return registered and published and view.reported is not None and fleet.finished(view)
 
     def _program(self) -> Program:
         from dra_bridge.handover.share import parse_share
@@ -68,13 +73,13 @@ class ServedBoth(Served):
         from dra_bridge.node.share import HandoverPolicy
 
         policy = HandoverPolicy(parse_share(self._share), self._drain)
-        bridge = Bridge(
+        self._bridge = Bridge(
             self._sources,
             {source.resource: policy for source in self._sources},
             BridgeOptions(self._node.paths, None, Cluster.from_server(self._node.server.url), self._node.name),
             **self._options,
         )
-        return BridgeProgram(bridge)
+        return BridgeProgram(self._bridge)
 
 
 @contextlib.contextmanager

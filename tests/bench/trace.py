@@ -208,7 +208,7 @@ def named(method: str) -> Callable[[CodeType], bool]:
 
 def _arrived(server: FakeApiServer, share: int) -> bool:
     """Return whether a node's slices offer so many devices, and its agent reports that no device moves."""
-    (view,) = fleet.views(DRIVER, [server.get("nodes", "node")], server.objects())
+    (view,) = fleet.views(DRIVER, [server.get("nodes", "node")], (), leases=server.objects("leases"))
     offered = sum(len(each["spec"].get("devices", ())) for each in server.objects())
     return offered == share and view.reported is not None and fleet.finished(view)
 

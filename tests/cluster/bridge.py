@@ -115,6 +115,7 @@ class Bridge:
         try:
             bridge.start()
             bridge.wait_registered()
+            bridge.wait_reported()
             yield bridge
         finally:
             try:
@@ -274,6 +275,25 @@ class Bridge:
                 120.0,  # a start takes a second, and much longer on a machine whose cores others use
                 line,
             )
+
+    def lease(self) -> Object:
+        """Return the node's Lease; an object without annotations before there is one."""
+        try:
+            return self.cluster.api.get("Lease", self.cluster.node_name, Deployment().namespace)
+        except ApiError as error:
+            if error.code != 404:
+                raise
+            return {"metadata": {}}
+
+    def report(self, driver: str | None = None) -> Object:
+        """Return what the node's Lease says of a driver; nothing before it does."""
+        text = (self.lease()["metadata"].get("annotations") or {}).get(f"{driver or self.drivers[0]}/handover")
+        return dict(json.loads(text)) if text else {}
+
+    def wait_reported(self) -> None:
+        """Wait until the agent reports of each driver."""
+        for driver in self.drivers:
+            self.cluster.wait_for(lambda driver=driver: self.report(driver), 30.0, f"{driver} is reported")  # type: ignore[misc]
 
     def slices(self, driver: str | None = None) -> list[Object]:
         """Return the node's slices of a driver."""

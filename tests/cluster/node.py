@@ -796,6 +796,9 @@ class Cluster:
         """Remove all workloads, pods, resource claims, device classes, slices and taint rules and wait until gone."""
         kinds = ["DaemonSet", "Deployment", "ReplicaSet", "StatefulSet", "Job", "Pod", "ResourceClaimTemplate"]
         kinds += ["ResourceClaim", "DeviceClass", "DeviceTaintRule", "ResourceSlice"]
+        for lease in self.api.list("Lease"):  # of agents: those of the cluster are in its own namespaces
+            if not lease["metadata"]["namespace"].startswith("kube-"):
+                self.api.delete("Lease", lease["metadata"]["name"], lease["metadata"]["namespace"])
 
         def rest() -> Sequence[str]:
             left = []

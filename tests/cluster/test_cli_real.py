@@ -32,6 +32,9 @@ DRIVER = "board.example.net"
 RESOURCE = "example.net/board"
 SHARE = f"{DRIVER}/dra-share"
 BEFORE = f"{DRIVER}/dra-share-before"
+POOL = f"{DRIVER}/dra-pool"
+RECORD = f"{DRIVER}/dra-scale-down"
+MARK = "cluster-autoscaler.kubernetes.io/scale-down-disabled"
 DEVICES = Path(isolate.DEVICES) / "boards"
 COUNT = 4
 OPERATOR = "operator"
@@ -56,7 +59,7 @@ def bridge(cluster: Cluster) -> Iterator[Bridge]:
     with Bridge.running(cluster, resource) as running:
         cluster.wait_allocatable(RESOURCE, COUNT)
         yield running
-        annotate(cluster, {SHARE: None, BEFORE: None})
+        annotate(cluster, dict.fromkeys((SHARE, BEFORE, POOL, RECORD, MARK)))
 
 
 def annotate(cluster: Cluster, annotations: dict[str, str | None], labels: dict[str, str] | None = None) -> None:
@@ -160,7 +163,7 @@ def ended(command: Command, timeout: float = 60.0) -> int:
 
 def asked_of(cluster: Cluster) -> dict[str, str]:
     found = cluster.node()["metadata"].get("annotations") or {}
-    return {key: text for key, text in found.items() if key.startswith(DRIVER)}
+    return {key: text for key, text in found.items() if key.startswith(SHARE)}
 
 
 def told(text: str) -> dict[str, Any]:
@@ -435,6 +438,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a name of that kind": ({"metadata": {"annotations": {f"{DRIVER}/dra-share-x": "1"}}}, "only the annotations"),
     "no share but text": ({"metadata": {"annotations": {SHARE: 17 * "1"}}}, "more than 16 characters"),
     "more than a rollout writes": ({"metadata": {"annotations": {BEFORE: 4097 * "x"}}}, "more than 4096"),
+    "the autoscaler's mark alone": ({"metadata": {"annotations": {MARK: "true"}}}, "only as a rollout does"),
+    "the record of a mark alone": ({"metadata": {"annotations": {RECORD: "disabled"}}}, "only as a rollout does"),
+    "something else than the mark": ({"metadata": {"annotations": {MARK: "x"}}}, "only as a rollout does"),
+    "another driver's pool": ({"metadata": {"annotations": {"a.b/dra-pool": "publish"}}}, "does not name each driver"),
     "one of two drivers": (
         {"metadata": {"annotations": {SHARE: "1", "other.example.com/dra-share": "1"}}},
         "does not name each driver",
@@ -498,6 +505,18 @@ def test_an_operator_changes_nothing_of_a_node_but_shares(cluster: Cluster) -> N
         assert answer(own) == ""
         assert answer({"metadata": {"annotations": {SHARE: None}}}) == ""
         assert answer(theirs, both) == ""
+        assert answer({"metadata": {"annotations": {POOL: "publish"}}}) == ""
+        marked = {"metadata": {"annotations": {MARK: "true", RECORD: "disabled"}}}
+        unmarked = {"metadata": {"annotations": {MARK: None, RECORD: None, POOL: None}}}
+        assert answer(marked) == ""
+        annotate(cluster, {MARK: "true", RECORD: "disabled", POOL: "publish"})
+        assert answer(unmarked) == ""
+        assert "only as a rollout does" in answer({"metadata": {"annotations": {MARK: None}}})
+        assert "only as a rollout does" in answer({"metadata": {"annotations": {RECORD: None}}})
+        annotate(cluster, {RECORD: None, POOL: None})  # now it is somebody else's
+        assert "only as a rollout does" in answer({"metadata": {"annotations": {MARK: None}}})
+        assert "only as a rollout does" in answer(marked)
+        annotate(cluster, {MARK: None})
         many = {"metadata": {"annotations": {**theirs["metadata"]["annotations"], BEFORE: "none"}}}
         assert "cost limit exceeded" in answer(many, both)
         # A right that does not come from the role is not restricted by it.
@@ -506,7 +525,7 @@ def test_an_operator_changes_nothing_of_a_node_but_shares(cluster: Cluster) -> N
                 assert "operator" not in answer(body, by)
         assert answer(cordon, daemon) == answer(cordon, boss) == ""
     finally:
-        annotate(cluster, {"there": None, SHARE: None})
+        annotate(cluster, {"there": None, SHARE: None, MARK: None, RECORD: None, POOL: None})
         for object_ in reversed(applied):
             cluster.api.delete(object_["kind"], object_["metadata"]["name"], "default", object_["apiVersion"])
 

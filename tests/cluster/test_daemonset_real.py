@@ -353,6 +353,16 @@ def test_a_stolen_token(deployed: Deployed) -> None:
             f"{group}/resourceslices",
             {**slice_, "metadata": metadata, "spec": {**spec, "driver": "other.example.net"}},
         ),
+        "another node's report": (
+            "POST",
+            f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases",
+            {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": {"name": "node2"}, "spec": {}},
+        ),
+        "a report of another driver": (
+            "PATCH",
+            f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases/{cluster.node_name}",
+            {"metadata": {"annotations": {"other.example.net/handover": "{}"}}},
+        ),
         "what another node has": ("PATCH", f"{core}/nodes/node2/status", count),
         "the share of its node": (
             "PATCH",

@@ -7,6 +7,7 @@ many seconds the API server is away (5; 60 for the long run), QUIET how long not
 from __future__ import annotations
 
 import compileall
+import json
 import os
 import re
 import shutil
@@ -24,6 +25,7 @@ from typing import Any
 
 import pytest
 
+from dra_bridge.manifests import Deployment
 from tests.cluster.bridge import Bridge, env_of, seconds_until
 from tests.cluster.node import PLUGINS, PLUGINS_REGISTRY, Cluster, Pod
 from tests.programs import ANY_CONFIG
@@ -769,7 +771,7 @@ def _forty_claims(bridge: Bridge) -> None:
 
 
 def test_steady_state(bridge: Bridge) -> None:
-    """At rest nothing is written, and a node costs three watches: of its slices, of those without a node, its Node."""
+    """At rest nothing is written. A node costs four watches: its slices, those without a node, its Node, its Lease."""
     cluster = bridge.cluster
 
     def counts(name: str, *labels: str) -> dict[tuple[str, ...], float]:
@@ -789,6 +791,10 @@ def test_steady_state(bridge: Bridge) -> None:
             for (resource, verb), count in counts("apiserver_request_total", "resource", "verb").items()
             if resource in ("resourceslices", "resourceclaims") and verb not in ("GET", "LIST", "WATCH")
         }
+        lease = cluster.api.get("Lease", cluster.node_name, Deployment().namespace)["metadata"]
+        found |= {
+            ("its Lease", lease["resourceVersion"]): 1.0,
+        }
         # The kubelet removes the slices of drivers that have gone for 30 s, of the tests before, say.
         swept = (cluster.logs / "kubelet.log").read_text(errors="replace").count('"Deleted ResourceSlices"')
         found["resourceslices", "DELETE"] = found.get(("resourceslices", "DELETE"), 0.0) - swept
@@ -798,15 +804,15 @@ def test_steady_state(bridge: Bridge) -> None:
 
     def watches() -> dict[str, float]:
         found = counts("apiserver_longrunning_requests", "resource", "verb")
-        kinds = ("resourceslices", "resourceclaims", "nodes", "pods", "deviceclasses")
+        kinds = ("resourceslices", "resourceclaims", "nodes", "pods", "deviceclasses", "leases")
         return {resource: found.get((resource, "WATCH"), 0.0) for resource in kinds}
 
     bridge.claim("mine")
     bridge.pod("one", {"fpga": "mine"}).wait_running()
     cluster.wait_for(
-        lambda: "claim default/mine" in bridge.slices()[0]["metadata"]["annotations"][f"{DRIVER}/handover"],
+        lambda: "claim default/mine" in json.dumps(bridge.report(DRIVER)),
         30,
-        "the slice tells who holds the device",
+        "the Lease tells who holds the device",
     )
     last: list[tuple[float, object]] = []
 
@@ -825,8 +831,15 @@ def test_steady_state(bridge: Bridge) -> None:
     def cost() -> dict[str, float]:
         return {resource: count - watches()[resource] for resource, count in with_agent.items()}
 
-    three = {"resourceslices": 2.0, "nodes": 1.0, "resourceclaims": 0.0, "pods": 0.0, "deviceclasses": 0.0}
-    cluster.wait_for(lambda: cost() == three, 20, "the agent had two watches of slices and one of its Node")
+    four = {
+        "resourceslices": 2.0,
+        "nodes": 1.0,
+        "leases": 1.0,
+        "resourceclaims": 0.0,
+        "pods": 0.0,
+        "deviceclasses": 0.0,
+    }
+    cluster.wait_for(lambda: cost() == four, 20, "the agent had two watches of slices, of its Node and of its Lease")
     bridge.start()
     bridge.wait_registered()
 

@@ -8,7 +8,6 @@ CHURN_SECONDS is for how long; the default suits CI, and with CLUSTER_LONG in th
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import shutil
@@ -123,13 +122,9 @@ def annotate(cluster: Cluster, share: str | None) -> None:
 
 
 def states(bridge: Bridge) -> Counter[str]:
-    """Return how many devices are where, as the node's slice tells."""
-    for one in bridge.slices():
-        text = (one["metadata"].get("annotations") or {}).get(f"{DRIVER}/handover")
-        if text:
-            devices = json.loads(text)["resources"][RESOURCE]["devices"]
-            return Counter(device["state"] for device in devices.values())
-    return Counter()
+    """Return how many devices are where, as the agent reports."""
+    devices = bridge.report(DRIVER).get("resources", {}).get(RESOURCE, {}).get("devices", {})
+    return Counter(device["state"] for device in devices.values())
 
 
 @dataclass

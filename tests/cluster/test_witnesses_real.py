@@ -256,6 +256,9 @@ class Scene(sides.Scene):
     def slices(self, resource: str) -> list[dict[str, Any]]:
         return self.agents.slices(next(str(o["driver"]) for o in self.agents.resources if o["name"] == named(resource)))
 
+    def lease(self) -> dict[str, Any]:
+        return self.agents.lease()
+
     def until(self, what: str, condition: Callable[[], object], limit: float = LIMIT) -> None:
         self.cluster.wait_for(condition, limit, what)
 

@@ -138,8 +138,8 @@ class AgentOnNode:
 
     @property
     def told(self) -> dict[str, DeviceProgress]:
-        """What the annotation of the driver's slice says of the resource's devices."""
-        found = read(self.driver, self.node.server.objects())
+        """What the agent reports of the resource's devices."""
+        found = read(self.driver, self.node.server.objects("leases"))
         return dict(found.resources[self.resource].devices) if found is not None else {}
 
     @property

@@ -29,9 +29,11 @@ from deviceplugin.tables import age
 from deviceplugin.version import installing
 from dra_bridge import cli
 from dra_bridge.handover.share import parse_requested
+from dra_bridge.kube import NAMESPACE
 from dra_bridge.manifests import Deployment, manifests
 from dra_bridge.node.options import AGENT, add_run_options, parse_run
 from dra_bridge.rollout import progress, reporter, rollout
+from dra_bridge.rollout.autoscaler import SCALE_DOWN_DISABLED
 from dra_bridge.rollout.fleet import RESTARTING
 from dra_bridge.rollout.progress import DeviceProgress, Progress, ResourceProgress
 from dra_bridge.testing.apiserver import FakeApiServer, Fault, LoggedRequest
@@ -74,8 +76,8 @@ class FakeAgent:
 
     @property
     def told(self) -> str:
-        """What it says in its slice that it was asked for."""
-        told = progress.read(D, [self.server.get("resourceslices", f"{self.node}-s")])
+        """What it says in its Lease that it was asked for."""
+        told = progress.read(D, [self.server.get("leases", self.node, NAMESPACE)])
         return "" if told is None else told.requested
 
     @property
@@ -110,7 +112,7 @@ class FakeAgent:
         self.tell(asked)
 
     def tell(self, requested: str | None = None) -> None:
-        """Write the slice with its annotation."""
+        """Write the Lease with the report, and the slice if there is to be one."""
         counts: dict[str, int] = {}
         for state in self.states.values():
             counts[state.value] = counts.get(state.value, 0) + 1
@@ -125,10 +127,14 @@ class FakeAgent:
         }
         self.said = requested
         told = Progress({R: ResourceProgress(requested or "none", counts, devices)}, requested or "", {R: ""})
+        labels = {"app.kubernetes.io/managed-by": "dra-bridge"}
+        annotations = {progress.annotation(D): progress.encoded(told)}
+        metadata = {"name": self.node, "namespace": NAMESPACE, "labels": labels, "annotations": annotations}
+        self.write("leases", {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": metadata})
         body: dict[str, Any] = {
             "apiVersion": "resource.k8s.io/v1",
             "kind": "ResourceSlice",
-            "metadata": {"name": f"{self.node}-s", "annotations": {progress.annotation(D): progress.encoded(told)}},
+            "metadata": {"name": f"{self.node}-s"},
             "spec": {
                 "driver": D,
                 "nodeName": self.node,
@@ -136,10 +142,16 @@ class FakeAgent:
                 "devices": [{"name": name} for name, state in self.states.items() if state is State.DRA],
             },
         }
-        if any(one["metadata"]["name"] == f"{self.node}-s" for one in self.server.objects()):
-            self.server.replace(body)
-        else:
-            self.server.create(body)
+        with contextlib.suppress(KeyError):  # the Node may be away
+            if body["spec"]["devices"] or progress.pool_annotation(D) in self.annotations:
+                self.write("resourceslices", body)
+            elif any(one["metadata"]["name"] == f"{self.node}-s" for one in self.server.objects()):
+                self.server.delete("resourceslices", f"{self.node}-s")
+
+    def write(self, plural: str, body: dict[str, Any]) -> None:
+        """Make an object, or replace it."""
+        there = {one["metadata"]["name"] for one in self.server.objects(plural)}
+        (self.server.replace if body["metadata"]["name"] in there else self.server.create)(body)
 
 
 @dataclass
@@ -214,6 +226,14 @@ def bridge(nodes: FakeFleet, capsys: pytest.CaptureFixture[str], logs_restored: 
         return Ran(status, out, err)
 
     return run
+
+
+def claimed(nodes: FakeFleet, *names: str) -> None:
+    """Add nodes whose devices are all on the DRA side, and whose agents do nothing any more."""
+    for name in names:
+        agent = nodes.agent(name, share="all")
+        with nodes.lock:
+            agent.deaf = True
 
 
 def started(nodes: FakeFleet, *argv: str) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
@@ -625,7 +645,7 @@ def test_status_without_anything(nodes: FakeFleet, bridge: Callable[..., Ran], o
     nodes.server.create(node_body("n1"))
     ran = bridge("status", *options)
     assert (ran.status, ran.out) == (1, "")
-    assert ran.err.startswith(f"no ResourceSlice{of} has the annotation DRIVER/handover, ")
+    assert ran.err.startswith(f"no Lease{of} has the annotation DRIVER/handover, ")
 
 
 @pytest.mark.parametrize("command", [["status"], ["uninstall", "--driver", D]], ids=lambda command: command[0])
@@ -634,8 +654,8 @@ def test_a_driver_that_nobody_has(nodes: FakeFleet, bridge: Callable[..., Ran], 
     nodes.agent("n1")
     ran = bridge(*command, "--driver", "gpu.example.org")
     assert (ran.status, ran.out) == (1, "")
-    assert ran.err == f"no node has slices of driver gpu.example.org now (there are: {D}); {RESTARTING}\n"
-    assert len(nodes.server.objects()) == 1
+    assert ran.err == f"no node has the driver gpu.example.org now (there are: {D}); {RESTARTING}\n"
+    assert len(nodes.server.objects("leases")) == 1
 
 
 @pytest.mark.usefixtures("read_here")
@@ -676,15 +696,14 @@ def test_empty_environment_is_said(
 
 def test_uninstall_removes_slices(nodes: FakeFleet, bridge: Callable[..., Ran], file: Path) -> None:
     """The slices of a config's drivers or of named ones go, on one node or on all."""
-    for name in ("n1", "n2"):
-        nodes.agent(name, deaf=True)
+    claimed(nodes, "n1", "n2")
     assert bridge("uninstall", "--driver", D, "--node", "n1").out == "1 slice removed\n"
     assert [one["metadata"]["name"] for one in nodes.server.objects()] == ["n2-s"]
     nodes.agents.clear()
     assert bridge("uninstall", "--config", str(file)).out.startswith("1 slice removed\n")
     ran = bridge("uninstall", "--config", str(file))
     assert ran.out.startswith("0 slices removed\nnot removed: created objects")
-    assert f"  kubectl annotate nodes --all {SHARE}- {BEFORE}-\n" in ran.out
+    assert f"  kubectl annotate nodes --all {SHARE}- {BEFORE}- {D}/dra-pool- {D}/dra-scale-down-\n" in ran.out
     assert f"plugins/{AGENT} in the kubelet's directory\n" in ran.out
     assert ran.err == ""
 
@@ -708,14 +727,14 @@ def test_uninstall_names_all_that_manifests_print(bridge: Callable[..., Ran], fi
     commands = [line.partition("  #")[0].split() for line in out.splitlines() if "kubectl delete" in line]
     deleted = {kind for words in commands for kind in words[-1].split(",")}
     printed = manifests(config.parse(CONFIG), CONFIG, Deployment(claim_status=True))
-    assert deleted == {one["kind"].lower() for one in printed}
+    assert deleted == {one["kind"].lower() for one in printed} | {"lease"}
     assert all(one["metadata"]["labels"]["app.kubernetes.io/managed-by"] == "dra-bridge" for one in printed)
 
 
 def test_uninstall_beside_agents_is_refused(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
     """An agent that runs publishes its slices again, and who uses claims needs one: --force goes on all the same."""
     for name in ("n1", "n2", "n3"):
-        nodes.agent(name, deaf=True)
+        claimed(nodes, name)
     for name in ("n1", "n2"):
         nodes.server.create(agent_pod(name))
     nodes.server.create(allocated_claim("c", D, "n2", "gpu-1"))
@@ -736,7 +755,7 @@ def test_uninstall_beside_agents_is_refused(nodes: FakeFleet, bridge: Callable[.
 
 def test_check_before_the_agents_are_removed(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
     """It removes nothing; whether agents run is all the same, and claims that have devices are named, with status 1."""
-    nodes.agent("n1", deaf=True)
+    claimed(nodes, "n1")
     nodes.server.create(agent_pod("n1"))
     ran = bridge("uninstall", "--driver", D, "--check")
     assert (ran.status, ran.out) == (0, f"no claim has devices of {D}: the agents can be removed\n")
@@ -854,8 +873,8 @@ def test_a_timeout_without_waiting(nodes: FakeFleet, bridge: Callable[..., Ran])
         (["n1", "--driver", D, "--share", "half"], "'half' is not a share"),
         (["n1", "--driver", D, "--share", "-1"], "'-1' is not a share"),
         (["n1", "n7", "--driver", D, "--share", "all"], "there is no node n7"),
-        (["n1", "--driver", "x.example.com", "--share", "all"], "no node has slices of driver x.example.com"),
-        (["n1", "bare", "--driver", D, "--share", "all"], f"node bare: there are no slices of {D}"),
+        (["n1", "--driver", "x.example.com", "--share", "all"], "no node has the driver x.example.com"),
+        (["n1", "bare", "--driver", D, "--share", "all"], f"node bare: no agent of {D} reports its devices"),
         (["n1", "old", "--driver", D, "--share", "all"], "node old: its agent reports no moves"),
         (["n1", "--driver", D], "one of the arguments --share --unset is required"),
     ],
@@ -869,7 +888,7 @@ def test_what_cannot_be_asked_for(nodes: FakeFleet, bridge: Callable[..., Ran], 
     body = {"metadata": {"name": "old-s"}, "spec": {"driver": D, "nodeName": "old", "pool": pool}}
     nodes.server.create({"apiVersion": "resource.k8s.io/v1", "kind": "ResourceSlice", **body})
     ran = bridge("migrate", *argv)
-    missing = any(word in said for word in ("slices", "moves"))  # they may be there in a moment
+    missing = any(word in said for word in ("driver", "devices", "moves"))  # they may be there in a moment
     assert ran.status == (1 if missing else 2)
     assert said in ran.err
     assert agent.annotations == {}
@@ -1103,11 +1122,13 @@ def test_rollout_goes_node_after_node(nodes: FakeFleet, bridge: Callable[..., Ra
     asked = [line.split(":")[0] for line in ran.out.splitlines() if "share all requested" in line]
     assert asked == ["n1", "n2", "n9", "n10"]
     of_n1 = [line for line in ran.out.splitlines() if line.startswith("n1: ")]
-    assert of_n1[-2] == "n1: 4 of 4 devices moved"
-    assert of_n1[-1].startswith("n1: done after")
+    assert of_n1[-3] == "n1: 4 of 4 devices moved"
+    assert of_n1[-2].startswith("n1: done after")
+    assert of_n1[-1] == f"n1: no more marked {SCALE_DOWN_DISABLED}"
     assert "4 of 4 nodes done" in ran.out
     assert nodes.most == 1
     for agent in nodes.agents.values():
+        assert agent.annotations.keys() == {SHARE, BEFORE}
         assert agent.annotations[SHARE] == "all"
         assert json.loads(agent.annotations[BEFORE])["share"] == ("1" if agent.node == "n2" else None)
 
@@ -1144,7 +1165,9 @@ def test_rollout_with_nothing_to_do(nodes: FakeFleet, bridge: Callable[..., Ran]
     agent = nodes.agent("n1", share="1")
     ran = bridge("rollout", "--driver", D, "--share", "1", "-l", "pool=gpu")
     assert ran.status == 0
-    assert agent.annotations == {SHARE: "1"}
+    # Devices are on both sides: the node is marked, so that an autoscaler does not drain it.
+    assert agent.annotations.keys() == {SHARE, SCALE_DOWN_DISABLED, f"{D}/dra-pool", f"{D}/dra-scale-down"}
+    assert f"n1 stays marked {SCALE_DOWN_DISABLED}" in ran.out
 
 
 def test_rollout_over_nodes_without_an_agent(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
@@ -1163,7 +1186,7 @@ def test_rollout_of_a_wrong_selector_or_driver(nodes: FakeFleet, bridge: Callabl
     ran = bridge("rollout", "--driver", D, "--share", "all", "-l", "pool=cpu")
     assert (ran.status, ran.err) == (2, "no node matches the selector 'pool=cpu'\n")
     ran = bridge("rollout", "--driver", "x.example.com", "--share", "all", "-l", "pool=gpu")
-    found = f"no node has slices of driver x.example.com now (there are: {D}); {RESTARTING}\n"
+    found = f"no node has the driver x.example.com now (there are: {D}); {RESTARTING}\n"
     assert (ran.status, ran.err) == (1, found)
 
 
@@ -1183,14 +1206,14 @@ def test_rollout_through_an_outage(nodes: FakeFleet, bridge: Callable[..., Ran])
 
 def test_rollout_interrupted(nodes: FakeFleet) -> None:
     """Ctrl-C ends it with 130 and says how to go on; no other node is begun."""
-    first, second = nodes.agent("n1", deaf=True), nodes.agent("n2")
+    first, second = nodes.agent("n1", held={"gpu-0": "pod default/p"}), nodes.agent("n2")
     with started(nodes, "rollout", "--driver", D, "--share", "all", "-l", "pool=gpu") as process:
         nodes.wait_for(lambda: SHARE in first.annotations)
         process.send_signal(signal.SIGINT)
         out, _ = process.communicate(timeout=WAIT)
         assert process.returncode == 130
     assert "Run the same command to continue" in out
-    assert second.annotations == {}
+    assert (SHARE in second.annotations, second.annotations[SCALE_DOWN_DISABLED]) == (False, "true")
 
 
 @pytest.mark.parametrize("option", [["--max-unavailable", "0"], ["--timeout-per-node", "soon"], ["--undo"]])

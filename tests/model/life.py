@@ -198,6 +198,9 @@ class Life(Bridge):
         self.sources = sources = [*_sources(config, outside).values()]
         super().__init__(sources, _policies(config), BridgeOptions(paths, None, cast("Any", outside), NODE))
         self.agent.claims.fresh = 0.0
+        self.node.watch.allocatable = cast("Any", SimpleNamespace(observe=lambda numbers: None))
+        self.node.watch.observe({"metadata": {"name": NODE, "uid": NODE}})
+        outside.lease_wanted = self.node.lease.reports
         self.publisher = cast("Any", outside)
         self.node = replace(self.node, publisher=self.publisher, allocatable=cast("Any", None))
         node_agent: Any = self.agent

@@ -28,7 +28,7 @@ from deviceplugin.kubelet.podresources import PodResourcesReport
 from deviceplugin.testing import claim_state
 from deviceplugin.testing.claim_state import AnsweredDevice, DevicesOfClaim
 from dra_bridge.driver import Prepared
-from dra_bridge.kube import RESOURCE_CLAIMS, ClusterError, Kind, ListedClaim, NotFoundError
+from dra_bridge.kube import LEASES, RESOURCE_CLAIMS, ClusterError, Kind, ListedClaim, NotFoundError
 from dra_bridge.kube.forms import CLAIM, Form, Page
 from dra_bridge.slices.desired import Pool, slice_name
 from dra_bridge.slices.publisher import PoolState
@@ -185,6 +185,9 @@ class Outside:
         """Checkpoints that writers of the kubelet have made up and will write late."""
         self.prompt = False
         self.slices: dict[str, Slices] = {}
+        self.lease: Mapping[str, str] = {}
+        self.lease_wanted: Mapping[str, str] = {}
+        """The annotations of the node's Lease as the API server has them, and as the agent wants them."""
         self.server_up = True
         self.disk_fails = 0
         """So many commits to come fail, every second one of them although it is on disk."""
@@ -302,11 +305,13 @@ class Outside:
         found = self.slices.get(driver, Slices())
         metadata = {"name": slice_name(NODE, driver, 0), "annotations": dict(found.annotations)}
         spec = {"driver": driver, "nodeName": NODE, "pool": {"name": NODE}}
-        return SimpleNamespace(items=[{"metadata": metadata, "spec": spec}] if found.accepted else [])
+        return SimpleNamespace(items=[{"metadata": metadata, "spec": spec}] if found.there else [])
 
     async def get(self, kind: Kind, name: str, namespace: str) -> Mapping[str, Any]:
-        """Read a claim."""
+        """Read a claim, or the node's Lease."""
         await self.ask()
+        if kind is LEASES:
+            return {"metadata": {"annotations": dict(self.lease)}}
         if name not in self.claims or not self.claims[name].exists:
             raise NotFoundError(name)
         return self.claims[name].body()
@@ -351,6 +356,7 @@ class Outside:
         if mine.pool is None:
             return
         mine.accepted, mine.annotations, mine.there = mine.ticket, mine.pool.annotations, {}
+        self.lease = dict(self.lease_wanted)
         for offer in mine.pool.offers:
             resource, words = offer.snapshot.resource, {offer.snapshot.resource: offer.qualifier}
             for name, key in naming.published_names(words, {resource: offer.snapshot.devices}).items():

@@ -195,6 +195,7 @@ class Walk(RuleBasedStateMachine):
         if "slices" in losses:
             for mine in outside.slices.values():
                 mine.there, mine.annotations, mine.accepted = {}, {}, 0
+            outside.lease = {}
         if "state" in losses:
             self.state_is_lost()
         if "checkpoint" in losses:

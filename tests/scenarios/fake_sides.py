@@ -93,6 +93,10 @@ class FakeScene(Scene):
     def slices(self, resource: str) -> Sequence[Mapping[str, Any]]:
         return [one for one in self.node.server.objects("resourceslices") if one["spec"]["driver"] == driver(resource)]
 
+    def lease(self) -> Mapping[str, Any]:
+        leases = self.node.server.objects("leases")
+        return leases[0] if leases else {"metadata": {}}
+
     def until(self, what: str, condition: Callable[[], object], limit: float = LIMIT) -> None:
         wait_for(what, lambda: bool(condition()), max(limit, LIMIT))
 

@@ -62,6 +62,10 @@ class Scene(ABC):
         """Return the ResourceSlices of a resource's driver."""
 
     @abstractmethod
+    def lease(self) -> Mapping[str, Any]:
+        """Return the node's Lease; an object without annotations before there is one."""
+
+    @abstractmethod
     def until(self, what: str, condition: Callable[[], object], limit: float = ...) -> None:
         """Wait until something is so."""
 
@@ -108,10 +112,9 @@ class Scene(ABC):
         """Delete a pod."""
 
     def states(self, resource: str) -> Counter[str]:
-        """Return how many devices of a resource are in which state, as the agent tells on its slice."""
-        for one in self.slices(resource):
-            text = (one["metadata"].get("annotations") or {}).get(f"{one['spec']['driver']}/handover")
-            if text and (told := json.loads(text)["resources"].get(named(resource))):
+        """Return how many devices of a resource are in which state, as the agent reports."""
+        for text in (self.lease()["metadata"].get("annotations") or {}).values():
+            if told := json.loads(text)["resources"].get(named(resource)):
                 return Counter(device["state"] for device in told["devices"].values() if not device.get("gone"))
         return Counter()
 

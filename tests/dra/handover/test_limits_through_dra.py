@@ -26,10 +26,9 @@ async def started(here: AgentOnNode, name: str, count: int = 1) -> FakePod:
 
 def allocate_by_limits(here: AgentOnNode, claim: str, device: str) -> None:
     """Have the scheduler allocate a device to a claim for a pod's limits; the kubelet does not ask for it."""
-    (pool,) = here.node.server.objects("resourceslices")
     names = here.bridge.drivers[D].driver.devices.by_name
     name = next(name for name, (_, listed) in names.items() if listed.id == device)
-    made = allocated_claim(claim, D, pool["spec"]["pool"]["name"], name)
+    made = allocated_claim(claim, D, here.node.name, name)
     made["metadata"]["annotations"] = {"resource.kubernetes.io/extended-resource-claim": "true"}
     here.node.server.create(made)
 

@@ -9,6 +9,7 @@ import os
 import shutil
 import threading
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -360,3 +361,71 @@ async def test_an_agent_whose_ledger_is_removed_ends_and_the_next_one_knows_the_
 
 
 # Before evidence and ledger were compared.
+
+
+async def test_nothing_moves_before_karpenter_has_initialized_the_node(node: FakeNode) -> None:
+    """A new node of Karpenter's serves its first pods by limits, whatever the share; then its devices move."""
+    node.server.patch("nodes", NODE, {"metadata": {"labels": {"karpenter.sh/nodepool": "fpgas"}}})
+    async with running(node, Share(part=1.0)) as bridge:
+        await until(lambda: D in bridge.drivers and len(reconciled(bridge)) == 2, "the devices to be known")
+        await until(lambda: len(agents.healthy(node, R)) == 2, "the kubelet to have the devices")
+        reads = len(node.server.requests("GET", "/nodes"))
+        assert set(states(bridge).values()) == {State.PLUGIN}
+        pod = await asyncio.to_thread(node.run_pod, "first", {R: 1})
+        assert set(states(bridge).values()) == {State.PLUGIN}
+        await asyncio.to_thread(pod.delete, 20)
+        assert len(node.server.requests("GET", "/nodes")) == reads
+        initialized = {"karpenter.sh/nodepool": "fpgas", "karpenter.sh/initialized": "true"}
+        node.server.patch("nodes", NODE, {"metadata": {"labels": initialized}})
+        await moved(bridge, State.DRA)
+
+
+async def test_a_lease_that_is_lost_is_written_again(node: FakeNode) -> None:
+    """The Lease with the report comes back when somebody deletes or changes it, and belongs to the Node of now."""
+
+    def leases() -> list[dict[str, Any]]:
+        return node.server.objects("leases")
+
+    def report() -> str:
+        return "".join((one["metadata"].get("annotations") or {}).get(f"{D}/handover", "") for one in leases())
+
+    async with running(node, Share(0)):
+        await until(lambda: '"plugin":2' in report(), "the devices to be reported")
+        (lease,) = leases()
+        assert (lease["metadata"]["namespace"], lease["metadata"]["name"]) == ("dra-bridge", NODE)
+        assert [one["uid"] for one in lease["metadata"]["ownerReferences"]] == [
+            node.server.get("nodes", NODE)["metadata"]["uid"]
+        ]
+        assert not node.server.objects("resourceslices")
+        node.server.delete("leases", NODE, "dra-bridge")
+        await until(report, "it to be written again")
+        node.server.patch(
+            "leases", NODE, {"metadata": {"annotations": {f"{D}/handover": "{}", "x": "y"}}}, "dra-bridge"
+        )
+        await until(lambda: '"plugin":2' in report(), "it to be put right")
+        assert leases()[0]["metadata"]["annotations"]["x"] == "y"
+        body = node.server.get("nodes", NODE)
+        node.server.delete("nodes", NODE)
+        node.server.create({**body, "metadata": {"name": NODE}})
+        uid = node.server.get("nodes", NODE)["metadata"]["uid"]
+        await until(lambda: leases()[0]["metadata"]["ownerReferences"][0]["uid"] == uid, "it to belong to the new Node")
+        writes = [one for one in node.server.writes if "/leases" in one.path]
+        assert len(writes) < 8
+
+
+@pytest.mark.parametrize("former", [False, True])
+async def test_a_pool_is_published_where_a_rollout_asks_for_it(node: FakeNode, former: bool) -> None:
+    """Without devices on the DRA side there is a slice only while the Node asks for one, whatever was before."""
+    if former:  # as a former agent leaves it
+        async with running(node, Share(part=1.0)) as bridge:
+            await moved(bridge, State.DRA)
+            await until(lambda: node.server.objects("resourceslices"), "the slice")
+    async with running(node, Share(0)) as bridge:
+        await moved(bridge, State.PLUGIN)
+        await until(lambda: not node.server.objects("resourceslices"), "no slice to be there")
+        slices = partial(node.server.objects, "resourceslices")
+        for value, there in (("publish", True), (None, False), ("publish", True)):
+            node.server.patch("nodes", NODE, {"metadata": {"annotations": {f"{D}/dra-pool": value}}})
+            await until(lambda there=there: bool(slices()) is there, f"a slice: {there}")  # type: ignore[misc]
+        (body,) = node.server.objects("resourceslices")
+        assert not body["spec"].get("devices")

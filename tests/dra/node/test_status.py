@@ -74,6 +74,7 @@ def status_of(made: Any) -> BridgeStatus:
         watch=made.watch,
         watches={"resourceslices": made.publisher.watch, "nodes": made.watch.state},
         status_writer=made.status_writer,
+        lease=SimpleNamespace(namespace="dra-bridge", failing=made.report),
     )
     return BridgeStatus(cast("Any", node), made.drivers)
 
@@ -165,6 +166,7 @@ def bridge(**changes: Any) -> Any:
         "watch": SimpleNamespace(gone=False, state=watching()),
         "status_writer": SimpleNamespace(refused=None),
         "lists": None,
+        "report": None,
         "cluster": SimpleNamespace(statistics=RequestStatistics(Counter({"GET": 5, "PATCH": 2}), 1, 3, None)),
         **changes,
     }
@@ -256,6 +258,8 @@ def test_writes_that_are_refused_are_a_problem() -> None:
 
 def test_claims_that_cannot_be_listed_are_a_problem() -> None:
     """Once that lasts: no device returns to the plugin side. An outage is said apart."""
+    (problem,) = api_problems(bridge(report=failing("403 Forbidden: no", 403)))
+    assert problem.startswith("Lease dra-bridge/n8, by which `dra-bridge status` knows devices, cannot be written")
     (problem,) = api_problems(bridge(lists=failing("403 Forbidden: no", 403)))
     assert re.match(r"claims cannot be listed, so no device returns .*: 403 Forbidden: no; apply what", problem)
     assert api_problems(bridge(lists=failing("403 Forbidden: no", 403, LOST / 2))) == []

@@ -117,7 +117,7 @@ def test_views_read_what_the_server_has() -> None:
         ("n9", None, None, False, True, True),
         ("n10", "1", Before(None), True, True, False),
     ]
-    assert fleet.drivers_of([slice_of("n1", report({})), slice_of("n2", None)]) == [D]
+    assert fleet.drivers_of([slice_of("n1", report({})), slice_of("n2", None)], []) == [D]
 
 
 def test_claims_name_holders_of_a_shared_device() -> None:
@@ -141,7 +141,7 @@ def test_claims_name_holders_of_a_shared_device() -> None:
     ("found", "said"),
     [
         (NodeView("n1", D), "its agent reports no moves"),
-        (NodeView("n1", D, serves=False), f"there are no slices of {D}"),
+        (NodeView("n1", D, serves=False), f"no agent of {D} reports its devices"),
         (view(requested="half"), f"its annotation {SHARE}: 'half' is not a share"),
         (replace(view(), requested="all"), "its agent has not read the requested share yet; is it running?"),
         (replace(view(), requested="all", ready=False), "(the node is not Ready)"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dra_bridge.kube import NODES, Cluster
+from dra_bridge.kube import Cluster
 from dra_bridge.rollout.reporter import Reporter
 from dra_bridge.rollout.rollout import _Fleet
 from dra_bridge.testing.apiserver import FakeApiServer
@@ -22,7 +22,7 @@ async def test_an_answer_that_comes_after_the_nodes_end_brings_it_not_back() -> 
             while fleet.views():
                 await fleet._changed.wait()
                 fleet._changed.clear()
-            fleet.put(NODES, node)
+            fleet.put(node)
             assert not fleet.views()
             server.create(node_body("n1"))
             while not fleet.views():

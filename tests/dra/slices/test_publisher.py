@@ -133,13 +133,14 @@ def test_without_taints_such_devices_are_withheld() -> None:
 
 
 def test_only_devices_of_the_dra_side() -> None:
-    """Only offered devices are in the slices; with none there is no slice, or an empty one for annotations."""
+    """Only offered devices are in the slices; with none there is no slice, or an empty one where it is asked for."""
     wanted = pool(*many(3), offered={"gpu1"})
     assert [one["name"] for one in slices(wanted)[0]["spec"]["devices"]] == ["gpu1"]
     nothing = pool(*many(3), offered=frozenset())
     assert slices(nothing) == []
     noted = replace(nothing, annotations={f"{DRIVER}/progress": "1/3"})
-    (body,) = slices(noted)
+    assert slices(noted) == []
+    (body,) = slices(replace(noted, empty=True))
     assert "devices" not in body["spec"]
     assert body["metadata"]["annotations"] == {f"{DRIVER}/progress": "1/3"}
 
@@ -356,7 +357,7 @@ class Recipe:
     def pool(self) -> Pool:
         more = [Device(f"z{number}") for number in range(self.extra)]
         made = pool(*self.devices, *more, replicas=self.replicas)
-        return replace(made, annotations={f"{DRIVER}/progress": "1"} if self.noted else {})
+        return replace(made, annotations={f"{DRIVER}/progress": "1"} if self.noted else {}, empty=self.noted)
 
 
 recipes = st.builds(

@@ -1,0 +1,159 @@
+"""The Lease of this node, in the agents' namespace: what its drivers report for `dra-bridge status` and `rollout`.
+
+It is not in a ResourceSlice: a cluster autoscaler takes a node with an empty slice for idle, whatever its pods use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from contextlib import aclosing
+from typing import Final
+
+from dra_bridge.kube import (
+    LEASES,
+    ApiError,
+    Cluster,
+    ClusterError,
+    ConflictError,
+    Failing,
+    Listed,
+    NotFoundError,
+    Object,
+    WatchState,
+    is_older,
+)
+from dra_bridge.node.node_object import NodeWatch
+from dra_bridge.rollout import progress
+
+_LOG: Final = logging.getLogger(__name__)
+
+FIRST: Final = 5.0
+"""Seconds that the first write waits for what the API server has."""
+LABELS: Final = {"app.kubernetes.io/managed-by": "dra-bridge"}
+
+
+class NodeLease:
+    """Keeps the Lease of this node equal to what its drivers report. It is written only when that changes.
+
+    It belongs to the Node, so it goes with it. Of its annotations only those of this agent's drivers are touched.
+
+    namespace: of the agents. watch: of this node's Node. reports: those that are wanted, by annotation; "" for none.
+    state: whether the Lease's own watch is alive. failing: what keeps it from being written.
+    """
+
+    def __init__(self, cluster: Cluster, namespace: str, watch: NodeWatch) -> None:
+        self.cluster = cluster
+        self.namespace = namespace
+        self.state = WatchState()
+        self.failing: Failing | None = None
+        self._watch = watch
+        self.reports: dict[str, str] = {}
+        self._seen: Object | None = None
+        self._listed, self._changed, self._attempted = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    @property
+    def most(self) -> int:
+        """The most bytes of one driver's report; all of them are annotations of one object."""
+        return progress.MAX_BYTES // max(1, len(self.reports))
+
+    def report(self, driver: str, text: str) -> None:
+        """Set a driver's report; "" for none."""
+        key = progress.annotation(driver)
+        if self.reports.get(key) != text:
+            self.reports[key] = text
+            self._changed.set()
+
+    def write(self) -> None:
+        """Compare it with what is wanted soon: the Node may be another one."""
+        self._changed.set()
+
+    async def attempted(self, seconds: float) -> None:
+        """Wait until the first write was answered in any way, at most so long."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._attempted.wait()
+
+    async def read(self) -> list[Object]:
+        """Return the Lease as the API server has it, or nothing. Raises ClusterError."""
+        try:
+            return [await self.cluster.get(LEASES, self._watch.node, self.namespace)]
+        except NotFoundError:
+            return []
+
+    async def run(self) -> None:
+        """Keep it until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._follow())
+            group.create_task(self._keep())
+
+    async def _follow(self) -> None:
+        selector = f"metadata.name={self._watch.node}"
+        follow = self.cluster.follow(LEASES, self.state, namespace=self.namespace, field_selector=selector)
+        async with aclosing(follow) as events:
+            async for event in events:
+                if isinstance(event, Listed):
+                    self._seen = event.items[0] if event.items else None
+                elif event.type != "DELETED":
+                    self._see(event.object)
+                elif self._seen is not None and self._seen["metadata"]["uid"] == event.object["metadata"]["uid"]:
+                    self._seen = None
+                self._listed.set()
+                self._changed.set()
+
+    def _see(self, lease: Object) -> None:
+        if self._seen is None or not is_older(lease, self._seen):
+            self._seen = lease
+
+    async def _keep(self) -> None:
+        backoff = self.cluster.backoff.fresh()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FIRST):
+                await self._listed.wait()
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            if not self._watch.uid or self._watch.gone:
+                continue  # what names no Node, or one that is gone, the API server removes
+            try:
+                await self._write()
+            except ClusterError as error:
+                if self.failing is None:
+                    _LOG.warning("Lease %s/%s cannot be written: %s", self.namespace, self._watch.node, error)
+                self.failing = Failing.after(self.failing, error)
+                self._attempted.set()
+                self._changed.set()
+                wait = backoff.next()
+                if isinstance(error, ApiError):
+                    wait = max(wait, min(error.retry_after, backoff.most))
+                await self.cluster.pause(wait)
+            else:
+                self.failing = None
+                self._attempted.set()
+                backoff.reset()
+
+    async def _write(self) -> None:
+        name = self._watch.node
+        owners = [{"apiVersion": "v1", "kind": "Node", "name": name, "uid": self._watch.uid}]
+        reports = {key: text or None for key, text in self.reports.items()}
+        if (seen := self._seen) is not None:
+            metadata = seen["metadata"]
+            annotations = metadata.get("annotations") or {}
+            changes = {key: text for key, text in reports.items() if annotations.get(key) != text}
+            if not changes and metadata.get("ownerReferences") == owners:
+                return
+            patch = {"metadata": {"annotations": changes, "ownerReferences": owners}}
+            with contextlib.suppress(NotFoundError):
+                self._see(await self.cluster.patch(LEASES, name, patch, self.namespace))
+                return
+            self._seen = None
+        if not (kept := {key: text for key, text in reports.items() if text}):
+            return
+        metadata = {"name": name, "namespace": self.namespace, "labels": LABELS}
+        metadata |= {"annotations": kept, "ownerReferences": owners}
+        try:
+            self._see(await self.cluster.create(LEASES, {"metadata": metadata, "spec": {}}, self.namespace))
+        except ConflictError:  # it is there, and the watch has not told
+            self._seen = await self.cluster.get(LEASES, name, self.namespace)
+            self._changed.set()

@@ -1,0 +1,45 @@
+"""What is in the way of removing the agents' slices, and what rollouts have left on Nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from dra_bridge.kube import NODES, Cluster, ForbiddenError
+from dra_bridge.rollout.agents import namespaces_of_agents, running_agents
+from dra_bridge.rollout.autoscaler import SCALE_DOWN_DISABLED, mark_annotation
+from dra_bridge.rollout.fleet import allocations, shortened
+
+
+async def obstacles(
+    cluster: Cluster, drivers: Collection[str], node: str, namespace: str, *, before: bool = False
+) -> list[str]:
+    """Return a sentence for each reason why slices of these drivers cannot be removed. Raises ClusterError.
+
+    node: the only node, "" for all. namespace: of the agents, "" for where the manifests' bindings say. before: before
+    agents are removed, when nothing is wrong with those that run.
+    """
+    try:
+        namespaces = [namespace] if namespace else await namespaces_of_agents(cluster)
+        agents = [] if before else await running_agents(cluster, namespaces, node)
+        claims = await cluster.allocated_claims()
+    except ForbiddenError as error:
+        return [f"it is not known whether agents run or claims are in use: {error.message}"]
+    nodes = shortened(pod["spec"].get("nodeName", "") for pod in agents)
+    used = shortened(
+        f"{claim['metadata']['namespace']}/{claim['metadata']['name']}"
+        for claim in claims
+        for result in allocations(claim)
+        if result.get("driver") in drivers and node in ("", result.get("pool"))
+    )
+    running = f"agents run on {nodes}: they publish slices again; delete the DaemonSet first"
+    in_use = f"claims have devices of these drivers: {used}: their pods cannot end without the driver's agent"
+    return [*([running] if nodes else []), *([in_use] if used else [])]
+
+
+async def remaining_marks(cluster: Cluster, drivers: Collection[str]) -> list[str]:
+    """Return a sentence on the Nodes that rollouts have marked for the cluster autoscaler. Raises ClusterError."""
+    keys = {mark_annotation(driver) for driver in drivers}
+    nodes = (await cluster.list(NODES)).items
+    names = [one["metadata"]["name"] for one in nodes if keys & (one["metadata"].get("annotations") or {}).keys()]
+    them = f"kubectl annotate nodes {' '.join(names)} {SCALE_DOWN_DISABLED}-"
+    return [f"a rollout has marked nodes for the cluster autoscaler; to take that back: {them}"] if names else []

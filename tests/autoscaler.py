@@ -1,0 +1,105 @@
+"""A small model of the cluster autoscaler: which nodes it takes for unready, which it would drain, and if it stops.
+
+Written from its rules (33c3f97b: pkg/simulator/utilization/info.go, pkg/processors/customresources/dra_processor.go,
+pkg/clusterstate) and from what it did; tests/dra/rollout/test_autoscaler.py has that as a table.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from deviceplugin.naming import parse_quantity
+
+Object = Mapping[str, Any]
+THRESHOLD: Final = 0.5
+"""The utilization below which a node is drained (--scale-down-utilization-threshold)."""
+OK_UNREADY: Final = 3
+"""--ok-total-unready-count."""
+MOST_UNREADY: Final = 0.45
+"""--max-total-unready-percentage."""
+
+
+class Verdict(enum.Enum):
+    """What it makes of a node. USED: it stays. IDLE: it is drained. DISABLED: it is marked, and so stays."""
+
+    USED = "used"
+    IDLE = "idle"
+    DISABLED = "disabled"
+    UNREADY = "unready"
+
+
+def judge(
+    nodes: Sequence[Object], slices: Iterable[Object], claims: Iterable[Object] = (), pods: Iterable[Object] = ()
+) -> dict[str, Verdict]:
+    """Return its verdict on each node of one group; any of the nodes may be the one that it takes as the template."""
+    by_node: dict[str, list[Object]] = {node["metadata"]["name"]: [] for node in nodes}
+    for body in slices:
+        if (name := body["spec"].get("nodeName", "")) in by_node:
+            by_node[name].append(body)
+    pools = {name: _complete_pools(found) for name, found in by_node.items()}
+    most: Counter[str] = Counter()
+    for counts in pools.values():
+        most |= counts
+    claims, pods = list(claims), list(pods)
+    verdicts = {}
+    for node in nodes:
+        name = node["metadata"]["name"]
+        disabled = (node["metadata"].get("annotations") or {}).get(
+            "cluster-autoscaler.kubernetes.io/scale-down-disabled"
+        )
+        if any(pools[name][driver] < count for driver, count in most.items()):
+            verdicts[name] = Verdict.UNREADY
+        elif disabled == "true":
+            verdicts[name] = Verdict.DISABLED
+        else:
+            used = _utilization(node, by_node[name], claims, pods)
+            verdicts[name] = Verdict.USED if used >= THRESHOLD else Verdict.IDLE
+    return verdicts
+
+
+def stops(verdicts: Mapping[str, Verdict]) -> bool:
+    """Return whether it scales nothing any more, up or down."""
+    unready = sum(verdict is Verdict.UNREADY for verdict in verdicts.values())
+    return unready > OK_UNREADY and unready > MOST_UNREADY * len(verdicts)
+
+
+def _complete_pools(slices: Iterable[Object]) -> Counter[str]:
+    """Return how many complete pools each driver has; an empty one counts."""
+    found: dict[tuple[str, str], list[Object]] = {}
+    for body in slices:
+        found.setdefault((body["spec"]["driver"], body["spec"]["pool"]["name"]), []).append(body["spec"]["pool"])
+    complete: Counter[str] = Counter()
+    for (driver, _), pools in found.items():
+        newest = max(pool["generation"] for pool in pools)
+        current = [pool for pool in pools if pool["generation"] == newest]
+        complete[driver] += len(current) == current[0]["resourceSliceCount"]
+    return complete
+
+
+def _utilization(node: Object, slices: Sequence[Object], claims: Iterable[Object], pods: Iterable[Object]) -> float:
+    name = node["metadata"]["name"]
+    if not slices:
+        here = [pod for pod in pods if pod["spec"].get("nodeName") == name]
+        containers = [container for pod in here for container in pod["spec"]["containers"]]
+        parts = []
+        for resource in ("cpu", "memory"):
+            requested = [(one.get("resources") or {}).get("requests", {}).get(resource, 0) for one in containers]
+            allocatable = parse_quantity(node["status"]["allocatable"][resource])
+            parts.append(float(sum(map(parse_quantity, requested)) / allocatable))
+        return max(parts)
+    taken = {
+        (result["driver"], result["pool"], result["device"])
+        for claim in claims
+        if (claim.get("status") or {}).get("reservedFor")
+        for result in claim["status"]["allocation"]["devices"]["results"]
+    }
+    devices: dict[tuple[str, str], set[str]] = {}
+    for body in slices:
+        key = body["spec"]["driver"], body["spec"]["pool"]["name"]
+        devices.setdefault(key, set()).update(device["name"] for device in body["spec"].get("devices") or ())
+    return max(
+        sum((*key, name) in taken for name in names) / len(names) if names else 0.0 for key, names in devices.items()
+    )

@@ -1,0 +1,301 @@
+"""The marks of a rollout, judged by a model of the cluster autoscaler: no node that pods use is drained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dra_bridge.handover.share import parse_share
+from dra_bridge.rollout import autoscaler, fleet, progress
+from dra_bridge.rollout.autoscaler import SCALE_DOWN_DISABLED, MarkedNode, Marks, MarkStep, Placement, next_marks
+from dra_bridge.rollout.fleet import Goal, NodeView, Phase, RolloutLimits
+from dra_bridge.rollout.progress import Progress, ResourceProgress
+from tests.autoscaler import Verdict, judge, stops
+
+D, R = "fpga.example.com", "example.com/fpga"
+DEVICES = 4
+BUSY, LOW = 3, 1
+"""Of four devices and four CPUs, what the pods of a node use."""
+SHARE, POOL, RECORD = progress.share_annotation(D), progress.pool_annotation(D), autoscaler.mark_annotation(D)
+IDLE, USED, DISABLED, UNREADY = Verdict.IDLE, Verdict.USED, Verdict.DISABLED, Verdict.UNREADY
+
+
+def node(name: str, annotations: Mapping[str, str] | None = None) -> dict[str, Any]:
+    status = {"allocatable": {"cpu": "4", "memory": "8Gi"}, "conditions": [{"type": "Ready", "status": "True"}]}
+    metadata = {"name": name, "uid": name, "resourceVersion": "7", "annotations": dict(annotations or {})}
+    return {"metadata": metadata, "status": status}
+
+
+def slice_of(name: str, devices: int) -> dict[str, Any]:
+    pool = {"name": name, "generation": 1, "resourceSliceCount": 1}
+    spec = {"driver": D, "nodeName": name, "pool": pool, "devices": [{"name": f"d{n}"} for n in range(devices)]}
+    return {"metadata": {"name": f"{name}-s"}, "spec": spec}
+
+
+def pods_of(name: str, count: int) -> list[dict[str, Any]]:
+    container = {"resources": {"requests": {"cpu": "1", "memory": "1Gi", R: "1"}}}
+    return [{"spec": {"nodeName": name, "containers": [container]}} for _ in range(count)]
+
+
+def claim(name: str, device: int) -> dict[str, Any]:
+    results = [{"driver": D, "pool": name, "device": f"d{device}"}]
+    return {"status": {"allocation": {"devices": {"results": results}}, "reservedFor": [{"name": "p"}]}}
+
+
+@pytest.mark.parametrize(
+    ("slices", "annotations", "expected", "halted"),
+    [
+        ({}, {}, [USED] * 4 + [IDLE] * 2, False),
+        (dict.fromkeys(range(6), 0), {}, [IDLE] * 6, False),
+        (dict.fromkeys(range(3), 0), {}, [IDLE] * 3 + [UNREADY] * 3, False),
+        (dict.fromkeys(range(2), 0), {}, [IDLE] * 2 + [UNREADY] * 4, True),
+        (dict.fromkeys(range(6), 1), {}, [IDLE] * 6, False),
+        (dict.fromkeys(range(6), 0), {SCALE_DOWN_DISABLED: "true"}, [DISABLED] * 6, False),
+    ],
+    ids=["no slice", "an empty one each", "on 3 of 6", "on 2 of 6", "one device each", "marked"],
+)
+def test_the_model_says_what_the_autoscaler_did(
+    slices: Mapping[int, int], annotations: Mapping[str, str], expected: Sequence[Verdict], halted: bool
+) -> None:
+    """Six nodes, four used at 75 % and two at 25 %, are judged as the real autoscaler has judged them."""
+    nodes = [node(f"n{number}", annotations) for number in range(6)]
+    pods = [pod for number in range(6) for pod in pods_of(f"n{number}", BUSY if number < 4 else LOW)]
+    verdicts = judge(nodes, [slice_of(f"n{number}", devices) for number, devices in slices.items()], pods=pods)
+    assert list(verdicts.values()) == expected
+    assert stops(verdicts) is halted
+
+
+@dataclass
+class Group:
+    """Nodes whose pods use three of four devices and CPUs, and agents that do what they are asked for when let.
+
+    former: nodes with agents that always have a slice. The pods use devices of the DRA side by claims, if they can.
+    """
+
+    annotations: dict[str, dict[str, str]]
+    former: frozenset[str] = frozenset()
+    at: dict[str, str] = field(default_factory=dict)
+    known: dict[str, str] = field(default_factory=dict)
+    sliced: dict[str, bool] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, found in self.annotations.items():
+            self.at[name] = self.known[name] = found.get(SHARE, "")
+            self.sliced[name] = self.wants_slice(name)
+
+    def on_dra(self, name: str) -> int:
+        return parse_share(self.at[name] or "none").of(DEVICES)
+
+    def wants_slice(self, name: str) -> bool:
+        return bool(self.on_dra(name)) or name in self.former or POOL in self.annotations[name]
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return [node(name, found) for name, found in self.annotations.items()]
+
+    def views(self) -> list[NodeView]:
+        slices, leases = self.slices(), []
+        for name in self.annotations:
+            dra, known = self.on_dra(name), self.known[name]
+            counts = {"dra": dra, "plugin": DEVICES - dra} if known == self.at[name] else {"to-dra": DEVICES}
+            report = Progress({R: ResourceProgress(known or "none", counts)}, known)
+            said = {"annotations": {progress.annotation(D): progress.encoded(report)}}
+            if name in self.former:
+                next(one for one in slices if one["spec"]["nodeName"] == name)["metadata"] |= said
+            else:
+                leases.append({"metadata": {"name": name, **said}})
+        return fleet.views(D, self.nodes(), slices, leases=leases)
+
+    def slices(self) -> list[dict[str, Any]]:
+        return [slice_of(name, self.on_dra(name)) for name, there in self.sliced.items() if there]
+
+    def verdicts(self) -> dict[str, Verdict]:
+        claims = [claim(name, n) for name in self.annotations for n in range(min(BUSY, self.on_dra(name)))]
+        return judge(
+            self.nodes(), self.slices(), claims, [pod for name in self.annotations for pod in pods_of(name, 3)]
+        )
+
+    def quiet(self) -> bool:
+        return all(self.sliced[name] == self.wants_slice(name) for name in self.annotations)
+
+    def patch(self, name: str, patch: Mapping[str, Any] | None) -> None:
+        for key, text in (patch or {"metadata": {"annotations": {}}})["metadata"]["annotations"].items():
+            if text is None:
+                self.annotations[name].pop(key, None)
+            else:
+                self.annotations[name][key] = text
+
+    def now(self, name: str) -> dict[str, Any]:
+        return node(name, self.annotations[name])
+
+    def write(self, step: MarkStep) -> None:
+        for name in step.mark:
+            self.patch(name, autoscaler.mark_patch(D, self.now(name)))
+        for name in step.publish:
+            self.patch(name, autoscaler.publish_patch(D, self.now(name)))
+        for name in {*step.withdraw, *step.release}:
+            self.patch(name, autoscaler.release_patch(D, self.now(name), step))
+
+    def agent(self, name: str) -> None:
+        """Let an agent take in the share, or have its devices moved, and then publish what it has to."""
+        wanted = self.annotations[name].get(SHARE, "")
+        if self.known[name] != wanted:
+            self.known[name] = wanted
+        else:
+            self.at[name] = wanted
+        self.sliced[name] = self.wants_slice(name)
+
+    def roll(self, goal: Goal, limits: RolloutLimits, choices: Sequence[int], stop_after: int = 400) -> bool:
+        """Roll out until it is over; return False if it was interrupted. The autoscaler looks at each moment."""
+        own: set[str] = set()
+        names = list(self.annotations)
+        for step in range(stop_after):
+            views = self.views()
+            marks = fleet.next_marks(goal, views, limits)
+            decision = fleet.with_marks(fleet.decide(goal, views, limits, own=own), marks, limits)
+            assert not decision.stop
+            if decision.over:
+                return True
+            for name in decision.forget:
+                self.patch(name, fleet.forget_patch(goal, D, self.now(name)))
+            self.write(marks)
+            for name in decision.begin:
+                self.patch(name, fleet.begin_patch(goal, D, self.now(name), []))
+                own.add(name)
+            self.agent(names[choices[step % len(choices)] % len(names)])
+            self.agent(names[step % len(names)])
+            self.check(began=marks.ready and not marks.leaving)
+        return False
+
+    def check(self, *, began: bool) -> None:
+        verdicts = self.verdicts()
+        assert IDLE not in verdicts.values(), (verdicts, self)
+        if began and self.quiet():
+            assert UNREADY not in verdicts.values(), (verdicts, self)
+
+
+SHARES = st.sampled_from(["none", "2", "all"])
+
+
+@given(
+    shares=st.lists(SHARES, min_size=1, max_size=3),
+    count=st.integers(1, 6),
+    most=st.integers(1, 3),
+    choices=st.lists(st.integers(0, 5), min_size=1, max_size=12),
+    interrupted=st.integers(0, 30),
+    foreign=st.frozensets(st.integers(0, 5)),
+)
+def test_no_used_node_is_drained_while_a_rollout_runs(
+    shares: Sequence[str],
+    count: int,
+    most: int,
+    choices: Sequence[int],
+    interrupted: int,
+    foreign: frozenset[int],
+) -> None:
+    """Whatever the shares, whoever is slow, if runs are interrupted and undone: no used node is drained, none unready
+    once pools are published, and at the end nothing is left of what the rollout has set."""
+    theirs = {SCALE_DOWN_DISABLED: "true"}
+    first = {f"n{number}": dict(theirs) if number in foreign else {} for number in range(count)}
+    group = Group({name: dict(found) for name, found in first.items()})
+    limits = RolloutLimits(most)
+    for share in shares:
+        goal = Goal(share, owner=f"me (share {share})", take_over=True)
+        if not group.roll(goal, limits, choices, interrupted):
+            assert group.roll(goal, limits, choices)
+        verdicts = group.verdicts()
+        assert set(verdicts.values()) <= {USED, DISABLED}
+        for name, found in group.annotations.items():
+            assert (RECORD in found) is (share == "2" and first[name] != theirs)
+            assert (POOL in found) is (share == "2")
+    assert group.roll(Goal(undo=True, owner="me (undo)"), limits, choices)
+    assert group.annotations == first
+    assert not any(group.sliced.values())
+
+
+@given(share=SHARES, count=st.integers(1, 4), former=st.frozensets(st.integers(0, 3), min_size=1))
+def test_nodes_of_former_agents_stay_marked(share: str, count: int, former: frozenset[int]) -> None:
+    """A former agent keeps an empty slice, so the marks of its group stay, and no rollout waits for it to go."""
+    names = [f"n{number}" for number in range(count)]
+    old = frozenset(name for number, name in enumerate(names) if number in former)
+    group = Group({name: {} for name in names}, old)
+    assert group.roll(Goal(share, owner="me"), RolloutLimits(2), [0])
+    assert group.roll(Goal("none", owner="me", take_over=True), RolloutLimits(2), [0])
+    if old and share != "none":
+        assert all(RECORD in found for found in group.annotations.values())
+
+
+def test_without_an_autoscaler_nothing_is_marked() -> None:
+    """With --autoscaler ignore nodes are not marked, and what a former run has set goes at once."""
+    group = Group({"n1": {}, "n2": {}})
+    assert group.roll(Goal("2", owner="me"), RolloutLimits(2), [0])
+    assert all(SCALE_DOWN_DISABLED in found for found in group.annotations.values())
+    ignoring = RolloutLimits(2, ignore_autoscaler=True)
+    step = fleet.next_marks(Goal("2", owner="me"), group.views(), ignoring)
+    group.write(step)
+    assert not any({SCALE_DOWN_DISABLED, POOL, RECORD} & found.keys() for found in group.annotations.values())
+    assert fleet.next_marks(Goal("2", owner="me"), group.views(), ignoring).over
+
+
+def test_the_mark_is_shared_by_drivers() -> None:
+    """The mark goes with the rollout of the last driver that has set it."""
+    other = "gpu.example.com"
+    found: dict[str, str] = {}
+    for driver in (D, other):
+        patch = autoscaler.mark_patch(driver, node("n1", found))
+        assert patch is not None
+        found |= patch["metadata"]["annotations"]
+    step = MarkStep(withdraw=("n1",), release=("n1",))
+    first = autoscaler.release_patch(D, node("n1", found), step)
+    assert first is not None
+    assert first["metadata"]["annotations"] == {RECORD: None}
+    del found[RECORD]
+    last = autoscaler.release_patch(other, node("n1", found), step)
+    assert last is not None
+    assert last["metadata"]["annotations"] == {autoscaler.mark_annotation(other): None, SCALE_DOWN_DISABLED: None}
+
+
+def test_all_are_marked_before_the_first_pool() -> None:
+    """No pool is asked for while a node is not marked, and no device moves before all pools are there."""
+    bare, marked = Marks(), Marks(disabled=True, own=True)
+    asked = Marks(disabled=True, own=True, pool=True)
+    nodes = [MarkedNode("n1", bare, Placement.NONE), MarkedNode("n2", marked, Placement.NONE)]
+    assert next_marks(nodes) == MarkStep(mark=("n1",), kept=("n1", "n2"))
+    nodes = [MarkedNode("n1", marked, Placement.NONE), MarkedNode("n2", marked, Placement.NONE)]
+    assert next_marks(nodes).publish == ("n1", "n2")
+    nodes = [MarkedNode("n1", asked, Placement.NONE), MarkedNode("n2", asked, Placement.NONE, sliced=True)]
+    step = next_marks(nodes)
+    assert (step.ready, step.unpublished) == (False, ("n1",))
+    stalled = fleet.with_marks(fleet.RolloutStep(begin=("n1",)), step, RolloutLimits(1, 10.0), 11.0)
+    assert stalled.begin == ()
+    assert stalled.stop[0].startswith("n1: the agent's pool is not published")
+
+
+def test_what_status_says_of_marks() -> None:
+    """Status says what the mark of a partial node costs, and how that of another one goes; others' it does not name."""
+    own = Marks(disabled=True, own=True)
+    assert "never scaled down" in autoscaler.sentences(own, Placement.PARTIAL)[0]
+    assert "the same rollout again" in autoscaler.sentences(own, Placement.ALL)[0]
+    assert not autoscaler.sentences(Marks(disabled=True), Placement.PARTIAL)
+
+
+def test_a_lease_has_the_report() -> None:
+    """A node's report is in its Lease; a slice with names alone has none, and a report there is a former agent's."""
+    report = Progress({R: ResourceProgress("none", {"plugin": 4})}, qualifiers={R: ""})
+    names = Progress({}, qualifiers={R: ""})
+    lease = {"metadata": {"name": "n1", "annotations": {progress.annotation(D): progress.encoded(report)}}}
+    body = slice_of("n1", 1)
+    body["metadata"]["annotations"] = {progress.annotation(D): progress.encoded(names)}
+    (view,) = fleet.views(D, [node("n1")], [body], leases=[lease])
+    assert (view.reported, view.sliced, view.former) == (report, True, False)
+    (view,) = fleet.views(D, [node("n1")], [], leases=[lease])
+    assert (view.reported, view.sliced, fleet.phase(Goal("none"), view)) == (report, False, Phase.WAITING)
+    former = Progress({R: ResourceProgress("all", {"dra": 4})})
+    body["metadata"]["annotations"] = {progress.annotation(D): progress.encoded(former)}
+    (view,) = fleet.views(D, [node("n1")], [body], leases=[lease])
+    assert (view.reported, view.former) == (former, True)
+    assert fleet.drivers_of([], [lease]) == [D]
