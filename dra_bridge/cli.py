@@ -55,15 +55,6 @@ Check whether the agents can adopt a device plugin, and print the kubectl comman
 is changed. The exit status is 1 if the plugin cannot be adopted, or given back, now.
 """
 
-_LEFT_BEHIND: Final = """\
-not removed: created objects and share annotations; to remove those of all agents:
-  kubectl delete -A -l {label} daemonset,configmap,serviceaccount,role,rolebinding,lease
-  kubectl delete -l {label} deviceclass,clusterrole,clusterrolebinding
-  kubectl delete -l {label} validatingadmissionpolicy,validatingadmissionpolicybinding
-  kubectl delete -l {label} namespace  # with all that is in it
-  kubectl annotate nodes --all {annotations}
-on each node the ledger stays: plugins/dra-bridge in the kubelet's directory"""
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
@@ -197,8 +188,8 @@ def _run(options: argparse.Namespace) -> int:
 
 def _uninstall(options: argparse.Namespace) -> int:
     from deviceplugin import config
-    from dra_bridge.rollout.agents import LABEL, lease_namespaces
-    from dra_bridge.rollout.removal import obstacles, remaining_marks
+    from dra_bridge.rollout.agents import lease_namespaces
+    from dra_bridge.rollout.removal import left_behind, obstacles, remaining_marks
     from dra_bridge.rollout.rollout import check_driver, read_leases
     from dra_bridge.slices.publisher import remove_slices
 
@@ -228,12 +219,7 @@ def _uninstall(options: argparse.Namespace) -> int:
         return 0
     print(counted(removed, "slice"), "removed")
     if not options.node:
-        annotations = " ".join(
-            f"{driver}/{key}-"
-            for driver in sorted(drivers)
-            for key in ("dra-share", "dra-share-before", "dra-pool", "dra-scale-down")
-        )
-        print(_LEFT_BEHIND.format(label=LABEL, annotations=annotations))
+        print(left_behind(drivers))
     for warning in warnings:
         print(f"warning: {printable(warning)}", file=sys.stderr)
     return 0

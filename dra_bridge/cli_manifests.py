@@ -229,6 +229,13 @@ def _add_deployment(parser: argparse.ArgumentParser) -> None:
     alone = "serve pods by limits only, with `deviceplugin run`; the default if the file names no driver"
     add("--plugin-only", "plugin_only", alone, action="store_true")
     add("--memory", "memory", "the container's limit", "128Mi", type=_memory, metavar="QUANTITY")
+    number = matching("0*[1-9][0-9]*", "is not a number of devices, at least 1", int)
+    about = "print a ResourceQuota: devices of each resource, by limits and claims together, for each --tenant"
+    add("--quota", "quota", about, type=number, metavar="N")
+    about = "a namespace with that quota; may be repeated"
+    add("--tenant", "tenants", about, type=name, action="append", metavar="NAME")
+    minor = matching(r"1\.[0-9]+", "is not like 1.36", lambda text: int(text[2:]))
+    add("--kubernetes", "kubernetes", "the API server's version; a quota of 1.35 has two keys", "1.36", type=minor)
     add("--node-selector", "node_selector", selector, type=label, action="append", metavar="KEY=VALUE")
 
 
@@ -258,6 +265,9 @@ def _manifests(options: argparse.Namespace) -> int:
         given["node_selector"] = dict(labels := given["node_selector"])
         if len(given["node_selector"]) < len(set(labels)):
             raise CommandError("dra-bridge manifests: a label of --node-selector has two values; nodes have one")
+    given["tenants"] = tuple(dict.fromkeys(given.get("tenants", ())))
+    if ("quota" in given) != bool(given["tenants"]):
+        raise CommandError("dra-bridge manifests: --quota and --tenant belong together")
     if bool(options.source) != bool(given.get("own_command")):
         raise CommandError("dra-bridge manifests: --source and --command belong together")
     try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from importlib import resources
 from itertools import takewhile
@@ -39,6 +39,8 @@ class Deployment:
     own_command: of an author's own agent, which reads no config file; empty for `dra-bridge run`.
     privileged: whether the agent's container is privileged; auto: where the configuration needs it (`privileges`).
     writable_sys: directories of sysfs that an own agent's hooks write to; a container's /sys is read-only.
+    quota, tenants: how many devices of each resource each of these namespaces may have; 0 and () for no ResourceQuota.
+    kubernetes: the API server's minor version: before 36 a quota counts claims apart from limits.
     plugin_only: `deviceplugin run` in place of `dra-bridge run`, without anything of the API server; so it is as well
     where no resource names a driver.
     """
@@ -64,6 +66,9 @@ class Deployment:
     privileged: Literal["auto", "always", "never"] = "auto"
     writable_sys: tuple[str, ...] = ()
     plugin_only: bool = False
+    quota: int = 0
+    tenants: tuple[str, ...] = ()
+    kubernetes: int = 36
 
 
 def privileges(config: Config, deployment: Deployment) -> list[str]:
@@ -138,8 +143,10 @@ def manifests(config: Config, text: str, deployment: Deployment | None = None) -
         "update_strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}},
         "escalation": None if reasons else False,
     }
-    *first, device_class, config_map, daemon_set = _template()
+    *first, device_class, quota, config_map, daemon_set = _template()
     classes = [_filled(device_class, {**values, **_class_values(how, resource)}) for resource in served]
+    hard = {key: value for resource in config.resources for key, value in _hard(how, resource, served).items()}
+    classes += [_filled(quota, {**values, "tenant": tenant, "hard": hard}) for tenant in how.tenants]
     *first, daemon_set = _filled([*first, config_map, daemon_set], values)
     last = [first.pop(), daemon_set] if text else [daemon_set]
     pod = daemon_set["spec"]["template"]["spec"]
@@ -223,6 +230,18 @@ def _class_values(how: Deployment, resource: ResourceConfig) -> Manifest:
         "driver": resource.driver,
         "extended_resource_name": resource.name if how.extended_resource and how.version == "v1" else None,
     }
+
+
+def _hard(how: Deployment, resource: ResourceConfig, served: Collection[ResourceConfig]) -> dict[str, str]:
+    """Return what a quota limits for a resource.
+
+    Since 1.36 `requests.` counts claims of the class that names the resource, too; else they have a key of their own
+    (pkg/quota/v1/evaluator/core/resource_claims.go).
+    """
+    hard, values = {f"requests.{resource.name}": str(how.quota)}, _class_values(how, resource)
+    if resource in served and (how.kubernetes < 36 or not values["extended_resource_name"]):
+        hard[f"{values['class_name']}.deviceclass.resource.k8s.io/devices"] = str(how.quota)
+    return hard
 
 
 def wide_mounts(config: Config) -> list[str]:

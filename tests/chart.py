@@ -33,13 +33,14 @@ FILES = {
     "ValidatingAdmissionPolicy": "policies",
     "ValidatingAdmissionPolicyBinding": "policies",
     "DeviceClass": "deviceclasses",
+    "ResourceQuota": "quotas",
     "ConfigMap": "daemonset",
     "DaemonSet": "daemonset",
 }
 """The file of each kind; the Namespace is Helm's."""
-EACH = {"DeviceClass": "classes", "ConfigMap": "groups", "DaemonSet": "groups"}
+EACH = {"DeviceClass": "classes", "ResourceQuota": "quotas", "ConfigMap": "groups", "DaemonSet": "groups"}
 """What a kind is repeated for: the value with a list of values for each."""
-CLASS_VALUES = {"attribute", "canonical", "class_name", "driver", "extended_resource_name"}
+OWN_VALUES = {"attribute", "canonical", "class_name", "driver", "extended_resource_name", "tenant", "hard"}
 OPTIONAL = {
     "affinity": "affinity",
     "escalation": "unprivileged",
@@ -71,7 +72,7 @@ class Writer:
 
     def value(self, name: str) -> str:
         """Return what Helm calls a value of manifests.yaml."""
-        scoped = EACH.get(self._kind) == "groups" or (self._kind in EACH and name in CLASS_VALUES)
+        scoped = EACH.get(self._kind) == "groups" or (self._kind in EACH and name in OWN_VALUES)
         return f"{'$one' if scoped else '$v'}.{name}"
 
     def lines(self, part: Any, indent: str = "", given: str = "") -> Iterator[str]:

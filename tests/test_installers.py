@@ -161,6 +161,15 @@ def claim_status(made: Installed) -> None:
     assert "--claim-status" in made.arguments
 
 
+@case("--quota=2", "--tenant=team", "--tenant=other", quota={"devices": 2, "namespaces": ["team", "other"]})
+def quota(made: Installed) -> None:
+    """Each tenant has one key for each resource, by which limits and claims count together."""
+    quotas = made.of("ResourceQuota")
+    assert [one["metadata"]["namespace"] for one in quotas] == ["team", "other"]
+    resources = {one["name"] for one in yaml.safe_load(TEXT)["resources"]}
+    assert all(one["spec"]["hard"] == {f"requests.{name}": "2" for name in resources} for one in quotas)
+
+
 @case("--metrics-port=0", metricsPort=0)
 def no_metrics(made: Installed) -> None:
     """There is nothing to probe, and nothing for operators to ask agents."""

@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Final
 
 from dra_bridge.kube import NODES, Cluster, ForbiddenError
-from dra_bridge.rollout.agents import namespaces_of_agents, running_agents
+from dra_bridge.rollout.agents import LABEL, namespaces_of_agents, running_agents
 from dra_bridge.rollout.autoscaler import SCALE_DOWN_DISABLED, mark_annotation
 from dra_bridge.rollout.fleet import allocations, shortened
+
+_LEFT_BEHIND: Final = """\
+not removed: created objects and share annotations; to remove those of all agents:
+  kubectl delete -A -l {label} daemonset,configmap,serviceaccount,role,rolebinding,lease
+  kubectl delete -l {label} deviceclass,clusterrole,clusterrolebinding
+  kubectl delete -l {label} validatingadmissionpolicy,validatingadmissionpolicybinding
+  kubectl delete -l {label} namespace  # with all that is in it
+  kubectl annotate nodes --all {annotations}
+on each node the ledger stays: plugins/dra-bridge in the kubelet's directory"""
+_KEYS: Final = ("dra-share", "dra-share-before", "dra-pool", "dra-scale-down")
+
+
+def left_behind(drivers: Collection[str]) -> str:
+    """Return what is not removed, and the commands that remove it."""
+    annotations = " ".join(f"{driver}/{key}-" for driver in sorted(drivers) for key in _KEYS)
+    return _LEFT_BEHIND.format(label=LABEL, annotations=annotations)
 
 
 async def obstacles(

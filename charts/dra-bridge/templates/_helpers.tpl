@@ -22,17 +22,34 @@ names. tests/test_installers.py compares the objects of both.
 {{- $drivers := list -}}
 {{- $resources := list -}}
 {{- $classes := dict -}}
+{{- $hard := dict -}}
+{{- $quotas := list -}}
+{{- $devices := toString .Values.quota.devices -}}
+{{- $apart := semverCompare "<1.36-0" .Capabilities.KubeVersion.Version -}}
 {{- $port := 0 -}}
 {{- range $groups -}}
   {{- $drivers = concat $drivers .drivers -}}
   {{- $resources = concat $resources .resources -}}
   {{- $port = .metrics_port | default $port -}}
+  {{- range .served -}}
+    {{- $_ := set $hard (printf "requests.%s" .) $devices -}}
+  {{- end -}}
   {{- range .classes -}}
     {{- $_ := set $classes .class_name . -}}
+    {{- if or $apart (not .extended_resource_name) -}}
+      {{- $_ := set $hard (printf "%s.deviceclass.resource.k8s.io/devices" .class_name) $devices -}}
+    {{- end -}}
   {{- end -}}
+{{- end -}}
+{{- range .Values.quota.namespaces -}}
+  {{- $quotas = append $quotas (dict "tenant" . "hard" $hard) -}}
+{{- end -}}
+{{- if ne (empty $quotas) (eq (int .Values.quota.devices) 0) -}}
+  {{- fail "quota.devices and quota.namespaces belong together" -}}
 {{- end -}}
 {{- $drivers = $drivers | uniq | sortAlpha -}}
 {{- dict
+    "quotas" $quotas
     "name" (include "dra-bridge.name" .)
     "namespace" .Release.Namespace
     "more_labels" .Values.commonLabels

@@ -1,0 +1,79 @@
+"""Quotas of a tenant that goes over from limits to claims, on the real API server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from deviceplugin.config import parse
+from dra_bridge.manifests import Deployment, manifests
+from tests.cluster.api import ApiError, Object
+from tests.cluster.node import Cluster
+
+RESOURCE, DRIVER, TEAM = "example.net/slot", "slot.example.net", "team"
+CONFIG = f"resources: [{{name: {RESOURCE}, driver: {DRIVER}, devices: [path: /dev/x]}}]"
+QUOTA = 2
+
+
+@pytest.fixture
+def team(cluster: Cluster) -> Iterator[Cluster]:
+    """A namespace with the quota that `manifests --quota 2 --tenant team` prints, in force."""
+    if cluster.minor < 34:
+        pytest.skip("extended resources through DRA came with 1.34")
+    how = Deployment(quota=QUOTA, tenants=(TEAM,), kubernetes=cluster.minor)
+    wanted = [one for one in manifests(parse(CONFIG), CONFIG, how) if one["kind"] in ("DeviceClass", "ResourceQuota")]
+    api = cluster.api
+    api.apply([{"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": TEAM}}, *wanted])
+    (quota,) = (one for one in wanted if one["kind"] == "ResourceQuota")
+    hard = quota["spec"]["hard"]
+    assert len(hard) == (1 if cluster.minor >= 36 else 2)
+    cluster.wait_for(lambda: counted(cluster).keys() == hard.keys(), 60, "the quota is in force")
+    cluster.wait_for(lambda: api.list("ServiceAccount", TEAM), 60, "pods can be made")
+    yield cluster
+    api.delete("Namespace", TEAM)
+    api.delete("DeviceClass", DRIVER)
+
+
+def counted(cluster: Cluster) -> dict[str, str]:
+    """Return what counts against the quota now."""
+    return dict(cluster.api.get("ResourceQuota", "dra-bridge-devices", TEAM).get("status", {}).get("used") or {})
+
+
+def pod(name: str) -> Object:
+    container = {"name": "main", "image": "none", "resources": {"limits": {RESOURCE: "1"}}}
+    spec = {"containers": [container], "terminationGracePeriodSeconds": 0}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "namespace": TEAM}, "spec": spec}
+
+
+def claim(name: str) -> Object:
+    requests = [{"name": "one", "exactly": {"deviceClassName": DRIVER}}]
+    kind = {"apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim"}
+    return {**kind, "metadata": {"name": name, "namespace": TEAM}, "spec": {"devices": {"requests": requests}}}
+
+
+def refused(cluster: Cluster, body: Object) -> str:
+    """Try to make an object; return why it was refused, "" if it was not."""
+    try:
+        cluster.api.create(body, TEAM)
+    except ApiError as error:
+        if error.code != 403:
+            raise
+        return error.message
+    return ""
+
+
+def test_a_tenant_stays_limited_over_the_way_from_limits_to_claims(team: Cluster) -> None:
+    """From 1.36 limits and claims together are as many as the quota says; before, as many of each kind."""
+    assert [refused(team, pod(f"pod-{number}")) for number in range(QUOTA)] == [""] * QUOTA
+    assert "exceeded quota: dra-bridge-devices" in refused(team, pod("one-too-many"))
+    if team.minor >= 36:
+        assert f"requests.{RESOURCE}=1" in refused(team, claim("too-early"))
+        team.api.delete("Pod", "pod-0", TEAM, grace=0)
+        team.wait_for(lambda: refused(team, claim("first")) == "", 60, "the pod's device is free for a claim")
+        assert "exceeded quota" in refused(team, pod("pod-0"))
+    else:
+        assert [refused(team, claim(f"claim-{number}")) for number in range(QUOTA)] == [""] * QUOTA
+        print(f"before 1.36: {counted(team)}")
+    assert "exceeded quota" in refused(team, claim("one-too-many"))
+    assert "exceeded quota" in refused(team, pod("one-too-many"))
