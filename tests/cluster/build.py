@@ -462,6 +462,11 @@ def ensure_packages() -> None:
         raise BuildError(f"still missing after {advice}: {', '.join(still)}")
 
 
+def is_built(version: str) -> bool:
+    """Return whether the programs of a Kubernetes version are there: inside the isolation nothing can be fetched."""
+    return all((cache_directory() / version / "bin" / program).exists() for program in KUBERNETES_PROGRAMS)
+
+
 def ensure(version: str | None = None) -> Binaries:
     """Return the programs of a Kubernetes version (see ``default_version``), built and installed as needed."""
     version = (version or default_version()).removeprefix("v")

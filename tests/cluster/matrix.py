@@ -40,6 +40,8 @@ TESTS = {
     "test_daemonset_real": "In a DaemonSet, from the image",
     "test_helm_real": "By Helm",
     "test_cli_real": "Commands",
+    "test_autoscaler_real": "Autoscalers",
+    "test_quota_real": "Quotas",
     HOLDERS: "No device has two holders",
 }
 """The modules of tests, and the heading of each on PAGE."""

@@ -553,6 +553,15 @@ class Cluster:
         else:
             self.components[component].start()
 
+    def switch(self, component: str, version: str) -> None:
+        """Run a component in another version of Kubernetes; ``version`` and ``minor`` are those of the API server."""
+        binaries = build.ensure(version)
+        self.components[component].stop()
+        self.components[component].argv[0] = binaries.path(component)
+        if component == "kube-apiserver":
+            self.binaries, self.version, self.minor = binaries, binaries.version, binaries.minor
+        self.start_component(component)
+
     # --- waiting ---
 
     def wait_for(

@@ -81,10 +81,11 @@ def test_no_right_to_write_nodes(config: Config) -> None:
 
 def test_the_right_to_ask_agents(config: Config) -> None:
     """Operators may read the pages of pods in the agent's namespace alone, where agents have pages."""
-    (role,) = of_kind(manifests(config, TEXT), "Role")
+    agents, role = of_kind(manifests(config, TEXT), "Role")
+    assert {resource for rule in agents["rules"] for resource in rule["resources"]} == {"leases"}
     assert (role["metadata"]["name"], role["metadata"]["namespace"]) == ("dra-bridge-operator", "dra-bridge")
     assert role["rules"] == [{"apiGroups": [""], "resources": ["pods/proxy"], "verbs": ["get"]}]
-    assert not of_kind(manifests(config, TEXT, Deployment(metrics_port=0)), "Role")
+    assert of_kind(manifests(config, TEXT, Deployment(metrics_port=0)), "Role") == [agents]
 
 
 def test_config_travels_as_it_is(config: Config) -> None:

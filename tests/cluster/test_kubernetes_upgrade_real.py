@@ -1,0 +1,72 @@
+"""An upgrade of Kubernetes and its rollback in the middle of a migration, while pods of both kinds hold devices.
+
+docs/upgrading-kubernetes.md says what an administrator does first and last; this is done here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.cluster import build
+from tests.cluster.bridge import Bridge
+from tests.cluster.conftest import Shared
+from tests.cluster.node import Cluster, Pod
+from tests.cluster.test_handover import RESOURCE, annotate, serving_cards, states
+
+OLD, NEW = "1.36.3", "1.37.2"
+CONTROL_PLANE = ("kube-apiserver", "kube-controller-manager", "kube-scheduler")
+UPGRADE = (*((name, NEW) for name in CONTROL_PLANE), ("kubelet", NEW))
+ROLLBACK = (("kubelet", OLD), *((name, OLD) for name in reversed(CONTROL_PLANE)))
+"""In these orders: a kubelet is never newer than its API server."""
+
+
+@pytest.fixture
+def old_cluster(shared_cluster: Shared) -> Iterator[Cluster]:
+    """A cluster of the older version."""
+    if missing := [version for version in (OLD, NEW) if not build.is_built(version)]:
+        pytest.skip(f"python -m tests.cluster.build {' '.join(missing)} was not run")
+    shared_cluster.stop()
+    with Cluster(OLD) as cluster:
+        yield cluster
+
+
+def lives(*pods: Pod) -> list[tuple[str, str, int]]:
+    """Return what tells whether a container runs on: the pods' phases, containers and restarts."""
+    return [(pod.phase, pod.container_id(), pod.restarts()) for pod in pods]
+
+
+def test_an_upgrade_and_its_rollback_in_the_middle_of_a_migration(old_cluster: Cluster) -> None:
+    """Containers of both kinds run on, devices keep their sides and the move its place, and new claims are prepared, at
+    each step of the way to 1.37 and back; the move ends when its holders do."""
+    cluster = old_cluster
+    with serving_cards(cluster) as bridge:
+        plain = cluster.start_pod("plain", {RESOURCE: 2}).wait_running()
+        annotate(cluster, "4")
+        bridge.wait_offered(4)
+        bridge.claim("mine")
+        claimer = bridge.pod("claimer", {"card": "mine"}).wait_running()
+        annotate(cluster, "all")
+        cluster.wait_for(lambda: states(bridge) == {"dra": 6, "to-dra": 2}, 60, "all but the held ones have moved")
+        running, report = lives(plain, claimer), states(bridge)
+        for number, (component, version) in enumerate((*UPGRADE, *ROLLBACK)):
+            cluster.switch(component, version)
+            cluster.wait_for(cluster.ready, 120, f"the node is ready with {component} {version}")
+            prepared(bridge, f"later-{number}")
+            assert lives(plain, claimer) == running, (component, version)
+            assert states(bridge) == report, (component, version)
+        plain.delete()
+        plain.wait_gone()
+        cluster.wait_for(lambda: states(bridge) == {"dra": 8}, 60, "the move ends")
+        claimer.delete()
+        claimer.wait_gone()
+
+
+def prepared(bridge: Bridge, name: str) -> None:
+    """Start a pod with a claim, wait until it runs, and end it."""
+    bridge.claim(name)
+    pod = bridge.pod(name, {"card": name}).wait_running()
+    pod.delete()
+    pod.wait_gone()
+    bridge.cluster.api.delete("ResourceClaim", name)
