@@ -204,7 +204,6 @@ def test_another_stick_has_the_old_number(scene: Scene, sticks: Sticks, form: st
     scene.cluster.wait_for(lambda: not locks.pids(pod.uid), LIMIT, "the container has ended")
     until_taken(scene)
     scene.after = 1
-    wait_offered(scene, form, 2)
 
 
 @pytest.mark.parametrize("form", FORMS)
