@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from deviceplugin import config
+from deviceplugin import config, device_links
 from deviceplugin.config import Config, ConfigError, Lock
 from deviceplugin.device import Device, counted, printable
 from deviceplugin.node import logs
@@ -301,6 +301,14 @@ async def _first_list(source: ConfiguredSource) -> Sequence[Device]:
         return await anext(lists)
 
 
+def _unlinked(devices: Sequence[Device]) -> list[str]:
+    """Return what is to be said of devices that running containers may lose, if this node has systemd and cgroup v2."""
+    if not device_links.reload_matters():
+        return []
+    missing = device_links.unlinked(devices)
+    return [device_links.warning(missing)] if missing else []
+
+
 def _as_json(source: ConfiguredSource, devices: Sequence[Device]) -> dict[str, Any]:
     return {
         "name": source.resource,
@@ -322,7 +330,7 @@ def _as_json(source: ConfiguredSource, devices: Sequence[Device]) -> dict[str, A
             }
             for device in devices
         ],
-        "notes": [*source.notes, *source.nodeless],
+        "notes": [*source.notes, *source.nodeless, *_unlinked(devices)],
     }
 
 
@@ -349,7 +357,7 @@ def _print_devices(listed: _Listed) -> None:
         offered = sum(map(source.replicas_of, devices))
         shared = f", offered {offered} times in all" if offered > len(devices) else ""
         print(f"{source.resource}: {counted(len(devices))}{unwell}{shared}")
-        for note in (*source.notes, *source.nodeless):
+        for note in (*source.notes, *source.nodeless, *_unlinked(devices)):
             print(f"  {note}")
 
 

@@ -172,6 +172,8 @@ class RegistrationStatistics:
     foreign: int = 0
     """How often another plugin was found to have registered the resource."""
     registered: bool = False
+    awaits_kubelet: bool = False
+    """Whether nothing is missing but the kubelet: the first list is there, and the socket, if the directory is."""
     contested: str = ""
     """Why another plugin must have registered the resource; "" since it was registered again."""
     error: str = ""
@@ -354,6 +356,7 @@ class PluginRegistration:
         now = await self._directory.now()
         seen = self._seen(now, await self._look(now))
         step = next_step(seen, timing.patience)
+        self.statistics.awaits_kubelet &= step is not Step.WAIT_FOR_DEVICES
         if step is Step.REST and self._accepted is not None and self._accepted.options != self.endpoint.options:
             step = Step.REGISTER  # the hooks changed with the source: the kubelet asks once, at Register
         if step is Step.REGISTER:
@@ -379,6 +382,7 @@ class PluginRegistration:
                     if await self._has_directory():
                         raise
                     return  # it was removed meanwhile
+            self.statistics.awaits_kubelet = True
         elif step is Step.REST and seen.since >= timing.patience:
             self._backoff.reset()
         stream_due = max(0.01, timing.patience - seen.since)
@@ -519,6 +523,7 @@ class PluginRegistration:
             gone = error.code() is grpc.StatusCode.UNAVAILABLE
             self._server.used = not gone
             self.statistics.failures += not gone
+            self.statistics.awaits_kubelet = gone  # a socket of before a reboot is there, and nobody listens
             why = f"{error.code().name}: {error.details()}"
             text = f"does not answer at {self._kubelet}" if gone else f"refused the registration ({why})"
             self.statistics.error = f"the kubelet {text}"
@@ -527,7 +532,8 @@ class PluginRegistration:
         again = " again" if self.statistics.registrations else ""
         self.statistics.registrations += 1
         self.statistics.kubelet_restarts += self._last_kubelet not in (None, kubelet)
-        self.statistics.registered, self.statistics.contested, self.statistics.error = True, "", ""
+        self.statistics.registered, self.statistics.awaits_kubelet = True, False
+        self.statistics.contested = self.statistics.error = ""
         self._last_kubelet, self._last_logged = kubelet, ""
         self._accepted = Accepted(kubelet, time.monotonic(), options, streams)
         _LOG.info("registered%s as %s", again, name, extra={"resource": resource})

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 from deviceplugin.exclusion import DeviceKey
@@ -75,7 +76,7 @@ class AgentStatus:
     kubelet_answers: whether the kubelet answered the last call, None if it cannot be called. kubelet_silent: since when
     it has answered none (Unix). blind: what cannot be seen of the node's pods, and what to set. unknown: how often
     evidence did not tell, by its source.
-    unwatched: directories without file events, by cause.
+    unwatched: directories without file events, by cause. cgroup_root: where the node's cgroups are.
     """
 
     resources: tuple[ResourceStatus, ...]
@@ -89,3 +90,41 @@ class AgentStatus:
     blind: tuple[str, ...] = ()
     unknown: Mapping[EvidenceSource, int] = field(default_factory=dict)
     unwatched: tuple[Unwatched, ...] = ()
+    cgroup_root: Path | None = None
+
+
+def unready(status: AgentStatus) -> Iterable[str]:
+    """Yield the reasons why the plugin side is not ready."""
+    if status.former_config:
+        yield status.config_error
+    if not status.resources:
+        yield "no resource is served"
+    for resource in status.resources:
+        if resource.vendor is not None and not resource.vendor.connected:
+            continue  # the agent has to be there before a plugin can come, and serves the others
+        if not resource.snapshot.listed:
+            error = f" ({resource.source_error})" if resource.source_error else ""
+            yield f"{resource.resource}: its source has not listed its devices{error}"
+        elif not resource.registered:
+            why = resource.registration.contested
+            because = f"another plugin has registered it ({why})" if why else resource.registration.error
+            yield f"{resource.resource}: not registered with the kubelet{because and f': {because}'}"
+        elif not resource.live:
+            yield f"{resource.resource}: registered, but the kubelet does not follow its list of devices"
+
+
+def unserved(status: AgentStatus) -> Iterator[str]:
+    """Yield what a kubelet that starts now would not find: sockets, first lists, and devices whose holders are known.
+
+    Adopted plugins are left out: most are pods, which that kubelet has to start first.
+    """
+    for resource in status.resources:
+        if resource.vendor is not None:
+            continue
+        unknown = [withheld.reason for withheld in resource.withheld.values() if withheld.kind == "unknown"]
+        if not resource.snapshot.listed:
+            yield f"{resource.resource}: its source has not listed its devices"
+        elif not resource.registered and not resource.registration.awaits_kubelet:
+            yield f"{resource.resource}: not served yet"
+        elif unknown:
+            yield f"{resource.resource}: of {len(unknown)} devices it is not known who holds them: {unknown[0]}"

@@ -15,13 +15,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
-from deviceplugin import inventory, naming
+from deviceplugin import device_links, inventory, naming
 from deviceplugin.device import Device, Health
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.holders import EvidenceSource
 from deviceplugin.kubelet.podresources import PodContainer
 from deviceplugin.kubelet.servicer import Endpoint
-from deviceplugin.kubelet.status import AgentStatus, ResourceStatus, VendorConnection, Withheld
+from deviceplugin.kubelet.status import AgentStatus, ResourceStatus, VendorConnection, Withheld, unready
 from deviceplugin.metrics import load
 from deviceplugin.metrics.report import (
     DEFAULT_LOCATION,
@@ -155,26 +155,6 @@ class AgentView:
     unwatched: tuple[Unwatched, ...] = ()
 
 
-def unready(status: AgentStatus) -> Iterable[str]:
-    """Yield the reasons why the plugin side is not ready."""
-    if status.former_config:
-        yield status.config_error
-    if not status.resources:
-        yield "no resource is served"
-    for resource in status.resources:
-        if resource.vendor is not None and not resource.vendor.connected:
-            continue  # the agent has to be there before a plugin can come, and serves the others
-        if not resource.snapshot.listed:
-            error = f" ({resource.source_error})" if resource.source_error else ""
-            yield f"{resource.resource}: its source has not listed its devices{error}"
-        elif not resource.registered:
-            why = resource.registration.contested
-            because = f"another plugin has registered it ({why})" if why else resource.registration.error
-            yield f"{resource.resource}: not registered with the kubelet{because and f': {because}'}"
-        elif not resource.live:
-            yield f"{resource.resource}: registered, but the kubelet does not follow its list of devices"
-
-
 def unanswered(status: AgentStatus, now: float) -> Iterable[str]:
     """Yield who does not answer: the kubelet, adopted plugins. now: Unix seconds."""
     if status.kubelet_silent is not None:
@@ -183,6 +163,15 @@ def unanswered(status: AgentStatus, now: float) -> Iterable[str]:
         since = resource.vendor.unanswered if resource.vendor is not None else None
         if since is not None and now - since >= UNANSWERED:
             yield f"{resource.resource}: its plugin has not answered a call since {_iso(since)}"
+
+
+def unlinked(status: AgentStatus) -> Iterable[str]:
+    """Yield a problem for each resource with devices that running containers lose by a reload of systemd. Blocks."""
+    if status.cgroup_root is None or not device_links.reload_matters(status.cgroup_root):
+        return
+    for resource in status.resources:
+        if missing := device_links.unlinked(resource.snapshot.devices.values()):
+            yield f"{resource.resource}: {device_links.warning(missing)}"
 
 
 def _iso(at: float) -> str:
@@ -371,6 +360,7 @@ class Observer:
                 *([status.config_error] if status.config_error and not status.former_config else ()),
                 *unanswered(status, time.time()),
                 *map(str, status.unwatched),
+                *unlinked(status),
                 *(
                     f"{resource.resource}: {no_plugin(resource.vendor)}"
                     for resource in status.resources

@@ -117,6 +117,7 @@ class Agent(RegisterHost):
             self.tracker.problems,
             dict(self.tracker.unknown),
             self._watcher.unwatched() if self._watcher is not None else (),
+            self.paths.cgroup_root,
         )
 
     async def run(self) -> None:

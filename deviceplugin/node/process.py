@@ -23,6 +23,7 @@ from deviceplugin.looks import Looks, LookTimeoutError
 from deviceplugin.naming import node_name
 from deviceplugin.node.agent import Agent, AgentError
 from deviceplugin.node.options import metrics_config, parse_run
+from deviceplugin.node.systemd import ServiceManager
 from deviceplugin.source import DeviceSource
 from deviceplugin.tasks import cancel_all
 from deviceplugin.version import VERSION
@@ -210,6 +211,7 @@ async def _serve(
     make: Callable[[], Program], metrics_address: str | None, metrics: MetricsConfig | None, config: ConfigFile | None
 ) -> None:
     program = make()
+    manager = ServiceManager()
     loop = asyncio.get_running_loop()
     reload = asyncio.Event()
     what = f"config file {config.path}" if config else "no config file"
@@ -217,6 +219,8 @@ async def _serve(
 
     def stop(name: str) -> None:
         _LOG.info("%s: the agent ends; pods keep their devices", name)
+        if manager.there:
+            manager.tell(STOPPING=1, STATUS="the agent ends; pods keep their devices")
         program.agent.stop()
 
     def end(number: int, _: object) -> None:
@@ -243,6 +247,8 @@ async def _serve(
             sys.setswitchinterval(0.0005)
         gc.freeze()  # what is loaded stays: a collection takes 5 ms instead of 35
         following = [_follow_config(program, config, reload), _keep(program, config)] if config else []
+        if manager.there:
+            following.append(manager.follow(program.agent.status))
         tasks = [asyncio.create_task(coroutine) for coroutine in following]
         try:
             await program.run()

@@ -44,6 +44,7 @@ from tests.cluster.node import (
 from tests.programs import ANY_CONFIG
 from tests.scenarios import sides
 from tests.scenarios.sides import SidesScenarios, long, named
+from tests.service_manager import service_manager
 
 LIMIT = 30.0
 """Seconds in which a device moves at the most; what is good is judged elsewhere."""
@@ -972,8 +973,8 @@ def test_aliases_of_a_node(scene: Scene) -> None:
 def reboot(scene: Scene, agent: str = "after the kubelet") -> None:
     """Do to the node what a reboot does, but for the kernel: everything dies, /run is empty, the boot id is another.
 
-    agent: when it starts: `after the kubelet`, `before the kubelet`, where it waits for that, `with the kubelet`, as
-    systemd starts `deviceplugin run` and does not wait for it, or `later`.
+    agent: when it starts: `after the kubelet`, `before the kubelet`, `plugin before the kubelet` (`deviceplugin run`),
+    or `later`. Before it means that the kubelet starts as systemd starts it: when the agent has said that it serves.
     """
     cluster = scene.cluster
     scene.agents.kill()
@@ -1005,19 +1006,19 @@ def reboot(scene: Scene, agent: str = "after the kubelet") -> None:
     isolate.BOOT_ID.write_text(f"{uuid.uuid4()}\n")
     cluster.start_component("containerd")
     cluster.wait_for(lambda: cluster._ctr("version").returncode == 0, LIMIT, "containerd answers", log="containerd")
-    if agent == "before the kubelet":
-        (DEVICE_PLUGINS / "kubelet.sock").unlink()  # of the kubelet before
-        scene.agents.start()
-        cluster.wait_for(lambda: "waiting for the kubelet" in scene.agents.log(), LIMIT, "the agent waits")
-    if agent == "with the kubelet":
-        (DEVICE_PLUGINS / "kubelet.sock").unlink()
-        scene.stack.enter_context(ended(scene.agents.start_plugin()))
+    if "before the kubelet" in agent:
+        with service_manager() as manager:
+            if agent.startswith("plugin"):
+                scene.stack.enter_context(ended(scene.agents.start_plugin()))
+            else:
+                scene.agents.start()
+            manager.wait_for("READY=")
     cluster.start_kubelet()
     if agent == "after the kubelet":
         scene.agents.start()
 
 
-@pytest.mark.parametrize("agent", ["before the kubelet", "with the kubelet", "later"])
+@pytest.mark.parametrize("agent", ["before the kubelet", "plugin before the kubelet", "later"])
 def test_pods_by_limits_after_a_reboot(scene: Scene, agent: str) -> None:
     """A pod by limits runs again where the agent waits for the kubelet; else it fails, and says of what."""
     scene.begin(a=(1, "none"))

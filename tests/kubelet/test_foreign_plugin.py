@@ -30,7 +30,7 @@ from deviceplugin.kubelet.foreign_plugin import (
     contradiction,
 )
 from deviceplugin.kubelet.servicer import Endpoint
-from deviceplugin.metrics.views import unready
+from deviceplugin.kubelet.status import unready
 from deviceplugin.source import DeviceSource
 from deviceplugin.sources.simulated import SimulatedSource
 from deviceplugin.testing import FakeKubelet, Served, serve

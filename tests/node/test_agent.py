@@ -30,8 +30,7 @@ from deviceplugin.kubelet.device_list import Stream
 from deviceplugin.kubelet.granted import annotate
 from deviceplugin.kubelet.holders import HolderSnapshot, HoldReason
 from deviceplugin.kubelet.paths import Paths
-from deviceplugin.kubelet.status import Withheld
-from deviceplugin.metrics.views import unready
+from deviceplugin.kubelet.status import Withheld, unready
 from deviceplugin.node import following
 from deviceplugin.node import process as process_module
 from deviceplugin.node.agent import Agent, AgentError

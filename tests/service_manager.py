@@ -1,0 +1,42 @@
+"""The service manager's end of sd_notify(3), for agents that tests run as units."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import tempfile
+from collections.abc import Iterator
+
+DEADLINE = 60.0
+"""Seconds for each message."""
+
+
+class ServiceManagerEnd:
+    """What a process has told its service manager. told: all variables until now."""
+
+    def __init__(self, receiving: socket.socket) -> None:
+        self.told: list[str] = []
+        self._socket = receiving
+
+    def wait_for(self, start: str) -> str:
+        """Return the rest of the next variable that begins so. Raises TimeoutError."""
+        while True:
+            for variable in self._socket.recv(4096).decode().splitlines():
+                self.told.append(variable)
+                if variable.startswith(start):
+                    return variable.removeprefix(start)
+
+
+@contextlib.contextmanager
+def service_manager() -> Iterator[ServiceManagerEnd]:
+    """Have programs that are started in this block find a service manager in their environment."""
+    receiving = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    with tempfile.TemporaryDirectory() as directory, receiving:
+        receiving.bind(f"{directory}/notify")
+        receiving.settimeout(DEADLINE)
+        os.environ["NOTIFY_SOCKET"] = f"{directory}/notify"
+        try:
+            yield ServiceManagerEnd(receiving)
+        finally:
+            del os.environ["NOTIFY_SOCKET"]
