@@ -120,10 +120,11 @@ def holders(before: Iterable[Allocation], seen: HolderEvidence, at: float = 0.0)
             # One that an older file names, and a newer one does not, may have ended.
             certain = there or (current and all(allocation in version.allocations for version in seen.checkpoints))
             held[allocation] = HoldReason(True, certain, "the kubelet's checkpoint names it")
+        elif runs and seen.checkpoints:  # also while none is asked for: a newer one would not end it
+            reason = f"the kubelet's checkpoint does not name it, but {runs}"
+            held[allocation] = HoldReason(False, current or there, reason)
         elif not current:
             held[allocation] = HoldReason(False, there, f"not known: {seen.problem}")
-        elif runs:
-            held[allocation] = HoldReason(False, True, f"the kubelet's checkpoint does not name it, but {runs}")
     registered: dict[str, frozenset[str]] = {}
     for version in seen.checkpoints:
         for resource, ids in version.registered.items():

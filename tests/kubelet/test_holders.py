@@ -77,10 +77,11 @@ MISSING = HolderEvidence((), False, ENDED, "kubelet_internal_checkpoint: No such
             seen(current=False, problem="not written since"),
             HoldReason(False, False, "not known: not written since"),
         ),
+        # Its processes are reason enough, whether a newer one was asked for or not: the reason does not alternate.
         (
             [A],
             seen(current=False, pods=RUNS, problem="not written since"),
-            HoldReason(False, True, "not known: not written since"),
+            HoldReason(False, True, "the kubelet's checkpoint does not name it, but processes of its pod run"),
         ),
         ([A], MISSING, HoldReason(False, False, f"not known: {MISSING.problem}")),
     ],
