@@ -6,6 +6,7 @@ In a pod that is the service account. Everywhere else it is a kubeconfig, which 
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import os
 import signal
@@ -16,7 +17,7 @@ import urllib.parse
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -66,6 +67,31 @@ def own_namespace() -> str:
         return (SERVICE_ACCOUNT / "namespace").read_text().strip() or NAMESPACE
     except OSError:
         return NAMESPACE
+
+
+class TokenLife(NamedTuple):
+    """When a token was issued, and when it expires (Unix seconds)."""
+
+    issued: float
+    expires: float
+
+    @property
+    def overdue(self) -> float:
+        """From when on it should have been renewed: kubelets renew at 80 % of a token's life."""
+        return self.issued + 0.9 * (self.expires - self.issued)
+
+
+def token_life(authorization: str) -> TokenLife | None:
+    """Return what a ServiceAccount's token says of its life; None of credentials that say nothing.
+
+    It is a JSON Web Token. Its signature is the API server's business.
+    """
+    try:
+        _, payload, _ = authorization.removeprefix("Bearer ").split(".")
+        claims = msgspec.json.decode(base64.urlsafe_b64decode(f"{payload}==="), type=dict[str, object])
+        return TokenLife(float(str(claims["iat"])), float(str(claims["exp"])))
+    except (ValueError, KeyError, msgspec.MsgspecError):
+        return None
 
 
 async def from_environment(kubeconfig: str | os.PathLike[str] | None = None) -> Access:

@@ -49,7 +49,8 @@ class RequestStatistics:
 
     requests: answered or not, by HTTP method. failures: those not answered, or with a 429 or 5xx. watches: streams
     opened. lost_since: time.monotonic() of the first failure since the last answer, None while the server answers.
-    refused: that the server refuses the credentials (401), None since it took them.
+    refused: that the server refuses the credentials (401), None since it took them. token: the life of the token that
+    was sent last, None of other credentials.
     """
 
     requests: Counter[str] = field(default_factory=Counter)
@@ -57,6 +58,7 @@ class RequestStatistics:
     watches: int = 0
     lost_since: float | None = None
     refused: liveness.Failing | None = None
+    token: auth.TokenLife | None = None
 
     def unreachable_since(self) -> float | None:
         """Return since when (Unix seconds) the server is out of reach; None while it is not."""
@@ -86,6 +88,7 @@ class Connection:
         self._reached: tuple[Access, HttpClient] | None = None
         self._made_at = 0.0
         self._renew = False
+        self._authorization = ""
         self._former: list[HttpClient] = []
         self._connecting = asyncio.Lock()
         self._answers = asyncio.Event()  # set when the server answers again after it was lost
@@ -269,6 +272,8 @@ class Connection:
         headers = {"User-Agent": USER_AGENT, "Accept": forms.JSON.accept}
         if authorization := await access.authorize(refused):
             headers["Authorization"] = authorization
+            if authorization != self._authorization:
+                self._authorization, self.statistics.token = authorization, auth.token_life(authorization)
         return server, headers
 
 

@@ -28,6 +28,11 @@ RENEW: Final = (
     "the agent's pod if its token is bound to a pod or Node that is gone"
 )
 """What to do about credentials that are refused."""
+OVERDUE: Final = (
+    "it should have been renewed: if the agent is a unit, see the timer dra-bridge-token and the log of its service; "
+    "the kubelet renews that of a pod"
+)
+"""What to do about a token that is about to expire."""
 APPLY: Final = "apply what `dra-bridge manifests` prints (roles, bindings and policies)"
 """What to do about a missing right."""
 UNSEEN: Final = "what others change there is seen late, or not at all"
@@ -136,6 +141,8 @@ class BridgeStatus:
         node, statistics = self._node, self._node.cluster.statistics
         if (since := statistics.unreachable_since()) is not None:
             yield f"the API server is unreachable since {_clock(since)}: {OUTAGE}"
+        if (token := statistics.token) is not None and token.overdue <= time.time() and statistics.refused is None:
+            yield f"the token for the API server expires at {_clock(token.expires)}: {OVERDUE}"
         if statistics.refused is not None:
             yield f"the API server refuses the agent's credentials {_told(statistics.refused, now)}; {RENEW}"
         if node.watch.gone and node.watch.state.lapse(now) is None:

@@ -65,6 +65,40 @@ async def test_in_a_pod(account: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert await found.authorize(False) == "Bearer third"
 
 
+def service_account_token(issued: float, expires: float) -> str:
+    """Return a token as the API server makes it, but for its signature."""
+    payload = json.dumps({"iat": int(issued), "exp": int(expires), "kubernetes.io": {"node": {"name": "n1"}}})
+    return ".".join(base64.urlsafe_b64encode(part.encode()).decode().rstrip("=") for part in ("{}", payload, "x"))
+
+
+@pytest.mark.parametrize(
+    ("header", "life"),
+    [
+        (f"Bearer {service_account_token(1000.0, 2000.0)}", access.TokenLife(1000.0, 2000.0)),
+        ("Bearer opaque", None),
+        ("Bearer a.b.c", None),
+        ("Bearer a.W10.c", None),
+        ("Basic dTpw", None),
+        ("", None),
+    ],
+    ids=["a ServiceAccount's", "opaque", "three parts", "no object", "a password", "nothing"],
+)
+def test_the_life_of_a_token(header: str, life: access.TokenLife | None) -> None:
+    """A ServiceAccount's token says when it expires; other credentials say nothing."""
+    assert access.token_life(header) == life
+
+
+async def test_the_token_that_was_sent_last(tmp_path: Path) -> None:
+    """The client knows when the token expires that it has sent, also after another one was read."""
+    (tmp_path / "token").write_text(service_account_token(1000.0, 2000.0))
+    with FakeApiServer() as server:
+        server.create(node_body("n1"))
+        async with Cluster(lambda: from_server(server.url, token_file=tmp_path / "token")) as cluster:
+            assert cluster.statistics.token is None
+            await cluster.get(NODES, "n1")
+            assert cluster.statistics.token == access.TokenLife(1000.0, 2000.0)
+
+
 def kubeconfig(path: Path, user: dict[str, Any], **cluster: Any) -> Path:
     return written(path, "http://server.example", user, **cluster)
 

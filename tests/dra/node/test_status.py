@@ -29,6 +29,7 @@ from dra_bridge.driver.statistics import CallStatistics
 from dra_bridge.handover.moves import MoveStatistics
 from dra_bridge.handover.share import Share
 from dra_bridge.kube import Failing, WatchState
+from dra_bridge.kube.auth import TokenLife
 from dra_bridge.kube.connection import RequestStatistics
 from dra_bridge.kube.liveness import LOST
 from dra_bridge.node.claim_lists import ClaimListStatistics
@@ -167,7 +168,9 @@ def bridge(**changes: Any) -> Any:
         "status_writer": SimpleNamespace(refused=None),
         "lists": None,
         "report": None,
-        "cluster": SimpleNamespace(statistics=RequestStatistics(Counter({"GET": 5, "PATCH": 2}), 1, 3, None)),
+        "cluster": SimpleNamespace(
+            statistics=RequestStatistics(Counter({"GET": 5, "PATCH": 2}), 1, 3, token=TokenLife(0.0, 4e9))
+        ),
         **changes,
     }
     return SimpleNamespace(**parts)
@@ -242,6 +245,18 @@ def test_credentials_that_are_refused_are_one_problem() -> None:
     assert "Replace the token or kubeconfig" in problem
     found = values(status_of(made))
     assert (found["api_credentials_accepted"], found["api_watching nodes"]) == (0, 0)
+
+
+def test_a_token_that_is_not_renewed_is_a_problem() -> None:
+    """Before it expires; one that was just issued is none, and its expiry is measured."""
+    made, now = bridge(), time.time()
+    made.cluster.statistics.token = TokenLife(now - 50, now + 50)
+    assert api_problems(made) == []
+    assert values(status_of(made))["api_token_expiry_timestamp_seconds"] == now + 50
+    made.cluster.statistics.token = TokenLife(now - 99, now + 1)
+    (problem,) = api_problems(made)
+    assert problem.startswith("the token for the API server expires at ")
+    assert "the timer dra-bridge-token" in problem
 
 
 def test_writes_that_are_refused_are_a_problem() -> None:
@@ -364,6 +379,7 @@ def test_figures_are_those_of_the_parts() -> None:
         "claim_list_failures_total": 2,
         "claim_list_bytes_total": 3000,
         "api_credentials_accepted": 1,
+        "api_token_expiry_timestamp_seconds": 4e9,
         "api_watching resourceslices": 1,
         "api_watching nodes": 1,
     }.items() <= found.items()
