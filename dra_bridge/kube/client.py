@@ -258,7 +258,10 @@ class Cluster:
         return await self._connection.fetch(path_of(api.PODS, "v1", pod, namespace, "proxy") + path, timeout)
 
     async def ask_node(self, name: str, path: str, *, timeout: float) -> bytes:
-        """Return a kubelet's answer to a GET through the API server (nodes/proxy). timeout: in seconds."""
+        """Return a node's answer to a GET through the API server (nodes/proxy). timeout: in seconds.
+
+        name: NODE for its kubelet, NODE:PORT or https:NODE:PORT for what else listens there.
+        """
         return await self._connection.fetch(path_of(api.NODES, "v1", name, "", "proxy") + path, timeout)
 
     async def event(self, kind: Kind, metadata: Mapping[str, str], reason: str, message: str, node: str) -> None:

@@ -1,4 +1,4 @@
-"""Asks agents for the state of their devices: `/status` of their pods, through the API server's pod proxy.
+"""Asks agents for the state of their devices: `/status`, through the API server's proxy of pods and nodes.
 
 A Lease's report has holders with a delay, and no health: with many nodes, a write for each change would be too much.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -31,6 +31,8 @@ BINDING: Final = "dra-bridge"
 """The binding of the agents' ServiceAccount, as `manifests` calls it by default."""
 PORT: Final = "metrics"
 """The name of the container port that `manifests` gives to an agent's page."""
+NODE_PORT: Final = 9410
+"""The port where an agent that is no pod is asked: that of `manifests --systemd`."""
 TIMEOUT: Final = 3.0  # seconds in which an agent must answer
 TOTAL: Final = 15.0  # seconds after which no more agents are waited for
 AT_ONCE: Final = 16  # agents that are asked at one time
@@ -193,13 +195,16 @@ async def ask_agents(cluster: Cluster, nodes: Collection[str], namespace: str = 
     asked = [(pod, node) for pod in pods if (node := pod["spec"].get("nodeName", "")) in nodes or (others and node)]
     where = f"in namespace{'s' if len(namespaces) > 1 else ''} {', '.join(namespaces)}"
     absent = f"no pod with the label {LABEL} {where} runs there"
-    reasons = dict.fromkeys(set(nodes) - {node for _, node in asked}, absent)
-    answers = await asyncio.gather(*(_ask(cluster, pod, turns) for pod, _ in asked))
+    units = sorted(set(nodes) - {node for _, node in asked})  # where the agent is no pod, or there is none
+    told = await asyncio.gather(
+        *(_ask(cluster, pod, turns) for pod, _ in asked), *(_ask_unit(cluster, node, turns, absent) for node in units)
+    )
+    reasons: dict[str, str] = {}
     devices: dict[tuple[str, str, str], DeviceNow] = {}
     problems: dict[str, tuple[str, ...]] = {}
     adopted: dict[tuple[str, str], bool] = {}
     unlisted: dict[tuple[str, str, str], UnlistedClaims] = {}
-    for (_, node), answer in zip(asked, answers, strict=True):
+    for node, answer in zip([*(node for _, node in asked), *units], told, strict=True):
         if isinstance(answer, str):
             reasons[node] = answer
             continue
@@ -226,20 +231,56 @@ async def _ask(cluster: Cluster, pod: Object, turns: asyncio.Semaphore) -> _Agen
         return f"its pod has no port named {PORT}: its agent has no --metrics-address"
     port, container = page
     tls = ((container.get("readinessProbe") or {}).get("httpGet") or {}).get("scheme") == "HTTPS"
+    asking = cluster.ask_pod(namespace, name, port["containerPort"], "/status", tls=tls, timeout=TIMEOUT)
+    right = f"this takes the right to get pods/proxy in namespace {namespace}, which a Role of `manifests` gives"
+    answer = await _answer(asking, turns, right)
+    return answer.reason if isinstance(answer, _NoAnswer) else answer
+
+
+async def _ask_unit(cluster: Cluster, node: str, turns: asyncio.Semaphore, absent: str) -> _AgentStatus | str:
+    """Return the answer of an agent that is no pod, or the reason why there is none. absent: that it is none."""
+    right = f"an agent that is no pod is asked at port {NODE_PORT} of its node: this takes the right to get nodes/proxy"
+    why = ""
+    for scheme in ("", "https:"):
+        asking = cluster.ask_node(f"{scheme}{node}:{NODE_PORT}", "/status", timeout=TIMEOUT)
+        answer = await _answer(asking, turns, right)
+        if not isinstance(answer, _NoAnswer):
+            return answer
+        if answer.final:
+            return f"{absent}; {answer.reason}"
+        why = why or answer.reason
+    return f"{absent}, and no agent answers at port {NODE_PORT} of the node ({why})"
+
+
+class _NoAnswer(NamedTuple):
+    """Why an agent's page gave no status. final: asking it by TLS, or without, makes no difference."""
+
+    reason: str
+    final: bool = False
+
+
+async def _answer(
+    asking: Coroutine[None, None, bytes], turns: asyncio.Semaphore, right: str
+) -> _AgentStatus | _NoAnswer:
+    """Wait for one answer when it is its turn. right: what an answer of the API server, 403, means."""
     try:
         async with asyncio.timeout(TOTAL), turns:
-            body = await cluster.ask_pod(namespace, name, port["containerPort"], "/status", tls=tls, timeout=TIMEOUT)
+            body = await asking
         return msgspec.json.decode(body, type=_AgentStatus)
     except TimeoutError:
-        return f"not all agents answered within {TOTAL:g} s"
+        return _NoAnswer(f"not all agents answered within {TOTAL:g} s", final=True)
     except msgspec.MsgspecError as error:
-        return f"its answer is not an agent's status: {error}"
+        return _NoAnswer(f"its answer is not an agent's status: {error}", final=True)
     except ForbiddenError as error:
         if error.reason != "Forbidden":  # the agent's own words, about a client certificate
-            return f"its agent refuses: {error.message}"
-        return f"this takes the right to get pods/proxy in namespace {namespace}, which a Role of `manifests` gives"
+            return _NoAnswer(f"its agent refuses: {error.message}", final=True)
+        return _NoAnswer(right, final=True)
     except ApiError as error:
-        return "its page asks for a token, which the pod proxy cannot pass on" if error.code == 401 else error.message
+        if error.code == 401:
+            return _NoAnswer("its page asks for a token, which the proxy cannot pass on", final=True)
+        return _NoAnswer(error.message)
+    finally:
+        asking.close()  # it was not begun if its turn never came
 
 
 def _titles(holders: Sequence[_ReportedHolder]) -> str:

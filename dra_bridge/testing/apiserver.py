@@ -504,7 +504,7 @@ class FakeApiServer:
         if parts[:2] == ["apis", GROUP] and len(parts) == 3 and parts[2] in self.versions:
             names = [plural for plural, (group, _, _) in KINDS.items() if group == GROUP]
             return 200, {"kind": "APIResourceList", "resources": [{"name": name} for name in names]}
-        if request.method == "GET" and parts[6:7] == ["proxy"]:
+        if request.method == "GET" and "proxy" in (*parts[6:7], *(parts[4:5] if parts[2:3] == ["nodes"] else ())):
             return self.proxied(request.path)
         if request.method == "POST" and parts == ["apis", "authentication.k8s.io", "v1", "selfsubjectreviews"]:
             return 201, {**request.body, "status": {"userInfo": {"username": self.user}}}

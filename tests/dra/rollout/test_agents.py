@@ -26,6 +26,8 @@ from tests.metrics.views import RESOURCE, Still, resource
 
 READY: dict[str, Any] = {"readinessProbe": {"httpGet": {"path": "/readyz", "port": "metrics"}}}
 
+NO_POD = "no pod with the label app.kubernetes.io/managed-by=dra-bridge in namespace dra-bridge runs there"
+
 
 def binding(name: str = "dra-bridge", namespace: str = "dra-bridge") -> dict[str, Any]:
     """Return the binding of the agents' ServiceAccount as `manifests` makes it."""
@@ -198,7 +200,7 @@ def forbidden(path: str) -> tuple[int, dict[str, Any]]:
             "this takes the right to get pods/proxy in namespace dra-bridge, which a Role of `manifests` gives",
         ),
         (lambda path: (403, "a client certificate is needed\n"), "its agent refuses: a client certificate is needed"),
-        (lambda path: (401, "a token is needed\n"), "its page asks for a token, which the pod proxy cannot pass on"),
+        (lambda path: (401, "a token is needed\n"), "its page asks for a token, which the proxy cannot pass on"),
         (lambda path: (503, "connection refused"), "connection refused"),
         (lambda path: (200, "hello"), "its answer is not an agent's status: "),
         (lambda path: (200, {"resources": 5}), "its answer is not an agent's status: "),
@@ -219,17 +221,40 @@ async def test_pages_that_are_refused(
 
 
 async def test_nodes_without_a_page(server: FakeApiServer) -> None:
-    """A node without an agent's pod, and an agent without a metrics address, are not asked."""
+    """An agent without a metrics address is not asked; a node without an agent's pod is: the agent may be a unit."""
     server.create(agent_pod("n1", None))
     leaving = agent_pod("n2")
     leaving["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
     server.create(leaving)
+    server.proxied = lambda path: (503, "connection refused")
     answers = await asked(server, "n1", "n2")
     assert answers.reasons == {
         "n1": "its pod has no port named metrics: its agent has no --metrics-address",
-        "n2": "no pod with the label app.kubernetes.io/managed-by=dra-bridge in namespace dra-bridge runs there",
+        "n2": f"{NO_POD}, and no agent answers at port 9410 of the node (connection refused)",
     }
-    assert not server.requests("GET", "/proxy/")
+    assert {one.path for one in server.requests("GET", "/proxy/")} == {
+        "/api/v1/nodes/n2:9410/proxy/status",
+        "/api/v1/nodes/https:n2:9410/proxy/status",
+    }
+
+
+@pytest.mark.parametrize("scheme", ["", "https:"])
+async def test_an_agent_that_is_no_pod(server: FakeApiServer, scheme: str) -> None:
+    """Where no pod of an agent runs, the node is asked at the port of the units, with TLS and without."""
+    there = f"/nodes/{scheme}n1:9410/proxy/status"
+    answer = status(Still(resource("a")))
+    server.proxied = lambda path: (200, answer) if path.endswith(there) else (503, "malformed HTTP response")
+    answers = await asked(server, "n1")
+    assert answers.devices == {("n1", RESOURCE, "a"): DeviceNow("healthy", holder="", state="plugin")}
+    assert not answers.reasons
+
+
+async def test_who_may_not_ask_nodes(server: FakeApiServer) -> None:
+    """Without the right to reach ports of nodes, what is missing and what for is said, once."""
+    server.proxied = forbidden
+    why = "an agent that is no pod is asked at port 9410 of its node: this takes the right to get nodes/proxy"
+    assert (await asked(server, "n1")).reasons == {"n1": f"{NO_POD}; {why}"}
+    assert len(server.requests("GET", "/proxy/")) == 1
 
 
 async def test_an_agent_without_slices_says_so(server: FakeApiServer) -> None:
@@ -252,14 +277,13 @@ async def test_pods_of_others_are_not_asked(server: FakeApiServer) -> None:
     forged = agent_pod("n1")
     forged["metadata"]["namespace"] = "team"
     server.create(forged)
-    server.proxied = lambda path: (200, status(Still(resource("a"))))
-    reason = "no pod with the label app.kubernetes.io/managed-by=dra-bridge in namespace dra-bridge runs there"
-    assert (await asked(server, "n1")).reasons == {"n1": reason}
+    server.proxied = lambda path: (200, status(Still(resource("a")))) if "/pods/" in path else forbidden(path)
+    assert (await asked(server, "n1")).reasons["n1"].startswith(NO_POD)
     server.create(binding("two", "gpus"))
     server.create(binding("three", "dra-bridge"))
-    more = reason.replace("namespace dra-bridge", "namespaces dra-bridge, gpus")
-    assert (await asked(server, "n1")).reasons == {"n1": more}
-    assert not server.requests("GET", "/proxy/")
+    more = NO_POD.replace("namespace dra-bridge", "namespaces dra-bridge, gpus")
+    assert (await asked(server, "n1")).reasons["n1"].startswith(more)
+    assert not server.requests("GET", "/pods/")
     assert ("n1", RESOURCE, "a") in (await asked(server, "n1", namespace="team")).devices
     assert all("/namespaces/" in one.path for one in server.requests("GET", "/pods"))
 
