@@ -226,6 +226,8 @@ def _add_deployment(parser: argparse.ArgumentParser) -> None:
     written = "a directory below /sys that hooks write to; may be repeated (without DIR: /sys/devices)"
     often: dict[str, Any] = {"nargs": "?", "const": "/sys/devices", "action": "append"}
     add("--writable-sys", "writable_sys", written, type=below_sys, metavar="DIR", **often)
+    about = "write the agent's units of systemd to DIR, and print what to apply where agents are no pods"
+    parser.add_argument("--systemd", type=Path, metavar="DIR", help=about)
     alone = "serve pods by limits only, with `deviceplugin run`; the default if the file names no driver"
     add("--plugin-only", "plugin_only", alone, action="store_true")
     add("--memory", "memory", "the container's limit", "128Mi", type=_memory, metavar="QUANTITY")
@@ -257,6 +259,7 @@ def _port(text: str) -> int:
 def _manifests(options: argparse.Namespace) -> int:
     from deviceplugin import config
     from dra_bridge.manifests import Deployment, manifests, privileges, to_yaml, wide_mounts
+    from dra_bridge.units import rights, written
 
     fields = {field.name for field in dataclasses.fields(Deployment)}
     given = {key: value for key, value in vars(options).items() if key in fields}
@@ -283,10 +286,13 @@ def _manifests(options: argparse.Namespace) -> int:
         given = {"name": PLUGIN_NAME, "namespace": PLUGIN_NAME, **given}
     deployment = Deployment(**given)
     try:
-        printed = to_yaml(manifests(loaded, text, deployment))
+        units = written(options.systemd, loaded, deployment) if options.systemd else []
+        printed = to_yaml(rights(loaded, deployment) if units else manifests(loaded, text, deployment))
     except ValueError as error:  # the kubelet's root leaves no room for a socket
         raise CommandError(error) from error
     sys.stdout.write(printed)
+    if units:
+        return 0  # the rest is about pods
     for reason in privileges(loaded, deployment) if deployment.privileged == "auto" else ():
         print(f"the agent is privileged: {reason}; --privileged never leaves it out", file=sys.stderr)
     for directory in wide_mounts(loaded):

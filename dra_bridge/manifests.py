@@ -101,7 +101,7 @@ def manifests(config: Config, text: str, deployment: Deployment | None = None) -
     Without a text there is no ConfigMap. Raises ValueError: the path of a driver's socket would be too long.
     """
     how = deployment or Deployment()
-    served = [] if how.plugin_only else [resource for resource in config.resources if resource.driver]
+    served = bridged(config, how)
     drivers = sorted({resource.driver or "" for resource in served})
     bridge = True if drivers else None
     nvidia = [entry.nvidia for resource in config.resources for entry in resource.devices if entry.nvidia]
@@ -112,7 +112,7 @@ def manifests(config: Config, text: str, deployment: Deployment | None = None) -
     values = {
         **asdict(how),
         "affinity": None,
-        "arguments": [*_arguments(how, root, bool(bridge)), *([] if how.own_command else lock.arguments())],
+        "arguments": [*arguments(how, root, bool(bridge)), *([] if how.own_command else lock.arguments())],
         "bridge": bridge,
         "claim_status": how.claim_status and bridge,
         "command": list(how.own_command) or ["dra-bridge" if bridge else "deviceplugin"],
@@ -144,10 +144,10 @@ def manifests(config: Config, text: str, deployment: Deployment | None = None) -
         "escalation": None if reasons else False,
     }
     *first, device_class, quota, config_map, daemon_set = _template()
-    classes = [_filled(device_class, {**values, **_class_values(how, resource)}) for resource in served]
+    classes = [filled(device_class, {**values, **_class_values(how, resource)}) for resource in served]
     hard = {key: value for resource in config.resources for key, value in _hard(how, resource, served).items()}
-    classes += [_filled(quota, {**values, "tenant": tenant, "hard": hard}) for tenant in how.tenants]
-    *first, daemon_set = _filled([*first, config_map, daemon_set], values)
+    classes += [filled(quota, {**values, "tenant": tenant, "hard": hard}) for tenant in how.tenants]
+    *first, daemon_set = filled([*first, config_map, daemon_set], values)
     last = [first.pop(), daemon_set] if text else [daemon_set]
     pod = daemon_set["spec"]["template"]["spec"]
     for number, (directory, kind) in enumerate(_directories(config).items()):
@@ -176,7 +176,7 @@ def _template() -> list[Manifest]:
     return template
 
 
-def _filled(part: Any, values: Mapping[str, Any]) -> Any:
+def filled(part: Any, values: Mapping[str, Any]) -> Any:
     """Return a part of the template with its ${name} replaced; None if its `when` is false.
 
     What is None or an empty list is left out of what contains it.
@@ -186,11 +186,11 @@ def _filled(part: Any, values: Mapping[str, Any]) -> Any:
             return values[whole[1]]
         return Template(part).substitute(values)
     if isinstance(part, list):
-        return [filled for element in part if (filled := _filled(element, values)) is not None]
+        return [one for element in part if (one := filled(element, values)) is not None]
     if isinstance(part, dict):
-        if not _filled(part.get("when", True), values):
+        if not filled(part.get("when", True), values):
             return None
-        items = ((key, _filled(value, values)) for key, value in part.items() if key != "when")
+        items = ((key, filled(value, values)) for key, value in part.items() if key != "when")
         return {key: value for key, value in items if value is not None and value != []}
     return part
 
@@ -202,24 +202,37 @@ def _mount(pod: Manifest, name: str, path: str, kind: str, *, read_only: bool = 
     pod["containers"][0]["volumeMounts"].append(mount)
 
 
-def _arguments(how: Deployment, root: str, bridge: bool) -> list[str]:
-    arguments = [] if how.own_command else ["run", "--config=/etc/dra-bridge/config.yaml"]
-    arguments.append("--cgroup-root=/host/sys/fs/cgroup")
+def bridged(config: Config, how: Deployment) -> list[ResourceConfig]:
+    """Return the resources that are served on both sides."""
+    return [] if how.plugin_only else [resource for resource in config.resources if resource.driver]
+
+
+def arguments(
+    how: Deployment,
+    root: str,
+    bridge: bool,
+    config: str = "/etc/dra-bridge/config.yaml",
+    cgroup_root: str = "/host/sys/fs/cgroup",
+) -> list[str]:
+    """Return the arguments of the agent's program. config, cgroup_root: where it has them, in its container say."""
+    given = [] if how.own_command else ["run", f"--config={config}"]
+    if cgroup_root != "/sys/fs/cgroup":
+        given.append(f"--cgroup-root={cgroup_root}")
     if how.claim_status and bridge:
-        arguments.append("--claim-status")
+        given.append("--claim-status")
     if root != "/var/lib/kubelet":
-        arguments.append(f"--kubelet-root={root}")
+        given.append(f"--kubelet-root={root}")
     if how.device_plugin_directory != f"{root}/device-plugins":
-        arguments.append(f"--device-plugin-dir={how.device_plugin_directory}")
+        given.append(f"--device-plugin-dir={how.device_plugin_directory}")
     if how.pod_resources_socket:
-        arguments.append(f"--pod-resources-socket={how.pod_resources_socket}")
+        given.append(f"--pod-resources-socket={how.pod_resources_socket}")
     if how.pod_log_directory != "/var/log/pods":
-        arguments.append(f"--pod-log-dir={how.pod_log_directory}")
+        given.append(f"--pod-log-dir={how.pod_log_directory}")
     if how.cdi_directory != cdi.DIRECTORY:
-        arguments.append(f"--cdi-dir={how.cdi_directory}")
+        given.append(f"--cdi-dir={how.cdi_directory}")
     if how.metrics_port:
-        arguments.append(f"--metrics-address=:{how.metrics_port}")
-    return arguments
+        given.append(f"--metrics-address=:{how.metrics_port}")
+    return given
 
 
 def _class_values(how: Deployment, resource: ResourceConfig) -> Manifest:

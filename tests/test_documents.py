@@ -379,11 +379,12 @@ def test_the_kits_page_names_every_fault() -> None:
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd-analyze")
-def test_the_unit_is_one_of_systemd(tmp_path: Path) -> None:
-    """The unit that the page shows for after a reboot is right to systemd, but for the program, which is elsewhere."""
-    text = (ROOT / "docs" / "operations.md").read_text().partition("# /etc/systemd/system/deviceplugin.service\n")[2]
-    unit = tmp_path / "deviceplugin.service"
-    unit.write_text(text.partition("```")[0].replace("/opt/deviceplugin/bin/deviceplugin run", "/bin/true run"))
-    done = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, timeout=60)
+@pytest.mark.parametrize("name", ["deviceplugin.service", "dra-bridge.service", "dra-bridge-token.service"])
+def test_the_units_are_right_to_systemd(tmp_path: Path, name: str) -> None:
+    """systemd finds nothing wrong with the units of the examples, but for the program, which is elsewhere."""
+    text = (ROOT / "examples" / "systemd" / name).read_text()
+    (tmp_path / name).write_text(re.sub(r"/opt/deviceplugin/bin/\S+ run", "/bin/true run", text))
+    done = subprocess.run(
+        ["systemd-analyze", "verify", str(tmp_path / name)], capture_output=True, text=True, timeout=60
+    )
     assert (done.returncode, done.stderr) == (0, "")
-    assert "Before=kubelet.service" in unit.read_text()

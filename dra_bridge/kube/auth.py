@@ -94,16 +94,20 @@ def token_life(authorization: str) -> TokenLife | None:
         return None
 
 
-async def from_environment(kubeconfig: str | os.PathLike[str] | None = None) -> Access:
-    """Return what a kubeconfig file says, else the pod's service account, else KUBECONFIG or ~/.kube/config.
+async def from_environment(kubeconfig: str | os.PathLike[str] | None = None, account: Path | None = None) -> Access:
+    """Return what a kubeconfig file says, else a service account, else KUBECONFIG or ~/.kube/config.
+
+    account: the directory of the service account; None for that of the pod, if this runs in one.
 
     Raises KubeConfigError if there is none of these or it cannot be used, OSError if a file cannot be read.
     """
-    host = os.environ.get("KUBERNETES_SERVICE_HOST")
-    if not kubeconfig and host and (SERVICE_ACCOUNT / "token").exists():
+    host, directory = os.environ.get("KUBERNETES_SERVICE_HOST"), account or SERVICE_ACCOUNT
+    if account and not kubeconfig and not host:
+        raise KubeConfigError(f"$KUBERNETES_SERVICE_HOST does not name the server of the service account in {account}")
+    if not kubeconfig and host and (account or (directory / "token").exists()):
         host = f"[{host}]" if ":" in host else host
         url = f"https://{host}:{os.environ.get('KUBERNETES_SERVICE_PORT') or 443}"
-        return await from_server(url, token_file=SERVICE_ACCOUNT / "token", ca_file=str(SERVICE_ACCOUNT / "ca.crt"))
+        return await from_server(url, token_file=directory / "token", ca_file=str(directory / "ca.crt"))
     return await _KubeConfig(os.fspath(kubeconfig or os.environ.get("KUBECONFIG") or "~/.kube/config")).load()
 
 

@@ -15,6 +15,7 @@ import time
 import urllib.parse
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, NamedTuple, Self, TypeVar
 
 import msgspec
@@ -101,9 +102,14 @@ class Cluster:
         self._silence = silence
 
     @classmethod
-    def from_environment(cls, kubeconfig: str | os.PathLike[str] | None = None, **options: Any) -> Cluster:
-        """Use the server of a kubeconfig file, else that of the pod, else of KUBECONFIG or ~/.kube/config."""
-        return cls(lambda: auth.from_environment(kubeconfig), **options)
+    def from_environment(
+        cls, kubeconfig: str | os.PathLike[str] | None = None, account: Path | None = None, **options: Any
+    ) -> Cluster:
+        """Use the server of a kubeconfig file, else that of the pod, else of KUBECONFIG or ~/.kube/config.
+
+        account: the directory of a service account, in place of the pod's.
+        """
+        return cls(lambda: auth.from_environment(kubeconfig, account), **options)
 
     @classmethod
     def from_server(cls, url: str, **options: Any) -> Cluster:

@@ -8,6 +8,7 @@ import re
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from deviceplugin.node import options as common
@@ -26,6 +27,8 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     about = "this node's name in the cluster (default: $NODE_NAME, else the host's name: %(default)s)"
     parser.add_argument("--node-name", default=node, metavar="NAME", help=about)
     add_kubeconfig(parser)
+    about = "token and ca.crt of a service account, of the server $KUBERNETES_SERVICE_HOST (default: the pod's own)"
+    parser.add_argument("--service-account", metavar="DIR", type=Path, help=about)
     about = "write status.devices of prepared claims: a GET and a PATCH for each claim, and the right to patch"
     parser.add_argument("--claim-status", action="store_true", help=about)
     about = "names the agent's directory, plugins/NAME in --kubelet-root; a second agent of the same name waits"
@@ -81,7 +84,7 @@ def run_options(options: argparse.Namespace) -> BridgeOptions:
     run = common.run_options(options)
     from dra_bridge.kube import Cluster, own_namespace
 
-    cluster = Cluster.from_environment(options.kubeconfig)
+    cluster = Cluster.from_environment(options.kubeconfig, options.service_account)
     cluster.configure()  # before there is a loop, a socket or a ledger
     node, agent = options.node_name, options.agent_name
     return BridgeOptions(run.paths, run.metrics_address, cluster, node, options.claim_status, agent, own_namespace())

@@ -65,6 +65,19 @@ async def test_in_a_pod(account: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert await found.authorize(False) == "Bearer third"
 
 
+async def test_a_named_service_account(account: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent that is no pod has token and authority in a directory of its own, and the server in its environment."""
+    own = tmp_path / "own"
+    shutil.copytree(account, own)
+    (own / "token").write_text("mine")
+    found = await from_environment(None, own)
+    assert found.url == "https://[fd00::1]:6443"
+    assert await found.authorize(False) == "Bearer mine"
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST")
+    with pytest.raises(KubeConfigError, match="KUBERNETES_SERVICE_HOST does not name the server"):
+        await from_environment(None, own)
+
+
 def service_account_token(issued: float, expires: float) -> str:
     """Return a token as the API server makes it, but for its signature."""
     payload = json.dumps({"iat": int(issued), "exp": int(expires), "kubernetes.io": {"node": {"name": "n1"}}})

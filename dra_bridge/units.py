@@ -1,0 +1,116 @@
+"""An agent that is no pod: its units of systemd, and what is applied to the cluster for it.
+
+`units` and `rights` are pure functions of the configuration, as `dra_bridge.manifests` is: they fill in the templates
+beside this module. `written` writes the units to files.
+"""
+
+from __future__ import annotations
+
+import shlex
+from importlib import resources
+from pathlib import Path
+from string import Template
+from typing import Final
+
+import yaml
+
+from deviceplugin.config import ADOPTED, Config, needed
+from dra_bridge.manifests import Deployment, Manifest, arguments, bridged, filled, manifests, privileges
+
+DURATION: Final = "720h"
+"""What is asked for as the life of a token: a node that was off for longer needs another one from an administrator."""
+CONFIG: Final = "/etc/dra-bridge/config.yaml"
+_MADE: Final = (("StateDirectory", "/var/lib/"), ("RuntimeDirectory", "/var/run/"), ("RuntimeDirectory", "/run/"))
+"""The settings by which systemd makes a directory, and where."""
+ACCOUNT: Final = "/etc/dra-bridge"
+"""Where the agent has `token` and `ca.crt`, as a pod has them, and `server`, which names the API server."""
+
+
+def units(config: Config, how: Deployment | None = None) -> dict[str, str]:
+    """Return the texts of the units by their names."""
+    how = how or Deployment()
+    bridge = bool(bridged(config, how))
+    program, root = ("dra-bridge" if bridge else "deviceplugin"), how.kubelet_root.rstrip("/")
+    command = [*arguments(how, root, bridge, CONFIG, how.cgroup_root), *needed(config).arguments()]
+    if bridge:
+        command.insert(2, f"--service-account={ACCOUNT}")
+    values = {
+        "program": program,
+        "root": root,
+        "arguments": " ".join(map(_quoted, command)),
+        "environment": f"\nEnvironmentFile={ACCOUNT}/server" if bridge else "",
+        "directories": "\n".join(_directories(config, how, root, bridge=bridge)),
+        "devices": "\n".join(_devices(config, how)),
+        "name": how.name,
+        "namespace": how.namespace,
+        "duration": DURATION,
+    }
+    texts = {f"{program}.service": "agent.service"}
+    if bridge:
+        texts |= {f"{program}-token.{kind}": f"token.{kind}" for kind in ("service", "timer")}
+    return {name: _template(file).substitute(values) for name, file in texts.items()}
+
+
+def written(directory: Path, config: Config, how: Deployment) -> list[Path]:
+    """Write the units into a directory, and return their paths. Raises ValueError: they cannot be written or made."""
+    if how.own_command:
+        raise ValueError("--systemd makes units for a config file's agent, not for an author's own")
+    paths = []
+    for name, text in units(config, how).items():
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            (directory / name).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"{directory / name} cannot be written: {error.strerror}") from error
+        paths.append(directory / name)
+    return paths
+
+
+def rights(config: Config, how: Deployment | None = None) -> list[Manifest]:
+    """Return the objects to apply for agents that are units, in their order; none if no resource names a driver."""
+    how = how or Deployment()
+    if not bridged(config, how):
+        return []
+    objects = [one for one in manifests(config, "", how) if one["kind"] != "DaemonSet"]
+    token = yaml.safe_load(resources.files(__package__).joinpath("token.yaml").read_bytes())
+    return [*objects, *filled(token, {"name": how.name, "namespace": how.namespace})]
+
+
+def _template(file: str) -> Template:
+    return Template(resources.files(__package__).joinpath(file).read_text(encoding="utf-8"))
+
+
+def _quoted(argument: str) -> str:
+    """Return an argument as it is written in ExecStart=, where % and $ have a meaning."""
+    return shlex.quote(argument).replace("%", "%%").replace("$", "$$")
+
+
+def _directories(config: Config, how: Deployment, root: str, *, bridge: bool) -> list[str]:
+    """Return the lines about the directories that the agent writes to.
+
+    Those that systemd itself can make are there before anything runs; others have to be made before.
+    """
+    written = [how.device_plugin_directory]
+    if bridge:
+        written += [f"{root}/plugins/dra-bridge", f"{root}/plugins_registry", how.cdi_directory]
+    if needed(config).plugins:
+        written.append(ADOPTED)
+    made: dict[str, list[str]] = {"StateDirectory": [], "RuntimeDirectory": [], "ReadWritePaths": []}
+    for path in (*written, *how.writable_sys):
+        setting, prefix = next((each for each in _MADE if path.startswith(each[1])), ("ReadWritePaths", ""))
+        made[setting].append(path.removeprefix(prefix))
+    lines = [f"{setting}={' '.join(paths)}" for setting, paths in made.items() if paths]
+    lines += ["StateDirectoryMode=0750"] if made["StateDirectory"] else []
+    return [*lines, *(["RuntimeDirectoryPreserve=yes"] if made["RuntimeDirectory"] else [])]
+
+
+def _devices(config: Config, how: Deployment) -> list[str]:
+    """Return the lines that depend on what the agent does with devices.
+
+    /dev is the host's, since the agent lists and hands out what is there. ProtectClock= has a device policy of its own.
+    """
+    nvidia = any(entry.nvidia for resource in config.resources for entry in resource.devices)
+    lines = [] if privileges(config, how) or nvidia else ["DevicePolicy=closed", "ProtectClock=yes"]
+    if not (needed(config).commands or nvidia):  # what others' programs and libraries need is not known
+        lines.append("MemoryDenyWriteExecute=yes")
+    return [*lines, *([] if how.writable_sys else ["ProtectKernelTunables=yes"])]
