@@ -59,6 +59,17 @@ def test_a_run_is_kept_and_makes_the_page(kept: Path, capsys: pytest.CaptureFixt
     assert "1.32.2: test_f: overlap\n" in printed
 
 
+def test_the_machine_has_a_report_of_its_own(kept: Path) -> None:
+    """What ran in the virtual machine is in the page, beside what ran on nodes of that version."""
+    (kept / "1.32.2.xml").write_text(REPORT)
+    machine = """<testsuite><testcase classname="tests.vm.test_unit" name="test_reboot"/></testsuite>"""
+    (kept / "vm-1.32.2.xml").write_text(machine)
+    matrix.main(["--reports", str(kept), "--version", "1.32.2", "--record"])
+    found = rows((kept / "page.md").read_text())
+    assert found[matrix.features(matrix.SCENARIOS[matrix.MACHINE])["test_reboot"]] == ["yes"]
+    assert found[matrix.features(matrix.HERE / "test_dra.py")["test_selectors"]] == ["yes"]
+
+
 def test_a_test_that_a_version_does_not_have(kept: Path) -> None:
     """It has a dash in the column of that version."""
     (kept / "1.32.2.xml").write_text(REPORT)

@@ -154,7 +154,7 @@ def _say(text: str) -> None:
     print(f"[build] {text}", file=sys.stderr, flush=True)
 
 
-def _run(command: Sequence[str], cwd: Path, **environment: str) -> str:
+def run(command: Sequence[str], cwd: Path, **environment: str) -> str:
     """Run a command and return what it printed; its whole output is in the error when it fails."""
     done = subprocess.run(
         command,
@@ -172,7 +172,7 @@ def _run(command: Sequence[str], cwd: Path, **environment: str) -> str:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
     """Hold an exclusive lock; it goes with the process, whatever ends it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w") as handle:
@@ -184,13 +184,13 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _built(name: str, programs: Sequence[str], make: Callable[[Path, Path], None]) -> Path:
+def built(name: str, programs: Sequence[str], make: Callable[[Path, Path], None]) -> Path:
     """Return ``<cache>/<name>/bin``, made by ``make(work, bin)`` when it is not there yet."""
     cache = cache_directory()
     final = cache / name
     if final.is_dir():
         return final / "bin"
-    with _locked(cache / "locks" / f"{name}.lock"):
+    with locked(cache / "locks" / f"{name}.lock"):
         if final.is_dir():
             return final / "bin"
         if shutil.which("go") is None:
@@ -251,9 +251,9 @@ def kubernetes_go_mod(version: str, upstream: str, packages: Sequence[str]) -> s
 def _make_kubernetes(version: str, packages: Sequence[str]) -> Callable[[Path, Path], None]:
     def make(work: Path, into: Path) -> None:
         (work / "go.mod").write_text("module scratch\n\ngo 1.24\n")
-        got = json.loads(_run(["go", "mod", "download", "-json", f"k8s.io/kubernetes@v{version}"], work))
+        got = json.loads(run(["go", "mod", "download", "-json", f"k8s.io/kubernetes@v{version}"], work))
         (work / "go.mod").write_text(kubernetes_go_mod(version, Path(got["GoMod"]).read_text(), packages))
-        _run(["go", "mod", "tidy"], work)
+        run(["go", "mod", "tidy"], work)
         # Without these a program calls itself v0.0.0-master, and so does the node's kubeletVersion.
         major, minor = version.split(".")[:2]
         stamps = {"gitVersion": f"v{version}", "gitMajor": major, "gitMinor": minor, "gitTreeState": "archive"}
@@ -262,7 +262,7 @@ def _make_kubernetes(version: str, packages: Sequence[str]) -> Callable[[Path, P
             for package in ("k8s.io/component-base/version", "k8s.io/client-go/pkg/version")
             for name, value in stamps.items()
         ]
-        _run(
+        run(
             ["go", "build", "-trimpath", "-ldflags", " ".join(flags), "-o", f"{into}/", "tool"],
             work,
             CGO_ENABLED="0",
@@ -274,8 +274,8 @@ def _make_kubernetes(version: str, packages: Sequence[str]) -> Callable[[Path, P
 def _make_etcd(work: Path, into: Path) -> None:
     # The root package of the module is the main package, and `go install` would call it "server".
     (work / "go.mod").write_text("module scratch\n\ngo 1.24\n")
-    _run(["go", "get", "-tool", f"go.etcd.io/etcd/server/v3@v{ETCD_VERSION}"], work)
-    _run(
+    run(["go", "get", "-tool", f"go.etcd.io/etcd/server/v3@v{ETCD_VERSION}"], work)
+    run(
         ["go", "build", "-trimpath", "-ldflags=-s -w", "-o", str(into / "etcd"), "go.etcd.io/etcd/server/v3"],
         work,
         CGO_ENABLED="0",
@@ -286,10 +286,10 @@ def _make_containerd(work: Path, into: Path) -> None:
     module = "github.com/containerd/containerd/v2"
     (work / "go.mod").write_text("module scratch\n\ngo 1.24\n")
     packages = [f"{module}/cmd/{program}" for program in CONTAINERD_PROGRAMS]
-    _run(["go", "get", "-tool", *(f"{package}@v{CONTAINERD_VERSION}" for package in packages)], work)
+    run(["go", "get", "-tool", *(f"{package}@v{CONTAINERD_VERSION}" for package in packages)], work)
     stamp = f"-X {module}/version.Version=v{CONTAINERD_VERSION}"
     tags = "no_btrfs no_devmapper no_zfs"
-    _run(
+    run(
         ["go", "build", "-trimpath", "-tags", tags, "-ldflags", f"-s -w {stamp}", "-o", f"{into}/", *packages],
         work,
         CGO_ENABLED="0",
@@ -299,10 +299,10 @@ def _make_containerd(work: Path, into: Path) -> None:
 def _make_tool(program: str, tool: Tool) -> Callable[[Path, Path], None]:
     def make(work: Path, into: Path) -> None:
         (work / "go.mod").write_text("module scratch\n\ngo 1.24\n")
-        _run(["go", "get", "-tool", f"{tool.package}@v{tool.version}"], work)
+        run(["go", "get", "-tool", f"{tool.package}@v{tool.version}"], work)
         flags = " ".join(["-s", "-w", *(f"-X {name}={value}" for name, value in tool.stamps.items())])
         build = ["go", "build", "-trimpath", "-ldflags", flags, "-o", str(into / program), tool.package]
-        _run(build, work, CGO_ENABLED="0")
+        run(build, work, CGO_ENABLED="0")
 
     return make
 
@@ -310,7 +310,7 @@ def _make_tool(program: str, tool: Tool) -> Callable[[Path, Path], None]:
 def ensure_tool(program: str) -> Path:
     """Return the path of one of TOOLS, built as needed. Raises BuildError: it cannot be had."""
     tool = TOOLS[program]
-    return _built(f"{program}-{tool.version}", (program,), _make_tool(program, tool)) / program
+    return built(f"{program}-{tool.version}", (program,), _make_tool(program, tool)) / program
 
 
 def image_base() -> tuple[str, str]:
@@ -337,20 +337,30 @@ def _make_python(version: str, release: str) -> Callable[[Path, Path], None]:
         }
         apt = ["apt-get", *(f"-o{option}={work / name}" for option, name in places.items())]
         apt += ["-oDir::Etc::SourceParts=/dev/null", "-oDir::Cache::pkgcache=", "-oDir::Cache::srcpkgcache="]
-        _run([*apt, "update"], work)
+        run([*apt, "update"], work)
         # bash and libc-bin have ldd, by which tree.py finds libraries.
         packages = [f"python{version}-minimal", f"libpython{version}-stdlib", "bash", "libc-bin", "libstdc++6"]
-        _run([*apt, "install", "-y", "--download-only", "--no-install-recommends", *packages], work)
+        run([*apt, "install", "-y", "--download-only", "--no-install-recommends", *packages], work)
         for archive in sorted((work / "archives").glob("*.deb")):
-            _run(["dpkg-deb", "--extract", str(archive), str(into)], work)
-        machine = platform.machine()
-        fits = [f"--platform=manylinux{glibc}_{machine}" for glibc in ("_2_28", "_2_17", "2014")]
-        fits += [f"--abi={abi}" for abi in (f"cp{version.replace('.', '')}", "abi3", "none")]
-        install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-compile", "--no-deps", "--require-hashes"]
-        install += ["--only-binary=:all:", f"--python-version={version}", "--implementation=cp", *fits]
-        _run([*install, f"--target={into / 'site'}", f"--requirement={EXAMPLES / 'image' / 'requirements.txt'}"], work)
+            run(["dpkg-deb", "--extract", str(archive), str(into)], work)
+        run(install_locked(version, into / "site"), work)
 
     return make
+
+
+def locked_packages() -> str:
+    """Return a name for what the agents' image has from PyPI; another one for other versions."""
+    return hashlib.sha256((EXAMPLES / "image" / "requirements.txt").read_bytes()).hexdigest()[:10]
+
+
+def install_locked(version: str, into: Path) -> list[str]:
+    """Return the command that installs what the agents' image has from PyPI, for a version of Python."""
+    machine = platform.machine()
+    fits = [f"--platform=manylinux{glibc}_{machine}" for glibc in ("_2_28", "_2_17", "2014")]
+    fits += [f"--abi={abi}" for abi in (f"cp{version.replace('.', '')}", "abi3", "none")]
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-compile", "--no-deps", "--require-hashes"]
+    install += ["--only-binary=:all:", f"--python-version={version}", "--implementation=cp", *fits]
+    return [*install, f"--target={into}", f"--requirement={EXAMPLES / 'image' / 'requirements.txt'}"]
 
 
 def ensure_python() -> Path:
@@ -359,8 +369,7 @@ def ensure_python() -> Path:
     It is made of the Debian release's packages, for the base image itself cannot be pulled where the tests run.
     """
     version, release = image_base()
-    lock = hashlib.sha256((EXAMPLES / "image" / "requirements.txt").read_bytes()).hexdigest()[:10]
-    return _built(f"python-{version}-{lock}", (f"usr/bin/python{version}",), _make_python(version, release))
+    return built(f"python-{version}-{locked_packages()}", (f"usr/bin/python{version}",), _make_python(version, release))
 
 
 def _make_peer(program: str, peer: Peer) -> Callable[[Path, Path], None]:
@@ -370,8 +379,8 @@ def _make_peer(program: str, peer: Peer) -> Callable[[Path, Path], None]:
     def make(work: Path, into: Path) -> None:
         (work / "go.mod").write_text("module scratch\n\ngo 1.24\n")
         try:
-            _run(["go", "get", "-tool", f"{package}@{peer.version}"], work)
-            _run([*build, package], work, CGO_ENABLED="0")
+            run(["go", "get", "-tool", f"{package}@{peer.version}"], work)
+            run([*build, package], work, CGO_ENABLED="0")
         except BuildError as error:
             advice = f"put the program {program} into a directory, and name that by {PEER_PROGRAMS}"
             raise BuildError(f"{peer.module} {peer.version} cannot be had as a Go module; {advice}\n{error}") from None
@@ -386,7 +395,7 @@ def ensure_peer(program: str) -> Path:
     if PEER_PROGRAMS in os.environ and os.access(finished, os.X_OK):
         return finished
     peer = PEERS[program]
-    return _built(f"{program}-{peer.version}", (program,), _make_peer(program, peer)) / program
+    return built(f"{program}-{peer.version}", (program,), _make_peer(program, peer)) / program
 
 
 def _is_static(program: str) -> bool:
@@ -441,23 +450,23 @@ QUIETLY = {"DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"}
 """No questions, and no service is started: Debian's prometheus would be, and only its programs are wanted."""
 
 
-def ensure_packages() -> None:
+def ensure_packages(find_missing: Callable[[], list[str]] = missing_packages) -> None:
     """Install the missing Debian packages when that can be done, else say what to install."""
-    missing = missing_packages()
+    missing = find_missing()
     if not missing:
         return
     advice = f"apt-get install {' '.join(missing)}"
     if os.geteuid() != 0 or shutil.which("apt-get") is None:
-        raise BuildError(f"the cluster needs programs that are not installed; as root: {advice}")
+        raise BuildError(f"the tests need programs that are not installed; as root: {advice}")
     _say(advice)
     install = ["apt-get", "install", "-y", "--no-install-recommends", *missing]
-    with _locked(cache_directory() / "locks" / "apt.lock"):
+    with locked(cache_directory() / "locks" / "apt.lock"):
         try:
-            _run(install, Path("/"), **QUIETLY)
+            run(install, Path("/"), **QUIETLY)
         except BuildError:
-            _run(["apt-get", "update"], Path("/"))
-            _run(install, Path("/"), **QUIETLY)
-    still = missing_packages()
+            run(["apt-get", "update"], Path("/"))
+            run(install, Path("/"), **QUIETLY)
+    still = find_missing()
     if still:
         raise BuildError(f"still missing after {advice}: {', '.join(still)}")
 
@@ -473,12 +482,12 @@ def ensure(version: str | None = None) -> Binaries:
     if not re.fullmatch(r"1\.\d+\.\d+", version):
         raise BuildError(f"{version!r} is no Kubernetes version like {DEFAULT_VERSION}")
     ensure_packages()
-    etcd = _built(f"etcd-{ETCD_VERSION}", ("etcd",), _make_etcd)
-    containerd = _built(f"containerd-{CONTAINERD_VERSION}", CONTAINERD_PROGRAMS, _make_containerd)
+    etcd = built(f"etcd-{ETCD_VERSION}", ("etcd",), _make_etcd)
+    containerd = built(f"containerd-{CONTAINERD_VERSION}", CONTAINERD_PROGRAMS, _make_containerd)
     ensure_tool("helm")
     ensure_python()
     packages = [f"cmd/{program}" for program in KUBERNETES_PROGRAMS]
-    kubernetes = _built(version, KUBERNETES_PROGRAMS, _make_kubernetes(version, packages))
+    kubernetes = built(version, KUBERNETES_PROGRAMS, _make_kubernetes(version, packages))
     cni = find_cni()
     assert cni is not None
     return Binaries(version, kubernetes, etcd, containerd, cni)
@@ -493,7 +502,7 @@ def main(arguments: Sequence[str]) -> int:
                 continue
             if version == SAMPLE_PLUGIN:
                 make = _make_kubernetes(default_version(), [f"test/images/{SAMPLE_PLUGIN}"])
-                print(f"{version}: {_built(sample_plugin().parents[1].name, (SAMPLE_PLUGIN,), make)}")
+                print(f"{version}: {built(sample_plugin().parents[1].name, (SAMPLE_PLUGIN,), make)}")
                 continue
             binaries = ensure(version)
             print(f"{version}: {binaries.kubernetes} {binaries.etcd} {binaries.containerd}")

@@ -44,8 +44,14 @@ TESTS = {
     "test_quota_real": "Quotas",
     HOLDERS: "No device has two holders",
 }
+MACHINE = "test_unit"
+"""The module of tests/vm: `tox -e vm -- --junitxml=DIRECTORY/vm-VERSION.xml tests/vm` writes a report of its own."""
 """The modules of tests, and the heading of each on PAGE."""
-SCENARIOS = {"test_plugin_scenarios": HERE.parent / "scenarios" / "plugin.py"}
+TITLES = {**TESTS, MACHINE: "As a unit of systemd, with cgroup v2, in a virtual machine"}
+SCENARIOS = {
+    "test_plugin_scenarios": HERE.parent / "scenarios" / "plugin.py",
+    MACHINE: HERE.parent / "vm" / "test_unit.py",
+}
 """Where a module has its tests from, if not from the file of its name."""
 HEAD = ["scenario", "Kubernetes", "holders before", "holders after", "overlaps", "released in use", "seconds of moves"]
 PAGE = ROOT / "docs" / "support-matrix.md"
@@ -152,14 +158,15 @@ def page(reports: Mapping[str, Path]) -> str:
     """Return PAGE of pytest's reports by version."""
     record: dict[str, dict[str, dict[str, Any]]] = {}
     for version, report in reports.items():
-        ran, day = outcomes(report), dt.datetime.fromtimestamp(report.stat().st_mtime, dt.UTC).date().isoformat()
-        for module in TESTS.keys() & ran.keys():
-            holders = holder_rows(report) if module == HOLDERS else []
-            record.setdefault(version, {})[module] = {"date": day, "outcomes": ran[module], "holders": holders}
+        for part in filter(Path.exists, (report, report.with_name(f"vm-{report.name}"))):
+            ran, day = outcomes(part), dt.datetime.fromtimestamp(part.stat().st_mtime, dt.UTC).date().isoformat()
+            for module in TITLES.keys() & ran.keys():
+                holders = holder_rows(part) if module == HOLDERS else []
+                record.setdefault(version, {})[module] = {"date": day, "outcomes": ran[module], "holders": holders}
     parts = [INTRODUCTION.format(containerd=build.CONTAINERD_VERSION, default=minor(build.DEFAULT_VERSION))]
     dates = [[version, *sorted({module["date"] for module in record[version].values()})] for version in record]
     parts += [markdown([["Kubernetes", "run on"], *([version, " to ".join(days)] for version, *days in dates)])]
-    for module, title in TESTS.items():
+    for module, title in TITLES.items():
         found = {version: record[version][module] for version in record if module in record[version]}
         parts += [f"\n## {title}\n"]
         if module == HOLDERS:

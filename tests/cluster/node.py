@@ -247,18 +247,22 @@ class Cluster:
         try:
             self._lay_out()
             self.components["etcd"].start()
-            self.components["containerd"].start()
             self.start_apiserver(timeout)
             self.components["kube-controller-manager"].start()
             self.components["kube-scheduler"].start()
-            self._import_busybox(timeout)
-            self.start_kubelet(timeout)
+            self.start_node(timeout)
             self._wait_usable(timeout)
             self._let_kubelets_read_claims()
         except BaseException:
             self.stop()
             raise
         self.started_in = time.monotonic() - started
+
+    def start_node(self, timeout: float) -> None:
+        """Start what runs on a node, beside the control plane."""
+        self.components["containerd"].start()
+        self._import_busybox(timeout)
+        self.start_kubelet(timeout)
 
     def stop(self) -> None:
         """End all of it at once, containers included, and remove what it left, but the logs."""
@@ -404,8 +408,9 @@ class Cluster:
         )
         path.chmod(0o600)
 
-    def _write_kubelet_config(self) -> None:
-        config: dict[str, Any] = {
+    def kubelet_configuration(self) -> dict[str, Any]:
+        """Return the kubelet's configuration, without what a test asks for."""
+        return {
             "apiVersion": "kubelet.config.k8s.io/v1beta1",
             "kind": "KubeletConfiguration",
             "authentication": {"anonymous": {"enabled": True}, "webhook": {"enabled": False}},
@@ -425,7 +430,9 @@ class Cluster:
             "syncFrequency": "10s",
             "volumePluginDir": f"{self.directory}/volume-plugins",
         }
-        config.update(self.kubelet_config)
+
+    def _write_kubelet_config(self) -> None:
+        config = {**self.kubelet_configuration(), **self.kubelet_config}
         (self.directory / "kubelet.json").write_text(json.dumps(config))
 
     def _import_busybox(self, timeout: float) -> None:

@@ -1,0 +1,218 @@
+"""A virtual machine: qemu on a copy of the disk of ``tests.vm.build``, in the namespaces of ``tests.cluster.isolate``.
+
+It has KVM where there is one. In software it is ten times as slow, so everything is waited for by condition.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import tarfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tests.vm import build
+
+T = TypeVar("T")
+
+LIMIT = 300.0
+"""Seconds for each condition: booting took 4 minutes in software."""
+CPUS, MEGABYTES = 2, 1792
+
+
+class MachineError(Exception):
+    """The machine, or a program in it, does not do what it should."""
+
+
+def accelerated() -> bool:
+    """Return whether this host's KVM runs any kernel. That of a host which is a guest itself (kvm_pvm) does not."""
+    hardware = any(Path("/sys/module", name).exists() for name in ("kvm_intel", "kvm_amd"))
+    return hardware and os.access("/dev/kvm", os.R_OK | os.W_OK)
+
+
+def wait_for(condition: Callable[[], T], what: str, limit: float = LIMIT, context: Callable[[], str] = str) -> T:
+    """Return what the condition returns once that is true. Raises MachineError, with the context, if it takes long."""
+    deadline, last = time.monotonic() + limit, ""
+    while True:
+        try:
+            if value := condition():
+                return value
+        except (MachineError, OSError, KeyError, ValueError) as error:
+            last = f"; last: {error}"
+        if time.monotonic() > deadline:
+            raise MachineError(f"not within {limit:g} s: {what}{last}\n{context()}")
+        time.sleep(0.2)
+
+
+class Machine:
+    """A machine that is started once; directory: for its disks, sockets and console.
+
+    programs: files and directories of the host by their names below /opt/node, where the machine has them read-only.
+    """
+
+    def __init__(self, disk: build.Disk, directory: Path, programs: Mapping[str, Path]) -> None:
+        self._disk = disk
+        self._directory = directory
+        self._programs = programs
+        self.console = directory / "console.log"
+        self._qemu: subprocess.Popen[bytes] | None = None
+
+    def boot(self) -> None:
+        """Start it; `wait_up` waits for it."""
+        overlay = self._directory / "disk.qcow2"
+        backing = ["-b", str(self._disk.root), "-F", "raw"]
+        subprocess.run(["qemu-img", "create", "-q", "-f", "qcow2", *backing, str(overlay)], check=True)
+        programs = self._directory / "programs"
+        for name, path in self._programs.items():
+            (programs / name).parent.mkdir(parents=True, exist_ok=True)
+            if path.is_dir():
+                shutil.copytree(path, programs / name, dirs_exist_ok=True)
+            else:
+                shutil.copy(path, programs / name)
+        programs_disk = self._directory / "programs.ext4"
+        formatting = ["mke2fs", "-q", "-t", "ext4", "-L", build.LABEL, "-d", str(programs), str(programs_disk), "1G"]
+        subprocess.run(formatting, check=True)
+        shutil.rmtree(programs)
+        for command in (
+            ["ip", "tuntap", "add", "dev", "tap0", "mode", "tap"],
+            ["ip", "addr", "add", f"{build.GATEWAY}/24", "dev", "tap0"],
+            ["ip", "link", "set", "tap0", "up"],
+        ):
+            subprocess.run(command, check=True)
+        arguments = (
+            ["-accel", "kvm", "-cpu", "host"] if accelerated() else ["-accel", "tcg,thread=multi", "-cpu", "max"]
+        )
+        boot = "root=/dev/vda rw console=ttyS0 net.ifnames=0 panic=10 mitigations=off"
+        arguments += ["-smp", str(CPUS), "-m", str(MEGABYTES), "-nodefaults", "-no-user-config", "-display", "none"]
+        arguments += ["-kernel", str(self._disk.directory / "vmlinuz"), "-append", boot]
+        arguments += ["-initrd", str(self._disk.directory / "initrd.img")]
+        # What is lost with qemu is of no use to anybody; of a reset of the machine nothing is lost.
+        arguments += ["-drive", f"file={overlay},if=virtio,format=qcow2,cache=unsafe"]
+        arguments += ["-drive", f"file={programs_disk},if=virtio,format=raw,readonly=on"]
+        arguments += ["-netdev", "tap,id=net0,ifname=tap0,script=no,downscript=no"]
+        arguments += ["-device", "virtio-net-pci,netdev=net0", "-device", "virtio-rng-pci"]
+        arguments += ["-serial", f"file:{self.console}", "-qmp", f"unix:{self._directory}/qmp,server=on,wait=off"]
+        with open(self._directory / "qemu.log", "wb") as log:
+            self._qemu = subprocess.Popen(
+                ["qemu-system-x86_64", "-machine", "q35", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    def stop(self) -> None:
+        """End it at once."""
+        if self._qemu is not None:
+            self._qemu.kill()
+            self._qemu.wait()
+            subprocess.run(["ip", "link", "del", "tap0"], check=False)
+
+    def _console_end(self) -> str:
+        text = self.console.read_text(errors="replace") if self.console.exists() else ""
+        log = self._directory / "qemu.log"
+        return f"{log.read_text(errors='replace') if log.exists() else ''}\nthe console ends with:\n{text[-3000:]}"
+
+    def wait_up(self, before: str = "") -> None:
+        """Wait until it has booted, and is another boot than the one before."""
+
+        def up() -> bool:
+            if self._qemu is None or self._qemu.poll() is not None:
+                raise SystemExit(f"qemu has ended\n{self._console_end()}")
+            return self.boot_id() != before
+
+        wait_for(up, "the machine is up", context=self._console_end)
+
+    def boot_id(self) -> str:
+        """Return the id of the present boot. Raises MachineError: it does not answer."""
+        return self.run("cat /proc/sys/kernel/random/boot_id", connect=3).strip()
+
+    # --- what runs in it ---
+
+    def _ssh(self, connect: int) -> list[str]:
+        options = ["BatchMode=yes", "StrictHostKeyChecking=no", "UserKnownHostsFile=/dev/null", "LogLevel=ERROR"]
+        options += [f"ConnectTimeout={connect}", "ServerAliveInterval=5", "ServerAliveCountMax=6"]
+        flags = [part for option in options for part in ("-o", option)]
+        return ["ssh", "-F", "none", "-i", str(self._disk.key), *flags, f"root@{build.ADDRESS}"]
+
+    def run(self, script: str, *, check: bool = True, stdin: bytes = b"", connect: int = 20) -> str:
+        """Run a shell script as root and return what it printed. Raises MachineError: it failed, or does not answer."""
+        command = [*self._ssh(connect), f"bash -ec {shlex.quote(script)}"]
+        try:
+            done = subprocess.run(command, input=stdin, capture_output=True, timeout=LIMIT)
+        except subprocess.TimeoutExpired:
+            raise MachineError(f"{script!r} does not end") from None
+        if check and done.returncode != 0:
+            said = (done.stderr + done.stdout).decode(errors="replace").strip()
+            raise MachineError(f"{script!r} ended with {done.returncode}: {said}")
+        return done.stdout.decode(errors="replace")
+
+    def put(self, files: Mapping[str, str | Path], mode: int = 0o644) -> None:
+        """Write files, from their text or from copies of files and directories, and sync them."""
+
+        def plain(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+            entry.uid = entry.gid = 0
+            entry.uname = entry.gname = "root"
+            return entry
+
+        packed = io.BytesIO()
+        with tarfile.open(fileobj=packed, mode="w") as archive:
+            for name, content in files.items():
+                if isinstance(content, Path):
+                    archive.add(content.resolve(), name.lstrip("/"), filter=plain)
+                    continue
+                entry = tarfile.TarInfo(name.lstrip("/"))
+                entry.size, entry.mode, entry.mtime = len(content.encode()), mode, int(time.time())
+                archive.addfile(entry, io.BytesIO(content.encode()))
+        self.run("tar -x -C / -f - && sync", stdin=packed.getvalue())
+
+    def reboot(self, *, hard: bool = False) -> None:
+        """Reboot it and wait until it is up again. hard: by a reset, as by the button; else by systemd."""
+        before = self.boot_id()
+        if hard:
+            self.run("sync")
+            self._qmp("system_reset")
+        else:
+            with contextlib.suppress(MachineError):  # the connection may break first
+                self.run("systemctl reboot")
+        self.wait_up(before)
+
+    def _qmp(self, command: str) -> None:
+        """Have qemu execute a command of its monitor."""
+        with socket.socket(socket.AF_UNIX) as monitor:
+            monitor.settimeout(30)
+            monitor.connect(f"{self._directory}/qmp")
+            answers = _lines(monitor)
+            next(answers)  # its greeting
+            for each in ("qmp_capabilities", command):
+                monitor.sendall(json.dumps({"execute": each}).encode() + b"\n")
+                while "return" not in (answer := next(answers)):
+                    if "error" in answer:
+                        raise MachineError(f"{each}: {answer}")
+
+    def journal(self, unit: str, *, boot: int = 0, lines: int = 200) -> str:
+        """Return the end of a unit's journal of this boot, or of one before (-1)."""
+        return self.run(f"journalctl -q --no-pager -o short-monotonic -b {boot} -u {unit} -n {lines} || true")
+
+    def setting(self, unit: str, name: str) -> str:
+        """Return a property of a unit."""
+        return self.run(f"systemctl show -p {name} --value {unit}").strip()
+
+
+def _lines(monitor: socket.socket) -> Iterator[dict[str, Any]]:
+    rest = b""
+    while True:
+        while b"\n" not in rest:
+            received = monitor.recv(65536)
+            if not received:
+                raise MachineError("qemu's monitor has closed")
+            rest += received
+        line, _, rest = rest.partition(b"\n")
+        yield json.loads(line)
