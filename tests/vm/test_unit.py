@@ -27,7 +27,8 @@ def clean(node: MachineCluster) -> Iterator[None]:
     links(node, there=True)
     for kind in ("Pod", "ResourceClaim"):
         for one in node.api.list(kind, "default"):
-            node.api.delete(kind, one["metadata"]["name"], "default", grace=0 if kind == "Pod" else None)
+            # Not by force: the kubelet would still have the claim of that name, and prepare no other one.
+            node.api.delete(kind, one["metadata"]["name"], "default", grace=1 if kind == "Pod" else None)
     wait_for(lambda: not node.api.list("Pod", "default"), "the pods are gone")
     wait_for(lambda: not node.api.list("ResourceClaim", "default"), "the claims are gone")
     node.wait_allocatable(FPGAS, 2, timeout=LIMIT)
