@@ -13,7 +13,7 @@ import pytest
 from deviceplugin.register import rules
 from deviceplugin.testing import FakePod, claim_state
 from deviceplugin.testing.claim_state import AnsweredDevice, DevicesOfClaim
-from dra_bridge.driver import preparation
+from dra_bridge.driver import driver, preparation
 from dra_bridge.testing.node import FakeNode
 from tests.dra.agents import NODE, Listed
 from tests.dra.objects import unserved
@@ -216,9 +216,10 @@ LOST = pytest.mark.parametrize("state", ["kept", "lost"], ids=["state-kept", "st
 @LOST
 @pytest.mark.parametrize("sharers", [1, 2])
 async def test_without_its_register_a_shared_device_is_given_to_as_many_claims_as_before(
-    node: FakeNode, sharers: int, state: str
+    node: FakeNode, monkeypatch: pytest.MonkeyPatch, sharers: int, state: str
 ) -> None:
     """A claim that shares it leaves the other part to a second one, and two leave nothing to a third one."""
+    monkeypatch.setattr(driver, "MARGIN", 44.0)  # each refused claim would wait for 40 s
     async with serving(node, Listed(A, D, "d0", replicas=2), share="all") as here:
         await here.until(lambda: here.sliced() == {"d0"})
         pods = [await here.claimant(f"p{number}") for number in range(sharers)]
@@ -237,9 +238,10 @@ async def test_without_its_register_a_shared_device_is_given_to_as_many_claims_a
 
 @pytest.mark.parametrize("state", ["kept", "lost", "forgotten"], ids=lambda state: f"state-{state}")
 async def test_without_its_register_a_device_that_a_claim_has_alone_is_shared_with_none(
-    node: FakeNode, state: str
+    node: FakeNode, monkeypatch: pytest.MonkeyPatch, state: str
 ) -> None:
     """The config may offer it twice by now; who got it when it was whole has all of it, also as a pod that hangs."""
+    monkeypatch.setattr(driver, "MARGIN", 44.0)  # each refused claim would wait for 40 s
     async with offering(node, Listed(A, D, "d0"), share="all") as here:
         pod = await here.claimant("p")
     if state == "forgotten":
