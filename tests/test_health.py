@@ -461,7 +461,7 @@ async def test_all_probes_are_of_the_devices_own_nodes(tmp_path: Path) -> None:
     async with asyncio.timeout(30), aclosing(cast("Any", source.watch())) as lists:
         assert [device.health for device in await anext(lists)] == [Health.HEALTHY]
         assert [device.health for device in await anext(lists)] == [Health.UNHEALTHY]
-    assert log.read_text().split() == ["/dev/null", "/dev/null"]
+    assert log.read_text().split() == [str(node), str(node)]
 
 
 async def test_missing_host_directory_of_a_mount_makes_no_device_unhealthy(tmp_path: Path) -> None:

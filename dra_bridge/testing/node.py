@@ -29,7 +29,7 @@ from deviceplugin.testing.kubelet import FakeKubelet, lacking
 from deviceplugin.testing.pods import Containers, FakeContainer, FakePod, Lingering
 from deviceplugin.wire import podresources_pb2 as pr
 from dra_bridge.kube.api import Object
-from dra_bridge.rollout import progress
+from dra_bridge.rollout import fleet, progress
 from dra_bridge.testing import scheduler
 from dra_bridge.testing.apiserver import FakeApiServer
 from dra_bridge.testing.kubelet import FakeDraKubelet, FakeDraPod, PodError
@@ -219,14 +219,11 @@ class FakeNode(FakeKubelet):
         return {**devices, **{ids.get(name, name): "claim" for name in self._wants_of(pod).given}}
 
     def _ids(self) -> dict[str, str]:
-        """Return the ids of devices by the names that they have in slices, as agents report both there."""
-        by_driver: dict[str, list[Object]] = {}
-        for body in self.server.objects():
-            if body["spec"].get("nodeName") == self.name:
-                by_driver.setdefault(body["spec"]["driver"], []).append(body)
+        """Return the ids of devices by their names in slices, as the node's Lease has both."""
+        leases = [body for body in self.server.objects("leases") if body["metadata"]["name"] == self.name]
         ids: dict[str, str] = {}
-        for driver, slices in by_driver.items():
-            if (reported := progress.read(driver, slices)) is not None:
+        for driver in fleet.drivers_of((), leases):
+            if (reported := progress.read(driver, leases)) is not None:
                 devices = {resource: one.devices for resource, one in reported.resources.items()}
                 names = published_names(reported.qualifiers, devices)
                 ids |= {name: device for name, (_, device) in names.items()}

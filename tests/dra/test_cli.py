@@ -527,7 +527,8 @@ def test_status_tells_devices_and_holders(nodes: FakeFleet, bridge: Callable[...
     assert "n1    example.com/gpu  gpu-1   dra     dra     claim default/c for q  ?       " in table
     assert "n1    example.com/gpu  gpu-2   dra     dra     ?                      ?       " in table
     why = "no pod with the label app.kubernetes.io/managed-by=dra-bridge in namespace dra-bridge runs there"
-    assert table.splitlines()[-1] == f"unknown holders or health (?) on n1: {why}"
+    nor = "and no agent answers at port 9410 of the node (no endpoints available)"
+    assert table.splitlines()[-1] == f"unknown holders or health (?) on n1: {why}, {nor}"
     assert f"n1 {D}: share all requested; {R}: 2 dra, 1 to-dra (share all)" in table
     assert "  gpu-0 (to-dra) waits for its holder, held by pod default/p" in table
 

@@ -17,6 +17,7 @@ from tests.identities import seen_as
 
 R = "example.com/gpu"
 HALF = Amount("1/2")
+RUNS = "the kubelet's checkpoint does not name it, but processes of its pod run"
 
 
 class Gpus(DeviceSource):
@@ -49,9 +50,7 @@ def test_all_holders_of_an_id_are_returned() -> None:
     titles = {"u1": "ml/one", "u2": "ml/two", "u3": "ml/three"}
     assert kubelet_snapshot(1, now, R, str, title=titles.__getitem__).held == {
         "a": ObservedAllocation("a", "ml/two", True, frozenset({("u1", "main"), ("u2", "init")})),
-        "b": ObservedAllocation(
-            "b", "ml/three", True, frozenset({("u3", "main")}), "not known: it was not written", ending=True
-        ),
+        "b": ObservedAllocation("b", "ml/three", True, frozenset({("u3", "main")}), RUNS, ending=True),
     }
 
 
