@@ -166,13 +166,13 @@ class FindingKind(Enum):
         "DB801",
         Severity.NOTE,
         "series of kube-state-metrics that count limits have no claims (kube_pod_container_resource_limits)",
-        "use deviceplugin_allocation_info of the agents, which counts both sides",
+        "use deviceplugin_allocation_info of the agents, which counts both sides; a recording rule is in alerts.yaml",
     )
     OPENCOST = (
         "DB802",
         Severity.WARNING,
         "OpenCost and Kubecost bill limits: devices of claims cost nothing there",
-        "bill by the agents' series deviceplugin_allocation_info",
+        "bill by the recorded series container:deviceplugin_devices:count",
     )
     DCGM_EXPORTER = (
         "DB803",

@@ -43,8 +43,9 @@ NO_NAMES = {
 
 
 def rules() -> list[dict[str, Any]]:
+    """Return the alerts."""
     groups = yaml.safe_load((EXAMPLES / "alerts.yaml").read_text())["groups"]
-    return [rule for group in groups for rule in group["rules"]]
+    return [rule for group in groups for rule in group["rules"] if "alert" in rule]
 
 
 def queries() -> list[str]:
