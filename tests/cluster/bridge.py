@@ -291,8 +291,9 @@ class Bridge:
         return dict(json.loads(text)) if text else {}
 
     def wait_reported(self) -> None:
-        """Wait until the agent reports of each driver."""
-        for driver in self.drivers:
+        """Wait until the agent reports of each driver; of one that adopts it does so once the plugin has registered."""
+        adopting = {one.get("driver") for one in self.resources if any("plugin" in of for of in one.get("devices", ()))}
+        for driver in set(self.drivers) - adopting:
             self.cluster.wait_for(lambda driver=driver: self.report(driver), 30.0, f"{driver} is reported")  # type: ignore[misc]
 
     def slices(self, driver: str | None = None) -> list[Object]:

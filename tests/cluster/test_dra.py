@@ -500,14 +500,14 @@ FORMER = f"""
 import sys
 from pathlib import Path
 from dra_bridge import cli
-from dra_bridge.driver.registrar import Registrar
+from dra_bridge.driver.registrar import DriverDirectories
 
-make = Registrar.__init__
+make = DriverDirectories.__init__
 
-def former(self, driver, directory, *rest, **more):
-    make(self, driver, Path("{PLUGINS}") / driver.name, *rest, **more)
+def former(self, own, *rest, **more):
+    make(self, Path("{PLUGINS}") / "{DRIVER}", *rest, **more)
 
-Registrar.__init__ = former
+DriverDirectories.__init__ = former
 sys.exit(cli.main())
 """
 """An agent whose drivers have directories of their own, as before there was one for all."""
