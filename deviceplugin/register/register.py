@@ -488,7 +488,7 @@ class Register:
                 listed = hardware.having(point)
                 if len(listed) > 1 or any(not listed.issuperset(self._keys(state, entry)) for entry in entries):
                     foreign[point] = entries
-            elif point in hardware.related:
+            elif point in hardware.related or self._of_another_driver(point, entries):
                 foreign[point] = entries
         sides = {key: self.side(key) for key in hardware.related}
         noticed: object = hardware.related, foreign, sides, view.others
@@ -496,6 +496,13 @@ class Register:
             self._noticed = noticed
             for callback in self._subscribers:
                 callback()
+
+    def _of_another_driver(self, point: DeviceKey, entries: Iterable[tuple[str, DeviceKey]]) -> bool:
+        """Return whether a claim of a former driver has a device; the present driver waits for its end."""
+        served = self.listed.served.get(point[0])
+        return served is not None and any(
+            table == "claims" and key[0] != served.source.driver for table, key in entries
+        )
 
     @staticmethod
     def _keys(state: RegisterSnapshot, entry: tuple[str, DeviceKey]) -> Collection[DeviceKey]:

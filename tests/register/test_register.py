@@ -460,6 +460,20 @@ async def test_subscribers_hear_of_holders_that_matter() -> None:
     assert len(calls) == 1
 
 
+async def test_the_end_of_a_former_drivers_claim_concerns_the_driver_that_the_config_names() -> None:
+    """Its slices are made anew, also of a device without an identity that has no peers."""
+    here = RegisterInMemory()
+    here.add(R, Device("a"), driver=D)
+    here.side(State.DRA, "a")
+    await here.claim("a", driver="former.example.com")
+    here.register.notify()
+    calls: list[None] = []
+    here.register.subscribe(lambda: calls.append(None))
+    await here.store.do(operations.unprepare("former.example.com", "u"))
+    here.register.notify()
+    assert len(calls) == 1
+
+
 # Hooks.
 
 
