@@ -51,6 +51,8 @@ class NodeLease:
         self._watch = watch
         self.reports: dict[str, str] = {}
         self._seen: Object | None = None
+        self._deleted = ""
+        """UID of the Lease that the watch has seen deleted last; the answer to its creation may come after that."""
         self._listed, self._changed, self._attempted = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     @property
@@ -97,13 +99,18 @@ class NodeLease:
                     self._seen = event.items[0] if event.items else None
                 elif event.type != "DELETED":
                     self._see(event.object)
-                elif self._seen is not None and self._seen["metadata"]["uid"] == event.object["metadata"]["uid"]:
-                    self._seen = None
+                else:
+                    self._deleted = event.object["metadata"]["uid"]
+                    if self._seen is not None and self._seen["metadata"]["uid"] == self._deleted:
+                        self._seen = None
                 self._listed.set()
                 self._changed.set()
 
     def _see(self, lease: Object) -> None:
-        if self._seen is None or not is_older(lease, self._seen):
+        if lease["metadata"]["uid"] == self._deleted:
+            self._seen = None
+            self._changed.set()
+        elif self._seen is None or not is_older(lease, self._seen):
             self._seen = lease
 
     async def _keep(self) -> None:
