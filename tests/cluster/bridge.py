@@ -140,6 +140,15 @@ class Bridge:
         """The drivers' names."""
         return sorted({str(resource["driver"]) for resource in self.resources if "driver" in resource})
 
+    def _is_ending(self, namespace: str) -> bool:
+        """Return whether the namespace of an agent before is being deleted, with the Lease in it."""
+        try:
+            return "deletionTimestamp" in self.cluster.api.get("Namespace", namespace)["metadata"]
+        except ApiError as error:
+            if error.code != 404:
+                raise
+            return False
+
     def _install(self) -> None:
         """Apply the manifests, all but the DaemonSet (there is no image), and lay its service account's files out."""
         text = self.config.read_text()
@@ -150,6 +159,7 @@ class Bridge:
         objects = [body for body in objects if body["kind"] != "DaemonSet"]
         for role in (body for body in objects if body["kind"] == "ClusterRole" and not self.node_status):
             role["rules"] = [rule for rule in role["rules"] if rule["resources"] != ["nodes/status"]]
+        self.cluster.wait_for(lambda: not self._is_ending(how.namespace), 60.0, "the former namespace has gone")
         self.cluster.api.apply(objects)
         self.classes = {
             str(resource["name"]): class_name(str(resource["name"]), str(resource["driver"]))
