@@ -15,7 +15,7 @@ from deviceplugin.adoption.answers import AnswerError
 from deviceplugin.adoption.source import AdoptedSource
 from deviceplugin.device import ContainerEdits, Device, EditConflictError
 from deviceplugin.exclusion import DeviceConflictError, DeviceKey, titled
-from deviceplugin.identity import identified, shown
+from deviceplugin.identity import agree, identified, shown
 from deviceplugin.register import operations
 from deviceplugin.register.outlook import outlook
 from deviceplugin.register.question import View, takes_of
@@ -130,7 +130,7 @@ class ClaimDevices:
             served = self.register.listed.served.get(device.resource)
             if device.admin or not was or served is None or device.device not in served.inventory.snapshot.devices:
                 continue
-            if was.isdisjoint(now := self.register.tokens(key)):
+            if not agree(was, now := self.register.tokens(key)):
                 raise DeviceConflictError(f"{titled(key)} has just become {shown(now)}, it was {shown(was)}")
 
     def _awaited(self, record: Claim) -> Awaited:

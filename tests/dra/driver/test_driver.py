@@ -1006,25 +1006,35 @@ class Relisted(RegisterHost):
     def __init__(self, inventory: Inventory) -> None:
         served: Any = SimpleNamespace(source=Plain(), inventory=inventory, ids_now=lambda device: (device.id,))
         self.services = {R: served}
-        self.now = "first"
+        self.now: Sequence[str] = ()
 
     async def reread(self) -> None:
-        """Have the device listed as it is now."""
-        await identity.publish(self.services[R].inventory, [Device("d0", identity=self.now)], {})
+        """Have the device listed as it is now: its own identity, then what sysfs shows behind it."""
+        device, tokens = Device("d0", identity=self.now[0]), frozenset(self.now)
+        self.services[R].inventory.publish([device], {"d0": tokens})
 
 
-async def test_a_claim_is_refused_a_device_that_becomes_another_while_it_is_prepared(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("first", "now"),
+    [(["first"], ["other"]), (["same", "hardware:usb:1:2:A#tty"], ["same", "hardware:usb:1:2:B#tty"])],
+    ids=["identity", "hardware behind one number"],
+)
+async def test_a_claim_is_refused_a_device_that_becomes_another_while_it_is_prepared(
+    tmp_path: Path, first: Sequence[str], now: Sequence[str]
+) -> None:
     """What was read of it before is not what it would be given; the next try gets what the device is then."""
     inventory, ledger = Inventory(R), await AsyncLedger.open(str(tmp_path / "ledger.db"))
     host, api = Relisted(inventory), FakeClaims()
+    host.now = first
     await host.reread()
     await ledger.do(adopt(R, inventory.snapshot.devices, Side.DRA, T0))
     node = DriverNode(NODE, Register(host, ledger), api, str(tmp_path / "cdi"), boot="1")
     driver = Driver(D, node, [ServedResource(Plain(), inventory)])
     api.add(claim("1", result("d0")))
-    host.now = "other"
+    host.now = now
     answer = (await driver.prepare([ref("1")]))["1"]
-    assert "d0 of example.com/fpga has just become other, it was first" in str(answer)
+    changed = f"has just become {identity.shown(now)}, it was {identity.shown(first)}"
+    assert f"d0 of example.com/fpga {changed}" in str(answer)
     assert not ledger.snapshot.claims
     assert isinstance((await driver.prepare([ref("1")]))["1"], Prepared)
     await driver.close()
