@@ -6,10 +6,14 @@ where `...` stands for any lines.
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.source import ROOT
 
 
 @dataclass(frozen=True)
@@ -94,3 +98,23 @@ def with_outputs(page: str, outputs: dict[int, str]) -> str:
             lines += outputs[number].splitlines()
             inside = True
     return "\n".join(lines) + "\n"
+
+
+def happens(page: Path, commands: int, directory: Path) -> None:
+    """Do what a page that needs no cluster says, with `dra-bridge` of this tree. Raises AssertionError: another output.
+
+    commands: how many the page has. directory: an empty one to do it in.
+    """
+    program = directory / "bin" / "dra-bridge"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m dra_bridge "$@"\n')
+    program.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{program.parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    found = steps(page.read_text())
+    assert sum(bool(step.command) for step in found) == commands
+    for step in found:
+        if step.name:
+            (directory / step.name).write_text(step.text)
+            continue
+        text = run(step.command, directory, environment)
+        assert agrees(step, text), f"line {step.line + 1}: {step.command}: {text}"

@@ -206,9 +206,11 @@ def test_another_stick_has_the_old_number(scene: Scene, sticks: Sticks, form: st
     scene.after = 1
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_two_sticks_swap_their_numbers(scene: Scene, sticks: Sticks, form: str) -> None:
-    """The pods keep their own sticks, whatever the numbers: a container that restarts has its stick's node."""
+def swapped(scene: Scene, sticks: Sticks, form: str) -> tuple[list[Pod], list[str], str]:
+    """Run a pod with each of two sticks, then swap the sticks' numbers.
+
+    Return the pods, the keys that they had, and the key of the stick that had the number 1.
+    """
     keys = sticks.plug("A", 1), sticks.plug("B", 2)
     serve(scene, form, 2)
     pods = [holder(scene, form, name) for name in ("one", "two")]
@@ -218,8 +220,15 @@ def test_two_sticks_swap_their_numbers(scene: Scene, sticks: Sticks, form: str) 
     sticks.pull("A", "B")
     sticks.plug("B", 1)
     sticks.plug("A", 2)
+    return pods, had, keys[0]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_two_sticks_swap_their_numbers(scene: Scene, sticks: Sticks, form: str) -> None:
+    """The pods keep their own sticks, whatever the numbers: a container that restarts has its stick's node."""
+    pods, had, first = swapped(scene, sticks, form)
     for pod, key in zip(pods, had, strict=True):
-        await_file(scene, form, pod, 2 if key == keys[0] else 1)
+        await_file(scene, form, pod, 2 if key == first else 1)
     before = [pod.restarts() for pod in pods]
     kill(*pods)
     for pod, count in zip(pods, before, strict=True):
@@ -267,15 +276,7 @@ def test_sticks_come_and_go_in_any_order(scene: Scene, sticks: Sticks, seed: int
 @pytest.mark.parametrize("form", FORMS)
 def test_numbers_are_swapped_by_a_reboot(scene: Scene, sticks: Sticks, form: str) -> None:
     """After the reboot each pod has its own stick again."""
-    keys = sticks.plug("A", 1), sticks.plug("B", 2)
-    serve(scene, form, 2)
-    pods = [holder(scene, form, name) for name in ("one", "two")]
-    scene.before = 2
-    had = [scene.key(pod) for pod in pods]
-    assert set(had) == set(keys)
-    sticks.pull("A", "B")
-    sticks.plug("B", 1)
-    sticks.plug("A", 2)
+    pods, had, _ = swapped(scene, sticks, form)
     reboot(scene, "before the kubelet")
     scene.cluster.wait_for(lambda: all(locks.pids(pod.uid) for pod in pods), 90, "the pods run again")
     scene.running(*pods)
