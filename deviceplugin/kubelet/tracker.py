@@ -229,7 +229,7 @@ class HolderTracker:
         self, resource: str, device_ids: frozenset[str]
     ) -> tuple[Sequence[Allocation], Mapping[str, str], frozenset[str]]:
         """Return the recorded allocations of these ids, running pods by id, and pods with empty cgroups."""
-        read, pods = self._last_written(), self.pods.read()
+        read, pods = self._newest(), self.pods.read()
         allocations = of_ids(self._known_or(read) - self._ended_containers(read, pods), resource, device_ids)
         uids = {allocation.pod_uid for allocation in allocations}
         may_run = {uid for uid in uids if pods.may_run(uid)}
@@ -247,7 +247,7 @@ class HolderTracker:
         return await self.looks.at("holders", self._ended, resource, wanted)
 
     def _ended(self, resource: str, device_ids: frozenset[str]) -> _EndedAndOthers:
-        read, pods = self._last_written(), self.pods.read()
+        read, pods = self._newest(), self.pods.read()
         allocations = frozenset(of_ids(self._known_or(read), resource, device_ids))
         uids = {allocation.pod_uid for allocation in allocations}
         # The kubelet and the runtime make a pod's directories after its admission.
@@ -257,20 +257,16 @@ class HolderTracker:
         return ended, allocations - ended
 
     def _newest(self) -> list[CheckpointVersion]:
-        """Return the checkpoint as of now, if it can be read. May read the file: the kubelet has just written it."""
+        """Return the checkpoint as of now, if it can be read. Blocks.
+
+        It still names a holder that the kubelet has just dropped: the kubelet writes it after Allocate.
+        """
         with contextlib.suppress(CheckpointError):
-            return [self._checkpoint.newest()]
+            return [self._checkpoint.newest(nodes=True)]
         return []
 
     def _known_or(self, read: Sequence[CheckpointVersion]) -> frozenset[Allocation]:
         return self._known.union(*(version.allocations for version in read))
-
-    def _last_written(self) -> list[CheckpointVersion]:
-        # The checkpoint still names a holder that the kubelet has just dropped: it is written after Allocate.
-        try:
-            return [self._checkpoint.read()]
-        except CheckpointError:
-            return []
 
     def _ended_containers(self, read: Sequence[CheckpointVersion], pods: PodProcesses) -> frozenset[Allocation]:
         """Return the known allocations that none of these checkpoints names and whose containers have ended. Blocks."""
