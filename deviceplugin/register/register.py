@@ -237,10 +237,6 @@ class Register:
 
     # What a device is, and how much of it somebody gets.
 
-    def identity(self, resource: str, device: str) -> Identity:
-        """Return the identity of a device as of now."""
-        return identified(self.listed.now().tokens((resource, device)), self.boot)
-
     def times(self, resource: str, device: Device) -> int | None:
         """Return how many containers may share a device; None if its resource is not served."""
         service = self.listed.served.get(resource)

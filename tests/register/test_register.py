@@ -116,7 +116,9 @@ class RegisterInMemory(ListedResources):
         await self.named(resource, *(held - set(names)))
 
     async def claim(self, *names: str, uid: str = "u", driver: str = D) -> None:
-        devices = tuple(ClaimDevice(R, one, identity=self.register.identity(R, one), amount=WHOLE) for one in names)
+        devices = tuple(
+            ClaimDevice(R, one, identity=self.register.wanted(R, one).identity, amount=WHOLE) for one in names
+        )
         claim = Claim(driver, uid, "ml", "train", devices, "{}", 0.0)
         answer = await self.register.decide([key(one) for one in names], lambda view: operations.prepare(claim, view))
         assert isinstance(answer, Claim)
@@ -268,7 +270,7 @@ async def test_what_was_granted_is_remembered_as_what_it_was() -> None:
     assert here.withheld() == set()
     await here.grant("a")
     await here.register.verify_granted([key("a")])
-    assert here.register.identity(R, "a") == seen_as(boot_id(), "n2")
+    assert here.register.wanted(R, "a").identity == seen_as(boot_id(), "n2")
 
 
 async def test_what_is_not_listed_any_more_is_not_granted() -> None:
@@ -278,7 +280,7 @@ async def test_what_is_not_listed_any_more_is_not_granted() -> None:
     here.services[R].inventory.publish([device], {"a": frozenset({"n1"})})
     await here.refused("a", why="is not what it was listed as: n1, now n2")
     await here.grant("a")
-    assert here.register.identity(R, "a") == seen("n2")
+    assert here.register.wanted(R, "a").identity == seen("n2")
 
 
 async def test_a_holding_of_unknown_identity_is_what_its_device_is_listed_as() -> None:

@@ -99,7 +99,7 @@ async def test_nothing_is_granted_that_a_claim_has_under_any_name(path: str) -> 
         await here.state("a", State.DRA)
         register = here.register
         one = await register.decide(
-            [(R, "a")], lambda view: operations.prepare(claim("1", "a", register.identity(R, "a")), view)
+            [(R, "a")], lambda view: operations.prepare(claim("1", "a", register.wanted(R, "a").identity), view)
         )
         assert isinstance(one, Claim)
         with pytest.raises(DeviceConflictError, match="are the same hardware"):
