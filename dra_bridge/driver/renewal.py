@@ -24,7 +24,7 @@ from deviceplugin.looks import LookTimeoutError
 from deviceplugin.register.identification import renew
 from deviceplugin.register.records import Claim, LedgerError
 from deviceplugin.register.register import Register
-from dra_bridge.driver.claim_files import CHECK, ClaimFiles
+from dra_bridge.driver.claim_files import CHECK, REST, ClaimFiles
 from dra_bridge.driver.records import ClaimRecords, Prepared, prepared_of
 from dra_bridge.driver.served import ServedDevices
 
@@ -42,6 +42,11 @@ class ClaimRenewal:
         seen: object = None
         backoff = Backoff(first=1.0, most=60.0)
         while True:
+            changes = self._records.ledger.changes
+            count = changes.count
+            if not self._records.all():
+                await changes.after(count, REST)
+                continue
             inventories = [served.inventory for served in self._served.resources]
             now = tuple((id(inventory), inventory.snapshot.version) for inventory in inventories)
             if now != seen:
