@@ -185,7 +185,9 @@ def title(body: Mapping[str, Any]) -> str:
 
 
 def _devices(pod: ChangedPod, how: Conversion) -> list[ClaimedDevices]:
-    return list({claimed(pod.body, claim.class_name, claim.count, how) for claim in pod.change.claims.values()})
+    """Return what the claims of a pod stand for, each once, in the order of the containers."""
+    each = (claimed(pod.body, claim.class_name, claim.count, how) for claim in pod.change.claims.values())
+    return list(dict.fromkeys(each))
 
 
 def claimed(body: Mapping[str, Any], class_name: str, count: int, how: Conversion) -> ClaimedDevices:

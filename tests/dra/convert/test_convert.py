@@ -133,6 +133,13 @@ def test_each_namespace_class_and_count_has_one_template() -> None:
     assert names(result(*result(*objects), *objects)) == names(result(*objects))
 
 
+def test_templates_come_in_the_order_of_the_containers() -> None:
+    """The same manifests give the same text in each run: the order does not follow from hashes."""
+    counts = [str(number) for number in range(9, 0, -1)]
+    pod = workload("Deployment", "apps/v1", *(container(f"c{count}", count) for count in counts))
+    assert names(result(pod)) == [("", f"{CLASS}-{count}") for count in counts]
+
+
 def test_names_follow_from_what_they_stand_for() -> None:
     """Long names are cut, with a hash of the whole, and remain names of the API."""
     assert ClaimedDevices("", CLASS, 3).template == f"{CLASS}-3"
