@@ -1,14 +1,14 @@
 """Computes which pods a kubelet restart would end now, and which moves would cause that. Pure functions.
 
 Facts (kubelet 1.36): at its start the kubelet admits the node's pods again, the oldest first (HandlePodAdditions). For
-the pod that it admits it does not count limits that DRA serves. For the pods admitted before, it does count them
+the pod under admission, the kubelet ignores limits that DRA serves. For the pods admitted before, it counts such limits
 (removeMissingExtendedResources, lifecycle/predicate.go; kubernetes#124586). It compares the sum with the Node's
 `status.allocatable`, or with the number of ids in its checkpoint if that is larger (sanitizeNodeAllocatable,
-devicemanager/manager.go). A pod that does not fit is ended, although it runs.
+devicemanager/manager.go). The kubelet ends a pod that does not fit, although the pod runs.
 
 So a restart can end a pod of the plugin side if older pods get their `limits` through DRA. The kubelet's own number is
 0 until the agent has registered. No pod is at risk if all pods of one kind have ended before pods of the other kind
-start. Therefore devices return to the plugin side only when no pod has any through DRA by `limits`.
+start. Therefore devices return to the plugin side only when no pod has a device through DRA by `limits`.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from deviceplugin.register.records import Claim, RegisterSnapshot
 from deviceplugin.register.rules import held_by_limits, served_by_limits
 
 AGE: Final = 5.0
-"""Seconds by which a pod may be older than the claim that DRA serves it by: when it was made is not known here."""
+"""Seconds by which a pod may be older than its claim for `limits`. The pod's own creation time is not known here."""
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """The kubelet's counts of one resource, as numbers of its ids.
+    """The kubelet's counts of one resource, as numbers of ids.
 
-    shown: ids that the present and the next list have as Healthy; None without a ListAndWatch stream. by_plugin: ids
-    that pods have, also of withdrawn devices. by_dra: devices that pods have through DRA by their `limits`.
+    shown: ids that are Healthy both in the present list and in the next one; None without a ListAndWatch stream.
+    by_plugin: ids that pods have, withdrawn devices included. by_dra: devices that pods have through DRA by their
+    `limits`.
     """
 
     shown: int | None
@@ -39,7 +40,10 @@ class Counts:
 
     @property
     def capacity(self) -> int:
-        """The number that the kubelet compares with at its next start, if the agent has registered by then."""
+        """The number that the kubelet will compare the sum of limits with at its next start.
+
+        This holds if the agent has registered by then.
+        """
         return max(self.shown or 0, self.by_plugin)
 
 
@@ -65,10 +69,11 @@ def resources_served_by_dra(now: RegisterSnapshot) -> set[str]:
 
 
 def may_leave(now: Counts, ids: int) -> bool:
-    """Return whether so many Healthy ids may move to DRA at once.
+    """Return whether this number of Healthy ids may move to DRA at once.
 
-    They may if a kubelet restart then ends no pod of the plugin side: there are no such pods, or DRA serves no pod by
-    limits, or the kubelet's number stays the same, or it stays large enough for all pods.
+    The ids may move if a kubelet restart then ends no pod of the plugin side. That is so in four cases: the plugin side
+    has no pods; DRA serves no pod by limits; the kubelet's number stays the same; or it stays large enough for all
+    pods.
     """
     if not now.by_plugin or not now.by_dra:
         return True
@@ -79,7 +84,7 @@ def may_leave(now: Counts, ids: int) -> bool:
 
 
 class AdmittedPod(NamedTuple):
-    """A pod that the kubelet admits again. created: Unix seconds. asks: its limit of one resource."""
+    """A pod that the kubelet admits again. created: Unix seconds. asks: the pod's limit of one resource."""
 
     title: str
     created: float
@@ -88,7 +93,7 @@ class AdmittedPod(NamedTuple):
 
 
 def denied(pods: Iterable[AdmittedPod], capacity: int) -> tuple[str, ...]:
-    """Return the pods that the kubelet denies. Of pods of one second those through DRA count as older."""
+    """Return the pods that the kubelet denies. Among pods of the same second, those served by DRA count as older."""
     used = 0
     titles = []
     for pod in sorted(pods, key=lambda pod: (int(pod.created), not pod.by_dra, pod.title)):
@@ -100,10 +105,10 @@ def denied(pods: Iterable[AdmittedPod], capacity: int) -> tuple[str, ...]:
 
 
 def pods_of(now: RegisterSnapshot, resource: str) -> list[AdmittedPod]:
-    """Return the pods that have devices of a resource by their `limits`, with the time when they got them.
+    """Return the pods that have devices of a resource by their `limits`, with the time at which they got them.
 
-    A pod of the plugin side has its UID for a title, "" if it is not known yet. A pod that had waited before DRA served
-    it is older than it seems here.
+    The title of a pod of the plugin side is its UID, "" if the UID is not known yet. A pod that had to wait before DRA
+    served it is older than this function assumes.
     """
     ids: dict[str, set[str]] = {}
     since: dict[str, float] = {}
@@ -121,7 +126,7 @@ def pods_of(now: RegisterSnapshot, resource: str) -> list[AdmittedPod]:
 def denied_now(now: RegisterSnapshot, resource: str) -> tuple[str, ...]:
     """Return the UIDs of the pods that the kubelet would deny if it restarted now.
 
-    Its own number is taken as 0, since the agent may not have registered by then.
+    The function takes the kubelet's own number as 0, because the agent may not have registered by then.
     """
     if not served_by_dra(now, resource):
         return ()

@@ -1,9 +1,9 @@
-"""How many devices of each resource the scheduler counts on this node: `status.allocatable` of its Node.
+"""Writes the number of devices that the scheduler counts on this node: `status.allocatable` of the Node.
 
 The kubelet writes its own number every 10 s by default, and only if something changed (tryUpdateNodeStatus, kubelet
-1.36, kubelet_node_status.go). Until then the scheduler sends pods to devices that were withdrawn, which fail
-(UnexpectedAdmissionError), and none to devices that came back. So the agent writes the number itself: before it
-withdraws devices, and once the kubelet has them back.
+1.36, kubelet_node_status.go). Until then the scheduler places pods on withdrawn devices, and these pods fail
+(UnexpectedAdmissionError); and it places no pods on devices that came back. So the agent writes the number itself:
+before it withdraws devices, and after the kubelet has got devices back.
 """
 
 from __future__ import annotations
@@ -24,33 +24,36 @@ from deviceplugin.tasks import cancel_all
 _LOG: Final = logging.getLogger(__name__)
 
 GRACE: Final = 1.0
-"""Seconds from the moment that the Node shows the lower number until devices are withdrawn.
+"""Seconds between the moment at which the Node shows the lower number and the withdrawal of devices.
 
-The scheduler binds pods that it chose before, and the kubelet admits them: some ten milliseconds on an idle node.
+In this time the kubelet admits pods that the scheduler had chosen before. On an idle node this takes some ten
+milliseconds.
 """
 LOWER_DEADLINE: Final = 3.0
-"""Seconds after which devices are withdrawn although the kubelet writes its own number back again and again."""
+"""Seconds after which the agent withdraws devices although the kubelet keeps writing its own larger number."""
 LATE: Final = 2.0
-"""Seconds after a number was lowered in which a larger one is the kubelet's from before, and is written over.
+"""Seconds after the agent lowered a number in which it overwrites a larger number of the kubelet.
 
-The kubelet may have made it up just before devices were withdrawn; its next report is one of its periods later.
+The kubelet may have computed the larger number just before the devices were withdrawn. It reports again one of its
+periods later.
 """
 TAKEN: Final = 5.0
-"""Seconds in which the kubelet counts devices that are offered again; after that the number is left to it."""
+"""Seconds in which the kubelet should count returned devices. After that, the kubelet alone writes the number."""
 
 
 class StatusWriter(Protocol):
     """Writes the Node's status (`dra_bridge.node.node_object.NodeStatusWriter`)."""
 
     async def write(self, resource: str, number: int) -> bool:
-        """Write a resource's number; return False if that is not possible now, or not allowed."""
+        """Write a resource's number. Return False if the write is not possible now, or not allowed."""
 
 
 class AllocatableStatus:
-    """The numbers of this node's Node, as its watch shows them, and how they are written.
+    """The numbers in this node's Node object, as the watch shows them, and the means to write them.
 
-    A change of share costs one write before devices leave the plugin side, up to five if the kubelet writes its own
-    number meanwhile. While devices come back there is at most one write in 0.5 s at first and in 10 s later.
+    A change of share costs one write before devices leave the plugin side, and up to five if the kubelet writes its own
+    number meanwhile. While devices come back, there is at first at most one write in 0.5 s, and later at most one in 10
+    s.
     """
 
     def __init__(
@@ -67,18 +70,19 @@ class AllocatableStatus:
         self._pauses = pauses
         self._numbers: Mapping[str, int] = {}
         self._since: dict[str, float] = {}
-        """When the watch showed each resource's number for the first time (monotonic seconds)."""
+        """For each resource, when the watch first showed the present number (monotonic seconds)."""
         self._changes = Changes()
-        """Of the numbers."""
+        """Notifies waiters about changes of the numbers."""
         self._writing = asyncio.Lock()
         self._most: dict[str, int] = {}
-        """The largest number that may be written: the last lower one, and what came back since."""
+        """For each resource, the largest number that the agent may write: the last lowered number, and the devices that
+        returned since."""
         self._returning: dict[str, set[str]] = {}
         self._raising: dict[str, asyncio.Task[None]] = {}
         self._lowering: dict[str, asyncio.Task[None]] = {}
 
     def observe(self, numbers: Mapping[str, int]) -> None:
-        """Take what the Node shows now."""
+        """Record the numbers that the Node shows now."""
         now = time.monotonic()
         self._since = {
             name: self._since[name] if self._numbers.get(name) == number else now for name, number in numbers.items()
@@ -87,14 +91,14 @@ class AllocatableStatus:
         self._changes.note()
 
     async def lower(self, resource: str, number: int) -> bool:
-        """Wait until no pod comes any more for devices beyond this number, 3 s at most.
+        """Lower a resource's number, and wait at most 3 s until no new pod can come for devices beyond it.
 
-        The scheduler counts at most so many then, and pods that it had bound before had time to be admitted. Returns
-        whether it was waited for; False also if the number cannot be written.
+        By then the scheduler counts at most this number, and the kubelet has admitted the pods that were bound before.
+        Returns whether that was achieved; also False if the number cannot be written.
         """
         if (lowering := self._lowering.pop(resource, None)) is not None:
             lowering.cancel()
-        async with self._writing:  # a larger number may be on its way
+        async with self._writing:  # Another task may be writing a larger number.
             self._most[resource] = number
         waited = lowered = False
         with contextlib.suppress(TimeoutError):
@@ -114,7 +118,7 @@ class AllocatableStatus:
         return waited and lowered
 
     async def _keep_low(self, resource: str) -> None:
-        """Write over larger numbers of the kubelet's that are from before devices were withdrawn."""
+        """Overwrite larger numbers that the kubelet computed before devices were withdrawn."""
         until = time.monotonic() + LATE
         while (rest := until - time.monotonic()) > 0:
             seen, number = self._changes.count, self._most[resource]
@@ -123,7 +127,7 @@ class AllocatableStatus:
             await self._changes.after(seen, rest)
 
     async def _put(self, resource: str, number: int) -> bool:
-        """Write a number, no larger one than the last that was lowered allows; return whether the Node has it."""
+        """Write a number, but at most the largest number allowed now; return whether the Node has it."""
         async with self._writing:
             number = min(number, self._most.get(resource, number))
             if not await self._status.write(resource, number):
@@ -134,11 +138,11 @@ class AllocatableStatus:
     def _until_lowered(self, resource: str, number: int, began: float) -> float:
         """Return for how many seconds pods may still come for more devices; infinite while the Node shows more.
 
-        A kubelet that reports every second leaves no whole second without its own number: then half of it must do.
+        If the kubelet reports every second, its own number interrupts every whole second. Then half a second is enough.
         """
         shown = self._numbers.get(resource)
         if shown is None:
-            return 0.0  # the scheduler sends nothing here
+            return 0.0  # The scheduler places no pods here.
         if shown > number:
             return math.inf
         now = time.monotonic()
@@ -146,7 +150,7 @@ class AllocatableStatus:
         return self._since[resource] + grace - now
 
     def taken_back(self, resource: str, device_ids: Collection[str]) -> None:
-        """Raise the number soon: these ids are offered to pods again."""
+        """Raise the number soon, because pods can get these ids again."""
         if resource in self._most:
             self._most[resource] += len(device_ids)
         self._returning.setdefault(resource, set()).update(device_ids)
@@ -165,7 +169,7 @@ class AllocatableStatus:
             del self._raising[resource]
 
     async def _counted(self, resource: str, device_ids: Collection[str]) -> int:
-        """Return how many devices the kubelet counts as healthy once these are among them; 0 if it does not in time."""
+        """Return how many devices the kubelet counts as healthy once these are among them; 0 if that takes too long."""
         backoff = Backoff(first=0.02, most=0.5)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(TAKEN):
@@ -176,5 +180,5 @@ class AllocatableStatus:
         return 0
 
     async def close(self) -> None:
-        """End what is under way."""
+        """End the tasks that are running."""
         await cancel_all([*self._raising.values(), *self._lowering.values()])

@@ -1,4 +1,4 @@
-"""Ends moves: collects the evidence for their commits. Also ends the records of unplugged devices."""
+"""Ends moves: collects the evidence for their commits. Also deletes the records of unplugged devices."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LOG: Final = logging.getLogger(__name__)
 def shown_unhealthy(
     devices: Iterable[str], sent: tuple[float, frozenset[str]] | None, device_id_of: Callable[[str], str]
 ) -> dict[str, float]:
-    """Return since when (monotonic seconds) ListAndWatch shows each of these devices with no id Healthy.
+    """Return since when ListAndWatch has shown each of these devices without a Healthy id (monotonic seconds).
 
     sent: when the last update was sent, and its healthy ids; None if the kubelet does not listen.
     """
@@ -35,9 +35,9 @@ def shown_unhealthy(
 
 
 async def end_moves_to_dra(moved: MovedResource, waiting: dict[str, MoveWait]) -> tuple[str, ...]:
-    """Commit the moves to DRA that can end; return their devices. This makes no request to the API server.
+    """Commit the moves to DRA that can end, and return their devices. This makes no request to the API server.
 
-    waiting: the reasons why the others wait are added to it.
+    waiting: for each remaining move, the function adds the reason why the move waits.
     """
     resource, endpoint, evidence, before = moved.name, moved.endpoint, moved.evidence, moved.now
     devices = moved.moving.in_state(before, resource, State.TO_DRA)
@@ -67,10 +67,10 @@ async def end_moves_to_dra(moved: MovedResource, waiting: dict[str, MoveWait]) -
 
 @dataclass(slots=True)
 class _ClaimQuery:
-    """Which claim a device waits for, "" if none is known, and when to ask again (monotonic seconds).
+    """The claim that a device waits for, "" if none is known, and when to ask again (monotonic seconds).
 
-    device: the one that the claim's allocation names; None for a claim of a pod that has any of the resource by
-    `limits`.
+    device: the device that the claim's allocation names; None if the claim belongs to a pod that has any device of the
+    resource by `limits`.
     """
 
     waits: Backoff
@@ -89,16 +89,18 @@ class MovesToPlugin:
     """Ends moves of one resource's devices to the plugin side, with as few requests to the API server as possible.
 
     Once the API server has accepted the slice without a device, the claims are listed once, for all devices that wait
-    then. While a claim's allocation names the device, that claim is read again, after 0.5 s at first and at most 5 min
-    later. When it no longer names the device, the claims are listed again. A failed list is repeated within 30 s.
+    at that time. While a claim's allocation names the device, that claim is read again, after 0.5 s at first and at
+    most 5 min later. When it no longer names the device, the claims are listed again. A failed list is repeated within
+    30 s.
 
-    No move ends while a pod has a device of the resource through DRA by its `limits`, unless the move is forced. A
-    kubelet restart would end pods that start on the plugin side then (`dra_bridge.handover.admission`).
+    No move ends while a pod has a device of the resource through DRA by its `limits`, unless the move is forced.
+    Otherwise pods could start on the plugin side, and a kubelet restart would end them
+    (`dra_bridge.handover.admission`).
 
-    queries: by device and the sequence of its record, so each move begins new ones. waits: makes the delays between
+    queries: by device and the sequence of its record, so each move begins new queries. waits: makes the delays between
     two reads of the claim that a device waits for. limited: whether pods have, or may get, devices of the resource
-    through DRA by their `limits`: by the ledger, and when it names none any more, until a list of claims names none or
-    no device waits.
+    through DRA by their `limits`. It becomes True when the ledger names such a pod. It becomes False when the ledger
+    names none, and either a list of claims names none or no device waits.
     """
 
     moved: MovedResource
@@ -106,15 +108,16 @@ class MovesToPlugin:
     queries: dict[tuple[str, int], _ClaimQuery] = field(default_factory=dict)
     limited: bool = False
     _limits: _ClaimQuery | None = None
-    """Asks whether `limited` still holds; None while the ledger tells."""
+    """The query that checks whether `limited` still holds; None while the ledger shows it."""
 
     async def commit(
         self, waiting: dict[str, MoveWait], forced: Callable[[], bool], kept: Callable[[], Collection[str]]
     ) -> tuple[str, ...]:
         """Commit the moves that can end; return their devices.
 
-        waiting: the reasons why the others wait are added to it. forced: returns whether the share is forced now, which
-        may change while the claims are listed. kept: returns the devices that turn round once `limited` is False.
+        waiting: for each remaining move, the method adds the reason why the move waits. forced: returns whether the
+        share is forced now, which may change while the claims are listed. kept: returns the devices whose moves reverse
+        once `limited` is False.
         """
         moved, mine = self.moved, self.moved.name
         before = moved.now
@@ -170,7 +173,7 @@ class MovesToPlugin:
         arrived = {
             name: at
             for name, at in withdrawn.items()
-            # A slice of others may have offered it since.
+            # A foreign slice may have offered the device since.
             if (queries[name].device is not None or forced())
             and name not in keeps
             and moved.slices.withdrawn(mine, name) == at
@@ -193,19 +196,20 @@ class MovesToPlugin:
         keys = {name: (name, now.device(self.moved.name, name).sequence) for name in devices}
         self.queries = {key: self.queries.get(key) or _ClaimQuery(self.waits()) for key in keys.values()}
         for name, key in keys.items():
-            if (claim := prepared.get(name)) is not None:  # when it is unprepared, it is read first, and soon
+            # The claim is read first and soon, because it may be unprepared.
+            if (claim := prepared.get(name)) is not None:
                 self.queries[key] = _ClaimQuery(self.waits(), claim.title if claim.name else "", name)
         return {name: self.queries[key] for name, key in keys.items()}
 
     async def _read(self, queries: Collection[_ClaimQuery]) -> bool:
-        """Read the claims that are due; return whether it is time to list the claims.
+        """Read the claims that are due; return whether it is time to list all claims.
 
-        It is when no claim is known, or none any more, that names one of the devices that are due.
+        It is time if no known claim names one of the devices that are due.
         """
         now = time.monotonic()
         due = [query for query in queries if query.due <= now]
         for query in due:
-            query.due = now + query.waits.next()  # also if the API server does not answer
+            query.due = now + query.waits.next()  # The next read waits longer, even if the API server does not answer.
             if query.claim and not await self.moved.evidence.allocates(query.claim, self.moved.name, query.device):
                 query.claim = ""
         if all(query.claim for query in due):
@@ -218,10 +222,10 @@ class MovesToPlugin:
 
 
 async def forget_unplugged(moved: MovedResource, waiting: dict[str, MoveWait]) -> None:
-    """Drop the records of unplugged devices, once they have no holder and no claim names them.
+    """Delete the records of unplugged devices that have no holder and that no claim names.
 
-    A device on the DRA side, or on its way there, moves to the plugin side first; that proves that no claim names it.
-    waiting: the reasons why they wait are added to it.
+    A device on the DRA side, or on its way there, moves to the plugin side first; the end of that move proves that no
+    claim names it. waiting: the function adds the reasons why devices wait.
     """
     resource, now = moved.name, moved.now
     unplugged = moved.moving.of(now, resource).keys() - moved.inventory.snapshot.devices.keys()

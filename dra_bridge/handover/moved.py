@@ -1,4 +1,4 @@
-"""One resource whose devices are moved, and what its handover asks of the agent around it."""
+"""A resource whose devices move, and the interfaces of the agent that its handover uses."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from dra_bridge.handover.planner import ALL, Moving, Together
 
 @dataclass(frozen=True, slots=True)
 class Allocated:
-    """What allocations of claims name on this node, as of a consistent list of all claims.
+    """The devices of this node that the allocations of claims name, from a consistent list of all claims.
 
-    at: when the list began (monotonic seconds). claims: namespace/name by (resource, device). limits: those of them
-    that pods have by their `limits`.
+    at: when the list began (monotonic seconds). claims: namespace/name by (resource, device). limits: the claims among
+    them that serve the `limits` of a pod.
     """
 
     at: float
@@ -29,18 +29,18 @@ class Allocated:
 
 
 class MoveEvidence(Protocol):
-    """Tells who holds devices, or will; read anew at each call.
+    """Provides evidence about present and future holders of devices, read anew at each call.
 
-    errors: what `allocated` and `allocates` raise when the API server cannot be asked.
+    errors: the exceptions that `allocated` and `allocates` raise when the API server does not answer.
     """
 
     errors: ClassVar[tuple[type[Exception], ...]]
 
     async def scan(self, wanted: Collection[DeviceKey]) -> HolderSnapshot | None:
-        """Find out who holds devices, and compare the register with it; return None if an Allocate came in between."""
+        """Find the holders of devices, and compare the register with them. Return None if an Allocate interfered."""
 
     def title(self, pod_uid: str) -> str:
-        """Return a pod's name, for people."""
+        """Return a pod's name, for messages."""
 
     async def allocated(self) -> Allocated:
         """List all claims, consistently; the list begins after this call."""
@@ -48,36 +48,36 @@ class MoveEvidence(Protocol):
     async def allocates(self, claim: str, resource: str, device: str | None) -> bool:
         """Read a claim, by namespace/name; return whether its allocation names a device of this node.
 
-        device: None for any one of the resource.
+        device: None for any device of the resource.
         """
 
 
 class DriverSlices(Protocol):
-    """The slices of the driver between which and the plugin's side devices move (`dra_bridge.node.slice_feed`)."""
+    """The slices of one driver. Devices move between them and the plugin side (`dra_bridge.node.slice_feed`)."""
 
     def withdrawn(self, resource: str, device: str) -> float | None:
-        """Return since when (monotonic seconds) the API server has had slices without a device, if it has."""
+        """Return since when no slice of the API server has offered a device (monotonic seconds); None if one may."""
 
     def offering(self, resource: str, device: str) -> str:
-        """Return the name of a slice that others wrote and that offers a device; "" if there is none."""
+        """Return the name of a foreign slice that offers a device; "" if there is none."""
 
     def publish(self) -> None:
-        """Have the slices made anew: moves wait for something else."""
+        """Compute and publish the slices again, because the state of moves has changed."""
 
 
 class DriverSide(Protocol):
-    """The other resources of that driver, and all who follow its moves (`dra_bridge.node.driver_runtime`)."""
+    """The driver's other resources, and the listeners to its moves (`dra_bridge.node.driver_runtime`)."""
 
     def endpoint(self, resource: str) -> Endpoint | None:
-        """Return the servicer of a resource whose devices move along, None if it is not served."""
+        """Return the servicer of a resource whose devices move together with these; None if it is not served."""
 
     def moved(self, resource: str) -> None:
-        """Have lists and slices made anew: moves have begun or ended."""
+        """Compute device lists and slices again, because moves have begun or ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class MovedResource:
-    """One resource whose devices are moved. moving: whose devices these are. name: of the resource."""
+    """One resource whose devices are moved. moving: selects these devices. name: of the resource."""
 
     endpoint: Endpoint
     inventory: Inventory
@@ -93,11 +93,11 @@ class MovedResource:
 
     @property
     def now(self) -> RegisterSnapshot:
-        """What the register has recorded."""
+        """The register's current records."""
         return self.register.store.snapshot
 
     def together(self, devices: Iterable[str]) -> Together:
-        """Return what each of these devices must move together with, the first of them leading."""
+        """Return, for each device, the devices that must move together with it. The first of them leads."""
         together: dict[str, tuple[DeviceKey, ...]] = {}
         for device in devices:
             together[device] = self.register.listed.group(self.name, device)

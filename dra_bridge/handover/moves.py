@@ -1,6 +1,6 @@
-"""Moves the devices of one resource between the sides of a live node.
+"""Moves the devices of one resource between the two sides of a live node.
 
-Safety is not here: the ledger refuses an Allocate or a Prepare on the wrong side, whatever this module does.
+Safety does not depend on this module: the ledger refuses an Allocate or a Prepare on the wrong side.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ _WAYS: Final = (State.TO_DRA.value, State.TO_PLUGIN.value)
 
 @dataclass(slots=True)
 class MoveStatistics:
-    """What a handover has done so far, by direction; counters only grow. Seconds from begin to commit."""
+    """Statistics of a handover's moves, by direction. Counters only grow.
+
+    Durations are seconds from begin to commit.
+    """
 
     begun: Counter[str] = field(default_factory=Counter)
     finished: Counter[str] = field(default_factory=Counter)
@@ -40,11 +43,11 @@ class MoveStatistics:
 
 
 class Handover:
-    """Moves one resource's devices between the sides until their sides are as the share says.
+    """Moves one resource's devices between the sides until the sides match the share.
 
-    allocatable: makes the number of devices known to the scheduler; None to leave that to the kubelet. waiting: what
-    moves wait for, by device. denied: UIDs of the pods that a kubelet restart
-    would end, as of the last look; "" for one that is not known yet.
+    allocatable: shows the scheduler the number of devices; None to leave that to the kubelet. waiting: for each device,
+    the reason why its move waits. denied: UIDs of the pods that a kubelet restart would end, at the last check; "" for
+    a pod whose UID is not known yet.
     """
 
     def __init__(
@@ -72,16 +75,16 @@ class Handover:
         return self._starter.draining
 
     def ask(self, share: Share, drain: Drain | None = None) -> None:
-        """Ask for another share from now on."""
+        """Request another share from now on. drain: how held devices leave; None for no change."""
         self._starter.ask(share, drain)
         self.wake()
 
     def wake(self) -> None:
-        """Have the next step done soon."""
+        """Do the next step soon."""
         self._wake.set()
 
     def look(self) -> None:
-        """Find out which pods a kubelet restart would end now; new ones are logged."""
+        """Find the pods that a kubelet restart would end now, and log new ones."""
         before = self.denied
         self.denied = denied_now(self._moved.now, self.resource)
         for uid in sorted(set(self.denied).difference(before)):
@@ -114,7 +117,10 @@ class Handover:
             unsubscribe()
 
     def _pause(self, backoff: Backoff) -> float:
-        """Return the seconds until the next look at moves that wait; it is soon while a claim waits for one of them."""
+        """Return the seconds until the next check of waiting moves.
+
+        The time is short while a claim waits for one of them.
+        """
         pause = backoff.next()
         for of, _ in self._moved.register.waits.devices:
             if of == self.resource:
@@ -122,14 +128,14 @@ class Handover:
         return pause
 
     async def _step(self) -> tuple[bool, bool]:
-        """Do what can be done now; return whether a move ended, and whether any is under way."""
+        """Do all steps that are possible now; return whether a move ended, and whether any move is in progress."""
         waiting: dict[str, MoveWait] = {}
         await forget_unplugged(self._moved, waiting)
         limited = self._to_plugin.limited
         if await self._starter.begin(limited=limited):
             self._moved.side.moved(self.resource)
         waiting.update(self._starter.blocked)
-        # This side first: it does not need the kubelet, which may take long to answer.
+        # Moves to the plugin side come first: they do not need the kubelet, which may take long to answer.
         before = self._moved.now
         if returned := await self._to_plugin.commit(waiting, lambda: self.share.forced, self._starter.kept):
             self._committed(Side.PLUGIN, returned, before)
@@ -149,7 +155,7 @@ class Handover:
         return bool(returned or arrived or limited > self._to_plugin.limited), bool(waiting)
 
     def _log_waits(self, waits: Mapping[str, MoveWait]) -> None:
-        """Log what moves wait for, if it is something new; only holders at INFO, all else takes a moment as a rule."""
+        """Log new reasons why moves wait. Holders are logged at INFO; other reasons usually pass in a moment."""
         for name, what in waits.items():
             if self.waiting.get(name) == what:
                 continue
@@ -163,7 +169,7 @@ class Handover:
         now, extra = time.time(), {"resource": self.resource}
         way = (State.TO_DRA if side is Side.DRA else State.TO_PLUGIN).value
         self.statistics.finished[way] += len(devices)
-        present = 0  # others are forgotten soon
+        present = 0  # Records of missing devices are deleted soon.
         for name in devices:
             self.statistics.seconds[way] += max(0.0, now - before.device(self.resource, name).since)
             if name in self._moved.inventory.snapshot.devices:

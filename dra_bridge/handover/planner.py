@@ -1,4 +1,4 @@
-"""Chooses the devices that move next: pure functions of the register's snapshot."""
+"""Chooses the devices that move next, by pure functions over the register's snapshot."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from dra_bridge.handover.share import Drain, Share
 
 
 def held_and_expected(now: RegisterSnapshot) -> tuple[frozenset[DeviceKey], frozenset[DeviceKey]]:
-    """Return the devices that a pod or a claim holds, and those that move to DRA because a claim needs them.
+    """Return the devices that pods or claims hold, and the devices that move to DRA because a claim needs them.
 
-    A device that a pod got during its move is only in the first set: the claim waits for the pod.
+    A device that a pod got during its move is only in the first set, because the claim waits for the pod.
     """
     held: set[DeviceKey] = set()
     expected: set[DeviceKey] = set()
@@ -32,16 +32,16 @@ def held_and_expected(now: RegisterSnapshot) -> tuple[frozenset[DeviceKey], froz
 
 @dataclass(frozen=True, slots=True)
 class Moving:
-    """Selects the devices that a handover moves: those published under a driver, and those of no driver.
+    """Selects the devices that a handover moves: those published under one driver, and those without a driver.
 
-    leaving: only those published under the driver, which is to lose them.
+    leaving: only devices published under a driver that the resource no longer has.
     """
 
     driver: str = ""
     leaving: bool = False
 
     def of(self, now: RegisterSnapshot, resource: str) -> dict[str, DeviceRecord]:
-        """Return the records of a resource's devices that are moved, by device."""
+        """Return the records of a resource's selected devices, by device id."""
         moved: dict[str, DeviceRecord] = {}
         for (of, name), record in now.devices.items():
             if of == resource and (record.driver == self.driver or not (record.driver or self.leaving)):
@@ -49,7 +49,7 @@ class Moving:
         return moved
 
     def in_state(self, now: RegisterSnapshot, resource: str, state: State) -> tuple[str, ...]:
-        """Return those that are in a state."""
+        """Return the selected devices in a state."""
         found: list[str] = []
         for name, record in self.of(now, resource).items():
             if record.state is state:
@@ -58,14 +58,14 @@ class Moving:
 
 
 ALL: Final = Moving()
-"""The devices of a resource without regard to drivers."""
+"""Selects all devices of a resource, of any driver."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """The moves to begin now. draining: devices that leave the plugin side once they are idle (drain: wait).
 
-    blocked: devices whose moves cannot begin, since a kubelet restart would end pods then.
+    blocked: devices whose moves cannot begin, because a kubelet restart would then end pods.
     """
 
     to_dra: tuple[str, ...] = ()
@@ -82,15 +82,15 @@ def plan(
     groups: Sequence[frozenset[str]] = (),
     expected: Collection[str] = frozenset(),
 ) -> Plan:
-    """Choose the devices that move so that as many as `share` says are on, or on their way to, DRA.
+    """Choose the devices that move, so that `share` devices are on the DRA side or on their way there.
 
     Moves in progress continue if the share still needs them. Idle devices move before held ones, and held ones only
     with `cordon`.
 
-    states: of every device that counts; quarantined ones stay where they are. held: devices that a pod or a claim
-    holds. groups: devices that belong together (links, a switch, a NUMA node) and move whole rather than in fragments.
-    expected: devices that move to DRA for a claim. These moves are not reversed, or no retry of the claim would find
-    its device.
+    states: of every device that counts; quarantined devices do not move. held: devices that a pod or a claim holds.
+    groups: devices that belong together (by links, a switch, a NUMA node); if possible, a whole group moves. expected:
+    devices that move to DRA for a claim. These moves are not reversed, because a retry of the claim must find its
+    device.
     """
     dra: list[str] = []
     leaving_dra: list[str] = []
@@ -125,11 +125,11 @@ def _choose(
     turning: State,
     states: Mapping[str, State],
 ) -> tuple[str, ...]:
-    """Choose `count` candidates to go to the side where `there` are already.
+    """Choose `count` candidates that move to the side where the devices `there` already are.
 
-    Devices in the state `turning` come first, those with a holder on this side before others: they move back, and have
-    no holder on the other side. Then come whole groups: first groups that have begun, then groups that fit, idle ones
-    before held ones.
+    Devices in the state `turning` come first: their moves reverse, and they have no holder on the other side. Among
+    them, devices with a holder on this side come before others. Then come whole groups: first groups of which a part
+    has moved, then groups that fit, idle ones before held ones.
     """
     at: dict[str, int] = {}
     held_back: list[str] = []
@@ -156,31 +156,31 @@ def _choose(
                 continue
             idle_names += len(idle)
             price = (
-                not idle,  # at least one device moves at once
-                -begun if len(group) > 1 else 0,  # the group is broken up already
-                len(rest) > missing,  # the group would be broken up
-                -min(len(idle), missing),  # most devices move at once
+                not idle,  # Prefer groups of which at least one device moves at once.
+                -begun if len(group) > 1 else 0,  # Prefer groups that are already broken up.
+                len(rest) > missing,  # Avoid breaking up a group.
+                -min(len(idle), missing),  # Prefer groups of which most devices move at once.
                 min(map(at.__getitem__, rest)),
             )
             if best is None or price < best[0]:
                 best = price, idle, rest
-        assert best is not None  # there are candidates left
+        assert best is not None  # Candidates are left, so there is a best one.
         _, idle, rest = best
         chosen.extend((idle if idle and idle_names > len(idle) else rest)[:missing])
     return tuple(chosen)
 
 
 Together = Mapping[str, tuple[DeviceKey, ...]]
-"""By device: it and those of its driver that must move together with it, the one that leads first."""
+"""For each device, the devices of its driver that must move together with it, itself included. The first one leads."""
 
 
 def leading(
     now: RegisterSnapshot, resource: str, states: Mapping[str, State], together: Together
 ) -> tuple[dict[str, State], frozenset[str], frozenset[str]]:
-    """Return what `plan` decides about: the states of devices that lead or are by themselves, held and expected ones.
+    """Return the devices that `plan` decides about: their states, the held ones, and the expected ones.
 
-    The other devices follow their leaders (`followers`). A leader counts as held, or expected, if any device of its
-    group is.
+    These are the devices that lead a group or have none. The other devices follow their leaders (`followers`). A leader
+    counts as held, or expected, if any device of its group is.
     """
     held, expected = held_and_expected(now)
     leaders: dict[str, State] = {}
@@ -195,13 +195,17 @@ def leading(
             in_use.add(name)
         if not expected.isdisjoint(members):
             awaited.add(name)
-            if state is State.DRA:  # it has arrived before others that the claim waits for: it counts as moving
+            # This device has arrived before other devices that the claim waits for, so it counts as moving.
+            if state is State.DRA:
                 leaders[name] = State.TO_DRA
     return leaders, frozenset(in_use), frozenset(awaited)
 
 
 class FollowingMove(NamedTuple):
-    """The move of a device that follows others. for_claim: whether they move to DRA because a claim needs one."""
+    """The move of a device that follows its group.
+
+    for_claim: whether the group moves to DRA because a claim needs it.
+    """
 
     device: str
     side: Side
@@ -243,9 +247,10 @@ def groups(devices: Mapping[str, Device], links: Mapping[frozenset[str], float])
 
 
 def link_groups(devices: Collection[str], links: Mapping[frozenset[str], float]) -> tuple[frozenset[str], ...]:
-    """Return what the closest links tie together, if that are several groups; () if it is one, or nothing is tied.
+    """Return the groups of devices that the closest links connect.
 
-    links: as of a source, higher is closer.
+    The result is () if the links form a single group, or connect nothing. links: as of a source; a higher number is
+    closer.
     """
     pairs = {pair: score for pair, score in links.items() if len(pair) == 2 and pair <= set(devices)}
     for level in sorted(set(pairs.values()), reverse=True):

@@ -1,4 +1,4 @@
-"""How many devices of a resource claims are to have."""
+"""The share: how many devices of a resource should be on the DRA side."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 Drain = Literal["cordon", "wait"]
-"""How devices that are held leave the plugin side: withdrawn at once, or when they are idle (new pods avoid them)."""
+"""When held devices leave the plugin side: at once (cordon), or when they are idle (wait; new pods avoid them until
+then)."""
 
 
 class ShareError(ValueError):
@@ -18,9 +19,9 @@ class ShareError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """How many of a node's devices claims are to have: a count, or a part of all (0 to 1).
+    """The number of a node's devices that should be on the DRA side: a count, or a fraction of all (0 to 1).
 
-    forced: also if a kubelet restart would end pods then (`dra_bridge.handover.admission`).
+    forced: devices move even if a kubelet restart would then end pods (`dra_bridge.handover.admission`).
     """
 
     count: int | None = None
@@ -28,7 +29,10 @@ class Share:
     forced: bool = False
 
     def of(self, total: int) -> int:
-        """Return how many of `total` devices that is; parts are rounded to the nearest, halves up."""
+        """Return the number of devices, of `total`, that the share stands for.
+
+        Fractions are rounded to the nearest, halves up.
+        """
         if self.count is not None:
             return min(self.count, total)
         return min(total, math.floor(self.part * total + 0.5))
@@ -44,13 +48,13 @@ _FORCED: Final = " force"
 
 
 def parse_requested(text: str) -> Share:
-    """Read what a Node asks for: a share, or one with the word force behind it. Raises ShareError."""
+    """Parse the share in a Node's annotation: a share, or a share followed by the word force. Raises ShareError."""
     share = parse_share(text.removesuffix(_FORCED))
     return replace(share, forced=text.endswith(_FORCED))
 
 
 def parse_share(text: str | int) -> Share:
-    """Read a share: none, all, a count, or a percentage; raise ShareError if it is none of them."""
+    """Parse a share: none, all, a count, or a percentage. Raises ShareError for any other text."""
     value = {"none": "0", "all": "100%"}.get(str(text).strip(), str(text).strip())
     if re.fullmatch(r"[0-9]{1,7}", value):
         return Share(int(value))

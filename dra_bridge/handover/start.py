@@ -1,4 +1,4 @@
-"""The begin of moves: what the share asks for, once the scheduler knows of it."""
+"""Begins the moves that the share requires, after the scheduler has seen the new number of devices."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _BLOCKED: Final = MoveWait(
 
 @dataclass(slots=True, eq=False)
 class MoveStarter:
-    """Begins moves of one resource's devices, so that their sides become as the share says.
+    """Begins moves of one resource's devices, so that the sides match the share.
 
-    allocatable: see `Handover`. draining: devices on the plugin side that are to leave it, so
-    that new pods had better get others. blocked: what devices wait for whose moves cannot begin. begun: how many moves
-    have begun, by direction.
+    allocatable: see `Handover`. draining: devices that are to leave the plugin side; new pods should get other devices
+    if possible. blocked: for each device whose move cannot begin, the reason. begun: number of moves that have begun,
+    by direction.
     """
 
     moved: MovedResource
@@ -45,7 +45,7 @@ class MoveStarter:
     begun: Counter[str] = field(default_factory=Counter)
 
     def ask(self, share: Share, drain: Drain | None) -> None:
-        """Ask for another share from now on, and for another way to drain if there is one."""
+        """Request another share from now on. drain: how held devices leave; None for no change."""
         drain = drain or self.drain
         if (share, drain) != (self.share, self.drain):
             text = "the requested share of claims is %s (before: %s)"
@@ -53,7 +53,7 @@ class MoveStarter:
             self.share, self.drain = share, drain
 
     async def begin(self, *, limited: bool) -> bool:
-        """Begin the moves that the share asks for, once the scheduler knows how many devices stay; return if any.
+        """Begin the moves that the share requires, once the scheduler knows the new number; return whether any began.
 
         limited: see `MovesToPlugin`.
         """
@@ -62,7 +62,7 @@ class MoveStarter:
             together = self.moved.together(states)
             wanted = self._planned(states, together, limited=limited)
             if not (wanted.to_dra and await self._announced(wanted.to_dra, together)):
-                break  # else pods may have got other devices meanwhile
+                break  # Otherwise pods may have got other devices meanwhile.
         self.blocked = dict.fromkeys(wanted.blocked, _BLOCKED)
         self.draining = self._followed(wanted.draining, together)
         for devices, side in ((wanted.to_dra, Side.DRA), (wanted.to_plugin, Side.PLUGIN)):
@@ -80,7 +80,7 @@ class MoveStarter:
         return bool(wanted.to_dra or wanted.to_plugin or following)
 
     def _listed(self) -> dict[str, State]:
-        """Return the states of the devices that count."""
+        """Return the states of the devices that count for the share."""
         listed = self.moved.inventory.snapshot
         states: dict[str, State] = {}
         for name, record in self.moved.moving.of(self.moved.now, self.moved.name).items():
@@ -95,7 +95,7 @@ class MoveStarter:
         return self._followed(self._planned(states, together, limited=False).to_dra, together)
 
     def _planned(self, states: Mapping[str, State], together: Together, *, limited: bool) -> Plan:
-        """Return what the share asks for, as far as it makes no kubelet restart end a pod.
+        """Return the moves that the share requires, without those after which a kubelet restart would end a pod.
 
         limited: see `MovesToPlugin`.
         """
@@ -113,14 +113,15 @@ class MoveStarter:
             waiting = {name for name in bound if leaders[name] is State.TO_PLUGIN}
             as_if = leaders | dict.fromkeys(waiting, State.DRA)
             if back := bound.intersection(plan(as_if, held, self.share, self.drain, linked, expected).to_plugin):
-                # None arrives on the plugin's side before the pods that DRA serves by limits have ended, and no other
-                # ones come once the slices offer nothing. What claims are to keep turns round then.
+                # No device arrives on the plugin side before the pods that DRA serves by limits have ended. While the
+                # slices offer nothing, no new such pods come. Then the moves of devices that the share leaves to claims
+                # reverse.
                 leaves = {name for name in bound if leaders[name] is State.DRA} if self.drain == "cordon" else set()
                 return Plan((), tuple(sorted(leaves, key=natural)), blocked=frozenset(back - leaves - waiting))
         if not wanted.to_dra or self._may_leave(now, wanted.to_dra, together):
             return wanted
         chosen: list[str] = []
-        # What pods hold is not withdrawn: it leaves when it is idle.
+        # A device that a pod holds is not withdrawn now. It leaves when it is idle.
         for name in plan(leaders, held, self.share, "wait", linked, expected).to_dra:
             if self._may_leave(now, [*chosen, name], together):
                 chosen.append(name)
@@ -144,7 +145,7 @@ class MoveStarter:
         return True
 
     def _followed(self, leaders: Iterable[str], together: Together) -> frozenset[str]:
-        """Return these devices and those of this resource that move with them, as far as they are listed."""
+        """Return the listed devices among these and among those of this resource that move with them."""
         followed: set[str] = set()
         for leader in leaders:
             for of, name in together[leader]:
@@ -153,7 +154,7 @@ class MoveStarter:
         return frozenset(followed)
 
     async def _announced(self, leaving: Collection[str], together: Together) -> bool:
-        """Let the scheduler know how many devices stay on the plugin side; return whether it had to be waited for."""
+        """Show the scheduler how many devices stay on the plugin side. Return whether the agent had to wait for it."""
         if self.allocatable is None or (healthy := self.moved.endpoint.streams.healthy()) is None:
             return False
         staying = set(healthy)
@@ -161,7 +162,7 @@ class MoveStarter:
             staying.difference_update(self.moved.endpoint.ids.ids_of(name))
         if len(staying) == len(healthy):
             return False
-        self.draining |= self._followed(leaving, together)  # until then new pods had better get others
+        self.draining |= self._followed(leaving, together)  # Until then, new pods should get other devices.
         return await self.allocatable.lower(self.moved.name, len(staying))
 
     async def _begin_move(self, devices: Sequence[str], side: Side, reason: str, *, for_claim: bool) -> None:

@@ -1,4 +1,4 @@
-"""What the API server and its client exchange: kinds of objects, their paths, and errors."""
+"""Values that the API server and its client exchange: kinds of objects, their paths, and errors."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 
-Object = dict[str, Any]  # a Kubernetes object as JSON has it
+Object = dict[str, Any]  # A Kubernetes object in the form of its JSON.
 
 GROUP: Final = "resource.k8s.io"
 
 
 class Kind(NamedTuple):
-    """A kind of objects. `version` empty means the version of resource.k8s.io that was chosen."""
+    """A kind of objects. An empty `version` stands for the version of resource.k8s.io that the client has chosen."""
 
     group: str
     version: str
@@ -21,7 +21,7 @@ class Kind(NamedTuple):
     kind: str
 
     def api_version(self, version: str) -> str:
-        """Return the `apiVersion` of its objects in a version of its group."""
+        """Return the `apiVersion` of objects of this kind, in a version of its group."""
         return f"{self.group}/{version}" if self.group else version
 
 
@@ -38,7 +38,10 @@ RESOURCE_CLAIMS: Final = Kind(GROUP, "", "resourceclaims", "ResourceClaim")
 
 
 def is_older(body: Object, than: Object) -> bool:
-    """Return whether a state of an object is older than another (versions compare as numbers since 1.35, and did)."""
+    """Return whether one state of an object is older than another.
+
+    Resource versions compare as numbers: officially since Kubernetes 1.35, and in fact before.
+    """
     version, other = (str(state["metadata"].get("resourceVersion", "")) for state in (body, than))
     return version.isdecimal() and other.isdecimal() and int(version) < int(other)
 
@@ -50,11 +53,11 @@ def selectors_of(field_selector: str, label_selector: str) -> dict[str, str]:
 
 
 class ClusterError(Exception):
-    """Raised when something about the API server fails; the base of all errors of this package."""
+    """Raised when a request to the API server fails. It is the base of all errors of this package."""
 
 
 class AccessError(ClusterError):
-    """Raised when there is no configuration to reach an API server with, or it cannot be used."""
+    """Raised when there is no configuration for an API server, or when the configuration cannot be used."""
 
 
 class UnsupportedError(ClusterError):
@@ -62,21 +65,21 @@ class UnsupportedError(ClusterError):
 
 
 class VersionChangedError(ClusterError):
-    """Raised when an object was made for a version of resource.k8s.io that is not the chosen one any more."""
+    """Raised when an object was made for a version of resource.k8s.io that is no longer the chosen one."""
 
 
 class Cause(msgspec.Struct, frozen=True):
-    """One detail of a refusal: the field, and a message for people."""
+    """One detail of a refusal: the field, and a message for the user."""
 
     field: str = ""
     message: str = ""
 
 
 class ApiError(ClusterError):
-    """Raised when a request was refused, or not answered.
+    """Raised when the API server refused a request or did not answer it.
 
-    code: the HTTP status, 0 if there was no answer. reason: the server's, in one word; may be empty. causes: one for
-    each wrong field. retry_after: seconds that the server asks to wait, 0 if it does not.
+    code: the HTTP status, 0 if there was no answer. reason: the server's reason, one word; may be empty. causes: one
+    for each wrong field. retry_after: seconds that the server asks the client to wait, 0 if it does not ask.
     """
 
     def __init__(
@@ -91,30 +94,30 @@ class ApiError(ClusterError):
 
 
 class UnavailableError(ApiError):
-    """Raised when the API server did not answer, or cannot serve now; try later.
+    """Raised when the API server did not answer, or cannot serve now. A later try may succeed.
 
-    Also when the answer cannot be that of an API server to this request: a 404 that does not name the requested
-    object, or another object in its place.
+    It is also raised for an answer that cannot come from an API server: a 404 that does not name the requested object,
+    or another object than the requested one.
     """
 
 
 class UnreadableError(UnavailableError):
-    """Raised when the API server answered, and with more than is taken at once or with what cannot be decoded.
+    """Raised when the API server's answer is too large or cannot be decoded.
 
-    The server is not lost. Like one without an answer, a write may have been carried out.
+    The server does not count as lost. As with a missing answer, the server may have carried out the write.
     """
 
 
 class OversizedError(UnreadableError):
-    """Raised when an answer is larger than is taken at once; the rest of it was not read."""
+    """Raised when an answer is larger than the client accepts. The rest of the answer was not read."""
 
 
 class ForbiddenError(ApiError):
-    """Raised when the client lacks the right to do that (403)."""
+    """Raised when the client lacks the right to send the request (403)."""
 
 
 class NotFoundError(ApiError):
-    """Raised when the API server says that the requested object does not exist, and names it (404)."""
+    """Raised when the API server states that the requested object does not exist (404). The answer names the object."""
 
 
 class ConflictError(ApiError):
@@ -122,11 +125,11 @@ class ConflictError(ApiError):
 
 
 class GoneError(ApiError):
-    """Raised when a resourceVersion is too old to continue from (410)."""
+    """Raised when a resourceVersion is too old for a watch or list to continue from it (410)."""
 
 
 class InvalidError(ApiError):
-    """Raised when the API server will never accept this; `causes` names the fields (400, 413, 415, 422)."""
+    """Raised when the API server will never accept the request (400, 413, 415, 422). `causes` names wrong fields."""
 
 
 _ERRORS: Final[Mapping[int, type[ApiError]]] = {
@@ -146,8 +149,8 @@ class _Details(msgspec.Struct):
     retry_after: int = msgspec.field(default=0, name="retryAfterSeconds")
 
     def name_object(self, kind: Kind, name: str) -> bool:
-        # As NewNotFound of k8s.io/apimachinery writes them: `kind` is the resource's plural there. A proxy, a missing
-        # namespace, and a kind or version that is not served name something else or nothing.
+        # NewNotFound of k8s.io/apimachinery puts the plural of the resource into `kind`. A 404 of a proxy, for a
+        # missing namespace, or for a kind or version that is not served names something else or nothing.
         kinds, groups = ("", kind.plural, kind.kind), ("", kind.group)
         return bool(name) and self.name == name and self.kind in kinds and self.group in groups
 
@@ -175,7 +178,7 @@ class _Status(msgspec.Struct):
 def error_of(
     code: int, body: bytes | Object, retry_after: str = "", *, kind: Kind | None = None, name: str = ""
 ) -> ApiError:
-    """Return the error that an answer about an object stands for; `body` is a Status object, or any text."""
+    """Return the error that an answer about an object stands for. `body` is a Status object, or any text."""
     try:
         status = msgspec.json.decode(body, type=_Status) if isinstance(body, bytes) else msgspec.convert(body, _Status)
     except (msgspec.MsgspecError, RecursionError):
@@ -191,5 +194,5 @@ def _beginning(body: bytes | Object) -> str:
 
 
 def error_of_status(status: Object) -> ApiError:
-    """Return the error that a Status object in a watch stands for. Raises ValueError if it is no Status."""
+    """Return the error that a Status object in a watch stands for. Raises ValueError for any other object."""
     return msgspec.convert(status, _Status).error()

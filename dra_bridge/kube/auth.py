@@ -1,6 +1,6 @@
-"""How the API server is reached: its address, its CA, and the client's credentials.
+"""Finds the way to the API server: its address, its CA, and the client's credentials.
 
-In a pod that is the service account. Everywhere else it is a kubeconfig, which another process reads (`kubeconfig`).
+A pod uses its service account. Elsewhere the client uses a kubeconfig, which a separate process reads (`kubeconfig`).
 """
 
 from __future__ import annotations
@@ -25,32 +25,34 @@ from deviceplugin.looks import Looks, LookTimeoutError
 from dra_bridge.kube.kubeconfig import Credentials, Failure, KubeConfigError
 
 SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-"""Where the kubelet puts a pod's token and the cluster's CA."""
+"""The directory of a pod's token and of the cluster's CA. The kubelet writes both."""
 
 NAMESPACE: Final = "dra-bridge"
-"""The namespace of agents that are not in a pod, and by default of those that `manifests` makes."""
+"""The namespace of agents outside of pods. It is also the default namespace of the objects that `manifests` makes."""
 
 TOKEN_AGE: Final = 60.0
-"""Seconds after which a token's file is read again, as client-go does; it is renewed long before it expires."""
+"""Seconds after which the client reads a token's file again, as client-go does. The kubelet renews it long before it
+expires."""
 
 EXEC_TIMEOUT: Final = 120.0
-"""Seconds that reading a kubeconfig may take: its credential plugin may ask a person to log in."""
+"""Seconds that reading a kubeconfig may take. The limit is long because its credential plugin may ask a user to log in.
+"""
 
 RENEW: Final = 30.0
-"""Seconds from a reading of the configuration that was of no use to the next: it failed, or what it gave is refused.
+"""Seconds until the configuration is read again, after a reading failed or the server refused its credentials.
 
-One of a kubeconfig takes a process, some 0.4 s of CPU, and runs its credential plugin.
+Reading a kubeconfig starts a process, takes some 0.4 s of CPU, and runs the credential plugin.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """How a server is reached.
+    """The way to a server.
 
-    authorize: returns the Authorization header, "" for none. It takes whether the last one was refused (401) and a new
-    one is needed; it raises KubeConfigError or OSError where there is none. proxy: the URL of an HTTP proxy, "" for
-    none. server_name: the name in the server's certificate, "" if it is the URL's host. source: where all this is from,
-    for people.
+    authorize: returns the Authorization header, "" for none. Its argument says whether the server refused the last
+    header (401), so that a new one is needed. It raises KubeConfigError or OSError if it has no credentials. proxy: the
+    URL of an HTTP proxy, "" for none. server_name: the name in the server's certificate, "" if it is the URL's host.
+    source: where these values come from, for messages.
     """
 
     url: str
@@ -62,7 +64,7 @@ class Access:
 
 
 def own_namespace() -> str:
-    """Return the namespace of the pod that this process is in; NAMESPACE outside of one."""
+    """Return the namespace of this process's pod; NAMESPACE outside of a pod."""
     try:
         return (SERVICE_ACCOUNT / "namespace").read_text().strip() or NAMESPACE
     except OSError:
@@ -77,14 +79,14 @@ class TokenLife(NamedTuple):
 
     @property
     def overdue(self) -> float:
-        """From when on it should have been renewed: kubelets renew at 80 % of a token's life."""
+        """The time by which the token should have been renewed. Kubelets renew a token at 80 % of its life."""
         return self.issued + 0.9 * (self.expires - self.issued)
 
 
 def token_life(authorization: str) -> TokenLife | None:
-    """Return what a ServiceAccount's token says of its life; None of credentials that say nothing.
+    """Return the life of a ServiceAccount's token; None for credentials that do not state it.
 
-    It is a JSON Web Token. Its signature is the API server's business.
+    The token is a JSON Web Token. This function does not check its signature; the API server does.
     """
     try:
         _, payload, _ = authorization.removeprefix("Bearer ").split(".")
@@ -95,11 +97,11 @@ def token_life(authorization: str) -> TokenLife | None:
 
 
 async def from_environment(kubeconfig: str | os.PathLike[str] | None = None, account: Path | None = None) -> Access:
-    """Return what a kubeconfig file says, else a service account, else KUBECONFIG or ~/.kube/config.
+    """Return the access from a kubeconfig file, else from a service account, else from KUBECONFIG or ~/.kube/config.
 
-    account: the directory of the service account; None for that of the pod, if this runs in one.
+    account: the directory of the service account; None for that of the pod, if this process runs in one.
 
-    Raises KubeConfigError if there is none of these or it cannot be used, OSError if a file cannot be read.
+    Raises KubeConfigError if none of these exists or the one found cannot be used, OSError if a file cannot be read.
     """
     host, directory = os.environ.get("KUBERNETES_SERVICE_HOST"), account or SERVICE_ACCOUNT
     if account and not kubeconfig and not host:
@@ -112,17 +114,17 @@ async def from_environment(kubeconfig: str | os.PathLike[str] | None = None, acc
 
 
 async def from_server(url: str, *, token_file: Path | None = None, ca_file: str = "") -> Access:
-    """Return the access to a server, with the bearer token in a file if one is given."""
+    """Return the access to a server. token_file: a file with the bearer token, if the server needs one."""
     secure = urllib.parse.urlsplit(url).scheme == "https"
     tls = await Looks(ca_file or "the system's CAs", threads=1).at("certificates", _tls, ca_file) if secure else None
     return Access(url, tls, _TokenFile(token_file))
 
 
 def _tls(ca_file: str | None) -> ssl.SSLContext:
-    """Return the context that verifies servers: by the cluster's own CA, else by those of the system.
+    """Return the TLS context that verifies the server, by the cluster's own CA or else by the system's CAs.
 
-    As Go does, it takes a cluster's CAs and certificates without key identifiers, which Python refuses by default since
-    3.13 (VERIFY_X509_STRICT), and an intermediate CA as the root.
+    As Go does, it accepts CAs and certificates without key identifiers, which Python refuses by default since 3.13
+    (VERIFY_X509_STRICT). It also accepts an intermediate CA as the root.
     """
     context = ssl.create_default_context(cafile=ca_file or None)
     if ca_file:
@@ -132,9 +134,10 @@ def _tls(ca_file: str | None) -> ssl.SSLContext:
 
 
 class _TokenFile:
-    """A bearer token in a file that is renewed; no token without a file.
+    """A bearer token in a file that another program renews. Without a file there is no token.
 
-    While the file cannot be read in time the token before is used. Raises OSError if there is none, or it was refused.
+    If the file cannot be read in time, the previous token is used. Raises OSError if there is no previous token, or the
+    server refused it.
     """
 
     def __init__(self, path: Path | None, header: str = "", read_at: float = float("-inf")) -> None:
@@ -157,18 +160,18 @@ class _TokenFile:
 
 
 class _KubeConfig:
-    """Kubeconfig files, and the credentials of their current context. paths: as in KUBECONFIG."""
+    """Kubeconfig files, and the credentials of their current context. paths: a list of files, as in KUBECONFIG."""
 
     def __init__(self, paths: str) -> None:
         self._paths = paths
         self._reading = asyncio.Lock()
         self._reads = 0
-        self._next_read = 0.0  # not before, in monotonic seconds
-        self._failure = ""  # of the last reading
+        self._next_read = 0.0  # The earliest time of the next reading, in monotonic seconds.
+        self._failure = ""  # The error of the last reading.
         self._token_file = _TokenFile(None)
 
     async def load(self) -> Access:
-        """Read the files and get credentials anew; this may run a credential plugin."""
+        """Read the files and get new credentials. This may run a credential plugin."""
         self._credentials = credentials = await self._read()
         self._token_file = _TokenFile(Path(credentials.token_file), credentials.authorization, time.monotonic())
         self._reads += 1
@@ -189,7 +192,7 @@ class _KubeConfig:
 
     @contextlib.contextmanager
     def _named(self, field: str) -> Iterator[None]:
-        """Name the file and the field in an error of TLS."""
+        """Add the file and the field to an error of TLS."""
         try:
             yield
         except (OSError, ValueError) as error:
@@ -200,7 +203,8 @@ class _KubeConfig:
         async with self._reading:
             if self._credentials.token_file:
                 return await self._token_file(refused)
-            if reads == self._reads and (refused or self._expired()):  # no other request has done it meanwhile
+            # No other request has renewed the credentials meanwhile.
+            if reads == self._reads and (refused or self._expired()):
                 await self._renew(refused)
             return self._credentials.authorization
 
@@ -209,7 +213,7 @@ class _KubeConfig:
         return expires is not None and expires <= time.time()
 
     async def _renew(self, refused: bool) -> None:
-        """Get credentials anew; for RENEW seconds the last failure stands, and what was got is not requested again."""
+        """Get new credentials. For RENEW seconds after a try, its result stands, success or failure."""
         if time.monotonic() >= self._next_read:
             self._failure = ""
             try:
@@ -222,9 +226,10 @@ class _KubeConfig:
             raise KubeConfigError(self._failure)
 
     async def _read(self) -> Credentials:
-        """Have the files read by a process that ends then."""
+        """Start a process that reads the files, and wait for its end."""
         code = f"import sys; sys.path[:] = {sys.path!r}; from dra_bridge.kube import kubeconfig; kubeconfig.main()"
-        # At a terminal its plugin has to be in the foreground; elsewhere they are a group, and end together.
+        # At a terminal, the credential plugin has to be in the foreground. Elsewhere the process and its plugin form a
+        # group, and end together.
         group = None if os.isatty(2) else 0
         reader = await asyncio.create_subprocess_exec(
             sys.executable, "-c", code, self._paths, stdout=asyncio.subprocess.PIPE, process_group=group
@@ -253,7 +258,10 @@ class _KubeConfig:
 
 @contextlib.contextmanager
 def _file(content: bytes | None) -> Iterator[str]:
-    """Give the path of a file in memory, "" if there is no content: the ssl module reads certificates from files."""
+    """Yield the path of a file in memory, "" if there is no content.
+
+    The ssl module reads certificates only from files.
+    """
     if not content:
         yield ""
         return

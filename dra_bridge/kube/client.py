@@ -1,7 +1,7 @@
-"""The client of one API server: reads, writes and watches of objects, which are plain dicts as JSON has them.
+"""The client of one API server. It reads, writes and watches objects, which are plain dicts in the form of their JSON.
 
-Many agents use one API server, so the client never polls. After a failure it connects again after random waits of up
-to half a minute. It logs each loss and each recovery of the server once.
+Many agents use one API server, so the client never polls. After a failure it connects again after random waits of up to
+half a minute. It logs each loss and each recovery of the server once.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ from dra_bridge.kube.liveness import WatchState
 logger: Final = logging.getLogger(__name__)
 T = TypeVar("T")
 
-COMPONENT: Final = "dra-bridge"  # the field manager of patches and the source of Events
+COMPONENT: Final = "dra-bridge"  # The field manager of patches, and the source of Events.
 SILENCE: Final = (180.0, 300.0)
-"""Seconds for which a watch without event and bookmark is trusted, drawn between the two.
+"""Bounds of the seconds for which a watch counts as alive without an event or bookmark. The value is random between
+them.
 
-kube-apiserver sends a bookmark every minute (defaultBookmarkFrequency, cacher.go, 1.36), but only when its
-cache has passed the watch's position. In a cluster where nothing changes the cache moves with etcd's progress
-notifications: every 5 s as kubeadm sets it up, every 10 minutes by etcd's default. A node then lists its own
-objects once in about 4 minutes for each watch.
+kube-apiserver sends a bookmark every minute (defaultBookmarkFrequency, cacher.go, 1.36), but only when its cache has
+passed the watch's position. In a cluster without changes, the cache's position moves with etcd's progress
+notifications: every 5 s with kubeadm, every 10 minutes by etcd's default. With the default, each watch of a node lists
+its objects again about every 4 minutes.
 """
 
 
@@ -46,7 +47,7 @@ objects once in about 4 minutes for each watch.
 class Listed:
     """A list of all objects, with its resourceVersion.
 
-    A watch yields it at the beginning, and after an end that the client had not requested.
+    A watch yields it first, and again after each end that the client did not request.
     """
 
     items: list[Object]
@@ -61,7 +62,7 @@ class Changed(msgspec.Struct, frozen=True):
 
 
 class _Asked(NamedTuple):
-    """What is asked of a server; its path depends on the version of resource.k8s.io that it serves."""
+    """A request's target. Its path depends on the version of resource.k8s.io that the server serves."""
 
     method: str
     kind: Kind
@@ -73,10 +74,10 @@ class _Asked(NamedTuple):
 
 
 class Cluster:
-    """One API server, asynchronously. Belongs to one event loop; every request has a deadline.
+    """An asynchronous client of one API server. It belongs to one event loop, and every request has a deadline.
 
-    Methods raise ApiError and what derives from it, UnsupportedError for kinds of resource.k8s.io that the server does
-    not serve, AccessError when the configuration cannot be used.
+    Methods raise ApiError and its subclasses, UnsupportedError for kinds of resource.k8s.io that the server does not
+    serve, and AccessError when the configuration cannot be used.
     """
 
     def __init__(
@@ -90,9 +91,11 @@ class Cluster:
     ) -> None:
         """Store the settings; do not connect yet.
 
-        configuration: read at the first request, and again when the server cannot be reached. deadline: seconds for one
-        request and its answer. backoff: the waits of watches after failures. watch_seconds: how long the server is
-        asked to keep a watch open. silence: how long one that sends nothing is trusted. Both are drawn between bounds.
+        configuration: a function that reads the configuration; the client calls it at the first request, and again when
+        it cannot reach the server. deadline: seconds for one request and its answer. backoff: the waits of watches
+        after failures. watch_seconds: bounds of the seconds for which the client asks the server to keep a watch open.
+        silence: bounds of the seconds for which a watch without any data counts as alive. The client draws a random
+        value between each pair of bounds.
         """
         self.backoff = backoff or Backoff()
         self._connection = Connection(configuration, deadline)
@@ -105,9 +108,9 @@ class Cluster:
     def from_environment(
         cls, kubeconfig: str | os.PathLike[str] | None = None, account: Path | None = None, **options: Any
     ) -> Cluster:
-        """Use the server of a kubeconfig file, else that of the pod, else of KUBECONFIG or ~/.kube/config.
+        """Use the server of a kubeconfig file, else that of the pod, else that of KUBECONFIG or ~/.kube/config.
 
-        account: the directory of a service account, in place of the pod's.
+        account: the directory of a service account, instead of the pod's.
         """
         return cls(lambda: auth.from_environment(kubeconfig, account), **options)
 
@@ -123,9 +126,9 @@ class Cluster:
         await self.aclose()
 
     def configure(self) -> None:
-        """Read the configuration now, before there is an event loop; may block.
+        """Read the configuration now, before an event loop exists. The call may block.
 
-        Raises AccessError if there is none, or it cannot be used.
+        Raises AccessError if there is no configuration, or it cannot be used.
         """
         asyncio.run(self._connection.connect())
 
@@ -144,9 +147,10 @@ class Cluster:
         return self._connection.statistics
 
     async def version(self) -> str:
-        """Return the version of resource.k8s.io to use: v1, v1beta2 or v1beta1; raise UnsupportedError if it has none.
+        """Return the version of resource.k8s.io to use.
 
-        The server is asked once, again after an outage, and after a 404 that means the whole kind.
+        It is v1, v1beta2 or v1beta1. The client asks the server once, again after an outage, and again after a 404 that
+        concerns the whole kind. Raises UnsupportedError if the server serves none of them.
         """
         return await self._discovery.version()
 
@@ -155,22 +159,22 @@ class Cluster:
         return kind.api_version(kind.version or await self.version())
 
     async def get(self, kind: Kind, name: str, namespace: str = "") -> Object:
-        """Read one object. Raises NotFoundError if there is none."""
+        """Read one object. Raises NotFoundError if it does not exist."""
         return await self._request("GET", kind, name, namespace)
 
     async def claim(self, name: str, namespace: str) -> ListedClaim:
-        """Read what a ResourceClaim is allocated. Raises NotFoundError if there is none."""
+        """Read the allocation of one ResourceClaim. Raises NotFoundError if the claim does not exist."""
         return await self._exchange(_Asked("GET", api.RESOURCE_CLAIMS, name, namespace), forms.CLAIM)
 
     async def allocated_claims(self) -> list[Object]:
-        """Read of all ResourceClaims that are allocated what they are allocated and reserved for, as of one moment."""
+        """Return all allocated ResourceClaims at one moment, with their allocations and the pods that use them."""
         claims, _ = await self._whole(api.RESOURCE_CLAIMS, forms.CLAIMS)
         return [claim.body() for claim in claims if claim.results]
 
     async def _whole(
         self, kind: Kind, form: Form[Page[T]], namespace: str = "", selectors: Mapping[str, str] | None = None
     ) -> tuple[list[T], str]:
-        """Return all parts of a list as one, and its resourceVersion."""
+        """Read all pages of a list. Return their items together, and the list's resourceVersion."""
         for again in (True, False):
             items: list[T] = []
             version = ""
@@ -188,22 +192,23 @@ class Cluster:
     async def list(
         self, kind: Kind, namespace: str = "", *, field_selector: str = "", label_selector: str = ""
     ) -> Listed:
-        """Read all objects of a kind as of one moment (a consistent read)."""
+        """Read all objects of a kind at one moment (a consistent read)."""
         selectors = api.selectors_of(field_selector, label_selector)
         return Listed(*await self._whole(kind, forms.page_of(kind), namespace, selectors))
 
     async def pages(
         self, kind: Kind, form: Form[Page[T]], namespace: str = "", selectors: Mapping[str, str] | None = None
     ) -> AsyncGenerator[Page[T], None]:
-        """Yield the parts of one list, all as of the moment of the first one, each about `forms.PAGE` bytes.
+        """Yield the pages of one list, each about `forms.PAGE` bytes. All show the state at the first page's moment.
 
         The first request is a consistent read: without resourceVersion it is answered by etcd, or by a cache that has
-        reached etcd's revision. Each further one names that revision. Once etcd has compacted it (after 5 to 10
-        minutes) the server answers with 410 and a token that goes on at the newest revision (etcd3/errors.go, 1.36).
-        An allocation that passes from a claim in a later part to one in an earlier part is in neither then. So that
-        token is not used.
+        reached etcd's revision. Each further request names that revision. Once etcd has compacted the revision (after 5
+        to 10 minutes), the server answers with 410 and a token that continues at the newest revision (etcd3/errors.go,
+        1.36). The client does not use that token: a list of two revisions can miss a device whose allocation passes
+        from a claim on a later page to one on an earlier page.
 
-        Raises GoneError where the list has to begin anew, OversizedError: one object is larger than an answer may be.
+        Raises GoneError if the list has to begin anew, OversizedError if one object exceeds the size limit of an
+        answer.
         """
         limit, version, more = forms.FIRST_LIMIT, "", ""
         while True:
@@ -225,15 +230,15 @@ class Cluster:
             limit = forms.next_limit(limit, len(page.items), page.size)
 
     async def create(self, kind: Kind, body: Object, namespace: str = "", *, dry_run: bool = False) -> Object:
-        """Create an object and return it as the server has it; dry_run: the server checks it and does not store it.
+        """Create an object and return the server's version of it. dry_run: the server checks the object only.
 
-        Raises ConflictError if there is one of that name, InvalidError if the server refuses its content,
-        VersionChangedError if it was made for another version than the chosen one.
+        Raises ConflictError if an object of that name exists, InvalidError if the server refuses the content,
+        VersionChangedError if the object was made for another version than the chosen one.
         """
         return await self._request("POST", kind, "", namespace, {"dryRun": "All"} if dry_run else None, body)
 
     async def replace(self, kind: Kind, body: Object, namespace: str = "") -> Object:
-        """Replace the object of this name. Raises ConflictError if it has another `metadata.resourceVersion`."""
+        """Replace the object of this name. Raises ConflictError if its `metadata.resourceVersion` has changed."""
         return await self._request("PUT", kind, body["metadata"]["name"], namespace, body=body)
 
     async def patch(
@@ -244,9 +249,9 @@ class Cluster:
         return await self._request("PATCH", kind, name, namespace, manager, patch, subresource=subresource)
 
     async def delete(self, kind: Kind, name: str, namespace: str = "", *, uid: str = "") -> Object:
-        """Delete an object; return its last state or a Status. One with `metadata.finalizers` is still there.
+        """Delete an object; return its last state or a Status. An object with `metadata.finalizers` still exists then.
 
-        Raises NotFoundError if there is none, ConflictError if it has another UID than given.
+        Raises NotFoundError if the object does not exist, ConflictError if its UID is not the given one.
         """
         options: Object = {"apiVersion": "v1", "kind": "DeleteOptions"}
         if uid:
@@ -266,14 +271,15 @@ class Cluster:
     async def ask_node(self, name: str, path: str, *, timeout: float) -> bytes:
         """Return a node's answer to a GET through the API server (nodes/proxy). timeout: in seconds.
 
-        name: NODE for its kubelet, NODE:PORT or https:NODE:PORT for what else listens there.
+        name: NODE for the node's kubelet, NODE:PORT or https:NODE:PORT for another server on the node.
         """
         return await self._connection.fetch(path_of(api.NODES, "v1", name, "", "proxy") + path, timeout)
 
     async def event(self, kind: Kind, metadata: Mapping[str, str], reason: str, message: str, node: str) -> None:
-        """Write a warning Event, which `kubectl describe` shows; `message` is cut at 1024 bytes.
+        """Write a warning Event, which `kubectl describe` shows. `message` is cut at 1024 bytes.
 
-        metadata: of the object that it is about; name, namespace and uid are used. node: where it happened.
+        metadata: of the object that the Event is about; name, namespace and uid are used. node: the node where it
+        happened.
         """
         namespace = metadata.get("namespace") or "default"
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
@@ -306,19 +312,20 @@ class Cluster:
         field_selector: str = "",
         label_selector: str = "",
     ) -> AsyncGenerator[Listed | Changed, None]:
-        """Yield all objects now, then each change, for ever. state: is kept, for others to see if the watch is alive.
+        """Yield all objects now, then each change, for ever. state: the generator keeps it up to date.
 
         A watch that ends at the requested time is resumed at its position. After any other end (a lost connection, an
-        early end, a refusal, silence) it yields a new `Listed`, which replaces all earlier objects. It must not resume
-        at the position then: the server's storage may have been restored from an older snapshot. kube-apiserver opens a
-        watch at a future position without an error, and sends nothing until its revision has reached that position
-        (Cacher.Watch, cacher.go, 1.36).
+        early end, a refusal, silence) the generator yields a new `Listed`, which replaces all earlier objects. It does
+        not resume at the old position, because the server's storage may have been restored from an older snapshot.
+        kube-apiserver opens a watch at a future position without an error, and sends nothing until its revision has
+        reached that position (Cacher.Watch, cacher.go, 1.36).
 
-        Through outages, refusals and servers without DRA it keeps waiting, without a limit. Close the generator
+        During outages and refusals, and on servers without DRA, it waits without a limit. Close the generator
         (`contextlib.aclosing`) to end the watch.
         """
         backoff, state = self.backoff.fresh(), state or WatchState()
-        state.patience = self._silence[1] + 3 * self._deadline  # for the version, a list, and the watch's begin
+        # Time for the version request, a list, and the begin of the watch.
+        state.patience = self._silence[1] + 3 * self._deadline
         selectors: dict[str, Any] = {"field_selector": field_selector, "label_selector": label_selector}
         position, listed_in, lost, warned = "", "", False, False
         while True:
@@ -355,22 +362,22 @@ class Cluster:
                         if event.type in ("ADDED", "MODIFIED", "DELETED"):
                             yield event
                 if time.monotonic() - opened < seconds - 1.0:
-                    raise UnavailableError(f"watch {kind.plural}: it ended before its time")
+                    raise UnavailableError(f"watch {kind.plural}: the server ended it before the requested time")
                 warned = False
                 backoff.reset()
             except (ApiError, api.UnsupportedError) as error:
                 position = ""
                 state.failed(error)
                 if time.monotonic() - opened >= 1.0:
-                    backoff.reset()  # a server that ends watches at once is not asked at once
+                    backoff.reset()  # A wait comes before the next try, even with a server that ends watches at once.
                 wait = backoff.next()
                 if isinstance(error, GoneError):
                     if wait <= backoff.first:
-                        wait = 0.0  # the first time there is nothing to wait for
+                        wait = 0.0  # The first try needs no wait.
                 elif isinstance(error, ApiError):
                     lost = lost or isinstance(error, UnavailableError)
                     if error.code == 404 and not kind.version:
-                        self._discovery.forget()  # the server may not serve the version any more
+                        self._discovery.forget()  # The server may no longer serve the version.
                     wait = max(wait, min(error.retry_after, backoff.most))
                 refused = isinstance(error, api.UnsupportedError) or (error.code and not isinstance(error, GoneError))
                 if refused and not warned:
@@ -379,7 +386,7 @@ class Cluster:
                 await self.pause(wait)
 
     async def pause(self, seconds: float) -> None:
-        """Wait before another try; a wait while the server is lost ends early when another request is answered."""
+        """Wait before another try. While the server is lost, the wait ends when another request is answered."""
         await self._connection.pause(seconds)
 
     async def _request(
@@ -392,7 +399,7 @@ class Cluster:
         body: object = None,
         subresource: str = "",
     ) -> Object:
-        """Return the object that a request is answered with. Raises UnavailableError if it is another."""
+        """Send a request and return the object in the answer. Raises UnavailableError if it is another object."""
         asked = _Asked(method, kind, name, namespace, parameters, body, subresource)
         answer = await self._exchange(asked, forms.JSON)
         if method == "DELETE" and answer.get("kind") == "Status" and answer.get("status") == "Success":
@@ -421,12 +428,12 @@ class Cluster:
             except UnavailableError as error:
                 if error.code != 404 or kind.version or not again:
                     raise
-                self._discovery.forget()  # perhaps the version is not served: the server is another one now
+                self._discovery.forget()  # The server may have changed and no longer serve this version.
         raise AssertionError("not reached")
 
 
 def path_of(kind: Kind, version: str, name: str = "", namespace: str = "", subresource: str = "") -> str:
-    """Return the path of one object, or of all of a kind if `name` is empty."""
+    """Return the path of one object, or of all objects of a kind if `name` is empty."""
     parts = ["apis", kind.group, version] if kind.group else ["api", version]
     if namespace:
         parts += ["namespaces", namespace]
@@ -438,12 +445,12 @@ def path_of(kind: Kind, version: str, name: str = "", namespace: str = "", subre
 
 
 async def _next_line(lines: AsyncIterator[bytes], silence: float) -> bytes:
-    """Return the next line of a watch, b"" at its end. Raises GoneError if nothing came for `silence` seconds."""
+    """Return the next line of a watch, b"" at its end. Raises GoneError after `silence` seconds without a line."""
     limit = asyncio.timeout(silence)
     try:
         async with limit:
             return await anext(lines, b"")
     except TimeoutError:
         if limit.expired():
-            raise GoneError("the watch is silent") from None
+            raise GoneError("the watch sends nothing") from None
         raise

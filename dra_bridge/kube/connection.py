@@ -36,21 +36,23 @@ _R = TypeVar("_R", Response, StreamedResponse)
 
 USER_AGENT: Final = "dra-bridge"
 VERSIONS: Final = ("v1", "v1beta2", "v1beta1")
-"""The versions of resource.k8s.io of this client, the best first (v1 since 1.34, v1beta2 1.33, v1beta1 1.32)."""
+"""The versions of resource.k8s.io that this client knows, the best first (v1 since 1.34, v1beta2 1.33, v1beta1 1.32).
+"""
 
 _DEEP: Final = "the answer nests too deep to be decoded"
 _FAILURES: Final = (*HTTP_ERRORS, TimeoutError, OSError, KubeConfigError, ValueError)
-"""What a request without an answer raises, also when a token file or plugin fails, or the answer is not JSON."""
+"""Errors of a request without an answer. They include failures of a token file or plugin, and answers that are not
+JSON."""
 
 
 @dataclass(slots=True)
 class RequestStatistics:
-    """What went to the API server so far.
+    """Counters and state of the requests to the API server.
 
-    requests: answered or not, by HTTP method. failures: those not answered, or with a 429 or 5xx. watches: streams
-    opened. lost_since: time.monotonic() of the first failure since the last answer, None while the server answers.
-    refused: that the server refuses the credentials (401), None since it took them. token: the life of the token that
-    was sent last, None of other credentials.
+    requests: answered or not, by HTTP method. failures: requests without an answer, or answered with 429 or 5xx.
+    watches: opened streams. lost_since: time.monotonic() of the first failure since the last answer, None while the
+    server answers. refused: the server's refusal of the credentials (401), None once it accepts them. token: the life
+    of the token that was sent last, None for other credentials.
     """
 
     requests: Counter[str] = field(default_factory=Counter)
@@ -61,13 +63,16 @@ class RequestStatistics:
     token: auth.TokenLife | None = None
 
     def unreachable_since(self) -> float | None:
-        """Return since when (Unix seconds) the server is out of reach; None while it is not."""
+        """Return since when the server cannot be reached (Unix seconds), or None."""
         lost = 0.0 if self.lost_since is None else time.monotonic() - self.lost_since
         return time.time() - lost if lost >= liveness.LOST else None
 
 
 class ApiRequest(NamedTuple):
-    """A request. body: of a PATCH, a merge patch. kind, name: the requested object, if it is for one."""
+    """A request. body: of a PATCH, a merge patch.
+
+    kind, name: the requested object, if the request is for one object.
+    """
 
     method: str
     path: str
@@ -78,11 +83,11 @@ class ApiRequest(NamedTuple):
 
 
 class Connection:
-    """One API server, reached by a configuration; the arguments are those of `Cluster`."""
+    """A connection to one API server, by its configuration. The arguments are those of `Cluster`."""
 
     def __init__(self, configuration: Callable[[], Awaitable[Access]], deadline: float) -> None:
         self.statistics = RequestStatistics()
-        self._url = ""  # until the configuration is read
+        self._url = ""  # Empty until the configuration is read.
         self._configuration = configuration
         self._deadline = deadline
         self._reached: tuple[Access, HttpClient] | None = None
@@ -91,28 +96,32 @@ class Connection:
         self._authorization = ""
         self._former: list[HttpClient] = []
         self._connecting = asyncio.Lock()
-        self._answers = asyncio.Event()  # set when the server answers again after it was lost
+        self._answers = asyncio.Event()  # Set when the server answers again after it was lost.
 
     @property
     def where(self) -> str:
-        """The server's address and where it is from, for people; "" until the configuration is read."""
+        """The server's address and its source, for messages; "" until the configuration is read."""
         source = self._reached[0].source if self._reached is not None else ""
         return f"{self._url} ({source})" if source else self._url
 
     async def aclose(self) -> None:
-        """Close all connections; streams that are still read fail."""
+        """Close all connections. Streams that are still open fail."""
         reached, self._reached = self._reached, None
         for client in [*([reached[1]] if reached else []), *self._former]:
             await client.aclose()
 
     async def send(self, method: str, path: str) -> Object:
-        """Send a request about no object and return its answer. Raises ApiError if it is refused or not answered."""
+        """Send a request that names no object, and return the answer.
+
+        Raises ApiError if the server refuses or does not answer it.
+        """
         return await self.exchange(ApiRequest(method, path), forms.JSON)
 
     async def exchange(self, request: ApiRequest, form: Form[T], most: int | None = None) -> T:
-        """Send a request and return its answer in a form. most: see `HttpClient.request`.
+        """Send a request and decode its answer. form: the decoder. most: see `HttpClient.request`.
 
-        Raises ApiError if it is refused or not answered, OversizedError if the answer is larger.
+        Raises ApiError if the server refuses or does not answer the request, OversizedError if the answer is larger
+        than `most`.
         """
         method, path, parameters, body = request.method, request.path, request.parameters, request.body
         content = b"" if body is None else msgspec.json.encode(body)
@@ -138,7 +147,7 @@ class Connection:
 
     @asynccontextmanager
     async def stream(self, path: str) -> AsyncGenerator[AsyncIterator[bytes], None]:
-        """Open a stream and give its lines; what fails while they are read and decoded ends with ApiError."""
+        """Open a stream and yield its lines. Failures to read or decode them end with ApiError."""
         self.statistics.requests["GET"] += 1
         self.statistics.watches += 1
         async with AsyncExitStack() as stack:
@@ -156,7 +165,7 @@ class Connection:
     async def fetch(self, path: str, timeout: float) -> bytes:
         """Return the body of an answer that the API server passes on from a pod. Raises ApiError.
 
-        A failure says nothing about the API server and the credentials: they are used on as before.
+        A failure does not change the state of the API server or of the credentials.
         """
         try:
             server, headers = await self._connected()
@@ -175,7 +184,7 @@ class Connection:
         raise api.error_of(response.status, bytes(response.body))
 
     async def _authorized(self, request: Callable[[HttpClient, dict[str, str]], Awaitable[_R]]) -> _R:
-        """Make a request, and make it again with new credentials if the server refuses the old ones (401)."""
+        """Make a request. If the server refuses the credentials (401), make it again with new ones."""
         server, headers = await self._connected()
         async with asyncio.timeout(self._deadline):
             response = await request(server, headers)
@@ -198,9 +207,9 @@ class Connection:
 
     @contextmanager
     def _failures(self, method: str, path: str) -> Iterator[None]:
-        """Count a request without an answer, and raise UnavailableError; the server is lost from the first one on.
+        """Count a request without an answer, and raise UnavailableError. The first failure marks the server as lost.
 
-        A server that answers with too much is not lost.
+        An answer that is too large does not mark the server as lost.
         """
         try:
             yield
@@ -222,7 +231,8 @@ class Connection:
 
     def _answered(self, error: ApiError | None = None) -> None:
         refused = error is not None and error.code == 401
-        self._renew = refused  # else address and credentials of the configuration are still right
+        # If the server did not refuse the credentials, the configuration's address and credentials are still right.
+        self._renew = refused
         before = self.statistics.refused
         self.statistics.refused = liveness.Failing.after(before, error) if refused and error is not None else None
         if refused and before is None:
@@ -235,7 +245,7 @@ class Connection:
             logger.info("the API server %s is back after %.1f s", self._url, time.monotonic() - lost_since)
 
     async def pause(self, seconds: float) -> None:
-        """Wait before another try; a wait while the server is lost ends early when another request is answered."""
+        """Wait before another try. While the server is lost, the wait ends when another request is answered."""
         if self.statistics.lost_since is None:
             await asyncio.sleep(seconds)
             return
@@ -244,7 +254,7 @@ class Connection:
                 await self._answers.wait()
 
     async def connect(self) -> None:
-        """Read the configuration; if that fails the one before stays. Raises AccessError if there was none before."""
+        """Read the configuration. After a failure the previous one stays; AccessError is raised if there is none."""
         try:
             access = await self._configuration()
             server = HttpClient(access.url, access.tls, access.proxy or proxy_of(access.url), access.server_name)
@@ -254,15 +264,17 @@ class Connection:
         else:
             old, self._reached = self._reached, (access, server)
             self._url = access.url
-            # Watches on the old connections go on: cutting them would look like another outage.
+            # Watches on the old connections continue. Closing them would look like another outage.
             former = self._former if old is None else [*self._former, old[1]]
             self._former = [client for client in former if await client.retire()]
         self._made_at, self._renew = time.monotonic(), False
 
     async def _connected(self, *, refused: bool = False) -> tuple[HttpClient, dict[str, str]]:
-        """Return the server and the headers with the credentials; refused: the server refused the last ones.
+        """Return the HTTP client and the headers with the credentials.
 
-        Not bound by a request's deadline: a credential plugin may ask a person to log in.
+        refused: the server refused the last credentials.
+
+        A request's deadline does not apply: a credential plugin may ask a user to log in.
         """
         async with self._connecting:
             if self._reached is None or (self._renew and time.monotonic() - self._made_at >= auth.RENEW):
@@ -283,12 +295,12 @@ class Discovery:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self.chosen = ""
-        """The version as it was found last; "" while it is in doubt."""
+        """The version that was chosen last; "" if it has to be chosen again."""
         self._chosen_at = 0.0
         self._choosing = asyncio.Lock()
 
     async def version(self, *, older_than: float = math.inf) -> str:
-        """See `Cluster.version`. older_than: seconds after which the server is asked again."""
+        """See `Cluster.version`. older_than: age in seconds from which the choice is made again."""
         async with self._choosing:
             if self.chosen and time.monotonic() - self._chosen_at <= older_than:
                 return self.chosen
@@ -311,7 +323,7 @@ class Discovery:
         return any(entry.get("name") == api.RESOURCE_SLICES.plural for entry in answer.get("resources") or ())
 
     async def _group(self) -> Object:
-        """Return what the server serves of resource.k8s.io; empty if its list of groups is without it."""
+        """Return the server's description of the group resource.k8s.io; empty if the server does not have the group."""
         try:
             return await self._connection.send("GET", f"/apis/{GROUP}")
         except ApiError as error:
@@ -323,5 +335,5 @@ class Discovery:
         return next((group for group in groups if group.get("name") == GROUP), {})
 
     def forget(self) -> None:
-        """Have the server asked again: it may not serve the chosen version any more."""
+        """Choose the version again at the next request, because the server may no longer serve it."""
         self.chosen = ""

@@ -1,8 +1,8 @@
-"""The forms in which objects are asked for: JSON as it is, and of ResourceClaims what they are allocated, by protobuf.
+"""Encodings of answers: JSON for whole objects, and protobuf for the allocations of ResourceClaims.
 
-A tenant writes claims of up to 1.5 MB, of any number, whose parameters nest up to 10,000 levels (apimachinery 1.36,
-sigs.k8s.io/json). In protobuf what its author wrote is one field, which is not decoded, so that neither its depth nor
-its letters matter, and one object has at most the size that etcd takes.
+A tenant can write any number of claims of up to 1.5 MB, whose parameters nest up to 10,000 levels (apimachinery 1.36,
+sigs.k8s.io/json). In protobuf the parameters are one field, which the agent does not decode. So their depth and content
+do not matter, and an object has at most the size that etcd accepts.
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 MAGIC: Final = b"k8s\0"
-"""Begins each answer in Kubernetes' protobuf."""
+"""The first bytes of each answer in Kubernetes' protobuf."""
 FOR_LIMITS: Final = "resource.kubernetes.io/extended-resource-claim"
-"""The annotation, "true", of claims that the scheduler makes for the `limits` of a pod (1.34 and later)."""
+"""The scheduler sets this annotation to "true" on claims that it makes for the `limits` of a pod (1.34 and later)."""
 
 MAX_PAGE: Final = 4 * 2**20
-"""Bytes of a page with several objects; of a larger one the rest is not read, and fewer objects are asked for."""
+"""Maximum bytes of a page with several objects. The rest of a larger page is not read, and the next request asks for
+fewer."""
 PAGE: Final = 2 * 2**20
-"""Bytes that a page is to have."""
+"""Desired bytes of a page."""
 MAX_LIMIT: Final = 500
-"""Objects of a page at the most, as client-go asks for them."""
+"""Maximum number of objects that a page may have, as in client-go."""
 FIRST_LIMIT: Final = 100
-"""Objects of the first page."""
+"""Number of objects that the first page may have."""
 
 
 class Form(NamedTuple, Generic[T_co]):
-    """One form of an answer. accept: its media types. decode: raises ValueError if the body is not what it has to be.
+    """The encoding of an answer. accept: its media types. decode: raises ValueError if the body does not fit.
 
     decode may also raise RecursionError.
     """
@@ -45,7 +46,10 @@ class Form(NamedTuple, Generic[T_co]):
 
 
 class Page(NamedTuple, Generic[T_co]):
-    """A part of a list. resource_version: of the whole list. more: continues it; "" at its end. size: in bytes."""
+    """A page of a list. resource_version: of the whole list. more: the token for the next page; "" at the end.
+
+    size: in bytes.
+    """
 
     items: Sequence[T_co]
     resource_version: str
@@ -54,13 +58,13 @@ class Page(NamedTuple, Generic[T_co]):
 
 
 def next_limit(limit: int, count: int, size: int) -> int:
-    """Return how many objects to ask for after a page of `count` objects and `size` bytes that was limited."""
+    """Return the limit for the next page. The last one had `limit`, and gave `count` objects and `size` bytes."""
     fitting = max(1, count) * PAGE // max(1, size)
     return max(1, min(MAX_LIMIT, 4 * limit, fitting))
 
 
 def smaller_limit(limit: int) -> int:
-    """Return how many objects to ask for after a page that was too large."""
+    """Return the limit for the next try after a page that was too large."""
     return max(1, limit // 8)
 
 
@@ -102,10 +106,10 @@ class ReservedPod(NamedTuple):
 
 
 class ListedClaim(NamedTuple):
-    """What is read of a claim in a list.
+    """The fields of a claim that a list is read for.
 
-    for_limits: whether the scheduler made it for the `limits` of a pod. results: of its allocation. pods: those that it
-    is reserved for.
+    for_limits: whether the scheduler made the claim for the `limits` of a pod. results: of its allocation. pods: the
+    pods that the claim is reserved for.
     """
 
     uid: str
@@ -121,7 +125,7 @@ class ListedClaim(NamedTuple):
         return f"{self.namespace}/{self.name}"
 
     def body(self) -> Object:
-        """Return what was read as JSON has it."""
+        """Return these fields in the form of the claim's JSON."""
         results = [
             {"driver": one.driver, "pool": one.pool, "device": one.device, "adminAccess": one.admin}
             for one in self.results
@@ -181,7 +185,7 @@ CLAIMS: Final = _protobuf(_claim_page)
 
 
 def refusal_of(body: bytes | bytearray) -> Object | None:
-    """Return a refusal in protobuf as JSON has it; None if the body is none."""
+    """Convert a refusal in protobuf to the form of its JSON; return None if the body is no refusal."""
     try:
         status = pb.Refusal.FromString(_raw(body, "Status"))
     except (DecodeError, ValueError):

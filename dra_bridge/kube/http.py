@@ -1,4 +1,4 @@
-"""HTTP to one API server, by aiohttp, without redirects, cookies and compression. Deadlines are the caller's."""
+"""HTTP to one API server by aiohttp, without redirects, cookies and compression. The caller sets the deadlines."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ from aiohttp.http import HttpProcessingError
 from aiohttp.http_exceptions import LineTooLong
 
 MAX_REQUESTS: Final = 4
-"""Requests at one time; a new connection's TLS handshake takes longer than some of them.
+"""Maximum number of requests at one time. With more, TLS handshakes of new connections would cost more than the wait.
 
-Streams are not counted: each driver has one, for as long as it is served, and none may keep requests waiting.
+Streams are not counted. Each driver has one while it is served, and a stream must not delay requests.
 """
-IDLE: Final = 60.0  # seconds after which an idle connection is not used any more
+IDLE: Final = 60.0  # Seconds after which an idle connection is closed.
 MAX_BODY: Final = 16 * 2**20
-"""Bytes of one answer: etcd takes objects of 1.5 MiB, and JSON writes one byte of them as up to six."""
-MAX_LINE: Final = 8 * 2**20  # bytes of one watch event: kube-apiserver takes objects of up to 3 MiB, etcd of 1.5 MiB
+"""Maximum bytes of one answer. etcd accepts objects of 1.5 MiB, and JSON writes one byte as up to six."""
+# Maximum bytes of one watch event. kube-apiserver accepts objects of up to 3 MiB, etcd of 1.5 MiB.
+MAX_LINE: Final = 8 * 2**20
 
 _KEEPALIVE: Final = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -39,15 +40,16 @@ _KEEPALIVE: Final = (
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000),
 )
-"""A peer that is gone without a FIN (node or load balancer lost) is noticed after 30 s, also by a silent watch."""
+"""The TCP keepalive finds a peer that is gone without a FIN (node or load balancer lost) after 30 s, even on a silent
+watch."""
 
 
 class OversizedBodyError(Exception):
-    """Raised when the server answers with more than is taken; the rest is not read."""
+    """Raised when an answer is larger than the limit. The rest of the answer is not read."""
 
 
 HTTP_ERRORS: Final = (aiohttp.ClientError, HttpProcessingError, OversizedBodyError)
-"""What a client raises, beside OSError, when there is no answer, or one that is not HTTP or too large."""
+"""Errors of an HTTP client, beside OSError: no answer, an answer that is not HTTP, or one that is too large."""
 
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -61,9 +63,9 @@ class Response(NamedTuple):
 
 
 class StreamedResponse(NamedTuple):
-    """An answer whose body, if its status is 200, is read line by line; the lines may be left unread. body: else.
+    """An answer whose body is read line by line if the status is 200. The caller need not read all lines.
 
-    `lines` raises OversizedBodyError where a line is too long.
+    body: the whole body if the status is not 200. `lines` raises OversizedBodyError if a line is too long.
     """
 
     status: int
@@ -81,13 +83,13 @@ def _keepalive_socket(address: aiohttp.AddrInfoType) -> socket.socket:
 
 
 class _Connector(aiohttp.TCPConnector):
-    """Gives out no connection on which something came before the request.
+    """Discards pooled connections on which data arrived before a request.
 
-    aiohttp takes it as the answer to the next request (aio-libs/aiohttp#13656, seen with 3.14.5).
+    aiohttp would take the data as the answer to the next request (aio-libs/aiohttp#13656, seen with 3.14.5).
     """
 
     async def connect(self, *args: Any, **kwargs: Any) -> aiohttp.connector.Connection:
-        for _ in range(MAX_REQUESTS + 1):  # so many are idle at most
+        for _ in range(MAX_REQUESTS + 1):  # The pool has at most this many idle connections.
             connection = await super().connect(*args, **kwargs)
             if connection.protocol is None or not connection.protocol.should_close:
                 return connection
@@ -96,9 +98,9 @@ class _Connector(aiohttp.TCPConnector):
 
 
 class HttpClient:
-    """One HTTP server. Belongs to one event loop. All methods raise OSError and `HTTP_ERRORS`.
+    """A client of one HTTP server. It belongs to one event loop. All methods raise OSError and `HTTP_ERRORS`.
 
-    url: scheme, host, port and perhaps the beginning of all paths. proxy, server_name: see `auth.Access`.
+    url: scheme, host, port, and optionally a prefix of all paths. proxy, server_name: see `auth.Access`.
     """
 
     def __init__(self, url: str, tls: ssl.SSLContext | None = None, proxy: str = "", server_name: str = "") -> None:
@@ -130,7 +132,10 @@ class HttpClient:
             await session.close()
 
     async def retire(self) -> bool:
-        """Take no new requests. Current ones go on, and the last one closes. Return whether there are any."""
+        """Accept no new requests. Current requests continue, and the last one closes the client.
+
+        Return whether any remain.
+        """
         self._retired = True
         if not self._requests:
             await self.aclose()
@@ -139,7 +144,7 @@ class HttpClient:
     async def request(
         self, method: str, target: str, headers: Mapping[str, str], content: bytes = b"", most: int | None = None
     ) -> Response:
-        """Send a request and read the whole answer. target: path and query. most: bytes of the answer, else `MAX_BODY`.
+        """Send a request and read the whole answer. target: path and query. most: maximum bytes, else `MAX_BODY`.
 
         Raises OversizedBodyError.
         """
@@ -148,7 +153,7 @@ class HttpClient:
 
     @contextlib.asynccontextmanager
     async def stream(self, method: str, target: str, headers: Mapping[str, str]) -> AsyncIterator[StreamedResponse]:
-        """Send a request; the body of a 200 is streamed while the context lasts."""
+        """Send a request. Inside the context, the body of a 200 can be read line by line."""
         async with self._exchange(method, target, headers, b"") as response:
             body = b"" if response.status == 200 else await self._body(response)
             yield StreamedResponse(response.status, response.headers, body, self._lines(response))
@@ -166,7 +171,8 @@ class HttpClient:
                 try:
                     yield response
                 finally:
-                    # An unread rest is not closed politely: TLS would wait for the server's answer in vain.
+                    # If lines are unread, the connection is cut: an orderly end of TLS would wait for the server in
+                    # vain.
                     connection = response.connection
                     if connection is not None and connection.transport is not None:
                         connection.transport.abort()
@@ -178,7 +184,7 @@ class HttpClient:
     def _open(self) -> aiohttp.ClientSession:
         self._session = aiohttp.ClientSession(
             connector=_Connector(
-                limit=0,  # none
+                limit=0,  # 0 means no limit.
                 keepalive_timeout=IDLE,
                 ssl=self._tls or True,
                 socket_factory=_keepalive_socket,
@@ -193,7 +199,7 @@ class HttpClient:
     @staticmethod
     async def _body(response: aiohttp.ClientResponse, most: int | None = None) -> bytes | bytearray:
         most = MAX_BODY if most is None else most
-        body = bytearray()  # returned as it is: a copy would double the memory
+        body = bytearray()  # The caller gets the bytearray itself, because a copy would double the memory.
         async for piece in response.content.iter_any():
             body += piece
             if len(body) > most:
@@ -212,8 +218,8 @@ class HttpClient:
 def proxy_of(url: str) -> str:
     """Return the proxy that the environment names for a server, "" for none, by client-go's rules.
 
-    They are golang.org/x/net/http/httpproxy's: HTTPS_PROXY or HTTP_PROXY by the server's scheme; NO_PROXY with names,
-    addresses and CIDR ranges; never a proxy for localhost and loopback addresses.
+    The rules are those of golang.org/x/net/http/httpproxy: HTTPS_PROXY or HTTP_PROXY by the server's scheme; NO_PROXY
+    with names, addresses and CIDR ranges; no proxy for localhost and loopback addresses.
     """
     parts = urllib.parse.urlsplit(url)
     proxy, host = _variable(f"{parts.scheme}_proxy"), parts.hostname or ""
@@ -256,7 +262,7 @@ def _address(text: str) -> _Address | None:
 
 
 def _split_port(rule: str) -> tuple[str, str]:
-    """Return host and port of `host`, `host:port`, `[address]:port` or an address."""
+    """Split `host`, `host:port`, `[address]:port` or an address into host and port."""
     if rule.startswith("[") or rule.count(":") == 1:
         host, _, port = rule.rpartition(":")
         return host.strip("[]"), port

@@ -1,7 +1,7 @@
-"""Reads kubeconfig files with kubernetes_asyncio, in a process of its own: `auth` starts it and reads what it prints.
+"""Reads kubeconfig files with kubernetes_asyncio, in a separate process that `auth` starts.
 
-The library takes 45 MB, which an agent would keep. The process also runs the credential plugin, whose terminal it
-shares.
+The library takes 45 MB, which an agent would otherwise keep. The process also runs the credential plugin, which shares
+its terminal. It prints the result for `auth`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class KubeConfigError(Exception):
 
 
 class Credentials(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """What kubeconfig files say of their current context. Certificates and keys are PEM.
+    """The credentials and server of a kubeconfig's current context. Certificates and keys are PEM.
 
-    authorization: the Authorization header, "" for none. token_file: the absolute path of the file that it is from, ""
-    for none. expires: when it has to be read again (Unix seconds), if a credential plugin says so. authority: what
-    signs the server's certificate, None for the system's CAs. verify: whether that is checked.
+    authorization: the Authorization header, "" for none. token_file: the absolute path of the token's file, "" for
+    none. expires: when to read again (Unix seconds), if a credential plugin states it. authority: the CA that signs the
+    server's certificate, None for the system's CAs. verify: whether the client checks the server's certificate.
     """
 
     url: str
@@ -45,16 +45,16 @@ class Credentials(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Failure(msgspec.Struct, frozen=True, tag=True):
-    """Why there are no credentials."""
+    """The reason why there are no credentials."""
 
     reason: str
 
 
 def main() -> None:
-    """Print the credentials in kubeconfig files (the first argument, as in KUBECONFIG), or the failure, as JSON."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent says what an interruption means
+    """Print credentials or a failure, as JSON. The first argument lists kubeconfig files, as KUBECONFIG does."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # The parent process decides how to handle an interruption.
     with os.fdopen(os.dup(1), "wb") as output:
-        os.dup2(2, 1)  # kubernetes_asyncio tells plugins that a person is there if the standard output is a terminal
+        os.dup2(2, 1)  # If the standard output is a terminal, kubernetes_asyncio lets plugins ask the user.
         try:
             answer: Credentials | Failure = asyncio.run(_read(sys.argv[1]))
         except KubeConfigError as error:
@@ -68,7 +68,8 @@ async def _read(paths: str) -> Credentials:
         from kubernetes_asyncio.config.kube_config import KubeConfigLoader, KubeConfigMerger
     except ImportError as error:
         raise KubeConfigError(f"a kubeconfig needs kubernetes_asyncio: {error}; {installing('cli')}") from error
-    logging.getLogger("kubernetes_asyncio").setLevel(logging.CRITICAL)  # it raises what it logs, too
+    # The library also raises the errors that it logs.
+    logging.getLogger("kubernetes_asyncio").setLevel(logging.CRITICAL)
     if not any(Path(path).expanduser().is_file() for path in paths.split(os.pathsep) if path):
         empty = ", and $KUBECONFIG is empty" if os.environ.get("KUBECONFIG") == "" else ""
         raise KubeConfigError(f"there is no kubeconfig {paths}{empty}")
@@ -76,12 +77,14 @@ async def _read(paths: str) -> Credentials:
         merger, configuration = KubeConfigMerger(paths), Configuration()
         user, file = _user(merger.config)
 
-        def save(_: object) -> None:  # new tokens of an OIDC provider, as kubectl does: the old ones may be void
+        # As kubectl does, save new tokens of an OIDC provider, because the old ones may be void.
+        def save(_: object) -> None:
             with contextlib.suppress(OSError):
                 merger.save_changes()
 
         loader = KubeConfigLoader(merger.config, config_base_path=None, config_persister=save)
-    except (AttributeError, LookupError, TypeError) as error:  # the library expects other types
+    # The library raises these for values of unexpected types.
+    except (AttributeError, LookupError, TypeError) as error:
         lacks = "clusters, contexts, users and current-context"
         raise KubeConfigError(f"{paths} is not a kubeconfig, a mapping with {lacks}") from error
     except Exception as error:
@@ -122,8 +125,8 @@ def _content(path: str | None) -> bytes | None:
 def _user(merged: Any) -> tuple[dict[str, Any], Path]:
     """Return the user of the current context, {} if it has none, and the file that has it.
 
-    The command of a credential plugin with a slash in it is relative to the directory of its file, which the library
-    does not know.
+    If the command of a credential plugin contains a slash, it is relative to the directory of the kubeconfig file,
+    which the library does not know.
     """
     context = merged["contexts"].get_with_name(merged["current-context"])
     name = context["context"].safe_get("user")

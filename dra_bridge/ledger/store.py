@@ -1,22 +1,23 @@
 """Class `Ledger` keeps the records in one SQLite file and applies the changes of operations to it.
 
-SQLite runs in WAL mode. In exclusive locking mode there is no shared memory file. One agent at a time has the ledger,
-by a lock file with flock; a second one (a rolling update) waits.
+SQLite runs in WAL mode. The exclusive locking mode needs no shared memory file. A lock file with flock lets one agent
+at a time have the ledger; a second agent (in a rolling update) waits.
 
-What is answered survives the death of the process. What must also survive the machine's is synced first, with one
-fdatasync (`outlives_boot`): on which side a device is, settings, what a `prepare` hook is about to change, and claims
-that share a device. Who holds a device is not synced otherwise, since no holder survives the machine. What such a loss
-leaves behind is from before, by its boot, and the kubelet's checkpoint and claim state name what they give out again.
-The claim state does not say how much of a shared device a claim has.
+Every answered grant survives the death of the process. Some records must also survive a crash of the machine, so they
+are synced before the answer, with one fdatasync (`outlives_boot`): the side of a device, settings, changes that a
+`prepare` hook is about to make, and claims that share a device. Other grants are not synced, because no holder survives
+a crash of the machine. Records that remain after such a crash name the earlier boot, so their holders count as gone.
+After the boot, the kubelet's checkpoint and claim state name the devices that the kubelet gives out again. Claims that
+share a device are synced because the claim state does not say how much of the device each of them has.
 
-A file that is damaged or of another schema is put aside and the ledger starts empty; `reconcile_evidence` then rebuilds
-it from evidence. SQLite's own check does not see a changed byte in a row, so one seal (the XOR of all rows' digests) is
-kept with the rows and has to fit them.
+A file that is damaged or has another schema is renamed, and the ledger starts empty; `reconcile_evidence` then rebuilds
+it from evidence. SQLite's own check does not detect a changed byte in a row. So the file also has a seal, the XOR of
+all rows' digests, which must match the rows.
 
 If the kubelet's checkpoint is lost together with the ledger, nothing is left that names the pods with devices of the
-plugin side. So the allocations are copied to a file of another directory, which is best in memory: after a reboot there
-are no holders. The copy is written after the ledger. One of this boot with a higher sequence shows that the ledger was
-lost, or is one from before: it was restored, or SQLite's log was lost.
+plugin side. So the allocations are copied to a file in another directory. That directory is best in memory, because no
+holder survives a reboot. The copy is written after the ledger. If a copy of this boot has a higher sequence than the
+ledger, then the ledger was lost, was restored from a backup, or has lost SQLite's log.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ _T = TypeVar("_T")
 _Row = tuple[str | int | float | None, ...]
 
 SCHEMA: Final = 6
-"""The schema's version (PRAGMA user_version); a file of any other is put aside."""
-_APPLICATION: Final = 0x64706C67  # "dplg"
+"""The schema's version (PRAGMA user_version). A file with any other version is put aside."""
+_APPLICATION: Final = 0x64706C67  # The text "dplg" as a number.
 _KEEP_ASIDE: Final = 5
 _PRAGMAS: Final = (
     "locking_mode = EXCLUSIVE",
@@ -58,7 +59,7 @@ _PRAGMAS: Final = (
 )
 
 _CHECKPOINT: Final = 100
-"""Commits after which SQLite's log is copied into the database; one has two to four pages."""
+"""Number of commits after which SQLite's log is copied into the database. A commit takes two to four pages."""
 
 _RECORDS: Final = {
     "devices": records.DeviceRecord,
@@ -74,7 +75,8 @@ _TABLES: Final = {
     "claims": ("driver", "uid", "namespace", "name", "devices", "result", "since", "sequence", "pods"),
     "settings": ("section", "key", "value"),
 }
-"""By table, a field of `RegisterSnapshot`: the fields of its records that are kept. The first two are the key."""
+"""For each table, which is a field of `RegisterSnapshot`, the stored fields of its records. The first two are the key.
+"""
 _CREATE: Final = (
     *(
         f"CREATE TABLE {name} ({', '.join(columns)}, PRIMARY KEY ({columns[0]}, {columns[1]})) WITHOUT ROWID"
@@ -95,7 +97,8 @@ _DECODERS: Final[dict[str, Callable[[Any], Any]]] = {
     "pods": msgspec.json.Decoder(frozenset[str]).decode,
     "devices": msgspec.json.Decoder(tuple[records.ClaimDevice, ...]).decode,
 }
-"""By field: the function from the column's value to the field's; other values are equal."""
+"""For each field, the function that turns the column's value into the field's value. Other fields need no conversion.
+"""
 
 
 _ENCODE: Final = msgspec.json.Encoder(order="deterministic").encode
@@ -128,23 +131,24 @@ def _digest(table: str, row: _Row) -> int:
 
 
 class _DamagedError(Exception):
-    """Raised when the file is not a ledger of this schema in good order."""
+    """Raised when the file is damaged, or is not a ledger of this schema."""
 
 
 _DAMAGE: Final = frozenset(
     {
         sqlite3.SQLITE_CORRUPT,
         sqlite3.SQLITE_NOTADB,
-        sqlite3.SQLITE_ERROR,  # no such table
+        sqlite3.SQLITE_ERROR,  # A table is missing.
         sqlite3.SQLITE_FORMAT,
         sqlite3.SQLITE_MISMATCH,
         sqlite3.SQLITE_SCHEMA,
-        sqlite3.SQLITE_READONLY,  # the header says a newer writer made it; the directory is writable, we have the lock
+        # The file's header names a newer format for writers. The directory is writable, and this process has the lock.
+        sqlite3.SQLITE_READONLY,
         sqlite3.SQLITE_CONSTRAINT,
         sqlite3.SQLITE_TOOBIG,
     }
 )
-"""SQLite's errors that are about the file, not about the disk or the permissions."""
+"""SQLite's error codes that concern the file's content, not the disk or the permissions."""
 
 
 def connected(path: str) -> sqlite3.Connection:
@@ -153,7 +157,7 @@ def connected(path: str) -> sqlite3.Connection:
 
 
 def outlives_boot(changes: Sequence[Change]) -> bool:
-    """Whether one of these changes is still of use after the machine has died."""
+    """Return whether one of these changes still matters after a crash of the machine."""
     for change in changes:
         claim = change.record
         if not change.durable:
@@ -166,18 +170,18 @@ def outlives_boot(changes: Sequence[Change]) -> bool:
 
 
 class Ledger:
-    """The file. Synchronous and thread-safe; `AsyncLedger` is for event loops.
+    """The ledger's file. It is synchronous and thread-safe; `AsyncLedger` is for event loops.
 
-    snapshot: everything as of the last commit. fresh: the ledger was empty when it was opened; `reconcile_evidence`
-    must rebuild it before anything is granted. If the copy is newer, the ledger has the allocations of the copy, too.
+    snapshot: all records at the last commit. fresh: the ledger was empty when it was opened; `reconcile_evidence` must
+    rebuild it before any grant. If the copy was newer than the ledger, the ledger also has the copy's allocations.
     """
 
     def __init__(self, path: str, copy: str = "", *, connect: Callable[[str], sqlite3.Connection] = connected) -> None:
-        """Open the ledger, or make it, once no other agent has it; put aside what cannot be used.
+        """Wait until no other agent has the ledger, then open or create it. Unusable files are put aside.
 
         path: of the database; `path + ".lock"` is the lock. copy: path of the copy of the allocations, "" for none.
-        connect: opens the database; for tests. Raises LedgerError if the directory or the disk does not let us; another
-        try may succeed.
+        connect: opens the database; for tests. Raises LedgerError if the directory or the disk does not permit access;
+        another try may succeed.
         """
         self.path: Final = path
         self.copy: Final = copy
@@ -190,11 +194,11 @@ class Ledger:
         self.copy_is_old = False
         """Whether `write_copy` has something to do."""
         self._logged = 0
-        """Commits since SQLite's log was copied into the database."""
+        """Number of commits since SQLite's log was copied into the database."""
         try:
             os.makedirs(os.path.dirname(path) or ".", mode=0o750, exist_ok=True)
             self._lock_file = locked(path + ".lock", wait=True)
-            """-1 when the ledger is closed."""
+            """The lock file's descriptor, -1 when the ledger is closed."""
         except OSError as error:
             raise LedgerError(f"cannot open the ledger {path}: {error}") from error
         try:
@@ -206,7 +210,8 @@ class Ledger:
                     Change("allocations", (allocation.resource, allocation.device_id), allocation)
                     for allocation in allocations
                 )
-                # What comes is newer than the copy, and than the evidence of whoever wrote it.
+                # New records get a higher sequence than the copy, and than the evidence of the agent that wrote the
+                # copy.
                 self.snapshot = replace(self.snapshot, sequence=copied.sequence)
                 self.do_all([lambda state: Decision(None, changes)])
             self.write_copy()
@@ -225,7 +230,7 @@ class Ledger:
             self._empty_log()
 
     def _empty_log(self) -> None:
-        """Copy SQLite's log into the database if it has grown, and begin it anew, which is synced, too."""
+        """Copy SQLite's log into the database if it has grown, then begin a new log and sync it."""
         connection = self._connection
         if self._logged < _CHECKPOINT:
             return
@@ -234,24 +239,24 @@ class Ledger:
             return
         try:
             connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
-            # SQLite syncs a log that begins anew: with this first frame, and not in the event loop.
+            # SQLite syncs the first frame of a new log. This write does it here, and not in the event loop.
             for statement in ("BEGIN IMMEDIATE", "UPDATE seal SET id = 1 WHERE id = 1", "COMMIT"):
                 connection.execute(statement)
         except sqlite3.Error as error:
-            # Which frames are on disk is not known; the next call reads and writes all of it again.
+            # It is not known which frames are on disk. The next call reads and writes all of them again.
             _LOG.warning("cannot empty the log of the ledger %s: %s", self.path, error)
             self._disconnect()
 
     def do_all(self, operations: Sequence[Operation[Any]]) -> list[Any]:
-        """Decide one after the other and record all in one transaction; return an answer each.
+        """Decide the operations in order and record all of them in one transaction; return one answer for each.
 
-        The answer of an operation that fails (a mistake of ours) is its exception. Raises LedgerError if it could not
-        be recorded, LedgerLostError if the files were removed, replaced or damaged.
+        If an operation fails (a bug in this code), its answer is the exception. Raises LedgerError if the transaction
+        could not be recorded, LedgerLostError if the files were removed, replaced or damaged.
         """
         with self._guard:
             if self._lock_file < 0:
                 raise LedgerError(f"the ledger {self.path} is closed")
-            count = 2 if self._connection is None else 3  # SQLite removes the log with a connection
+            count = 2 if self._connection is None else 3  # SQLite removes the log together with a connection.
             if not self._lost and self._found_files()[:count] != self._files[:count]:
                 self._lose("its files were removed or replaced while it was in use")
             if self._lost:
@@ -264,7 +269,7 @@ class Ledger:
             for operation in operations:
                 try:
                     decision = operation(after)
-                except Exception as error:  # its own caller alone gets it
+                except Exception as error:  # Only the caller of this operation gets the exception.
                     answers.append(error)
                     continue
                 answers.append(decision.answer)
@@ -277,9 +282,11 @@ class Ledger:
             return answers
 
     def do_at_once(self, operation: Operation[_T]) -> Decision[_T] | None:
-        """Decide and record what need not be synced; None if that is not possible, and nothing was done.
+        """Decide an operation that needs no sync, and record it.
 
-        It is not for what must outlive the boot, and where the file has to be opened again first.
+        None means that this is not possible, and nothing was done.
+
+        The operation needs `do_all` if its changes must outlive the boot, or if the file has to be opened again first.
         """
         with self._guard:
             if self._lost or self._connection is None or self._found_files() != self._files:
@@ -304,17 +311,17 @@ class Ledger:
     def _disconnect(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
-            with contextlib.suppress(sqlite3.Error):  # there may be no transaction
+            with contextlib.suppress(sqlite3.Error):  # There may be no transaction.
                 connection.execute("ROLLBACK")
             with contextlib.suppress(sqlite3.Error):
                 connection.close()
 
     def _found_files(self) -> tuple[tuple[int, int] | None, ...]:
-        """Return what the paths of lock, database and log lead to."""
+        """Return the device and inode number of lock, database and log, None for a missing file."""
         return inode_of(f"{self.path}.lock"), inode_of(self.path), inode_of(f"{self.path}-wal")
 
     def _lose(self, why: str) -> None:
-        """Grant nothing any more: what is on disk is not what this process has written."""
+        """Refuse all grants from now on, because the files no longer have the content that this process wrote."""
         self._lost = f"the ledger {self.path} cannot be used any more: {why}; the agent has to be restarted"
         _LOG.error("%s", self._lost)
         self._disconnect()
@@ -345,7 +352,7 @@ class Ledger:
             connection.execute("UPDATE seal SET sequence = ?, seal = ? WHERE id = 1", (sequence, seal))
             connection.execute("COMMIT")
         except (sqlite3.Error, OSError) as error:
-            # What is on disk now is not known; the next call reads it again.
+            # The content of the disk is not known now. The next call reads it again.
             self._disconnect()
             raise LedgerError(f"cannot write the ledger {self.path}: {error}") from error
         self._seal = seal
@@ -353,8 +360,8 @@ class Ledger:
         self.copy_is_old |= allocations
 
     def write_copy(self) -> None:
-        """Copy the allocations; where that is not possible, the ledger and the checkpoint have to do. Blocks."""
-        with self._guard:  # a write that has not led to a snapshot yet makes the copy old
+        """Copy the allocations. If this fails, recovery depends on the ledger and the checkpoint alone. Blocks."""
+        with self._guard:  # A write that is not yet in the snapshot marks the copy as old again.
             self.copy_is_old, now = False, self.snapshot
         if not self.copy:
             return
@@ -364,7 +371,7 @@ class Ledger:
             _LOG.warning("cannot copy the allocations of the ledger %s: %s", self.path, error)
 
     def _copied(self) -> Copy | None:
-        """Return the copy if it is of this boot and names more than the ledger: this is new, or is from before."""
+        """Return the copy if it is of this boot and newer than the ledger. Then the ledger is new, or an old one."""
         try:
             copy = copies.read(self.copy)
         except (OSError, msgspec.MsgspecError) as error:
@@ -380,7 +387,7 @@ class Ledger:
         return copy
 
     def _load_again(self) -> None:
-        """Go on after a failed write: what is on disk counts, what only this process knows stays."""
+        """Continue after a failed write: the disk's content counts, and facts that only this process knows are kept."""
         before, files = self.snapshot, self._files
         loaded = self._load()
         if self._files[:2] != files[:2] or loaded.sequence < before.sequence:
@@ -398,12 +405,13 @@ class Ledger:
         self.snapshot = replace(loaded.with_changes(kept, loaded.sequence), ended=before.ended)
 
     def _load(self, *, again: bool = False) -> RegisterSnapshot:
-        """Open the database and read all of it; put it aside if that is not possible."""
+        """Open the database and read all of it. If this is not possible, put it aside."""
         try:
             return self._read()
         except (sqlite3.Error, _DamagedError, ValueError, TypeError, OverflowError, MemoryError) as error:
             self._disconnect()
-            code = getattr(error, "sqlite_errorcode", None)  # not of MemoryError: a length field that claims gigabytes
+            # A MemoryError has no code; a damaged length field of gigabytes causes it.
+            code = getattr(error, "sqlite_errorcode", None)
             if again or (code is not None and code & 0xFF not in _DAMAGE):
                 raise LedgerError(f"cannot open the ledger {self.path}: {error}") from error
             message = "the ledger %s cannot be used (%s); it was moved to %s, and a new one is built from evidence"
@@ -426,11 +434,12 @@ class Ledger:
         if (check := connection.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
             raise _DamagedError(check)
         snapshot = self._rows(connection)
-        # A file whose header says that a newer SQLite wrote it can be read and not be written: this shows it now.
+        # A file whose header names a newer format for writers can be read but not written. This statement shows it now.
         connection.execute("BEGIN IMMEDIATE")
         connection.execute("UPDATE seal SET id = 1 WHERE id = 1")
         connection.execute("ROLLBACK")
-        # A commit whose fsync failed may be in the page cache as if it had been written. This writes it once more.
+        # A commit whose fsync failed may be in the page cache as if it had been written. This statement writes it
+        # again.
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
         self._files = self._found_files()
         return snapshot
@@ -460,9 +469,9 @@ class Ledger:
         return RegisterSnapshot().with_changes(changes, sequence)
 
     def _put_aside(self) -> str:
-        """Rename the files, and remove all but the newest that were put aside."""
+        """Rename the files, and remove older renamed files."""
         aside = f"{self.path}.aside-{datetime.now(UTC).strftime('%Y%m%dT%H%M%S.%fZ')}"
-        # The database first: without it no other program takes its journals for anything.
+        # The database is renamed first: without it, no other program reads its journals.
         suffixes = ("", "-wal", "-shm", "-journal")
         try:
             for suffix in suffixes:

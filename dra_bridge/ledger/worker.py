@@ -1,4 +1,4 @@
-"""Class `AsyncLedger` serves the ledger to one event loop from a thread of its own."""
+"""Class `AsyncLedger` offers the ledger to one event loop, and runs slow writes in a thread."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ _T = TypeVar("_T")
 _Asked = tuple[Operation[Any], asyncio.Future[Any]]
 
 DEADLINE: Final = 5.0
-"""Seconds in which something has to be recorded; a sync to a slow disk that is busy takes one or two."""
+"""Seconds within which an operation must be recorded. A sync to a slow, busy disk takes one or two."""
 CLOSING: Final = 2.0
-"""Seconds that the ledger has to be closed; the kernel unlocks it at the end of the process in any case."""
+"""Seconds that closing the ledger may take. The kernel releases the lock at the end of the process in any case."""
 
 
 class AsyncLedger:
-    """The ledger for one event loop, and a thread for its file.
+    """The ledger for one event loop, with a thread for its file.
 
-    The loop waits shortly for what need not be synced, which is written by a call that the kernel keeps in memory: with
-    four pods at once on two busy cores the way back from a thread took longer than the rest of an Unprepare. Operations
-    that arrive during a commit are committed together afterwards.
+    An operation that needs no sync is written in the event loop itself, by a short call that the kernel keeps in
+    memory. With four pods at once on two busy cores, the return from a thread took longer than the rest of an
+    Unprepare. Operations that arrive during a commit are committed together afterwards.
 
-    Where the file system does not answer, what is asked fails after DEADLINE, and at once from then on, until it has
-    answered. What the thread was at may be recorded all the same: a grant without a pod, which evidence ends.
+    If the file system does not answer, operations fail after DEADLINE, and later ones at once, until the file system
+    answers again. The operation that the thread was executing may still be recorded. Then a grant without a pod
+    remains, which evidence ends.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -38,48 +39,49 @@ class AsyncLedger:
         self.changes = Changes()
         self.looks: Final = Looks(ledger.path, threads=1)
         self.copy_looks: Final = Looks(ledger.copy or "no copy", threads=1)
-        """Of the copy of the allocations, which lies in another file system."""
+        """Runs reads and writes of the copy of the allocations, which is in another file system."""
         self.lost = asyncio.Event()
-        """Set when the ledger grants nothing any more and the process has to begin again."""
+        """Set when the ledger refuses all grants and the process has to start again."""
         self.write_failures = 0
-        """How often something could not be recorded."""
+        """Number of failed writes."""
         self._asked: list[_Asked] = []
         self._batch: list[_Asked] = []
-        """What the thread carries out now."""
+        """The operations that the thread executes now."""
         self._first: Look[Decision[Any] | None] | None = None
-        """The look that carries out the batch, if that need not be synced."""
+        """The look that executes the batch, if the batch needs no sync."""
         self._answering: asyncio.Task[None] | None = None
         self._copying: asyncio.Task[None] | None = None
 
     @classmethod
     async def open(cls, path: str, copy: str = "") -> Self:
-        """Open the ledger as `Ledger` does; wait as long as another agent of this node has it."""
+        """Open the ledger as `Ledger` does. Wait while another agent of this node has it."""
         opening: Future[Ledger] = Future()
-        # A thread that waits for a lock cannot be cancelled; a daemon one does not keep the process alive.
+        # A thread that waits for a lock cannot be cancelled. A daemon thread does not keep the process alive.
         threading.Thread(target=_open, args=(path, copy, opening), name="ledger open", daemon=True).start()
         try:
             return cls(await asyncio.wrap_future(opening))
         except asyncio.CancelledError:
-            if not opening.cancel() and not opening.exception():  # it is open already
+            if not opening.cancel() and not opening.exception():  # The ledger is already open.
                 opening.result().close()
             raise
 
     @property
     def snapshot(self) -> RegisterSnapshot:
-        """Everything as of the last commit."""
+        """All records at the last commit."""
         return self.ledger.snapshot
 
     def do(self, operation: Operation[_T]) -> asyncio.Future[_T]:
-        """Decide and record; the answer that the future has then survives this process.
+        """Decide and record an operation. The future's answer survives this process.
 
-        It has a LedgerError if nothing could be recorded, also after `close`. To cancel it takes nothing back.
+        The future has a LedgerError if nothing could be recorded, also after `close`. Cancelling the future undoes
+        nothing.
         """
         answered: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
         asked = operation, answered
         if self.looks.hanging:
             self._fail([asked], self._unanswered(self.looks.hanging))
         elif self._asked or self._batch:
-            # Not before what came earlier: an Unprepare must find what its claim's Prepare has recorded.
+            # Operations keep their order: an Unprepare must find the records of its claim's Prepare.
             self._asked.append(asked)
         else:
             look = self.looks.begin("record", self.ledger.do_at_once, operation)
@@ -89,7 +91,7 @@ class AsyncLedger:
         return answered
 
     async def close(self) -> None:
-        """Answer what was asked, then close the ledger, in so far as the file system answers."""
+        """Answer the pending operations, then close the ledger, as far as the file system answers."""
         going = [
             task
             for task, looks in ((self._answering, self.looks), (self._copying, self.copy_looks))
@@ -101,14 +103,14 @@ class AsyncLedger:
             await self.looks.at("record", self.ledger.close, timeout=CLOSING)
 
     def _go_on(self) -> None:
-        """Carry out what is to be done, if nothing does so already."""
+        """Start executing pending operations, unless a task already does."""
         if (self._batch or self.ledger.must_tidy) and (self._answering is None or self._answering.done()):
             self._answering = asyncio.create_task(self._answer())
         if self.ledger.copy_is_old and (self._copying is None or self._copying.done()):
             self._copying = asyncio.create_task(self._copy())
 
     async def _answer(self) -> None:
-        """Carry out what is asked, together what came meanwhile, until there is nothing more."""
+        """Execute pending operations until there are none. Operations that arrive together share a commit."""
         try:
             while self._batch or self._asked or self.ledger.must_tidy:
                 if (first := self._first) is not None:
@@ -128,13 +130,17 @@ class AsyncLedger:
                     self._answer_batch(look)
                     self._batch = []
         finally:
-            for _, answered in (*self._batch, *self._asked):  # this task was cancelled: nobody answers them any more
+            # This task was cancelled, so these operations get no other answer.
+            for _, answered in (*self._batch, *self._asked):
                 answered.cancel()
             self._batch, self._asked, self._first = [], [], None
-        self._go_on()  # with the copy
+        self._go_on()  # Continue with the copy.
 
     async def _ended(self, look: Look[Any]) -> bool:
-        """Wait for the thread; return whether it was in time. If it is not, what is asked fails, and this waits on."""
+        """Wait for the thread; return whether it was in time.
+
+        If it is late, pending operations fail, and the wait continues.
+        """
         if not (why := await self.looks.late(look, DEADLINE, give_up=False)):
             return True
         asked, self._batch, self._asked = [*self._batch, *self._asked], [], []
@@ -143,13 +149,13 @@ class AsyncLedger:
             self.looks.give_up(first)
         self._fail(asked, self._unanswered(why))
         await self.looks.until_ended(look)
-        self.changes.note()  # it may have been recorded all the same
+        self.changes.note()  # The operation may still have been recorded.
         return False
 
     def _answer_batch(self, look: Look[list[Any]]) -> None:
         try:
             answers = look.result
-        except Exception as error:  # a LedgerError for all of them
+        except Exception as error:  # All operations of the batch get the LedgerError.
             self._fail(self._batch, error)
             return
         for (_, answered), answer in zip(self._batch, answers, strict=True):
@@ -157,13 +163,13 @@ class AsyncLedger:
         self.changes.note()
 
     def _decided(self, asked: _Asked, look: Look[Decision[Any] | None]) -> bool:
-        """Answer by what was recorded at once; return False if nothing was, since it has to be synced."""
+        """Answer from a write without a sync. Return False if nothing was written, because a sync is needed."""
         try:
             decision = look.result
         except LedgerError as error:
             self._fail([asked], error)
             return True
-        except Exception as error:  # a mistake of ours
+        except Exception as error:  # An exception here is a bug in this code.
             self._set(asked[1], error)
             return True
         if decision is not None:
@@ -173,7 +179,7 @@ class AsyncLedger:
         return decision is not None
 
     async def _copy(self) -> None:
-        """Copy the allocations after they were recorded: it counts only where ledger and checkpoint are lost."""
+        """Copy the allocations after they were recorded. The copy matters only if ledger and checkpoint are lost."""
         while self.ledger.copy_is_old:
             await self.copy_looks.until_answered("copy", self.ledger.write_copy, timeout=DEADLINE, brief=True)
 
@@ -188,7 +194,7 @@ class AsyncLedger:
     def _set(self, answered: asyncio.Future[Any], answer: object) -> None:
         if isinstance(answer, LedgerLostError):
             self.lost.set()
-        if answered.done():  # its caller was cancelled
+        if answered.done():  # The caller has cancelled the operation.
             return
         if isinstance(answer, Exception):
             answered.set_exception(answer)
@@ -197,10 +203,10 @@ class AsyncLedger:
 
 
 def _open(path: str, copy: str, opening: Future[Ledger]) -> None:
-    """Open the ledger for `opening`; close it if that was cancelled meanwhile."""
+    """Open the ledger for `opening`. Close it if `opening` was cancelled meanwhile."""
     try:
         ledger = Ledger(path, copy)
-    except Exception as error:  # passed on
+    except Exception as error:  # The caller gets the exception.
         if opening.set_running_or_notify_cancel():
             opening.set_exception(error)
     else:

@@ -1,1 +1,1 @@
-"""ResourceSlices: `desired` is what the API server should have, `plan` finds the fewest writes, `Publisher` writes."""
+"""ResourceSlices: `desired` computes the wanted slices, `plan` finds the fewest writes, `Publisher` writes them."""

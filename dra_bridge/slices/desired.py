@@ -20,24 +20,25 @@ from dra_bridge.kube import Object
 _T = TypeVar("_T")
 
 MAX_DEVICES: Final = 64
-"""Devices of a slice: the limit of slices in which any has taints or consumes counters (128 without)."""
+"""Maximum number of devices in a slice. The API server allows 64 if a device has taints or consumes counters, else 128.
+"""
 MAX_COUNTER_SETS: Final = 8
 MAX_NAME: Final = 253
 NAMES: Final = 8
-"""Names that a slice may have: the first one, and others for when it is taken."""
+"""Number of names that a slice may have. The second and later ones are used when another slice has the first name."""
 
 Feature = Literal["taints", "sharing", "counters"]
-"""A feature of the API server. Without it, the server drops the fields of the feature without an error."""
+"""An optional feature of the API server. A server without it drops the feature's fields and returns no error."""
 CounterAmounts = Mapping[str, int | str]
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """One resource's part of its driver's pool.
+    """The devices of one resource in its driver's pool.
 
-    offered: ids on the DRA side, None for all. replicas: how many claims share a device, by id; one if it is not
-    named. order: ids that come first, because the scheduler takes devices from the front. qualifier: in the devices'
-    published names (`deviceplugin.naming`).
+    offered: ids of the devices on the DRA side; None means all devices. replicas: for each device id, the number of
+    claims that may share the device; 1 if the id is missing. order: ids in the order in which the scheduler should take
+    them (it takes devices from the front). qualifier: part of the devices' published names (`deviceplugin.naming`).
     """
 
     snapshot: InventorySnapshot
@@ -48,7 +49,10 @@ class Offer:
 
     @property
     def devices(self) -> list[Device]:
-        """All devices, whatever their side and health: first by `order`, then in natural order (gpu2 before gpu10)."""
+        """All devices on either side, healthy or not.
+
+        Those in `order` come first, the others in natural order (gpu2 before gpu10).
+        """
         devices = self.snapshot.devices
         at = {name: number for number, name in enumerate(self.order)}
         return [devices[name] for name in sorted(devices, key=lambda name: (at.get(name, len(at)), natural(name)))]
@@ -58,9 +62,9 @@ class Offer:
 class Pool:
     """The pool of one driver on one node.
 
-    offers: one for each resource of the driver, also those that offer nothing now. unhealthy: the effect of the taint
-    `<driver>/unhealthy`. annotations: on the pool's first slice, names under `<driver>/`; the others have them without
-    their values. empty: whether there is a slice also where no device is offered.
+    offers: one for each resource of the driver, including resources that offer no device now. unhealthy: the effect of
+    the taint `<driver>/unhealthy`. annotations: names under `<driver>/`; the first slice has them with their values,
+    the other slices have them with empty values. empty: whether the pool has a slice even when it offers no device.
     """
 
     driver: str
@@ -73,9 +77,9 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Desired:
-    """The desired objects on the API server.
+    """The slices that a pool should have.
 
-    slices: bodies as resource.k8s.io/v1 has them, without `spec.pool.generation`, owner and resourceVersion. needs:
+    slices: bodies in the form of resource.k8s.io/v1, without `spec.pool.generation`, owner and resourceVersion. needs:
     features that the pool uses where the server has them. problems: what was left out and why, one sentence each.
     """
 
@@ -85,9 +89,10 @@ class Desired:
 
 
 def slice_name(node: str, driver: str, number: int, taken: Collection[str] = ()) -> str:
-    """Return the name of a pool's slice. It is constant, so repeating a create whose answer was lost is harmless.
+    """Return the name of a pool's slice. The name is constant, so a create whose answer was lost can be repeated.
 
-    taken: names that slices of others have; the first other one of `NAMES` is returned then.
+    taken: names that slices of other programs have. The function returns the first of the `NAMES` candidates that is
+    not taken.
     """
     for variant in range(NAMES):
         seed = f"{node}\0{driver}" + (f"\0{variant}" if variant else "")
@@ -99,7 +104,7 @@ def slice_name(node: str, driver: str, number: int, taken: Collection[str] = ())
 
 
 def own_name(node: str, driver: str, name: str) -> bool:
-    """Return whether a slice of this pool may be named so."""
+    """Return whether this name is one that a slice of this pool can have."""
     number = name.rpartition("-")[2]
     if not (number.isascii() and number.isdecimal() and len(number) < 6):
         return False
@@ -117,9 +122,9 @@ def desired(pool: Pool, *, without: Collection[Feature] = (), taken: Collection[
     Pure: the same input gives the same bodies. If the API would refuse an attribute, a capacity or a whole device, only
     that is left out and reported, so that the rest of the pool is published.
 
-    Each device has its place in one slice, also while it is not offered. So a change of one device's side, health or
-    taints changes only the slice with its place, which is one atomic write. without: features that the server lacks.
-    taken: names that slices of others have.
+    Each device has a fixed place in one slice, even while it is not offered. So a change of one device's side, health
+    or taints changes only one slice, and the API server takes it in one atomic write. without: features that the server
+    lacks. taken: names that slices of other programs have.
     """
     if not all(offer.snapshot.listed for offer in pool.offers):
         return None
@@ -158,7 +163,8 @@ def desired(pool: Pool, *, without: Collection[Feature] = (), taken: Collection[
     for number, part in enumerate(parts):
         metadata: Object = {"name": slice_name(pool.node, pool.driver, number, taken)}
         if pool.annotations:
-            # On all: by them the policies know a slice as one of this agent's, which a former driver may delete.
+            # All slices have the annotations: the admission policies know a slice of this agent by them, and let a
+            # former driver delete it.
             metadata["annotations"] = dict(pool.annotations) if number == 0 else dict.fromkeys(pool.annotations, "")
         whole = {"name": pool.node, "resourceSliceCount": len(parts)}
         spec = {"driver": pool.driver, "nodeName": pool.node, "pool": whole, **part}
@@ -181,14 +187,14 @@ def _entry(
         policy = {"default": "1", "validRange": {"min": "1", "step": "1"}}
         capacity[naming.SHARES] = {"value": str(replicas), "requestPolicy": policy}
     taken = {naming.qualified(key, pool.driver) for key in (*attributes, *capacity)}
-    # The device's capacity and attributes go before the framework's own "numa" where not all of them fit.
+    # If not all entries fit, the device's own capacity and attributes go before the framework's attribute "numa".
     wanted: list[tuple[str, Any, bool]] = [(key, value, True) for key, value in device.capacity.items()]
     wanted += [(key, value, False) for key, value in device.attributes.items()]
     for key, value, amount in wanted:
         try:
             (naming.check_capacity if amount else naming.check_attribute)(key, value)
             if naming.qualified(key, pool.driver) in taken:
-                raise NamingError(f"{key!r} is given twice, or is the framework's own name")
+                raise NamingError(f"{key!r} is given twice, or is a name that the framework uses")
             if len(taken) == naming.MAX_ENTRIES:
                 raise NamingError(
                     f"{key!r} is one more than the {naming.MAX_ENTRIES} attributes and capacities of a device"
@@ -203,7 +209,7 @@ def _entry(
             attributes[key] = _attribute(value)
     numa = device.numa_nodes
     if len(numa) == 1 and len(taken) < naming.MAX_ENTRIES and naming.qualified("numa", pool.driver) not in taken:
-        # Kubernetes 1.36 has standard attributes for PCI only, none for NUMA
+        # Kubernetes 1.36 has a standard attribute for PCI, but none for NUMA.
         attributes["numa"] = {"int": numa[0]}
     entry: Object = {"name": naming.device_name(device.id, offer.qualifier), "attributes": attributes}
     if capacity:
@@ -228,9 +234,9 @@ def _attribute(value: AttributeValue) -> Object:
 
 
 def _capacity(value: int | str, replicas: int) -> Object:
-    """Return a capacity. If a device is shared, a claim without a requested amount takes an equal part.
+    """Return a capacity. A claim that requests no amount of a shared device gets an equal part of the capacity.
 
-    Without a policy such a claim would take all of it, and the device would not be shared
+    Without a request policy such a claim would take the whole capacity, and no other claim could share the device
     (k8s.io/api/resource/v1, CapacityRequestPolicy).
     """
     if replicas == 1:
@@ -241,7 +247,7 @@ def _capacity(value: int | str, replicas: int) -> Object:
 
 
 def _like(text: str, number: Fraction) -> str:
-    """Return an integer as a quantity, with a suffix of the same kind as `text` has where that is exact."""
+    """Return an integer as a quantity, with a binary suffix if `text` has one and the result is exact."""
     best = str(number)
     if text.endswith("i") and number:
         for power, suffix in enumerate(("Ki", "Mi", "Gi", "Ti", "Pi", "Ei"), 1):
@@ -251,7 +257,10 @@ def _like(text: str, number: Fraction) -> str:
 
 
 def _counter_sets(pool: Pool, problems: list[str]) -> dict[str, CounterAmounts]:
-    """Return the counter sets of all devices, offered or not, by name; without those that two define differently."""
+    """Return the counter sets of all devices, offered or not, by name.
+
+    Sets that two devices define differently are left out.
+    """
     sets: dict[str, CounterAmounts] = {}
     bad: set[str] = set()
     for offer in pool.offers:
@@ -275,16 +284,16 @@ def _numbers(counters: CounterAmounts) -> dict[str, Fraction]:
 
 
 def _consumed(device: Device, sets: Mapping[str, CounterAmounts], problems: list[str]) -> Mapping[str, CounterAmounts]:
-    """Return what a device consumes; nothing if the API would refuse it, and then the device cannot be offered."""
+    """Return the counters that a device consumes. An empty result means that the API would refuse them."""
     try:
         if len(device.consumes) > naming.MAX_CONSUMED_SETS:
             raise NamingError(
-                f"consumes from {len(device.consumes)} counter sets, {naming.MAX_CONSUMED_SETS} are possible"
+                f"consumes from {len(device.consumes)} counter sets, {naming.MAX_CONSUMED_SETS} are allowed"
             )
         for name, counters in device.consumes.items():
             naming.check_counters(name, counters)
             if name not in sets:
-                raise NamingError(f"consumes from counter set {name!r}, which no device brings along")
+                raise NamingError(f"consumes from counter set {name!r}, which no device defines")
             if unknown := counters.keys() - sets[name].keys():
                 raise NamingError(f"consumes counter {min(unknown)!r}, which set {name!r} does not have")
     except NamingError as error:

@@ -1,4 +1,4 @@
-"""Features of the API server that slices use: which a slice uses, and which the server has."""
+"""Optional features of the API server: which ones a slice uses, and which ones the server has."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ WITHOUT: Final[Mapping[Feature, str]] = {
     "counters": "the API server does not take shared counters (feature gate DRAPartitionableDevices is off, "
     "or a server before 1.35): devices that consume counters are not offered",
 }
-"""What is done without a feature, one sentence each."""
+"""How slices change on a server without the feature, one sentence each."""
 _FIELDS: Final[Mapping[Feature, str]] = {
     "taints": "taints",
     "sharing": "allowMultipleAllocations",
     "counters": "consumesCounters",
 }
-"""The field of a device that a server without the feature drops."""
+"""For each feature, the field of a device that a server without the feature drops."""
 
 
 @dataclass(slots=True)
 class ServerFeatures:
-    """Which features of slices the API server is known to have.
+    """The features of slices that the API server has or lacks, as far as this is known.
 
-    probe_again: seconds after which a feature that the server lacked may be tried again: it may be another server.
+    probe_again: seconds after which a missing feature is tried again, because another server may answer by then.
     """
 
     cluster: Cluster
@@ -45,28 +45,28 @@ class ServerFeatures:
 
     @property
     def missing(self) -> frozenset[Feature]:
-        """The features that the server lacks; one that is not known counts as there."""
+        """The features that the server is known to lack. An unknown feature is not among them."""
         return frozenset(feature for feature, there in self._known.items() if not there)
 
     def learn(self, body: Object) -> None:
-        """Note the features whose fields the server has kept in the devices of a slice."""
+        """Record the features whose fields the server has kept in the devices of a slice."""
         self._known.update(dict.fromkeys(_used_by(body["spec"].get("devices") or ()), True))
 
     def lacks(self, features: Iterable[Feature]) -> None:
-        """Note that the server has dropped these features' fields, or has refused them."""
+        """Record that the server has dropped the fields of these features, or has refused them."""
         self._known.update(dict.fromkeys(features, False))
 
     def forget_missing(self) -> None:
-        """Count missing features as not known, if that is long ago."""
+        """Forget which features are missing, if the last dry run is at least `probe_again` seconds ago."""
         if asyncio.get_running_loop().time() - self._probed_at >= self.probe_again:
             for feature in self.missing:
                 del self._known[feature]
 
     async def probe(self, pool: Pool, wanted: Desired, version: str) -> bool:
-        """Ask, by a dry run, for features that are needed and not known yet; return whether one is missing.
+        """Test needed but unknown features by a dry-run create; return whether one is missing.
 
-        So nothing is published that would be wrong without them: an unhealthy device without its taint, or partitions
-        that exclude each other without their counters.
+        The test comes before the first real write. So the agent never publishes an unhealthy device without its taint,
+        or partitions that exclude each other without their counters.
         """
         unknown = set[Feature]().union(*map(features_of, wanted.slices)) - self._known.keys()
         asked = frozenset(unknown)
@@ -77,12 +77,13 @@ class ServerFeatures:
             try:
                 kept = features_of(neutral(await self.cluster.create(RESOURCE_SLICES, body, dry_run=True)))
             except InvalidError as error:
-                if "counters" in unknown:  # before 1.35 counters had to be in the same slice
+                # Before 1.35, shared counters had to be in the same slice as the devices that consume them.
+                if "counters" in unknown:
                     self.lacks({"counters"})
                     unknown.discard("counters")
                     continue
                 logger.debug("dry run: %s", error)
-                kept = unknown  # the answers to real writes show it
+                kept = unknown  # The answers to real writes show the features.
             self._known.update({feature: feature in kept for feature in unknown})
             break
         return not asked.isdisjoint(self.missing)

@@ -1,8 +1,9 @@
-"""What others write into a driver's pool on this node: which slices and edits these are, and how they are described.
+"""Foreign slices and edits: what other programs write into a driver's pool on this node, and how it is reported.
 
-The scheduler takes all slices of one driver and one pool name that are for a node as one pool, whoever wrote them. Of
-these it uses those of the highest generation, if they are as many as the first of them says, and if no device has its
-name twice (k8s.io/dynamic-resource-allocation 0.36, structured/internal/stable/pools_stable.go, GatherPools).
+The scheduler joins all slices of a node that name the same driver and pool, even if different programs wrote them. It
+uses the slices of the highest generation, on two conditions: their number is the one that the first of them states, and
+no two devices have the same name (k8s.io/dynamic-resource-allocation 0.36, structured/internal/stable/pools_stable.go,
+GatherPools).
 """
 
 from __future__ import annotations
@@ -19,30 +20,30 @@ from dra_bridge.slices.desired import own_name
 from dra_bridge.slices.plan import UNGROWABLE, generation_of
 
 WINDOW: Final = 600.0
-"""Seconds for which a write of others is remembered."""
+"""Seconds for which a foreign write is remembered."""
 OFTEN: Final = 6
-"""Writes of others within WINDOW from which on somebody is said to write again and again."""
+"""Number of foreign writes within WINDOW from which the agent reports that a program writes again and again."""
 REMEMBERED: Final = 64
-"""Writes of others that are remembered at most."""
+"""Maximum number of foreign writes that are remembered."""
 
 
 class ForeignKind(Enum):
-    """What others wrote. The values are the label `kind` of the metric."""
+    """Kinds of foreign writes. The values are the label `kind` of the metric."""
 
     SLICE = "slice"
-    """A slice in the pool, for this node by its name."""
+    """A foreign slice in the pool that names this node."""
     NODELESS = "nodeless"
     """A slice in the pool that names no node: `allNodes`, `nodeSelector` or `perDeviceNodeSelection`."""
     POOL = "pool"
-    """A slice of the driver for this node in a pool of another name, whose devices no claim can have."""
+    """A foreign slice of the driver for this node, in a pool of another name. No claim can get its devices."""
     EDITED = "edited"
-    """The agent's own slice with other devices, another count or another generation."""
+    """The agent's own slice, to which another program gave other devices, another slice count or another generation."""
     GENERATION = "generation"
-    """A slice in the pool, the agent's own or not, of a generation that is so high that it might not be outgrown."""
+    """A slice in the pool, own or foreign, with a generation so high that the agent may find no higher one."""
     NAME = "name"
-    """A slice that is not of the pool and has the name of one of the agent's."""
+    """A slice outside the pool that has the name which one of the agent's slices would have."""
     DELETED = "deleted"
-    """The agent's own slice was deleted, as the kubelet does when it starts."""
+    """The agent's own slice was deleted by another program. The kubelet does this when it starts."""
 
 
 _WORDS: Final[Mapping[ForeignKind, str]] = {
@@ -58,10 +59,11 @@ _WORDS: Final[Mapping[ForeignKind, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class ForeignSlice:
-    """A slice of others. devices: those that it offers in the pool. manager: the program that wrote it last, or "".
+    """A slice that another program wrote.
 
-    uid: of the object. finalizers: what keeps it from going, once it is being deleted. refused: the API server's words
-    when it was to be deleted, "" if it was not refused.
+    devices: the devices that it offers in the pool. manager: the program that wrote it last, or "". uid: of the object.
+    finalizers: the finalizers that keep the object while it is being deleted. refused: the API server's message if it
+    refused the deletion, otherwise "".
     """
 
     name: str
@@ -75,7 +77,7 @@ class ForeignSlice:
 
 @dataclass(frozen=True, slots=True)
 class ForeignWrite:
-    """A write of others that was overcome. at: monotonic seconds."""
+    """A foreign write that the agent has undone. at: monotonic seconds."""
 
     kind: ForeignKind
     name: str
@@ -84,9 +86,9 @@ class ForeignWrite:
 
 
 def is_own(body: Object, driver: str, node: str) -> bool:
-    """Return whether a slice is one of the agent's by its name and by the fields that nobody can change.
+    """Return whether a slice is one of the agent's, by its name and by the fields that nothing can change.
 
-    An agent that publishes fewer slices than before finds those that it has too many.
+    So an agent that now publishes fewer slices finds the slices that it no longer needs.
     """
     spec = body["spec"]
     where = (spec.get("driver"), spec.get("nodeName"), spec["pool"]["name"])
@@ -94,7 +96,7 @@ def is_own(body: Object, driver: str, node: str) -> bool:
 
 
 def kind_of(body: Object, node: str) -> ForeignKind:
-    """Return what a slice of others is. It may be one of the agent's by its name: then only its generation is wrong."""
+    """Return the kind of a foreign slice. If its name is one of the agent's, then only its generation is wrong."""
     spec = body["spec"]
     if spec["pool"]["name"] != node:
         return ForeignKind.POOL
@@ -110,9 +112,10 @@ def offered_in(body: Object, node: str) -> frozenset[str]:
 
 
 def manager_of(body: Object) -> str:
-    """Return the program that changed an object last, by its managedFields; "" if they do not tell.
+    """Return the program that changed an object last, by its managedFields; "" if they do not show it.
 
-    Their times are whole seconds: of two programs in one second it is not the agent.
+    The times in managedFields are whole seconds. If the agent and another program wrote in the same second, the result
+    is the other program.
     """
     entries = body["metadata"].get("managedFields") or ()
     latest: Mapping[str, str] = max(
@@ -122,7 +125,7 @@ def manager_of(body: Object) -> str:
 
 
 def foreign_slices(bodies: Iterable[Object], driver: str, node: str, refused: Mapping[str, str]) -> list[ForeignSlice]:
-    """Return the slices that are not the agent's, by name. refused: why they could not be deleted, by UID."""
+    """Return the foreign slices, sorted by name. refused: by UID, why the API server refused to delete a slice."""
     found = []
     for body in bodies:
         metadata = body["metadata"]
@@ -139,12 +142,12 @@ def foreign_slices(bodies: Iterable[Object], driver: str, node: str, refused: Ma
 
 
 def remembered(writes: Sequence[ForeignWrite], new: ForeignWrite) -> tuple[ForeignWrite, ...]:
-    """Return the writes of others with a new one, without those that were long ago."""
+    """Return the remembered foreign writes and the new one, without those older than WINDOW."""
     return (*(write for write in writes if new.at - write.at < WINDOW), new)[-REMEMBERED:]
 
 
 def sentence(kind: ForeignKind, name: str, manager: str) -> str:
-    """Return what was written, as the beginning of a sentence."""
+    """Return the beginning of a sentence that describes the foreign write."""
     by = f" (written by {manager})" if manager else ""
     return f"slice {name}{by} {_WORDS[kind]}"
 
@@ -152,7 +155,7 @@ def sentence(kind: ForeignKind, name: str, manager: str) -> str:
 def problems(
     driver: str, present: Iterable[ForeignSlice], writes: Sequence[ForeignWrite], now: float | None = None
 ) -> Iterator[str]:
-    """Yield a sentence for each slice of others that is there, and one if others write again and again.
+    """Yield a sentence for each foreign slice, and one more if other programs write again and again.
 
     now: monotonic seconds.
     """

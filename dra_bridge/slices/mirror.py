@@ -1,4 +1,4 @@
-"""Keeps one driver's ResourceSlices as the API server has them, by lists, watches, and answers to writes."""
+"""Keeps a copy of one driver's ResourceSlices, from lists, watches and the answers to writes."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from dra_bridge.slices.foreign import is_own, offered_in
 from dra_bridge.slices.plan import UNGROWABLE, annotations_of, fingerprint, generation_of
 
 MOST_NAMES: Final = 16384
-"""Names of devices that slices do not offer any more, of which it is remembered since when."""
+"""Maximum number of withdrawn devices whose time of withdrawal is remembered."""
 
 
 class SliceScope(Enum):
-    """Which slices of a driver a list and its watch are of. `spec.nodeName` is all that they can be selected by."""
+    """The two groups of a driver's slices that a list or watch can select. Only `spec.nodeName` can select them."""
 
     NODE = "node"
-    """Those that name this node."""
+    """Slices that name this node."""
     NODELESS = "nodeless"
-    """Those that name no node, which may be of this node's pool."""
+    """Slices that name no node. They can belong to this node's pool."""
 
 
 def scope_of(body: Object) -> SliceScope:
-    """Return by which list and watch a slice is found."""
+    """Return the scope whose list and watch contain a slice."""
     return SliceScope.NODE if body["spec"].get("nodeName") else SliceScope.NODELESS
 
 
 @dataclass(slots=True, eq=False)
 class Mirror:
-    """One driver's slices as the API server has them, and what is remembered of earlier ones; bodies of version v1.
+    """A copy of one driver's slices on the API server, and facts about earlier slices. All bodies are of version v1.
 
-    bodies: by name, also those that others wrote into the pool. listed: the scopes whose bodies are those of a list and
-    its watch; the others must be listed again. generation: the highest one that was ever written, or that an unanswered
-    write makes necessary; of what others wrote only what is below `UNGROWABLE` counts. mutations: see
-    `plan.ServerMutations`. times: see `plan.Times`. answers: by name, what the server had after the last write here.
-    taken: names of wanted slices that others have taken. deletions: the scope of slices that were deleted here and
-    whose deletion the watch has not reported yet, by UID. gone: UIDs of slices whose deletion the watch has reported
-    since the last write began; the writer clears it.
+    bodies: all slices by name, foreign ones included. listed: the scopes whose bodies come from a list and its watch;
+    other scopes must be listed again. generation: the highest generation that was ever written, or that an unanswered
+    write makes necessary; a foreign generation counts only below `UNGROWABLE`. mutations: see `plan.ServerMutations`.
+    times: see `plan.Times`. answers: by name, the body that the server returned for the agent's last write. taken:
+    names of wanted slices that foreign slices have. deletions: by UID, the scope of slices that the agent deleted and
+    whose deletion the watch has not reported yet. gone: UIDs of slices whose deletion the watch has reported since the
+    last write began; the writer clears it.
     """
 
     driver: str
@@ -54,29 +54,30 @@ class Mirror:
     deletions: dict[str, SliceScope] = field(default_factory=dict)
     gone: set[str] = field(default_factory=set)
     _withdrawn: dict[str, float] = field(default_factory=dict)
-    """When slices offered a device for the last time (monotonic seconds), by name; of those that none offers now."""
+    """By device name, when a slice offered the device for the last time (monotonic seconds). Only devices that no slice
+    offers now."""
     _floor: float = 0.0
-    """When devices of which `_withdrawn` says nothing may have been offered for the last time."""
+    """The last time (monotonic seconds) at which a device that is missing in `_withdrawn` may have been offered."""
 
     @property
     def whole(self) -> bool:
-        """Whether the bodies are all that the API server has."""
+        """Whether the copy has all slices that the API server has."""
         return self.listed == set(SliceScope)
 
     def withdrawn(self, device: str) -> float | None:
-        """Return since when (monotonic seconds) no slice of the pool has offered a device; None if one may offer it."""
+        """Return since when no slice of the pool has offered a device (monotonic seconds); None if one may."""
         if not self.whole or self.offering(device):
             return None
         return self._withdrawn.get(device, self._floor)
 
     def offering(self, device: str) -> str:
-        """Return the name of a slice that offers a device in the pool, of whatever generation; "" if there is none."""
+        """Return the name of a slice that offers a device in the pool, in any generation; "" if there is none."""
         return next((name for name, body in self.bodies.items() if device in offered_in(body, self.node)), "")
 
     def relist(self, scope: SliceScope, *, new_watch: bool = False) -> None:
-        """Forget the bodies of a scope; those of a new list follow, each by `keep`.
+        """Forget the bodies of a scope. The caller then passes each body of a new list to `keep`.
 
-        new_watch: the watch begins anew after it.
+        new_watch: whether a new watch begins after the list.
         """
         for name in [name for name, body in self.bodies.items() if scope_of(body) is scope]:
             self._forget(name)
@@ -85,7 +86,7 @@ class Mirror:
             self.deletions = {uid: of for uid, of in self.deletions.items() if of is not scope}
 
     def keep(self, body: Object) -> None:
-        """Take a slice for what the server has, unless a newer state of it is known."""
+        """Store a slice as the server's current one, unless a newer version of it is known."""
         if self._has_newer(body):
             return
         name = body["metadata"]["name"]
@@ -104,13 +105,16 @@ class Mirror:
                     self.times[device["name"], taint["key"], taint["effect"]] = taint["timeAdded"]
 
     def observe(self, body: Object, *, deleted: bool) -> bool:
-        """Take what the watch reports of a slice; return False if it was known, or is older than the last write."""
+        """Apply one event of the watch.
+
+        Return False if the event was known, or is older than the agent's last write.
+        """
         metadata = body["metadata"]
         name, uid = metadata["name"], metadata.get("uid", "")
         if deleted:
             self.gone.add(uid)
         if uid in self.deletions and not deleted and metadata.get("deletionTimestamp"):
-            del self.deletions[uid]  # it is there still: it waits for its finalizers
+            del self.deletions[uid]  # The slice still exists and waits for its finalizers.
         if self._has_newer(body) or uid in self.deletions:
             if deleted:
                 self.deletions.pop(uid, None)
@@ -138,7 +142,7 @@ class Mirror:
         return True
 
     def wrote(self, sent: Object, answer: Object) -> bool:
-        """Remember what the server made of a slice that was written here; return whether it changed it."""
+        """Record the server's answer to a write of the agent. Return whether the server changed the slice."""
         name = sent["metadata"]["name"]
         self.answers[name] = _content(answer)
         self.generation = max(self.generation, generation_of(sent))
@@ -150,15 +154,15 @@ class Mirror:
         return True
 
     def edited(self, name: str) -> bool:
-        """Return whether others have changed a slice since it was written here."""
+        """Return whether another program has changed a slice since the agent wrote it."""
         return name in self.bodies and name in self.answers and self.answers[name] != _content(self.bodies[name])
 
     def lost(self, name: str) -> bool:
-        """Return whether others have deleted a slice that was written here."""
+        """Return whether another program has deleted a slice that the agent wrote."""
         return name in self.answers and name not in self.bodies
 
     def deleted(self, body: Object) -> None:
-        """Forget a slice that was deleted here. Another one may have its name already, by the watch."""
+        """Forget a slice that the agent deleted. The watch may already have reported a new slice of the same name."""
         name, uid = body["metadata"]["name"], body["metadata"].get("uid", "")
         if name in self.bodies and self.bodies[name]["metadata"].get("uid", "") == uid:
             self._forget(name)
@@ -168,7 +172,10 @@ class Mirror:
         self.answers.pop(name, None)
 
     def unanswered(self, body: Object) -> None:
-        """Note a write that may have been carried out, or may be later: the next one is of a newer generation."""
+        """Record a write without an answer.
+
+        The server may carry it out later, so the next write has a newer generation.
+        """
         self.listed.clear()
         self.answers.pop(body["metadata"]["name"], None)
         self.generation = max(self.generation, generation_of(body)) + 1

@@ -1,6 +1,7 @@
-"""What the API server has of a driver's pool as it was seen last, beside what is wanted: this is what is shown.
+"""Compares the slices of a driver's pool, as they were seen last, with the wanted slices, for metrics and status.
 
-It is not what handovers go by: a move needs slices that were accepted since it began (`PoolState`).
+Moves of devices do not use this comparison. A move needs slices that the API server accepted after the move began
+(`PoolState`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dra_bridge.slices.plan import ServerMutations, Write, generation_of, plan
 
 @dataclass(frozen=True, slots=True)
 class SeenSlices:
-    """A driver's slices as the watch and the answers to writes have shown them last; fields as of `Mirror`."""
+    """A driver's slices as the watch and the answers to writes showed them last. The fields are those of `Mirror`."""
 
     bodies: tuple[Object, ...] = ()
     generation: int = 0
@@ -27,13 +28,13 @@ class SeenSlices:
 
     @classmethod
     def of(cls, mirror: Mirror) -> Self:
-        """Return what a mirror has now."""
+        """Return the current content of a mirror."""
         return cls(tuple(mirror.bodies.values()), mirror.generation, dict(mirror.mutations), frozenset(mirror.taken))
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A pool's slices as they were seen last. writes: how many of them are missing, differ or are too many."""
+    """The slices of a pool as they were seen last. writes: how many slices are missing, differ or are superfluous."""
 
     slices: int = 0
     generation: int = 0
@@ -42,9 +43,9 @@ class Comparison:
 
 
 def compare(pool: Pool, seen: SeenSlices, owner: Object | None, missing: Collection[Feature]) -> Comparison:
-    """Compare what was seen last with what is wanted. missing: features that the server lacks.
+    """Compare the slices that were seen last with the wanted ones. missing: features that the server lacks.
 
-    While a source has listed nothing yet, nothing else is wanted than what there is.
+    Until every source of the pool has listed its devices, the existing slices count as the wanted ones.
     """
     wanted = desired(pool, without=missing, taken=seen.taken)
     own = [body for body in seen.bodies if is_own(body, pool.driver, pool.node)]
@@ -52,7 +53,7 @@ def compare(pool: Pool, seen: SeenSlices, owner: Object | None, missing: Collect
     if wanted is not None:
         pooled = [body for body in seen.bodies if body["spec"]["pool"]["name"] == pool.node]
         every = plan(wanted.slices, pooled, owner=owner, generation=seen.generation, mutations=seen.mutations)
-        # What others have in the pool is told as such.
+        # Foreign slices in the pool are reported elsewhere, so they do not count here.
         writes = [write for write in every if write.verb != "delete" or is_own(write.body, pool.driver, pool.node)]
     devices = frozenset(device["name"] for body in own for device in body["spec"].get("devices") or ())
     return Comparison(len(own), max(map(generation_of, own), default=0), devices, len(writes))
@@ -60,11 +61,10 @@ def compare(pool: Pool, seen: SeenSlices, owner: Object | None, missing: Collect
 
 @dataclass(frozen=True, slots=True)
 class ObservedPool:
-    """What is known of a driver's pool now.
+    """The current knowledge of a driver's pool.
 
     seen: the slices as they were seen last. accepted: whether the API server has accepted any slices of this agent.
-    lapse: why what was seen may be out of date, None if it is what the API server has. failing: what keeps slices from
-    being written.
+    lapse: why `seen` may be out of date; None if it is current. failing: what keeps slices from being written.
     """
 
     seen: Comparison
@@ -74,19 +74,19 @@ class ObservedPool:
 
     @property
     def published(self) -> bool:
-        """Whether the slices at the API server are known to be the wanted ones."""
+        """Whether the API server is known to have the wanted slices."""
         return self.lapse is None and self.accepted and not self.seen.writes
 
     @property
     def known(self) -> Comparison | None:
-        """What the API server has now; None if that is not known."""
+        """The comparison with the API server's current slices; None if the current slices are not known."""
         return self.seen if self.lapse is None else None
 
     def unready(self, now: float) -> str:
-        """Return why the agent is not ready for this pool; "" if it is. now: monotonic seconds.
+        """Return why the agent is not ready for this pool; "" if it is ready. now: monotonic seconds.
 
-        It is ready while the slices are as wanted, while the API server does not answer, and while a difference is
-        newer than a failure that passes by itself.
+        The agent is ready while the slices are the wanted ones, and while the API server does not answer. It stays
+        ready for some time after slices begin to differ, because most failures pass by themselves.
         """
         if self.published:
             return ""

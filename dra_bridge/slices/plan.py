@@ -1,4 +1,4 @@
-"""The writes that lead from the ResourceSlices which the API server has to the wanted ones, and how slices compare."""
+"""Computes the writes that turn the ResourceSlices of the API server into the wanted ones, and compares slices."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from deviceplugin.naming import NamingError, parse_quantity
 from dra_bridge.kube import Object
 
 UNGROWABLE: Final = 2**62
-"""A generation from here on is not outgrown, unless this agent wrote it: the API server takes none above 2**63 - 1."""
+"""From this generation on, the agent undoes a foreign generation. The API server takes none above 2**63 - 1."""
 
 
 def in_version(body: Object, version: str) -> Object:
-    """Return a slice of resource.k8s.io/v1 in another version: v1beta2 is the same, v1beta1 wraps each device."""
+    """Convert a slice of resource.k8s.io/v1 to another version. v1beta2 is the same; v1beta1 wraps each device."""
     if version == "v1beta1" and "devices" in body["spec"]:
         devices = [
             {"name": device["name"], "basic": {key: value for key, value in device.items() if key != "name"}}
@@ -27,7 +27,7 @@ def in_version(body: Object, version: str) -> Object:
 
 
 def neutral(body: Object) -> Object:
-    """Return a slice of any version as resource.k8s.io/v1 has it, which is how this package handles slices."""
+    """Convert a slice of any version to resource.k8s.io/v1. All of this package handles slices in that form."""
     spec = body.get("spec") or {}
     devices = spec.get("devices") or []
     if any("basic" in device for device in devices):
@@ -37,10 +37,10 @@ def neutral(body: Object) -> Object:
 
 
 def fingerprint(body: Object) -> str:
-    """Return a digest of a slice's content that does not depend on how it is written.
+    """Return a digest of a slice's content. Equivalent spellings of the content have the same digest.
 
-    Quantities count by their value; empty and missing fields are the same, and the order of keys does not matter. When
-    a taint was added and the pool's generation do not count.
+    Quantities count by their value. Empty and missing fields are equal, and the order of keys does not matter. The
+    digest ignores the time at which a taint was added, and the pool's generation.
     """
     spec = body["spec"]
     pool = spec.get("pool") or {}
@@ -63,7 +63,7 @@ def fingerprint(body: Object) -> str:
                     for consumed in device.get("consumesCounters") or ()
                 ],
                 bool(device.get("allowMultipleAllocations")),
-                # What this package does not use, others may have added, such as bindingConditions.
+                # Other programs may have added fields that this package does not use, such as bindingConditions.
                 sorted((key, value) for key, value in device.items() if key not in _OF_DEVICES and value),
             ]
             for device in spec.get("devices") or ()
@@ -106,14 +106,14 @@ def _amounts(counters: Object | None) -> list[Any]:
 
 
 class Write(NamedTuple):
-    """One write: `body` is what to send; for a delete only its metadata counts."""
+    """One write. `body` is the slice to send; a delete uses only its metadata."""
 
     verb: Literal["create", "replace", "delete"]
     body: Object
 
 
 ServerMutations = Mapping[str, tuple[str, str]]
-"""By slice name: the fingerprints of what was sent last and of what the server made of it."""
+"""By slice name, two fingerprints: of the slice that was sent last, and of the slice that the server stored."""
 
 Times = Mapping[tuple[str, str, str], str]
 """When a taint was added, by device, key and effect; RFC 3339."""
@@ -130,16 +130,17 @@ def plan(
 ) -> list[Write]:
     """Return the fewest writes, in their order, that turn a pool's existing slices into the wanted ones.
 
-    The scheduler uses a pool only while all slices of its highest generation are there. So a change of one slice is
-    one write that takes effect at once. A change of several goes into a new generation, whose first slice supersedes
-    the old one; slices that are left over are deleted last. A plan that was broken off is continued.
+    The scheduler uses a pool only while all slices of its highest generation are there. A change of one slice is one
+    write, which takes effect at once. A change of several slices goes into a new generation: its first slice supersedes
+    the old generation, and the slices left over are deleted last. The function also continues a plan that was
+    interrupted.
 
-    A generation that is higher than `generation` and not below `UNGROWABLE` is not outgrown but undone: a slice that is
-    wanted is replaced by one of the generation before, any other is deleted. The scheduler remembers no generation.
+    A generation above `generation` and from `UNGROWABLE` on is undone: a wanted slice is replaced by one of the
+    generation before, any other slice is deleted. The scheduler remembers no generation.
 
-    existing: also slices of others in the pool, which are deleted; none of them has a wanted name. owner:
-    ownerReference of each slice. generation: the highest one that was ever written. mutations: a difference that the
-    server itself makes is not written again.
+    existing: the pool's slices, foreign ones included. Foreign slices are deleted; none of them has a wanted name.
+    owner: ownerReference of each slice. generation: the highest generation that was ever written. mutations:
+    differences that the server itself makes; they are not written again.
     """
     bodies = {body["metadata"]["name"]: body for body in wanted}
     current = {body["metadata"]["name"]: body for body in existing}
@@ -153,7 +154,7 @@ def plan(
     extras = [body for name, body in current.items() if name not in bodies]
     changed = [name for name in bodies if name not in same & in_latest]
     if in_latest <= same:
-        target = max(latest, 1)  # nothing of this generation is wrong: only complete it
+        target = max(latest, 1)  # All slices of this generation are right; the missing ones are added.
     elif len(bodies) > 1 and len(changed) == 1 and in_latest == current.keys() == bodies.keys():
         target = latest
     else:
@@ -165,17 +166,17 @@ def plan(
         if name in changed or present is None or not owned or annotations_of(body)[0] != annotations_of(present)[0]:
             verb: Literal["create", "replace"] = "create" if present is None else "replace"
             writes.append(Write(verb, _body(body, present, target, owner, times or {})))
-    # One that is being deleted already waits for its finalizers.
+    # A slice that is already being deleted waits for its finalizers.
     return writes + [Write("delete", body) for body in extras if not body["metadata"].get("deletionTimestamp")]
 
 
 def generation_of(body: Object) -> int:
-    """Return the generation of the pool that a slice says it is of, 0 for none."""
+    """Return the generation of the pool that a slice states, 0 if it states none."""
     return int((body["spec"].get("pool") or {}).get("generation") or 0)
 
 
 def annotations_of(body: Object) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the annotations of a slice that are the driver's, and the others."""
+    """Return two dicts: the slice's annotations that belong to the driver, and the other annotations."""
     prefix = f"{body['spec']['driver']}/"
     annotations = body["metadata"].get("annotations") or {}
     own = {key: value for key, value in annotations.items() if key.startswith(prefix)}

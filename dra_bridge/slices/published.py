@@ -1,4 +1,4 @@
-"""What the publisher keeps of each driver: how far its writes have come, and how often it may write."""
+"""The publisher's state of each driver: the progress of its writes, and the limit of their rate."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from dra_bridge.slices.observed import Comparison, ObservedPool, SeenSlices, com
 
 @dataclass(frozen=True, slots=True)
 class PoolState:
-    """How far the writes of a driver's pool have come. What the API server has now is `ObservedPool`.
+    """The progress of the writes of a driver's pool. `ObservedPool` has the current slices of the API server.
 
-    wanted, accepted: the tickets of the newest `want` and of the newest one that the API server has. slices: how many
-    there are. devices: names of the devices in them. unsupported: features that the server lacks. problems: what was
-    left out and why, or what keeps the server from accepting it. writes: successful ones. foreign: slices of others
-    that are in the pool now. overcome: how many writes of others were overcome, by kind. recent: the last ones.
+    wanted, accepted: the tickets of the newest `want`, and of the newest pool that the API server has accepted. slices:
+    their number. devices: names of the devices in them. unsupported: features that the server lacks. problems: what was
+    left out and why, or what keeps the server from accepting the pool. writes: number of successful writes. foreign:
+    foreign slices that are in the pool now. overcome: number of foreign writes that were undone, by kind. recent: the
+    last of these writes.
     """
 
     wanted: int = 0
@@ -39,10 +40,10 @@ class PoolState:
 
 
 class RateLimit:
-    """Makes rounds of writes wait when there were too many lately: agents that disagree must not flood the server.
+    """Delays rounds of writes after too many recent ones. So two conflicting agents do not flood the server.
 
-    The first round for a ticket is what this node itself wants (each device that moves takes two or three): ten times
-    as many of these are allowed.
+    The first round for a ticket carries a change that this node itself wants, such as a move of a device, which takes
+    two or three rounds. Ten times as many of these rounds are allowed.
     """
 
     def __init__(self, burst: int, per_second: float) -> None:
@@ -50,10 +51,11 @@ class RateLimit:
         self._per_second = per_second
         self._ticket = 0
         self._rounds = deque[float](maxlen=burst), deque[float](maxlen=10 * burst)
-        """When the last rounds of writes began: again for the same ticket, and the first for each."""
+        """Start times of recent rounds: of rounds repeated for the same ticket, and of the first round of each ticket.
+        """
 
     async def round(self, ticket: int) -> bool:
-        """Count a round of writes; wait first, and return True, if there were too many lately."""
+        """Count a round of writes. If there were too many recently, wait first and return True."""
         now = asyncio.get_running_loop().time()
         first = ticket != self._ticket
         self._ticket = ticket
@@ -69,9 +71,9 @@ class RateLimit:
 class PublishedDriver:
     """The publisher's state of one driver.
 
-    left_out: what is not in the slices and why. failing: what has kept them from being written since they were last as
-    wanted. failures: tries that failed, by HTTP status, 0 for none. seen: the mirror's slices, for other threads.
-    compared: what was compared last, and the result.
+    left_out: what is not in the slices and why. failing: the failure since the slices were last the wanted ones.
+    failures: number of failed tries by HTTP status, 0 for tries without an answer. seen: the mirror's slices, for other
+    threads. compared: the values that were compared last, and the result.
     """
 
     pool: Pool
@@ -83,30 +85,33 @@ class PublishedDriver:
     """Set once the watch of slices without a node has listed them."""
     warned: set[str] = field(default_factory=set)
     reported: dict[ForeignKind, float] = field(default_factory=dict)
-    """When a line about a kind of writes of others was logged last (monotonic seconds)."""
+    """When the last line about each kind of foreign writes was logged (monotonic seconds)."""
     refused: dict[str, tuple[str, float]] = field(default_factory=dict)
-    """By UID, why a slice of others could not be deleted, and when to try again (monotonic seconds)."""
+    """By UID, why a foreign slice could not be deleted, and when to try again (monotonic seconds)."""
     nodeless: WatchState = field(default_factory=WatchState)
     """Whether the watch of slices without a node is alive."""
     left_out: tuple[str, ...] = ()
     failing: Failing | None = None
     failures: Counter[int] = field(default_factory=Counter)
     seen: SeenSlices = field(default_factory=SeenSlices)
-    compared: tuple[tuple[object, ...], Comparison] = ((), Comparison())  # frozen
+    compared: tuple[tuple[object, ...], Comparison] = ((), Comparison())  # The result is frozen.
 
     def show(self) -> None:
-        """Let other threads see what the mirror has now."""
+        """Publish the mirror's current slices to other threads."""
         self.seen = SeenSlices.of(self.mirror)
 
     def failed(self, error: Exception) -> None:
-        """Take note of a try to write that failed."""
+        """Record a failed try to write."""
         self.failing = Failing.after(self.failing, error)
         self.failures[self.failing.code] += 1
 
     def observed(
         self, watch: WatchState, owner: Object | None, missing: Collection[Feature], now: float
     ) -> ObservedPool:
-        """See `Publisher`. watch: of the slices that name the node. missing: features that the server lacks."""
+        """See `Publisher`. watch: state of the watch of slices that name the node.
+
+        missing: features that the server lacks.
+        """
         of = (self.pool, self.seen, owner, missing)
         before, seen = self.compared
         if len(before) != len(of) or before[3] != of[3] or any(map(operator.is_not, before[:3], of)):

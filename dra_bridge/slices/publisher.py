@@ -35,23 +35,23 @@ from dra_bridge.slices.published import PublishedDriver, RateLimit
 logger: Final = logging.getLogger(__name__)
 
 ROUNDS: Final = 6
-"""How often in a row slices are written until the server has them as they are wanted."""
+"""Maximum number of rounds of writes in a row, before the publisher waits."""
 DELETES: Final = 16
-"""Slices of others that are deleted in one round of writes."""
+"""Maximum number of foreign slices that are deleted in one round of writes."""
 LINES: Final = 10.0
-"""Seconds between two lines of the log at WARNING about one kind of writes of others."""
+"""Minimum seconds between two WARNING lines about the same kind of foreign writes."""
 
 
 class Publisher:
     """Makes this node's slices on the API server equal to the desired ones, and keeps them so.
 
-    One watch for all drivers is of the slices that name this node, one for each driver of those that name no node: the
-    API server has both in an index (registry/resource/resourceslice/strategy.go, 1.32 to 1.37). It writes only after
-    a slice was changed or deleted (the kubelet deletes all slices of its node when it starts). A failed write is
-    repeated until it succeeds.
+    One watch for all drivers covers the slices that name this node. One watch for each driver covers the slices that
+    name no node. The API server has an index for both (registry/resource/resourceslice/strategy.go, 1.32 to 1.37). The
+    publisher writes again only after a slice was changed or deleted; the kubelet deletes all slices of its node when it
+    starts. A failed write is repeated until it succeeds.
 
-    A driver's pool is the agent's own: what others write into it is overcome, see `dra_bridge.slices.foreign`. Slices
-    of other drivers, nodes and pools are not touched.
+    A driver's pool belongs to the agent. The agent undoes what other programs write into it, see
+    `dra_bridge.slices.foreign`. It does not touch slices of other drivers, nodes and pools.
     """
 
     def __init__(
@@ -64,11 +64,12 @@ class Publisher:
         probe_again: float = 60.0,
         noticed: Callable[[str, ForeignKind, str], None] = lambda driver, kind, what: None,
     ) -> None:
-        """Do nothing yet: `want` sets the desired slices, `run` writes them.
+        """Create a publisher that writes nothing yet: `want` sets the desired slices, `run` writes them.
 
-        burst, per_second: how many rounds of writes a driver may make at once, and how fast that is regained.
-        probe_again: see `ServerFeatures`. noticed: called with a driver, what others wrote into its pool, and a
-        sentence that says so for people, when that was overcome, or is found and cannot be.
+        burst: number of rounds of writes that a driver may make at once. per_second: rounds that it may make again per
+        second. probe_again: see `ServerFeatures`. noticed: a function that the publisher calls after a foreign write
+        was undone, or when it cannot be undone. Its arguments are the driver, the kind of the write, and a sentence
+        that describes it.
         """
         self.cluster: Final = cluster
         self._node = node
@@ -81,7 +82,7 @@ class Publisher:
         self._changed = asyncio.Event()
         self._noticed = noticed
         self.watch: Final = WatchState()
-        """Whether the watch of the slices is alive."""
+        """Whether the watch of the slices that name the node is alive."""
 
     def want(self, pool: Pool) -> int:
         """Set the desired pool of a driver; return a ticket for `accepted`.
@@ -89,7 +90,7 @@ class Publisher:
         Raises ValueError if the pool is for another node.
         """
         if pool.node != self._node:
-            raise ValueError(f"this publisher is for node {self._node}, not {pool.node}")
+            raise ValueError(f"the pool is for node {pool.node}, but this publisher writes for node {self._node}")
         driver = self._drivers.get(pool.driver)
         if driver is None:
             driver = self._drivers[pool.driver] = PublishedDriver(
@@ -110,45 +111,48 @@ class Publisher:
         return entry.state if entry else PoolState()
 
     def withdrawn(self, driver: str, device: str) -> float | None:
-        """Return since when (monotonic seconds) the API server has had no slice that offers a device of a pool.
+        """Return since when (monotonic seconds) no slice of the API server has offered a device of a pool.
 
-        None: there is one, whoever wrote it and of whatever generation (it counts again when the others go), or what
-        the API server has is not known. device: its published name.
+        None means that a slice offers the device, or that the API server's slices are not known. A foreign slice of any
+        generation counts, because the scheduler may use it once other slices are gone. device: its published name.
         """
         entry = self._drivers.get(driver)
         seen = entry is not None and all(watch.lapse(time.monotonic()) is None for watch in self.watches.values())
         return entry.mirror.withdrawn(device) if entry is not None and seen else None
 
     def offering(self, driver: str, device: str) -> str:
-        """Return the name of a slice of others that offers a device of a driver's pool; "" if there is none."""
+        """Return the name of a foreign slice that offers a device of a driver's pool; "" if there is none."""
         found = (one.name for one in self.state(driver).foreign if device in one.devices)
         return next(found, "")
 
     def observed(self, driver: str, now: float) -> ObservedPool:
-        """Return what is known now of a driver's slices; from any thread. now: monotonic seconds."""
+        """Return the current knowledge of a driver's slices. Any thread may call it. now: monotonic seconds."""
         if (entry := self._drivers.get(driver)) is None:
             return ObservedPool(Comparison(), accepted=False, lapse=self.watch.lapse(now))
         return entry.observed(self.watch, self._owner, self._features.missing, now)
 
     @property
     def watches(self) -> Mapping[str, WatchState]:
-        """Whether each watch is alive, by what it watches; from any thread."""
+        """The state of each watch, by the name of what it watches. Any thread may read it."""
         nodeless = {f"slices of {name} without a node": of.nodeless for name, of in list(self._drivers.items())}
         return {RESOURCE_SLICES.plural: self.watch, **nodeless}
 
     def failures(self, driver: str) -> Mapping[int, int]:
-        """Return how many tries to write a driver's slices failed, by HTTP status, 0 for those without an answer."""
+        """Return how many tries to write a driver's slices failed, by HTTP status.
+
+        0 stands for tries without an answer.
+        """
         entry = self._drivers.get(driver)
         return dict(entry.failures) if entry is not None else {}
 
     async def accepted(self, driver: str, ticket: int) -> PoolState:
-        """Wait until the API server has the pool of this ticket or of a later one."""
+        """Wait until the API server has accepted the pool of this ticket or of a later one."""
         while (state := self.state(driver)).accepted < ticket:
             await self._changed.wait()
         return state
 
     async def run(self) -> None:
-        """Publish until cancelled. The slices stay then, since claims in use need them."""
+        """Publish until cancelled. The slices remain afterwards, because claims in use need them."""
         async with asyncio.TaskGroup() as group:
             self._group = group
             for driver in self._drivers.values():
@@ -156,7 +160,7 @@ class Publisher:
             try:
                 await self._watch()
             finally:
-                self._group = None  # a group that is ending takes no more workers
+                self._group = None  # A task group that is ending takes no more workers.
 
     async def _watch(self) -> None:
         selector = f"spec.nodeName={self._node}"
@@ -166,7 +170,7 @@ class Publisher:
                 if isinstance(event, kube.Changed):
                     self._observe(neutral(event.object), deleted=event.type == "DELETED")
                     continue
-                self._owner = None  # the Node may be another one
+                self._owner = None  # The Node object may have been replaced.
                 for driver in self._drivers.values():
                     driver.mirror.relist(SliceScope.NODE, new_watch=True)
                 for item in event.items:
@@ -200,7 +204,7 @@ class Publisher:
         if driver is None or not driver.mirror.observe(body, deleted=deleted):
             return
         if deleted:
-            self._owner = None  # the Node may be another one
+            self._owner = None  # The Node object may have been replaced.
         else:
             self._features.learn(body)
         driver.show()
@@ -234,7 +238,7 @@ class Publisher:
             try:
                 done = await self._try(driver)
             except (kube.ConflictError, NotFoundError, kube.VersionChangedError) as error:
-                # What the server has is not what the watch reported: read it, and try again.
+                # The watch did not report the server's current slices: list them, and try again.
                 driver.mirror.listed.clear()
                 conflicts += 1
                 if isinstance(error, NotFoundError):
@@ -246,8 +250,8 @@ class Publisher:
             except kube.InvalidError as error:
                 causes = "; ".join(f"{cause.field}: {cause.message}" for cause in error.causes[:5])
                 self._problem(driver, f"the API server refuses the slices: {causes or error.message}")
-                # It may be a policy that was just changed and that not every server knows yet. Once the waits have
-                # grown to their maximum, only something else that is wanted will help.
+                # A policy may just have changed, and not every API server may know it yet. When the waits have reached
+                # their maximum, only a change of the wanted slices can help.
                 wait = backoff.next()
                 if wait > backoff.most / 2:
                     wait = 10 * backoff.longest()
@@ -257,7 +261,7 @@ class Publisher:
                 wait = backoff.next()
                 if isinstance(error, ApiError):
                     wait = max(wait, min(error.retry_after, backoff.most))
-            except Exception as error:  # one driver's devices must not end the others
+            except Exception as error:  # A failure with one driver's devices must not end the other drivers' workers.
                 self._problem(driver, f"the slices cannot be made: {type(error).__name__}: {error}")
                 wait = backoff.next()
             else:
@@ -270,9 +274,9 @@ class Publisher:
                 await self._pause(driver, wait)
 
     async def _try(self, driver: PublishedDriver) -> bool:
-        """Read the slices if need be, write those that are wanted; return False if they do not become stable."""
+        """List the slices if necessary, and write the wanted ones. Return False if the slices do not become stable."""
         try:
-            # It joined after the watch began, or what the server has is in doubt.
+            # The driver was added after the watch began, or the server's slices are not known for certain.
             for scope in set(SliceScope) - driver.mirror.listed:
                 selector = self._selector(driver, scope)
                 listing = await self.cluster.list(RESOURCE_SLICES, field_selector=selector)
@@ -290,7 +294,7 @@ class Publisher:
         return done
 
     async def _pause(self, driver: PublishedDriver, seconds: float) -> None:
-        """Wait after a failure; end early if the desired slices change and the server answers."""
+        """Wait after a failure. End early if the desired slices change while the server answers."""
         ticket = driver.state.wanted
 
         async def newer() -> None:
@@ -326,20 +330,21 @@ class Publisher:
                 times=mirror.times,
             )
             writes = [write for write in writes if not self._is_foreign(write)]
-            # What others have does not keep the pool from being accepted: it may be there for ever.
+            # A foreign slice may stay for ever, so it does not keep the pool from being accepted.
             clearing = self._clearing(driver)
             if not writes:
                 self._finish(driver, wanted, ticket)
                 if not clearing:
                     return True
             if await driver.rate_limit.round(ticket) and driver.state.wanted != ticket:
-                return True  # something newer is wanted and has woken the worker
+                return True  # The desired slices have changed, and the change has woken the worker.
             for write in writes:
                 await self._write(driver, write, version)
             for body in clearing:
                 await self._clear(driver, body)
         if driver.state.accepted >= ticket:
-            driver.wake.set()  # only others write again and again; how often that is undone is limited
+            # Only other programs write again and again. The rate limit bounds how often the agent undoes that.
+            driver.wake.set()
             return True
         text = f"the API server still has other slices after {ROUNDS} rounds of writes"
         driver.failed(kube.ClusterError(text))
@@ -350,7 +355,7 @@ class Publisher:
         return write.verb == "delete" and not is_own(write.body, write.body["spec"]["driver"], self._node)
 
     def _see_foreign(self, driver: PublishedDriver) -> None:
-        """Show which slices of others are in the pool, and take no name that one of them has."""
+        """Record the foreign slices in the pool, and avoid the names that they have."""
         bodies, name = driver.mirror.bodies, driver.pool.driver
         driver.refused = {uid: why for uid, why in driver.refused.items() if uid in set(map(_uid, bodies.values()))}
         refused = {uid: why for uid, (why, _) in driver.refused.items()}
@@ -364,7 +369,7 @@ class Publisher:
                     self._report(driver, one.kind, sentence(one.kind, one.name, one.manager))
 
     def _clearing(self, driver: PublishedDriver) -> list[Object]:
-        """Return the slices of others that are to be deleted now, those of the highest generation first."""
+        """Return the foreign slices to delete now, those of the highest generation first."""
         now = time.monotonic()
         found = [
             body
@@ -377,11 +382,11 @@ class Publisher:
         return sorted(found, key=generation_of, reverse=True)[:DELETES]
 
     async def _clear(self, driver: PublishedDriver, body: Object) -> None:
-        """Delete a slice of others. One that may not be deleted, or waits for finalizers, is left for now."""
+        """Delete a foreign slice. A slice that may not be deleted, or that waits for finalizers, is left for now."""
         kind, name, manager = kind_of(body, self._node), body["metadata"]["name"], manager_of(body)
         try:
             await self._delete(driver, body)
-        except (kube.ForbiddenError, kube.InvalidError) as error:  # the second is what admission policies answer
+        except (kube.ForbiddenError, kube.InvalidError) as error:  # Admission policies answer with InvalidError.
             again = 10 * self.cluster.backoff.longest()
             driver.refused[_uid(body)] = (error.message, time.monotonic() + again)
             asyncio.get_running_loop().call_later(again + 0.01, driver.wake.set)
@@ -396,7 +401,7 @@ class Publisher:
         self._report(driver, kind, what)
 
     def _report(self, driver: PublishedDriver, kind: ForeignKind, what: str) -> None:
-        """Report a write of others; somebody who writes many slices makes few lines."""
+        """Report a foreign write. A program that writes many slices causes few lines."""
         now = time.monotonic()
         rarely = now - driver.reported.get(kind, -math.inf) < LINES
         if not rarely:
@@ -405,11 +410,11 @@ class Publisher:
         self._noticed(driver.pool.driver, kind, what)
 
     def _overcame(self, driver: PublishedDriver, kind: ForeignKind, name: str, manager: str) -> None:
-        """Count a write of others that was overcome."""
+        """Count a foreign write that the agent has undone."""
         state, what = driver.state, sentence(kind, name, manager)
         recent = remembered(state.recent, ForeignWrite(kind, name, manager, time.monotonic()))
         self._set(driver, overcome={**state.overcome, kind: state.overcome.get(kind, 0) + 1}, recent=recent)
-        if kind is not ForeignKind.DELETED:  # the kubelet does it at each of its starts
+        if kind is not ForeignKind.DELETED:  # The kubelet deletes the slices at each of its starts.
             self._report(driver, kind, f"{what}; the agent has undone it")
 
     async def _know_owner(self, wanted: Desired) -> None:
@@ -424,7 +429,7 @@ class Publisher:
             }
 
     async def _write(self, driver: PublishedDriver, write: Write, version: str) -> None:
-        """Write one slice of the agent's own."""
+        """Write one of the agent's slices."""
         mirror, name = driver.mirror, write.body["metadata"]["name"]
         if write.verb == "delete":
             await self._delete(driver, write.body)
@@ -438,9 +443,9 @@ class Publisher:
             answer = neutral(await send(RESOURCE_SLICES, body))
         except kube.UnavailableError as error:
             if error.code != 429:
-                # It may have been carried out, or may be later. So the slices are read again and written in
-                # a generation that is newer than all. The late write then names an older resourceVersion and
-                # is refused, or it makes a slice of an older generation, which the scheduler does not use.
+                # The server may have carried out the write, or may do so later. So the slices are listed again and
+                # written in a generation above all others. A late write then fails, because it names an older
+                # resourceVersion; or it creates a slice of an older generation, which the scheduler does not use.
                 mirror.unanswered(write.body)
             raise
         except kube.ConflictError:
@@ -448,14 +453,15 @@ class Publisher:
                 mirror.taken.add(name)
                 self._overcame(driver, ForeignKind.NAME, name, "")
             raise
-        # What the server dropped or changed is not sent again.
+        # Fields that the server dropped or changed are not sent again.
         missing = features_of(write.body) - features_of(answer)
         self._features.lacks(missing)
         if mirror.wrote(write.body, answer) and not missing:
             text = "the API server or a webhook changes the slices that are written; they are not written again"
             self._warn_once(driver, text)
         if _uid(answer) in mirror.gone:
-            driver.wake.set()  # it has been deleted since, and the watch was faster than the answer
+            # The slice has been deleted since. The watch reported it before the answer to the write arrived.
+            driver.wake.set()
         else:
             self._keep(answer)
         self._set(driver, writes=driver.state.writes + 1)
@@ -463,7 +469,7 @@ class Publisher:
             self._overcame(driver, undone, name, manager)
 
     def _undone(self, mirror: Mirror, name: str) -> ForeignKind | None:
-        """Return what others did to a slice of the agent's own that a write now undoes."""
+        """Return what another program did to one of the agent's slices, if a write now undoes it."""
         if mirror.lost(name):
             return ForeignKind.DELETED
         if (body := mirror.bodies.get(name)) is None:
@@ -473,7 +479,10 @@ class Publisher:
         return ForeignKind.EDITED if mirror.edited(name) else None
 
     async def _is_taken(self, driver: PublishedDriver, name: str) -> bool:
-        """Return whether a slice that is not of the pool has a name: no list and no watch shows it."""
+        """Return whether a slice outside the pool has this name.
+
+        No list and no watch of the agent shows such a slice.
+        """
         try:
             found = neutral(await self.cluster.get(RESOURCE_SLICES, name))
         except NotFoundError:
@@ -488,7 +497,7 @@ class Publisher:
                 left = await self.cluster.delete(RESOURCE_SLICES, metadata["name"], uid=metadata.get("uid", ""))
         except kube.UnavailableError as error:
             if error.code != 429:
-                driver.mirror.listed.clear()  # it may have been carried out, or may be later
+                driver.mirror.listed.clear()  # The server may have carried out the delete, or may do so later.
             raise
         if left is not None and left["metadata"].get("finalizers"):
             driver.mirror.keep(neutral(left))
@@ -513,7 +522,7 @@ class Publisher:
         driver.left_out = wanted.problems
 
     def _problem(self, driver: PublishedDriver, message: str) -> None:
-        """Report why the last try to write has failed, in place of the one before."""
+        """Report why the last try to write failed. The report replaces the previous one."""
         self._set(driver, problems=(*driver.left_out, message))
         self._warn_once(driver, message)
 
@@ -535,9 +544,9 @@ def _uid(body: Object) -> str:
 
 
 async def remove_slices(cluster: Cluster, drivers: Iterable[str], node: str = "") -> int:
-    """Delete the slices of these drivers, on one node or on all; return how many there were.
+    """Delete the slices of these drivers, on one node or on all; return how many were deleted.
 
-    For uninstalling; a publisher that still runs would write them again.
+    Use it to uninstall, when no publisher runs: a running publisher writes the slices again.
     """
     removed = 0
     for driver in drivers:

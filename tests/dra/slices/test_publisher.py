@@ -245,7 +245,7 @@ def test_bad_counters_withhold_the_device() -> None:
     assert found is not None
     (body,) = found.slices
     assert [one["name"] for one in body["spec"]["devices"]] == ["b"]
-    assert "no device brings along" in found.problems[0]
+    assert "no device defines" in found.problems[0]
 
 
 def test_resources_of_one_driver_do_not_share_names() -> None:
