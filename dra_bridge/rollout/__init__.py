@@ -1,1 +1,1 @@
-"""Moves of devices on many nodes: their progress, and the rollout of a share."""
+"""Moves devices on many nodes: shows the progress of nodes, and rolls out a share node by node."""

@@ -1,7 +1,7 @@
-"""Checks a vendor's DaemonSet before its plugin is adopted or given back, and makes the patch that does it.
+"""Checks a vendor's DaemonSet before an agent adopts its plugin or gives it back, and makes the patch for that.
 
-This module changes nothing. The patch fails if somebody has changed the fields that it replaces. It keeps their former
-values in an annotation of the DaemonSet; the patch that gives the plugin back restores them.
+This module only reads. Applying the patch fails if the fields that it replaces have changed meanwhile. It keeps their
+former values in an annotation of the DaemonSet; the patch that gives the plugin back restores them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dra_bridge.rollout.fleet import shortened
 from dra_bridge.rollout.rollout import RolloutError
 
 BEFORE: Final = "dra-bridge/before-adoption"
-"""The annotation that keeps the hostPaths and the update strategy of before, as JSON."""
+"""The annotation that keeps the former hostPaths and the former update strategy, as JSON."""
 APPLIED: Final = "kubectl.kubernetes.io/last-applied-configuration"
 REGISTRY: Final = "plugins_registry"
 STRATEGY: Final = "/spec/updateStrategy/rollingUpdate"
@@ -36,7 +36,7 @@ OWNERS: Final[Mapping[str, str]] = {
     "amd.com": "switch the device plugin off in the DeviceConfig, and run AMD's by its own DaemonSet",
     "kubevirt.io": "KubeVirt's devices cannot be adopted",
 }
-"""What to do instead of patching the DaemonSet, by its owner's API group, or by the group's suffix."""
+"""For each API group of an owner (or suffix of the group), what to do instead of patching the DaemonSet."""
 _IN_ITS_SOURCE: Final = "make the change where it takes the DaemonSet from"
 MANAGERS: Final[Sequence[tuple[str, str, str, str]]] = (
     ("addonmanager.kubernetes.io/mode", "Reconcile", "the addon manager", "switch the addon off, and apply its own"),
@@ -51,15 +51,16 @@ MANAGERS: Final[Sequence[tuple[str, str, str, str]]] = (
     ("app.kubernetes.io/managed-by", "Helm", "Helm", "make the change by a value of the chart, or by --post-renderer"),
     ("app.kubernetes.io/managed-by", "", "{value}", _IN_ITS_SOURCE),
 )
-"""Labels and annotations of tools that revert changes: key, value or any, the tool, and what to do instead."""
+"""Labels and annotations of tools that revert changes: key, value (or any value), the tool, and what to do instead."""
 
 
 @dataclass(frozen=True, slots=True)
 class AgentPod:
-    """An agent's pod that runs.
+    """A running pod of an agent.
 
-    directory: that of --adopt, "" if it adopts nothing. mounted: whether the node's own directory is there. plugins,
-    registry: the directories of the kubelet on its node. claims: whether it serves claims.
+    directory: the directory of --adopt, "" if the agent adopts nothing. mounted: whether the pod mounts that directory
+    from the node. plugins, registry: the kubelet's directories on the pod's node. claims: whether the agent serves
+    claims.
     """
 
     node: str
@@ -73,9 +74,10 @@ class AgentPod:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """The result of a check. problems: reasons against doing it now. notes: further facts. commands: in their order.
+    """The result of a check.
 
-    done: there is nothing to do.
+    problems: reasons not to do it now. notes: further facts. commands: commands to run, in this order. done: there is
+    nothing to do.
     """
 
     problems: tuple[str, ...] = ()
@@ -119,7 +121,10 @@ def _option(words: Sequence[str], name: str) -> str:
 
 
 def managers(daemon_set: Object) -> list[str]:
-    """Return the tools that would revert a change, by the DaemonSet's owners and labels, and what to do instead."""
+    """Return the tools that would revert a change, and what to do instead.
+
+    The DaemonSet's owners and labels show them.
+    """
     metadata = daemon_set["metadata"]
     sentences = []
     for owner in metadata.get("ownerReferences") or ():
@@ -140,7 +145,7 @@ def managers(daemon_set: Object) -> list[str]:
 
 
 def adopt(daemon_set: Object, agents: Collection[AgentPod], nodes: Collection[str]) -> Advice:
-    """Return the problems and commands of adopting a DaemonSet's plugin. nodes: the nodes of its pods."""
+    """Return the problems and the commands for adopting a DaemonSet's plugin. nodes: the nodes of its pods."""
     problems = managers(daemon_set)
     there = {agent.node: agent for agent in agents}
     if without := sorted(node for node in nodes if node not in there):
@@ -198,7 +203,7 @@ def adopt(daemon_set: Object, agents: Collection[AgentPod], nodes: Collection[st
 
 
 def undo(daemon_set: Object, agents: Collection[AgentPod], obstacles: Sequence[str]) -> Advice:
-    """Return the problems and commands of giving an adopted plugin back. obstacles: reasons against it now."""
+    """Return the problems and the commands for giving an adopted plugin back. obstacles: reasons not to do it now."""
     adopting = {pod.directory: pod for pod in agents if pod.directory}
     paths = _host_paths(daemon_set)
     try:
@@ -238,7 +243,7 @@ def _host_paths(daemon_set: Object) -> dict[str, str]:
 
 
 def _unusable(daemon_set: Object, paths: Mapping[str, str], plugins: str) -> Iterable[str]:
-    """Yield reasons why the plugin would not register with the agent after its hostPath has changed."""
+    """Yield the reasons why the plugin would not register with the agent after the change of its hostPath."""
     if plugins not in paths.values():
         above = [path for path in paths.values() if plugins.startswith(f"{path}/")]
         if above:
@@ -285,7 +290,10 @@ def _commands(daemon_set: Object, operations: Sequence[Object]) -> tuple[str, ..
 
 
 def in_use(answers: Answers, agents: Collection[AgentPod], nodes: Collection[str]) -> list[str]:
-    """Return why adopted devices are in use by claims, or may be. nodes: where the DaemonSet's pods are."""
+    """Return a sentence for each reason why claims use adopted devices, or may use them.
+
+    nodes: the nodes of the DaemonSet.
+    """
     serving = {agent.node for agent in agents if agent.claims and agent.node in nodes}
     reasons = []
     if without := sorted(set(nodes) - {agent.node for agent in agents}):
@@ -313,9 +321,10 @@ def in_use(answers: Answers, agents: Collection[AgentPod], nodes: Collection[str
 
 
 async def advise(cluster: Cluster, name: str, namespace: str, agents_in: str, *, back: bool) -> Advice:
-    """Check a DaemonSet; return how it is adopted, or given back. agents_in: the agents' namespace, "" to find it.
+    """Check a DaemonSet. Return how to adopt it, or how to give it back.
 
-    Raises RolloutError: there is no such DaemonSet, or it is not known where agents are. Raises ClusterError.
+    agents_in: the agents' namespace, "" to find it. Raises RolloutError if the DaemonSet does not exist, or the agents'
+    namespace is unknown. Raises ClusterError.
     """
     try:
         daemon_set = await cluster.get(DAEMON_SETS, name, namespace)
@@ -333,6 +342,7 @@ async def advise(cluster: Cluster, name: str, namespace: str, agents_in: str, *,
     nodes = {node for pod in owned if (node := pod["spec"].get("nodeName"))}
     if not back:
         return adopt(daemon_set, agents, nodes)
-    with_claims = {agent.node for agent in agents if agent.claims and agent.node in nodes}  # also without --adopt now
+    # This includes agents that run without --adopt now.
+    with_claims = {agent.node for agent in agents if agent.claims and agent.node in nodes}
     answers = await ask_agents(cluster, with_claims, agents_in)
     return undo(daemon_set, agents, in_use(answers, agents, nodes))

@@ -1,6 +1,7 @@
-"""Asks agents for the state of their devices: `/status`, through the API server's proxy of pods and nodes.
+"""Reads the state of devices from each agent's `/status`, through the API server's proxy of pods and nodes.
 
-A Lease's report has holders with a delay, and no health: with many nodes, a write for each change would be too much.
+The report in an agent's Lease is not enough: it has holders with a delay, and no health. With many nodes, the API
+server cannot take a write for each such change.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from dra_bridge.kube import (
 )
 
 LABEL: Final = "app.kubernetes.io/managed-by=dra-bridge"
-"""The label of all objects of `manifests`, and so of the agents' pods. Anybody may put it on pods of a namespace."""
+"""The label of all objects of `manifests`, including the agents' pods. Every user who may create pods can set it."""
 BINDING: Final = "dra-bridge"
-"""The binding of the agents' ServiceAccount, as `manifests` calls it by default."""
+"""The default name of the ClusterRoleBinding that `manifests` makes for the agents' ServiceAccount."""
 PORT: Final = "metrics"
-"""The name of the container port that `manifests` gives to an agent's page."""
+"""The name that `manifests` gives to the container port of an agent's page."""
 NODE_PORT: Final = 9410
-"""The port where an agent that is no pod is asked: that of `manifests --systemd`."""
-TIMEOUT: Final = 3.0  # seconds in which an agent must answer
-TOTAL: Final = 15.0  # seconds after which no more agents are waited for
-AT_ONCE: Final = 16  # agents that are asked at one time
+"""The port of an agent that runs outside of pods, as `manifests --systemd` sets it."""
+TIMEOUT: Final = 3.0  # Seconds within which an agent must answer.
+TOTAL: Final = 15.0  # Maximum seconds for the answers of all agents.
+AT_ONCE: Final = 16  # Maximum number of agents that are asked at the same time.
 
 
 class _ReportedHolder(msgspec.Struct):
@@ -81,7 +82,7 @@ class _Resource(msgspec.Struct):
 
 
 class _AgentStatus(msgspec.Struct):
-    """The fields of an agent's `/status` (`deviceplugin.metrics.page`) that are read here."""
+    """The fields of an agent's `/status` that this module reads (`deviceplugin.metrics.page`)."""
 
     resources: list[_Resource]
     holders_known: bool = msgspec.field(name="holdersKnown")
@@ -90,10 +91,10 @@ class _AgentStatus(msgspec.Struct):
 
 
 class DeviceNow(msgspec.Struct, frozen=True):
-    """One device as its agent sees it. holder: "" if nobody has it, None if that is not known.
+    """One device in the `/status` of its agent. holder: "" if it has no holder, None if that is not known.
 
-    withheld: why the agent offers it to nobody, "" if it does. state: in the agent's register. waits: what its move
-    waits for. claims: namespace/name of those that have it.
+    withheld: why the agent offers the device to no pod and claim, "" if it offers the device. state: in the agent's
+    register. waits: what the device's move waits for. claims: namespace/name of the claims that have the device.
     """
 
     health: str
@@ -108,7 +109,7 @@ class DeviceNow(msgspec.Struct, frozen=True):
 
 
 class UnlistedClaims(NamedTuple):
-    """A device that a register knows and no source lists now. claims: namespace/name of those that have it."""
+    """A device in a register that no source lists now. claims: namespace/name of the claims that have the device."""
 
     state: str
     claims: tuple[str, ...]
@@ -116,11 +117,12 @@ class UnlistedClaims(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What agents answered.
+    """The answers of the agents.
 
-    devices: by node, resource and id. reasons: why something is not known, by node. problems: of agents themselves, by
-    node: what keeps one from being ready, a config file that it has refused. adopted: node and resource of those whose
-    devices a vendor's plugin lists, and whether that is connected. unlisted: by node, resource and id.
+    devices: by node, resource and id. reasons: by node, why something is not known. problems: by node, problems of the
+    agent itself, such as a reason why it is not ready, or a config file that it has refused. adopted: nodes and
+    resources whose devices a vendor's plugin lists, and whether that plugin is connected. unlisted: by node, resource
+    and id.
     """
 
     devices: Mapping[tuple[str, str, str], DeviceNow] = field(default_factory=dict)
@@ -133,8 +135,9 @@ class Answers:
 async def namespaces_of_agents(cluster: Cluster) -> list[str]:
     """Return the namespaces of the ServiceAccounts that the manifests bind. Raises ClusterError.
 
-    Only who may bind roles in the whole cluster can add one. An operator may read the binding of the usual name, and
-    Helm puts its own label in place of ours.
+    Only a user who may bind roles in the whole cluster can add such a binding. If the user may not list bindings, or
+    none has the label, the binding with the default name is read: operators may read it, and Helm replaces the label of
+    `manifests` by its own.
     """
     bindings: Sequence[Object] = ()
     with contextlib.suppress(ForbiddenError):
@@ -151,7 +154,8 @@ async def namespaces_of_agents(cluster: Cluster) -> list[str]:
 async def lease_namespaces(cluster: Cluster, namespace: str = "") -> list[str]:
     """Return the namespaces with the Leases of agents. Raises ClusterError.
 
-    namespace: the one that the user has named. Where no binding says so, it is that of agents that are in no pod.
+    namespace: the namespace that the user has named, "" for none. If there is none and no binding names one, the result
+    is the namespace of agents outside of pods.
     """
     if namespace:
         return [namespace]
@@ -162,7 +166,7 @@ async def lease_namespaces(cluster: Cluster, namespace: str = "") -> list[str]:
 
 
 async def running_agents(cluster: Cluster, namespaces: Sequence[str], node: str = "") -> Sequence[Object]:
-    """Return the running pods of agents in these namespaces, those of one node or of all. Raises ClusterError."""
+    """Return the running pods of agents in these namespaces. node: only this node; "" for all. Raises ClusterError."""
     selector = "status.phase=Running" + (f",spec.nodeName={node}" if node else "")
     pods = [
         pod
@@ -173,9 +177,10 @@ async def running_agents(cluster: Cluster, namespaces: Sequence[str], node: str 
 
 
 async def ask_agents(cluster: Cluster, nodes: Collection[str], namespace: str = "", *, others: bool = False) -> Answers:
-    """Ask the agents of these nodes for their devices; what they do not answer has a reason. Raises ClusterError.
+    """Ask the agents of these nodes for their devices. Missing facts have a reason. Raises ClusterError.
 
-    namespace: where the agents run; "" for where the manifests' bindings say. others: ask those of all others, too.
+    namespace: of the agents, "" for the namespace that the bindings of `manifests` name. others: whether to ask the
+    agents of all other nodes as well.
     """
     if not (nodes or others):
         return Answers()
@@ -190,12 +195,13 @@ async def ask_agents(cluster: Cluster, nodes: Collection[str], namespace: str = 
     try:
         pods = await running_agents(cluster, namespaces, *(nodes if len(nodes) == 1 and not others else ()))
     except ForbiddenError as error:
-        return Answers(reasons=dict.fromkeys(nodes, f"{error.message}; this takes the right to list pods"))
+        return Answers(reasons=dict.fromkeys(nodes, f"{error.message}; this needs the right to list pods"))
     turns = asyncio.Semaphore(AT_ONCE)
     asked = [(pod, node) for pod in pods if (node := pod["spec"].get("nodeName", "")) in nodes or (others and node)]
     where = f"in namespace{'s' if len(namespaces) > 1 else ''} {', '.join(namespaces)}"
     absent = f"no pod with the label {LABEL} {where} runs there"
-    units = sorted(set(nodes) - {node for _, node in asked})  # where the agent is no pod, or there is none
+    # On these nodes the agent runs outside of pods, or there is none.
+    units = sorted(set(nodes) - {node for _, node in asked})
     told = await asyncio.gather(
         *(_ask(cluster, pod, turns) for pod, _ in asked), *(_ask_unit(cluster, node, turns, absent) for node in units)
     )
@@ -223,7 +229,7 @@ async def ask_agents(cluster: Cluster, nodes: Collection[str], namespace: str = 
 
 
 async def _ask(cluster: Cluster, pod: Object, turns: asyncio.Semaphore) -> _AgentStatus | str:
-    """Return an agent's answer, or the reason why there is none."""
+    """Return an agent's answer, or the reason why it gave none."""
     namespace, name = pod["metadata"]["namespace"], pod["metadata"]["name"]
     pages = [(port, container) for container in pod["spec"]["containers"] for port in container.get("ports") or ()]
     page = next(((port, container) for port, container in pages if port.get("name") == PORT), None)
@@ -232,14 +238,14 @@ async def _ask(cluster: Cluster, pod: Object, turns: asyncio.Semaphore) -> _Agen
     port, container = page
     tls = ((container.get("readinessProbe") or {}).get("httpGet") or {}).get("scheme") == "HTTPS"
     asking = cluster.ask_pod(namespace, name, port["containerPort"], "/status", tls=tls, timeout=TIMEOUT)
-    right = f"this takes the right to get pods/proxy in namespace {namespace}, which a Role of `manifests` gives"
+    right = f"this needs the right to get pods/proxy in namespace {namespace}, which a Role of `manifests` gives"
     answer = await _answer(asking, turns, right)
     return answer.reason if isinstance(answer, _NoAnswer) else answer
 
 
 async def _ask_unit(cluster: Cluster, node: str, turns: asyncio.Semaphore, absent: str) -> _AgentStatus | str:
-    """Return the answer of an agent that is no pod, or the reason why there is none. absent: that it is none."""
-    right = f"an agent that is no pod is asked at port {NODE_PORT} of its node: this takes the right to get nodes/proxy"
+    """Return the answer of an agent outside of pods, or the reason why it gave none. absent: that it has no pod."""
+    right = f"an agent that is no pod is asked at port {NODE_PORT} of its node: this needs the right to get nodes/proxy"
     why = ""
     for scheme in ("", "https:"):
         asking = cluster.ask_node(f"{scheme}{node}:{NODE_PORT}", "/status", timeout=TIMEOUT)
@@ -253,7 +259,7 @@ async def _ask_unit(cluster: Cluster, node: str, turns: asyncio.Semaphore, absen
 
 
 class _NoAnswer(NamedTuple):
-    """Why an agent's page gave no status. final: asking it by TLS, or without, makes no difference."""
+    """The reason why an agent's page gave no status. final: whether TLS or plain HTTP makes no difference to that."""
 
     reason: str
     final: bool = False
@@ -262,7 +268,7 @@ class _NoAnswer(NamedTuple):
 async def _answer(
     asking: Coroutine[None, None, bytes], turns: asyncio.Semaphore, right: str
 ) -> _AgentStatus | _NoAnswer:
-    """Wait for one answer when it is its turn. right: what an answer of the API server, 403, means."""
+    """Wait for a turn, then for one agent's answer. right: the missing right, if the API server answers with 403."""
     try:
         async with asyncio.timeout(TOTAL), turns:
             body = await asking
@@ -272,7 +278,7 @@ async def _answer(
     except msgspec.MsgspecError as error:
         return _NoAnswer(f"its answer is not an agent's status: {error}", final=True)
     except ForbiddenError as error:
-        if error.reason != "Forbidden":  # the agent's own words, about a client certificate
+        if error.reason != "Forbidden":  # The agent itself refuses the client certificate.
             return _NoAnswer(f"its agent refuses: {error.message}", final=True)
         return _NoAnswer(right, final=True)
     except ApiError as error:
@@ -280,7 +286,7 @@ async def _answer(
             return _NoAnswer("its page asks for a token, which the proxy cannot pass on", final=True)
         return _NoAnswer(error.message)
     finally:
-        asking.close()  # it was not begun if its turn never came
+        asking.close()  # The coroutine was not started if its turn never came.
 
 
 def _titles(holders: Sequence[_ReportedHolder]) -> str:
@@ -292,7 +298,10 @@ def _claims(holders: Sequence[_ReportedHolder]) -> tuple[str, ...]:
 
 
 def _now(device: _DeviceStatus, *, known: bool) -> DeviceNow:
-    """known: whether pods that have it would be named. Claims are named in any case."""
+    """Convert the status of one device.
+
+    known: whether the agent knows all pods that hold it; claims are always known.
+    """
     holder: str | None = _titles(device.holders)
     pods = sorted({user.pod for user in device.holders if user.side == "dra" and user.pod})
     holder = holder if holder or known else None

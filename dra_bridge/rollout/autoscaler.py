@@ -1,9 +1,10 @@
-"""What a rollout writes on Nodes so that a cluster autoscaler drains none that pods use: pure functions.
+"""Decides the marks that a rollout writes on Nodes, so that a cluster autoscaler drains no node in use. Pure.
 
-The autoscaler (33c3f97b) has two rules. A node with any slice is judged by its slices alone: CPU and memory do not
-count, an empty pool is idle (pkg/simulator/utilization/info.go). A node that has fewer complete pools than the first
-good node of its group is unready (pkg/processors/customresources/dra_processor.go). So all nodes of a group have a pool
-or none has, and those whose slices do not stand for their use are marked: then they are not drained.
+The autoscaler (commit 33c3f97b) has two rules. First, it judges a node with any slice by the slices alone: CPU and
+memory do not count, and an empty pool is idle (pkg/simulator/utilization/info.go). Second, a node with fewer complete
+pools than the first good node of its group is unready (pkg/processors/customresources/dra_processor.go). So either all
+nodes of a group have a pool, or none has. The rollout marks the nodes whose slices do not show their use, and the
+autoscaler does not drain marked nodes.
 """
 
 from __future__ import annotations
@@ -18,23 +19,23 @@ from dra_bridge.kube import Object
 from dra_bridge.rollout.progress import Progress, pool_annotation
 
 SCALE_DOWN_DISABLED: Final = "cluster-autoscaler.kubernetes.io/scale-down-disabled"
-"""The annotation, "true", of Nodes that the autoscaler does not drain."""
+"""With this annotation set to "true", the autoscaler does not drain the Node."""
 _RECORD: Final = "/dra-scale-down"
 PUBLISH: Final = "publish"
-"""The value of the annotation that asks for a pool."""
+"""The value of the annotation on a Node that requests a pool from the agent."""
 
 
 def mark_annotation(driver: str) -> str:
-    """Return the key of the annotation on Nodes by which a rollout of this driver knows the mark as its own."""
+    """Return the key of the annotation on Nodes that shows a mark of a rollout of this driver."""
     return driver + _RECORD
 
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """What a Node says to the autoscaler and to the agent.
+    """The annotations of a Node for the autoscaler and the agent.
 
-    disabled: it is not drained. own: a rollout of this driver has set that. others: one of another driver has. pool:
-    the agent is asked for a pool.
+    disabled: the autoscaler does not drain the node. own: a rollout of this driver has set `disabled`. others: a
+    rollout of another driver has set it. pool: the agent is asked to publish a pool.
     """
 
     disabled: bool = False
@@ -55,7 +56,7 @@ def marks_of(driver: str, annotations: Mapping[str, str]) -> Marks:
 
 
 class Placement(enum.Enum):
-    """Where a node's devices are. PARTIAL: on both sides, between them, or not known."""
+    """The side of a node's devices. PARTIAL: devices are on both sides or between them, or the sides are not known."""
 
     NONE = "none"
     PARTIAL = "partial"
@@ -63,7 +64,7 @@ class Placement(enum.Enum):
 
 
 def placement(reported: Progress | None) -> Placement:
-    """Return where a node's devices are; NONE if it has none."""
+    """Return the side of a node's devices; NONE if the node has no device."""
     counts = [resource.counts for resource in reported.resources.values()] if reported is not None else []
     states = {State(state) for each in counts for state, number in each.items() if number}
     if states == {State.DRA}:
@@ -75,9 +76,9 @@ def placement(reported: Progress | None) -> Placement:
 class MarkedNode:
     """A node of a rollout.
 
-    served: whether its agent reports. settled: whether nothing of it is left to move. sliced: whether it has slices of
-    the driver. former: its agent keeps an empty slice, whether it is asked to or not. ready: whether its kubelet says
-    so; the autoscaler takes it for unready otherwise, whatever its pools.
+    served: whether its agent reports. settled: whether all its moves are done. sliced: whether it has slices of the
+    driver. former: whether its agent is an older one that always keeps an empty slice. ready: whether its kubelet
+    reports the node as ready; otherwise the autoscaler treats it as unready in any case.
     """
 
     node: str
@@ -92,11 +93,11 @@ class MarkedNode:
 
 @dataclass(frozen=True, slots=True)
 class MarkStep:
-    """The next writes of marks, nodes by name.
+    """The next writes of marks. All fields are names of nodes.
 
-    mark, publish: nodes to mark, and then to ask for pools. withdraw, release: nodes whose pools are not asked for any
-    more, and whose marks go. kept: all whose marks stay. unpublished: nodes whose pools are waited for. leaving: nodes
-    whose slices are waited for to go.
+    mark, publish: nodes to mark, and nodes to request a pool from afterwards. withdraw, release: nodes whose request
+    for a pool is removed, and nodes whose mark is removed. kept: all nodes that stay marked. unpublished: nodes that
+    have not published their pools yet. leaving: nodes that have not removed their slices yet.
     """
 
     mark: tuple[str, ...] = ()
@@ -109,25 +110,26 @@ class MarkStep:
 
     @property
     def ready(self) -> bool:
-        """Whether devices may begin to move."""
+        """Whether moves of devices may begin."""
         return not (self.mark or self.publish or self.unpublished)
 
     @property
     def waits(self) -> tuple[str, ...]:
-        """The nodes whose pools are waited for: to come, or to go."""
+        """The nodes whose pools the rollout waits for, to appear or to disappear."""
         return self.unpublished or self.leaving
 
     @property
     def over(self) -> bool:
-        """Whether nothing is to be written or waited for."""
+        """Whether there is nothing to write and nothing to wait for."""
         return self.ready and not (self.withdraw or self.release or self.leaving)
 
 
 def next_marks(nodes: Sequence[MarkedNode], *, ignore: bool = False) -> MarkStep:
-    """Return the next writes. nodes: all of the rollout. ignore: the cluster has no autoscaler.
+    """Return the next writes of marks. nodes: all of the rollout. ignore: the cluster has no autoscaler.
 
-    All are marked before the first pool is asked for. A node at `all` is judged rightly by its slices. One at `none` is
-    once no node of the group has a slice.
+    All nodes are marked before the first pool is requested. A node with all devices on the DRA side needs no mark,
+    because its slices show its use. A node with no device on the DRA side needs no mark once no node of its group has a
+    slice.
     """
     served = [node for node in nodes if node.served]
     at_none = all(node.settled and node.placement is Placement.NONE for node in served)
@@ -141,7 +143,7 @@ def next_marks(nodes: Sequence[MarkedNode], *, ignore: bool = False) -> MarkStep
     anywhere = any(node.sliced or node.marks.pool for node in nodes)
     release = [node for node in owned if ignore or node.node in rightly or not anywhere]
     leaving = [node for node in served if at_none and not ignore and node.sliced and not node.former]
-    if not (withdraw or leaving):  # slices stay that no agent takes away
+    if not (withdraw or leaving):  # Some slices remain that no agent removes.
         kept += [node for node in owned if node not in release]
     unpublished = [node for node in kept if node.node in names and node.ready and not node.sliced]
     return MarkStep(
@@ -160,7 +162,7 @@ def _names(nodes: Sequence[MarkedNode]) -> tuple[str, ...]:
 
 
 def mark_patch(driver: str, node: Object) -> dict[str, Any] | None:
-    """Return the merge patch that marks a Node, None if it is marked: what others have set stays theirs."""
+    """Return the merge patch that marks a Node, None if it is marked. Marks of other rollouts stay."""
     marks = marks_of(driver, node["metadata"].get("annotations") or {})
     if marks.disabled and (marks.own or not marks.others):
         return None
@@ -168,16 +170,16 @@ def mark_patch(driver: str, node: Object) -> dict[str, Any] | None:
 
 
 def publish_patch(driver: str, node: Object) -> dict[str, Any] | None:
-    """Return the merge patch that asks for a pool, None if it is asked for."""
+    """Return the merge patch that requests a pool, None if the pool is already requested."""
     if marks_of(driver, node["metadata"].get("annotations") or {}).pool:
         return None
     return guarded_patch(node, {pool_annotation(driver): PUBLISH})
 
 
 def release_patch(driver: str, node: Object, step: MarkStep) -> dict[str, Any] | None:
-    """Return the merge patch that takes back what is to go, None for nothing.
+    """Return the merge patch that removes a node's mark or its request for a pool, None for no change.
 
-    The mark stays where a rollout of another driver has set it, too.
+    The mark stays if a rollout of another driver has set it as well.
     """
     name, changes = node["metadata"]["name"], dict[str, str | None]()
     marks = marks_of(driver, node["metadata"].get("annotations") or {})
@@ -197,7 +199,7 @@ def guarded_patch(node: Object, annotations: Mapping[str, str | None]) -> dict[s
 
 
 def sentences(marks: Marks, where: Placement) -> list[str]:
-    """Return what a rollout's mark means for a node; nothing without one."""
+    """Return sentences that explain a rollout's mark to the user; none without a mark."""
     if not marks.own:
         return []
     if where is Placement.PARTIAL:
@@ -208,7 +210,7 @@ def sentences(marks: Marks, where: Placement) -> list[str]:
 
 
 def in_words(kept: Collection[str]) -> str:
-    """Return what is said at the end of a rollout that leaves marks, "" if it leaves none."""
+    """Return the text for the end of a rollout that leaves marks, "" if it leaves none."""
     if not kept:
         return ""
     many = f"{len(kept)} nodes stay" if len(kept) > 1 else f"{next(iter(kept))} stays"

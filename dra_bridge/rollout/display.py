@@ -1,7 +1,7 @@
-"""The output of `dra-bridge status`: pure functions that make lines of a given width from the fleet's status.
+"""Formats the fleet's status as lines of a given width, for `dra-bridge status`. Pure functions.
 
-Names are never cut. A table that is too wide gets headings with node and resource in place of these columns. If it is
-still too wide, holders and messages get lines of their own.
+Names are never cut. If a table is too wide, headings replace the columns for node and resource. If it is still too
+wide, holders and messages get separate lines.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from dra_bridge.rollout import autoscaler, fleet
 from dra_bridge.rollout.fleet import NodeView, ReportedDevice
 
 MANY: Final = 12
-"""The number of nodes from which on totals of all nodes are shown first."""
+"""Number of nodes from which on the output begins with totals of all nodes."""
 HEADER: Final = ("NODE", "RESOURCE", "DEVICE", "SIDE", "STATE", "HOLDER", "HEALTH", "SINCE")
 
 
 class Line(NamedTuple):
-    """A line of text. bad: whether it is about something broken."""
+    """A line of text. bad: whether it reports something broken."""
 
     text: str
     bad: bool = False
@@ -36,7 +36,8 @@ class Line(NamedTuple):
 class FleetStatus:
     """The status of the fleet's nodes and agents.
 
-    problems: of agents themselves. hints: for pods that wait. unknown: what is not known, and why.
+    problems: problems of the agents themselves. hints: advice for waiting pods. unknown: facts that are not known, and
+    why.
     """
 
     nodes: Sequence[NodeView]
@@ -46,16 +47,16 @@ class FleetStatus:
 
 
 def needs_attention(device: ReportedDevice) -> bool:
-    """Return whether a device is not at rest on a side, is withheld, is gone, or is not healthy."""
+    """Return whether a device is moving or quarantined, withheld, gone, or not healthy."""
     at_rest = device.state in (State.PLUGIN, State.DRA)
     return not at_rest or bool(device.withheld) or device.gone or device.health not in ("", "healthy")
 
 
 def lines(status: FleetStatus, width: int | None, now: float, *, problems: bool = False) -> list[Line]:
-    """Return what is shown. width: of the terminal in characters, None where lines may be as long as they are.
+    """Return the lines of the output. width: of the terminal in characters, None for no limit.
 
-    problems: leave out nodes that have their requested share, and devices that need no attention. On a terminal these
-    devices are left out of many nodes as well.
+    problems: leave out nodes that have their requested share, and devices that need no attention. On a terminal with
+    many nodes, these devices are always left out.
     """
     nodes = {view.node for view in status.nodes}
     many = len(nodes) > MANY
@@ -91,7 +92,7 @@ def _of_node(view: NodeView, width: int | None) -> Iterator[Line]:
 
 
 def wrapped(texts: Iterable[str], width: int | None, indent: str = "") -> list[Line]:
-    """Return texts as lines that break between words only; the lines after the first are indented further."""
+    """Wrap texts between words. Continuation lines have a deeper indentation."""
     folded = []
     for text in map(printable, texts):
         if width is None or len(indent + text) <= width:
@@ -133,7 +134,7 @@ def _totals(nodes: Sequence[NodeView]) -> Iterator[str]:
 
 
 class _Row(NamedTuple):
-    """A device in words."""
+    """The texts of a device's row."""
 
     node: str
     resource: str
@@ -172,7 +173,7 @@ def _row(view: NodeView, device: ReportedDevice, now: float) -> _Row:
 
 
 def _table(rows: Sequence[_Row], width: int | None) -> list[Line]:
-    """Return the devices as a table that fits, or as the least wide form that there is."""
+    """Return the devices as a table that fits the width, or else in the narrowest layout."""
     if not rows:
         return []
     bad = [False, *(row.bad for row in rows)]
@@ -200,12 +201,12 @@ def _table(rows: Sequence[_Row], width: int | None) -> list[Line]:
 
 
 def rows_of(text: str, width: int) -> int:
-    """Return how many rows of a terminal a line takes."""
+    """Return the number of terminal rows that a line takes."""
     return max(1, -(-len(text) // width))
 
 
 def first_rows(all_lines: Sequence[Line], width: int, height: int) -> list[Line]:
-    """Return as many lines as a screen of this size has room for; the last one says how many more there are."""
+    """Return the lines that fit the screen. The last one states how many lines are missing."""
     used = list(itertools.accumulate(rows_of(line.text, width) for line in all_lines))
     if not used or used[-1] < height:
         return list(all_lines)

@@ -1,7 +1,7 @@
-"""The progress of a cluster's nodes and the next steps of a rollout: pure functions over objects of the API server.
+"""Computes the progress of a cluster's nodes and the next steps of a rollout, by pure functions over API objects.
 
-A rollout keeps its state on the Nodes. The annotation `<driver>/dra-share-before` has the share that the Node had
-before the rollout, so that any later run can continue or undo it.
+A rollout keeps its state on the Nodes. The annotation `<driver>/dra-share-before` records the share that the Node had
+before the rollout. So any later run can continue or undo the rollout.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dra_bridge.rollout.autoscaler import UNMARKED, MarkedNode, Marks, MarkStep,
 from dra_bridge.rollout.progress import DeviceProgress, Progress, annotation, read, share_annotation
 
 UID_LENGTH: Final = 8
-"""Characters of a pod's UID that tell it from others on its node."""
+"""Number of characters of a pod's UID that distinguish it from other pods of its node."""
 
 RESTARTING: Final = "check the driver name; is the agent running?"
 GONE: Final = "there is no such node with these labels any more"
@@ -41,9 +41,9 @@ def before_annotation(driver: str) -> str:
 
 
 class Before(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The share of a node before a rollout began with it, and the UIDs' beginnings of pods that were failing then.
+    """The state of a node before a rollout began with it: its share, and the shortened UIDs of the failing pods.
 
-    owner: whose rollout set the share that is requested now, as of `Goal`; "" in records of older versions.
+    owner: the owner of the rollout that set the present share, see `Goal`; "" in records of older versions.
     """
 
     share: str | None
@@ -52,10 +52,10 @@ class Before(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ReportedDevice(DeviceProgress, frozen=True, kw_only=True):
-    """One device as its agent reports it. pods: those that its claims are reserved for.
+    """One device as its agent reports it. pods: the pods that the device's claims are reserved for.
 
-    known: whether `holder` is current ("" for no holder). health: "" if unknown. withheld: why the device
-    is withheld, "" if it is not or if that is unknown. admins: claims with administrative access, which do not hold it.
+    known: whether `holder` is current ("" for no holder). health: "" if unknown. withheld: why the device is withheld,
+    "" if it is not or if that is unknown. admins: claims with administrative access, which do not hold the device.
     """
 
     resource: str
@@ -70,11 +70,11 @@ class ReportedDevice(DeviceProgress, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """One driver on one node.
+    """The state of one driver on one node.
 
     requested: the share in the Node's annotation. serves: whether the driver reports, or has slices at all. uid: the
-    Node's. marks: for the cluster autoscaler. sliced: whether the driver has slices now. former: its report is on one
-    of them: its agent is an older one, and always has a slice.
+    Node's UID. marks: for the cluster autoscaler. sliced: whether the driver has slices now. former: whether the report
+    is on a slice. Then the agent is an older one, which always keeps a slice.
     """
 
     node: str
@@ -92,14 +92,14 @@ class NodeView:
 
     @property
     def taken_in(self) -> bool:
-        """Whether the agent has read the Node's request."""
+        """Whether the agent has read the share that the Node requests."""
         return self.reported is not None and self.reported.requested == (self.requested or "")
 
 
 def allocations(claim: Object, *, admin: bool = False) -> list[Object]:
     """Return the devices that are allocated to a claim, as objects with driver, pool and device.
 
-    admin: what it has administrative access to; else what it holds.
+    admin: whether to return devices with administrative access, or the devices that the claim holds.
     """
     devices = ((claim.get("status") or {}).get("allocation") or {}).get("devices") or {}
     return [result for result in devices.get("results") or () if bool(result.get("adminAccess")) is admin]
@@ -125,7 +125,7 @@ def views(
 ) -> list[NodeView]:
     """Return the progress of these nodes with a driver, in the natural order of their names.
 
-    leases: with the agents' reports. A report on a slice is of a former agent, which runs now if there is one.
+    leases: Leases with the agents' reports. A report on a slice comes from a running older agent.
     """
     by_lease = {body["metadata"]["name"]: body for body in leases}
     by_node: dict[str, list[Object]] = {}
@@ -144,7 +144,7 @@ def views(
         name, annotations = node["metadata"]["name"], _annotations(node)
         former = read(driver, by_node.get(name, ()))
         if former is not None and not former.resources:
-            former = None  # the names of published devices alone
+            former = None  # The slice's annotation has only the names of published devices.
         reported = former or read(driver, [by_lease[name]] if name in by_lease else [])
         conditions = (node.get("status") or {}).get("conditions") or ()
         node_views.append(
@@ -179,7 +179,7 @@ def _devices(
     claims: Mapping[DeviceKey, Sequence[Object]],
     admins: Mapping[DeviceKey, Sequence[Object]],
 ) -> tuple[ReportedDevice, ...]:
-    """Return the devices of a node. claims, admins: by pool and published name of what is allocated to claims."""
+    """Return the devices of a node. claims, admins: by pool and published device name, the claims with allocations."""
     devices = {resource: progress.devices for resource, progress in reported.resources.items()}
     published = {key: name for name, key in published_names(reported.qualifiers, devices).items()}
     listed = []
@@ -207,7 +207,7 @@ def _titles(claims: Iterable[Object]) -> tuple[str, ...]:
 
 
 def with_answers(view: NodeView, answers: Answers) -> NodeView:
-    """Return a node with its agent's answer: health, why moves wait, holders that no claim names."""
+    """Add an agent's answer to the view of its node: health, reasons why moves wait, and holders other than claims."""
     devices = []
     for device in view.devices:
         now = answers.devices.get((view.node, device.resource, device.name))
@@ -243,7 +243,7 @@ def unknown(nodes: Iterable[NodeView], answers: Answers) -> list[str]:
 
 
 def withheld(view: NodeView) -> list[str]:
-    """Return a sentence for each reason why devices are withheld, and how the scheduler counts them."""
+    """Return a sentence for each reason why devices are withheld, with its effect on the scheduler's count."""
     by_reason: dict[str, list[str]] = {}
     for device in view.devices:
         if device.withheld:
@@ -264,13 +264,13 @@ def administrative(view: NodeView) -> list[str]:
 
 
 def shortened(names: Iterable[str]) -> str:
-    """Return names in their natural order, the first ones and a number if they are many."""
+    """Return names in their natural order. If there are many, return the first ones and the number of the others."""
     ordered = sorted(set(names), key=natural)
     return ", ".join(ordered[:5]) + (f" and {len(ordered) - 5} more" if len(ordered) > 5 else "")
 
 
 def distance(view: NodeView) -> int:
-    """Return how many devices have still to move until the node has its requested share."""
+    """Return how many devices still have to move until the node has its requested share."""
     left = 0
     for resource in view.reported.resources.values() if view.reported is not None else ():
         share = _share(view.requested) or _share(resource.share)
@@ -278,13 +278,13 @@ def distance(view: NodeView) -> int:
             resource.counts.get(state.value, 0) for state in (State.PLUGIN, State.TO_DRA, State.DRA, State.TO_PLUGIN)
         )
         missing = share.of(plugin + to_dra + dra + to_plugin) - dra - to_dra if share is not None else 0
-        # Devices on the way to the wrong side turn round before others begin to move.
+        # The moves of devices on the way to the wrong side reverse before other devices begin to move.
         left += to_dra + max(missing, to_plugin) if missing > 0 else to_plugin + max(-missing, to_dra)
     return left
 
 
 def excess(view: NodeView, text: str | None) -> list[str]:
-    """Return a sentence for each resource that has fewer devices than a share asks for."""
+    """Return a sentence for each resource that has fewer devices than a share requires."""
     share = _share(text)
     if share is None or share.count is None or view.reported is None:
         return []
@@ -297,12 +297,12 @@ def excess(view: NodeView, text: str | None) -> list[str]:
 
 
 def finished(view: NodeView) -> bool:
-    """Return whether the agent has read the requested share and every device is on its side."""
+    """Return whether the agent has read the requested share and every device is on its requested side."""
     return view.taken_in and distance(view) == 0 and not (view.reported is not None and view.reported.kept)
 
 
 def obstacles(view: NodeView) -> list[str]:
-    """Return why a node does not have the requested share yet, for messages; empty if it has."""
+    """Return the reasons why a node does not have the requested share yet, for messages; empty if it has."""
     if view.reported is None:
         if view.serves:
             return ["its agent reports no moves: it is an older one, or its report cannot be read"]
@@ -336,12 +336,12 @@ def obstacles(view: NodeView) -> list[str]:
 
 
 def holder(device: ReportedDevice) -> str:
-    """Return a device's holders as text: a pod, or claims and their pods; "" if there are none."""
+    """Return a device's holders as text: a pod, or claims and their pods; "" if the device has none."""
     return " for ".join(filter(None, (device.holder, ", ".join(device.pods))))
 
 
 def summary(view: NodeView) -> str:
-    """Return a line on a node: the requested share, and how many devices are in which state."""
+    """Return a line about a node: the requested share, and the number of devices in each state."""
     if view.reported is None:
         return obstacles(view)[0]
     by = f" by the rollout of {view.before.owner}" if view.before is not None and view.before.owner else ""
@@ -353,7 +353,7 @@ def summary(view: NodeView) -> str:
 
 
 def share_in_words(share: str | None) -> str:
-    """Return which share a Node's annotation requests, in words."""
+    """Describe in words the share that a Node's annotation requests."""
     return "no share requested" if share is None else f"share {share} requested"
 
 
@@ -365,10 +365,10 @@ def _share(text: str | None) -> Share | None:
 
 
 def failing_pods(pods: Iterable[Object], events: Iterable[Object], resources: Collection[str]) -> dict[str, str]:
-    """Return the pods of a node that may have failed because of devices, as text by the beginning of their UIDs.
+    """Return the pods of a node that may have failed because of devices: shortened UID to text.
 
     These are pods that request one of the resources or have claims, and that are Failed (as after
-    UnexpectedAdmissionError) or cannot start, by an event FailedPrepareDynamicResources.
+    UnexpectedAdmissionError) or cannot start, as an event FailedPrepareDynamicResources shows.
     """
     unprepared = {
         (event.get("involvedObject") or {}).get("uid"): str(event.get("message", ""))
@@ -391,7 +391,7 @@ def failing_pods(pods: Iterable[Object], events: Iterable[Object], resources: Co
 
 
 def requests_of(pod: Object) -> dict[str, int]:
-    """Return a pod's requests of extended resources; other containers reuse those of init containers."""
+    """Return a pod's requests of extended resources. Other containers reuse the devices of init containers."""
     amounts: dict[str, int] = {}
     for key, combined in (("containers", int.__add__), ("initContainers", max)):
         for container in pod["spec"].get(key) or ():
@@ -403,7 +403,7 @@ def requests_of(pod: Object) -> dict[str, int]:
 
 
 def quantity(text: str | int | None) -> int:
-    """Return a quantity such as 8 or 1k as an integer; 0 if it is none."""
+    """Parse a quantity such as 8 or 1k as an integer; return 0 for any other text."""
     try:
         return int(parse_quantity(text or 0))
     except NamingError:
@@ -424,14 +424,14 @@ class Goal:
     take_over: bool = False
 
     def wanted(self, before: Before | None) -> str | None:
-        """Return the share that is requested of a node."""
+        """Return the share that the rollout requests of a node."""
         return before.share if self.undo and before is not None else self.share
 
 
 def conflict(goal: Goal, requested: str | None, before: Before | None, *, begun: bool = False) -> str:
-    """Return which other share a node has by another owner than the goal's, as text; "" if there is no conflict.
+    """Describe the other share that another owner has requested of a node; return "" if there is no conflict.
 
-    begun: whether this run has set the node's share to the goal's: it does so once.
+    begun: whether this run has already set the node's share. A run sets it only once.
     """
     owner = before.owner if before is not None else ""
     if requested == goal.wanted(before) or (goal.undo and (before is None or not begun)):
@@ -455,7 +455,7 @@ class Phase(enum.Enum):
 
 
 def phase(goal: Goal, view: NodeView) -> Phase:
-    """Return the progress of a node."""
+    """Return the phase of a node in the rollout."""
     if goal.undo and view.before is None:
         return Phase.UNTOUCHED
     if view.reported is None and not goal.undo:
@@ -470,7 +470,7 @@ class RolloutStep:
     """The next steps of a rollout.
 
     begin: nodes whose share to set. forget: nodes that are as before the rollout, whose record to remove. stop: the
-    failure because of which no further node is begun. over: whether there is nothing left to do or to wait for.
+    failure because of which the rollout begins no further node. over: whether nothing is left to do or to wait for.
     """
 
     begin: tuple[str, ...] = ()
@@ -483,7 +483,7 @@ class RolloutStep:
 class RolloutLimits:
     """The limits of a rollout. patience: seconds that a node may take; pause: stop after the first nodes.
 
-    ignore_autoscaler: the cluster has none, so nodes are not marked, and none is asked for an empty pool.
+    ignore_autoscaler: the cluster has no autoscaler, so the rollout marks no node and requests no empty pool.
     """
 
     max_unavailable: int = 1
@@ -504,9 +504,9 @@ def decide(
 ) -> RolloutStep:
     """Return the next steps of a rollout.
 
-    ages: seconds since this run first saw each node move. failing: `failing_pods` by node; those that were failing
-    before the node was begun do not count. own: nodes that this run has begun. gone: those of them that were not done
-    and have no Node now, or one with other labels; it may come back, without its requested share.
+    ages: seconds since this run first saw each node move. failing: `failing_pods` by node; pods that failed before the
+    rollout began with the node do not count. own: nodes that this run has begun. gone: unfinished nodes of this run
+    whose Node was deleted or has other labels now; such a Node may come back, without its requested share.
     """
     by_phase: dict[Phase, list[NodeView]] = {member: [] for member in Phase}
     for view in nodes:
@@ -534,7 +534,7 @@ def decide(
     under_way = len(moving) + len(gone)
     if limits.pause and own:
         return RolloutStep(forget=forget, over=not under_way and not forget)
-    # A node whose devices move to another share counts as moving whether its share is set or not, so it comes first.
+    # A node whose devices still move comes first, whether its share is already set or not, because it counts as moving.
     unfinished = [view for view in waiting if view.reported is not None and not finished(view)]
     ready = [view for view in waiting if view.ready and (view.reported is None or finished(view))]
     count = max(0, limits.max_unavailable - under_way)
@@ -545,16 +545,16 @@ def decide(
 
 
 def share_patch(driver: str, share: str | None) -> dict[str, Any]:
-    """Return the merge patch of a Node that requests a share, or (None) removes the request."""
+    """Return the merge patch of a Node that requests a share, or removes the request (None)."""
     return {"metadata": {"annotations": {share_annotation(driver): share}}}
 
 
 def begin_patch(goal: Goal, driver: str, node: Object, failing: Collection[str]) -> dict[str, Any] | None:
-    """Return the merge patch that begins a node: the share, and the former share.
+    """Return the merge patch with which the rollout begins a node. It sets the share and records the former share.
 
-    None if the node is begun already, or belongs to another owner by now. node: its present state, on which the patch
-    depends. failing: UIDs as in `failing_pods`. Later rollouts keep the share from before the first one, and an undo
-    restores that.
+    None if the rollout has already begun the node, or the node belongs to another owner by now. node: its present
+    state, on which the patch depends. failing: UIDs as in `failing_pods`. A later rollout keeps the share recorded by
+    the first one, and an undo restores that share.
     """
     annotations = _annotations(node)
     key, before_key = share_annotation(driver), before_annotation(driver)
@@ -569,7 +569,7 @@ def begin_patch(goal: Goal, driver: str, node: Object, failing: Collection[str])
 def forget_patch(goal: Goal, driver: str, node: Object) -> dict[str, Any] | None:
     """Return the merge patch that removes a rollout's record from a node.
 
-    None if there is no record, or another share than before the rollout is requested now.
+    None if there is no record, or if the requested share is not the one from before the rollout.
     """
     annotations = _annotations(node)
     before = _before(annotations.get(before_annotation(driver)))
@@ -589,7 +589,7 @@ def next_marks(goal: Goal, nodes: Iterable[NodeView], limits: RolloutLimits) -> 
 
 
 def with_marks(step: RolloutStep, marks: MarkStep, limits: RolloutLimits, waited: float = 0.0) -> RolloutStep:
-    """Return a step that begins no node before all are marked. waited: seconds for pools that come, or go."""
+    """Return a step that begins no node before all are marked. waited: seconds of waiting for pools."""
     if marks.waits and waited > limits.patience and not step.stop:
         what = "published, though a rollout asks for it" if marks.unpublished else "withdrawn"
         late = f"{shortened(marks.waits)}: the agent's pool is not {what} after {limits.patience:g} s"

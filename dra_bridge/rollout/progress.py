@@ -1,7 +1,8 @@
-"""The agent's report on its devices, an annotation (`<driver>/handover`) of its node's Lease, and how it is read back.
+"""Writes and reads the agent's report on its devices: the annotation `<driver>/handover` of the node's Lease.
 
-The agent may not write to Nodes. Former agents wrote it on a slice of theirs, which they kept without devices.
-The report is written at once when a state changes, and seldom for a holder alone.
+The agent has no right to write to Nodes. Older agents wrote the report on one of their slices, which they kept even
+without devices. The agent writes the report at once when a device's state changes. If only a holder changes, it writes
+seldom.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from deviceplugin.exclusion import DeviceKey
 from deviceplugin.register.records import RegisterSnapshot, State
 
 MAX_DEVICES: Final = 1024
-"""Of a resource with more devices only their numbers are reported."""
+"""For a resource with more devices, the report has only their number."""
 MAX_BYTES: Final = 192 * 1024
-"""Of a node's reports: the API server takes 256 KiB for all annotations of an object, and none of them beyond that."""
+"""Maximum bytes of a node's reports. The API server accepts 256 KiB for all annotations of an object together."""
 
 
 class DeviceProgress(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One device. since: Unix seconds. holder: pod or claim as namespace/name. waits: what its move waits for.
+    """One device. since: Unix seconds. holder: pod or claim as namespace/name. waits: what the device's move waits for.
 
-    gone: the source does not list it any more, so it counts in no share.
+    gone: the source no longer lists the device, so it does not count for the share.
     """
 
     state: State
@@ -35,7 +36,7 @@ class DeviceProgress(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ResourceProgress(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One resource. share: the one that is in force. counts: devices by state, without those that are gone."""
+    """One resource. share: the share in force. counts: number of devices by state, without devices that are gone."""
 
     share: str
     counts: dict[str, int]
@@ -45,9 +46,9 @@ class ResourceProgress(msgspec.Struct, frozen=True, omit_defaults=True):
 class Progress(msgspec.Struct, frozen=True, omit_defaults=True):
     """One driver on one node.
 
-    requested: the share in the Node's annotation as the agent knows it; "": the config's shares apply, or `kept`, which
-    was requested on the Node object before this one. qualifiers: in the names of published devices, by resource, also
-    of resources that the driver has no longer.
+    requested: the share in the Node's annotation that the agent has read. If it is "", the share `kept` applies, which
+    a former Node object of this node requested, or else the config's share. qualifiers: by resource, the part that the
+    published device names have for it; also for resources that the driver no longer has.
     """
 
     resources: dict[str, ResourceProgress]
@@ -57,17 +58,20 @@ class Progress(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def annotation(driver: str) -> str:
-    """Return the key of the annotation on Leases. On slices it has the qualifiers alone; a former agent's has all."""
+    """Return the key of the report's annotation. Leases have the whole report, slices only its qualifiers.
+
+    On the slices of older agents, the annotation is the whole report.
+    """
     return f"{driver}/handover"
 
 
 def share_annotation(driver: str) -> str:
-    """Return the key of the annotation on Nodes that asks for a share."""
+    """Return the key of the annotation on Nodes that requests a share."""
     return f"{driver}/dra-share"
 
 
 def pool_annotation(driver: str) -> str:
-    """Return the key of the annotation on Nodes that asks for a pool of the driver also while it has no device."""
+    """Return the key of the annotation on Nodes that requests a pool of the driver even without devices."""
     return f"{driver}/dra-pool"
 
 
@@ -82,7 +86,7 @@ def progress(
     qualifiers: Mapping[str, str],
     most: int = MAX_BYTES,
 ) -> Progress:
-    """Return the report, of at most so many bytes. shares: those in force, by resource.
+    """Return the report, of at most `most` bytes. shares: by resource, the share in force.
 
     gone: devices that no source lists now.
     """
@@ -113,7 +117,7 @@ def encoded(report: Progress) -> str:
 
 
 def without_holders(report: Progress) -> Progress:
-    """Return the part that changes only with states, not with each pod."""
+    """Return the report without holders and waits. This part changes only with a device's state."""
     resources = {}
     for name, resource in report.resources.items():
         devices = {
@@ -124,7 +128,7 @@ def without_holders(report: Progress) -> Progress:
 
 
 def read(driver: str, objects: Iterable[Mapping[str, Any]]) -> Progress | None:
-    """Return the first report of a driver in a node's objects; None if there is none, or it cannot be read."""
+    """Return the first report of a driver in a node's objects; None if there is none, or it cannot be parsed."""
     for body in objects:
         if text := ((body.get("metadata") or {}).get("annotations") or {}).get(annotation(driver)):
             try:

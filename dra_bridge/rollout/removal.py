@@ -1,4 +1,4 @@
-"""What is in the way of removing the agents' slices, and what rollouts have left on Nodes."""
+"""Finds the obstacles to removing the agents' slices, and the annotations that rollouts have left on Nodes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _KEYS: Final = ("dra-share", "dra-share-before", "dra-pool", "dra-scale-down")
 
 
 def left_behind(drivers: Collection[str]) -> str:
-    """Return what is not removed, and the commands that remove it."""
+    """Return a text that names the objects that are not removed, and the commands that remove them."""
     annotations = " ".join(f"{driver}/{key}-" for driver in sorted(drivers) for key in _KEYS)
     return _LEFT_BEHIND.format(label=LABEL, annotations=annotations)
 
@@ -32,8 +32,8 @@ async def obstacles(
 ) -> list[str]:
     """Return a sentence for each reason why slices of these drivers cannot be removed. Raises ClusterError.
 
-    node: the only node, "" for all. namespace: of the agents, "" for where the manifests' bindings say. before: before
-    agents are removed, when nothing is wrong with those that run.
+    node: the only node, "" for all. namespace: of the agents, "" for the namespace that the bindings of `manifests`
+    name. before: whether the check comes before the agents are removed; then running agents are no obstacle.
     """
     try:
         namespaces = [namespace] if namespace else await namespaces_of_agents(cluster)

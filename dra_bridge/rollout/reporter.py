@@ -9,13 +9,13 @@ from dra_bridge.rollout import fleet
 from dra_bridge.rollout.fleet import NodeView, Phase
 
 OTHER_ROWS = 6
-"""Rows of a terminal that bars of nodes leave to lines and to the bar of all nodes."""
+"""Rows of a terminal that the bars of single nodes leave free for lines and for the bar of all nodes."""
 
 
 class Reporter:
-    """Shows how far nodes are: by progress bars (rich's) if they are given, else by lines.
+    """Shows the progress of nodes: by rich's progress bars if there are any, else by lines.
 
-    say: shows a line. stopped: why a rollout has stopped, to be printed last, where no bar hides it.
+    say: prints a line. stopped: why a rollout has stopped; the program prints it last, after the bars are gone.
     """
 
     def __init__(self, say: Callable[[str], None], bars: Any = None) -> None:
@@ -30,12 +30,12 @@ class Reporter:
         self._most: dict[str, int] = {}
 
     def show(self, nodes: Sequence[NodeView]) -> None:
-        """Move each node's bar, or print a line for each node of which something changed."""
+        """Update each node's bar, or print a line for each node that has changed."""
         for view in nodes:
             node = view.node
             if self._bars is not None and node not in self._tasks:
                 self._tasks[node] = self._bars.add_task(node, total=None, unit="devices", visible=False)
-            # Without an annotation only the agent knows what it is to be.
+            # The Node has no annotation, so only the agent knows the requested share.
             if view.reported is None or (view.requested is None and view.reported.requested):
                 continue
             left = fleet.distance(view)
@@ -51,18 +51,21 @@ class Reporter:
             self._make_room()
 
     def total(self, phases: Mapping[str, Phase]) -> None:
-        """Move the bar of all nodes, which is above those of the nodes in the move. phases: of all nodes, by name."""
+        """Update the bar of all nodes, which is above the nodes' own bars. phases: of all nodes, by name."""
         if self._bars is None:
             return
         of = {phase: sum(each is phase for each in phases.values()) for phase in Phase}
         words = f"{of[Phase.MOVING]} moving, {of[Phase.WAITING]} not started"
         done = of[Phase.DONE] + of[Phase.UNTOUCHED]
-        if self._total is None:  # with all of it: it may be drawn at once
+        if self._total is None:  # The bar gets its total at once, because rich may draw it immediately.
             self._total = self._bars.add_task(words, total=len(phases), completed=done, unit="nodes")
         self._bars.update(self._total, description=words, total=len(phases), completed=done)
 
     def _make_room(self) -> None:
-        """Show as many bars as the terminal has rows for: nodes in the move first, others only beside no total."""
+        """Show as many bars as the terminal has rows for.
+
+        Moving nodes come first; finished ones are shown only without a total.
+        """
         moving = [node for node in self._tasks if node not in self._done]
         rest = [node for node in self._tasks if node in self._done] if self._total is None else []
         shown = [*moving, *rest][: max(1, self._bars.console.height - OTHER_ROWS)]
@@ -70,7 +73,7 @@ class Reporter:
             self._bars.update(task, visible=node in shown)
 
     def explain(self, nodes: Sequence[NodeView]) -> None:
-        """Print what each node waits for, if it has changed since it was printed last."""
+        """Print the obstacles of each node, if they have changed since they were printed last."""
         for view in nodes:
             lines = fleet.obstacles(view)
             if lines and self._explained.get(view.node) != lines:

@@ -1,4 +1,7 @@
-"""Finds pods that a restart of their node's kubelet would end. It needs the pods' ages, which agents do not know."""
+"""Finds the pods that a restart of their node's kubelet would end.
+
+It reads the pods' ages, which agents do not know.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,8 @@ from dra_bridge.rollout.fleet import NodeView, requests_of, shortened
 async def ended_by_restart(cluster: Cluster, views: Sequence[NodeView], said: Sequence[str] = ()) -> list[str]:
     """Return a sentence for each resource of a node whose kubelet's restart would end pods. Raises ClusterError.
 
-    Costs a list of the pods of each node that has devices with holders on both sides. said: what the agents say
-    themselves; pods that they name are not repeated.
+    It lists the pods of each node that has devices with holders on both sides. said: the agents' own sentences; pods
+    that they name are not repeated.
     """
     sentences = []
     for view in views:
@@ -35,7 +38,10 @@ def _both(view: NodeView, resource: str) -> bool:
 
 
 def denied_pods(pods: Iterable[Object], resource: str) -> tuple[str, ...]:
-    """Return the pods (namespace/name) of a node that its kubelet would deny at a restart. pods: those of the node."""
+    """Return the pods (namespace/name) of a node that its kubelet would deny at a restart.
+
+    pods: all pods of the node.
+    """
     admitted = [admitted_pod for pod in pods if (admitted_pod := _admitted(pod, resource)) is not None]
     return denied(admitted, sum(pod.asks for pod in admitted if not pod.by_dra))
 

@@ -1,7 +1,7 @@
-"""Asks nodes for shares and follows the moves: `dra-bridge status`, `migrate` and `rollout` without their options.
+"""Requests shares of nodes and follows the moves, for `dra-bridge status`, `migrate` and `rollout`.
 
-All goes through the API server, with the rights of the user: read nodes, Leases, slices, claims, pods and events, patch
-nodes.
+All requests go to the API server and need rights of the user: to read nodes, Leases, slices, claims, pods and events,
+and to patch nodes.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from dra_bridge.rollout.fleet import Goal, NodeView, Phase, RolloutLimits
 from dra_bridge.rollout.reporter import Reporter
 
 EXPLAIN: Final = 5.0
-"""Seconds without a change after which the obstacles of nodes are shown."""
+"""Seconds without a change after which the rollout prints the obstacles of nodes."""
 POLL: Final = 2.0
 """Seconds between two lists of the pods of a node that moves."""
 AFTER: Final = 60.0
-"""Seconds for which the pods of a node are still listed after its move is done."""
-NEEDS_LEASES: Final = "this takes the right to list and watch leases, which the role dra-bridge-operator gives"
+"""Seconds for which the rollout still lists the pods of a node after its move is done."""
+NEEDS_LEASES: Final = "this needs the right to list and watch leases, which the role dra-bridge-operator gives"
 
 
 class RolloutError(Exception):
-    """Raised when a request cannot be done; nothing was written then. status: the exit status."""
+    """Raised when the request is impossible. Nothing was written then. status: the exit status of the program."""
 
     def __init__(self, message: str, status: int = 2) -> None:
         super().__init__(message)
@@ -44,7 +44,10 @@ class RolloutError(Exception):
 
 
 async def read_leases(cluster: Cluster, namespaces: Sequence[str]) -> list[Object]:
-    """Return the Leases with the agents' reports. Raises RolloutError without the right to read them, ClusterError."""
+    """Return the Leases with the agents' reports.
+
+    Raises RolloutError if the user lacks the right to read them, ClusterError.
+    """
     try:
         lists = [await cluster.list(LEASES, namespace, label_selector=LABEL) for namespace in namespaces]
     except kube.ForbiddenError as error:
@@ -55,10 +58,12 @@ async def read_leases(cluster: Cluster, namespaces: Sequence[str]) -> list[Objec
 async def read_nodes(
     cluster: Cluster, driver: str = "", names: Sequence[str] = (), namespace: str = "", *, with_claims: bool = True
 ) -> list[NodeView]:
-    """Return the progress of nodes with one driver or with all. nodes: their names; all that a driver serves if empty.
+    """Return the progress of nodes. driver: "" for all drivers.
 
-    namespace: of the agents, "" for where the manifests' bindings say. with_claims: whether holders are those of now.
-    Raises RolloutError if there is no such driver or node, ClusterError.
+    names: names of nodes; empty for all nodes of the driver.
+
+    namespace: of the agents, "" for the namespace that the bindings of `manifests` name. with_claims: whether to read
+    the current holders from claims. Raises RolloutError if the driver or a node does not exist, ClusterError.
     """
     leases = await read_leases(cluster, await lease_namespaces(cluster, namespace))
     if names:
@@ -91,7 +96,7 @@ def _drivers(slices: Sequence[Object], leases: Sequence[Object]) -> set[str]:
 
 
 async def check_driver(cluster: Cluster, driver: str, leases: Sequence[Object]) -> None:
-    """Raise RolloutError if no node has the driver, by its slices and by what agents report. Raises ClusterError."""
+    """Raise RolloutError if no node has the driver, by slices and the agents' reports. Raises ClusterError."""
     drivers = _drivers((await cluster.list(RESOURCE_SLICES)).items, leases)
     if driver not in drivers:
         others = f" (there are: {', '.join(sorted(drivers))})" if drivers else ""
@@ -102,7 +107,7 @@ async def _patch_node(cluster: Cluster, node: str, patch: Mapping[str, Any]) -> 
     try:
         return await cluster.patch(NODES, node, patch)
     except kube.ForbiddenError as error:
-        raise RolloutError(f"node {node}: {error.message}; this takes the right to patch nodes") from error
+        raise RolloutError(f"node {node}: {error.message}; this needs the right to patch nodes") from error
 
 
 async def _patch(
@@ -115,7 +120,7 @@ async def _patch(
 
 
 class _WatchOf(NamedTuple):
-    """A watch: of which objects. namespace: "" for all."""
+    """The objects of one watch. namespace: "" for all."""
 
     kind: kube.Kind
     namespace: str = ""
@@ -158,7 +163,7 @@ class _Fleet:
 
     @contextlib.asynccontextmanager
     async def watched(self) -> AsyncIterator[Self]:
-        """Keep the objects up to date while the context lasts; it begins when all were listed."""
+        """Keep the objects up to date inside the context, which begins when all objects were listed."""
         tasks = [asyncio.create_task(self._follow(what)) for what in (self._nodes, self._slices, *self._leases)]
         try:
             while len(self._objects) < len(tasks):
@@ -183,9 +188,9 @@ class _Fleet:
                 self._changed.set()
 
     def put(self, node: Object) -> None:
-        """Keep a state of a Node, unless a newer state is known or the watch has reported its deletion.
+        """Store a Node, unless a newer version is known or the watch has reported its deletion.
 
-        The watch reports what was written here too, before or after the answer to the write.
+        The watch also reports writes of this process, before or after their answers.
         """
         self._put(self._nodes, node)
 
@@ -196,13 +201,13 @@ class _Fleet:
             self._objects[what][name] = body
 
     def views(self) -> list[NodeView]:
-        """Return how far the nodes are now."""
+        """Return the present progress of the nodes."""
         nodes = [node for name, node in self._objects[self._nodes].items() if not self._names or name in self._names]
         leases = [lease for what in self._leases for lease in self._objects[what].values()]
         return fleet.views(self.driver, nodes, self._objects[self._slices].values(), self._claims, leases)
 
     async def wait(self, seconds: float, waiting: Callable[[NodeView], bool]) -> None:
-        """Wait for a change; after EXPLAIN seconds without one, explain the nodes that are waiting."""
+        """Wait for a change. After EXPLAIN seconds without one, print the obstacles of waiting nodes."""
         if (nodes := self.views()) != self._last:
             self._last, self._since = nodes, time.monotonic()
         with contextlib.suppress(TimeoutError):
@@ -214,7 +219,7 @@ class _Fleet:
             await self.explain(waiting)
 
     async def explain(self, waiting: Callable[[NodeView], bool]) -> None:
-        """Show what the nodes that are waiting wait for, with the holders of now."""
+        """Print the obstacles of waiting nodes, with their current holders."""
         with contextlib.suppress(kube.UnavailableError, kube.ForbiddenError):
             self._claims = await self.cluster.allocated_claims()
         self.reporter.explain([view for view in self.views() if waiting(view)])
@@ -233,9 +238,9 @@ async def migrate(
 ) -> bool:
     """Request a share of these nodes (None: remove the request); return whether all of them succeeded.
 
-    namespace: of the agents, "" for where the manifests' bindings say. wait: wait until every device is on its side, at
-    most `timeout` seconds if given. Raises RolloutError if the share is impossible and nothing was written,
-    ClusterError if the API server does not answer.
+    namespace: of the agents, "" for the namespace that the bindings of `manifests` name. wait: whether to wait until
+    every device is on its requested side, at most `timeout` seconds if given. Raises RolloutError if the share is
+    impossible; nothing was written then. Raises ClusterError if the API server does not answer.
     """
     views = await read_nodes(cluster, driver, names, namespace, with_claims=False)
     if problems := [f"node {view.node}: {fleet.obstacles(view)[0]}" for view in views if view.reported is None]:
@@ -282,11 +287,12 @@ async def rollout(
     reporter: Reporter,
     namespace: str = "",
 ) -> bool:
-    """Move the nodes of a label selector, some at a time; return whether all of them are as they should be.
+    """Move the nodes of a label selector, some at a time; return whether all have reached the goal.
 
-    namespace: of the agents, "" for where the manifests' bindings say.
+    namespace: of the agents, "" for the namespace that the bindings of `manifests` name.
 
-    Raises RolloutError if it cannot be begun and nothing was written, ClusterError if the API server cannot be asked.
+    Raises RolloutError if the rollout cannot begin; nothing was written then. Raises ClusterError if the API server
+    does not answer.
     """
     nodes = (await cluster.list(NODES, label_selector=selector)).items
     if not nodes:
@@ -305,14 +311,14 @@ async def rollout(
 
 
 async def _owner(cluster: Cluster, goal: Goal) -> str:
-    """Return the owner of this rollout: the user's name at the API server, and the share. Raises ClusterError."""
+    """Return the owner of this rollout: the name of the user at the API server, and the share. Raises ClusterError."""
     review = (await cluster.create(kube.SELF_SUBJECT_REVIEWS, {"metadata": {}})).get("status") or {}
     user = (review.get("userInfo") or {}).get("username") or "an unknown user"
     return f"{user} (undo)" if goal.undo else f"{user} (share {goal.share or 'default'})"
 
 
 class _Rollout:
-    """One run of a rollout; the state that another run needs is on the nodes."""
+    """One run of a rollout. The state that another run needs is on the Nodes."""
 
     def __init__(self, watched: _Fleet, goal: Goal, limits: RolloutLimits) -> None:
         self._fleet = watched
@@ -321,17 +327,17 @@ class _Rollout:
         self._limits = limits
         self._since: dict[str, float] = {}
         self._own: dict[str, str] = {}
-        """The nodes whose share this run has set, with the UIDs of their Nodes."""
+        """Nodes whose share this run has set, with the UIDs of their Node objects."""
         self._done: dict[str, float] = {}
         self._gone: Sequence[str] = ()
-        """Nodes whose share this run has set and that were deleted before they were done."""
+        """Nodes whose share this run has set and that were deleted before their moves were done."""
         self._failing: dict[str, tuple[float, dict[str, str]]] = {}
-        """By node, when its pods were last listed, and which of them were failing."""
+        """For each node, the time of the last list of its pods, and the pods that were failing then."""
         self._baseline: dict[str, frozenset[str]] = {}
-        """Pods that were failing when a node was first seen to move, where no record says so."""
+        """For each node without a record, the pods that were failing when this run first saw the node move."""
         self._last_check = False
         self._waits_since: float | None = None
-        """Since when pools are waited for: to be published, or to go."""
+        """Since when the rollout has waited for pools to appear or disappear; None if it does not."""
 
     async def run(self) -> bool:
         """Take steps until the rollout is over or has to stop."""
@@ -342,7 +348,7 @@ class _Rollout:
             except kube.UnavailableError as error:
                 self._reporter.say(f"the API server does not answer: {error.message}")
             except (kube.ConflictError, kube.NotFoundError):
-                pass  # the node has changed meanwhile: the next step decides anew
+                pass  # The node has changed meanwhile; the next step decides again.
             await self._fleet.wait(POLL, lambda view: fleet.phase(self._goal, view) is Phase.MOVING)
 
     async def _step(self) -> bool | None:
@@ -350,7 +356,7 @@ class _Rollout:
         nodes = self._fleet.views()
         now = time.monotonic()
         for name in [view.node for view in nodes if self._own.get(view.node, view.uid) != view.uid]:
-            for kept in (self._own, self._since, self._done):  # it was recreated, without its annotations
+            for kept in (self._own, self._since, self._done):  # The Node was recreated without its annotations.
                 kept.pop(name, None)
         phases = {view.node: fleet.phase(self._goal, view) for view in nodes}
         for name, at in phases.items():
@@ -394,12 +400,12 @@ class _Rollout:
             return None
         if not self._last_check:
             self._last_check = True
-            self._failing.clear()  # list the pods once more before all is said to be well
+            self._failing.clear()  # Pods are listed once more before the rollout reports success.
             return await self._step()
         return self._end()
 
     async def _write_marks(self, step: MarkStep) -> None:
-        """Mark nodes, ask for their pools, and take both back."""
+        """Write and remove marks, and the requests for pools."""
         driver = self._fleet.driver
         for name in step.mark:
             await self._write_mark(name, partial(autoscaler.mark_patch, driver))
@@ -418,7 +424,7 @@ class _Rollout:
         self._fleet.put(node)
 
     async def _newly_failing(self, view: NodeView, now: float) -> dict[str, str]:
-        """Return which pods have begun to fail on a node that moves or has moved, as of a list not long ago."""
+        """Return the pods that began to fail since a node began to move, by a recent list."""
         at, failing = self._failing.get(view.node, (-POLL, {}))
         if now - at >= POLL and now - self._done.get(view.node, now) <= AFTER:
             failing = await self._failing_pods(view)
@@ -441,7 +447,7 @@ class _Rollout:
         self._own[view.node] = node["metadata"].get("uid", "")
         self._since[view.node] = time.monotonic()
         self._done.pop(view.node, None)
-        # Show how far it is from that: it may be there at the next step.
+        # Show the distance to the new share. At the next step the node may already have reached it.
         self._reporter.show([replace(view, requested=wanted)])
 
     async def _failing_pods(self, view: NodeView) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Reads what `dra-bridge status` shows: the API server's objects, and what agents answer."""
+"""Reads the data of `dra-bridge status`: the API server's objects, and the answers of agents."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from dra_bridge.rollout.waiting import hints, other_classes
 
 
 async def read_status(cluster: Cluster, driver: str, names: Sequence[str], namespace: str) -> FleetStatus:
-    """Return what is known of these nodes, or of all. namespace: of the agents, "" for that of the manifests.
+    """Read the status of these nodes, or of all. namespace: of the agents, "" for that of the bindings of `manifests`.
 
-    Raises RolloutError if there is no such driver or node, ClusterError if the API server cannot be asked.
+    Raises RolloutError if the driver or a node does not exist, ClusterError if the API server does not answer.
     """
     nodes = await read_nodes(cluster, driver, names, namespace)
-    # What is neither in a Lease nor in slices only its agent says.
+    # For nodes without a Lease and slices, only their agent knows the devices.
     asked = set(names) | {view.node for view in nodes if view.devices}
     answers = await ask_agents(cluster, asked, namespace, others=not names)
     nodes = [fleet.with_answers(view, answers) for view in nodes]

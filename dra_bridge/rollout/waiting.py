@@ -1,4 +1,4 @@
-"""Pods that wait although a node has enough devices for them: some on the plugin side, the others on the DRA side."""
+"""Finds pods that wait although their node has enough devices, but some on the plugin side and some on the DRA side."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dra_bridge.rollout.fleet import NodeView, quantity, requests_of, shortened
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A pod that is not scheduled, and how much it asks for: of extended resources, and of DeviceClasses by claims."""
+    """An unscheduled pod, with its requests of extended resources, and of DeviceClasses through claims."""
 
     pod: str
     resources: Mapping[str, int]
@@ -25,8 +25,8 @@ class Wait:
 class Room:
     """The free devices of one resource on one node.
 
-    free: of the extended resource, as the scheduler counts. per_device: how many of it one device is. dra: devices on
-    the DRA side. idle: those of them that no claim has.
+    free: free amount of the extended resource, as the scheduler counts it. per_device: amount that one device stands
+    for. dra: devices on the DRA side. idle: devices among them that no claim has.
     """
 
     free: int
@@ -36,10 +36,10 @@ class Room:
 
 
 async def hints(cluster: Cluster, views: Sequence[NodeView]) -> list[str]:
-    """Return sentences that name moves by which waiting pods could start. Raises ClusterError.
+    """Return sentences that name moves after which waiting pods could start. Raises ClusterError.
 
-    Costs one list of the pods without a node, and if some of them ask for such devices, one of all claims, and for each
-    node a read and a list of its pods.
+    It lists the pods without a node. If some of them request such devices, it also lists all claims, and for each node
+    reads the Node and lists its pods.
     """
     waiting = (await cluster.list(PODS, field_selector="spec.nodeName=,status.phase=Pending")).items
     resources = {name for view in views if view.reported is not None for name in view.reported.resources}
@@ -60,7 +60,7 @@ async def other_classes(cluster: Cluster, views: Sequence[NodeView]) -> list[str
     resources = [name for view in views if view.reported is not None for name in view.reported.resources]
     try:
         classes = (await cluster.list(DEVICE_CLASSES)).items
-    except ForbiddenError:  # a role of former manifests
+    except ForbiddenError:  # A role of older manifests lacks the right.
         return []
     return contested_names(resources, classes)
 
@@ -68,8 +68,8 @@ async def other_classes(cluster: Cluster, views: Sequence[NodeView]) -> list[str
 def contested_names(resources: Iterable[str], classes: Sequence[Object]) -> list[str]:
     """Return a sentence for each resource that several DeviceClasses name as their extended resource.
 
-    The scheduler takes the newest of them, and of two as new the first by name (extendedresourcecache.go,
-    kube-scheduler 1.36).
+    The scheduler uses the newest class; of classes with the same creation time, it uses the first by name
+    (extendedresourcecache.go, kube-scheduler 1.36).
     """
     sentences = []
     for resource in dict.fromkeys(resources):
@@ -88,7 +88,7 @@ def contested_names(resources: Iterable[str], classes: Sequence[Object]) -> list
 
 
 def hints_of(view: NodeView, node: Object, bound: Iterable[Object], waits: Iterable[Wait]) -> list[str]:
-    """Return a hint for each resource of a node and each side on which more devices would let a waiting pod start."""
+    """Return a hint for each resource and side where more devices would let a waiting pod start."""
     by_side: dict[tuple[str, bool], str] = {}
     bound = list(bound)
     for resource in view.reported.resources if view.reported is not None else ():
@@ -113,9 +113,10 @@ def _hint(view: NodeView, resource: str, room: Room, pod: str, wanted: int, move
 
 
 def moves_for(room: Room, resource: int, devices: int) -> int:
-    """Return how many devices would have to move to the DRA side (below 0: to the plugin side); 0 if that is no help.
+    """Return how many devices would have to move to the DRA side; below 0: to the plugin side; 0: a move does not help.
 
-    resource: how much of the extended resource a pod waits for. devices: how many it waits for by claims.
+    resource: amount of the extended resource that a pod waits for. devices: number of devices that it waits for through
+    claims.
     """
     if resource > room.free:
         moved = math.ceil((resource - room.free) / room.per_device)
@@ -127,10 +128,10 @@ def moves_for(room: Room, resource: int, devices: int) -> int:
 
 
 def room_of(view: NodeView, resource: str, node: Object, bound: Iterable[Object]) -> Room:
-    """Return what is free of a resource on a node. bound: the node's pods.
+    """Return the free devices of a resource on a node. bound: the node's pods.
 
-    The scheduler subtracts the requests of all pods, also of those that got devices through DRA
-    (NodeInfo.update, kube-scheduler 1.36).
+    The scheduler subtracts the requests of all pods, including pods that got devices through DRA (NodeInfo.update,
+    kube-scheduler 1.36).
     """
     status = node.get("status") or {}
     capacity, allocatable = (quantity((status.get(key) or {}).get(resource)) for key in ("capacity", "allocatable"))
@@ -145,7 +146,7 @@ def room_of(view: NodeView, resource: str, node: Object, bound: Iterable[Object]
 
 
 def wait_of(pod: Object, claims: Iterable[Object]) -> Wait:
-    """Return what a pod waits for. claims: all there are; those that are allocated are not waited for."""
+    """Return what a pod waits for. claims: all claims of the cluster; allocated claims are not waited for."""
     namespace, name = pod["metadata"]["namespace"], pod["metadata"]["name"]
     names = [status.get("resourceClaimName") for status in (pod.get("status") or {}).get("resourceClaimStatuses") or ()]
     names += [reference.get("resourceClaimName") for reference in pod["spec"].get("resourceClaims") or ()]
@@ -155,7 +156,8 @@ def wait_of(pod: Object, claims: Iterable[Object]) -> Wait:
         if metadata["namespace"] != namespace or metadata["name"] not in names or allocated:
             continue
         for request in (claim["spec"].get("devices") or {}).get("requests") or ():
-            exactly = request.get("exactly") or request  # before v1beta2 the fields were the request's own
+            # Before v1beta2, these fields were fields of the request itself.
+            exactly = request.get("exactly") or request
             device_class = exactly.get("deviceClassName", "")
             classes[device_class] = classes.get(device_class, 0) + int(exactly.get("count") or 1)
     return Wait(f"{namespace}/{name}", requests_of(pod), classes)

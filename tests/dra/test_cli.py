@@ -902,7 +902,7 @@ def test_migrate_without_the_right(nodes: FakeFleet, bridge: Callable[..., Ran])
     nodes.server.fail(lambda request: request.method == "PATCH", Fault(code=403, message="nodes is forbidden"))
     ran = bridge("migrate", "n1", "--driver", D, "--share", "all")
     assert ran.status == 2
-    assert ran.err == "node n1: nodes is forbidden; this takes the right to patch nodes\n"
+    assert ran.err == "node n1: nodes is forbidden; this needs the right to patch nodes\n"
 
 
 def test_migrate_that_takes_too_long(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:

@@ -197,7 +197,7 @@ def forbidden(path: str) -> tuple[int, dict[str, Any]]:
     [
         (
             forbidden,
-            "this takes the right to get pods/proxy in namespace dra-bridge, which a Role of `manifests` gives",
+            "this needs the right to get pods/proxy in namespace dra-bridge, which a Role of `manifests` gives",
         ),
         (lambda path: (403, "a client certificate is needed\n"), "its agent refuses: a client certificate is needed"),
         (lambda path: (401, "a token is needed\n"), "its page asks for a token, which the proxy cannot pass on"),
@@ -252,7 +252,7 @@ async def test_an_agent_that_is_no_pod(server: FakeApiServer, scheme: str) -> No
 async def test_who_may_not_ask_nodes(server: FakeApiServer) -> None:
     """Without the right to reach ports of nodes, what is missing and what for is said, once."""
     server.proxied = forbidden
-    why = "an agent that is no pod is asked at port 9410 of its node: this takes the right to get nodes/proxy"
+    why = "an agent that is no pod is asked at port 9410 of its node: this needs the right to get nodes/proxy"
     assert (await asked(server, "n1")).reasons == {"n1": f"{NO_POD}; {why}"}
     assert len(server.requests("GET", "/proxy/")) == 1
 
@@ -315,7 +315,7 @@ async def test_no_right_to_list_pods(server: FakeApiServer) -> None:
     """Without that right every node has it as its reason."""
     server.fail(lambda request: request.path.endswith("/pods"), Fault(code=403, message="no, you may not"))
     assert (await asked(server, "n1", "n2")).reasons == dict.fromkeys(
-        ("n1", "n2"), "no, you may not; this takes the right to list pods"
+        ("n1", "n2"), "no, you may not; this needs the right to list pods"
     )
 
 
