@@ -8,7 +8,7 @@ import dataclasses
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -238,6 +238,11 @@ def _add_deployment(parser: argparse.ArgumentParser) -> None:
     add("--tenant", "tenants", about, type=name, action="append", metavar="NAME")
     minor = matching(r"1\.[0-9]+", "is not like 1.36", lambda text: int(text[2:]))
     add("--kubernetes", "kubernetes", "the API server's version; a quota of 1.35 has two keys", "1.36", type=minor)
+    about = "print a ConfigMap with the deviceClassMappings for Kueue's configuration"
+    add("--kueue", "kueue", about, action="store_true")
+    about = "print a policy that refuses wrong parameters in claims and classes; `values`: only those of the chart"
+    checks: dict[str, Any] = {"nargs": "?", "const": "policy", "choices": ("policy", "values")}
+    parser.add_argument("--check-parameters", help=about, **checks)
     add("--node-selector", "node_selector", selector, type=label, action="append", metavar="KEY=VALUE")
 
 
@@ -273,9 +278,10 @@ def _manifests(options: argparse.Namespace) -> int:
         raise CommandError("dra-bridge manifests: --quota and --tenant belong together")
     if bool(options.source) != bool(given.get("own_command")):
         raise CommandError("dra-bridge manifests: --source and --command belong together")
+    sources: Sequence[DeviceSource] = ()
     try:
         if options.source:
-            text, loaded = "", _config_of(options.source)
+            text, (loaded, sources) = "", _served_by(options.source)
         else:
             text = options.config.read_text(encoding="utf-8")
             loaded = config.parse(text, str(options.config))
@@ -284,7 +290,12 @@ def _manifests(options: argparse.Namespace) -> int:
         raise CommandError(f"{options.config or options.source} cannot be read: {reason}") from error
     if given.get("plugin_only") or not any(resource.driver for resource in loaded.resources):
         given = {"name": PLUGIN_NAME, "namespace": PLUGIN_NAME, **given}
+    if options.check_parameters:
+        given["parameters"] = _parameters(loaded, sources)
     deployment = Deployment(**given)
+    if options.check_parameters == "values":
+        sys.stdout.write(to_yaml([{"checkParameters": deployment.parameters}]))
+        return 0
     try:
         units = written(options.systemd, loaded, deployment) if options.systemd else []
         printed = to_yaml(rights(loaded, deployment) if units else manifests(loaded, text, deployment))
@@ -310,11 +321,22 @@ def _manifests(options: argparse.Namespace) -> int:
     return 0
 
 
+def _parameters(loaded: Config, sources: Sequence[DeviceSource]) -> dict[str, str]:
+    """Return by driver the expression that finds a problem in parameters. What later children take is not known."""
+    from deviceplugin.source import DeviceSource
+    from dra_bridge.parameters import expression
+
+    parents = {one.driver for one in sources if type(one).child_sources is not DeviceSource.child_sources}
+    drivers = dict.fromkeys(one.driver for one in loaded.resources if one.driver and one.driver not in parents)
+    found = {driver: expression(one.config_type for one in sources if one.driver == driver) for driver in drivers}
+    return {driver: text for driver, text in found.items() if text}
+
+
 class _Given(BaseException):
     """Raised in place of serving; the arguments are the sources, and how metrics are served."""
 
 
-def _config_of(file: Path) -> Config:
+def _served_by(file: Path) -> tuple[Config, Sequence[DeviceSource]]:
     """Return what an author's file serves on both sides. It is run up to its `run`, with nothing served."""
     import runpy
 
@@ -343,7 +365,7 @@ def _config_of(file: Path) -> Config:
     except _Given as given:
         sources, metrics = given.args
         resources = tuple(ResourceConfig(name=source.resource, driver=source.driver, devices=()) for source in sources)
-        return Config(resources=resources, metrics=metrics)
+        return Config(resources=resources, metrics=metrics), sources
     except (CommandError, OSError):
         raise
     except (Exception, SystemExit) as error:

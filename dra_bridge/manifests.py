@@ -24,6 +24,8 @@ from deviceplugin.naming import EXTENDED_RESOURCE, canonical_resource, class_nam
 from deviceplugin.version import VERSION
 
 Manifest = dict[str, Any]
+KUEUE_MAPPINGS: Final = 16
+"""More than that Kueue does not start with (0.19.2, pkg/config/validation.go)."""
 _WIDE: Final = {"/etc", "/proc", "/root", "/run", "/var", "/var/lib", "/var/run"}
 
 
@@ -41,6 +43,9 @@ class Deployment:
     writable_sys: directories of sysfs that an own agent's hooks write to; a container's /sys is read-only.
     quota, tenants: how many devices of each resource each of these namespaces may have; 0 and () for no ResourceQuota.
     kubernetes: the API server's minor version: before 36 a quota counts claims apart from limits.
+    kueue: whether there is a ConfigMap with what Kueue has to know of the DeviceClasses.
+    parameters: by driver the expression that finds a problem in parameters (`parameters.expression`), for a policy that
+    refuses claims and classes; empty for no policy. A driver that is not in it may get any parameters.
     plugin_only: `deviceplugin run` in place of `dra-bridge run`, without anything of the API server; so it is as well
     where no resource names a driver.
     """
@@ -69,6 +74,8 @@ class Deployment:
     quota: int = 0
     tenants: tuple[str, ...] = ()
     kubernetes: int = 36
+    kueue: bool = False
+    parameters: Mapping[str, str] | None = None
 
 
 def privileges(config: Config, deployment: Deployment) -> list[str]:
@@ -98,7 +105,8 @@ def privileges(config: Config, deployment: Deployment) -> list[str]:
 def manifests(config: Config, text: str, deployment: Deployment | None = None) -> list[Manifest]:
     """Return the objects to apply, in their order; text: the configuration as it is in the file, for the ConfigMap.
 
-    Without a text there is no ConfigMap. Raises ValueError: the path of a driver's socket would be too long.
+    Without a text there is no ConfigMap for it. Raises ValueError: the path of a driver's socket would be too long, or
+    Kueue does not take so many resources.
     """
     how = deployment or Deployment()
     served = bridged(config, how)
@@ -125,7 +133,9 @@ def manifests(config: Config, text: str, deployment: Deployment | None = None) -
         "node_selector": {"kubernetes.io/os": "linux", **(how.node_selector or {})},
         "not_bridge": None if bridge else True,
         "asks_agents": how.metrics_port and bridge,
+        "kueue": how.kueue and _kueue(how, served),
         "nvidia": nvidia,
+        "parameter_problem": _parameter_problem(how.parameters or {}) if served else "",
         "pod_resources_directory": str(PurePosixPath(how.pod_resources_socket or f"{root}/pod-resources/x").parent),
         "pod_annotations": {"dra-bridge/privileged-because": "; ".join(reasons)} if reasons else None,
         "pod_labels": {"app.kubernetes.io/name": how.name, "app.kubernetes.io/managed-by": "dra-bridge"},
@@ -255,6 +265,29 @@ def _hard(how: Deployment, resource: ResourceConfig, served: Collection[Resource
     if resource in served and (how.kubernetes < 36 or not values["extended_resource_name"]):
         hard[f"{values['class_name']}.deviceclass.resource.k8s.io/devices"] = str(how.quota)
     return hard
+
+
+def _kueue(how: Deployment, served: Collection[ResourceConfig]) -> str:
+    """Return Kueue's configuration as YAML: a resource has one name in quotas, for limits and for claims."""
+    if len(served) > KUEUE_MAPPINGS:
+        raise ValueError(f"Kueue takes {KUEUE_MAPPINGS} deviceClassMappings, and there are {len(served)} resources")
+    lines = ["apiVersion: config.kueue.x-k8s.io/v1beta2", "kind: Configuration", "resources:", "  deviceClassMappings:"]
+    for resource in served:
+        class_name = _class_values(how, resource)["class_name"]
+        lines.append(f'  - {{name: "{resource.name}", deviceClassNames: ["{class_name}"]}}')
+    return "\n".join([*lines, ""]) if served else ""
+
+
+def _parameter_problem(expressions: Mapping[str, str]) -> str:
+    """Return the expression for the first problem in what `config` of the policy has, "" without a problem."""
+    if not expressions:
+        return ""
+    chosen = "".join(
+        f'p.driver == "{driver}" ? [{found}].filter(t, t != "").map(t, "parameters of {driver}: " + t) : '
+        for driver, found in sorted(expressions.items())
+    )
+    pieces = "variables.config.filter(c, has(c.opaque)).map(c, c.opaque)"
+    return f'{pieces}.map(p, {chosen}[]).filter(t, t.size() > 0).map(t, t[0])[?0].orValue("")'
 
 
 def wide_mounts(config: Config) -> list[str]:

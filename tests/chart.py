@@ -38,8 +38,13 @@ FILES = {
     "DaemonSet": "daemonset",
 }
 """The file of each kind; the Namespace is Helm's."""
-EACH = {"DeviceClass": "classes", "ResourceQuota": "quotas", "ConfigMap": "groups", "DaemonSet": "groups"}
-"""What a kind is repeated for: the value with a list of values for each."""
+EACH = {
+    ("DeviceClass", ""): "classes",
+    ("ResourceQuota", ""): "quotas",
+    ("ConfigMap", "config"): "groups",
+    ("DaemonSet", ""): "groups",
+}
+"""What an object is repeated for, by its kind and condition: the value with a list of values for each."""
 OWN_VALUES = {"attribute", "canonical", "class_name", "driver", "extended_resource_name", "tenant", "hard"}
 OPTIONAL = {
     "affinity": "affinity",
@@ -67,12 +72,12 @@ APPENDED = {
 class Writer:
     """Writes an object of the template as a Helm template. scope: the variable that has a value, by its name."""
 
-    def __init__(self, kind: str) -> None:
-        self._kind = kind
+    def __init__(self, each: str) -> None:
+        self._each = each
 
     def value(self, name: str) -> str:
         """Return what Helm calls a value of manifests.yaml."""
-        scoped = EACH.get(self._kind) == "groups" or (self._kind in EACH and name in OWN_VALUES)
+        scoped = self._each == "groups" or (self._each and name in OWN_VALUES)
         return f"{'$one' if scoped else '$v'}.{name}"
 
     def lines(self, part: Any, indent: str = "", given: str = "") -> Iterator[str]:
@@ -145,12 +150,14 @@ def templates() -> dict[Path, str]:
         kind = one["kind"]
         if kind == "Namespace":
             continue
-        writer = Writer(kind)
+        condition = _name(one.get("when", ""))
+        each = EACH.get((kind, condition), "")
+        writer = Writer(each)
         lines = ["---", *writer.lines(one)]
-        if one.get("when"):
-            lines = [f"{{{{- if {writer.value(_name(one['when']))} }}}}", *lines, "{{- end }}"]
-        if kind in EACH:
-            lines = [f"{{{{- range $one := $v.{EACH[kind]} }}}}", *lines, "{{- end }}"]
+        if condition:
+            lines = [f"{{{{- if {writer.value(condition)} }}}}", *lines, "{{- end }}"]
+        if each:
+            lines = [f"{{{{- range $one := $v.{each} }}}}", *lines, "{{- end }}"]
         texts.setdefault(FILES[kind], []).extend(lines)
     begin = HEAD + '{{- $v := include "dra-bridge.values" . | fromJson -}}\n'
     return {CHART / "templates" / f"{name}.yaml": begin + "\n".join(lines) + "\n" for name, lines in texts.items()}

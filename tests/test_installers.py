@@ -15,6 +15,7 @@ import yaml
 from deviceplugin import cli as plugin_cli
 from deviceplugin.node.options import add_run_options
 from dra_bridge import cli
+from dra_bridge.parameters import TAKES_NONE
 from tests.test_chart import EXAMPLES, TEXT, Object, by_name, helm_is_there, rendered
 
 CONFIG_ARGUMENT = "--config=/etc/dra-bridge/config.yaml"
@@ -168,6 +169,32 @@ def quota(made: Installed) -> None:
     assert [one["metadata"]["namespace"] for one in quotas] == ["team", "other"]
     resources = {one["name"] for one in yaml.safe_load(TEXT)["resources"]}
     assert all(one["spec"]["hard"] == {f"requests.{name}": "2" for name in resources} for one in quotas)
+
+
+@case("--kueue", kueue=True)
+@case("--kueue", kueue=True, fields="devices: [{path: /dev/x}], driver: '1.2'")
+def kueue(made: Installed) -> None:
+    """For Kueue a resource has one name in quotas, its own, by limits and by claims of its class."""
+    (found,) = (one for one in made.of("ConfigMap") if one["metadata"]["name"] == "dra-bridge-kueue")
+    configuration = yaml.safe_load(found["data"]["controller_manager_config.yaml"])
+    classes = {one["spec"]["extendedResourceName"]: one["metadata"]["name"] for one in made.of("DeviceClass")}
+    assert configuration["resources"]["deviceClassMappings"] == [
+        {"name": name, "deviceClassNames": [classes[name]]} for name in classes
+    ]
+
+
+@case("--check-parameters", checkParameters={"fpga.example.com": f'"{TAKES_NONE}"'})
+def parameters(made: Installed) -> None:
+    """A policy refuses parameters that a driver does not take: of a config file's, any."""
+    (policy,) = (one for one in made.of("ValidatingAdmissionPolicy") if one["metadata"]["name"].endswith("-parameters"))
+    problem = policy["spec"]["variables"][-1]["expression"]
+    assert all(text in problem for text in ("fpga.example.com", TAKES_NONE))
+
+
+@case("--kueue", "--check-parameters", fields=PLAIN, kueue=True)
+def nothing_for_claims(made: Installed) -> None:
+    """Without drivers there are no classes that Kueue could map, and no parameters."""
+    assert made.kinds == ["Namespace", "ConfigMap", "DaemonSet"]
 
 
 @case("--metrics-port=0", metricsPort=0)

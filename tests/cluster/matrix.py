@@ -42,6 +42,7 @@ TESTS = {
     "test_cli_real": "Commands",
     "test_autoscaler_real": "Autoscalers",
     "test_quota_real": "Quotas",
+    "test_parameters_real": "Parameters at admission",
     HOLDERS: "No device has two holders",
 }
 MACHINE = "test_unit"

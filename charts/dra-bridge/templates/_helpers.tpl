@@ -48,7 +48,32 @@ names. tests/test_installers.py compares the objects of both.
   {{- fail "quota.devices and quota.namespaces belong together" -}}
 {{- end -}}
 {{- $drivers = $drivers | uniq | sortAlpha -}}
+{{- $kueue := "" -}}
+{{- if and .Values.kueue $resources -}}
+  {{- if gt (len ($resources | uniq)) 16 -}}
+    {{- fail "kueue: Kueue takes 16 deviceClassMappings at most, and there are more resources" -}}
+  {{- end -}}
+  {{- $kueue = "apiVersion: config.kueue.x-k8s.io/v1beta2\nkind: Configuration\nresources:\n  deviceClassMappings:\n" -}}
+  {{- $mapped := dict -}}
+  {{- range $group := $groups -}}
+    {{- range $group.classes -}}
+      {{- if not (hasKey $mapped .resource) -}}
+        {{- $_ := set $mapped .resource true -}}
+        {{- $kueue = printf "%s  - {name: %q, deviceClassNames: [%q]}\n" $kueue .resource .class_name -}}
+      {{- end -}}
+    {{- end -}}
+  {{- end -}}
+{{- end -}}
+{{- $chosen := "" -}}
+{{- range $driver := keys .Values.checkParameters | sortAlpha -}}
+  {{- if not (has $driver $drivers) -}}
+    {{- fail (printf "checkParameters: no resource has the driver %s" $driver) -}}
+  {{- end -}}
+  {{- $chosen = printf "%sp.driver == %q ? [%s].filter(t, t != \"\").map(t, \"parameters of %s: \" + t) : " $chosen $driver (get $.Values.checkParameters $driver) $driver -}}
+{{- end -}}
 {{- dict
+    "kueue" $kueue
+    "parameter_problem" ($chosen | empty | ternary "" (printf "variables.config.filter(c, has(c.opaque)).map(c, c.opaque).map(p, %s[]).filter(t, t.size() > 0).map(t, t[0])[?0].orValue(\"\")" $chosen))
     "quotas" $quotas
     "name" (include "dra-bridge.name" .)
     "namespace" .Release.Namespace
@@ -117,6 +142,7 @@ names. tests/test_installers.py compares the objects of both.
         "canonical" (include "dra-bridge.canonical" .name)
         "class_name" (include "dra-bridge.class" (list .name .driver))
         "driver" .driver
+        "resource" .name
         "extended_resource_name" ($extended | ternary .name "")) -}}
   {{- end -}}
   {{- $globs = concat $globs (.nodes | default list) -}}

@@ -1,0 +1,111 @@
+"""Kueue counts devices by limits and by claims in one quota, with the mapping that `manifests --kueue` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+
+from deviceplugin.config import parse
+from dra_bridge.manifests import Deployment, manifests
+from tests.cluster import image, kueue
+from tests.cluster.bridge import Bridge
+from tests.cluster.conftest import Shared
+from tests.cluster.kueue import Kueue
+from tests.cluster.node import Cluster
+
+RESOURCE, DRIVER = "example.net/slot", "slot.example.net"
+SERVED: dict[str, Any] = {"name": RESOURCE, "driver": DRIVER, "devices": [{"simulated": {"count": 4}}]}
+QUOTA = 2
+
+
+def configuration() -> dict[str, Any]:
+    """Return what `manifests --kueue` has for Kueue."""
+    text = yaml.safe_dump({"resources": [SERVED]})
+    objects = manifests(parse(text), text, Deployment(kueue=True))
+    (found,) = (one for one in objects if one["metadata"]["name"] == "dra-bridge-kueue")
+    return dict(yaml.safe_load(found["data"]["controller_manager_config.yaml"]))
+
+
+@pytest.fixture
+def kueued(shared_cluster: Shared) -> Iterator[tuple[Cluster, Kueue]]:
+    """A cluster with Kueue, which lets two devices be used at a time."""
+    if reason := kueue.missing():
+        pytest.skip(reason)
+    shared_cluster.stop()
+    with Cluster() as cluster:
+        if cluster.minor < 34:
+            pytest.skip("Kueue 0.19 reads resource.k8s.io/v1, of 1.34")
+        with Kueue.running(cluster, configuration(), {RESOURCE: QUOTA}) as running:
+            yield cluster, running
+
+
+def pod(claim: dict[str, str] | None = None) -> dict[str, Any]:
+    """Return a pod with one device: by limits, or by a claim."""
+    main: dict[str, Any] = {"name": "main", "image": image.IMAGE, "imagePullPolicy": "Never"}
+    main["command"] = ["/bin/sh", "-c", "trap 'exit 0' TERM; sleep 2147483647 & wait"]
+    main["resources"] = {"limits": {RESOURCE: "1"}} if claim is None else {"claims": [{"name": "device"}]}
+    claims = {} if claim is None else {"resourceClaims": [{"name": "device", **claim}]}
+    return {"containers": [main], "terminationGracePeriodSeconds": 1, **claims}
+
+
+def runs(cluster: Cluster, job: str) -> bool:
+    return any(one.phase == "Running" for one in cluster.pods("default", f"job-name={job}"))
+
+
+def test_limits_and_claims_share_one_quota(kueued: tuple[Cluster, Kueue]) -> None:
+    """A job of each kind is admitted and runs, one too many of either kind waits, and the end of one admits another."""
+    cluster, queue = kueued
+    template = {"resourceClaimTemplateName": "one"}
+    with Bridge.running(cluster, {**SERVED, "dra": {"share": 2}}) as bridge:
+        bridge.wait_offered(2)
+        cluster.wait_for(lambda: cluster.allocatable(RESOURCE) == 2, 60, "two devices are on the plugin side")
+        bridge.template("one")
+        queue.job("by-limits", pod())
+        queue.job("by-claim", pod(template))
+        cluster.wait_for(
+            lambda: runs(cluster, "by-limits") and runs(cluster, "by-claim"), 120, "a job of each kind runs"
+        )
+        queue.job("claim-too-many", pod(template))
+        queue.job("limit-too-many", pod())
+        for job in ("claim-too-many", "limit-too-many"):
+            cluster.wait_for(lambda job=job: queue.condition(job, "QuotaReserved")[1], 60, f"{job} is judged")
+            status, message = queue.condition(job, "QuotaReserved")
+            assert (status, f"insufficient unused quota for {RESOURCE}" in message) == ("False", True), message
+            assert not queue.admitted(job)
+        assert not cluster.pods("default", "job-name=claim-too-many")
+        cluster.api.delete("Job", "by-limits")
+        cluster.wait_for(lambda: queue.admitted("claim-too-many"), 120, "the freed place goes to a claim")
+        cluster.wait_for(lambda: runs(cluster, "claim-too-many"), 120, "it runs")
+        assert not queue.admitted("limit-too-many")
+        # What Kueue does not count: claims that a job shares with others, by their names.
+        bridge.claim("named", {"name": "any", "exactly": {"deviceClassName": DRIVER}})
+        queue.job("by-name", pod({"resourceClaimName": "named"}))
+        cluster.wait_for(lambda: queue.admitted("by-name"), 60, "a claim that was made before is not counted")
+
+
+def test_a_claim_with_selectors_waits_until_devices_are_published(kueued: tuple[Cluster, Kueue]) -> None:
+    """With `share: none` there are no devices to compare selectors with: Kueue admits such a job once slices have them,
+    and one without selectors at once."""
+    cluster, queue = kueued
+    template = {"resourceClaimTemplateName": "selecting"}
+    with Bridge.running(cluster, {**SERVED, "dra": {"share": "none"}}) as bridge:
+        cel = {"cel": {"expression": f'device.driver == "{DRIVER}"'}}
+        bridge.template("selecting", bridge.one(selectors=[cel]))
+        bridge.template("plain")
+        queue.job("selecting", pod(template))
+        queue.job("plain", pod({"resourceClaimTemplateName": "plain"}))
+        cluster.wait_for(lambda: queue.admitted("plain"), 60, "the job without selectors is admitted")
+        cluster.wait_for(lambda: "insufficient matching devices" in log(cluster), 60, "Kueue says why the other waits")
+        print(queue.workload("selecting").get("status"))
+        assert not queue.admitted("selecting")
+        bridge.share(2)
+        bridge.wait_offered(2)
+        cluster.wait_for(lambda: queue.admitted("selecting"), 120, "it is admitted when devices are published")
+        cluster.wait_for(lambda: runs(cluster, "selecting"), 120, "it runs")
+
+
+def log(cluster: Cluster) -> str:
+    return (cluster.logs / "kueue.log").read_text(errors="replace")
