@@ -16,7 +16,7 @@ GENERATED = {"docs/support-matrix.md", "docs/api.md"}
 """Pages with names that tests give, and with docstrings."""
 LONGEST = 40
 """Words of a sentence at the most."""
-BUDGET = 33_520
+BUDGET = 33_800
 """Words of all pages together, as `wc -w` counts them: marks of tables included."""
 RULES = {
     r"\b[Ww]hoever\b|(?<![\w?] )\bWho (?!\w[^.?]*\?)": "name the subject: a user, an agent, a program",

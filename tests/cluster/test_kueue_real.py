@@ -55,6 +55,13 @@ def runs(cluster: Cluster, job: str) -> bool:
     return any(one.phase == "Running" for one in cluster.pods("default", f"job-name={job}"))
 
 
+def why_it_waits(cluster: Cluster, queue: Kueue, job: str) -> str:
+    """Wait until Kueue has judged a job; return its reason for not admitting it, "" if it has."""
+    cluster.wait_for(lambda: queue.condition(job, "QuotaReserved")[0], 60, f"{job} is judged")
+    status, message = queue.condition(job, "QuotaReserved")
+    return message if status == "False" else ""
+
+
 def test_limits_and_claims_share_one_quota(kueued: tuple[Cluster, Kueue]) -> None:
     """A job of each kind is admitted and runs, one too many of either kind waits, and the end of one admits another."""
     cluster, queue = kueued
@@ -71,9 +78,7 @@ def test_limits_and_claims_share_one_quota(kueued: tuple[Cluster, Kueue]) -> Non
         queue.job("claim-too-many", pod(template))
         queue.job("limit-too-many", pod())
         for job in ("claim-too-many", "limit-too-many"):
-            cluster.wait_for(lambda job=job: queue.condition(job, "QuotaReserved")[1], 60, f"{job} is judged")
-            status, message = queue.condition(job, "QuotaReserved")
-            assert (status, f"insufficient unused quota for {RESOURCE}" in message) == ("False", True), message
+            assert f"insufficient unused quota for {RESOURCE}" in why_it_waits(cluster, queue, job)
             assert not queue.admitted(job)
         assert not cluster.pods("default", "job-name=claim-too-many")
         cluster.api.delete("Job", "by-limits")

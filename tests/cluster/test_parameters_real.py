@@ -199,7 +199,7 @@ def test_the_api_server_finds_no_fault_in_the_policy(checked: Cluster) -> None:
     """The types of its expressions are right for all three kinds."""
 
     def judged() -> Object:
-        return checked.api.get("ValidatingAdmissionPolicy", "checked-parameters").get("status", {})
+        return dict(checked.api.get("ValidatingAdmissionPolicy", "checked-parameters").get("status", {}))
 
     checked.wait_for(lambda: "observedGeneration" in judged(), 60, "the policy's types are checked")
     assert "expressionWarnings" not in judged().get("typeChecking", {}), judged()
