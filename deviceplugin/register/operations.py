@@ -11,20 +11,19 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Concatenate, Final, ParamSpec, TypeVar
 
-from deviceplugin.naming import parse_quantity
 from deviceplugin.register import rules
 from deviceplugin.register.outlook import with_outlook
-from deviceplugin.register.question import Use, View, Wanted, claim_unit, part_of, refusal, wanted_use
+from deviceplugin.register.question import Use, View, Wanted, claim_unit, larger, refusal, wanted_use
 from deviceplugin.register.records import (
     NONE,
     AllocationRecord,
-    Amount,
     Change,
     Claim,
     ClaimDevice,
     Decision,
     DeviceRecord,
     EndedClaim,
+    FormerGrant,
     Operation,
     RecordKey,
     RegisterSnapshot,
@@ -120,22 +119,24 @@ def grant(
         before = state.allocations.get((resource, device_id))
         if before is None:
             record = AllocationRecord(*given, identity=requested.identity, amount=requested.amount)
-        else:  # earlier holders stay in the record until evidence says that they are gone
-            identity = requested.identity.reaching(before.identity) if requested.identity.tokens else before.identity
-            record = AllocationRecord(*given, before.holders, pod=before.pod, identity=identity, shown=before.shown)
-            record = replace(record, amount=_larger(before.amount, requested.amount))
+        else:
+            record = AllocationRecord(*given, before.holders, pod=before.pod, shown=before.shown, former=before.former)
+            record = _granted_anew(record, before, requested)
         changes.append(_put_allocation(record))
     return Decision(None, tuple(changes))
 
 
-def _larger(amount: Amount, other: Amount) -> Amount:
-    """Return the larger of two amounts of one id, of each counter, too: the holder before may run on."""
-    first, second = part_of(amount), part_of(other)
-    part = "" if first is None or second is None else str(max(first, second))
-    takes: dict[tuple[str, str], str] = {}
-    for counter_set, counter, value in (*amount.takes, *other.takes):
-        takes[counter_set, counter] = max(takes.get((counter_set, counter), value), value, key=parse_quantity)
-    return Amount(part, tuple((*counter, value) for counter, value in takes.items()), amount.scope or other.scope)
+def _granted_anew(record: AllocationRecord, before: AllocationRecord, requested: Wanted) -> AllocationRecord:
+    """Return an id's record with what was granted now; former holders stay until evidence says that they are gone.
+
+    If no checkpoint has named the container of the grant before, each that is named from now on may be that one.
+    """
+    identity, amount = requested.identity if requested.identity.tokens else before.identity, requested.amount
+    if before.pending:
+        identity, amount = identity.reaching(before.identity), larger(before.amount, amount)
+    elif (identity, amount) != (before.identity, before.amount):
+        record = replace(record, former=(*record.former, FormerGrant(before.holders, before.identity, before.amount)))
+    return replace(record, identity=identity, amount=amount)
 
 
 @_operation
@@ -206,7 +207,8 @@ def _observed(record: AllocationRecord, snapshot: rules.KubeletSnapshot) -> Allo
     if record.pending and not named:  # a new name in an old checkpoint may be of a pod that ended before this grant
         holders &= record.holders
     shown = observed.shown.union(one for one in record.shown if one[0] not in dict(observed.shown))
-    record = replace(record, shown=frozenset(one for one in shown if one[0] in dict(holders)))
+    former = tuple(one for one in record.former if not one.holders.isdisjoint(holders))
+    record = replace(record, shown=frozenset(one for one in shown if one[0] in dict(holders)), former=former)
     if record.pending and not named and not rules.grant_is_over(record, snapshot):
         absent = snapshot.at if record.absent_since is None and snapshot.current else record.absent_since
         return replace(record, holders=holders, absent_since=absent)

@@ -117,6 +117,16 @@ def _part(text: str) -> Fraction | None:
         return None
 
 
+def larger(amount: Amount, other: Amount) -> Amount:
+    """Return the larger of two amounts of one id, of each counter, too."""
+    first, second = part_of(amount), part_of(other)
+    part = "" if first is None or second is None else str(max(first, second))
+    takes: dict[tuple[str, str], str] = {}
+    for counter_set, counter, value in (*amount.takes, *other.takes):
+        takes[counter_set, counter] = max(takes.get((counter_set, counter), value), value, key=parse_quantity)
+    return Amount(part, tuple((*counter, value) for counter, value in takes.items()), amount.scope or other.scope)
+
+
 def takes_recorded(amount: Amount, scope: str = "") -> dict[Counter, Fraction]:
     """Return the recorded takes of counters in their scope. Raises NamingError for an invalid quantity."""
     return {(scope or amount.scope, *taken[:2]): parse_quantity(taken[2]) for taken in amount.takes}
@@ -149,10 +159,13 @@ def wanted_use(unit: tuple[str, ...], wanted: Wanted, view: View) -> Use:
 
 
 def use_of_allocation(allocation: AllocationRecord, view: View) -> Use:
-    """Return an allocation as a use."""
+    """Return an allocation as a use, with what former holders have that are still there."""
     title = f"pod {allocation.pod}" if allocation.pod else "a pod"
     key, unit = (allocation.resource, allocation.device), ("id", allocation.resource, allocation.device_id)
-    return _use(unit, title, key, allocation.identity, allocation.amount, view)
+    identity, amount = allocation.identity, allocation.amount
+    for former in allocation.former:
+        identity, amount = identity.reaching(former.identity), larger(amount, former.amount)
+    return _use(unit, title, key, identity, amount, view)
 
 
 def use_of_claim(claim: Claim, device: ClaimDevice, view: View) -> Use:

@@ -172,6 +172,14 @@ UNKNOWN: Final = Amount()
 WHOLE: Final = Amount("1")
 
 
+class FormerGrant(msgspec.Struct, frozen=True, array_like=True):
+    """What an id was when its former holders got it, if it was something else: they have that until they end."""
+
+    holders: frozenset[ContainerKey]
+    identity: Identity
+    amount: Amount
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceRecord:
     """The state of one device.
@@ -203,8 +211,9 @@ class AllocationRecord:
     holders: the containers that the kubelet's checkpoint has named since. pending: no checkpoint has named the
     container of the last grant yet. absent_since: when the first checkpoint without the id was requested (monotonic
     seconds). pod: a holder's namespace/name or UID, for messages. ending: the checkpoint does not name its pods any
-    more, or their processes have ended. These three are not stored. identity, amount: see `ClaimDevice`. shown: (pod
-    UID, directory) for each directory in which cgroups of a holder's pod were seen; "" if the pod ran and none was seen
+    more, or their processes have ended. These three are not stored. identity, amount: of the last grant, see
+    `ClaimDevice`. former: what those holders had that got the id before. shown: (pod UID, directory) for each directory
+    in which cgroups of a holder's pod were seen; "" if the pod ran and none was seen
     (`deviceplugin.kubelet.pod_evidence`).
     """
 
@@ -221,6 +230,7 @@ class AllocationRecord:
     amount: Amount = UNKNOWN
     ending: bool = False
     shown: frozenset[tuple[str, str]] = frozenset()
+    former: tuple[FormerGrant, ...] = ()
 
 
 class ClaimDevice(msgspec.Struct, frozen=True, array_like=True):
@@ -388,16 +398,15 @@ class RegisterSnapshot:
 
 def _points(record: Record | None) -> set[Point]:
     """Return the points that an allocation or a claim is indexed by."""
-    held: Sequence[AllocationRecord | ClaimDevice] = ()
-    if isinstance(record, AllocationRecord):
-        held = (record,)
-    elif isinstance(record, Claim):
-        held = record.devices
     points: set[Point] = set()
-    for one in held:
-        if isinstance(one, ClaimDevice) and one.admin:
-            continue
-        points.add((one.resource, one.device))
+    granted: Sequence[AllocationRecord | FormerGrant | ClaimDevice] = ()
+    if isinstance(record, AllocationRecord):
+        points.add((record.resource, record.device))
+        granted = (record, *record.former)
+    elif isinstance(record, Claim):
+        points |= record.held
+        granted = [device for device in record.devices if not device.admin]
+    for one in granted:
         points |= one.identity.tokens
         points |= one.identity.reached
         for counter_set, counter, _ in one.amount.takes:

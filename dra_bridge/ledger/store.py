@@ -46,7 +46,7 @@ _LOG: Final = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _Row = tuple[str | int | float | None, ...]
 
-SCHEMA: Final = 6
+SCHEMA: Final = 7
 """The schema's version (PRAGMA user_version). A file with any other version is put aside."""
 _APPLICATION: Final = 0x64706C67  # The text "dplg" as a number.
 _KEEP_ASIDE: Final = 5
@@ -71,6 +71,7 @@ _TABLES: Final = {
     "devices": ("resource", "device", "state", "since", "sequence", "reason", "driver", "for_claim"),
     "allocations": (
         *("resource", "device_id", "device", "since", "sequence", "holders", "pending", "identity", "amount", "shown"),
+        "former",
     ),
     "claims": ("driver", "uid", "namespace", "name", "devices", "result", "since", "sequence", "pods"),
     "settings": ("section", "key", "value"),
@@ -94,6 +95,7 @@ _DECODERS: Final[dict[str, Callable[[Any], Any]]] = {
     "identity": msgspec.json.Decoder(Identity).decode,
     "shown": msgspec.json.Decoder(frozenset[tuple[str, str]]).decode,
     "amount": msgspec.json.Decoder(records.Amount).decode,
+    "former": msgspec.json.Decoder(tuple[records.FormerGrant, ...]).decode,
     "pods": msgspec.json.Decoder(frozenset[str]).decode,
     "devices": msgspec.json.Decoder(tuple[records.ClaimDevice, ...]).decode,
 }

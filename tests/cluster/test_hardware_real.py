@@ -204,6 +204,7 @@ def test_another_stick_has_the_old_number(scene: Scene, sticks: Sticks, form: st
     scene.cluster.wait_for(lambda: not locks.pids(pod.uid), LIMIT, "the container has ended")
     until_taken(scene)
     scene.after = 1
+    wait_offered(scene, form, 2)
 
 
 def swapped(scene: Scene, sticks: Sticks, form: str) -> tuple[list[Pod], list[str], str]:

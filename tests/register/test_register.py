@@ -17,6 +17,7 @@ from deviceplugin.identity import UNIDENTIFIED, Identity, Tokens, boot_id, ident
 from deviceplugin.register import operations
 from deviceplugin.register.question import Use
 from deviceplugin.register.records import (
+    UNKNOWN,
     WHOLE,
     Amount,
     Change,
@@ -92,7 +93,12 @@ class RegisterInMemory(ListedResources):
         assert self.store.snapshot.allocations.keys() == before
 
     async def named(
-        self, resource: str = R, *held: str, identity: Identity = UNIDENTIFIED, amount: Amount = WHOLE
+        self,
+        resource: str = R,
+        *held: str,
+        identity: Identity = UNIDENTIFIED,
+        amount: Amount = WHOLE,
+        pod: str = "u1",
     ) -> None:
         """Have a checkpoint that the kubelet was asked for name a pod with these ids, and no other."""
         self.now += 1.0
@@ -100,7 +106,7 @@ class RegisterInMemory(ListedResources):
             name: ObservedAllocation(
                 self.services[resource].device_of(name) if resource in self.services else name,
                 "p",
-                holders=frozenset({("u1", "main")}),
+                holders=frozenset({(pod, "main")}),
                 identity=identity,
                 amount=amount,
             )
@@ -165,6 +171,49 @@ async def test_a_stick_that_comes_back_is_its_holders_and_its_numbers_are_nobody
     await here.refused("b", why="the same hardware \\(char 188:2\\)")
     await here.end("a")
     await here.grant("b")
+
+
+async def test_the_next_holder_of_a_stick_does_not_have_its_former_holders_numbers() -> None:
+    """They count for as long as the former holder may run, and no longer, however long the next one runs."""
+    first, second, third = (f"hardware:usb:1:2:{serial}#tty" for serial in "ABC")
+    here = RegisterInMemory(a=f"{first} char:188:1")
+    await here.grant("a")
+    await here.named(R, "a", pod="former")
+    here.list(a=f"{first} char:188:2")
+    await here.register.adopt()
+    here.list(a=f"{first} char:188:3", b=f"{second} char:188:1", c=f"{third} char:188:2")
+    await here.grant("a")
+    assert here.withheld() == {"b", "c"}, "the next pod's container is not named yet"
+    await here.named(R, "a", pod="former")
+    assert here.withheld() == {"b", "c"}
+    await here.named(R, "a", pod="next")
+    assert not here.withheld()
+    await here.grant("b", "c")
+
+
+async def test_numbers_of_a_grant_whose_container_is_not_known_are_the_next_holders_too() -> None:
+    """Each container that a checkpoint names later may be that of the former grant."""
+    first, second = "hardware:usb:1:2:A#tty", "hardware:usb:1:2:B#tty"
+    here = RegisterInMemory(a=f"{first} char:188:1")
+    await here.grant("a")
+    here.list(a=f"{first} char:188:2", b=f"{second} char:188:1")
+    await here.grant("a")
+    await here.named(R, "a")
+    assert here.withheld() == {"b"}
+    await here.end("a")
+    assert not here.withheld()
+
+
+async def test_the_next_holder_of_a_replica_has_the_part_that_it_was_granted() -> None:
+    """The larger part of its former holder is free when that one has ended."""
+    here = RegisterInMemory(Device("a"), replicas=2)
+    await here.grant("a::0")
+    await here.named(R, "a::0", pod="former", amount=UNKNOWN)
+    here.services[R] = ListedResource(R, Device("a"), driver=D, replicas=3)
+    await here.grant("a::0", "a::1")
+    await here.refused("a::2", why="is held by")
+    await here.named(R, "a::0", "a::1", pod="next", amount=UNKNOWN)
+    await here.grant("a::2")
 
 
 async def test_sticks_that_swap_their_numbers_are_not_held_twice() -> None:

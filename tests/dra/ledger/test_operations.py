@@ -11,6 +11,7 @@ import pytest
 
 from deviceplugin.identity import UNIDENTIFIED, Identity
 from deviceplugin.register import identification, operations
+from deviceplugin.register.question import part_of, takes_recorded, uses
 from deviceplugin.register.records import (
     UNKNOWN,
     WHOLE,
@@ -20,6 +21,7 @@ from deviceplugin.register.records import (
     Claim,
     ClaimDevice,
     Decision,
+    FormerGrant,
     Operation,
     Side,
     State,
@@ -33,6 +35,7 @@ from deviceplugin.register.rules import (
 )
 from tests.dra.ledger.samples import (
     T0,
+    VIEW,
     D,
     DirectLedger,
     R,
@@ -388,6 +391,25 @@ def test_what_a_holder_got_is_recorded_and_survives(store: DirectLedger, path: s
         assert again.snapshot.index.keys() == {(R, "a"), (R, "b"), *counters, "char:240:1", "char:240:2"}
 
 
+def test_what_a_former_holder_has_survives_until_it_ends(store: DirectLedger, path: str) -> None:
+    """A restart does not forget its numbers and its part, nor give them to the next holder."""
+    part, former = Amount("1/2", (("memory", "bytes", "5"),)), frozenset({("u1", "main")})
+    before, now = (seen_as("1", "hardware:pci:0#tty", number) for number in ("char:240:1", "char:240:2"))
+    store.do(grant(R, {"a": "a"}, amount=part, identity=before))
+    store.do(operations.observe(R, seen(store, a="u1/main"), T0))
+    store.do(grant(R, {"a": "a"}, identity=now))
+    store.close()
+    with DirectLedger(path) as again:
+        record = again.snapshot.allocations[R, "a"]
+        assert (record.identity, record.amount, record.former) == (now, WHOLE, (FormerGrant(former, before, part),))
+        assert again.snapshot.index.keys() == {(R, "a"), *before.tokens, *now.tokens, ("memory", "bytes")}
+        again.do(operations.observe(R, seen(again, a="u1/main u2/main"), T0))
+        assert again.snapshot.allocations[R, "a"].former
+        again.do(operations.observe(R, seen(again, a="u2/main"), T0))
+        assert not again.snapshot.allocations[R, "a"].former
+        assert again.snapshot.index.keys() == {(R, "a"), *now.tokens}
+
+
 @pytest.mark.parametrize(
     ("before", "now", "after"),
     [
@@ -411,8 +433,12 @@ def test_an_id_given_again_counts_as_its_larger_amount(
     store.do(grant(R, {"a": "a"}, amount=before, identity=N1))
     store.do(operations.observe(R, seen(store, a="u1/main"), T0))
     store.do(grant(R, {"a": "a"}, amount=now))
-    record = store.snapshot.allocations[R, "a"]
-    assert (record.amount, record.identity, record.holders) == (after, N1, frozenset({("u1", "main")}))
+    record, (use,) = store.snapshot.allocations[R, "a"], uses(store.snapshot, [(R, "a")], VIEW)
+    assert (record.amount, record.identity, record.holders) == (now, N1, frozenset({("u1", "main")}))
+    assert (use.part, use.takes) == (part_of(after), takes_recorded(after, R))
+    store.do(operations.observe(R, seen(store, a="u2/main"), T0))
+    (use,) = uses(store.snapshot, [(R, "a")], VIEW)
+    assert (use.part, use.takes) == (part_of(now), takes_recorded(now, R))
 
 
 def test_holdings_of_unknown_identity_adopt_what_their_devices_are_now(store: DirectLedger) -> None:
