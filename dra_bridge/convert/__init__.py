@@ -1,1 +1,1 @@
-"""Rewrites manifests: what containers ask for by limits becomes claims, and back; nothing else of the text changes."""
+"""Rewrites manifests from limits to claims, and back. All other text of a manifest stays unchanged."""

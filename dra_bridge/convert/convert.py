@@ -1,4 +1,4 @@
-"""Converts YAML streams: which documents change, what is said about them, which templates they need. Pure."""
+"""Converts YAML streams: decides which documents change, makes remarks on them, and collects the templates. Pure."""
 
 from __future__ import annotations
 
@@ -38,9 +38,10 @@ class ManifestText(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """How to convert. classes: of DeviceClasses, by resource; those that the manifests have come on top.
+    """The settings of a conversion.
 
-    namespace: of objects that name none; empty if it is not known. version: of resource.k8s.io for the templates.
+    classes: names of DeviceClasses, by resource; the DeviceClasses in the manifests are added. namespace: of objects
+    that name none; empty if it is not known. version: of resource.k8s.io for the templates.
     """
 
     classes: Mapping[str, str]
@@ -50,7 +51,7 @@ class Conversion:
 
 
 class ChangedPod(NamedTuple):
-    """A pod spec that is converted: its object, its path from the object, and what changes."""
+    """A pod spec to convert: the object that contains it, the path from the object, and the changes."""
 
     body: Mapping[str, Any]
     path: Path
@@ -59,7 +60,10 @@ class ChangedPod(NamedTuple):
 
 @dataclass(slots=True)
 class Converted:
-    """What came out. texts: of the streams. pods: those that are converted. templates: by what they stand for."""
+    """The result of a conversion. texts: of the streams. pods: the converted ones.
+
+    templates: by the devices that they claim.
+    """
 
     texts: list[str] = field(default_factory=list)
     remarks: list[Remark] = field(default_factory=list)
@@ -68,7 +72,7 @@ class Converted:
 
 
 class _Source(NamedTuple):
-    """A document, and its tree; or why it has none."""
+    """A document and its parsed tree. If the document cannot be parsed, `problem` says why, and there is no tree."""
 
     file: str
     document: Document
@@ -91,7 +95,7 @@ def convert(streams: Iterable[ManifestText], how: Conversion) -> Converted:
 
 
 def reverse(streams: Iterable[ManifestText]) -> list[str]:
-    """Return the texts as they were before they were converted."""
+    """Undo conversions: return the texts from before `convert`."""
     return [edits.reversed_stream(stream.text) for stream in streams]
 
 
@@ -104,7 +108,7 @@ def _read(stream: ManifestText) -> Iterator[_Source]:
 
 
 def _converted(source: _Source, how: Conversion, around: Surroundings, done: Converted) -> str:
-    """Return a document's text; add to `done` what changed in it and what is to be said."""
+    """Return a document's converted text, and add its changes and remarks to `done`."""
     text = source.document.text
     if source.tree is None:
         done.remarks.append(Remark(RemarkKind.NOT_YAML, source.file, source.document.line, "", source.problem))
@@ -185,20 +189,20 @@ def title(body: Mapping[str, Any]) -> str:
 
 
 def _devices(pod: ChangedPod, how: Conversion) -> list[ClaimedDevices]:
-    """Return what the claims of a pod stand for, each once, in the order of the containers."""
+    """Return the devices that the claims of a pod stand for, each once, in the order of the containers."""
     each = (claimed(pod.body, claim.class_name, claim.count, how) for claim in pod.change.claims.values())
     return list(dict.fromkeys(each))
 
 
 def claimed(body: Mapping[str, Any], class_name: str, count: int, how: Conversion) -> ClaimedDevices:
-    """Return what the template of a claim of this object stands for."""
+    """Return the devices that the template of this object's claim stands for."""
     metadata = body.get("metadata")
     namespace = metadata.get("namespace") if isinstance(metadata, dict) else None
     return ClaimedDevices(str(namespace or how.namespace), class_name, count)
 
 
 def _rewritten(document: Document, tree: Tree, places: Sequence[tuple[Path, ChangedPod]], how: Conversion) -> str:
-    """Return the document with claims in place of limits, after a check that its object is what it is to be."""
+    """Return the document with claims instead of limits. The result is parsed and compared with the expected object."""
     changes: list[Edit] = []
     expected = copy.deepcopy(tree.object)
     for path, pod in places:
@@ -259,7 +263,7 @@ def _container_edits(text: str, tree: Tree, node: yaml.Node, change: ContainerCh
         if not names & set(change.resources):
             continue
         for name in names & set(change.resources):
-            tree.entry(given, name)  # it is no alias
+            tree.entry(given, name)  # Raises UnwritableError if the entry is an alias.
         if names <= set(change.resources):
             gone.add(part)
         else:
@@ -272,27 +276,27 @@ def _container_edits(text: str, tree: Tree, node: yaml.Node, change: ContainerCh
 def _listed(
     text: str, tree: Tree, mapping: yaml.MappingNode, key: str, items: Sequence[str], gone: Iterable[str]
 ) -> Edit:
-    """Return the edit that adds items to the list under a key, which may not be there yet."""
+    """Return the edit that adds items to the list under a key. The key may be missing."""
     if any(one.value == key for one, _ in mapping.value):
         return edits.with_items(text, tree.entry(mapping, key)[1], items)
     return edits.with_list(text, mapping, key, items, set(gone))
 
 
 def _flow(value: Mapping[str, str], mapping: yaml.MappingNode) -> str:
-    """Return a mapping in flow style, in JSON if the mapping that it goes into is."""
+    """Return a mapping in flow style. If the mapping around it is JSON, the result is JSON as well."""
     if mapping.flow_style and mapping.value and mapping.value[0][0].style == '"':
         return json.dumps(value)
     return "{" + ", ".join(f"{key}: {_scalar(text)}" for key, text in value.items()) + "}"
 
 
 def _scalar(text: str) -> str:
-    """Return a scalar as YAML has it in flow style, with quotes if it could be read as something else."""
+    """Return a scalar in YAML's flow style. It gets quotes if YAML would read it as something else than text."""
     dumped: str = yaml.safe_dump([text], default_flow_style=True, width=10_000)
     return dumped.strip()[1:-1]
 
 
 def joined(texts: Sequence[str]) -> str:
-    """Return streams as one."""
+    """Join streams to one."""
     whole = ""
     for text in texts:
         if whole.strip() and not text.startswith("---"):

@@ -1,8 +1,8 @@
-"""Documents of a YAML stream as text, as objects, and as nodes that know their place in the text. Pure.
+"""Parses a YAML stream into documents: their text, their objects, and nodes with their place in the text. Pure.
 
-The parser is libyaml, where PyYAML has it: kubectl and Helm read YAML with a port of it (go.yaml.in/yaml/v2), so they
-and this module agree on what a text means. Like them the stream is split at lines that begin with `---` before it is
-parsed: a document that cannot be read says nothing about the others.
+The parser is libyaml, if PyYAML has it. kubectl and Helm use a port of libyaml (go.yaml.in/yaml/v2), so they read a
+text as this module does. As kubectl and Helm do, this module splits the stream at lines that begin with `---` before it
+parses. So an invalid document does not affect the others.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ BOM: Final = "\ufeff"
 
 
 class YamlTextError(Exception):
-    """Raised when a text is not YAML, or more than one document; the message says where."""
+    """Raised when a text is not YAML, or has more than one document. The message contains the line."""
 
 
 class UnwritableError(Exception):
-    """Raised when a place of a text cannot be changed alone; the message says why."""
+    """Raised when a place of a text cannot be changed without other places. The message contains the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One document of a stream. text: with its line `---`. line: the number of its first line, from 1."""
+    """One document of a stream. text: includes its line `---`. line: the number of its first line, from 1."""
 
     text: str
     line: int
 
     @property
     def eol(self) -> str:
-        """How its lines end."""
+        """The end of its lines, such as a newline."""
         first = self.text.partition("\n")[0]
         return "\r\n" if first.endswith("\r") else "\n"
 
     @property
     def head(self) -> int | None:
-        """The index behind the line `---`, where another document may begin.
+        """The index after the line `---`, where another document may begin.
 
-        None: there is none, since something is on that line, or directives are before it.
+        None if there is no such place, because the line has more text, or directives come before it.
         """
         if _DIRECTIVES.match(self.text):
             return None
@@ -58,10 +58,10 @@ class Document:
 
 
 def documents(stream: str) -> list[Document]:
-    """Return the documents of a stream, whose texts together are the stream."""
+    """Return the documents of a stream. Their texts, joined, are the stream."""
     starts = [0]
     for match in _START.finditer(stream):
-        # A document's directives (%YAML) stand in front of its `---`.
+        # The directives of a document (%YAML) come before its `---`.
         if match.start() and not _DIRECTIVES.fullmatch(stream, starts[-1], match.start()):
             starts.append(match.start())
     found, line = [], 1
@@ -72,7 +72,7 @@ def documents(stream: str) -> list[Document]:
 
 
 class _Redefining(yaml.SafeLoader):
-    """Lets an anchor be defined again, as YAML and kubectl do; the loader of libyaml refuses that."""
+    """Allows an anchor to be defined again, as YAML and kubectl do. The loader of libyaml refuses that."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if not self.check_event(yaml.AliasEvent):
@@ -81,7 +81,7 @@ class _Redefining(yaml.SafeLoader):
 
 
 class Tree:
-    """A document's object, and the nodes that it was made of.
+    """A document's object, and the YAML nodes that the object was made from.
 
     Raises YamlTextError if the text is not one document of YAML.
     """
@@ -99,17 +99,18 @@ class Tree:
             where = f", line {mark.line + 1}" if mark else ""
             raise YamlTextError(f"{getattr(error, 'problem', None) or error}{where}") from error
         except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-            raise YamlTextError(f"{type(error).__name__}: {error}") from error  # such as a date of month 13
+            raise YamlTextError(f"{type(error).__name__}: {error}") from error  # For example, a date with month 13.
         self._shared = {id(node) for node, count in _references(self.root) if count > 1}
 
     def entry(self, mapping: yaml.Node, key: str) -> tuple[yaml.Node, yaml.Node]:
         """Return the nodes of a key and its value.
 
-        Raises UnwritableError if it is there twice, or its text stands elsewhere too: an anchor, an alias, a merge.
+        Raises UnwritableError if the key occurs twice, or if its text is also used elsewhere: as an anchor, an alias,
+        or a merge.
         """
         found = [] if not isinstance(mapping, yaml.MappingNode) else [e for e in mapping.value if e[0].value == key]
         if len(found) != 1:
-            raise UnwritableError(f"`{key}` is there {len(found)} times, or by a merge key")
+            raise UnwritableError(f"`{key}` occurs {len(found)} times, or comes by a merge key")
         if any(id(node) in self._shared for node in found[0]):
             raise UnwritableError(f"`{key}` is an anchor that is used elsewhere, an alias, or comes by a merge key")
         return found[0][0], found[0][1]
@@ -130,9 +131,9 @@ class Tree:
         return node
 
     def mapping(self, node: yaml.Node) -> yaml.MappingNode:
-        """Return a node that is a mapping. Raises UnwritableError if it is none."""
+        """Return the node as a mapping. Raises UnwritableError if it is not a mapping."""
         if not isinstance(node, yaml.MappingNode):
-            raise UnwritableError("it is no mapping")
+            raise UnwritableError("it is not a mapping")
         return node
 
     def line_of(self, path: tuple[str | int, ...]) -> int:
@@ -156,7 +157,7 @@ def _loaded(kind: Any, text: str) -> tuple[yaml.Node | None, Any]:
 
 
 def text_end(node: yaml.Node) -> int:
-    """Return the index behind the last letter of a node; the mark of a block is where the next token begins."""
+    """Return the index after the last letter of a node. The end mark of a block is later, at the next token."""
     end = 0
     for one in _below(node):
         flow = isinstance(one, yaml.CollectionNode) and one.flow_style
@@ -166,7 +167,7 @@ def text_end(node: yaml.Node) -> int:
 
 
 def inside_scalars(tree: Tree) -> set[tuple[int, int]]:
-    """Return the ranges of the text that belong to scalars, in which a line is no line of YAML."""
+    """Return the ranges of the text inside scalars. A line there is text, not YAML."""
     if tree.root is None:
         return set()
     scalars = (node for node in _below(tree.root) if isinstance(node, yaml.ScalarNode))
@@ -193,7 +194,7 @@ def _children(node: yaml.Node) -> list[yaml.Node]:
 
 
 def _references(root: yaml.Node | None) -> list[tuple[yaml.Node, int]]:
-    """Return each node and how often the document has it: more than once by aliases and merge keys."""
+    """Return each node with the number of its uses. Aliases and merge keys use a node more than once."""
     if root is None:
         return []
     counts: Counter[int] = Counter()

@@ -1,7 +1,7 @@
-"""Changes of a YAML text that leave every other byte, and can be taken back from the changed text alone. Pure.
+"""Edits a YAML text so that all other bytes stay, and the result alone is enough to undo the edit. Pure.
 
-A change is marked line by line, in comments. A line that was there becomes a comment, `# dra-bridge: was LINE`, and a
-line that is new ends with the comment `# dra-bridge: added`. A new document begins with the latter.
+Comments mark each changed line. A removed line becomes a comment, `# dra-bridge: was LINE`. An added line ends with the
+comment `# dra-bridge: added`, and an added document begins with it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _WAS_LINE: Final = re.compile(rf"([ ]*){re.escape(WAS)}(.*)", re.DOTALL)
 
 
 class Edit(NamedTuple):
-    """Text in place of a range of a document's text, by indexes."""
+    """A text that replaces a range of a document's text. start, end: indexes."""
 
     start: int
     end: int
@@ -40,7 +40,10 @@ class Edit(NamedTuple):
 
 
 def removed(text: str, mapping: yaml.MappingNode, keys: Collection[str]) -> list[Edit]:
-    """Return what removes entries of a mapping. Raises UnwritableError if other text is on their lines."""
+    """Return the edits that remove entries of a mapping.
+
+    Raises UnwritableError if other text is on the lines of these entries.
+    """
     pairs = mapping.value
     edits = []
     for index, (key, value) in enumerate(pairs):
@@ -62,9 +65,10 @@ def removed(text: str, mapping: yaml.MappingNode, keys: Collection[str]) -> list
 def with_list(
     text: str, mapping: yaml.MappingNode, key: str, values: Sequence[str], without: Collection[str] = ()
 ) -> Edit:
-    """Return what adds a list to a mapping, in front. values: in flow style. without: keys that are removed besides.
+    """Return the edit that adds a list at the beginning of a mapping.
 
-    Raises UnwritableError if there is no line before which it could be.
+    values: in flow style. without: keys that other edits remove. Raises UnwritableError if no line is suitable for the
+    insertion.
     """
     eol = Document(text, 1).eol
     value = f"[{', '.join(values)}]"
@@ -73,7 +77,7 @@ def with_list(
         quoted = bool(mapping.value) and mapping.value[0][0].style == '"'
         name = f'"{key}"' if quoted else key
         place = mapping.start_mark.index + 1
-        place += text[mapping.start_mark.index :].index("{")  # behind an anchor or a tag
+        place += text[mapping.start_mark.index :].index("{")  # The mapping begins after an anchor or a tag.
         return Edit(place, place, f"{name}: {value}{', ' if rest else ''}")
     for first, _ in mapping.value:
         start = _line_start(text, first.start_mark.index)
@@ -83,16 +87,19 @@ def with_list(
                 value = "".join(f"{eol}{indent}- {one}" for one in values)
                 return Edit(start, start, f"{indent}{key}:{value}{eol}")
             return Edit(start, start, f"{indent}{key}: {value}{eol}")
-    raise UnwritableError(f"there is no line of its own before which `{key}` could be")
+    raise UnwritableError(f"no entry begins a line before which `{key}` could be added")
 
 
 def with_items(text: str, sequence: yaml.Node, values: Sequence[str]) -> Edit:
-    """Return what adds items, in flow style, to a list, in front; the node may be null. Raises UnwritableError."""
+    """Return the edit that adds items at the beginning of a list. values: in flow style. The node may be null.
+
+    Raises UnwritableError.
+    """
     start, end = sequence.start_mark.index, sequence.end_mark.index
     if isinstance(sequence, yaml.ScalarNode):
         return Edit(start, end, f"{' ' if start == end else ''}[{', '.join(values)}]")
     if not isinstance(sequence, yaml.SequenceNode):
-        raise UnwritableError("it is no list")
+        raise UnwritableError("it is not a list")
     if sequence.flow_style:
         place = start + 1 + text[start:].index("[")
         return Edit(place, place, ", ".join(values) + (", " if sequence.value else ""))
@@ -102,11 +109,11 @@ def with_items(text: str, sequence: yaml.Node, values: Sequence[str]) -> Edit:
         dash = re.fullmatch(r"( *)-[ ]+", text[begin : item.start_mark.index])
         if dash:
             return Edit(begin, begin, "".join(f"{dash[1]}- {value}{eol}" for value in values))
-    raise UnwritableError("there is no line of its own before which an item could be")
+    raise UnwritableError("no item begins a line before which another item could be added")
 
 
 def marked(text: str, edits: Iterable[Edit]) -> str:
-    """Return a document's text with changes, each marked."""
+    """Return a document's text with the edits, each marked by comments."""
     eol = Document(text, 1).eol
     lines = _LINE.findall(text)
     starts = [0]
@@ -141,21 +148,24 @@ def marked(text: str, edits: Iterable[Edit]) -> str:
 
 
 def with_documents(document: Document, texts: Sequence[str]) -> str:
-    """Return a document's text with new documents before it. Raises UnwritableError: its line `---` has more on it."""
+    """Return a document's text with new documents before it.
+
+    Raises UnwritableError if the document's line `---` has more text.
+    """
     if not texts:
         return document.text
     if document.head is None:
-        raise UnwritableError("the line `---` has more on it, so that no other document can begin there")
+        raise UnwritableError("the line `---` has more text, so no other document can begin there")
     eol, head = document.eol, document.head
     new = "".join(f"{ADDED}\n{text}---\n" for text in texts).replace("\n", eol)
     return document.text[:head] + new + document.text[head:]
 
 
 def reversed_stream(stream: str) -> str:
-    """Return a stream without the changes that are marked in it; texts that are not YAML stay as they are."""
+    """Undo the changes that are marked in a stream. Texts that are not YAML stay as they are."""
     bom = BOM if stream.startswith(BOM) else ""
     kept = []
-    joins = False  # to a new document, which has gone: its `---` was there before, the next one is new
+    joins = False  # After an added document was removed: its `---` is the original one, and the next `---` was added.
     for document in documents(stream.removeprefix(bom)):
         text = document.text
         if joins:

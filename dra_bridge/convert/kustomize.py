@@ -1,4 +1,4 @@
-"""Conversions as patches of Kustomize, for manifests that are not to be changed. Pure."""
+"""Writes conversions as patches of Kustomize, for manifests that must stay unchanged. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dra_bridge.convert.convert import ChangedPod, Conversion, Converted, claime
 from dra_bridge.manifests import to_yaml
 
 TEMPLATES: Final = "claim-templates.yaml"
-"""The file that the component names; it has the ResourceClaimTemplates."""
+"""The file of the ResourceClaimTemplates. The component refers to it."""
 
 
 def component(converted: Converted, how: Conversion) -> str:
@@ -40,7 +40,7 @@ def _target(body: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _operations(pod: ChangedPod, how: Conversion) -> list[dict[str, Any]]:
-    """Return the operations of a JSON patch (RFC 6902); the names of the containers are tested first."""
+    """Return the operations of a JSON patch (RFC 6902). They first test the names of the containers."""
     spec: Any = pod.body
     for step in pod.path:
         spec = spec[step]

@@ -1,4 +1,4 @@
-"""Which claims take the place of the limits of a pod, and where objects have pods. Pure."""
+"""Decides which claims replace the limits of a pod, and finds the pods in objects. Pure."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from dra_bridge.convert.remarks import RemarkKind, UnconvertibleError
 from dra_bridge.convert.templates import claim_name
 
 Path = tuple[str | int, ...]
-"""Keys and indexes that lead from a document's object to a part of it."""
+"""Keys and indexes that lead from a document's object to a value in it."""
 
 MAX_DEVICES: Final = 32
-"""Devices of one claim (AllocationResultsMaxSize, pkg/apis/resource/types.go, 1.36)."""
+"""Maximum number of devices of one claim (AllocationResultsMaxSize, pkg/apis/resource/types.go, 1.36)."""
 
 _TEMPLATE: Final = ("spec", "template", "spec")
 _PODS: Final[Mapping[tuple[str, str], Path]] = {
@@ -29,14 +29,14 @@ _PODS: Final[Mapping[tuple[str, str], Path]] = {
 
 
 class CustomPath(NamedTuple):
-    """Where objects of a kind have pod templates, or pod specs; `*` stands for each entry or item."""
+    """The place of pod templates, or pod specs, in objects of a kind. `*` stands for each entry or item."""
 
     kind: str
     steps: tuple[str, ...]
 
     @classmethod
     def parse(cls, text: str) -> CustomPath:
-        """Read KIND=PATH, such as RayCluster=spec.workerGroupSpecs[*].template. Raises ValueError."""
+        """Parse KIND=PATH, such as RayCluster=spec.workerGroupSpecs[*].template. Raises ValueError."""
         kind, _, path = text.partition("=")
         steps = tuple(path.replace("[]", ".*").replace("[*]", ".*").split("."))
         if not kind or not all(steps):
@@ -46,7 +46,7 @@ class CustomPath(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LimitedDevices:
-    """What a container asks for by limits."""
+    """The devices that a container requests by limits."""
 
     resource: str
     class_name: str
@@ -55,7 +55,7 @@ class LimitedDevices:
 
 @dataclass(frozen=True, slots=True)
 class ContainerChange:
-    """Limits that a container loses, and claims of its pod that it names instead. path: from the pod spec."""
+    """The limits that a container loses, and the pod's claims that it names instead. path: from the pod spec."""
 
     path: Path
     name: str
@@ -65,14 +65,14 @@ class ContainerChange:
 
 @dataclass(frozen=True, slots=True)
 class PodChange:
-    """What changes in a pod spec. claims: the name of each in the pod, and what it is for."""
+    """The changes of a pod spec. claims: by name in the pod, the devices of each claim."""
 
     containers: tuple[ContainerChange, ...]
     claims: Mapping[str, LimitedDevices]
 
 
 def objects_in(body: Any) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yield the objects of a document with their paths: itself, or the items of a list."""
+    """Yield the objects of a document with their paths: the document's object itself, or the items of a list."""
     if not isinstance(body, dict):
         return
     items = body.get("items")
@@ -82,20 +82,20 @@ def objects_in(body: Any) -> Iterator[tuple[Path, dict[str, Any]]]:
         return
     for index, item in enumerate(items):
         if isinstance(item, dict):
-            # Items of a DeploymentList may leave out what its own name says.
+            # Items of a DeploymentList may lack their kind and version, because the list's name implies them.
             known = {"apiVersion": body.get("apiVersion"), "kind": kind.removesuffix("List")}
             yield ("items", index), item if item.get("kind") else {**known, **item}
 
 
 def is_builtin(body: Mapping[str, Any]) -> bool:
-    """Return whether an object is of a kind of Kubernetes that has pods."""
+    """Return whether an object is of a built-in kind of Kubernetes that has pods."""
     return (str(body.get("apiVersion")).rpartition("/")[0], str(body.get("kind"))) in _PODS
 
 
 def limits_elsewhere(body: Any, resources: Container[str], known: Container[Path]) -> set[str]:
-    """Return the resources that an object asks for in `limits` outside of the pod specs at known paths."""
+    """Return the resources that an object requests by `limits` outside of the pod specs at known paths."""
     found: set[str] = set()
-    seen: set[int] = set()  # an alias may stand within its own anchor
+    seen: set[int] = set()  # An alias may be inside its own anchor.
     waiting: list[tuple[Path, Any]] = [((), body)]
     while waiting:
         path, part = waiting.pop()
@@ -142,7 +142,7 @@ def _at(part: Any, steps: Sequence[str | int]) -> list[tuple[Path, Any]]:
 
 
 def extended_resources(container: Any) -> dict[str, Any]:
-    """Return the limits of a container that are extended resources, by name; a limit of 0 asks for nothing."""
+    """Return the limits of a container that are extended resources, by name. A limit of 0 does not count."""
     return {name: value for name, value in _quantities(container, "limits").items() if value not in (0, "0")}
 
 
@@ -154,7 +154,7 @@ def _quantities(container: Any, part: str) -> dict[str, Any]:
 
 
 def containers_of(spec: Mapping[str, Any]) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yield the containers of a pod spec with their paths: those last that end before others start."""
+    """Yield the containers of a pod spec with their paths. Init containers that end before others start come last."""
     found: list[tuple[Path, dict[str, Any]]] = []
     for part in ("containers", "initContainers"):
         each = spec.get(part)
@@ -164,16 +164,17 @@ def containers_of(spec: Mapping[str, Any]) -> Iterator[tuple[Path, dict[str, Any
 
 
 def ends_first(path: Path, container: Mapping[str, Any]) -> bool:
-    """Return whether this is an init container that ends before the others start, and no sidecar."""
+    """Return whether this is an init container that ends before the other containers start. A sidecar is not."""
     return path[0] == "initContainers" and container.get("restartPolicy") != "Always"
 
 
 def pod_change(spec: Mapping[str, Any], classes: Mapping[str, str]) -> PodChange | None:
-    """Return what changes in a pod spec; None if it asks for nothing that has a class. Raises UnconvertibleError.
+    """Return the changes of a pod spec; None if it requests no resource that has a class. Raises UnconvertibleError.
 
-    classes: of DeviceClasses, by resource. Each container gets a claim of its own: those that share one share its
-    devices, which limits never did. But a container that starts after an init container uses its devices again, so
-    these two share one where both ask for the same number (kubelet 1.36, devicemanager/manager.go, devicesToReuse).
+    classes: names of DeviceClasses, by resource. Each container gets its own claim, because containers that share a
+    claim share its devices, and limits never share devices. There is one exception. A container that starts after an
+    init container reuses its devices, so these two share a claim if both request the same number (kubelet 1.36,
+    devicemanager/manager.go, devicesToReuse).
     """
     claims: dict[str, LimitedDevices] = {}
     reusable: set[str] = set()

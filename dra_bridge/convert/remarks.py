@@ -1,6 +1,6 @@
-"""What `convert` says about manifests: what it left as it was, and what will be different with claims.
+"""The remarks of `convert` on manifests: parts that it did not convert, and effects of claims instead of limits.
 
-docs/manifests.md lists all kinds; a test compares.
+docs/manifests.md lists all kinds of remarks; a test compares it with this module.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from enum import Enum
 
 
 class Level(Enum):
-    """How much a remark matters."""
+    """The importance of a remark."""
 
     NOTE = "note"
     WARNING = "warning"
     REFUSED = "refused"
-    """The object, or the document, is printed as it was."""
+    """The object, or the document, is printed unchanged."""
 
 
 class RemarkKind(Enum):
-    """What a remark is about: a name, a level, and a text for people, to which details are added."""
+    """The kind of a remark: a name, a level, and a text for the user, to which details are added."""
 
     UNCHANGED_PODS = (
         "unchanged-pods",
@@ -90,7 +90,7 @@ class RemarkKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Remark:
-    """One remark. file, line: its place (from 1). subject: the object, and the container if it is about one."""
+    """One remark. file, line: its place (from 1). subject: the object, and the container if the remark is about one."""
 
     kind: RemarkKind
     file: str

@@ -1,4 +1,4 @@
-"""What other objects of the manifests say about those that are converted. Pure."""
+"""Finds facts about converted objects in the other objects of the manifests. Pure."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _AUTOSCALERS: Final = {"HorizontalPodAutoscaler": "scaleTargetRef", "VerticalPod
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """The objects beside the pods. Those without a namespace are in `namespace`.
+    """Facts from the objects beside the pods. Objects that name no namespace are in `namespace`.
 
-    classes: of DeviceClasses, by resource. patient: PriorityClasses that preempt nobody. autoscaled: (namespace, kind,
-    name) of what is scaled, by what. quotas: (namespace, name, resource) of each limit. templates: the specs of
-    ResourceClaimTemplates by namespace and name.
+    classes: names of DeviceClasses, by resource. patient: PriorityClasses that preempt no pods. autoscaled: by
+    (namespace, kind, name) of a scaled object, its autoscaler. quotas: (namespace, name, resource) of each limit.
+    templates: the specs of ResourceClaimTemplates by namespace and name.
     """
 
     namespace: str
@@ -32,7 +32,7 @@ class Surroundings:
 
     @classmethod
     def of(cls, objects: Iterable[Mapping[str, Any]], classes: Mapping[str, str], namespace: str) -> Surroundings:
-        """Read the objects. classes: those that are known besides, by resource; they count more."""
+        """Read the objects. classes: known names of DeviceClasses, by resource; they override those in the objects."""
         named: dict[str, str] = {}
         patient, quotas = set(), set()
         autoscaled, specs = {}, {}
@@ -56,14 +56,14 @@ class Surroundings:
         return cls(namespace, {**named, **classes}, frozenset(patient), autoscaled, frozenset(quotas), specs)
 
     def unknown(self, spec: Mapping[str, Any]) -> set[str]:
-        """Return the extended resources of a pod spec for which no class is known."""
+        """Return the extended resources of a pod spec without a known class."""
         asked = {name for _, container in containers_of(spec) for name in extended_resources(container)}
         return asked - self.classes.keys()
 
     def warnings(
         self, body: Mapping[str, Any], spec: Mapping[str, Any], change: PodChange
     ) -> Iterator[tuple[RemarkKind, str]]:
-        """Yield what will be different for the pods of an object that is converted."""
+        """Yield warnings about effects of claims on the pods of a converted object."""
         metadata = _mapping(body.get("metadata"))
         kind, name = str(body.get("kind")), str(metadata.get("name"))
         namespace = str(metadata.get("namespace") or self.namespace)
@@ -84,7 +84,10 @@ class Surroundings:
             yield RemarkKind.SCHEDULER, f"schedulerName: {spec['schedulerName']}"
 
     def has_template(self, devices: ClaimedDevices, body: Mapping[str, Any]) -> bool:
-        """Return whether the manifests have this template. Raises UnconvertibleError: they have another one."""
+        """Return whether the manifests have this template.
+
+        Raises UnconvertibleError if another template has its name.
+        """
         found = self.specs.get((devices.namespace, devices.template))
         if found is not None and found != body["spec"]:
             raise UnconvertibleError(RemarkKind.NAME_TAKEN, "", f"ResourceClaimTemplate {devices.template}")

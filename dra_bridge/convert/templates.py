@@ -1,4 +1,4 @@
-"""ResourceClaimTemplates that stand for a number of devices of a DeviceClass. Pure."""
+"""ResourceClaimTemplates for a number of devices of a DeviceClass. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _HASH: Final = 10
 
 @dataclass(frozen=True, slots=True)
 class ClaimedDevices:
-    """So many devices of a class, for objects of a namespace; the namespace is empty if they name none."""
+    """A number of devices of a class, for objects of a namespace. The namespace is empty if the objects name none."""
 
     namespace: str
     class_name: str
@@ -26,7 +26,7 @@ class ClaimedDevices:
 
     @property
     def template(self) -> str:
-        """The name of their ResourceClaimTemplate; it follows from class and count."""
+        """The name of their ResourceClaimTemplate. It depends on class and count alone."""
         return _fitting(f"{self.class_name}-{self.count}", _MAX_NAME)
 
     def body(self, version: ClaimApi) -> dict[str, Any]:
@@ -43,13 +43,13 @@ class ClaimedDevices:
 
 
 def claim_name(resource: str, container: str) -> str:
-    """Return what a pod calls the claim of a container for a resource: a DNS label."""
+    """Return the name, in the pod, of a container's claim for a resource. It is a DNS label."""
     word = re.sub(r"[^a-z0-9]+", "-", resource.rpartition("/")[2].lower()).strip("-") or "x"
     return _fitting(f"{word}-{container}", _MAX_LABEL)
 
 
 def template_name(body: object) -> str | None:
-    """Return the name of an object that is a ResourceClaimTemplate; None if it is none."""
+    """Return the name of a ResourceClaimTemplate; None if the object is of another kind."""
     if not isinstance(body, dict) or body.get("kind") != KIND:
         return None
     metadata = body.get("metadata")

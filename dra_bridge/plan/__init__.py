@@ -1,1 +1,1 @@
-"""Says of a cluster, or of dumps of it, what a migration from limits to claims runs into; changes nothing."""
+"""Finds the obstacles to a migration from limits to claims, in a cluster or in dumps of it. It changes nothing."""

@@ -1,4 +1,4 @@
-"""All findings of a view, and what the numbers of it are. Pure."""
+"""Runs all checks on a view of the cluster, and computes the plan's numbers. Pure."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ CHECKS: Final[Mapping[FindingKind, Check]] = {
     FindingKind.MIXED_SHARES: node_checks.mixed_shares,
     FindingKind.RESTART_ENDS: pod_checks.restart_ends,
 }
-"""A function for each kind of finding."""
+"""For each kind of finding, the function that finds it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResourceUse:
-    """The pods of one resource. capacity, allocatable: of the plugin side; published: devices in slices.
+    """The pods and devices of one resource. capacity, allocatable: of the plugin side; published: devices in slices.
 
-    by_count: how many pods ask for how many. by_limits, by_dra: devices that pods have, by the side that serves them.
-    waiting: pods without a node.
+    by_count: number of pods by the number of devices that each requests. by_limits, by_dra: devices that pods have, by
+    the side that serves them. waiting: pods without a node.
     """
 
     resource: str
@@ -67,15 +67,15 @@ class ResourceUse:
     by_dra: int
     waiting: int
     unchanged: bool
-    """Whether all its nodes can serve unchanged pods through DRA."""
+    """Whether DRA can serve unchanged pods on all nodes of the resource."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrainTime:
-    """How long the pods on a number of nodes take to end, in seconds, estimated by the ages of those that run.
+    """The time in which the pods on a number of nodes end, in seconds, estimated from the ages of running pods.
 
-    In a steady state the time that a pod has left is distributed as its age is. Pods that never end by themselves
-    (services) end when somebody replaces them.
+    In a steady state, the remaining times of pods are distributed as their ages are. Pods that never end by themselves
+    (services) end when they are replaced.
     """
 
     nodes: int
@@ -85,7 +85,7 @@ class DrainTime:
 
 @dataclass(frozen=True, slots=True)
 class MigrationPlan:
-    """What `plan` shows. unread: what was not read, so that findings may lack."""
+    """The result of `plan`. unread: objects that could not be read, so that findings may be missing."""
 
     uses: tuple[ResourceUse, ...]
     drain: DrainTime | None
@@ -94,7 +94,7 @@ class MigrationPlan:
 
     @property
     def status(self) -> int:
-        """The exit status: 4 with blockers, 5 if something was not read, 3 with warnings, else 0."""
+        """The exit status: 4 with blockers, 5 if objects could not be read, 3 with warnings, else 0."""
         severities = {finding.kind.severity for finding in self.findings}
         if Severity.BLOCKER in severities:
             return 4

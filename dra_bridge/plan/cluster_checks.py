@@ -1,4 +1,4 @@
-"""Findings about classes, rights, quotas, autoscalers and what counts devices. Pure; a function for each kind."""
+"""Checks of classes, rights, quotas, autoscalers and programs that count devices. Pure; one function for each kind."""
 
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ AGENT_RULES: Final = (
     ("resource.k8s.io", "resourceclaims", ("get", "list")),
     ("", "events", ("create",)),
 )
-"""What the agents' ClusterRole of `dra-bridge manifests` allows: group, resource, verbs. A test compares."""
+"""The rules of the agents' ClusterRole of `dra-bridge manifests`: group, resource, verbs. A test compares them."""
 OPERATOR_RIGHTS: Final = (("list", "nodes"), ("patch", "nodes"), ("list", "pods"), ("list", "resourceslices"))
 """Verbs and resources that `migrate` and `rollout` need."""
 GPU_LABELS: Final = ("cloud.google.com/gke-accelerator", "k8s.amazonaws.com/accelerator", "accelerator")
-"""Labels by which the cluster autoscaler knows nodes with GPUs, per provider; the last one is Azure's and others'."""
+"""For each provider, the label by which the cluster autoscaler finds nodes with GPUs. The last one is of Azure and
+others."""
 SCALE_DOWN_DISABLED: Final = "cluster-autoscaler.kubernetes.io/scale-down-disabled"
 UNCHANGED: Final = 36
 """The first minor version in which unchanged pods get devices through DRA by default."""
 
 
 def no_class(view: ClusterView) -> Iterator[PlanFinding]:
-    """Targets that no DeviceClass names."""
+    """Yield targets that no DeviceClass names."""
     for resource in view.targets:
         if not view.classes_of(resource):
             yield PlanFinding(FindingKind.NO_CLASS, resource, "no DeviceClass has it as extendedResourceName")
 
 
 def two_classes(view: ClusterView) -> Iterator[PlanFinding]:
-    """Targets that several DeviceClasses name."""
+    """Yield targets that several DeviceClasses name."""
     for resource in view.targets:
         classes = view.classes_of(resource)
         if len(classes) > 1:
@@ -43,7 +44,7 @@ def two_classes(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def agent_rights(view: ClusterView) -> Iterator[PlanFinding]:
-    """Rights that the ServiceAccounts of the agents' DaemonSets lack."""
+    """Yield rights that the ServiceAccounts of the agents' DaemonSets lack."""
     roles = {name_of(one): one for one in view.objects.of("ClusterRole")}
     for agents in view.agents:
         account = (part(agents, "metadata", "namespace"), part(agents, "spec", "serviceAccountName") or "default")
@@ -74,7 +75,7 @@ def _allows(rule: Body, group: str, resource: str, verb: str) -> bool:
 
 
 def operator_rights(view: ClusterView) -> Iterator[PlanFinding]:
-    """Rights that the caller lacks."""
+    """Yield rights that the user lacks."""
     missing = [f"{verb} {resource}" for (verb, resource), there in view.objects.rights.items() if not there]
     if missing:
         yield PlanFinding(FindingKind.OPERATOR_RIGHTS, "you", f"may not {listed(missing, 20)}")
@@ -89,7 +90,7 @@ def _quotas(view: ClusterView) -> Iterator[tuple[Body, str]]:
 
 
 def quota_two_keys(view: ClusterView) -> Iterator[PlanFinding]:
-    """Quotas of a target, without the key of its class, in clusters with nodes before 1.36."""
+    """Yield quotas that have a target but not the key of its class, in clusters with nodes before 1.36."""
     minors = [minor for node in view.nodes if (minor := minor_of(node))]
     if not minors or min(minors) >= UNCHANGED:
         return
@@ -102,7 +103,7 @@ def quota_two_keys(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def quota_scoped(view: ClusterView) -> Iterator[PlanFinding]:
-    """Quotas of a target, or of its class, for pods of a PriorityClass."""
+    """Yield quotas of a target, or of its class, for pods of a PriorityClass."""
     for quota in view.objects.of("ResourceQuota"):
         spec = part(quota, "spec")
         scopes = {
@@ -116,7 +117,7 @@ def quota_scoped(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def _kueue(view: ClusterView) -> tuple[str, str]:
-    """Return a pod of Kueue and its configuration; "" for what is not known."""
+    """Return a pod of Kueue and Kueue's configuration; "" for one that is not known."""
     pod = view.program("kueue")
     texts = [
         str(text)
@@ -128,7 +129,7 @@ def _kueue(view: ClusterView) -> tuple[str, str]:
 
 
 def kueue_unmapped(view: ClusterView) -> Iterator[PlanFinding]:
-    """Classes that Kueue's configuration does not map."""
+    """Yield classes that Kueue's configuration does not map."""
     pod, text = _kueue(view)
     if not pod:
         return
@@ -140,7 +141,7 @@ def kueue_unmapped(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def kueue_selectors(view: ClusterView) -> Iterator[PlanFinding]:
-    """Templates of claims with selectors, while no device of their class's driver is published."""
+    """Yield templates of claims with selectors, if the driver of their class publishes no device yet."""
     pod, _ = _kueue(view)
     if not pod or any(view.slices.values()):
         return
@@ -151,7 +152,7 @@ def kueue_selectors(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def autoscaler_mixed(view: ClusterView) -> Iterator[PlanFinding]:
-    """Groups of which some nodes have slices of a driver and some have none."""
+    """Yield groups of nodes in which only some nodes have slices of a driver."""
     if not view.autoscaler:
         return
     for group, nodes in sorted(view.groups.items()):
@@ -164,7 +165,7 @@ def autoscaler_mixed(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def autoscaler_idle(view: ClusterView) -> Iterator[PlanFinding]:
-    """Nodes with slices, with pods by limits of the plugin side, that are not marked."""
+    """Yield unmarked nodes with slices whose pods have devices of the plugin side."""
     if not view.autoscaler:
         return
     with_slices = {node for node, _ in view.slices}
@@ -180,7 +181,7 @@ def autoscaler_idle(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def autoscaler_label(view: ClusterView) -> Iterator[PlanFinding]:
-    """Nodes with a provider's label for GPUs."""
+    """Yield nodes with a provider's label for GPUs."""
     if not view.autoscaler:
         return
     found: dict[str, list[str]] = {}
@@ -194,14 +195,14 @@ def autoscaler_label(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def autoscaler_unchanged(view: ClusterView) -> Iterator[PlanFinding]:
-    """Unchanged pods that DRA serves."""
+    """Yield unchanged pods that DRA serves."""
     found = [title_of(pod) for pod in view.pods if title_of(pod) in view.by_dra]
     if view.autoscaler and found:
         yield PlanFinding(FindingKind.AUTOSCALER_UNCHANGED, f"pods {listed(found)}", view.autoscaler)
 
 
 def karpenter(view: ClusterView) -> Iterator[PlanFinding]:
-    """The share `all` where Karpenter makes nodes."""
+    """Yield targets with the share `all` if Karpenter creates nodes."""
     nodes = [name_of(node) for node in view.device_nodes if "karpenter.sh/nodepool" in labels_of(node)]
     pod = view.program("karpenter", "controller") if nodes else ""
     whole = [one.resource for one in view.targets.values() if one.share == "all"]
@@ -211,17 +212,17 @@ def karpenter(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def kube_state_metrics(view: ClusterView) -> Iterator[PlanFinding]:
-    """kube-state-metrics runs."""
+    """Yield a finding if kube-state-metrics runs."""
     return _counts(view, FindingKind.KUBE_STATE_METRICS, "kube-state-metrics")
 
 
 def opencost(view: ClusterView) -> Iterator[PlanFinding]:
-    """OpenCost or Kubecost runs."""
+    """Yield a finding if OpenCost or Kubecost runs."""
     return _counts(view, FindingKind.OPENCOST, "opencost", "kubecost-cost-model", "cost-model")
 
 
 def dcgm_exporter(view: ClusterView) -> Iterator[PlanFinding]:
-    """dcgm-exporter runs, and GPUs have a driver of another name than NVIDIA's own."""
+    """Yield a finding if dcgm-exporter runs, and the driver of the GPUs has another name than NVIDIA's."""
     gpus = {one.driver for one in view.targets.values() if one.resource.startswith("nvidia.com/")}
     if gpus - {"gpu.nvidia.com"}:
         yield from _counts(view, FindingKind.DCGM_EXPORTER, "dcgm-exporter")

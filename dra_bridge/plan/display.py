@@ -1,4 +1,4 @@
-"""The plan as text: a table for terminals, Markdown, JSON. Pure."""
+"""Formats the plan: a table for terminals, Markdown, JSON. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _HEAD: Final = (*_WIDE, "WAIT", "UNCHANGED PODS THROUGH DRA")
 
 
 def table(plan: MigrationPlan) -> str:
-    """Return the plan for a terminal."""
+    """Format the plan for a terminal."""
     blocks = [_uses(plan.uses), _drain(plan)]
     for finding in plan.findings:
         kind = finding.kind
@@ -25,7 +25,7 @@ def table(plan: MigrationPlan) -> str:
 
 
 def summary(plan: MigrationPlan) -> str:
-    """Return how many findings of each severity there are."""
+    """Return the number of findings of each severity."""
     counts: dict[str, int] = {}
     for finding in plan.findings:
         counts[finding.kind.severity.value] = counts.get(finding.kind.severity.value, 0) + 1
@@ -34,7 +34,7 @@ def summary(plan: MigrationPlan) -> str:
 
 
 def markdown(plan: MigrationPlan) -> str:
-    """Return the plan as a page."""
+    """Format the plan as a Markdown page."""
     lines = ["# Plan", "", *_markdown_table(_rows(plan.uses)), "", *_drain(plan), "", f"{summary(plan)}.", ""]
     rows = [("severity", "code", "object", "reason", "what to do")]
     rows += [(f.kind.severity.value, f.kind.code, f.object, f.reason, f.kind.remedy) for f in plan.findings]
@@ -43,7 +43,7 @@ def markdown(plan: MigrationPlan) -> str:
 
 
 def as_json(plan: MigrationPlan) -> dict[str, Any]:
-    """Return the plan as JSON has it."""
+    """Return the plan as a structure for JSON."""
     drain = plan.drain
     return {
         "resources": [

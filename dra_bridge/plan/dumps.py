@@ -1,6 +1,6 @@
-"""Reads dumps of objects: lists and streams in YAML or JSON. An object is cut when it is read, so that memory lasts.
+"""Reads dumps of objects: lists and streams in YAML or JSON. Unused fields are dropped at once, to save memory.
 
-A list in YAML is read item by item from the parser's events: as a tree, 8,000 pods would take a gigabyte.
+A list in YAML is read item by item from the parser's events, because a tree of 8,000 pods would take a gigabyte.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ _INTEGER: Final = re.compile(r"-?(?:0|[1-9][0-9]*)")
 
 
 TEMPLATE: Final = "PodTemplateSpec"
-"""The kind that pod templates have in what `objects_of` yields."""
+"""The kind that `objects_of` gives to pod templates."""
 
 
 class DumpError(Exception):
-    """Raised when a dump cannot be read; the message says where."""
+    """Raised when a dump cannot be read. The message contains the place."""
 
 
 def objects_of(text: bytes) -> Iterator[tuple[str, Body]]:
-    """Yield kind and object, cut, of all objects of a dump that are looked at. Raises DumpError.
+    """Yield kind and fields of the objects in a dump that `plan` uses. Raises DumpError.
 
-    The pods of a Deployment and the like have the kind TEMPLATE: they count where there are no nodes, as in a chart.
+    The pods of a Deployment and of similar objects have the kind TEMPLATE. They count only in dumps without nodes, such
+    as a chart.
     """
     for body in _bodies(text):
         kind = body.get("kind") if isinstance(body, dict) else None
@@ -43,7 +44,7 @@ def objects_of(text: bytes) -> Iterator[tuple[str, Body]]:
                     metadata = {**part(body, "metadata"), "name": f"{name_of(body)} ({kind})"}
                     yield TEMPLATE, CUT["Pod"]({"metadata": metadata, "spec": spec})
         except (AttributeError, TypeError, ValueError) as error:
-            raise DumpError(f"a {kind} is not as the API has it: {error}") from error
+            raise DumpError(f"a {kind} does not have the form of the API: {error}") from error
 
 
 def _bodies(text: bytes) -> Iterator[Any]:
@@ -51,7 +52,7 @@ def _bodies(text: bytes) -> Iterator[Any]:
         try:
             yield from _items(msgspec.json.decode(text))
         except msgspec.MsgspecError:
-            pass  # YAML in flow style, or several documents
+            pass  # The text is YAML in flow style, or has several documents.
         else:
             return
     try:
@@ -66,12 +67,12 @@ def _items(body: Any) -> Iterator[Any]:
         return
     known = str(body.get("kind", "")).removesuffix("List")
     for item in body["items"]:
-        # Lists of one kind, as the API server answers with, have items without a kind.
+        # The API server's lists of one kind have items without a kind.
         yield {"kind": known, **item} if isinstance(item, dict) else item
 
 
 def _from_yaml(text: bytes) -> Iterator[Any]:
-    """Yield objects from events: the items of a top-level `items` one by one, and other documents whole."""
+    """Yield objects from the parser's events: each item of a top-level `items`, or else the whole document."""
     events = iter(yaml.parse(text, Loader=_LOADER))
     for event in events:
         if not isinstance(event, yaml.DocumentStartEvent):
@@ -91,7 +92,7 @@ def _from_yaml(text: bytes) -> Iterator[Any]:
                 while not isinstance(event := next(events), yaml.SequenceEndEvent):
                     item = _value(event, events, anchors)
                     if isinstance(item, dict) and "kind" not in item:
-                        waiting.append(item)  # the list's own kind may come behind its items
+                        waiting.append(item)  # The list's own kind may come after its items.
                     else:
                         yield item
             else:
@@ -122,7 +123,7 @@ def _value(event: Any, events: Iterator[Any], anchors: dict[str, Any]) -> Any:
 
 
 def _scalar(event: Any) -> Any:
-    """Return what a scalar stands for, as far as the fields that are looked at have it: text, integer, true, null."""
+    """Return the value of a scalar. It covers the types of the used fields: text, integer, true, null."""
     text = event.value
     if event.style or not event.implicit[0]:
         return text
@@ -132,7 +133,7 @@ def _scalar(event: Any) -> Any:
 
 
 def by_kind(objects: Iterable[tuple[str, Body]]) -> dict[str, tuple[Body, ...]]:
-    """Return objects by their kind; pod templates as pods if there are no nodes."""
+    """Group objects by their kind. Pod templates count as pods if there are no nodes."""
     found: dict[str, list[Body]] = {}
     for kind, body in objects:
         found.setdefault(kind, []).append(body)

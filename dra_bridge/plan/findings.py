@@ -1,4 +1,4 @@
-"""Kinds of findings: a code that stays, a severity, what it means, and what to do. docs/plan.md has the same table."""
+"""Kinds of findings: a constant code, a severity, an explanation, and advice. docs/plan.md has the same table."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class Severity(Enum):
-    """How much a finding matters."""
+    """The importance of a finding."""
 
     BLOCKER = "blocker"
     WARNING = "warning"
@@ -15,7 +15,7 @@ class Severity(Enum):
 
 
 class FindingKind(Enum):
-    """A code, a severity, a sentence that says what it is, and one that says what to do."""
+    """A code, a severity, a sentence that explains the finding, and a sentence of advice."""
 
     FITS_NOWHERE = (
         "DB101",
@@ -202,7 +202,7 @@ class FindingKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PlanFinding:
-    """One finding. object: what it is about. reason: what was seen there."""
+    """One finding. object: the object that it concerns. reason: the observed fact."""
 
     kind: FindingKind
     object: str

@@ -1,4 +1,4 @@
-"""Findings about nodes, their kubelets, and the agents on them. Pure; a function for each kind."""
+"""Checks of nodes, their kubelets, and the agents on them. Pure; one function for each kind of finding."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from dra_bridge.plan.objects import AGENT, Body, labels_of, name_of, part, title
 from dra_bridge.plan.view import ClusterView, listed, minor_of
 
 FIRST = 32
-"""The first minor version whose DRA is served here (resource.k8s.io/v1beta1)."""
+"""The first minor version whose DRA the agent supports (resource.k8s.io/v1beta1)."""
 
 
 def _by_version(
     view: ClusterView, kind: FindingKind, lacks: Callable[[int, Mapping[str, bool]], bool]
 ) -> Iterator[PlanFinding]:
-    """Yield a finding for each version of nodes with devices that lacks something, by version and gates."""
+    """Yield a finding for each version of nodes with devices that lacks a feature.
+
+    lacks: decides by version and gates.
+    """
     found = defaultdict(list)
     for node in view.device_nodes:
         minor = minor_of(node)
@@ -28,12 +31,12 @@ def _by_version(
 
 
 def no_dra(view: ClusterView) -> Iterator[PlanFinding]:
-    """Nodes before 1.32."""
+    """Yield nodes before 1.32."""
     return _by_version(view, FindingKind.NO_DRA, lambda minor, _: minor < FIRST)
 
 
 def dra_off(view: ClusterView) -> Iterator[PlanFinding]:
-    """Nodes of versions in which DRA has to be switched on, unless their kubelet has it on."""
+    """Yield nodes of versions in which DRA is off by default, unless their kubelet has switched it on."""
     return _by_version(
         view,
         FindingKind.DRA_OFF,
@@ -42,7 +45,7 @@ def dra_off(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def unchanged_pods(view: ClusterView) -> Iterator[PlanFinding]:
-    """Nodes that serve no unchanged pods through DRA."""
+    """Yield nodes on which DRA cannot serve unchanged pods."""
     return _by_version(
         view,
         FindingKind.UNCHANGED_PODS,
@@ -51,7 +54,7 @@ def unchanged_pods(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def features_off(view: ClusterView) -> Iterator[PlanFinding]:
-    """Nodes of versions without taints and shared devices by default."""
+    """Yield nodes of versions without taints and shared devices by default."""
     names = ("DRADeviceTaints", "DRAConsumableCapacity", "DRAPartitionableDevices")
     return _by_version(
         view,
@@ -61,7 +64,7 @@ def features_off(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def topology_manager(view: ClusterView) -> Iterator[PlanFinding]:
-    """Nodes whose kubelet aligns devices."""
+    """Yield nodes whose kubelet aligns devices by the Topology Manager."""
     found = defaultdict(list)
     for node in view.device_nodes:
         policy = part(view.objects.kubelets.get(name_of(node), {}), "topologyManagerPolicy")
@@ -72,7 +75,7 @@ def topology_manager(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def agents_kept_away(view: ClusterView) -> Iterator[PlanFinding]:
-    """Nodes with devices on which no agents' DaemonSet puts a pod."""
+    """Yield nodes with devices on which no DaemonSet of the agents puts a pod."""
     if not view.agents:
         return
     away = defaultdict(list)
@@ -87,9 +90,9 @@ def agents_kept_away(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def _keeps_away(daemon_set: Body, node: Body) -> str:
-    """Return why a DaemonSet has no pod on a node; "" if it has, or may have one.
+    """Return why a DaemonSet has no pod on a node; "" if it has one, or may have one.
 
-    A DaemonSet's pods tolerate some taints of the node's condition by themselves (pkg/controller/daemon, 1.36).
+    Kubernetes adds tolerations of some taints of node conditions to a DaemonSet's pods (pkg/controller/daemon, 1.36).
     """
     spec, labels = part(daemon_set, "spec"), labels_of(node)
     for key, value in part(spec, "nodeSelector").items():
@@ -112,7 +115,7 @@ def _tolerates(toleration: Body, taint: Body) -> bool:
 
 
 def other_plugin(view: ClusterView) -> Iterator[PlanFinding]:
-    """Pods with the device plugin directory that are not of this project, on nodes with devices."""
+    """Yield pods of other projects that mount the device plugin directory, on nodes with devices."""
     names = {name_of(node) for node in view.device_nodes}
     found = defaultdict(set)
     for pod in view.all_pods:
@@ -125,7 +128,7 @@ def other_plugin(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def mixed_shares(view: ClusterView) -> Iterator[PlanFinding]:
-    """Groups of nodes that were asked for different shares of a driver."""
+    """Yield groups of nodes with different requested shares of a driver."""
     for group, nodes in sorted(view.groups.items()):
         keys = {key for node in nodes for key in part(node, "metadata", "annotations") if key.endswith("/dra-share")}
         for key in sorted(keys):

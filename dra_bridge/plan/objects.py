@@ -1,4 +1,4 @@
-"""The objects that `plan` looks at, cut to what it looks at, so that a large cluster fits into memory. Pure."""
+"""The objects that `plan` uses, reduced to the used fields so that a large cluster fits into memory. Pure."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from typing import Any, Final
 from deviceplugin.naming import NamingError, parse_quantity
 
 Body = Mapping[str, Any]
-"""An object as JSON has it."""
+"""An object in the form of its JSON."""
 
 PLUGIN_DIRECTORY: Final = "device-plugins"
-"""The directory in which device plugins register with the kubelet; its name ends the path of a hostPath volume."""
+"""The directory in which device plugins register with the kubelet. A path of a hostPath volume ends with its name."""
 AGENT: Final = ("app.kubernetes.io/managed-by", "dra-bridge")
 """The label of all objects of `dra-bridge manifests`."""
 
 FOR_LIMITS: Final = "resource.kubernetes.io/extended-resource-claim"
-"""The annotation of claims that the scheduler makes for limits, as `dra_bridge.kube` has it, which takes a second."""
+"""The annotation of claims that the scheduler makes for limits. It repeats `dra_bridge.kube`, whose import takes a
+second."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unread:
-    """Something that was not read. what: a kind, in the plural, or what else. reason: why."""
+    """Something that could not be read. what: a kind, in the plural, or another thing. reason: why."""
 
     what: str
     reason: str
@@ -31,9 +32,10 @@ class Unread:
 
 @dataclass(frozen=True, slots=True)
 class ClusterObjects:
-    """All that was read, by kind. now: Unix seconds. kubelets: configurations by node, of those that were read.
+    """All objects that were read, by kind.
 
-    rights: verb and resource that the caller was asked for, and whether it has them.
+    now: Unix seconds. kubelets: the configurations that could be read, by node. rights: by verb and resource, whether
+    the user has the right.
     """
 
     by_kind: Mapping[str, tuple[Body, ...]]
@@ -48,7 +50,7 @@ class ClusterObjects:
 
 
 def part(body: Any, *keys: str) -> Any:
-    """Return what is at a path of keys, {} if there is nothing."""
+    """Return the value at a path of keys, {} if there is none."""
     for key in keys:
         body = body.get(key) if isinstance(body, Mapping) else None
     return {} if body is None else body
@@ -72,7 +74,7 @@ def labels_of(body: Body) -> Mapping[str, str]:
 
 
 def seconds_of(text: object) -> float:
-    """Return a time of the API as Unix seconds; 0 if it is none."""
+    """Return a time of the API as Unix seconds; 0 if the text is not a time."""
     if isinstance(text, datetime):
         return text.timestamp()
     try:
@@ -82,7 +84,7 @@ def seconds_of(text: object) -> float:
 
 
 def quantity_of(value: object) -> int:
-    """Return a whole quantity; 0 if it is none."""
+    """Return a whole quantity; 0 if the value is not one."""
     try:
         return int(parse_quantity(value))  # type: ignore[arg-type]  # what is none of both is refused
     except NamingError:
@@ -97,7 +99,7 @@ def _metadata(body: Body) -> dict[str, Any]:
     whole = part(body, "metadata")
     kept = _kept(whole, ("name", "namespace", "labels", "creationTimestamp", "deletionTimestamp"))
     kept["owners"] = [one.get("kind", "") + " " + one.get("name", "") for one in part(whole, "ownerReferences") or ()]
-    # Of annotations those of this project and of autoscalers; the others can be large.
+    # Only annotations of this project and of autoscalers are kept; others can be large.
     annotations = part(whole, "annotations")
     kept["annotations"] = {
         key: value
@@ -159,7 +161,7 @@ def _slice(body: Body) -> dict[str, Any]:
 
 
 def _claim(body: Body) -> dict[str, Any]:
-    spec = part(body, "spec", "spec") or part(body, "spec")  # a template's, or a claim's
+    spec = part(body, "spec", "spec") or part(body, "spec")  # A template has one more `spec` than a claim.
     requests = part(spec, "devices", "requests") or []
     return {
         "metadata": _metadata(body),
@@ -194,9 +196,9 @@ CUT: Final[Mapping[str, Callable[[Body], dict[str, Any]]]] = {
     "ClusterRoleBinding": _whole,
     "ConfigMap": _whole,
 }
-"""What is kept of each kind; other kinds are not looked at."""
+"""For each used kind, the function that keeps only the used fields."""
 
 
 def cut(kind: str, bodies: Iterable[Body]) -> list[Body]:
-    """Return objects of a kind without what is not looked at."""
+    """Return objects of a kind without their unused fields."""
     return [CUT[kind](body) for body in bodies]

@@ -1,4 +1,4 @@
-"""Findings about pods that ask for devices. Pure; a function for each kind."""
+"""Checks of pods that request devices. Pure; one function for each kind of finding."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from dra_bridge.plan.objects import name_of, part, quantity_of, seconds_of, titl
 from dra_bridge.plan.view import ClusterView, asked_of, listed
 
 MAX_DEVICES = 32
-"""Devices of one claim (AllocationResultsMaxSize, pkg/apis/resource/types.go, 1.36)."""
+"""Maximum number of devices of one claim (AllocationResultsMaxSize, pkg/apis/resource/types.go, 1.36)."""
 
 
 def fits_nowhere(view: ClusterView) -> Iterator[PlanFinding]:
-    """Pods that ask for more than any node's devices, whichever side they are on."""
+    """Yield pods that request more devices than any node has, on whichever side."""
     if not view.nodes:
-        return  # in a chart
+        return  # A chart has no nodes.
     most: dict[str, int] = defaultdict(int)
     for node in view.nodes:
         published = sum(count for (name, _), count in view.slices.items() if name == name_of(node))
         for resource in view.targets:
             capacity = quantity_of(part(node, "status", "capacity").get(resource, 0))
-            # The capacity has devices of both sides while an agent serves both.
+            # While an agent serves both sides, the capacity includes devices of both.
             most[resource] = max(most[resource], capacity, published if view.targets[resource].driver else 0)
     for pod in view.pods:
         for resource, count in asked_of(pod).items():
@@ -33,7 +33,7 @@ def fits_nowhere(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def above_32(view: ClusterView) -> Iterator[PlanFinding]:
-    """Pods of which a container asks for more devices than a claim has."""
+    """Yield pods with a container that requests more devices than a claim can have."""
     for pod in view.pods:
         for resource, count in asked_of(pod).items():
             if resource in view.targets and count > MAX_DEVICES:
@@ -41,7 +41,7 @@ def above_32(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def preempts(view: ClusterView) -> Iterator[PlanFinding]:
-    """Pods above the default priority that may preempt others."""
+    """Yield pods above the default priority that may preempt others."""
     found = defaultdict(list)
     for pod in view.pods:
         spec = pod["spec"]
@@ -52,7 +52,7 @@ def preempts(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def init_reuses(view: ClusterView) -> Iterator[PlanFinding]:
-    """Pods whose init containers ask for another number than a container that could share its claim."""
+    """Yield pods whose init containers request another number than a container that could share their claim."""
     for pod in view.pods:
         spec = pod["spec"]
         for container in spec["initContainers"]:
@@ -67,7 +67,7 @@ def init_reuses(view: ClusterView) -> Iterator[PlanFinding]:
 
 
 def restart_ends(view: ClusterView) -> Iterator[PlanFinding]:
-    """Pods that a restart of their node's kubelet would end now (`dra_bridge.handover.admission`)."""
+    """Yield pods that a restart of their node's kubelet would end now (`dra_bridge.handover.admission`)."""
     for node in view.device_nodes:
         pods = view.pods_by_node.get(name_of(node), [])
         for resource in view.targets:

@@ -1,4 +1,4 @@
-"""Reads the cluster for `plan`, with its caller's rights: lists in pages, and the kubelets' configurations."""
+"""Reads the cluster for `plan`, with the user's rights: lists in pages, and the kubelets' configurations."""
 
 from __future__ import annotations
 
@@ -47,26 +47,26 @@ LISTED: Final = (
     CLUSTER_ROLES,
     CLUSTER_ROLE_BINDINGS,
 )
-"""Kinds that are listed in the whole cluster."""
+"""Kinds of which `plan` lists all objects in the cluster."""
 NAMED: Final = (("kube-system", "cluster-autoscaler-status"), ("kueue-system", "kueue-manager-config"))
-"""ConfigMaps, by namespace and name: what shows a provider's cluster autoscaler, and Kueue's configuration."""
+"""ConfigMaps, by namespace and name, that show a provider's cluster autoscaler and Kueue's configuration."""
 TIMEOUT: Final = 5.0
-"""Seconds for a kubelet's answer."""
+"""Seconds within which a kubelet must answer."""
 AT_ONCE: Final = 32
-"""Kubelets that are asked at one time."""
+"""Maximum number of kubelets that are asked at the same time."""
 _NO_DRA: Final = {kind.kind for kind in LISTED if kind.group == GROUP}
 
 
 class _ConfigZ(msgspec.Struct):
-    """A kubelet's answer."""
+    """The configuration in a kubelet's answer."""
 
     kubeletconfig: dict[str, Any]
 
 
 async def read_cluster(cluster: Cluster, selector: str) -> tuple[ClusterObjects, frozenset[str] | None]:
-    """Return all that is looked at, and the names of the nodes of a label selector (None without one).
+    """Read the used objects of the cluster. Return them and the names of the selected nodes (None without a selector).
 
-    What the caller may not read, or what does not answer, is in `unread`.
+    `unread` has the objects that the user may not read, and the servers that do not answer.
     """
     unread: list[Unread] = []
     read = await asyncio.gather(*(_list(cluster, kind, unread) for kind in LISTED))
@@ -90,7 +90,7 @@ async def _list(cluster: Cluster, kind: Kind, unread: list[Unread]) -> tuple[Bod
         async for page in cluster.pages(kind, page_of(kind)):
             bodies += map(CUT[kind.kind], page.items)
     except UnsupportedError:
-        return ()  # no DRA there, which the versions of the nodes say
+        return ()  # The cluster has no DRA. The versions of the nodes show that.
     except ForbiddenError as error:
         unread.append(Unread(kind.plural, error.message))
     except ApiError as error:
@@ -109,7 +109,7 @@ async def _config_map(cluster: Cluster, namespace: str, name: str, unread: list[
 
 
 async def _kubelets(cluster: Cluster, names: list[str], unread: list[Unread]) -> Mapping[str, Body]:
-    """Return the configurations of kubelets that answer; it takes the right to get nodes/proxy."""
+    """Return the configurations of the kubelets that answer. This needs the right to get nodes/proxy."""
     slots = asyncio.Semaphore(AT_ONCE)
     found: dict[str, Body] = {}
     failed: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""What follows from a cluster's objects for some resources: their pods, nodes, classes, groups of nodes. Pure."""
+"""Derives facts about some resources from a cluster's objects: their pods, nodes, classes, groups of nodes. Pure."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ENDED: Final = ("Succeeded", "Failed")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What is to move. driver, share: "" if they are not known."""
+    """A resource whose devices are to move. driver, share: "" if they are not known."""
 
     resource: str
     driver: str = ""
@@ -46,9 +46,9 @@ class Target:
 
 @dataclass(frozen=True)
 class ClusterView:
-    """The objects, and what follows from them. namespace: of the pods that count, "" for all.
+    """The objects, and facts derived from them. namespace: only its pods count, "" for all.
 
-    nodes: the names of those that count. targets: by resource; without any, all extended resources count.
+    nodes: names of the nodes that count. targets: by resource; if there are none, all extended resources count.
     """
 
     objects: ClusterObjects
@@ -64,7 +64,7 @@ class ClusterView:
 
     @cached_property
     def targets(self) -> Mapping[str, Target]:
-        """What is to move, by resource: what was given, else all that nodes have or pods ask for."""
+        """The resources whose devices are to move: the given ones, or else all that nodes have or pods request."""
         if self.given:
             return {one.resource: one for one in self.given}
         names = {name for node in self.nodes for name in part(node, "status", "capacity")}
@@ -77,7 +77,7 @@ class ClusterView:
 
     @cached_property
     def drivers(self) -> frozenset[str]:
-        """The drivers of the targets, of those that are known."""
+        """The known drivers of the targets."""
         return frozenset(one.driver for one in self.targets.values() if one.driver)
 
     @cached_property
@@ -87,7 +87,7 @@ class ClusterView:
 
     @cached_property
     def pods(self) -> tuple[Body, ...]:
-        """The pods of the namespace that ask for a target by limits, on nodes that count or on none yet."""
+        """The pods of the namespace that request a target by limits, on the nodes that count or without a node yet."""
         names = {name_of(node) for node in self.nodes}
         return tuple(
             pod
@@ -99,7 +99,7 @@ class ClusterView:
 
     @cached_property
     def pods_by_node(self) -> Mapping[str, list[Body]]:
-        """The pods that ask for targets by limits, by node."""
+        """The pods that request targets by limits, by node."""
         found: dict[str, list[Body]] = defaultdict(list)
         for pod in self.pods:
             if node := part(pod, "spec", "nodeName"):
@@ -118,7 +118,7 @@ class ClusterView:
 
     @cached_property
     def slices(self) -> Mapping[tuple[str, str], int]:
-        """The number of published devices by node and driver, of the targets' drivers."""
+        """The number of published devices by node and driver, for the targets' drivers."""
         found: dict[tuple[str, str], int] = defaultdict(int)
         names = {name_of(node) for node in self.nodes}
         for body in self.objects.of("ResourceSlice"):
@@ -128,18 +128,18 @@ class ClusterView:
         return found
 
     def classes_of(self, resource: str) -> list[Body]:
-        """Return the DeviceClasses that name a resource."""
+        """Return the DeviceClasses that name a resource as their extended resource."""
         return [one for one in self.objects.of("DeviceClass") if part(one, "spec", "extendedResourceName") == resource]
 
     @cached_property
     def class_names(self) -> Mapping[str, str]:
-        """A DeviceClass for each target that has one, by resource."""
+        """By resource, the name of a DeviceClass for each target that has one."""
         found = {name: self.classes_of(name) for name in self.targets}
         return {name: name_of(classes[0]) for name, classes in found.items() if classes}
 
     @cached_property
     def by_dra(self) -> frozenset[str]:
-        """The titles of pods that DRA serves by their limits."""
+        """The titles of the pods whose limits DRA serves."""
         return frozenset(
             f"{part(claim, 'metadata', 'namespace')}/{pod}"
             for claim in self.objects.of("ResourceClaim")
@@ -149,7 +149,7 @@ class ClusterView:
 
     @cached_property
     def groups(self) -> Mapping[str, list[Body]]:
-        """The nodes with devices, by their group; nodes without a group are in none."""
+        """The nodes with devices, by their group. Nodes without a group are left out."""
         found: dict[str, list[Body]] = defaultdict(list)
         for node in self.device_nodes:
             labels = labels_of(node)
@@ -164,7 +164,10 @@ class ClusterView:
 
     @cached_property
     def images(self) -> Mapping[str, str]:
-        """The pods, by the name of an image of theirs without registry and tag: which programs run in the cluster."""
+        """A pod for each image, by the image's name without registry and tag.
+
+        They show which programs run in the cluster.
+        """
         found: dict[str, str] = {}
         for pod in self.all_pods:
             for container in pod["spec"]["containers"]:
@@ -173,12 +176,15 @@ class ClusterView:
         return found
 
     def program(self, *names: str) -> str:
-        """Return a pod that runs one of these programs; "" if none is known."""
+        """Return a pod that runs one of these programs; "" if no such pod is known."""
         return next((self.images[name] for name in names if name in self.images), "")
 
     @cached_property
     def autoscaler(self) -> str:
-        """What shows that the cluster autoscaler runs; "" if nothing does. A provider's own leaves a ConfigMap."""
+        """The object that shows that the cluster autoscaler runs; "" if there is none.
+
+        A provider's autoscaler has a ConfigMap.
+        """
         for body in self.objects.of("ConfigMap"):
             if name_of(body) == "cluster-autoscaler-status":
                 return f"ConfigMap {title_of(body)}"
@@ -187,9 +193,9 @@ class ClusterView:
 
 
 def asked_of(pod: Body) -> dict[str, int]:
-    """Return the devices that a pod asks for by limits, by resource, as the scheduler counts them.
+    """Return the devices that a pod requests by limits, by resource, as the scheduler counts them.
 
-    The sum of containers and sidecars, or what one init container asks for, if that is more.
+    The number is the sum over containers and sidecars, or the request of one init container if that is larger.
     """
     found: dict[str, int] = defaultdict(int)
     first: dict[str, int] = defaultdict(int)
@@ -208,7 +214,7 @@ def asked_of(pod: Body) -> dict[str, int]:
 
 
 def drivers_of(device_class: Body) -> set[str]:
-    """Return the drivers that a DeviceClass's expressions name."""
+    """Return the drivers that the expressions of a DeviceClass name."""
     expressions = [part(one, "cel", "expression") for one in part(device_class, "spec", "selectors") or ()]
     pattern = r"""device\.driver\s*==\s*["']([^"']+)["']"""
     return {name for text in expressions for name in re.findall(pattern, str(text))}
@@ -221,20 +227,23 @@ def minor_of(node: Body) -> int:
 
 
 def listed(names: Iterable[str], most: int = 5) -> str:
-    """Return some names, and how many more there are."""
+    """Return some names, and the number of the others."""
     whole = sorted(names)
     rest = f" and {len(whole) - most} more" if len(whole) > most else ""
     return ", ".join(whole[:most]) + rest
 
 
 def resources_of(objects: ClusterObjects, driver: str) -> list[str]:
-    """Return the resources that DeviceClasses of a driver name."""
+    """Return the resources that the DeviceClasses of a driver name."""
     classes = [one for one in objects.of("DeviceClass") if driver in drivers_of(one)]
     return sorted({name for one in classes if (name := str(part(one, "spec", "extendedResourceName") or ""))})
 
 
 def matching(objects: ClusterObjects, selector: str) -> frozenset[str] | None:
-    """Return the names of nodes that match labels KEY=VALUE, KEY or !KEY; None without. Raises ValueError."""
+    """Return the nodes that match a selector: labels KEY=VALUE, KEY!=VALUE, KEY or !KEY. Raises ValueError.
+
+    None without a selector.
+    """
     if not selector:
         return None
     found = []
