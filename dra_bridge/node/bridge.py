@@ -1,4 +1,4 @@
-"""Makes, runs and ends both sides of one node: the plugin agent, and beside it a runtime for each DRA driver."""
+"""Builds, runs and ends both sides of one node: the plugin agent, and a runtime for each DRA driver."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ from dra_bridge.slices.publisher import Publisher
 _LOG: Final = logging.getLogger(__name__)
 
 STANDBY: Final = 2.0
-"""Seconds after which a warning is logged that another agent has the ledger."""
+"""Seconds after which the agent logs a warning that another agent has the ledger."""
 
 
 class Bridge(ClaimSide):
     """The agent with both sides.
 
-    sources: one for each resource; those with a driver are bridged. policies: by resource; the default is the plugin
-    side alone. grace: seconds that bound pods have to be admitted before devices are withdrawn. vendors, period: see
-    `Agent`. agent: the plugin side, and what both sides share. drivers: the DRA side, by driver. A driver stays when no
-    resource names it any more: it has claims to unprepare.
+    sources: one for each resource; resources whose source names a driver have both sides. policies: by resource; the
+    default is the plugin side alone. grace: seconds that the kubelet has to admit bound pods before devices are
+    withdrawn. vendors, period: see `Agent`. agent: the plugin side, and the objects that both sides use. drivers: the
+    DRA side, by driver. A driver stays even if no resource names it any more, because it has claims to unprepare.
     """
 
     serves_claims = True
@@ -69,7 +69,7 @@ class Bridge(ClaimSide):
         self.drivers: dict[str, DriverRuntime] = {}
         self._policies = dict(policies)
         self._parents: dict[str, str] = {}
-        """The resource whose source has brought another resource along."""
+        """For each resource that a source has brought along, the resource of that source."""
         self._group: asyncio.TaskGroup | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._ledger: AsyncLedger | None = None
@@ -100,25 +100,25 @@ class Bridge(ClaimSide):
 
     @property
     def ledger_path(self) -> Path:
-        """Where the ledger lies; whatever the config says."""
+        """The path of the ledger. It does not depend on the config."""
         return self.node.directory / "register.db"
 
-    # What the agent asks.
+    # The agent calls the methods from here on.
 
     def unknown(self, driver: str, resource: str, device: str) -> str:
-        """Return why it is not known who holds a device; "" if it is."""
+        """Return why the holders of a device are not known; "" if they are known."""
         runtime = self.drivers.get(driver)
         return runtime.context.unknown(resource, device) if runtime is not None else "the agent has just started"
 
     def draining(self, resource: str) -> Collection[str]:
-        """Return the devices that new pods had better not get: they are to leave for the other side."""
+        """Return the devices that are to leave for the other side. New pods should get other devices if possible."""
         serving = (runtime.resources[resource] for runtime in self.drivers.values() if resource in runtime.resources)
         return frozenset().union(*(runtime.handover.draining for runtime in serving))
 
     async def run(self) -> None:
-        """Serve both sides until `agent.stop`, then drain and clean up; slices stay.
+        """Serve both sides until `agent.stop`, then drain and clean up. The slices stay.
 
-        Raises AgentError: a resource cannot be served on this node at all.
+        Raises AgentError if a resource cannot be served on this node at all.
         """
         try:
             async with self.cluster, aclosing(self.node.claims), asyncio.TaskGroup() as group:
@@ -145,9 +145,10 @@ class Bridge(ClaimSide):
     async def reconfigure(
         self, sources: Mapping[str, DeviceSource], policies: Mapping[str, HandoverPolicy], unchanged: Sequence[str]
     ) -> None:
-        """Serve these sources from now on, those of `unchanged` resources as they are, all under these policies.
+        """Serve these sources from now on, under these policies. `unchanged` resources keep their present sources.
 
-        Who holds what is not touched: a device whose driver changes leaves the slices of the one before first.
+        Holders keep their devices. If the driver of a device changes, the device first leaves the former driver's
+        slices.
         """
         await self.agent.begun.wait()
         self._policies = dict(policies)
@@ -160,7 +161,7 @@ class Bridge(ClaimSide):
             self._serve(service)
 
     async def _opened(self) -> bool:
-        """Bridge what is to be served; return False if the agent is stopped before that is done."""
+        """Open the ledger and begin to serve. Return False if the agent is stopped before that is done."""
         stopping, opening = asyncio.create_task(self.agent.stopping()), asyncio.create_task(self._open_all())
         try:
             await asyncio.wait({stopping, opening}, return_when=asyncio.FIRST_COMPLETED)
@@ -173,7 +174,7 @@ class Bridge(ClaimSide):
         return not opening.cancelled()
 
     async def _open_all(self) -> None:
-        """Open the ledger, and begin to serve. Raises AgentError: it cannot be opened."""
+        """Open the ledger, and begin to serve. Raises AgentError if the ledger cannot be opened."""
         self._ledger = self.agent.register.store = await self._open_ledger()
         await self._adopt_claims()
         self.agent.keep_from_pods()
@@ -181,15 +182,18 @@ class Bridge(ClaimSide):
             self._serve(service)
 
     async def _adopt_claims(self) -> None:
-        """Record what files say that the ledger lacks, and serve the drivers of its claims, also former ones.
+        """Record the claims that files name and the ledger lacks.
 
-        A file counts if this agent wrote it, or if a resource names its driver: the kubelet asks this agent then to
-        unprepare the claim. The others are of another agent on the node. Raises AgentError: it cannot be done.
+        Then serve the drivers of all claims, former ones too.
+
+        A file counts if this agent wrote it, or if a resource names the file's driver, because the kubelet then asks
+        this agent to unprepare the claim. Other files belong to another agent on the node. Raises AgentError if the
+        claims cannot be recorded.
         """
         assert self._ledger is not None
         ours = {service.source.driver for service in self.agent.services.values()}
         try:
-            # Those of drivers that are served were recorded before.
+            # The claims of served drivers were recorded before.
             looks, directory = self.node.drivers.cdi_looks, self.node.drivers.cdi_directory
             all_files = await looks.at("evidence", claim_files.read_all, directory, frozenset(self.drivers))
             files = [file for file in all_files if file.agent == self.agent_name or file.driver in ours]
@@ -205,7 +209,7 @@ class Bridge(ClaimSide):
             self._driver(driver, self._ledger)
 
     def _driver(self, name: str, ledger: AsyncLedger) -> DriverRuntime:
-        """Return what runs a driver, also one that no resource names any more: it has claims to unprepare."""
+        """Return the runtime of a driver. A former driver has one as well, because it has claims to unprepare."""
         if name not in self.drivers:
             runtime = self.drivers[name] = DriverRuntime(self.node, name, ledger, self._left)
             self.agent.scanner.observers.append(runtime)
@@ -214,7 +218,7 @@ class Bridge(ClaimSide):
         return self.drivers[name]
 
     def _serve(self, service: Service) -> None:
-        """Have a resource's devices served by the driver that it names; they leave others first."""
+        """Serve a resource's devices by the driver that it names. First the devices leave other drivers."""
         assert self._ledger is not None
         resource, driver = service.resource, service.source.driver
         before = {record.driver for record in self._ledger.snapshot.of(resource).values()} - {"", driver}
@@ -230,16 +234,17 @@ class Bridge(ClaimSide):
         service.endpoint.refresh()
 
     def brought(self, resource: str, parent: str) -> None:
-        """Have a resource that a source has brought along served on both sides, under the policy of that source.
+        """Serve a resource that a source has brought along, on both sides and under the policy of that source.
 
-        parent: its resource; "" for one that is passed through, whose devices leave the driver that had them.
+        parent: the resource of that source. "" stands for a resource that is passed through; its devices leave their
+        driver.
         """
         self._parents[resource] = parent
         self._serve(self.agent.services[resource])
 
     def contested(self, resource: str, reason: str) -> None:
-        """Take note that a plugin has registered a resource with the kubelet, bypassing this agent."""
-        for runtime in self.drivers.values():  # also of a driver that no config names any more
+        """Handle that a plugin has registered a resource with the kubelet directly and so bypasses this agent."""
+        for runtime in self.drivers.values():  # This includes drivers that the config no longer names.
             runtime.contested(resource, reason)
 
     def _others_wrote(self, driver: str, kind: ForeignKind, what: str) -> None:
@@ -251,7 +256,7 @@ class Bridge(ClaimSide):
         return self._policies.get(resource) or self._policies.get(parent) or HandoverPolicy()
 
     def _left(self, resource: str) -> None:
-        """Go on after devices of a resource have left a driver."""
+        """Continue after devices of a resource have left a driver."""
         for runtime in self.drivers.values():
             if resource in runtime.resources:
                 runtime.resources[resource].handover.wake()
@@ -264,19 +269,23 @@ class Bridge(ClaimSide):
         self.agent.fail("the ledger was lost while it was in use")
 
     async def _end_with_cdi_directory(self) -> None:
-        """End the agent once the directory of CDI specs was deleted: this mount shows the deleted one ever after."""
+        """End the agent once the directory of CDI specs was deleted.
+
+        This mount would keep showing the deleted directory.
+        """
         looks, directory = self.node.drivers.cdi_looks, self.node.drivers.cdi_directory
         deleted = False
         while not deleted:
             await asyncio.sleep(CHECK)
-            with contextlib.suppress(LookTimeoutError):  # then it is unknown
+            # After a timeout it is not known whether the directory was deleted.
+            with contextlib.suppress(LookTimeoutError):
                 deleted = await looks.at("claim file", cdi.is_deleted, directory)
         what = f"{directory} was deleted on the host while it is mounted here"
         _LOG.error("%s, no claim can be prepared; the agent ends, so that its next container mounts a new one", what)
         self.agent.stop()
 
     async def _open_ledger(self) -> AsyncLedger:
-        """Open the ledger, as soon as no other agent has it any more."""
+        """Open the ledger once no other agent has it."""
         path = self.ledger_path
         copy = copies.path(self.node.drivers.cdi_directory, self.agent_name)
         opening = asyncio.create_task(AsyncLedger.open(str(path), copy))
@@ -300,5 +309,5 @@ class Bridge(ClaimSide):
             runtime.read_share(self._watch.annotations, self._watch.uid)
 
     async def end(self) -> None:
-        """Take no more claims; another agent may serve the devices as soon as the plugin side has ended."""
+        """Accept no more claims. Another agent may serve the devices once the plugin side has ended."""
         await asyncio.gather(*(runtime.end_claims() for runtime in self.drivers.values()), return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Which claims of a driver are over."""
+"""Finds the claims of a driver that have ended, and unprepares them."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ from dra_bridge.node.resource import ResourceRuntime
 _LOG: Final = logging.getLogger(__name__)
 
 RECONCILE: Final = 20.0
-"""Seconds between two checks whether prepared claims are over; the API server is asked only of those that seem so."""
+"""Seconds between two checks whether prepared claims have ended. The API server is asked only about likely ones."""
 
 _PHASE: Final = random.uniform(0.0, RECONCILE)  # noqa: S311  # no secret
-"""When the checks of this process are due, after a multiple of RECONCILE: those of all drivers share what they read."""
+"""The offset of this process's checks from multiples of RECONCILE. All drivers check together and share the evidence.
+"""
 
 NOTICE: Final = 1.0
-"""Seconds after which it is noticed that a claim holds devices only until the processes of its pods have ended."""
+"""Seconds between two looks at the pods of prepared claims."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +49,11 @@ class ClaimChecks:
     lists: ClaimLists
 
     async def run(self, resources: Mapping[str, ResourceRuntime]) -> None:
-        """Reconcile at once and from time to time, until cancelled."""
+        """Reconcile at once and then regularly, until cancelled."""
         backoff = Backoff(first=1.0, most=60.0)
         ending = Backoff(first=1.0, most=RECONCILE)
         while True:
-            # CDI files are evidence: they must not be removed before the ledger was given them.
+            # CDI files are evidence. They must not be removed before the ledger has their content.
             waits = [runtime.reconciled for runtime in resources.values() if not runtime.reconciled.is_set()]
             try:
                 await self.reconcile(sweep=not waits)
@@ -70,9 +71,9 @@ class ClaimChecks:
                 await self._pause(ending)
 
     async def _pause(self, ending: Backoff) -> None:
-        """Wait until the next reconciliation is due: earlier if a claim ends with the processes of its pods.
+        """Wait until the next reconciliation is due, or until a claim may end with the processes of its pods.
 
-        Meanwhile pods that begin to run with a claim are recorded: no Unprepare has to ask the kubelet for them.
+        Meanwhile pods that begin to run with a claim are recorded. So an Unprepare need not ask the kubelet for them.
         """
         begun = time.monotonic() - _PHASE
         until = _PHASE + (begun // RECONCILE + 1) * RECONCILE
@@ -89,14 +90,15 @@ class ClaimChecks:
             ending.reset()
             since = time.time() - RECONCILE
             if awaited or any(claim.since > since and not claim.pods <= self.pods.recorded for claim in claims):
-                with contextlib.suppress(ClaimStateError, LedgerError, OSError):  # the next reconciliation logs it
+                # The next reconciliation logs the error.
+                with contextlib.suppress(ClaimStateError, LedgerError, OSError):
                     await self.pods.running()
             await asyncio.sleep(min(rest, PROMPT if awaited else NOTICE))
 
     async def reconcile(self, *, sweep: bool) -> None:
         """Reconcile once. sweep: whether to remove CDI files of claims that the ledger does not know.
 
-        Raises ClaimStateError: the kubelet's claim state cannot be read; nothing is ended then.
+        Raises ClaimStateError if the kubelet's claim state cannot be read. No claim is ended then.
         """
         unlisted = (await self.pods.running()).unlisted
         named = frozenset(claim.uid for claim in await self.pods.record())
@@ -107,7 +109,7 @@ class ClaimChecks:
     async def _name_from_server(
         self, named: Collection[str], processes: PodProcesses, unlisted: Mapping[str, float]
     ) -> None:
-        """Name claims that are known from their CDI files alone; unprepare those that are over and do not exist."""
+        """Add names to claims of which only CDI files are known. Unprepare those that have ended and do not exist."""
         records = self.driver.records
         nameless = [claim for claim in records.all() if not claim.name and claim.uid not in named]
         if not nameless:

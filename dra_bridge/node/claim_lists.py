@@ -1,4 +1,4 @@
-"""Lists of all claims of the cluster, for all drivers and devices of a node that wait for one."""
+"""Lists all claims of the cluster, for all drivers and waiting devices of a node together."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ from dra_bridge.kube import (
 Visit = Callable[[ListedClaim], None]
 
 DEADLINE: Final = 240.0
-"""Seconds for one list; etcd keeps the moment of its first part for 300 s at the least (kube-apiserver compacts)."""
+"""Seconds that one list may take. etcd keeps the revision of its first page for at least 300 s (kube-apiserver
+compacts)."""
 REST: Final = 1.0
-"""Seconds without a list after one, for each second that it took: a list has the weight of all claims."""
+"""Seconds of rest after a list, for each second that the list took, because a list costs as much as all claims."""
 LONGEST_REST: Final = 60.0
 
 
 @dataclass(slots=True)
 class ClaimListStatistics:
-    """What lists of claims took so far; counters only grow. durations: of those that failed, too."""
+    """Statistics of the lists of claims. Counters only grow. durations: includes failed lists."""
 
     durations: Durations = field(default_factory=Durations)
     bytes: int = 0
@@ -44,14 +45,14 @@ class ClaimListStatistics:
 
 @dataclass(frozen=True, slots=True)
 class ListBegun:
-    """A list that was read to its end. at: when its first request was made (monotonic seconds)."""
+    """A complete list of claims. at: when its first request was sent (monotonic seconds)."""
 
     at: float
 
 
 @dataclass(slots=True, eq=False)
 class _Next:
-    """The list that has not begun yet. visits: those that get each of its claims."""
+    """The next list, which has not begun yet. visits: functions to call with each of its claims."""
 
     reading: asyncio.Task[ListBegun | ClusterError]
     visits: list[Visit] = field(default_factory=list)
@@ -59,11 +60,11 @@ class _Next:
 
 @dataclass(slots=True, eq=False)
 class ClaimLists:
-    """Reads consistent lists of all claims, one at a time, and no part of one is kept once it was visited.
+    """Reads consistent lists of all claims, one at a time. It keeps no page after the callers have visited it.
 
-    backoff: the waits after failures. _next: the list that has not begun yet; all calls until then share it, since none
-    that has begun counts for what comes later. _due: when the next one may begin (monotonic seconds). _failure: of the
-    last one, if it failed. failing: that the lists fail, and since when.
+    backoff: the waits after failures. _next: the list that has not begun yet. All calls share it until it begins; later
+    calls need a later list. _due: when the next list may begin (monotonic seconds). _failure: the error of the last
+    list, if it failed. failing: the lasting failure of the lists.
     """
 
     cluster: Cluster
@@ -77,9 +78,10 @@ class ClaimLists:
     _tasks: Tasks = field(default_factory=Tasks)
 
     async def read(self, visit: Visit) -> ListBegun:
-        """Have `visit` called with each claim of a list that begins after this call.
+        """Call `visit` with each claim of a list that begins after this call.
 
-        What `visit` was given counts only if this returns. Raises ClusterError; for some time after a failure at once.
+        The visited claims count only if this method returns. Raises ClusterError; for some time after a failure it
+        raises at once.
         """
         if self._failure is not None and time.monotonic() < self._due:
             raise self._failure.with_traceback(None)
@@ -93,7 +95,7 @@ class ClaimLists:
         return done
 
     async def aclose(self) -> None:
-        """End the reading of lists; calls of `read` are cancelled."""
+        """Stop reading lists, and cancel calls of `read`."""
         await self._tasks.close()
 
     async def _read(self) -> ListBegun | ClusterError:

@@ -1,4 +1,4 @@
-"""Which pods use which claims of a driver."""
+"""Records which pods use the claims of a driver."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from dra_bridge.node.pods_and_claims import PodsAndClaims
 
 @dataclass(slots=True, eq=False)
 class ClaimPods:
-    """Records in a ledger which pods use the claims of one driver, before the kubelet forgets it.
+    """Records in the ledger which pods use the claims of one driver, before the kubelet forgets it.
 
-    tracker: sees the pods' processes, and asks the kubelet for its active pods. node: see `PodsAndClaims`. files: have
-    a claim described anew after the ledger got to know more of it. recorded: UIDs of running pods of which the ledger
-    has all claims of this driver. last: the last answer of `running`.
+    tracker: finds the pods' processes, and asks the kubelet for its active pods. node: see `PodsAndClaims`. files:
+    writes the file of a claim again after the ledger has new facts about it. recorded: UIDs of running pods of which
+    the ledger has all claims of this driver. last: the last answer of `running`.
     """
 
     driver: str
@@ -40,14 +40,14 @@ class ClaimPods:
     async def running(self) -> RunningPods:
         """Record in the ledger which pods use which claims; return the pods whose processes run.
 
-        The evidence is read after the call. Calls that come at once share it.
+        The evidence is read after the call. Simultaneous calls share it.
 
         The kubelet drops a pod that was deleted by force from the claim state. So the claim state has all claims of a
-        pod only if the kubelet counts the pod as active after the file was read, and if the pod's processes ran
-        before: its claims are in the file by then.
+        pod on two conditions: the pod's processes ran before the file was read, since its claims are in the file by
+        then; and the kubelet counts the pod as active after that.
 
-        Raises ClaimStateError: the kubelet's claim state cannot be read; LedgerError: the pods cannot be recorded;
-        OSError: cgroups were visible before, and cannot be read now.
+        Raises ClaimStateError if the kubelet's claim state cannot be read, LedgerError if the pods cannot be recorded,
+        OSError if cgroups were visible before and cannot be read now.
         """
         return await self._running()
 
@@ -67,11 +67,11 @@ class ClaimPods:
             unlisted[uid] = tracker.pods.seen.get(uid, math.inf)
         before, self.last = self.last, RunningPods(running, unlisted)
         if self.last != before:
-            self.ledger.changes.note()  # claims may wait for the pods' ends
+            self.ledger.changes.note()  # Claims may wait for the end of these pods.
         return self.last
 
     async def record(self) -> list[PreparedClaim]:
-        """Record the pods that came to share a claim after it was prepared, and names that CDI files do not have.
+        """Record new pods of prepared claims, and names of claims that CDI files lack.
 
         Return this driver's claims in the kubelet's claim state.
         """

@@ -1,4 +1,4 @@
-"""Reads the evidence about devices, and has the ledger reconcile it before any of them is offered."""
+"""Reads the evidence about devices, and has the ledger reconcile it before the agent offers any of them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from dra_bridge.node.slice_feed import decide_names
 _LOG: Final = logging.getLogger(__name__)
 
 RESOLVE: Final = 30.0
-"""Seconds between two checks whether a quarantined device may leave quarantine."""
+"""Seconds between two checks whether a quarantined device can leave quarantine."""
 
 _SOURCES: Final[tuple[tuple[type[Exception], EvidenceSource], ...]] = (
     (ClaimStateError, EvidenceSource.CLAIM_STATE),
@@ -39,20 +39,20 @@ _SOURCES: Final[tuple[tuple[type[Exception], EvidenceSource], ...]] = (
     (ClusterError, EvidenceSource.API_SERVER),
     (TimeoutError, EvidenceSource.API_SERVER),
 )
-"""Which source of evidence an error is of; scans count the others."""
+"""For each error, the source of evidence that it concerns. Scans count the other sources."""
 
 EVIDENCE_ERRORS: Final = (LedgerError, CheckpointError, ClaimStateError, CdiError, ClusterError, OSError, TimeoutError)
-"""Raised where the evidence cannot be read now."""
+"""Errors that mean that the evidence cannot be read now."""
 
 
 def sources_of(error: Exception) -> list[EvidenceSource]:
-    """Return the source of evidence that could not be read, if the error tells."""
+    """Return the source of evidence that could not be read, if the error shows it."""
     return [source for kind, source in _SOURCES if isinstance(error, kind)][:1]
 
 
 @dataclass(eq=False)
 class EvidenceReader:
-    """Reads who holds one driver's devices, from all sources of evidence but the ledger."""
+    """Reads the holders of one driver's devices, from all sources of evidence but the ledger."""
 
     driver: Driver
     agent: Agent
@@ -65,36 +65,37 @@ class EvidenceReader:
         return await self.agent.scanner.scan(wanted)
 
     def title(self, pod_uid: str) -> str:
-        """Return a pod's name, for people."""
+        """Return a pod's name, for messages."""
         return self.agent.tracker.title(pod_uid)
 
     @property
     def scan_problem(self) -> str:
-        """Why the last scan could not read who holds devices; "" if it could."""
+        """Why the last scan could not read the holders of devices; "" if it could."""
         return self.agent.tracker.snapshot.problem
 
     async def read(self, service: Service, devices: Sequence[str]) -> Evidence:
-        """Read who holds these devices of a resource.
+        """Read the holders of these devices of a resource.
 
-        Raises one of `EVIDENCE_ERRORS`; CheckpointError also where an own Allocate came in between.
+        Raises one of `EVIDENCE_ERRORS`; among them CheckpointError if this agent answered an Allocate meanwhile.
         """
         if why := self.agent.claims.lost():
             raise CdiError(why)
         resource, ids, wanted = service.resource, service.endpoint.ids, frozenset(devices)
         now = await self.scan({(resource, device_id) for device in devices for device_id in ids.ids_of(device)})
         if now is None:
-            raise CheckpointError("an Allocate came while the checkpoint was read")
+            raise CheckpointError("an Allocate was answered while the checkpoint was read")
         if now.registered is None:
             raise CheckpointError(now.problem)
         tracker = self.agent.tracker
         held = kubelet_snapshot(0, now, resource, ids.device_id_of, tracker.granted, tracker.title).held
         prepared = await tracker.looks.at("claim state", claim_state.read, self.agent.paths.kubelet_root)
         evident = await self.driver.files.reading.at("evidence", self.driver.claim_evidence, prepared, resource)
-        # A claim counts also if it has none of these devices by their names now: its file says what they are.
+        # A claim counts even if its published names stand for none of these devices now, because its file identifies
+        # its devices.
         claims = [replace(claim, devices=claim.devices & wanted) for claim in evident if not self._recorded(claim)]
         recorded = self.agent.register.snapshot.of(resource)
         if any(name not in recorded or recorded[name].state is State.QUARANTINED for name in devices):
-            # What is allocated: a claim that the kubelet has not prepared yet keeps its device on the DRA side.
+            # Allocations count, too: a claim that the kubelet has not prepared yet keeps its device on the DRA side.
             _, listed = await self._list()
             uids = {claim.uid for claim in claims}
             for claim in listed:
@@ -106,12 +107,18 @@ class EvidenceReader:
         return Evidence(mine, tuple(claims), current=now.current)
 
     def _recorded(self, claim: ClaimEvidence) -> bool:
-        """Return whether the ledger has all of a claim. From evidence alone it learns one resource at a time."""
+        """Return whether the ledger has the whole claim.
+
+        From evidence alone, it learns the claim's resources one by one.
+        """
         record = self.driver.records.get(claim.uid)
         return record is not None and (record.result is not None or not record.durable)
 
     async def _list(self) -> tuple[float, list[ListedClaim]]:
-        """List all claims, consistently; return when the list began, and those that name devices of the driver here."""
+        """List all claims consistently.
+
+        Return when the list began, and the claims with devices of the driver on this node.
+        """
         found: list[ListedClaim] = []
 
         def visit(claim: ListedClaim) -> None:
@@ -124,7 +131,10 @@ class EvidenceReader:
         return (result.driver, result.pool) == (self.driver.name, self.driver.pool) and not result.admin
 
     def _allocated(self, claim: ListedClaim) -> set[DeviceKey]:
-        """Return (resource, device) of this node that a claim's allocation names, without administrative access."""
+        """Return (resource, device) of this node for each device that a claim holds by its allocation.
+
+        Devices with administrative access are left out.
+        """
         devices = self.driver.devices.by_name
         return {
             (devices[result.device][0].source.resource, devices[result.device][1].id)
@@ -133,7 +143,7 @@ class EvidenceReader:
         }
 
     async def allocated(self) -> Allocated:
-        """List all claims, consistently; return what is allocated here."""
+        """List all claims consistently. Return the devices of this node that are allocated."""
         at, listed = await self._list()
         named = [(claim, self._allocated(claim)) for claim in listed]
         claims = {key: claim.title for claim, keys in named for key in keys}
@@ -142,7 +152,7 @@ class EvidenceReader:
     async def allocates(self, claim: str, resource: str, device: str | None) -> bool:
         """Read one claim, by namespace/name; return whether its allocation names the device of this node.
 
-        device: None for any one of the resource.
+        device: None for any device of the resource.
         """
         namespace, _, name = claim.partition("/")
         try:
@@ -153,16 +163,16 @@ class EvidenceReader:
 
 
 class ReconciledDriver(Protocol):
-    """What a driver's devices concern (`dra_bridge.node.driver_runtime.DriverRuntime`)."""
+    """The listener to changes of a driver's devices (`dra_bridge.node.driver_runtime.DriverRuntime`)."""
 
     def devices_named(self) -> None:
-        """Take that devices were given names."""
+        """Handle that published names of devices were decided."""
 
     def changed(self) -> None:
-        """Take that holders or sides changed in the ledger."""
+        """Handle that holders or sides changed in the ledger."""
 
     def quarantined(self, resource: str, device: str) -> None:
-        """Take that a device was quarantined."""
+        """Handle that a device was quarantined."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +184,7 @@ class DeviceReconciler:
     runtime: ReconciledDriver
 
     async def keep(self, served: ResourceRuntime) -> None:
-        """Reconcile the devices of a resource whenever there are others, until cancelled."""
+        """Reconcile the devices of a resource whenever its devices change, until cancelled."""
         resource = served.service.resource
         while True:
             served.changed.clear()
@@ -185,13 +195,16 @@ class DeviceReconciler:
             await served.changed.wait()
 
     def forget_unlisted(self, served: ResourceRuntime) -> None:
-        """Reconcile unplugged devices again when they come back: they may have holders then."""
+        """Mark unplugged devices to be reconciled again when they come back, because they may have holders then."""
         resource, listed = served.service.resource, served.listed.devices
         gone = {key for key in self.context.reconciled if key[0] == resource and key[1] not in listed}
         self.context.reconciled.difference_update(gone)
 
     async def _reconcile_all(self, resource: str, served: ResourceRuntime) -> None:
-        """Reconcile devices until none is left: all at each start, for the ledger may have lost its last records."""
+        """Reconcile devices until none is left.
+
+        At each start this means all, as the ledger may have lost its last records.
+        """
         backoff, logged, tries = Backoff(first=0.1, most=5.0), set[str](), 0
         while True:
             tries += 1
@@ -219,24 +232,24 @@ class DeviceReconciler:
                     continue
             self.context.reasons[resource] = reasons
             text = "; ".join(f"{device}: {reason}" for device, reason in sorted(reasons.items()))
-            # At the start the kubelet does not listen yet; that is soon over.
+            # Shortly after the start, the kubelet does not listen yet.
             if text not in logged and tries > 3:
-                logged.add(text)  # two texts may alternate
+                logged.add(text)  # Two texts may alternate.
                 where = {"resource": resource, "device": ", ".join(sorted(reasons))}
-                _LOG.warning("devices are withheld, since their holders are not known: %s", text, extra=where)
+                _LOG.warning("devices are withheld because their holders are not known: %s", text, extra=where)
             await asyncio.sleep(backoff.next())
 
     async def reconcile(self, served: ResourceRuntime, devices: Sequence[str]) -> tuple[str, ...]:
         """Have the ledger reconcile the evidence about these devices; return those that stay uncertain.
 
-        Raises one of `EVIDENCE_ERRORS`: it cannot be read now.
+        Raises one of `EVIDENCE_ERRORS` if the evidence cannot be read now.
         """
         if not devices:
             return ()
         resource = served.service.resource
         evidence = await self.evidence.read(served.service, devices)
         if self.context.resources.get(resource) is not served:
-            return ()  # it was dropped meanwhile
+            return ()  # The resource was dropped meanwhile.
         count = len(served.listed.devices)
         for_claims = self.context.share.of(served.policy).of(count) == count
         side = Side.DRA if for_claims and await self.context.node.watch.initialized() else Side.PLUGIN
@@ -254,8 +267,8 @@ class DeviceReconciler:
         return done.uncertain
 
     async def keep_resolving(self) -> None:
-        """Reconcile quarantined devices from time to time, until cancelled."""
-        # Each time claims are listed: for a device that stays quarantined this is done more and more rarely.
+        """Reconcile quarantined devices regularly, until cancelled."""
+        # Each try lists all claims. So while a device stays quarantined, the tries become rarer.
         backoff = Backoff(first=RESOLVE, most=10 * RESOLVE)
         while True:
             await asyncio.sleep(backoff.next())
@@ -264,7 +277,7 @@ class DeviceReconciler:
                 backoff.reset()
 
     async def resolve(self) -> None:
-        """Reconcile quarantined devices: the evidence about them may agree by now."""
+        """Reconcile quarantined devices, because the evidence about them may agree by now."""
         for resource, served in tuple(self.context.resources.items()):
             records = self.context.ledger.snapshot.of(resource)
             names = [

@@ -1,4 +1,4 @@
-"""One DRA driver on this node: both its sides, its slices, and the moves between the sides."""
+"""Runs one DRA driver on this node: its devices on both sides, its slices, and the moves between the sides."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from dra_bridge.slices.foreign import ForeignKind
 _LOG: Final = logging.getLogger(__name__)
 
 DEBOUNCE: Final = 0.2
-"""Seconds from a change of claims until the other parts are notified: once for pods that start together."""
+"""Seconds between a change of claims and the notice to the other objects. Pods that start together cause one notice."""
 ALARMS: Final = 600.0
-"""Seconds between two Events about one kind of writes of others into the pool."""
+"""Seconds between two Events about the same kind of foreign writes into the pool."""
 
 
 class DriverRuntime:
-    """Makes and runs the parts of one DRA driver. resources: those that name this driver, or did.
+    """Builds and runs the objects of one DRA driver. resources: the resources that name this driver, or did so before.
 
-    left: called with a resource after devices of it have left this driver.
+    left: a function to call with a resource after devices of it have left this driver.
     """
 
     def __init__(
@@ -74,9 +74,10 @@ class DriverRuntime:
         self.devices = DeviceReconciler(context, evidence, self)
 
     def serve(self, service: Service, policy: HandoverPolicy, *, leaving: bool = False) -> None:
-        """Serve a resource, or go on serving it under another policy or with another source.
+        """Serve a resource, or continue to serve it with another policy or source.
 
-        leaving: another driver is to have its devices, or none; those of this driver return to the plugin's side.
+        leaving: whether another driver, or no driver, is to have the resource's devices. Devices of this driver then
+        return to the plugin side.
         """
         resource = service.resource
         runtime = self.resources.get(resource)
@@ -104,7 +105,7 @@ class DriverRuntime:
         share = NO_DEVICES if moving.leaving else self.context.share.of(policy)
         return Handover(moved, share, policy.drain, self._node.allocatable)
 
-    # What handovers ask.
+    # Handovers call the methods from here on.
 
     def endpoint(self, resource: str) -> Endpoint | None:
         """Return the servicer of a resource of this driver, None if there is none."""
@@ -112,18 +113,21 @@ class DriverRuntime:
         return None if runtime is None else runtime.service.endpoint
 
     def moved(self, resource: str) -> None:
-        """Tell the other parts that devices of a resource have moved."""
+        """Notify the other objects that devices of a resource have moved."""
         if (mine := self.resources.get(resource)) is not None:
             mine.service.endpoint.refresh()
         self.publish()
         for runtime in self.resources.values():
-            runtime.handover.wake()  # devices of other resources may move along
+            runtime.handover.wake()  # Devices of other resources may move together with these.
         self._register.notify()
         if mine is not None and mine.leaving:
             self._tasks.start(self._let_go(resource))
 
     def drop(self, resource: str) -> None:
-        """Stop serving a resource; its prepared claims can still be unprepared, nothing of it is given to pods."""
+        """Stop serving a resource.
+
+        Pods get none of its devices any more, but its prepared claims can still be unprepared.
+        """
         reconciled = self.context.reconciled
         reconciled.difference_update([key for key in reconciled if key[0] == resource])
         if runtime := self.resources.pop(resource, None):
@@ -140,7 +144,10 @@ class DriverRuntime:
         self.registrar.follow()
 
     def read_share(self, annotations: Mapping[str, str] | None, node: str) -> None:
-        """Take the share that the Node asks for: see `DriverShare`. It may also ask for an empty pool, or no more."""
+        """Read the requested share from the Node's annotations, see `DriverShare`.
+
+        They may also request an empty pool.
+        """
         if self.context.share.read(annotations, node):
             for runtime in self.resources.values():
                 runtime.handover.ask(self._share_of(runtime), runtime.policy.drain)
@@ -163,27 +170,27 @@ class DriverRuntime:
                 try:
                     await self.devices.keep_resolving()
                 finally:
-                    self._group = None  # a group that is ending takes no more tasks
+                    self._group = None  # A task group that is ending takes no more tasks.
         finally:
             await self._tasks.close()
             await self.driver.close()
 
     async def end_claims(self) -> None:
-        """Take no more claims, and wait for those that are being prepared."""
+        """Accept no more claims, and wait for the claims that are being prepared."""
         if self._registering is not None:
             self._registering.cancel()
             await asyncio.wait({self._registering})
 
     async def _follow_claims(self) -> None:
-        """Have the other parts take notice of claims that came or went, until cancelled."""
+        """Notify the other objects when claims came or ended, until cancelled."""
         while True:
             await self.context.claims.wait()
             await asyncio.sleep(DEBOUNCE)
             self.context.claims.clear()
             try:
                 self.changed()
-            except Exception:  # what one part makes of it must not end the driver
-                _LOG.exception("a change of claims was not passed on to all parts", extra={"driver": self.name})
+            except Exception:  # A failure of one listener must not end the driver.
+                _LOG.exception("not all components were notified of a change of claims", extra={"driver": self.name})
 
     def _start(self, runtime: ResourceRuntime) -> None:
         if self._group is not None and runtime.task is None:
@@ -201,7 +208,7 @@ class DriverRuntime:
 
     async def _move(self, runtime: ResourceRuntime) -> None:
         await runtime.reconciled.wait()
-        await self._node.watch.known()  # they may ask for another share than the config
+        await self._node.watch.known()  # The Node's annotations may request another share than the config.
         await runtime.handover.run()
 
     def _listed(self, runtime: ResourceRuntime) -> None:
@@ -209,21 +216,21 @@ class DriverRuntime:
         runtime.changed.set()
         self.publish()
 
-    # What the reconciliation of devices tells.
+    # The reconciliation of devices calls the methods from here on.
 
     def devices_named(self) -> None:
-        """Have the kubelet know the health of devices by their published names."""
+        """Report the devices' health to the kubelet by their published names."""
         self.registrar.follow()
 
     def quarantined(self, resource: str, device: str) -> None:
-        """Raise the alarm for a device that was quarantined."""
+        """Log an error and write an Event about a device that was quarantined."""
         reason = self.async_ledger.snapshot.device(resource, device).reason
         _LOG.error("device %s is quarantined: %s", device, reason, extra={"resource": resource, "device": device})
         message = f"device {device} of {resource} is quarantined: {reason}"
         self._tasks.start(self._node.alarm("DeviceQuarantined", message))
 
     def others_wrote(self, kind: ForeignKind, what: str) -> None:
-        """Raise the alarm for what others wrote into the pool, not again for a while for one kind of writes."""
+        """Write an Event about a foreign write into the pool, at most once in ALARMS seconds for each kind."""
         now = time.monotonic()
         if now - self._alarmed.get(kind, -math.inf) >= ALARMS:
             self._alarmed[kind] = now
@@ -232,7 +239,7 @@ class DriverRuntime:
             runtime.handover.wake()
 
     def contested(self, resource: str, reason: str) -> None:
-        """Withdraw what nobody holds of an adopted resource whose plugin bypasses this agent; alarm."""
+        """Withdraw the free devices of an adopted resource whose plugin bypasses this agent, and write an Event."""
         runtime = self.resources.get(resource)
         if runtime is None or runtime.service.vendor is None or not runtime.service.endpoint.kept_back:
             return
@@ -259,7 +266,7 @@ class DriverRuntime:
         self._left(resource)
 
     def observed(self, resource: str, done: operations.Observed) -> None:
-        """Take what a scan has led to: see `HolderScanner`."""
+        """Handle the result of a scan, see `HolderScanner`."""
         if resource in self.resources:
             for device in done.quarantined:
                 self.quarantined(resource, device)
@@ -268,7 +275,7 @@ class DriverRuntime:
                 self.changed()
 
     def changed(self) -> None:
-        """Tell the other parts that holders or sides changed in the ledger."""
+        """Notify the other objects that holders or sides changed in the ledger."""
         for runtime in self.resources.values():
             runtime.handover.wake()
             runtime.service.endpoint.refresh()
@@ -276,12 +283,12 @@ class DriverRuntime:
         self.publish()
 
     def publish(self) -> None:
-        """Make the slices anew soon."""
+        """Compute and publish the slices again soon."""
         self.feed.publish()
 
 
 async def _again(what: str, work: Callable[[ResourceRuntime], Awaitable[None]], resource: ResourceRuntime) -> None:
-    """Work on a resource until cancelled; begin again when it fails."""
+    """Run a task for a resource until cancelled. Start it again when it fails."""
     backoff = Backoff(first=1.0, most=30.0)
     while True:
         try:

@@ -1,6 +1,7 @@
-"""The Lease of this node, in the agents' namespace: what its drivers report for `dra-bridge status` and `rollout`.
+"""Keeps the Lease of this node. Its annotations are the drivers' reports for `dra-bridge status` and `rollout`.
 
-It is not in a ResourceSlice: a cluster autoscaler takes a node with an empty slice for idle, whatever its pods use.
+The reports are not in a ResourceSlice, because a cluster autoscaler treats a node with an empty slice as idle, even if
+pods use its devices.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ from dra_bridge.rollout import progress
 _LOG: Final = logging.getLogger(__name__)
 
 FIRST: Final = 5.0
-"""Seconds that the first write waits for what the API server has."""
+"""Seconds that the first write waits for the list of the API server's Leases."""
 LABELS: Final = {"app.kubernetes.io/managed-by": "dra-bridge"}
 
 
 class NodeLease:
-    """Keeps the Lease of this node equal to what its drivers report. It is written only when that changes.
+    """Keeps the Lease of this node equal to its drivers' reports. It is written only when a report changes.
 
-    It belongs to the Node, so it goes with it. Of its annotations only those of this agent's drivers are touched.
+    The Node owns the Lease, so both are deleted together. The agent changes only the annotations of its own drivers.
 
-    namespace: of the agents. watch: of this node's Node. reports: those that are wanted, by annotation; "" for none.
-    state: whether the Lease's own watch is alive. failing: what keeps it from being written.
+    namespace: of the agents. watch: of this node's Node object. reports: the wanted reports by annotation; "" for none.
+    state: whether the Lease's own watch is alive. failing: the failure that keeps the Lease from being written.
     """
 
     def __init__(self, cluster: Cluster, namespace: str, watch: NodeWatch) -> None:
@@ -52,12 +53,12 @@ class NodeLease:
         self.reports: dict[str, str] = {}
         self._seen: Object | None = None
         self._deleted = ""
-        """UID of the Lease that the watch has seen deleted last; the answer to its creation may come after that."""
+        """UID of the Lease that the watch saw deleted last. The answer to its creation may arrive after that."""
         self._listed, self._changed, self._attempted = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     @property
     def most(self) -> int:
-        """The most bytes of one driver's report; all of them are annotations of one object."""
+        """Maximum bytes of one driver's report. All reports are annotations of one object and share its limit."""
         return progress.MAX_BYTES // max(1, len(self.reports))
 
     def report(self, driver: str, text: str) -> None:
@@ -68,24 +69,24 @@ class NodeLease:
             self._changed.set()
 
     def write(self) -> None:
-        """Compare it with what is wanted soon: the Node may be another one."""
+        """Compare the Lease with the wanted one soon, because the Node may have been replaced."""
         self._changed.set()
 
     async def attempted(self, seconds: float) -> None:
-        """Wait until the first write was answered in any way, at most so long."""
+        """Wait until the first write had any answer, at most `seconds`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._attempted.wait()
 
     async def read(self) -> list[Object]:
-        """Return the Lease as the API server has it, or nothing. Raises ClusterError."""
+        """Return the Lease from the API server as a list, empty if there is none. Raises ClusterError."""
         try:
             return [await self.cluster.get(LEASES, self._watch.node, self.namespace)]
         except NotFoundError:
             return []
 
     async def run(self) -> None:
-        """Keep it until cancelled."""
+        """Keep the Lease until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._follow())
             group.create_task(self._keep())
@@ -122,7 +123,7 @@ class NodeLease:
             await self._changed.wait()
             self._changed.clear()
             if not self._watch.uid or self._watch.gone:
-                continue  # what names no Node, or one that is gone, the API server removes
+                continue  # The API server would remove a Lease whose Node is unknown or gone.
             try:
                 await self._write()
             except ClusterError as error:
@@ -161,6 +162,6 @@ class NodeLease:
         metadata |= {"annotations": kept, "ownerReferences": owners}
         try:
             self._see(await self.cluster.create(LEASES, {"metadata": metadata, "spec": {}}, self.namespace))
-        except ConflictError:  # it is there, and the watch has not told
+        except ConflictError:  # The Lease exists, and the watch has not reported it yet.
             self._seen = await self.cluster.get(LEASES, name, self.namespace)
             self._changed.set()

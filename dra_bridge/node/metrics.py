@@ -1,4 +1,4 @@
-"""The bridge's metric families."""
+"""Makes the bridge's metric families."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def families(
             failed.add_metric((driver, str(code)), count)
     yield failed
     about = "Times that the ledger could not record something; nothing was granted then"
-    failures = drivers[0].async_ledger.write_failures if drivers else 0  # all of them have the one of the agent
+    failures = drivers[0].async_ledger.write_failures if drivers else 0  # All drivers use the agent's one ledger.
     yield CounterMetricFamily("deviceplugin_dra_ledger_write_failures", about, value=failures)
     about = "Writes of others into the driver's pool of this node that were undone, by kind"
     undone = CounterMetricFamily("deviceplugin_slice_foreign_writes", about, labels=("driver", "kind"))
@@ -135,7 +135,7 @@ def _calls(drivers: Sequence[DriverRuntime]) -> Iterator[Metric]:
 
 
 def _hooks(drivers: Sequence[DriverRuntime]) -> Iterator[Metric]:
-    """Yield the counterparts of the plugin side's `hook_*`, with a driver."""
+    """Yield the families `hook_*` of the DRA side. Unlike those of the plugin side, they have a driver."""
     labels = ("driver", "resource", "hook")
     about = "Time that the source's hooks took for claims, by hook"
     duration = SummaryMetricFamily("deviceplugin_dra_hook_duration_seconds", about, labels=labels)

@@ -1,4 +1,4 @@
-"""The Node object of this node: its annotations, and what its status says is allocatable."""
+"""Follows the Node object of this node: its annotations, and `status.allocatable`."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from dra_bridge.kube import NODES, Cluster, ClusterError, Failing, ForbiddenErro
 _LOG: Final = logging.getLogger(__name__)
 
 NODE_READ: Final = 5.0
-"""Seconds after which a warning is logged that the Node's annotations are not known yet."""
+"""Seconds after which the agent logs a warning that the Node's annotations are not known yet."""
 KARPENTER: Final = "karpenter.sh/nodepool"
-"""The label of Nodes that Karpenter has made."""
+"""The label of Nodes that Karpenter has created."""
 INITIALIZED: Final = "karpenter.sh/initialized"
-"""The label, "true", of those that it has initialized: all extended resources of their first pods were allocatable."""
+"""Karpenter sets this label to "true" once a Node's first extended resources are allocatable."""
 
 
 @dataclass(slots=True, eq=False)
 class NodeWatch:
     """Follows this node's Node.
 
-    annotated: called when its annotations are other ones, or it is another Node of this name. allocatable: takes the
-    numbers of each version's `status.allocatable`. annotations, uid: those of the last Node that was seen, also
-    while there is none; None and "" before. gone: there is no Node of this name. state: whether its watch is alive.
+    annotated: a function to call when the annotations change, or another Node has this name. allocatable: gets the
+    numbers in `status.allocatable`. annotations, uid: those of the last Node that was seen, even if it is deleted; None
+    and "" before the first. gone: whether no Node of this name exists. state: whether the watch is alive.
     """
 
     cluster: Cluster
@@ -45,7 +45,7 @@ class NodeWatch:
     _initialized: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self) -> None:
-        """Follow it until cancelled."""
+        """Follow the Node until cancelled."""
         follow = self.cluster.follow(NODES, self.state, field_selector=f"metadata.name={self.node}")
         async with aclosing(follow) as events:
             async for event in events:
@@ -56,7 +56,7 @@ class NodeWatch:
                 self.observe(node)
 
     def observe(self, node: Object) -> None:
-        """Take a state of the Node; {}: there is none."""
+        """Read a state of the Node; {} if it does not exist."""
         self.allocatable.observe(numbers((node.get("status") or {}).get("allocatable") or {}))
         self.gone = not node
         if not node:
@@ -73,9 +73,9 @@ class NodeWatch:
             self.annotated()
 
     async def initialized(self) -> bool:
-        """Return whether new devices may be on the DRA side from the first: not on a node that Karpenter initializes.
+        """Return whether new devices may start on the DRA side: not before Karpenter has initialized its node.
 
-        Waits until the Node was read, but not for long.
+        Waits a short time for the Node to be read.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(NODE_READ):
@@ -83,9 +83,10 @@ class NodeWatch:
         return self._initialized.is_set()
 
     async def known(self) -> None:
-        """Wait until they are known: an agent that starts while the API server is away moves nothing back.
+        """Wait until the Node's annotations are known, and until Karpenter has initialized its node.
 
-        And until the Node is initialized, if Karpenter has made it: else it would wait for devices that have moved.
+        Without the annotations, an agent that starts during an outage of the API server would move devices back.
+        Without the second wait, Karpenter would wait for devices that have moved to the DRA side.
         """
         try:
             async with asyncio.timeout(NODE_READ):
@@ -100,9 +101,9 @@ class NodeWatch:
 
 @dataclass(slots=True, eq=False)
 class NodeStatusWriter:
-    """Writes `status.allocatable` of this node's Node. That needs the right to patch `nodes/status`.
+    """Writes `status.allocatable` of this node's Node. This needs the right to patch `nodes/status`.
 
-    refused: that the last write was refused, and since when each was; None if it was not.
+    refused: the refusal of the last write, and since when each write was refused; None if the last one was not.
     """
 
     cluster: Cluster
@@ -110,7 +111,7 @@ class NodeStatusWriter:
     refused: Failing | None = None
 
     async def write(self, resource: str, number: int) -> bool:
-        """Write a resource's number; return False if it is refused or the API server cannot be asked."""
+        """Write a resource's number. Return False if the API server refuses it or does not answer."""
         patch = {"status": {"allocatable": {resource: str(number)}}}
         try:
             await self.cluster.patch(NODES, self.node, patch, subresource="status")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from dra_bridge.kube import Cluster
 
 AGENT: Final = "dra-bridge"
-"""The name of an agent that is given no other: that of its directory under the kubelet's plugins."""
+"""The default name of an agent. Its directory under the kubelet's plugins has the same name."""
 _NAME: Final = re.compile(r"[A-Za-z0-9]([-.A-Za-z0-9]{0,61}[A-Za-z0-9])?")
 
 
@@ -48,8 +48,8 @@ def _name(text: str) -> str:
 class BridgeOptions(common.RunOptions):
     """The values of the options of an agent with both sides.
 
-    node: this node's name, which is the pool's. claim_status: whether to write `status.devices` of prepared claims.
-    agent_name: names the directory of the ledger and of the drivers' sockets. namespace: where the node's Lease is.
+    node: the name of this node and of its pools. claim_status: whether to write `status.devices` of prepared claims.
+    agent_name: the name of the directory with the ledger and the drivers' sockets. namespace: of the node's Lease.
     """
 
     cluster: Cluster
@@ -60,9 +60,9 @@ class BridgeOptions(common.RunOptions):
 
 
 def parse_run(argv: Sequence[str] | None = None, metrics_address: str | None = None) -> BridgeOptions:
-    """Read the options of an author's own agent (`dra_bridge.run(Source())`) and set up its logs.
+    """Parse the options of an author's own agent (`dra_bridge.run(Source())`) and set up its logs.
 
-    metrics_address: where it is not an option.
+    metrics_address: the address, if the program has no option for it.
     """
     about = "Serve devices to this node's pods and claims."
     parser = argparse.ArgumentParser(description=about, epilog=common.EXITS, allow_abbrev=False)
@@ -77,20 +77,20 @@ def parse_run(argv: Sequence[str] | None = None, metrics_address: str | None = N
 
 
 def run_options(options: argparse.Namespace) -> BridgeOptions:
-    """Take the options added by `add_run_options` and set up the logs.
+    """Parse the options added by `add_run_options` and set up the logs.
 
-    Raises AccessError: how to reach the API server cannot be found or read.
+    Raises AccessError if the configuration for the API server cannot be found or read.
     """
     run = common.run_options(options)
     from dra_bridge.kube import Cluster, own_namespace
 
     cluster = Cluster.from_environment(options.kubeconfig, options.service_account)
-    cluster.configure()  # before there is a loop, a socket or a ledger
+    cluster.configure()  # This comes before there is an event loop, a socket or a ledger.
     node, agent = options.node_name, options.agent_name
     return BridgeOptions(run.paths, run.metrics_address, cluster, node, options.claim_status, agent, own_namespace())
 
 
 def add_kubeconfig(parser: argparse.ArgumentParser) -> None:
-    """Add the option that says how to reach the API server."""
+    """Add the option for the kubeconfig."""
     about = "how to reach the API server (default: the pod's service account, else $KUBECONFIG, else ~/.kube/config)"
     parser.add_argument("--kubeconfig", metavar="FILE", help=about)

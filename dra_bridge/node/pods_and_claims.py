@@ -1,4 +1,4 @@
-"""Which pods run on the node, and which claims its kubelet has prepared."""
+"""Reads the running pods of the node, and the claims that its kubelet has prepared."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from deviceplugin.tasks import SharedCall
 
 
 class PodsAndClaims:
-    """Reads which pods run, and then which claims the kubelet has prepared, once for all drivers that ask.
+    """Reads the running pods, and then the claims that the kubelet has prepared, once for all drivers that ask.
 
-    kubelet_root: where the kubelet's claim state lies.
+    kubelet_root: the directory of the kubelet's claim state.
     """
 
     def __init__(self, tracker: HolderTracker, kubelet_root: Path) -> None:
@@ -24,6 +24,6 @@ class PodsAndClaims:
         self.read: Final = SharedCall(self._read)
 
     async def _read(self) -> tuple[frozenset[str], Sequence[PreparedClaim]]:
-        """Raises ClaimStateError: the claim state cannot be read; OSError: cgroups cannot be read any more."""
+        """Raises ClaimStateError if the claim state cannot be read, OSError if cgroups can no longer be read."""
         pods, root = self._tracker.pods, self._kubelet_root
         return await self._tracker.looks.at("claim state", lambda: (pods.running(), claim_state.read(root)), brief=True)

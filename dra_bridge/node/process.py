@@ -1,6 +1,6 @@
-"""An agent with both sides as a process: for an author's own source, and for a config file.
+"""Runs an agent with both sides as a process, for an author's own source or for a config file.
 
-Its life, signals and reloads are those of `deviceplugin.node.process`.
+`deviceplugin.node.process` handles its start, signals and reloads.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 
 
 class BridgeProgram(process.Program):
-    """What a process runs: an agent with both sides."""
+    """The program of a process: an agent with both sides."""
 
     def __init__(self, bridge: Bridge) -> None:
         super().__init__(bridge.agent, bridge.node.name)
         self._bridge = bridge
 
     async def run(self) -> None:
-        """Serve until the agent is stopped. Raises AgentError: a resource cannot be served at all."""
+        """Serve until the agent is stopped. Raises AgentError if a resource cannot be served at all."""
         await self._bridge.run()
 
     async def take(self, config: Config, changed: Mapping[str, DeviceSource], unchanged: Sequence[str]) -> None:
-        """Serve what a config says now. changed: the new and changed sources by resource."""
+        """Serve the resources of a new config. changed: the new and changed sources by resource."""
         await self._bridge.reconfigure(changed, policies_of(config), unchanged)
 
 
@@ -54,13 +54,13 @@ def run(
 ) -> None:
     """Serve these sources on both sides until SIGTERM or SIGINT; for an author's own agent.
 
-    share: what claims get of each source's devices to begin with, as in a config file; the Node's
-    annotation `<driver>/dra-share` overrides it. metrics_address, certificate, key, client_ca, token: see
-    `deviceplugin.run`. The command line (or `argv`) has the rest,
-    see `--help`. Ends the process with status 1 if the node cannot be served.
+    share: the initial share of each source's devices for claims, as in a config file; the Node's annotation
+    `<driver>/dra-share` overrides it. metrics_address, certificate, key, client_ca, token: see `deviceplugin.run`. The
+    command line (or `argv`) has the other options, see `--help`. Ends the process with status 1 if the agent cannot
+    serve the node.
 
-    Raises ShareError: the share is not one; TypeError: something is no source; NamingError: a source's resource or
-    driver cannot be one; ValueError: a path is not absolute, or the certificate is missing.
+    Raises ShareError if the share cannot be parsed, TypeError if an argument is not a source, NamingError if a source's
+    resource or driver is no valid name, ValueError if a path is not absolute or the certificate is missing.
     """
     from dra_bridge.node.options import parse_run
 
@@ -79,10 +79,11 @@ def run(
 def run_config(path: Path, options: BridgeOptions, lock: Lock, adopt: Path | None = None) -> int:
     """Serve both sides of a config file's resources until SIGTERM, following its changes; return the exit status.
 
-    A file that cannot be used at the start is served as an agent before has served it last. adopt: the directory where
-    vendors' plugins register with this agent, None for none.
+    If the file is invalid at the start, the agent serves the last version that an earlier agent has served. adopt: the
+    directory where vendors' plugins register with this agent, None for none.
 
-    Raises ConfigError: the file cannot be used at the start, or names what `lock` forbids, and none was served before.
+    Raises ConfigError if the file is invalid at the start, or names something that `lock` forbids, and no version was
+    served before.
     """
     kept = options.paths.kubelet_root / "plugins" / options.agent_name / "config.yaml"
     vendors = VendorPlugins(adopt) if adopt is not None else None

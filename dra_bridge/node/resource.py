@@ -1,4 +1,4 @@
-"""What the parts of the DRA side share: the node, a driver on it, and each of its resources."""
+"""The state that the objects of the DRA side share: the node, a driver on it, and each of the driver's resources."""
 
 from __future__ import annotations
 
@@ -32,25 +32,27 @@ from dra_bridge.slices.publisher import Publisher
 
 _LOG: Final = logging.getLogger(__name__)
 BYPASSED: Final = 60.0
-"""Seconds without another finding after which a plugin that bypasses the agent gets no Allocate any more."""
+"""Seconds for which a plugin that bypasses the agent may still get an Allocate after it was last found."""
 
 
 def section(driver: str) -> str:
-    """Return the section of the ledger's settings that has the qualifiers of a driver's published names."""
+    """Return the section of the ledger's settings with the qualifiers of a driver's published names."""
     return f"qualifier {driver}"
 
 
 def qualifiers_of(settings: Mapping[RecordKey, Setting], driver: str) -> Mapping[str, str]:
-    """Return what distinguishes a driver's resources in the names of published devices, by resource."""
+    """Return, for each resource, the qualifier that distinguishes it in the names of published devices."""
     mine = section(driver)
     return {resource: kept.value for (of, resource), kept in settings.items() if of == mine}
 
 
 @dataclass(slots=True, eq=False)
 class Order:
-    """The order in which a resource's devices are published; found anew only when they or their links change.
+    """The order in which a resource's devices are published.
 
-    The slices are made after each Prepare, and finding the order of 64 partitions takes longer than a Prepare.
+    It is computed only when the devices or their links change.
+
+    The slices are made after each Prepare, and to order 64 partitions takes longer than a Prepare.
     """
 
     _devices: frozenset[str] = frozenset()
@@ -58,7 +60,7 @@ class Order:
     _order: tuple[str, ...] = ()
 
     def of(self, devices: Collection[str], links: Mapping[frozenset[str], float]) -> tuple[str, ...]:
-        """Return the devices as `topology.arranged` has them; () where no links are known."""
+        """Return the devices in the order of `topology.arranged`; () if no links are known."""
         if (ids := frozenset(devices)) != self._devices or links != self._links:
             self._devices, self._links = ids, dict(links)
             self._order = tuple(topology.arranged(devices, links)) if links else ()
@@ -69,10 +71,10 @@ class Order:
 class ResourceRuntime:
     """One resource of a driver on this node.
 
-    leaving: another driver is to have its devices, or none: those of this driver return to the plugin's side. changed:
-    set when its devices may be other ones, or unknown to the ledger. reconciled: set once the evidence about all its
-    devices was reconciled. bypassed_at: when its vendor's plugin was found to bypass this agent, by
-    registering with the kubelet (monotonic seconds). task: runs while it is served.
+    leaving: whether another driver, or no driver, is to have the resource's devices. Devices of this driver then return
+    to the plugin side. changed: set when its devices may have changed, or may be missing in the ledger. reconciled: set
+    once the evidence about all its devices was reconciled. bypassed_at: when a vendor's plugin of the resource last
+    bypassed this agent, by registering with the kubelet (monotonic seconds). task: runs while the resource is served.
     """
 
     service: Service
@@ -88,18 +90,18 @@ class ResourceRuntime:
 
     @property
     def listed(self) -> InventorySnapshot:
-        """The resource's devices as of now."""
+        """The resource's devices now."""
         return self.service.inventory.snapshot
 
 
 @dataclass(eq=False)
 class DriverContext(DriverHost):
-    """What the parts of one driver on this node share. resources: by name, as they are at any time.
+    """The state that the objects of one driver on this node share.
 
-    reconciled: (resource, device) of those whose evidence this process has compared with the ledger. No other one
-    is offered or granted: the ledger may have lost the last changes. reasons: by resource and device, why it is not
-    known yet who holds it. pods: tell which pods use claims. claims: set when claims came or went, or a device begins
-    to move for one.
+    resources: the resources that the driver serves now, by name. reconciled: (resource, device) of devices whose
+    evidence this process has compared with the ledger. The agent offers and grants no other device, because the ledger
+    may have lost the last changes. reasons: by resource and device, why the device's holders are not known yet. pods:
+    knows which pods use claims. claims: set when a claim came or ended, or a device begins to move for a claim.
     """
 
     name: str
@@ -114,7 +116,7 @@ class DriverContext(DriverHost):
     _names: tuple[object, Mapping[str, str]] = field(default=(None, {}), init=False)
 
     def qualifiers(self, resources: Sequence[str] = ()) -> Mapping[str, str]:
-        """Return those that the ledger keeps; a resource has none before its names are decided."""
+        """Return the qualifiers in the ledger. A resource has none before its published names are decided."""
         settings = self.ledger.snapshot.settings
         if self._names[0] is not settings:
             self._names = settings, qualifiers_of(settings, self.name)
@@ -129,21 +131,21 @@ class DriverContext(DriverHost):
         return self.pods.last
 
     def claims_changed(self) -> None:
-        """Have the other parts take notice soon."""
+        """Notify the other objects soon."""
         self.claims.set()
 
     def ready(self, resource: str, device: str) -> bool:
-        """Return whether it is known who holds a device."""
+        """Return whether the holders of a device are known."""
         runtime = self.resources.get(resource)
         return runtime is not None and (runtime.leaving or (resource, device) in self.reconciled)
 
     def bypassed(self, resource: str) -> bool:
-        """Return whether pods may just be given devices of an adopted resource by a plugin that bypasses this agent."""
+        """Return whether a plugin that bypasses this agent may be giving pods devices of an adopted resource."""
         runtime = self.resources.get(resource)
         return runtime is not None and time.monotonic() < runtime.bypassed_at + BYPASSED
 
     def unknown(self, resource: str, device: str) -> str:
-        """Return why it is not known yet who holds a device; "" if it is."""
+        """Return why the holders of a device are not known yet; "" if they are known."""
         if self.ready(resource, device):
             return ""
         return self.reasons.get(resource, {}).get(device, "the agent has just started, or the device is new")
@@ -151,7 +153,7 @@ class DriverContext(DriverHost):
 
 @dataclass(frozen=True, slots=True)
 class BridgeNode:
-    """What the runtimes of a node's drivers share."""
+    """The objects that the runtimes of a node's drivers share."""
 
     drivers: DriverNode
     directories: DriverDirectories
@@ -167,21 +169,21 @@ class BridgeNode:
 
     @property
     def name(self) -> str:
-        """The node's name, which is the pool's."""
+        """The name of the node and of its pools."""
         return self.drivers.pool
 
     @property
     def directory(self) -> Path:
-        """The agent's own directory among the kubelet's plugins, with the ledger and the sockets of all drivers."""
+        """The agent's directory among the kubelet's plugins. It has the ledger and the sockets of all drivers."""
         return self.directories.own
 
     @property
     def watches(self) -> Mapping[str, WatchState]:
-        """Whether the watches of the API server are alive, by what they watch."""
+        """The state of each watch of the API server, by the name of what it watches."""
         return {**self.publisher.watches, NODES.plural: self.watch.state, LEASES.plural: self.lease.state}
 
     async def alarm(self, reason: str, message: str) -> None:
-        """Write a warning Event about this node, if the API server takes it."""
+        """Write a warning Event about this node, if the API server accepts it."""
         try:
             await self.cluster.event(NODES, {"name": self.name, "uid": self.name}, reason, message, self.name)
         except ClusterError as error:

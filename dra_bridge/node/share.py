@@ -1,4 +1,4 @@
-"""The share of devices that claims get, by the config file or the Node's annotation `<driver>/dra-share`."""
+"""Finds the share of devices for claims, from the config file or the Node's annotation `<driver>/dra-share`."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from dra_bridge.rollout import progress
 _LOG: Final = logging.getLogger(__name__)
 
 SHARE: Final = "share"
-"""The section of the ledger's settings that has the last valid share of the Node's annotation, by driver."""
+"""The section of the ledger's settings with the last valid share of the Node's annotation, by driver."""
 
 SHARE_NODE: Final = "share's node"
-"""The section that has the UID of the Node which that share is of, by driver."""
+"""The section of the ledger's settings with the UID of the Node that requested that share, by driver."""
 
 NO_DEVICES: Final = Share(0)
 
 
 @dataclass(frozen=True, slots=True)
 class HandoverPolicy:
-    """How the config divides a resource's devices. unhealthy: the effect of the taint on broken devices."""
+    """The config's settings for the two sides of a resource. unhealthy: the effect of the taint on broken devices."""
 
     share: Share = NO_DEVICES
     drain: Drain = "cordon"
@@ -51,11 +51,12 @@ def policies_of(config: Config) -> dict[str, HandoverPolicy]:
 class DriverShare:
     """The share that the Node requests of one driver. The ledger keeps the last valid one.
 
-    It stays beside an invalid one, and where another Node comes without any: a Node object that is deleted and
-    recreated (by repair, say) undoes no migration. share: None if the config's shares apply. text: the annotation,
-    "" if there is none. kept: the share of the Node before, while it stays for that reason. refused: the text that is
-    not a share and was logged. requested_on: the UID of the Node that had the last request, also before the ledger has
-    it. warned: the UID of the Node for which it was logged that the share stays.
+    The last valid share stays in effect in two cases: the new one is invalid, or the Node object was replaced by one
+    without a request. So a Node that is deleted and recreated (for example by a repair) undoes no migration. share:
+    None if the config's shares apply. text: the annotation, "" if there is none. kept: the share of the replaced Node,
+    while it stays in effect. refused: the last invalid text, which was logged. requested_on: the UID of the Node with
+    the last request, even before the ledger has it. warned: the UID of the Node for which the log has the warning that
+    the share stays.
     """
 
     driver: str
@@ -69,13 +70,13 @@ class DriverShare:
     warned: str = ""
 
     def of(self, policy: HandoverPolicy) -> Share:
-        """Return the share of a resource with this policy."""
+        """Return the share in effect for a resource with this policy."""
         return self.share if self.share is not None else policy.share
 
     def read(self, annotations: Mapping[str, str] | None, node: str) -> bool:
-        """Take the share from the Node's annotations; return whether anything changed.
+        """Read the share from the Node's annotations; return whether anything changed.
 
-        annotations: None while they are not known. node: the UID of the Node that has them.
+        annotations: None while they are not known. node: the UID of the Node.
         """
         before = self.share, self.text, self.kept
         key = progress.share_annotation(self.driver)

@@ -1,4 +1,4 @@
-"""What the slices of one driver should be: offered devices and their names. And its report: the progress of moves."""
+"""Computes the wanted slices of one driver: offered devices and their names. Also reports the progress of moves."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from dra_bridge.slices.foreign import is_own
 
 _LOG: Final = logging.getLogger(__name__)
 FIRST: Final = 5.0
-"""Seconds that the first slices wait for the kubelet to register the driver, and for all evidence."""
+"""Seconds that the first slices wait for the kubelet to register the driver, and for the evidence about all devices."""
 HOLDERS: Final = 10.0
-"""Seconds between two reports if only holders changed."""
+"""Seconds between two reports if only holders have changed."""
 RETRY: Final = 5.0
-"""Seconds until slices are made again that could not be made."""
+"""Seconds until the next try after slices could not be computed."""
 DEBOUNCE: Final = 0.02
-"""Seconds from a change to the new slices; many changes make one."""
+"""Seconds between a change and the new slices. Changes within that time are combined."""
 
 
 async def decide_names(context: DriverContext, resource: str) -> bool:
-    """Decide how a resource's devices are named in slices, once and durably; return False if that was done before.
+    """Decide the published names of a resource's devices, and record them. Return False if that was done before.
 
-    What is published or allocated keeps its name. If the ledger has no names, it was lost or is new: then the slices
-    or the last report show how devices were named before.
+    Published and allocated devices keep their names. If the ledger has no names, it was lost or is new; then the slices
+    or the last report show the former names.
 
-    Raises LedgerError, ClusterError, TimeoutError: it cannot be decided now.
+    Raises LedgerError, ClusterError or TimeoutError if the names cannot be decided now.
     """
     kept = context.qualifiers()
     if resource in kept:
@@ -56,7 +56,7 @@ async def decide_names(context: DriverContext, resource: str) -> bool:
 
 
 class SliceFeed:
-    """Passes to the publisher what the slices of one driver should be, and to its handovers what is withdrawn."""
+    """Passes the wanted slices of one driver to the publisher, and tells its handovers which devices are withdrawn."""
 
     def __init__(self, context: DriverContext, registrar: Registrar) -> None:
         self._context = context
@@ -65,21 +65,21 @@ class SliceFeed:
         self._changed = asyncio.Event()
         self._passed = asyncio.Event()
         self._without: dict[tuple[str, str], tuple[int, float | None]] = {}
-        """Devices that the slices are to be without: the ticket of the first such slices, and since when the API
+        """For each device that the slices are to omit, the ticket of the first such slices, and since when the API
         server has had them (monotonic seconds)."""
         self._reported: tuple[progress.Progress, str, float] | None = None
         """The last report, its text without holders, and when it was made (monotonic seconds)."""
         self._begun = False
-        """Whether slices may be passed on."""
+        """Whether slices may be passed to the publisher."""
 
     def publish(self) -> None:
-        """Make the slices anew soon."""
+        """Compute the slices again soon."""
         self._changed.set()
 
     def withdrawn(self, resource: str, device: str) -> float | None:
-        """Return since when (monotonic seconds) the API server has had slices without the device, if it has.
+        """Return since when no slice of the API server has offered the device (monotonic seconds); None if one may.
 
-        A slice of others that offers it counts, and one of the agent's to which others have added it.
+        Foreign slices count as well, and an own slice to which another program has added the device.
         """
         ticket, at = self._without.get((resource, device), (0, None))
         if at is None and ticket and self._publisher.state(self._context.name).accepted >= ticket:
@@ -89,7 +89,7 @@ class SliceFeed:
         return None if at is None or since is None else max(at, since)
 
     def offering(self, resource: str, device: str) -> str:
-        """Return the name of a slice of others that offers the device; "" if there is none."""
+        """Return the name of a foreign slice that offers the device; "" if there is none."""
         return self._publisher.offering(self._context.name, self._published(resource, device))
 
     def _published(self, resource: str, device: str) -> str:
@@ -97,7 +97,7 @@ class SliceFeed:
         return naming.device_name(device, qualifier)
 
     async def run(self) -> None:
-        """Make the slices whenever something changes, until cancelled."""
+        """Compute the slices whenever something changes, until cancelled."""
         first = time.monotonic() + FIRST
         rest: float | None = 0.0
         while True:
@@ -107,10 +107,10 @@ class SliceFeed:
             await asyncio.sleep(DEBOUNCE)
             self._changed.clear()
             for runtime in self._context.resources.values():
-                runtime.changed.set()  # a device may be listed again in the moment in which it is forgotten
+                runtime.changed.set()  # The device may be listed again at the moment in which it is forgotten.
             rest = first - time.monotonic()
-            # Pods that come before the driver is registered fail first and are tried again a minute later. What is in
-            # the slices from before stays until the evidence was reconciled.
+            # Pods that come before the driver is registered fail at first, and the kubelet tries them again a minute
+            # later. Slices from before stay until the evidence was reconciled.
             reconciled = all(runtime.reconciled.is_set() for runtime in self._context.resources.values())
             if rest <= 0 or (self._registrar.statistics.registrations and reconciled):
                 try:
@@ -118,12 +118,14 @@ class SliceFeed:
                     if self._may_publish():
                         await self._begin()
                         rest = self._pass_on()
-                except Exception:  # one driver's devices must not end the others
-                    _LOG.exception("cannot make the slices; those published stay", extra={"driver": self._context.name})
+                except Exception:  # A failure with one driver's devices must not end the others.
+                    _LOG.exception(
+                        "cannot compute the slices; published slices stay", extra={"driver": self._context.name}
+                    )
                     rest = RETRY
 
     async def follow_accepted(self) -> None:
-        """Wake the handovers when the API server has accepted what they wait for, until cancelled."""
+        """Wake the handovers when the API server has accepted the slices that they wait for, until cancelled."""
         while True:
             self._passed.clear()
             state = self._publisher.state(self._context.name)
@@ -136,8 +138,9 @@ class SliceFeed:
 
     def _may_publish(self) -> bool:
         if self._context.node.watch.annotations is None:
-            return False  # a rollout may have asked there for a pool, whether it has devices or not
-        # A driver that has nothing any more leaves its slices, also if the ledger that had its names was lost.
+            return False  # The Node's annotations may contain a rollout's request for a pool, with or without devices.
+        # A driver with resources needs their published names first. A driver without resources needs no names: its
+        # slices are removed, even if the ledger with the names was lost.
         if self._context.resources and not self._context.qualifiers():
             return False
         snapshots = [runtime.listed for runtime in self._context.resources.values()]
@@ -145,7 +148,7 @@ class SliceFeed:
         return any(self._context.ready(*key) for key in keys) or (not keys and all(each.listed for each in snapshots))
 
     async def _begin(self) -> None:
-        """Report before the first slices: a former agent's report is on one of them, which they replace."""
+        """Write the report before the first slices. They replace the slice that may have an older agent's report."""
         if not self._begun:
             report, _ = self._report()
             self._context.node.lease.report(self._context.name, report)
@@ -153,7 +156,7 @@ class SliceFeed:
             self._begun = True
 
     def _pass_on(self) -> float | None:
-        """Pass the report and the slices on; return after how many seconds to do so again without a change."""
+        """Pass on the report and the slices. Return after how many seconds to repeat this even without a change."""
         report, rest = self._report()
         self._context.node.lease.report(self._context.name, report)
         offers, without, qualifiers = [], [], self._context.qualifiers()
@@ -180,11 +183,12 @@ class SliceFeed:
         effects = {runtime.policy.unhealthy for runtime in self._context.resources.values()}
         unhealthy = "NoExecute" if "NoExecute" in effects else "NoSchedule"
         driver = self._context.name
-        # The names go with the devices, for an agent that has lost its ledger. And by the annotation the policies know
-        # a slice as one of this agent's, which a former driver may delete.
+        # The names are stored with the devices, for an agent that has lost its ledger. The admission policies know a
+        # slice of this agent by this annotation, and let a former driver delete it.
         named = {progress.annotation(driver): progress.encoded(progress.Progress({}, qualifiers=dict(qualifiers)))}
-        # A cluster autoscaler takes a node with an empty pool for idle, and one without for unready if others of its
-        # group have one. So it is published where a rollout has asked for it, which decides for all of its nodes.
+        # A cluster autoscaler treats a node with an empty pool as idle. It treats a node without a pool as unready if
+        # other nodes of its group have one. So only a rollout requests empty pools, because it decides for all of its
+        # nodes.
         asked = progress.pool_annotation(driver) in (self._context.node.watch.annotations or {})
         empty = bool(offers) and asked
         pool = Pool(driver, self._context.node.name, tuple(offers), unhealthy, named, empty)  # type: ignore[arg-type]
@@ -194,9 +198,9 @@ class SliceFeed:
         return rest
 
     def _report(self) -> tuple[str, float | None]:
-        """Return the report, "" for none, and the seconds until holders that changed are in it.
+        """Return the report, "" for none, and the seconds until changed holders are in it.
 
-        It changes at once when a side changed, and rarely if only holders did.
+        The report changes at once when a side has changed, and seldom if only holders have changed.
         """
         if all(runtime.leaving for runtime in self._context.resources.values()):
             return "", None

@@ -1,4 +1,4 @@
-"""What the bridge reports to metrics and status pages: states of devices, claims, moves and slices."""
+"""Reports the bridge's state to metrics and status pages: states of devices, claims, moves and slices."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ if TYPE_CHECKING:
 
 
 MAX_SURGE: Final = "with maxSurge that one stays until this one is ready: set maxSurge to 0"
-"""What to do about an update that waits for ever."""
+"""Advice for an update that waits for ever."""
 OUTAGE: Final = "pods that run keep their devices; no claim is prepared, and moves to the plugin side wait"
-"""What it means for pods that the API server is away."""
+"""The effect on pods while the API server cannot be reached."""
 RENEW: Final = (
     "no claim is prepared, no slice is written. Replace the token or kubeconfig, whose files are read again; delete "
     "the agent's pod if its token is bound to a pod or Node that is gone"
 )
-"""What to do about credentials that are refused."""
+"""Advice for credentials that the API server refuses."""
 OVERDUE: Final = (
     "it should have been renewed: if the agent is a unit, see the timer dra-bridge-token and the log of its service; "
     "the kubelet renews that of a pod"
 )
-"""What to do about a token that is about to expire."""
+"""Advice for a token that is about to expire."""
 APPLY: Final = "apply what `dra-bridge manifests` prints (roles, bindings and policies)"
-"""What to do about a missing right."""
-UNSEEN: Final = "what others change there is seen late, or not at all"
-"""What follows from a watch that fails."""
+"""Advice for a missing right."""
+UNSEEN: Final = "changes by other programs are seen late, or not at all"
+"""The effect of a watch that fails."""
 NAMED: Final = 3
-"""Devices that one event names; of more it says the number."""
+"""Maximum number of devices that one event names. An event of more devices has their number."""
 
 
 class BridgeStatus:
-    """The bridge as a provider of the agent's status. It puts together what the parts count. drivers: by name."""
+    """Provides the bridge's state for the agent's status, from the state of its objects. drivers: by name."""
 
     name = "dra-bridge"
 
@@ -58,7 +58,7 @@ class BridgeStatus:
         new_events: list[Event] = []
         now = self._agent.register.snapshot
         before = self._seen if self._seen is not None and self._seen.sequence else now
-        new_events += events(before, now, time.time())  # what a ledger has that is opened late is no event
+        new_events += events(before, now, time.time())  # The first content of a ledger that is opened late is no event.
         self._seen = now
         since = self._node.cluster.statistics.unreachable_since()
         if (since is not None) != self._unreachable:
@@ -68,8 +68,9 @@ class BridgeStatus:
         return new_events
 
     def report(self) -> ProviderReport:
-        """Report what is known now."""
-        from dra_bridge.node import metrics  # with the client library, which an agent without metrics does not load
+        """Report the present state."""
+        # This imports the client library, which an agent without metrics does not load.
+        from dra_bridge.node import metrics
 
         drivers, listens = list(self._drivers.values()), self._kubelet_listens()
         now = self._agent.register.snapshot
@@ -110,7 +111,10 @@ class BridgeStatus:
         )
 
     def _kubelet_listens(self) -> bool:
-        """Return whether a kubelet follows any list of devices, or none ever did: a driver does not see one end."""
+        """Return whether a kubelet follows any list of devices, or none ever did.
+
+        This shows the end of a kubelet, which a driver cannot notice.
+        """
         services = list(self._agent.services.values())
         begun = any(service.registration.statistics.registrations for service in services)
         return not begun or any(service.endpoint.streams.live for service in services)
@@ -119,7 +123,7 @@ class BridgeStatus:
         for runtime in drivers:
             registration = runtime.registrar.statistics
             if not (runtime.resources or runtime.driver.records.all()):
-                continue  # no resource names it any more, and it has no claim to unprepare
+                continue  # No resource names the driver any more, and it has no claim to unprepare.
             if not runtime.registrar.registered:
                 error = f": {registration.error}" if registration.error else ""
                 yield f"driver {runtime.name} is not registered with the kubelet{error}"
@@ -132,12 +136,12 @@ class BridgeStatus:
             yield f"driver {name} has not started: another agent may have the ledger; {MAX_SURGE}"
 
     def _others(self, driver: str) -> Iterator[str]:
-        """Yield what others write into a driver's pool."""
+        """Yield sentences on foreign writes into a driver's pool."""
         state = self._node.publisher.state(driver)
         return foreign.problems(driver, state.foreign, state.recent)
 
     def _api_problems(self, drivers: list[DriverRuntime], now: float) -> Iterator[str]:
-        """Yield what is wrong with the API server, each cause once. now: monotonic seconds."""
+        """Yield problems with the API server, each cause once. now: monotonic seconds."""
         node, statistics = self._node, self._node.cluster.statistics
         if (since := statistics.unreachable_since()) is not None:
             yield f"the API server is unreachable since {_clock(since)}: {OUTAGE}"
@@ -150,7 +154,7 @@ class BridgeStatus:
         for kind, watch in node.watches.items():
             lapse = watch.lapse(now)
             if lapse is None or lapse.code == 401 or (lapse.outage and statistics.lost_since is not None):
-                continue  # it is said above, or is about to be
+                continue  # Another sentence reports this problem.
             if lapse.lasts(now):
                 yield f"{kind} cannot be watched {_told(lapse, now)}; {APPLY if lapse.code == 403 else UNSEEN}"
         for driver in drivers:
@@ -170,7 +174,10 @@ class BridgeStatus:
             yield f"the status of node {node.name} cannot be written {_told(refused, now)}; {APPLY}"
 
     def _waits_for_plugins(self, driver: DriverRuntime) -> bool:
-        """Return whether all of a driver's devices are of vendors' plugins that are not there yet: no slice is due."""
+        """Return whether all of a driver's devices belong to vendors' plugins that are missing.
+
+        Then no slice is due.
+        """
         services = self._agent.services
         vendors = [services[name].vendor if name in services else None for name in list(driver.resources)]
         return all(vendor is not None and not vendor.connected for vendor in vendors)
@@ -198,7 +205,7 @@ class BridgeStatus:
 
 
 def _told(failing: Failing, now: float) -> str:
-    """Return since when something fails, and why. now: monotonic seconds."""
+    """Describe since when a request fails, and why. now: monotonic seconds."""
     return f"since {_clock(time.time() - (now - failing.since))}: {failing.text}"
 
 
@@ -207,7 +214,7 @@ def _clock(at: float) -> str:
 
 
 def _ends(pods: Mapping[str, Sequence[PodContainer]]) -> Iterator[str]:
-    """Yield a sentence for each resource of which a kubelet restart would end pods."""
+    """Yield a sentence for each resource whose pods a kubelet restart would end."""
     for resource, ended in pods.items():
         if ended:
             names = ", ".join(f"{pod.namespace}/{pod.pod}" if pod.pod else pod.uid or "?" for pod in ended)
@@ -245,7 +252,10 @@ def _locations(now: RegisterSnapshot, drivers: Sequence[DriverRuntime]) -> dict[
 
 
 def events(before: RegisterSnapshot, now: RegisterSnapshot, at: float) -> list[Event]:
-    """Return the moves and claims that began or ended, oldest first. at: Unix seconds, for what has no time itself."""
+    """Return the moves and claims that began or ended, oldest first.
+
+    at: Unix seconds, the time of events without one.
+    """
     if before is now:
         return []
     return sorted((*_moves(before, now), *_claims(before, now, at)), key=lambda event: event.at)

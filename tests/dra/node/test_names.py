@@ -52,7 +52,7 @@ async def test_a_claim_is_known_by_its_file_when_no_device_has_its_name(
             file.unlink()
     async with running(node, A, share=NO_DEVICES, ids=("x", "y")) as bridge:
         if damaged:
-            why = "devices are withheld, since their holders are not known: x: it is not known what claim"
+            why = "devices are withheld because their holders are not known: x: it is not known what claim"
             await until(lambda: any(said.startswith(why) for said in caplog.messages))
             assert not any(one.health == "Healthy" for one in node.devices(A).values())
         else:
