@@ -1,6 +1,6 @@
 """The DRA driver: claims, their preparation, and registration with the kubelet.
 
-`Driver` is the entry point, and `Registrar` serves it to the kubelet. `preparation` has the work on one claim.
+`Driver` is the entry point. `Registrar` serves it to the kubelet. `preparation` prepares and unprepares one claim.
 """
 
 from dra_bridge.driver.claim_api import ClusterClaims as ClusterClaims

@@ -1,4 +1,4 @@
-"""What a driver reads and writes of its claims at the API server."""
+"""Reads claims at the API server, and writes their status and Events."""
 
 from __future__ import annotations
 
@@ -17,27 +17,32 @@ from dra_bridge.driver.records import ClaimRecords, Prepared
 _LOG: Final = logging.getLogger(__name__)
 
 AGAIN: Final = 60.0
-"""Seconds after a refused status of a claim until that of another claim is written: the right may have been given."""
+"""Seconds after the API server refused the status of a claim. Then the next status is tried: the right may exist now.
+"""
 
 
 class ClusterClaims:
-    """The claims at the API server. node: this node's name, for events."""
+    """The claims at the API server. node: this node's name, for Events."""
 
     def __init__(self, api: kube.Cluster, node: str) -> None:
         self._api = api
         self._node = node
         self._without_status: dict[str, float] = {}
-        """When the server last refused a driver's entries (monotonic seconds); a former driver may write none."""
+        """By driver, when the server last refused the driver's entries (monotonic seconds). A former driver has no
+        right to write."""
 
     async def get_claim(self, namespace: str, name: str) -> Mapping[str, Any] | None:
-        """Return a ResourceClaim, None if there is none."""
+        """Return a ResourceClaim, None if it does not exist."""
         try:
             return await self._api.get(kube.RESOURCE_CLAIMS, name, namespace)
         except kube.NotFoundError:
             return None
 
     async def set_devices(self, claim: ClaimRef, driver: str, devices: Sequence[Mapping[str, Any]]) -> None:
-        """Write this driver's entries of `status.devices`; not for a minute after the server drops or refuses them."""
+        """Write this driver's entries of `status.devices`.
+
+        After the server drops or refuses them, none is written for a minute.
+        """
         if time.monotonic() < self._without_status.get(driver, -AGAIN) + AGAIN:
             return
         name, namespace = claim.name, claim.namespace
@@ -73,9 +78,9 @@ class ClusterClaims:
 
 @dataclass(frozen=True, slots=True)
 class ClaimEvents:
-    """Writes Events and conditions of claims in the background; one that cannot be written is lost.
+    """Writes Events and conditions of claims in the background. A write that fails is not repeated.
 
-    report: whether to write `status.devices`. refusals: the kind of the last refusal that has an Event, by claim UID.
+    report: whether to write `status.devices`. refusals: by claim UID, the kind of the last refusal that has an Event.
     """
 
     records: ClaimRecords
@@ -85,17 +90,17 @@ class ClaimEvents:
     refusals: dict[str, str] = field(default_factory=dict)
 
     def refused(self, ref: ClaimRef, kind: str, message: str) -> None:
-        """Write an Event about a claim that is refused its devices, unless its last one is of the same kind."""
+        """Write an Event about a claim that was refused its devices. Repeated refusals of one kind have one Event."""
         if self.refusals.get(ref.uid) != kind:
             self.refusals[ref.uid] = kind
             self._start(self.api.claim_event, ref, "DeviceNotAvailable", message)
 
     def forget(self, uid: str) -> None:
-        """Write an Event again when this claim is refused the next time."""
+        """Allow a new Event when this claim is refused the next time."""
         self.refusals.pop(uid, None)
 
     def prepared(self, ref: ClaimRef, prepared: Prepared) -> None:
-        """Write the condition Ready into the claim's `status.devices`, if that is wanted."""
+        """Write the condition Ready into the claim's `status.devices`, if that is configured."""
         if not self.report:
             return
         ready = {
@@ -121,7 +126,7 @@ class ClaimEvents:
         async def attempt() -> None:
             try:
                 await write(ref, *args)
-            except Exception as error:  # best effort
+            except Exception as error:  # These writes are best effort.
                 extra = {"driver": self.records.driver, "claim": ref.title}
                 _LOG.debug("cannot write the status or an Event of claim %s: %s", ref.title, error, extra=extra)
 

@@ -1,4 +1,4 @@
-"""The devices of claims: what a claim is granted of each, the register's grant, and the hooks around their use."""
+"""Grants devices to claims through the register, and calls the hooks around the use of the devices."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from dra_bridge.driver.served import RequestDevices, ServedDevices
 from dra_bridge.driver.statistics import ClaimStatistics
 
 Made = Sequence[tuple[RequestDevices, ContainerEdits]]
-"""The devices of each request and source, and what containers with them get."""
+"""For each request and source, the devices and the container edits that belong to them."""
 _Decided = Operation[Claim | Refused | Excluded]
 _SETUP: Final = frozenset({"reset", "edits", "prepare"})
 """The hooks that are called while a claim's devices are set up."""
@@ -39,11 +39,11 @@ _SETUP: Final = frozenset({"reset", "edits", "prepare"})
 
 @dataclass(frozen=True, slots=True)
 class ClaimDevices:
-    """Has the register grant devices to claims, and calls the sources' hooks around their use.
+    """Grants devices to claims through the register, and calls the sources' hooks around their use.
 
-    A claim for an idle device of the plugin's side begins its move. register, host: see `Driver`. events: get the
-    refusals. statistics: get the seconds that hooks took. ending: UIDs of the claims that are being taken back; of
-    those that share a device one is the last.
+    If a claim needs an idle device of the plugin side, the device begins to move. register, host: see `Driver`. events:
+    receives the refusals. statistics: receives the durations of hooks. ending: UIDs of the claims that are being
+    unprepared. So the last one of several claims that share a device can be found.
     """
 
     records: ClaimRecords
@@ -55,7 +55,7 @@ class ClaimDevices:
     ending: set[str] = field(default_factory=set)
 
     def granted(self, groups: Sequence[RequestDevices], allocation: ClaimAllocation, boot: str) -> list[ClaimDevice]:
-        """Return what a claim is to be granted of its devices. boot: the node's."""
+        """Return the claim's devices as the register should grant them. boot: the node's boot."""
         devices: list[ClaimDevice] = []
         for group in groups:
             for device, result in group.members:
@@ -65,7 +65,7 @@ class ClaimDevices:
 
     @staticmethod
     def changed_by(groups: Sequence[RequestDevices]) -> bool:
-        """Return whether the setup of a claim's devices calls code of others: hooks of sources, vendors' plugins."""
+        """Return whether setting up these devices calls foreign code: hooks of sources, or vendors' plugins."""
         for group in groups:
             source = group.served.source
             if isinstance(source, AdoptedSource) or not _SETUP.isdisjoint(source.hooks):
@@ -73,17 +73,17 @@ class ClaimDevices:
         return False
 
     async def reserve(self, ref: ClaimRef, record: Claim, *, durable: bool) -> None:
-        """Have the register reserve a claim's devices while they are set up; `confirm` completes it.
+        """Reserve a claim's devices in the register while they are set up. `confirm` completes the grant.
 
-        durable: see `operations.reserve`. Raises ClaimError: a device is not to be had, or is set up with other
+        durable: see `operations.reserve`. Raises ClaimError if a device cannot be granted, or is set up with other
         parameters.
         """
         await self._decide(ref, record, sorted(record.held), partial(operations.reserve, durable=durable))
 
     async def confirm(self, ref: ClaimRef, record: Claim) -> None:
-        """Record a reserved claim with its answer, if its devices still are what they were when they were reserved.
+        """Record a reserved claim with its answer, if its devices are still the same hardware as at the reservation.
 
-        Raises ClaimError: one is not, or the register does not grant it any more.
+        Raises ClaimError if a device has changed, or the register no longer grants it.
         """
         try:
             await self.register.verify_granted(record.held)
@@ -92,9 +92,9 @@ class ClaimDevices:
         await self._decide(ref, record, (), operations.prepare)
 
     async def grant(self, ref: ClaimRef, record: Claim) -> None:
-        """Record a claim with its answer, if nobody holds what excludes its devices; they are verified before.
+        """Verify a claim's devices, then record the claim with its answer, if no other holder excludes the devices.
 
-        Raises ClaimError: a device is not to be had, or is set up with other parameters.
+        Raises ClaimError if a device cannot be granted, or is set up with other parameters.
         """
         await self._decide(ref, record, sorted(record.held), operations.prepare)
 
@@ -124,14 +124,14 @@ class ClaimDevices:
         raise self._refused(ref, kind, answer.message, self._awaited(record) if answer.outlook.waits else None)
 
     def _check_identities(self, record: Claim) -> None:
-        """Raise DeviceConflictError if a device has come to stand for other hardware since the claim was read."""
+        """Raise DeviceConflictError if a device stands for other hardware than at the time when the claim was read."""
         for device in record.devices:
             key, was = (device.resource, device.device), device.identity.tokens
             served = self.register.listed.served.get(device.resource)
             if device.admin or not was or served is None or device.device not in served.inventory.snapshot.devices:
                 continue
             if not agree(was, now := self.register.tokens(key)):
-                raise DeviceConflictError(f"{titled(key)} has just become {shown(now)}, it was {shown(was)}")
+                raise DeviceConflictError(f"{titled(key)} has just become {shown(now)}; before, it was {shown(was)}")
 
     def _awaited(self, record: Claim) -> Awaited:
         return Awaited(record.held, lambda: outlook(self.register.snapshot, record, self.register.view()))
@@ -141,12 +141,13 @@ class ClaimDevices:
         return ClaimError(Reason.REFUSED, message, awaited)
 
     async def edits(self, uid: str, groups: Sequence[RequestDevices]) -> Made:
-        """Set up a claim's devices and return what containers with them get.
+        """Set up a claim's devices and return the edits of containers that use them.
 
-        The answers of vendors' plugins have to fit together: nothing tells which container gets which.
+        The answers of vendors' plugins must not contradict each other, because it is not known which container gets
+        which answer.
 
-        Raises HookError: a hook failed. ClaimError: edits contradict each other, a hook returned something else, or a
-        plugin refuses.
+        Raises HookError if a hook failed. Raises ClaimError if edits contradict each other, a hook returned a value of
+        a wrong type, or a plugin refuses.
         """
         made: list[tuple[RequestDevices, ContainerEdits]] = []
         adopted: list[RequestDevices] = []
@@ -158,7 +159,7 @@ class ClaimDevices:
         return [*made, *await self._answers(uid, adopted)] if adopted else made
 
     async def _answers(self, uid: str, groups: Sequence[RequestDevices]) -> Made:
-        """Return what the plugins of adopted resources answer."""
+        """Return the answers of the plugins of adopted resources."""
         calls: dict[object, list[RequestDevices]] = {}
         for number, group in enumerate(groups):
             source = group.served.source
@@ -190,7 +191,7 @@ class ClaimDevices:
     async def _edits(self, uid: str, group: RequestDevices) -> ContainerEdits:
         """Set up a group's devices for a claim and return the edits of the devices, then those of the hooks.
 
-        Administrative access changes nothing: the devices are set up for others.
+        A claim with administrative access changes no device, because other claims use it.
         """
         source, devices = group.served.source, group.devices
         run, statistics = self.register.hooks, self.statistics.hooks
@@ -211,29 +212,29 @@ class ClaimDevices:
             raise ClaimError(Reason.CONFLICT, f"request {group.request!r}: the devices' edits: {error}") from error
 
     def forget(self, uid: str) -> None:
-        """Have late answers of vendors' plugins to a claim that ends dropped."""
+        """Make vendors' plugins drop late answers to a claim that ends."""
         for served in self.served.resources:
             if isinstance(served.source, AdoptedSource):
                 served.source.forget(uid)
 
     async def unprepare(self, claim: Claim) -> None:
-        """Undo what `prepare` hooks did for a claim to devices that no other claim holds.
+        """Undo the changes of `prepare` hooks to the claim's devices, except devices that another claim holds.
 
-        Raises HookError: a hook failed.
+        Raises HookError if a hook failed.
         """
         for (source, _), devices in self.served.of_claim(claim):
             if "unprepare" in source.hooks and (alone := self._alone(claim.uid, source, devices)):
                 await self.register.hooks.call(self.statistics.hooks, "unprepare", source, alone)
 
     def _alone(self, uid: str, source: DeviceSource, devices: Sequence[Device]) -> list[Device]:
-        """Return the devices that no other claim holds, but for those that are ending, too."""
+        """Return the devices that no other claim holds. Claims that are ending do not count."""
         mine = {(self.records.driver, claim_uid) for claim_uid in (uid, *self.ending)}
         others = (claim.held for key, claim in self.records.ledger.snapshot.claims.items() if key not in mine)
         held: frozenset[DeviceKey] = frozenset().union(*others)
         return [device for device in devices if (source.resource, device.id) not in held]
 
     def released(self, claim: Claim) -> None:
-        """Have `released` called for devices of an ended claim that nobody holds any more."""
+        """Start the `released` hook for the devices of an ended claim that have no holder any more."""
         for (source, _), devices in self.served.of_claim(claim):
             if "released" not in source.hooks:
                 continue
@@ -245,10 +246,10 @@ class ClaimDevices:
 def granted_device(
     asked: RequestDevices, device: Device, result: Result, boot: str, times: int | None = None, *, limits: bool = False
 ) -> ClaimDevice:
-    """Return what a claim is granted of a device now.
+    """Return a device of a claim as the register should grant it now.
 
-    asked: the request that the device is for. boot: the node's. times: how often the device is offered; None: as its
-    inventory says. limits: whether the claim stands for a pod's `limits`.
+    asked: the request that the device is for. boot: the node's boot. times: how often the device is offered; None: as
+    its inventory states. limits: whether the claim stands for a pod's `limits`.
     """
     now, admin = asked.served.inventory.snapshot, asked.admin
     tokens = now.identities.get(device.id, frozenset())
@@ -266,7 +267,7 @@ def granted_device(
 
 
 def _part(times: int, result: Result) -> str:
-    """Return which part of a device a claim has: its shares of those that there are now; "" if that is not known."""
+    """Return the part of a device that a claim has: its shares divided by all shares now; "" if that is not known."""
     if not result.share_id:
         return "1"
     capacity = result.consumed_capacity or {}

@@ -1,4 +1,4 @@
-"""The files of prepared claims, their CDI files and our own, and the answers to the kubelet that name CDI devices."""
+"""Writes the files of prepared claims: a CDI file and the agent's own file. Makes the answers to the kubelet."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _LOG: Final = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 REST: Final = 60.0
-"""Seconds after which it is looked whether there are claims, should no change of the register tell."""
+"""Seconds after which the driver looks for claims, even if the register has reported no change."""
 CHECK: Final = 1.0
 """Seconds between two checks for missing files.
 
-A file watch would notice each file that this process itself writes or removes, and its threads then work while the
+A file watch would report each file that this process itself writes or removes. Its threads would then work while the
 kubelet waits for the answer to the next Prepare.
 """
 
@@ -36,15 +36,15 @@ kubelet waits for the answer to the next Prepare.
 class ClaimFiles:
     """The files of one driver's claims.
 
-    looks: at the directory; it has one thread, so that what is done for a claim is done in this order. boot: the node's
-    boot; after a reboot devices are set up again. agent: the name of this one.
+    looks: runs work on the directory in one thread, so the steps for a claim keep their order. boot: the node's boot;
+    after a reboot, devices are set up again. agent: the name of this agent.
     """
 
     def __init__(self, records: ClaimRecords, directory: str, looks: Looks, boot: str, agent: str) -> None:
         self.boot: Final = boot
         self.looks: Final = looks
         self.reading: Final = Looks(directory)
-        """Looks that read many files, and so may take long."""
+        """Runs reads of many files, which may take long."""
         self._agent = agent
         self._records = records
         self._driver = records.driver
@@ -52,15 +52,16 @@ class ClaimFiles:
         self._own = claim_files.ClaimFileStore(records.driver, directory)
 
     async def answer(self, uid: str, made: Sequence[tuple[RequestDevices, ContainerEdits]]) -> Prepared:
-        """Make a claim's answer. made: what containers with the devices of each request and source get.
+        """Make a claim's answer to the kubelet. made: the container edits for each request and source.
 
-        Each request has a CDI device, so that a container gets the edits of its own requests, and each once.
-        The request's first device carries it. It is called the same whatever the claim is allocated: to an answer that
-        the kubelet kept it adds the next one (kubelet 1.36, cm/dra/claiminfo.go: addDevice), and a runtime starts no
-        container of which it does not know a CDI device. A second name has the devices, as evidence.
+        Each request has a CDI device. So a container gets the edits of its own requests, each once. The first device of
+        the request names the CDI device. The name of the CDI device does not depend on the allocation, because the
+        kubelet adds a new answer to the one that it has kept (kubelet 1.36, cm/dra/claiminfo.go: addDevice), and the
+        runtime does not start a container with an unknown CDI device. A second CDI name contains the names of the
+        devices, as evidence.
 
-        Raises ClaimError: edits contradict each other; CdiError: a node is not there, or edits cannot be expressed;
-        LookTimeoutError: a node does not answer.
+        Raises ClaimError if edits contradict each other, CdiError if a device node is missing or the edits cannot be
+        written as CDI, LookTimeoutError if a device node does not answer.
         """
         requests: dict[str, list[tuple[RequestDevices, ContainerEdits]]] = {}
         wanted: dict[Looks, dict[DeviceNode, None]] = {}
@@ -97,24 +98,24 @@ class ClaimFiles:
         return Prepared(tuple(devices), spec, self.boot)
 
     async def _at(self, function: Callable[..., _T], *arguments: object) -> _T:
-        """Read or change files; if this task is cancelled meanwhile, raise that when the call has ended, or is overdue.
+        """Read or change files. If this task is cancelled meanwhile, wait until the call has ended or is overdue.
 
-        The next call for a claim must not work on its file at the same time. Raises CdiError, also where the file
+        So the next call for the claim does not work on its file at the same time. Raises CdiError, also if the file
         system does not answer.
         """
         if self.looks.hanging:
             raise cdi.CdiError(self.looks.hanging)
         look = self.looks.begin("claim file", function, *arguments)
-        if self.looks.ended_at_once(look):  # as a rule: a task for it would cost more than the look
+        if self.looks.ended_at_once(look):  # This is the usual case. A task would cost more than the look.
             return look.result
         if why := await ended(asyncio.ensure_future(self.looks.late(look, TIMEOUT))):
             raise cdi.CdiError(why)
         return look.result
 
     async def write(self, claim: Claim, spec: str | None) -> bool:
-        """Write the files of a claim of the ledger, under the claim's lock; return False if all were there.
+        """Write the files of a claim in the ledger, under the claim's lock; return False if all files existed.
 
-        spec: of the CDI file; "" for none, None if it is not known.
+        spec: content of the CDI file; "" for no file, None if it is not known.
         """
         return await self._at(self._write, claim, spec)
 
@@ -125,10 +126,10 @@ class ClaimFiles:
         return (bool(spec) and self._store.write(claim.uid, (spec or "").encode())) or written
 
     async def describe(self, uid: str) -> None:
-        """Have a claim's own file, if it is there, say what the ledger says by now. Needs no lock."""
+        """Update a claim's own file, if it exists, from the ledger. This needs no lock."""
         record = self._records.get(uid)
         if record is not None:
-            with contextlib.suppress(cdi.CdiError):  # `write` is called again, and reports it
+            with contextlib.suppress(cdi.CdiError):  # `write` is called again and reports the error.
                 await self._at(self._describe, record)
 
     def _describe(self, record: Claim) -> None:
@@ -136,7 +137,7 @@ class ClaimFiles:
             self._own.write(record.uid, encode(filed(record, self.boot, self._agent)))
 
     async def remove(self, uid: str) -> None:
-        """Remove a claim's files, under the claim's lock, as far as they are there."""
+        """Remove a claim's files, if they exist, under the claim's lock."""
         await self._at(self._remove, uid)
 
     def _remove(self, uid: str) -> None:
@@ -148,7 +149,7 @@ class ClaimFiles:
         return await self.looks.at("claim file", lambda: self._store.list() | self._own.list())
 
     def read(self) -> list[ClaimFile]:
-        """Read the own files of this driver's claims; blocks. Raises OSError: the directory cannot be read."""
+        """Read the own files of this driver's claims; blocks. Raises OSError if the directory cannot be read."""
         return [file for file in claim_files.read_all(self._store.directory) if file.driver == self._driver]
 
     def path(self, uid: str) -> str:
@@ -156,16 +157,16 @@ class ClaimFiles:
         return self._own.path(uid)
 
     def holding(self) -> Iterator[Published]:
-        """Yield what CDI files say that claims hold; blocks."""
+        """Yield the devices that claims hold by their CDI files; blocks."""
         for uid in self._store.list():
             kinds = (name.split("_") for name in self._store.device_names(uid))
             names = [name for kind, *names in kinds if kind == cdi.HOLDING for name in names[2:]]
             yield Published(uid, tuple((name, None) for name in names))
 
     async def keep(self) -> None:
-        """Write files again soon after they were removed, until cancelled.
+        """Write removed files again soon, until cancelled.
 
-        Without its file a container cannot be restarted, and the kubelet prepares a claim only once.
+        Without its file, a container cannot be restarted, because the kubelet prepares a claim only once.
         """
         backoff = Backoff(first=1.0, most=60.0)
         while True:
@@ -197,7 +198,7 @@ class ClaimFiles:
         return [claim.uid for claim in self._records.all() if not complete(claim)]
 
     async def _restore(self, uid: str) -> str:
-        """Write the files of a claim that are not there; return why they could not be written, or ""."""
+        """Write the missing files of a claim; return why they could not be written, or ""."""
         async with self._records.locked(uid):
             record = self._records.get(uid)
             prepared = prepared_of(record) if record is not None else None
@@ -213,7 +214,7 @@ class ClaimFiles:
 
 
 def filed(claim: Claim, boot: str, agent: str) -> ClaimFile:
-    """Return the file of a claim. agent: the name of this one."""
+    """Return the content of a claim's own file. agent: the name of this agent."""
     devices: list[FiledDevice] = []
     for device in claim.devices:
         one = FiledDevice(

@@ -19,14 +19,15 @@ _T = TypeVar("_T")
 
 _SUBDOMAIN: Final = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 _FIELD: Final = re.compile(r"`\$\.([^`.\[]+)")
-"""How msgspec names a field: at `$.field`."""
+"""The form in which msgspec names a field: at `$.field`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Awaited:
-    """What a refused claim waits for.
+    """The event that a refused claim waits for.
 
-    devices: those that it is to get, or had before. outlook: returns whether it may get them soon, as of now.
+    devices: the devices that the claim is to get, or had before. outlook: a function that returns whether the claim may
+    get them soon.
     """
 
     devices: Collection[DeviceKey]
@@ -34,7 +35,10 @@ class Awaited:
 
 
 class Reason(enum.StrEnum):
-    """Why a claim cannot be prepared or unprepared, as metrics count it (docs/troubleshooting.md explains each)."""
+    """The reasons why a claim cannot be prepared or unprepared, as in metrics.
+
+    docs/troubleshooting.md explains them.
+    """
 
     ADMIN = "admin"
     API = "api"
@@ -65,7 +69,7 @@ class Reason(enum.StrEnum):
 class ClaimError(Exception):
     """Raised when a claim cannot be prepared or unprepared; the text is for `kubectl describe pod`.
 
-    awaited: what the claim waits for, None if it is refused for good.
+    awaited: the event that the claim waits for, None if the refusal is final.
     """
 
     def __init__(self, reason: Reason, message: str, awaited: Awaited | None = None) -> None:
@@ -88,7 +92,7 @@ class ClaimRef(NamedTuple):
 
 
 def check_ref(ref: ClaimRef) -> None:
-    """Raise ClaimError if this cannot be a claim."""
+    """Raise ClaimError if the UID or the names cannot be those of a claim."""
     if not cdi.UID.fullmatch(ref.uid):
         raise ClaimError(Reason.MALFORMED, f"{ref.uid!r} is not the UID of a claim")
     if not _SUBDOMAIN.fullmatch(ref.namespace) or not _SUBDOMAIN.fullmatch(ref.name):
@@ -155,10 +159,11 @@ class _Claim(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class ClaimAllocation:
-    """What a claim has of one driver on one node.
+    """The devices of a claim from one driver on one node.
 
-    config: this driver's only, class before claim. reserved: for a pod or something else. pods: UIDs of these pods.
-    limits: whether the scheduler made the claim for the `limits` of a pod (resource.k8s.io, 1.34 and later).
+    config: this driver's only, class before claim. reserved: whether the claim is reserved for a pod or another object.
+    pods: UIDs of these pods. limits: whether the scheduler made the claim for the `limits` of a pod (resource.k8s.io,
+    1.34 and later).
     """
 
     results: tuple[Result, ...]
@@ -177,12 +182,12 @@ class ClaimAllocation:
 
 
 def parse_allocation(claim: Mapping[str, Any] | None, ref: ClaimRef, driver: str, pool: str) -> ClaimAllocation:
-    """Return what the claim has of this driver on this node.
+    """Return the claim's devices of this driver on this node.
 
-    Raises ClaimError: it is gone, another one, not allocated, or allocated elsewhere.
+    Raises ClaimError if the claim does not exist, is another one, is not allocated, or is allocated on another node.
     """
     if claim is None:
-        raise ClaimError(Reason.GONE, f"claim {ref.title} does not exist any more")
+        raise ClaimError(Reason.GONE, f"claim {ref.title} no longer exists")
     try:
         parsed = msgspec.convert(claim, _Claim)
     except msgspec.ValidationError as error:
@@ -205,7 +210,8 @@ def parse_allocation(claim: Mapping[str, Any] | None, ref: ClaimRef, driver: str
     if not results:
         raise ClaimError(Reason.FOREIGN, f"the allocation of claim {ref.title} names no device of driver {driver}")
     of_class: list[ClaimConfig] = []
-    of_claim: list[ClaimConfig] = []  # within each of the two the API server keeps the author's order
+    # The API server keeps the author's order within the configurations of the class, and within those of the claim.
+    of_claim: list[ClaimConfig] = []
     for config in devices.config or ():
         if config.opaque is not None and config.opaque.driver == driver:
             (of_class if config.source == "FromClass" else of_claim).append(config)
@@ -222,10 +228,10 @@ def decoded_config(config_type: type[_T] | None, config: Sequence[ClaimConfig], 
     """Return the parameters of one request, decoded strictly.
 
     Fields of the claim override fields of the class. `apiVersion` and `kind` are allowed; any other field that the type
-    does not know is an error. config_type: None if the driver takes no parameters. config: this driver's, class before
-    claim. request: as the allocation names it, with its subrequest ("gpu/big").
+    lacks is an error. config_type: None if the driver accepts no parameters. config: this driver's configurations,
+    class before claim. request: the name in the allocation, with its subrequest ("gpu/big").
 
-    Raises ClaimError, which names the field: unknown, missing, of a wrong type, or with a value that is refused.
+    Raises ClaimError with the name of a field that is unknown, missing, of a wrong type, or has an invalid value.
     """
     main = request.partition("/")[0]
     merged: dict[str, Any] = {}
@@ -238,7 +244,7 @@ def decoded_config(config_type: type[_T] | None, config: Sequence[ClaimConfig], 
             origin = "parameters of the class" if piece.source == "FromClass" else "parameters of the claim"
             parameters = piece.opaque.parameters if piece.opaque else None
             if config_type is None:
-                raise ClaimError(Reason.CONFIG, f"request {request!r}: {origin}: this driver takes none")
+                raise ClaimError(Reason.CONFIG, f"request {request!r}: {origin}: this driver accepts no parameters")
             if not isinstance(parameters, Mapping):
                 raise ClaimError(
                     Reason.CONFIG, f"request {request!r}: {origin} must be an object, not {parameters!r:.60}"
@@ -267,9 +273,9 @@ def _fields(info: msgspec.inspect.Type) -> list[tuple[str, msgspec.inspect.Type]
 
 
 def _unknown(value: Any, info: msgspec.inspect.Type, path: str) -> Iterator[str]:
-    """Yield the fields that the type does not know; msgspec's own strictness is the author's to switch on."""
+    """Yield the fields that the type lacks. An author may not have switched on msgspec's own strictness."""
     if isinstance(info, msgspec.inspect.UnionType):
-        # Of several kinds of objects, the one that it fits best is meant.
+        # Of several types of objects, the one with the fewest unknown fields is meant.
         problems = [list(_unknown(value, kind, path)) for kind in info.types if _may_be(value, kind)]
         yield from min(problems, key=len, default=[])
     elif isinstance(value, Mapping):

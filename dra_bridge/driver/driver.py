@@ -1,4 +1,4 @@
-"""One DRA driver of this node: what the kubelet asks of it, and what evidence it has of its claims."""
+"""One DRA driver of this node: answers the kubelet's calls, and collects the evidence of its claims."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ from dra_bridge.driver.waiting import MARGIN, WaitLimit
 _T = TypeVar("_T")
 
 DEADLINE: Final = 30.0
-"""Seconds for one claim; the kubelet gives a call 45 (kubelet 1.36, cm/dra/plugin)."""
+"""Seconds for one claim. The kubelet waits 45 s for a call (kubelet 1.36, cm/dra/plugin)."""
 
 CALL_DEADLINE: Final = 43.0
-"""Seconds for a call: also for what undoes a claim that failed at its deadline, whose hooks may hang, too."""
+"""Seconds for a call. They include the time to undo a claim that failed at its deadline, whose hooks may hang, too."""
 
 RESERVE: Final = 2.0
-"""Seconds before the deadline of a call when it is answered whatever is not done."""
+"""Seconds before the deadline of a call at which unfinished claims get an error as answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class DriverNode:
-    """What the DRA drivers of a node share.
+    """The objects that the DRA drivers of a node share.
 
-    pool: the pool's name, which is the node's. agent: the name of the agent, for the claims' files. report: whether to
-    write `status.devices` of claims, which costs a GET and a PATCH for each. boot: identifies the node's boot; "" is as
-    the kernel does. cdi_looks: all looks at `cdi_directory`.
+    pool: the pool's name, which is the node's name. agent: the name of the agent, for the claims' files. report:
+    whether to write `status.devices` of claims, which costs a GET and a PATCH for each. boot: identifies the node's
+    boot; "" for the kernel's own identifier. cdi_looks: runs all work on `cdi_directory`.
     """
 
     pool: str
@@ -60,10 +60,10 @@ class DriverNode:
 
 
 class Driver:
-    """One DRA driver of this node. Belongs to one event loop.
+    """One DRA driver of this node. It belongs to one event loop.
 
-    host: the agent around it. deadline: seconds for one claim. call_deadline: seconds for a call. A claim that is not
-    done by then gets an error in the answer, and its preparation goes on.
+    host: the agent that the driver belongs to. deadline: seconds for one claim. call_deadline: seconds for a call. A
+    claim that is unfinished by then gets an error in the answer, and its preparation continues.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Driver:
         self.waits: Final = register.waits
         self._call_deadline, self._register = call_deadline, register
         self._limits: set[WaitLimit] = set()
-        """The limits of the calls to prepare claims that are in flight."""
+        """The time limits of the running calls to prepare claims."""
         self._tasks = tasks = Tasks()
         events = ClaimEvents(records, api, tasks, node.report)
         devices = ClaimDevices(records, served_devices, register, events, statistics, host)
@@ -99,10 +99,10 @@ class Driver:
     async def prepare(
         self, claims: Iterable[ClaimRef], remaining: float | None = None
     ) -> dict[str, Prepared | ClaimError]:
-        """Prepare claims, each on its own; return an answer by UID for every one of them.
+        """Prepare claims independently of each other; return an answer for each UID.
 
-        remaining: seconds until the caller's deadline. Claims wait until shortly before it for holders that are about
-        to end; without a deadline they do not wait. When the caller goes away, what still waits is refused.
+        remaining: seconds until the caller's deadline. Until shortly before it, claims wait for holders that are about
+        to end. Without a deadline they do not wait. If the caller cancels the call, waiting claims are refused.
         """
         limit = WaitLimit(0.0 if remaining is None else time.monotonic() + remaining - MARGIN)
         self._limits.add(limit)
@@ -118,13 +118,13 @@ class Driver:
                 self._register.store.changes.note()
 
     def end_waits(self) -> None:
-        """Have claims that wait refused: the agent stops, or serves at another socket."""
+        """Refuse waiting claims, because the agent stops or serves at another socket."""
         for limit in self._limits:
             limit.until = 0.0
         self._register.store.changes.note()
 
     async def unprepare(self, claims: Iterable[ClaimRef]) -> dict[str, ClaimError | None]:
-        """Unprepare claims, each on its own, known or not; return None by UID where it is done."""
+        """Unprepare claims, known or unknown, independently of each other. For each UID, None means success."""
         tasks: dict[ClaimRef, asyncio.Task[ClaimError | None]] = {}
         for claim in claims:
             tasks[claim] = self._tasks.start(self._preparation.unprepare(claim))
@@ -133,7 +133,7 @@ class Driver:
     async def _answers(
         self, tasks: Mapping[ClaimRef, asyncio.Task[_T]], remaining: float | None = None
     ) -> dict[str, _T | ClaimError]:
-        # A caller that goes away does not stop what has begun: its next try finds it done.
+        # A cancelled call does not stop work that has begun. The caller's next try finds it done.
         latest = self._call_deadline
         deadline = latest if remaining is None else min(latest, max(0.0, remaining - RESERVE))
         if tasks:
@@ -143,7 +143,7 @@ class Driver:
             if not task.done():
                 late = f"claim {claim.title}: not done within {deadline:.3g} s; it goes on"
                 answers[claim.uid] = ClaimError(Reason.TIMEOUT, late)
-            elif task.cancelled():  # before it began
+            elif task.cancelled():  # The task was cancelled before it began.
                 answers[claim.uid] = ClaimError(Reason.STOPPED, "the driver is stopping")
             elif (error := task.exception()) is not None:
                 answers[claim.uid] = ClaimError(Reason.INTERNAL, f"internal error: {error!r}")
@@ -152,12 +152,13 @@ class Driver:
         return answers
 
     def claim_evidence(self, prepared: Iterable[PreparedClaim], resource: str) -> list[ClaimEvidence]:
-        """Return what the claims' files, and the kubelet's claim state, say of this driver's claims. Blocks.
+        """Return the evidence of this driver's claims from the claims' files and the kubelet's claim state. Blocks.
 
-        A claim's own file says what the claim has of each resource. For a claim without one, the published names in its
-        CDI file and in the claim state say what it has of this resource. prepared: by the claim state.
+        A claim's own file states its devices of each resource. For a claim without such a file, the published names in
+        its CDI file and in the claim state show its devices of this resource. prepared: the claims in the claim state.
 
-        Raises OSError: the files cannot be read. CdiError: nothing says what a claim has that the ledger does not know.
+        Raises OSError if the files cannot be read, CdiError if nothing shows the devices of a claim that the ledger
+        does not know.
         """
         state = [claim for claim in prepared if self.name in claim.devices]
         pods = {claim.uid: claim.pod_uids for claim in state}
@@ -178,10 +179,10 @@ class Driver:
         return [claim for claim in claims if claim.granted]
 
     def _ids(self, resource: str) -> dict[str, str]:
-        """Return the ids of a resource's devices by the names that slices and claims use."""
+        """Return the ids of a resource's devices by their published names."""
         named = self.devices.by_name.items()
         return {name: device.id for name, (served, device) in named if served.source.resource == resource}
 
     async def close(self) -> None:
-        """End what runs in the background."""
+        """End the tasks in the background."""
         await self._tasks.close()

@@ -1,4 +1,4 @@
-"""What files and the kubelet's claim state say of the devices that claims of one driver hold. Pure."""
+"""Reads from files and the kubelet's claim state which devices the claims of one driver hold. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from deviceplugin.register.rules import ClaimEvidence
 
 
 class Published(NamedTuple):
-    """A claim of which only published names of its devices are known. shares: (name, share; None if not known)."""
+    """A claim of which only the published names of devices are known. shares: (name, share; None if not known)."""
 
     uid: str
     shares: tuple[tuple[str, str | None], ...]
@@ -23,7 +23,10 @@ class Published(NamedTuple):
     pods: frozenset[str] = frozenset()
 
     def evidence(self, driver: str, resource: str, ids: Mapping[str, str], boot: str) -> ClaimEvidence:
-        """Return what the claim holds of one resource. ids: of the resource's devices, by published name."""
+        """Return the devices of one resource that the claim holds.
+
+        ids: of the resource's devices, by published name.
+        """
         granted = tuple(
             ClaimDevice(resource, ids[name], share or "", False, Identity(boot), WHOLE if share == "" else UNKNOWN)
             for name, share in self.shares
@@ -34,7 +37,7 @@ class Published(NamedTuple):
 
 
 def in_state(claims: Iterable[PreparedClaim], driver: str, pool: str) -> Iterator[Published]:
-    """Yield what the kubelet's claim state says that claims hold of a driver's pool."""
+    """Yield the devices of a driver's pool that claims hold by the kubelet's claim state."""
     for claim in claims:
         seen, listed = only_seen(claim, driver), sorted(claim.devices.get(driver, ()))
         shares = tuple((name, share) for of, name, share in listed if of == pool and name not in seen)
@@ -42,17 +45,17 @@ def in_state(claims: Iterable[PreparedClaim], driver: str, pool: str) -> Iterato
 
 
 def of_file(file: ClaimFile, resource: str, pods: frozenset[str]) -> ClaimEvidence:
-    """Return what a claim's own file says. pods: further ones that the kubelet's claim state names."""
+    """Return the evidence in a claim's own file. pods: further pods that the kubelet's claim state names."""
     granted = tuple(devices_of(file))
     held = frozenset(device.device for device in granted if device.resource == resource and not device.admin)
     return ClaimEvidence(file.driver, file.uid, held, True, file.namespace, file.name, file.pods | pods, granted)
 
 
 def only_seen(claim: PreparedClaim, driver: str) -> frozenset[str]:
-    """Return the names of a driver's devices that a claim has administrative access to and does not hold.
+    """Return the names of a driver's devices that a claim does not hold but has administrative access to.
 
-    The CDI ids in our answers tell: `<driver>/claim=admin_<claim UID>_<request>`. A device that is also in another
-    request of the claim is held.
+    The CDI ids in the agent's answers show this: `<driver>/claim=admin_<claim UID>_<request>`. A device that is also in
+    another request of the claim is held.
     """
     prefix = cdi.qualified(driver, f"{cdi.ADMIN}_{claim.uid}_")
     admin = {name.removeprefix(prefix) for name in claim.cdi_ids if name.startswith(prefix)}
@@ -62,12 +65,12 @@ def only_seen(claim: PreparedClaim, driver: str) -> frozenset[str]:
 
 
 def claim_of(file: ClaimFile, now: float) -> Claim:
-    """Return the claim of a file, as one without an answer. now: Unix seconds."""
+    """Return the claim of a file, without an answer. now: Unix seconds."""
     return Claim(file.driver, file.uid, file.namespace, file.name, tuple(devices_of(file)), None, now, pods=file.pods)
 
 
 def devices_of(file: ClaimFile) -> Iterator[ClaimDevice]:
-    """Yield the devices of a claim's file; their identities name the boot, also where nothing else is known."""
+    """Yield the devices of a claim's file. Their identities name the boot even if nothing else of them is known."""
     for device in file.devices or ():
         identity = Identity(file.boot) if device.identity == UNIDENTIFIED else device.identity
         amount = Amount(device.part, device.takes)

@@ -1,28 +1,28 @@
 """Prepares and unprepares claims, one call at a time for each claim.
 
-Prepare reads the claim, checks that it is the one meant and allocated here, finds its devices, decodes its parameters,
-has the register grant the devices, sets them up, writes the claim's files and answers. Unprepare calls the hook,
-removes the files and then the record.
+Prepare has these steps: it reads the claim, checks its UID and that it is allocated on this node, finds its devices,
+decodes its parameters, gets the register's grant, sets the devices up, writes the claim's files, and answers. Unprepare
+calls the hook, removes the files, and then removes the record.
 
-A claim that is prepared is answered as recorded if its allocation is the recorded one. A claim that was deallocated and
-allocated anew under its UID is prepared anew, once no process runs that may use what it had. So each Prepare reads
-the claim, and one that cannot be read is an error, also if an answer is recorded: the kubelet itself reads the claim
-before it asks (kubelet 1.36, cm/dra/manager.go: prepareResources), and tries again.
+For a prepared claim whose allocation has not changed, Prepare returns the recorded answer. A claim that was deallocated
+and allocated again under its UID is prepared again, once no process runs that may use its former devices. So each
+Prepare reads the claim. If the claim cannot be read, Prepare fails, even if an answer is recorded. The kubelet itself
+reads the claim before the call (kubelet 1.36, cm/dra/manager.go: prepareResources), and tries again.
 
-Crashes. A record with an answer has the whole of it and the CDI spec: its devices were set up completely, and a restart
-answers the same and can write the files again. Where no hook and no vendor's plugin sets the devices up, one
-transaction grants them and records the answer, and the files are written then. Else the devices are reserved before the
-hooks: in the ledger, and synced, if the source has a `prepare` hook (its traces must be undone after a crash), else in
-memory. The answer is recorded last then, after the files.
+Crashes: a record with an answer also has the CDI spec, and the claim's devices were set up completely. After a restart,
+the agent gives the same answer and can write the files again. If no hook and no vendor's plugin sets the devices up,
+one transaction grants them and records the answer, and then the files are written. Otherwise the devices are reserved
+before the hooks: in the ledger, with a sync, if the source has a `prepare` hook (its changes must be undone after a
+crash), else in memory. In this case the answer is recorded last, after the files.
 
-A late Prepare leaves nothing behind (nvidia k8s-dra-driver-gpu#1162): calls for one claim wait for each other, an
-Unprepare ends the Prepares of its claim that are still under way, and a Prepare for a claim that is gone, deallocated
-or reserved for no pod is refused.
+A late Prepare leaves nothing behind (nvidia k8s-dra-driver-gpu#1162), by three rules. Calls for one claim wait for each
+other. An Unprepare ends the running Prepares of its claim. A Prepare is refused if its claim is deleted, deallocated,
+or not reserved for a pod.
 
 A claim whose devices have holders that are about to end waits for them (`dra_bridge.driver.waiting`).
 
-A container that is given several requests of one driver gets the edits of each. Where they set the same variable, the
-runtime takes the last: a driver does not learn which container wants what.
+A container with several requests of one driver gets the edits of each. If they set the same variable, the runtime takes
+the last one, because a driver does not know which container uses which requests.
 """
 
 from __future__ import annotations
@@ -61,18 +61,19 @@ _MAX_MESSAGE: Final = 1000
 PATIENCE: Final = 10.0
 """Seconds for which Unprepare is refused while processes of the claim's pods run.
 
-Most end by then. The others are ended by the kubelet only after Unprepare: of a kubelet that ended while containerd
-started a container a `runc init` stays, which no StopContainer or StopPodSandbox ends. The kubelet kills it with what
-else is in the pod's cgroup once the pod is deleted, and the pod is not deleted before its claims are unprepared
-(kubelet 1.36, cm/pod_container_manager_linux.go: tryKillingCgroupProcesses; containerd 2.1, internal/cri).
+Most processes end within that time. Some end only after Unprepare: if a kubelet ended while containerd started a
+container, a `runc init` process stays, which neither StopContainer nor StopPodSandbox ends. The kubelet kills it, with
+all processes in the pod's cgroup, when it deletes the pod. It deletes the pod only after the pod's claims are
+unprepared (kubelet 1.36, cm/pod_container_manager_linux.go: tryKillingCgroupProcesses; containerd 2.1, internal/cri).
 """
 
 
 @dataclass(slots=True, eq=False)
 class _Work:
-    """A call for one claim while it is under way.
+    """A running call for one claim.
 
-    task: that does it. waited: seconds for which it waited for holders. overtaken: by an Unprepare of its claim.
+    task: executes the call. waited: seconds for which it waited for holders. overtaken: whether an Unprepare of the
+    claim has cancelled the call.
     """
 
     ref: ClaimRef
@@ -94,16 +95,16 @@ class ClaimPreparation:
         records, events, statistics, host = devices.records, devices.events, devices.statistics, devices.host
         self.records, self.events, self.statistics, self.host = records, events, statistics, host
         self.preparing: set[_Work] = set()
-        """The calls that prepare a claim now."""
+        """The running calls to prepare a claim."""
         self.begun: dict[str, float] = {}
-        """When this process first prepared a claim with its allocation, by UID (monotonic seconds)."""
+        """By UID, when this process first prepared a claim with its present allocation (monotonic seconds)."""
         self.refused: dict[str, float] = {}
-        """When Unprepare was refused first because processes run, by UID (monotonic seconds)."""
+        """By UID, when Unprepare was first refused because processes run (monotonic seconds)."""
         self.logged: dict[str, tuple[str, str]] = {}
-        """What failed last and why, by UID; the kubelet tries again and again."""
+        """By UID, the last failed call and its error. The kubelet repeats failed calls."""
 
     async def prepare(self, ref: ClaimRef, limit: WaitLimit) -> Prepared | ClaimError:
-        """Prepare a claim; the answer survives this process when it is returned. limit: of the call's waits."""
+        """Prepare a claim. The returned answer survives this process. limit: the time limit of the call's waits."""
         try:
             async with self._working("prepare", self.statistics.prepare, ref) as work:
                 self.preparing.add(work)
@@ -118,7 +119,7 @@ class ClaimPreparation:
         return answer
 
     async def _prepared_when_free(self, work: _Work, limit: WaitLimit) -> Prepared:
-        """Try until a claim has its devices, or is refused for good, or the waits of its call are over."""
+        """Try until the claim has its devices, until its refusal is final, or until the call may wait no longer."""
         register, ref = self.devices.register, work.ref
         while True:
             seen = register.store.changes.count
@@ -137,7 +138,7 @@ class ClaimPreparation:
                 work.waited += time.monotonic() - began
 
     async def _prepared(self, ref: ClaimRef) -> Prepared:
-        """Prepare a claim now, or answer as recorded. The caller has its lock. Raises ClaimError."""
+        """Prepare a claim now, or return the recorded answer. The caller has the claim's lock. Raises ClaimError."""
         check_ref(ref)
         allocation = await self._read(ref)
         recorded = self.records.get(ref.uid)
@@ -164,14 +165,14 @@ class ClaimPreparation:
         return prepared
 
     async def unprepare(self, ref: ClaimRef) -> ClaimError | None:
-        """Unprepare a claim, known or not, unless its containers run: then the kubelet has to try again.
+        """Unprepare a claim, known or unknown. While its containers run, return an error, and the kubelet tries again.
 
-        Of a pod that was deleted by force and whose containers hang the kubelet's reconcile loop unprepares the
-        claims all the same (kubelet 1.36, cm/dra/manager.go: reconcileLoop). If another pod shares the claim, the loop
-        only drops the pod from the claim state.
+        If a pod was deleted by force and its containers hang, the kubelet's reconcile loop still unprepares the claims
+        (kubelet 1.36, cm/dra/manager.go: reconcileLoop). If another pod shares the claim, the loop only drops the pod
+        from the claim state.
 
-        Where they run on for `PATIENCE` the kubelet is answered that the claim is unprepared, and the ledger keeps it:
-        its devices are held until no process of its pods runs (`ClaimReconciler`).
+        If the containers still run after `PATIENCE` seconds, the answer to the kubelet is that the claim is unprepared.
+        But the ledger keeps the claim, which holds its devices until no process of its pods runs (`ClaimReconciler`).
         """
         driver = self.records.driver
         for work in self.preparing:
@@ -193,7 +194,9 @@ class ClaimPreparation:
                     error = _still_running(ref, users, unlisted)
                     if now - self.refused.setdefault(ref.uid, now) < PATIENCE:
                         raise error
-                    text = "%s; telling the kubelet that the claim is unprepared, since it may end them only after that"
+                    text = (
+                        "%s; telling the kubelet that the claim is unprepared, because it may end them only after that"
+                    )
                     _LOG.warning(text, error, extra={"driver": driver, "claim": ref.title})
                     await self.records.ledger.do(operations.reopen(driver, ref.uid))
                     await self.files.describe(ref.uid)
@@ -204,18 +207,18 @@ class ClaimPreparation:
         return None
 
     def prepares(self, uid: str) -> bool:
-        """Return whether a claim is just being prepared."""
+        """Return whether a claim is being prepared now."""
         return any(work.ref.uid == uid for work in self.preparing)
 
     def _log_wait(self, ref: ClaimRef, error: ClaimError) -> None:
         extra = {"driver": self.records.driver, "claim": ref.title}
         _LOG.info("claim %s waits for its devices: %s", ref.title, error, extra=extra)
-        if error.reason is not Reason.REFUSED:  # which has an Event already
+        if error.reason is not Reason.REFUSED:  # A refusal already has an Event.
             self.events.refused(ref, error.reason, str(error))
 
     @contextlib.asynccontextmanager
     async def _working(self, verb: str, statistics: CallStatistics, ref: ClaimRef) -> AsyncIterator[_Work]:
-        """Work on a claim: count and log it. Raises ClaimError for every failure."""
+        """Count and log a call for a claim. Turns every failure into a ClaimError."""
         task: asyncio.Task[Any] | None = asyncio.current_task()
         assert task is not None
         began, work = time.perf_counter(), _Work(ref, task)
@@ -238,7 +241,7 @@ class ClaimPreparation:
                 self.statistics.waits.add(work.waited)
 
     async def _read(self, ref: ClaimRef) -> ClaimAllocation:
-        """Return what a claim has of this driver. Raises ClaimError: nothing, or nobody may use it."""
+        """Return the claim's devices of this driver. Raises ClaimError if it has none, or no pod may use it."""
         began = time.perf_counter()
         self.statistics.claim_reads += 1
         try:
@@ -247,25 +250,25 @@ class ClaimPreparation:
             self.statistics.claim_read_seconds += time.perf_counter() - began
         allocation = parse_allocation(claim, ref, self.records.driver, self.records.pool)
         if not allocation.reserved:
-            raise ClaimError(Reason.UNRESERVED, f"claim {ref.title} is not reserved for a pod (any more)")
+            raise ClaimError(Reason.UNRESERVED, f"claim {ref.title} is not (or no longer) reserved for a pod")
         return allocation
 
     def _stands(self, former: Prepared, allocation: ClaimAllocation) -> bool:
-        """Return whether a recorded answer is of this boot, and of what the claim is allocated now."""
+        """Return whether a recorded answer is of this boot and of the claim's present allocation."""
         return former.boot == self.files.boot and former.named == allocation.named
 
     async def _leave(self, ref: ClaimRef, record: Claim, former: Prepared | None, *, anew: bool) -> None:
-        """Leave what a claim had before. former: its answer then. anew: it has another allocation now.
+        """Give up a claim's former devices. former: its former answer. anew: whether it has another allocation now.
 
-        A claim is allocated anew only when no pod uses it any more by the API server, whose pods may run on here all
-        the same: they were deleted by force, or this node was cut off. Processes of the pod that asks now are waited
-        for, too: the kubelet has a claim prepared before it makes the pod's sandbox (kubelet 1.36,
-        kuberuntime_manager.go: SyncPod), so what runs is of a sandbox with the former allocation.
+        A claim gets a new allocation only when, for the API server, no pod uses it any more. Such pods may still run on
+        this node: they were deleted by force, or this node was cut off. Even processes of the pod that this call is for
+        are waited for. The kubelet prepares a claim before it makes the pod's sandbox (kubelet 1.36,
+        kuberuntime_manager.go: SyncPod), so these processes belong to a sandbox with the former allocation.
 
-        Raises ClaimError: processes may use it.
+        Raises ClaimError while processes may use the former devices.
         """
         if former is None or (anew and former.boot == self.files.boot):
-            # Without an answer: its Unprepare was answered while processes ran, or its Prepare did not end.
+            # There is no answer: Unprepare was answered while processes ran, or Prepare did not end.
             users, unlisted = await self._users(ref)
             if users or (anew and unlisted):
                 former_devices = Awaited(record.held, lambda: self._still_used(ref, record))
@@ -276,26 +279,29 @@ class ClaimPreparation:
         if anew:
             await self.end(ref.uid)
         elif former is not None:
-            # Prepared before a reboot: the devices have to be set up again.
+            # The claim was prepared before a reboot, so its devices have to be set up again.
             await self.records.ledger.do(operations.reopen(self.records.driver, ref.uid))
 
     async def _set_up(self, ref: ClaimRef, record: Claim, groups: Sequence[RequestDevices]) -> Prepared:
-        """Have a claim's devices granted together with the answer, then write the files."""
+        """Record a claim's devices together with the answer, then write the files."""
         prepared = await self.files.answer(ref.uid, await self.devices.edits(ref.uid, groups))
         try:
-            # This verifies the devices after their numbers were read for the CDI file.
+            # The grant verifies the devices after their numbers were read for the CDI file.
             await self.devices.grant(ref, _answered(record, prepared))
-            newest = self.records.get(ref.uid)  # with the pods that were recorded just now
+            newest = self.records.get(ref.uid)  # The record now has the pods that were just recorded.
             await self.files.write(newest or record, prepared.spec)
         except ClaimError:
-            raise  # nothing was recorded
+            raise  # Nothing was recorded.
         except BaseException:
-            await ended(self.tasks.start(self._undo(ref, record)))  # also if this task is cancelled
+            await ended(self.tasks.start(self._undo(ref, record)))  # The undo ends even if this task is cancelled.
             raise
         return prepared
 
     async def _set_up_by_others(self, ref: ClaimRef, record: Claim, groups: Sequence[RequestDevices]) -> Prepared:
-        """Reserve a claim's devices, call the hooks, write the files and record the answer; undo all if that fails."""
+        """Reserve a claim's devices, call the hooks, write the files, and record the answer.
+
+        A failure undoes all steps.
+        """
         traces = any("prepare" in group.served.source.hooks and not group.admin for group in groups)
         await self.devices.reserve(ref, record, durable=traces)
         try:
@@ -304,12 +310,12 @@ class ClaimPreparation:
             # This verifies the devices after their numbers were read for the CDI file.
             await self.devices.confirm(ref, _answered(record, prepared))
         except BaseException:
-            await ended(self.tasks.start(self._undo(ref, record)))  # also if this task is cancelled
+            await ended(self.tasks.start(self._undo(ref, record)))  # The undo ends even if this task is cancelled.
             raise
         return prepared
 
     async def _undo(self, ref: ClaimRef, record: Claim) -> None:
-        """Leave nothing of a Prepare that failed; what cannot be undone now, Unprepare will."""
+        """Undo a failed Prepare. Unprepare will undo the steps that cannot be undone now."""
         try:
             await self._take_back(record)
         except (hooks.HookError, cdi.CdiError, LedgerError) as error:
@@ -317,9 +323,9 @@ class ClaimPreparation:
             _LOG.warning(text, ref.title, error, extra={"driver": self.records.driver, "claim": ref.title})
 
     async def _users(self, ref: ClaimRef) -> tuple[frozenset[str], frozenset[str]]:
-        """Return the pods of a claim whose processes run, and those of which it is not known whether they use it.
+        """Return two sets: the claim's pods whose processes run, and running pods that may use the claim.
 
-        Raises ClaimError: it is not known which pods use it.
+        Raises ClaimError if it is not known which pods use the claim.
         """
         if self.records.get(ref.uid) is None:
             return frozenset(), frozenset()
@@ -328,22 +334,22 @@ class ClaimPreparation:
         except (ClaimStateError, LedgerError, OSError) as error:
             what = f"it is not known which pods use it; its devices are held until that is known: {error}"
             raise ClaimError(Reason.UNKNOWN, f"claim {ref.title}: {what}") from error
-        record = self.records.get(ref.uid)  # with the pods that were recorded just now
+        record = self.records.get(ref.uid)  # The record now has the pods that were just recorded.
         if record is None:
             return frozenset(), frozenset()
         return record.pods & running, self.possible_users(ref.uid, unlisted)
 
     def _still_used(self, ref: ClaimRef, record: Claim) -> Outlook:
-        """Return whether processes use a claim's former devices, as of the last reading."""
+        """Return whether processes use a claim's former devices, by the last reading of the processes."""
         running, unlisted = self.host.last_running_pods()
         used = not running.isdisjoint(record.pods) or self.possible_users(ref.uid, unlisted)
         return Outlook.ENDING if used else Outlook.FREE
 
     def possible_users(self, uid: str, unlisted: Mapping[str, float]) -> frozenset[str]:
-        """Return which of these pods may use a claim: not those that ran before it was prepared.
+        """Return the pods among these that may use a claim. Pods that ran before it was prepared cannot use it.
 
-        The kubelet has a claim prepared before it makes the sandbox of its pod (kubelet 1.36, kuberuntime_manager.go:
-        SyncPod).
+        The kubelet prepares a claim before it makes the sandbox of the claim's pod (kubelet 1.36,
+        kuberuntime_manager.go: SyncPod).
         """
         begun, users = self.begun.get(uid, -math.inf), set[str]()
         for pod, since in unlisted.items():
@@ -352,7 +358,10 @@ class ClaimPreparation:
         return frozenset(users)
 
     async def end(self, uid: str) -> None:
-        """Undo all that was prepared for a claim. The caller has its lock, and knows that no container uses it."""
+        """Undo the preparation of a claim.
+
+        The caller has the claim's lock, and knows that no container uses the claim.
+        """
         self.refused.pop(uid, None)
         self.begun.pop(uid, None)
         self.devices.forget(uid)
@@ -367,12 +376,12 @@ class ClaimPreparation:
             await self.files.remove(uid)
 
     async def _take_back(self, claim: Claim) -> None:
-        """Undo what was set up for a claim; its record is dropped last."""
+        """Undo the setup of a claim's devices. The record is deleted last."""
         self.devices.ending.add(claim.uid)
         try:
             await self.devices.unprepare(claim)
             await self.files.remove(claim.uid)
-            # A Prepare of this claim must not find the record before it goes.
+            # A Prepare of this claim must not find the record before it is deleted.
             drop = self.records.ledger.do(operations.unprepare(self.records.driver, claim.uid))
             await ended(asyncio.ensure_future(drop))
         finally:
@@ -380,7 +389,7 @@ class ClaimPreparation:
 
 
 def _log(verb: str, claim: Claim) -> None:
-    """Log that a claim was prepared or unprepared, its devices at DEBUG."""
+    """Log that a claim was prepared or unprepared. Its devices are logged at DEBUG."""
     extra = {"driver": claim.driver, "claim": claim.title}
     _LOG.info("claim %s was %s: %s", claim.title, verb, counted(len(claim.devices)), extra=extra)
     for device in claim.devices if _LOG.isEnabledFor(logging.DEBUG) else ():
@@ -403,7 +412,7 @@ def _answered(record: Claim, prepared: Prepared) -> Claim:
 
 
 def _as_claim_error(error: BaseException, work: _Work, deadline: float) -> ClaimError:
-    """Return an error with a text that a user can read."""
+    """Convert an error to a ClaimError with a text for the user."""
     what = f"claim {work.ref.title}"
     match error:
         case ClaimError():
@@ -422,6 +431,6 @@ def _as_claim_error(error: BaseException, work: _Work, deadline: float) -> Claim
             reason, text = Reason.CDI, str(error)
         case LedgerError():
             reason, text = Reason.LEDGER, str(error)
-        case _:  # also the API client's errors, whose text is meant for people
+        case _:  # This includes errors of the API client, whose text is meant for the user.
             reason, text = Reason.API, f"{what}: {error or type(error).__name__}"
     return ClaimError(reason, text if len(text) <= _MAX_MESSAGE else f"{text[: _MAX_MESSAGE - 3]}...")

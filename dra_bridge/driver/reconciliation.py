@@ -37,15 +37,16 @@ class ClaimReconciler:
         """Unprepare unused claims, and restore missing CDI files.
 
         A claim is unprepared only if three conditions hold: the kubelet's claim state does not name it, no process of
-        its pods can run, and the API server says that this claim is deleted or allocated elsewhere. If one of them
+        its pods can run, and the API server shows that the claim is deleted or allocated elsewhere. If one of them
         cannot be read, the claim stays prepared.
 
         named: UIDs of the claims in the kubelet's claim state. pods: the pods whose processes run. unlisted: see
         `RunningPods`. sweep: whether to remove CDI files of claims that are not in the ledger. The ledger may have lost
         these claims, so sweep only after it has adopted the claims' files.
 
-        Returns the UIDs of claims by action: "unprepared"; "reopened": to be prepared again after a reboot;
-        "rewritten" and "removed": their CDI files; "unknown": no action, since a condition could not be read.
+        Returns the UIDs of claims by action. "unprepared"; "reopened": must be prepared again after a reboot;
+        "rewritten", "removed": CDI files were written again or removed; "unknown": no action, because a condition could
+        not be read.
         """
         uids: dict[str, list[str]] = {}
         turns = asyncio.Semaphore(16)
@@ -85,7 +86,7 @@ class ClaimReconciler:
             if record.name and over and not await self._allocated(record):
                 await self.preparation.end(uid)
                 return "unprepared"
-        except Exception as error:  # the API server's, a hook's, the disk's: the next run tries again
+        except Exception as error:  # Errors of the API server, a hook or the disk: the next run tries again.
             _LOG.info("claim %s is not unprepared yet: %s", record.title, error, extra=extra)
             return "unknown"
         if prepared is None:

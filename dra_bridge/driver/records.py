@@ -1,4 +1,4 @@
-"""What the ledger has of a driver's claims, with the answers that the kubelet got."""
+"""Reads the ledger's records of a driver's claims, with the answers that the kubelet got."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class PreparedDevice(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Prepared(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A claim's answer as the ledger keeps it.
+    """The recorded answer to a claim.
 
-    spec: the CDI file's text, "" if none is needed. boot: the node's boot in which it was prepared.
+    spec: the CDI file's text, "" if none is needed. boot: the node's boot in which the claim was prepared.
     """
 
     devices: tuple[PreparedDevice, ...]
@@ -37,12 +37,12 @@ class Prepared(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def named(self) -> frozenset[tuple[str, str, str, str]]:
-        """The request, pool, device and share of each device: the allocation that is answered."""
+        """The request, pool, device and share of each device: the allocation that this is the answer to."""
         return frozenset((device.request, device.pool, device.device, device.share) for device in self.devices)
 
 
 def prepared_of(claim: Claim) -> Prepared | None:
-    """Return the answer that a ledger keeps of a claim; None if there is none, or an older agent's."""
+    """Return the recorded answer to a claim; None if there is none, or it has the format of an older agent."""
     if claim.result is None:
         return None
     try:
@@ -54,9 +54,9 @@ def prepared_of(claim: Claim) -> Prepared | None:
 def is_over(
     claim: Claim, boot: str, named: Collection[str], pods: PodProcesses, unlisted: Collection[str] = ()
 ) -> bool:
-    """Whether no container of this node can use a claim. Without known pods one may, until the next boot.
+    """Return whether no container of this node can use a claim. If its pods are unknown, one may until the next boot.
 
-    boot: this one. named, pods: see `ClaimReconciler.reconcile`. unlisted: further pods that may use it.
+    boot: the present boot. named, pods: see `ClaimReconciler.reconcile`. unlisted: further pods that may use the claim.
     """
     prepared = prepared_of(claim)
     begun = {prepared.boot} if prepared is not None else {device.identity.boot for device in claim.devices}
@@ -66,7 +66,7 @@ def is_over(
 
 @dataclass(frozen=True, slots=True)
 class ClaimRecords:
-    """The claims of one driver in the ledger, with a lock for each claim that is worked on."""
+    """The records of one driver's claims in the ledger, and a lock for each claim that is being changed."""
 
     driver: str
     pool: str
@@ -82,5 +82,5 @@ class ClaimRecords:
         return [claim for claim in self.ledger.snapshot.claims.values() if claim.driver == self.driver]
 
     def locked(self, uid: str) -> asyncio.Lock:
-        """Return the lock of a claim, the same one as long as anybody has it or waits for it."""
+        """Return the lock of a claim. It is the same object while a task has it or waits for it."""
         return self._locks.setdefault(uid, asyncio.Lock())

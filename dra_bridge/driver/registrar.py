@@ -1,21 +1,23 @@
 """Serves one DRA driver to the kubelet and keeps it registered, by two sockets.
 
 The kubelet finds a driver by a socket in `plugins_registry/`, asks there for its name and endpoint (GetInfo, 1 s),
-answers whether it accepted it (NotifyRegistrationStatus, 5 s), and then calls the service's own socket. A driver has
-nothing to call: it can only have the socket there, and put a new one there when something went wrong.
+answers whether it accepted it (NotifyRegistrationStatus, 5 s), and then calls the service's own socket. A driver cannot
+call the kubelet. It can only provide the socket, and provide a new one after a failure.
 
-The sockets of all drivers of an agent are in one directory, so that no mount depends on what drivers are called. The
-kubelet dials whatever path GetInfo names (1.36.3, operation_generator.go and cm/dra/plugin/dra_plugin_manager.go).
+The sockets of all drivers of an agent are in one directory, so that no mount depends on the names of drivers. The
+kubelet connects to the path that GetInfo returns (1.36.3, operation_generator.go and
+cm/dra/plugin/dra_plugin_manager.go).
 
 Facts (kubelet 1.36.3, pluginmanager): the watcher takes every socket that does not begin with a dot, also those it
-finds at its start, and passes them to a reconciler that runs once a second. A failed registration is tried again by the
-kubelet, ever more rarely, by the socket's path, so a new try at once takes a new name. A removed socket deregisters.
-Instances of one driver with different endpoints may be registered together (a rolling update), the newest that is
-connected is called; an endpoint cannot be registered twice, so with a new registration comes a new endpoint.
+finds at its start, and passes them to a reconciler that runs once a second. After a failed registration, the kubelet
+tries the same path again after growing delays; a socket with a new name is tried at once. The removal of a socket
+deregisters the driver. Several instances of one driver with different endpoints may be registered together (in a
+rolling update); the kubelet calls the newest that is connected. An endpoint cannot be registered twice, so each new
+registration has a new endpoint.
 
-The supported versions name all services of the endpoint. For claims the kubelet takes the first in the driver's order
-that it knows (1.34.4, 1.36.3, 1.37.1; 1.32.2 in its own order). For health 1.37.1 takes v1 before v1alpha1 whatever the
-driver's order, and opens no stream if neither is listed; 1.34.4 and 1.36.3 open v1alpha1 without having asked the list.
+The supported versions name all services of the endpoint. For claims, the kubelet uses the first version in the driver's
+order that it knows (1.34.4, 1.36.3, 1.37.1; 1.32.2 uses its own order). For health, 1.37.1 prefers v1 to v1alpha1 in
+any order, and opens no stream if neither is listed; 1.34.4 and 1.36.3 open v1alpha1 without reading the list.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ from dra_bridge.wire import (
 _LOG: Final = logging.getLogger(__name__)
 
 SERVICES: Final = ("v1.DRAPlugin", "v1beta1.DRAPlugin", "v1.DRAResourceHealth", "v1alpha1.DRAResourceHealth")
-"""What the kubelet chooses from, once for claims and once for health."""
+"""The services that the kubelet chooses from, once for claims and once for health."""
 
 _MAX_MESSAGE: Final = 1000
 
@@ -69,8 +71,8 @@ _MAX_MESSAGE: Final = 1000
 class RegistrarTiming:
     """Waits, in seconds.
 
-    patience: without an answer of the kubelet before the sockets are made anew. drain: for calls in flight at the end.
-    keep_alive: between two lists of the devices' health (after 30 without one the kubelet forgets them).
+    patience: time without an answer of the kubelet after which the sockets are made again. drain: for running calls at
+    the end. keep_alive: between two lists of the devices' health (after 30 s without one, the kubelet forgets them).
     """
 
     patience: float = 60.0
@@ -80,7 +82,10 @@ class RegistrarTiming:
 
 @dataclass(slots=True)
 class RegistrarStatistics:
-    """A registration so far; counters only grow. registered: as the kubelet said last. error: why not; "" if it is."""
+    """Statistics of a registration; counters only grow. registered: the kubelet's last answer.
+
+    error: why not; "" if it is.
+    """
 
     registered: bool = False
     registrations: int = 0
@@ -89,7 +94,10 @@ class RegistrarStatistics:
 
 
 class _ClaimService(dra_v1_pb2_grpc.DRAPluginServicer, dra_v1beta1_pb2_grpc.DRAPluginServicer):
-    """DRAPlugin in one version, whose messages `pb` are. Both have the same messages, but v1beta1 has no `share_id`."""
+    """DRAPlugin in one version, with the messages of `pb`.
+
+    Both versions have the same messages, but v1beta1 has no `share_id`.
+    """
 
     def __init__(self, driver: Driver, pb: Any) -> None:
         self._driver = driver
@@ -152,14 +160,14 @@ class HealthService(
         self.follow()
 
     def follow(self) -> None:
-        """Follow the inventories that the driver serves now, and send their lists."""
+        """Follow the inventories that the driver now serves, and send their lists."""
         self._subscriptions.close()
         for served in self._driver.devices.resources:
             self._subscriptions.callback(served.inventory.subscribe(lambda _: self._wake()))
         self._wake()
 
     async def NodeWatchResources(self, request: object, context: object) -> AsyncIterator[Any]:  # noqa: N802
-        """Send lists until the kubelet goes or the service ends."""
+        """Send lists until the kubelet ends the stream or the service ends."""
         while not self._ended:
             changed = self._changed
             yield health_list(self._driver, time.time())
@@ -188,7 +196,7 @@ def add_to_server(driver: Driver, health: HealthService, server: grpc.aio.Server
 
 @dataclass(frozen=True, slots=True)
 class _RegistrationService(RegistrationServicer):
-    """What the kubelet asks at the registration socket. answered: called with (registered, error)."""
+    """Answers the kubelet's calls at the registration socket. answered: a function to call with (registered, error)."""
 
     info: pb.PluginInfo
     answered: Callable[[bool, str], Awaitable[None]]
@@ -198,19 +206,19 @@ class _RegistrationService(RegistrationServicer):
 
     async def NotifyRegistrationStatus(self, request: pb.RegistrationStatus, context: object) -> Any:  # noqa: N802
         await self.answered(request.plugin_registered, request.error)
-        return pb.RegistrationStatusResponse()  # an error here would deregister the driver
+        return pb.RegistrationStatusResponse()  # An error here would deregister the driver.
 
 
 @dataclass(slots=True)
 class _Socket:
-    """A server and the file that is its socket. The name is never used again."""
+    """A server and its socket file. The file's name is never used again."""
 
     path: Path
     server: grpc.aio.Server
     own: FileIdentity | None
 
     def is_in(self, sockets: Mapping[str, FileIdentity]) -> bool:
-        """Return whether the file is one of these sockets, and still this server's. sockets: by path."""
+        """Return whether the file is among these sockets, and still belongs to this server. sockets: by path."""
         return self.own is not None and self.own == sockets.get(str(self.path))
 
     def remove(self) -> None:
@@ -221,9 +229,9 @@ class _Socket:
 
 
 class DriverDirectories(DirectoryWatch[Mapping[str, FileIdentity]]):
-    """The directories of the sockets of all drivers of this process, which are looked at once for all of them.
+    """The directories of the sockets of all drivers in this process. All drivers share one look at them.
 
-    own: of the agent's sockets; registry: the kubelet's `plugins_registry`. Both are made where they are missing.
+    own: of the agent's sockets; registry: the kubelet's `plugins_registry`. Missing directories are created.
     """
 
     def __init__(self, own: Path, registry: Path, poll: float = POLL) -> None:
@@ -232,16 +240,17 @@ class DriverDirectories(DirectoryWatch[Mapping[str, FileIdentity]]):
         self.registry: Final = registry
 
     def _sockets(self) -> Mapping[str, FileIdentity]:
-        """Return the sockets there, by path. Blocks."""
+        """Return the sockets in both directories, by path. Blocks."""
         there = (self.own, self.registry)
         return {f"{place}/{name}": identity for place in there for name, identity in sockets_in(place).items()}
 
 
 class Registrar:
-    """Serves one driver and keeps it registered.
+    """Serves one driver to the kubelet and keeps it registered.
 
-    kubelet: where each kubelet makes a new socket at its start, before it looks for drivers (kubelet.go,
-    initializeRuntimeDependentModules, 1.36). changed: called when the registration came or went.
+    kubelet: the directory where each kubelet makes a new socket at its start, before it looks for drivers (kubelet.go,
+    initializeRuntimeDependentModules, 1.36). changed: a function to call when the driver was registered or
+    deregistered.
     """
 
     def __init__(
@@ -266,28 +275,28 @@ class Registrar:
         self._backoff = Backoff(first=0.5, most=60.0)
         self._health: HealthService | None = None
         self._sockets: list[_Socket] = []
-        """The service's, then the registration's."""
+        """The socket of the service, then that of the registration."""
         self._refused = False
         self._stopping = Tasks()
 
     @property
     def registered(self) -> bool:
-        """Whether the kubelet that is there now has registered the driver; from any thread.
+        """Whether the present kubelet has registered the driver. Any thread may read it.
 
-        A kubelet that ends does not say so, and the next one may not find the driver, or refuse it.
+        A kubelet that ends does not report it. The next kubelet may not find the driver, or refuse it.
         """
         present = self._kubelet.kubelet if self._kubelet is not None else None
         return self.statistics.registered and self._registered_by == present
 
     def follow(self) -> None:
-        """Report the health of the resources that the driver serves now; call it when they are other ones."""
+        """Report the health of the resources that the driver now serves. Call it when these resources change."""
         if self._health is not None:
             self._health.follow()
 
     async def run(self) -> None:
-        """Serve and be registered until cancelled, then end calls in flight and remove the own sockets.
+        """Serve and stay registered until cancelled, then end running calls and remove the own sockets.
 
-        Raises ValueError: the registry's path leaves no room for a socket's name.
+        Raises ValueError if the registry's path is too long for a socket's name in it.
         """
         try:
             with reading(self._directories, *([self._kubelet] if self._kubelet is not None else ())) as watch:
@@ -311,16 +320,20 @@ class Registrar:
         return f"cannot serve in {self._registry} and {self._directory}: {error}; {needs}"
 
     async def _keep(self, watch: DirectoryReader) -> None:
-        """Wait until new sockets are needed: one was removed, or the kubelet refused the driver or does not answer."""
+        """Wait until new sockets are needed.
+
+        That is when a socket was removed, or when the kubelet has refused the driver or does not answer.
+        """
         made_at = time.monotonic()
         while await self._in_place():
             if self._refused:
                 await self._pause()
-                if not self.statistics.registered:  # else the kubelet's own next try was sooner
+                if not self.statistics.registered:  # Otherwise the kubelet's own retry came first.
                     return
             wait = math.inf
             if self.statistics.registered and not self.registered:
-                # It looks for drivers at its start. If it does not take this one in time, it finds a new socket.
+                # A kubelet looks for drivers at its start. If it does not register this driver in time, new sockets let
+                # it find the driver.
                 self.statistics.registered, made_at = False, time.monotonic()
                 self.statistics.error = "the kubelet was restarted, and has not registered the driver since"
                 self._changed()
@@ -332,7 +345,7 @@ class Registrar:
         _LOG.warning("a socket was removed; making new ones", extra={"driver": self.driver.name})
 
     async def _in_place(self) -> bool:
-        """Return whether the sockets are there, as far as their directories answer."""
+        """Return whether the sockets exist. A directory that does not answer counts as unchanged."""
         try:
             there = await self._directories.now()
             return all(bound.is_in(there) for bound in self._sockets)
@@ -341,14 +354,14 @@ class Registrar:
             return True
 
     async def _pause(self) -> None:
-        """Wait after a refusal, longer after each."""
+        """Wait after a refusal, longer each time."""
         self._refused, delay = False, self._backoff.next()
         reason = f"the kubelet refused the registration: {self.statistics.error}"
         _LOG.error("%s; trying again in %.1f s", reason, delay, extra={"driver": self.driver.name})
         await asyncio.sleep(delay)
 
     async def _serve(self, watch: DirectoryReader) -> None:
-        """Make both sockets, the service's first; their names are new."""
+        """Make both sockets, the service's first. Both have new names."""
         name, instance = self.driver.name, os.urandom(4).hex()
         await self._looks.at("socket", self._sweep)
         self._health = HealthService(self.driver, self._timing.keep_alive)
@@ -398,7 +411,7 @@ class Registrar:
         self._changed()
 
     def _sweep(self) -> None:
-        """Make the directories; remove sockets of killed agents, also of former drivers: nobody answers there."""
+        """Create the directories. Remove sockets of killed agents and of former drivers, at which no server answers."""
         self._registry.mkdir(parents=True, exist_ok=True)
         self._directory.mkdir(parents=True, exist_ok=True, mode=0o750)
         tail, instance = "-12345678-reg.sock", "[0-9a-f]" * 8
@@ -410,7 +423,7 @@ class Registrar:
         addresses.remove_abandoned((*registrations, *own))
 
     def _retire(self) -> None:
-        """Let the servers go, the registration first; calls in flight may end."""
+        """Stop accepting calls, at the registration first. Running calls may end."""
         if self.statistics.registered:
             self.statistics.registered = False
             self._changed()
@@ -422,7 +435,7 @@ class Registrar:
         self._stopping.start(self._end(retired))
 
     async def _end(self, retired: Sequence[_Socket]) -> None:
-        """Remove the sockets of servers, then stop these."""
+        """Remove the sockets of the servers, then stop the servers."""
         with contextlib.suppress(LookTimeoutError):
             for bound in retired:
                 await self._looks.at("socket", bound.remove)

@@ -1,7 +1,7 @@
-"""Has the CDI files of claims name the nodes that the claims' devices have now.
+"""Updates the CDI files of claims when the nodes of their devices change.
 
-A CDI file has device numbers, and the runtime does not look at the path: a container that restarts gets the number that
-the file has. A stick that drops off the bus and comes back has another one.
+A CDI file contains device numbers, and the runtime does not look at the path. So a container that restarts gets the
+numbers in the file. A USB stick that drops off the bus and comes back has other numbers.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _LOG: Final = logging.getLogger(__name__)
 
 
 class ClaimRenewal:
-    """Renews the files of one driver's claims. register: knows what the devices are now, and who has them."""
+    """Renews the files of one driver's claims. register: knows the present identities and holders of devices."""
 
     def __init__(self, records: ClaimRecords, served: ServedDevices, files: ClaimFiles, register: Register) -> None:
         self._records, self._served, self._files, self._register = records, served, files, register
 
     async def keep(self) -> None:
-        """Renew the files whenever the devices have changed, until cancelled."""
+        """Renew the files whenever devices have changed, until cancelled."""
         seen: object = None
         backoff = Backoff(first=1.0, most=60.0)
         while True:
@@ -59,7 +59,7 @@ class ClaimRenewal:
             await asyncio.sleep(CHECK)
 
     async def _try(self, uid: str) -> str:
-        """Renew a claim's file; return why it could not be, or ""."""
+        """Renew a claim's file; return why that failed, or ""."""
         try:
             async with self._records.locked(uid):
                 await self.renew(uid)
@@ -70,10 +70,10 @@ class ClaimRenewal:
         return ""
 
     async def renew(self, uid: str) -> bool:
-        """Have a claim's file name what its devices have now, under the claim's lock; return whether it changed.
+        """Write the present device nodes into a claim's file, under the claim's lock; return whether it changed.
 
-        A device that is other hardware than the claim was given, or that has another holder by now, stays as it was.
-        Raises CdiError, LedgerError, LookTimeoutError.
+        The entry of a device does not change if the device is other hardware than the claim got, or has another holder
+        by now. Raises CdiError, LedgerError, LookTimeoutError.
         """
         claim = self._records.get(uid)
         prepared = prepared_of(claim) if claim is not None else None
@@ -105,11 +105,13 @@ class ClaimRenewal:
         if renewed is not None:
             await self._files.write(renewed, spec)
             extra = {"driver": claim.driver, "claim": claim.title}
-            _LOG.info("claim %s: its devices have other nodes now; its CDI file is renewed", claim.title, extra=extra)
+            _LOG.info(
+                "claim %s: the nodes of its devices have changed; its CDI file is renewed", claim.title, extra=extra
+            )
         return renewed is not None
 
     def _listed(self, claim: Claim, prepared: Prepared) -> Iterator[tuple[str, Inventory, Device]]:
-        """Yield those devices of a claim that are there, with their requests; not those of vendors' plugins."""
+        """Yield the listed devices of a claim, with their requests, without devices of vendors' plugins."""
         by_name = self._served.by_name
         for answered in prepared.devices:
             served, device = by_name.get(answered.device, (None, None))
@@ -119,22 +121,23 @@ class ClaimRenewal:
                     yield answered.request, served.inventory, device
 
     def _is_of_others(self, claim: Claim, key: DeviceKey) -> bool:
-        """Return whether somebody holds, by another name, what a claim's device is now."""
+        """Return whether another holder has, by another name, the hardware that a claim's device is now."""
         others = self._register.listed.now().aliases(key) - claim.held
         return any(map(self._register.is_held, others))
 
 
 def _looked_at(device: Device) -> tuple[list[dict[str, Any]], Tokens]:
-    """Return what a CDI spec says of a device's nodes, and what the device is. Blocks. Raises CdiError."""
+    """Return the CDI entries of a device's nodes, and the device's identity. Blocks. Raises CdiError."""
     described = cdi.described(device.container_edits.device_nodes)
     return [node for of in described.values() for node in of], tokens_now(device)
 
 
 def with_nodes(spec: str, nodes: Mapping[str, Sequence[Mapping[str, Any]]], held: Tokens) -> str:
-    """Return a spec of `cdi.build` with the nodes that devices have now; the same text if it has them already.
+    """Return a spec of `cdi.build` with the present nodes of the devices.
 
-    nodes: by the CDI device's name, as `described` has them. held: tokens of the devices' own nodes until now: other
-    nodes of the spec stay as they are, and of these only those that the devices still have.
+    If the nodes have not changed, the text is the same. nodes: by the CDI device's name, as `described` returns them.
+    held: tokens of the devices' own nodes until now. Other nodes in the spec stay; of these nodes, only those that the
+    devices still have stay.
     """
     decoded = msgspec.json.decode(spec)
     before = msgspec.json.encode(decoded)
@@ -154,7 +157,7 @@ def with_nodes(spec: str, nodes: Mapping[str, Sequence[Mapping[str, Any]]], held
 
 
 def _token(node: Mapping[str, Any]) -> str:
-    """Return the token of a spec's device node; "" for a pipe."""
+    """Return the token of a device node in a spec; "" for a pipe."""
     kinds: dict[str, NodeKind] = {"c": "char", "b": "block"}
     kind = kinds.get(node.get("type", ""))
     return node_token(kind, node["major"], node["minor"]) if kind is not None else ""

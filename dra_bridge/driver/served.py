@@ -1,4 +1,4 @@
-"""The devices that a driver serves, and those that a claim's requests get."""
+"""Finds the devices that a driver serves, and the devices that a claim's requests get."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class RequestDevices:
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """Its devices, each once: a claim may have several shares of one."""
+        """The devices of the request, each once. A claim may have several shares of one device."""
         devices: dict[str, Device] = {}
         for device, _ in self.members:
             devices[device.id] = device
@@ -46,14 +46,14 @@ class RequestDevices:
 
     @property
     def parameters(self) -> str:
-        """What the source's `prepare` sets the devices up with, as JSON; "" for nothing."""
+        """The parameters of the source's `prepare` hook, as JSON; "" for none."""
         if self.config is None or self.admin or "prepare" not in self.served.source.hooks:
             return ""
         return msgspec.json.encode(self.config, order="sorted").decode()
 
 
 _Names = dict[str, tuple[ServedResource, Device]]
-"""Devices by the name that slices and claims use."""
+"""Devices by their published names."""
 
 
 @dataclass(slots=True)
@@ -66,7 +66,7 @@ class ServedDevices:
     _named: tuple[object, Mapping[str, str], tuple[InventorySnapshot, ...], _Names] = field(
         default=(None, {}, (), {}), init=False
     )
-    """The last names, after what they were made of: the resources, their qualifiers and their lists."""
+    """The names that were computed last, after their inputs: the resources, their qualifiers and their lists."""
 
     def replace(self, resources: Sequence[ServedResource]) -> None:
         """Serve other resources from now on."""
@@ -74,12 +74,12 @@ class ServedDevices:
 
     @property
     def by_name(self) -> Mapping[str, tuple[ServedResource, Device]]:
-        """The devices by the name that slices and claims use."""
+        """The devices by their published names."""
         resources, snapshots = self.resources, dict[str, InventorySnapshot]()
         for served in resources:
             snapshots[served.source.resource] = served.inventory.snapshot
         qualifiers, now = self.host.qualifiers(list(snapshots)), tuple(snapshots.values())
-        made_of, called, listed, names = self._named  # as a whole: threads ask, too
+        made_of, called, listed, names = self._named  # The tuple is read as a whole, because threads read it as well.
         if made_of is not resources or qualifiers != called or any(map(operator.is_not, now, listed)):
             published = naming.published_names(qualifiers, {name: each.devices for name, each in snapshots.items()})
             by_resource = {served.source.resource: served for served in resources}
@@ -88,7 +88,7 @@ class ServedDevices:
         return names
 
     def of_claim(self, claim: Claim) -> Iterator[tuple[ServedResource, list[Device]]]:
-        """Yield the devices that a claim holds by resource, also unplugged ones."""
+        """Yield the devices that a claim holds, by resource. Unplugged devices are included."""
         for served in self.resources:
             listed, held = served.inventory.snapshot.devices, dict[str, Device]()
             for granted in claim.devices:
@@ -101,8 +101,8 @@ class ServedDevices:
     def groups(self, allocation: ClaimAllocation) -> list[RequestDevices]:
         """Find the devices and decode the parameters of each request.
 
-        Raises ClaimError: a device is missing, gone or unhealthy, the parameters are wrong, or a vendor's plugin is
-        asked for administrative access.
+        Raises ClaimError if a device is missing, gone or unhealthy, if the parameters are wrong, or if a request for
+        administrative access names a device of a vendor's plugin.
         """
         by_request: dict[tuple[str, str, bool], list[tuple[Device, Result]]] = {}
         by_name = self.by_name
@@ -134,7 +134,7 @@ class ServedDevices:
                 raise ClaimError(Reason.UNHEALTHY, f"{what} is unhealthy: {device.message or 'no reason was given'}")
         if self.host.bypassed(served.source.resource):
             why = "another plugin of its resource has registered with the kubelet instead of this agent"
-            raise ClaimError(Reason.PLUGIN, f"{what}: {why}; pods with limits may just be given the device")
+            raise ClaimError(Reason.PLUGIN, f"{what}: {why}; pods with limits may be getting the device now")
         if not self.host.ready(served.source.resource, device.id):
             key = served.source.resource, device.id
             awaited = Awaited((key,), lambda: Outlook.FREE if self.host.ready(*key) else Outlook.UNKNOWN)

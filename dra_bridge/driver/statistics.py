@@ -1,4 +1,4 @@
-"""What a driver has done so far, for metrics."""
+"""Statistics of a driver's calls, for metrics."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from deviceplugin.hooks import HookStatistics
 
 @dataclass(slots=True)
 class CallStatistics:
-    """The calls of one kind so far, counted by claim. failures: by reason. durations: failures included."""
+    """Statistics of one kind of call, counted by claim. failures: by reason. durations: includes failures."""
 
     done: int = 0
     failures: Counter[str] = field(default_factory=Counter)
@@ -20,11 +20,11 @@ class CallStatistics:
 
 @dataclass(slots=True)
 class ClaimStatistics:
-    """What a driver has done so far. All but `in_flight` only grows. Durations in seconds.
+    """Statistics of a driver. All values but `in_flight` only grow. Durations in seconds.
 
-    waits: of claims for holders that were about to end, also in vain. prepared_again: claims that were prepared
-    already. claim_reads: of claims from the API server. hooks: called
-    for claims.
+    waits: of claims for holders that were about to end, including waits without success. prepared_again: number of
+    calls for claims that were already prepared. claim_reads: number of reads of claims from the API server. hooks:
+    hooks called for claims.
     """
 
     prepare: CallStatistics = field(default_factory=CallStatistics)

@@ -336,11 +336,11 @@ run(Fpga(), share="all")
 
 
 def test_parameters_are_refused(bridge: Bridge) -> None:
-    """Parameters for a driver that takes none are an error that the pod's events tell."""
+    """Parameters for a driver that accepts none are an error, which the pod has an Event about."""
     opaque = {"driver": DRIVER, "parameters": {"apiVersion": "x/v1", "kind": "X", "mode": "turbo"}}
     bridge.claim("configured", config=[{"requests": ["one"], "opaque": opaque}])
     pod = bridge.pod("one", {"fpga": "configured"})
-    assert "this driver takes none" in bridge.wait_event(pod, "parameters of the claim")
+    assert "this driver accepts no parameters" in bridge.wait_event(pod, "parameters of the claim")
     assert not list(CDI.glob("*.json"))
 
 
@@ -454,7 +454,7 @@ def test_a_late_prepare(bridge: Bridge) -> None:
     bridge.cluster.wait_for(
         lambda: not bridge.cluster.api.list("ResourceClaim", api_version=bridge.api_version), 30, "the claim is gone"
     )
-    assert "does not exist any more" in bridge.call("Prepare", "mine", uid)
+    assert "no longer exists" in bridge.call("Prepare", "mine", uid)
     bridge.claim("mine")
     assert "was recreated" in bridge.call("Prepare", "mine", uid)
     assert bridge.call("Unprepare", "mine", uid) == ""

@@ -572,7 +572,7 @@ def test_parameters_of_a_subrequest_are_for_it_alone() -> None:
 async def test_a_driver_without_parameters_refuses_them(here: ServedDriver) -> None:
     """Silence would let a user believe that they count."""
     here.claims.add(claim("1", result("d0"), config=[opaque({"mode": "fast"})]))
-    assert "takes none" in await here.refused("1")
+    assert "accepts no parameters" in await here.refused("1")
 
 
 async def test_a_failure_that_repeats_is_logged_once(here: ServedDriver, caplog: pytest.LogCaptureFixture) -> None:
@@ -1033,7 +1033,7 @@ async def test_a_claim_is_refused_a_device_that_becomes_another_while_it_is_prep
     api.add(claim("1", result("d0")))
     host.now = now
     answer = (await driver.prepare([ref("1")]))["1"]
-    changed = f"has just become {identity.shown(now)}, it was {identity.shown(first)}"
+    changed = f"has just become {identity.shown(now)}; before, it was {identity.shown(first)}"
     assert f"d0 of example.com/fpga {changed}" in str(answer)
     assert not ledger.snapshot.claims
     assert isinstance((await driver.prepare([ref("1")]))["1"], Prepared)
