@@ -1,4 +1,4 @@
-"""`python -m dra_bridge` is `dra-bridge`."""
+"""`python -m dra_bridge` does the same as `dra-bridge`."""
 
 import sys
 

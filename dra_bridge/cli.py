@@ -1,7 +1,7 @@
-"""The command line of the bridge: the agent with both sides, and moves over a fleet of them.
+"""The command line of the bridge: the agent with both sides, and the commands that move devices of many nodes.
 
-`run` is the node agent. `status`, `migrate` and `rollout` talk to the API server alone, with their caller's rights.
-A command imports what it needs.
+`run` is the node agent. `status`, `migrate` and `rollout` use the API server alone, with the user's rights. Each
+command imports only the modules that it needs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 WATCH_PERIOD: Final = 2.0
-"""Seconds between two readings of `status --watch`."""
+"""Seconds between two updates of `status --watch`."""
 _ROLLOUT: Final = """
 Set the share of the nodes of a label selector, some at a time. Each node's previous share is kept in its annotation
 <driver>/dra-share-before: the same command continues where a run stopped, and --undo restores it. A run stops when a
@@ -137,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _add_share(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
-    """Add a driver and the requested share; return the group of what may stand in place of the share."""
+    """Add the options for a driver and the requested share. Return the group of options that exclude each other."""
     parser.add_argument("--driver", required=True, metavar="NAME", help="the driver's name")
     group = parser.add_mutually_exclusive_group(required=True)
     about = "what claims get: none, all, a number of devices, a percentage; default removes the node's override"
@@ -148,10 +148,10 @@ def _add_share(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGr
 
 
 def _requested_share(options: argparse.Namespace) -> str | None:
-    """Return the share to request of Nodes; None for that of the config. Raises CommandError."""
+    """Return the share to request of Nodes; None for the config's share. Raises CommandError."""
     share: str | None = None if options.share == "default" else options.share
     if options.force and share is None:
-        raise CommandError("--force belongs to a share: none, all, a number of devices, or a percentage")
+        raise CommandError("--force needs a share: none, all, a number of devices, or a percentage")
     return f"{share} force" if options.force else share
 
 
@@ -204,7 +204,9 @@ def _uninstall(options: argparse.Namespace) -> int:
         if options.check:
             return 0, []
         if reasons and not options.force:
-            raise CommandError("\n".join(("nothing was removed; --force removes all the same", *reasons)), status=1)
+            raise CommandError(
+                "\n".join(("nothing was removed; --force removes the slices in spite of this", *reasons)), status=1
+            )
         removed = await remove_slices(cluster, sorted(drivers), options.node)
         return removed, [*reasons, *([] if options.node else await remaining_marks(cluster, drivers))]
 
@@ -232,7 +234,10 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _ask(options: argparse.Namespace, question: Callable[[Cluster], Awaitable[_T]]) -> _T:
-    """Ask the API server; raise CommandError if it cannot be reached (status 2), or if it refuses or fails (1)."""
+    """Send requests to the API server.
+
+    Raises CommandError if the server cannot be reached (status 2), or if it refuses or fails (status 1).
+    """
     from dra_bridge.kube import AccessError, Cluster, ClusterError, UnavailableError
     from dra_bridge.rollout.rollout import RolloutError
 
@@ -245,7 +250,7 @@ def _ask(options: argparse.Namespace, question: Callable[[Cluster], Awaitable[_T
                     raise
                 raise CommandError(f"cannot reach an API server at {cluster.where}: {error}", status=1) from error
 
-    logs.setup("text", "error")  # what the library warns of is said once, as the command's own error
+    logs.setup("text", "error")  # The command's own error replaces the library's warnings.
     try:
         return asyncio.run(ask())
     except RolloutError as error:
@@ -301,7 +306,7 @@ def _status(options: argparse.Namespace) -> int:
 
 
 def _redraw(lines: Sequence[display.Line]) -> None:
-    """Show as much as there is room for, in place of what the terminal has shown before."""
+    """Replace the former output on the terminal by as many lines as fit."""
     from dra_bridge.rollout import display
 
     size = shutil.get_terminal_size()
@@ -380,9 +385,9 @@ def _follow(
     interrupted: str,
     stopped: str = "",
 ) -> bool:
-    """Do something with the API server and show its progress.
+    """Run requests to the API server and show their progress.
 
-    interrupted: what is printed at Ctrl-C. stopped: what is printed if it has stopped, before the reason.
+    interrupted: printed at Ctrl-C. stopped: printed before the reason if the work has stopped.
     """
     from dra_bridge.rollout.display import wrapped
     from dra_bridge.rollout.reporter import Reporter
@@ -398,7 +403,7 @@ def _follow(
                 rich.progress.TextColumn("{task.completed} of {task.total} {task.fields[unit]}"),
                 rich.progress.TimeElapsedColumn(),
             )
-            # Bars that stand still would look like moves that stand still: they go at the end.
+            # At the end the bars disappear, because bars that stand still would look like moves that stand still.
             bars = stack.enter_context(rich.progress.Progress(*columns, transient=True))
             show = functools.partial(bars.console.print, markup=False, highlight=False)
 

@@ -1,4 +1,4 @@
-"""The command lines of `manifests` and `convert`, which read and print manifests alone."""
+"""The commands `manifests` and `convert`, which only read and print manifests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dra_bridge.convert.pods import CustomPath
 
 PLUGIN_NAME: Final = "deviceplugin"
-"""The namespace and name of an agent that serves limits only, if no other ones are given."""
+"""The default namespace and name of an agent that serves limits only."""
 _SUFFIXES: Final = {".json", ".yaml", ".yml"}
 _CONVERT: Final = """
 Replace the limits of pods by claims, in manifests, and print them; what is to be said about them goes to the standard
@@ -116,7 +116,10 @@ def _paths(files: list[str]) -> Iterator[Path]:
 
 
 def read_files(files: list[str]) -> Iterator[tuple[str, bytes]]:
-    """Yield name and content of files, of those below directories, and of the standard input. Raises CommandError."""
+    """Yield name and content of the files, of files in the directories, and of the standard input.
+
+    Raises CommandError.
+    """
     paths = list(_paths(files))
     if not paths:
         raise CommandError(f"there are no files of YAML or JSON in {', '.join(files)}")
@@ -161,13 +164,13 @@ def _convert(options: argparse.Namespace) -> int:
 
 
 def _write(text: str) -> None:
-    """Write a text byte for byte; the text layer would change the ends of lines on some systems."""
+    """Write a text byte for byte. The text layer of some systems would change the ends of lines."""
     sys.stdout.flush()
     sys.stdout.buffer.write(text.encode())
 
 
 def matching(pattern: str, problem: str, convert: Callable[[str], Any] = str) -> Callable[[str], Any]:
-    """Return what reads an argument that matches a pattern; problem: what follows one that does not."""
+    """Return a parser for an argument that must match a pattern. problem: its error message after the argument."""
 
     def read(text: str) -> Any:
         if not re.fullmatch(pattern, text, re.DOTALL):
@@ -178,7 +181,7 @@ def matching(pattern: str, problem: str, convert: Callable[[str], Any] = str) ->
 
 
 def _add_deployment(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `manifests.Deployment`; what is not given keeps its default there."""
+    """Add the options of `manifests.Deployment`. Options that are not given keep the defaults there."""
 
     def add(option: str, field: str, about: str, default: str = "", **more: Any) -> None:
         about += f" (default: {default})" if default else ""
@@ -272,12 +275,14 @@ def _manifests(options: argparse.Namespace) -> int:
     if "node_selector" in given:
         given["node_selector"] = dict(labels := given["node_selector"])
         if len(given["node_selector"]) < len(set(labels)):
-            raise CommandError("dra-bridge manifests: a label of --node-selector has two values; nodes have one")
+            raise CommandError(
+                "dra-bridge manifests: --node-selector gives two values for one label, but a node has only one"
+            )
     given["tenants"] = tuple(dict.fromkeys(given.get("tenants", ())))
     if ("quota" in given) != bool(given["tenants"]):
-        raise CommandError("dra-bridge manifests: --quota and --tenant belong together")
+        raise CommandError("dra-bridge manifests: --quota and --tenant need each other")
     if bool(options.source) != bool(given.get("own_command")):
-        raise CommandError("dra-bridge manifests: --source and --command belong together")
+        raise CommandError("dra-bridge manifests: --source and --command need each other")
     sources: Sequence[DeviceSource] = ()
     try:
         if options.source:
@@ -299,11 +304,11 @@ def _manifests(options: argparse.Namespace) -> int:
     try:
         units = written(options.systemd, loaded, deployment) if options.systemd else []
         printed = to_yaml(rights(loaded, deployment) if units else manifests(loaded, text, deployment))
-    except ValueError as error:  # the kubelet's root leaves no room for a socket
+    except ValueError as error:  # The kubelet's root is too long for a socket path.
         raise CommandError(error) from error
     sys.stdout.write(printed)
     if units:
-        return 0  # the rest is about pods
+        return 0  # The rest concerns pods only.
     for reason in privileges(loaded, deployment) if deployment.privileged == "auto" else ():
         print(f"the agent is privileged: {reason}; --privileged never leaves it out", file=sys.stderr)
     for directory in wide_mounts(loaded):
@@ -333,11 +338,17 @@ def _parameters(loaded: Config, sources: Sequence[DeviceSource]) -> dict[str, st
 
 
 class _Given(BaseException):
-    """Raised in place of serving; the arguments are the sources, and how metrics are served."""
+    """Raised by the replaced `run`, so that nothing is served.
+
+    The arguments are the sources, and the settings of metrics.
+    """
 
 
 def _served_by(file: Path) -> tuple[Config, Sequence[DeviceSource]]:
-    """Return what an author's file serves on both sides. It is run up to its `run`, with nothing served."""
+    """Return the config and the sources of an author's file.
+
+    The file is executed up to its call of `run`, which serves nothing here.
+    """
     import runpy
 
     import deviceplugin

@@ -1,4 +1,4 @@
-"""The command line of `plan`, which reads a cluster or dumps of it, and changes nothing."""
+"""The command `plan`, which reads a cluster or dumps of it, and changes nothing."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _plan(options: argparse.Namespace) -> int:
 
     ignored = frozenset(options.ignore)
     if unknown := ignored - {kind.code for kind in FindingKind}:
-        raise CommandError(f"dra-bridge plan: --ignore {min(unknown)}: there is no such code")
+        raise CommandError(f"dra-bridge plan: --ignore {min(unknown)}: no finding has this code")
     share = _share(options.share)
     if options.files:
         objects, selected = _read_files(options)
@@ -86,7 +86,7 @@ def _share(text: str) -> str:
 
 
 def _targets(options: argparse.Namespace, share: str, objects: ClusterObjects) -> tuple[Target, ...]:
-    """Return what is to move, as the arguments say it; nothing for all extended resources."""
+    """Return the resources to migrate, by the arguments; an empty result stands for all extended resources."""
     from deviceplugin import config
     from dra_bridge.plan.view import Target, resources_of
 

@@ -1,7 +1,8 @@
-"""`dra-bridge demo`: one node in one process, first switched naively to DRA, then moved by the bridge.
+"""`dra-bridge demo`: one node in one process. First it switches to DRA without a bridge, then the bridge moves it.
 
 The kubelet, the scheduler and the API server are those of `testing`; the plugin, the driver and the bridge are real.
-The first part fails if the naive switch does not give a device to two holders, the second part if the bridge does.
+The first part fails if the switch without a bridge gives no device to two holders. The second part fails if a device
+has two holders with the bridge.
 """
 
 from __future__ import annotations
@@ -45,27 +46,28 @@ from dra_bridge.testing.serving import device_class, serve_both
 DRIVER: Final = "gpu.example.com"
 NODE: Final = "node"
 TIMEOUT: Final = 15.0
-"""Seconds that anything may take before the demo counts as failed."""
+"""Seconds that a step may take before the demo counts as failed."""
 SHARES: Final = ("none", "3", "50%", "all", "1", "none")
-"""The shares that are requested while pods churn."""
+"""The shares that the demo requests one after the other while pods start and end."""
 LIVES: Final = (0.5, 0.9)
-"""Seconds that a pod runs: longer than the agent takes to learn it from the checkpoint, or its grant lasts 10 s."""
+"""Seconds that a pod runs. They must exceed the time in which the agent reads the checkpoint; else a grant lasts 10 s.
+"""
 DWELL: Final = 0.7
-"""Seconds of churn after each move; the demo's own pace, nothing waits for it."""
+"""Seconds between two moves, in which pods start and end. They only set the demo's pace."""
 WIDTH: Final = 72
 MOST_TEXT: Final = 80
-"""Characters of a line about a pod's failure; what is in front of it takes 18 more."""
+"""Maximum characters of the text about a pod's failure. The beginning of its line takes 18 more."""
 
 
 class DemoGpus(plugin_demo.Gpus):
-    """Devices that exist in name only, for pods and for claims."""
+    """Simulated devices, for pods and for claims."""
 
     driver = DRIVER
 
 
 @contextlib.contextmanager
 def in_background(name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> Iterator[None]:
-    """Run a coroutine in a thread and a loop of its own while the context lasts. Raises DemoError if it has failed."""
+    """Run a coroutine in its own thread and event loop while the context lasts. Raises DemoError if it fails."""
     over = threading.Event()
     errors: list[Exception] = []
 
@@ -90,7 +92,7 @@ def in_background(name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> I
 
 @dataclass(frozen=True)
 class Scene:
-    """A cluster of one node, and what can be asked of it."""
+    """A cluster of one node, with methods to observe and change it."""
 
     printer: Printer
     directory: Path
@@ -98,7 +100,7 @@ class Scene:
     node: FakeNode
 
     def device(self, pod: FakePod, side: str) -> str:
-        """Return the single device of a running pod, having made sure of its side and of what its container sees."""
+        """Return the single device of a running pod, after checks of its side and of its container's environment."""
         devices = self.node.devices_of(pod)
         check(list(devices.values()) == [side], f"{pod.name} runs with one device on the side {side}: {devices}")
         (name,) = devices
@@ -106,30 +108,30 @@ class Scene:
         return name
 
     def visible(self, pod: FakePod) -> str:
-        """Return the variable in a pod's container, be it from the plugin or from a CDI file."""
+        """Return the device variable in a pod's container, from the plugin or from a CDI file."""
         return self.node.edits_of(pod).env.get("GPU_VISIBLE_DEVICES", "")
 
     def wait(self, met: Callable[[], bool], what: str, why: Callable[[], str] = str) -> None:
-        """Wait until something is so; why: what to add when it is not."""
+        """Wait until the condition is met. why: returns an addition to the error message."""
         try:
             self.server.wait_for(lambda _: met(), TIMEOUT)
         except TimeoutError:
             raise DemoError(f"not so within {TIMEOUT:g} s: {what}; {why()}".rstrip("; ")) from None
 
     def ask(self, share: str) -> float:
-        """Ask for a share, as `dra-bridge migrate` does; return when."""
+        """Request a share, as `dra-bridge migrate` does; return the time of the request."""
         node, patch = self.server.get("nodes", NODE), fleet.share_patch(DRIVER, share)
         node["metadata"].setdefault("annotations", {}).update(patch["metadata"]["annotations"])
         self.server.replace(node)
         return time.monotonic()
 
     def view(self) -> Any:
-        """Return what `dra-bridge status` would show."""
+        """Return the data that `dra-bridge status` would show."""
         (view,) = fleet.views(DRIVER, self.server.objects("nodes"), (), leases=self.server.objects("leases"))
         return view
 
     def moved(self) -> bool:
-        """Return whether all devices are where they should be."""
+        """Return whether all devices are on their requested sides."""
         return fleet.finished(self.view())
 
     def counts(self) -> dict[str, int]:
@@ -151,7 +153,7 @@ def scene(printer: Printer) -> Iterator[Scene]:
 
 
 async def plain_driver(scene: Scene, gpus: DemoGpus) -> None:
-    """Be a DRA driver without a bridge: it offers every device and knows of no plugin."""
+    """Run a DRA driver without a bridge. It offers every device and ignores the plugin."""
     inventory = Inventory(GPU)
     inventory.publish(gpus.devices)
     async_ledger = await AsyncLedger.open(str(scene.directory / "plain-driver.db"))
@@ -175,7 +177,7 @@ async def plain_driver(scene: Scene, gpus: DemoGpus) -> None:
 
 
 def naive(scene: Scene) -> None:
-    """Stop a plugin while its pods run, with a driver that offers the same devices."""
+    """Stop a plugin while its pods run, and start a driver that offers the same devices."""
     gpus, node, event = DemoGpus(2), scene.node, scene.printer.event
     with contextlib.ExitStack() as stack:
         plugin = stack.enter_context(contextlib.ExitStack())
@@ -214,7 +216,7 @@ def bridge(scene: Scene) -> contextlib.AbstractContextManager[object]:
 
 
 class Churn:
-    """Pods of both kinds that come and go, more of them than there are devices, while the context lasts."""
+    """Starts and ends pods of both kinds, more than there are devices, while the context lasts."""
 
     def __init__(self, node: FakeNode, each: int) -> None:
         self.started: Counter[str] = Counter()
@@ -225,7 +227,7 @@ class Churn:
         self._over = threading.Event()
         self._random = random.Random(7)  # noqa: S311 - no secret
         self._lives: dict[str, dict[FakePod, float]] = {"plain": {}, "claim": {}}
-        """The pods that exist, and the seconds that each is to run, by kind."""
+        """By kind, the existing pods, and the seconds for which each is to run."""
         self._thread = threading.Thread(target=self._main, name="churn", daemon=True)
 
     def __enter__(self) -> Self:
@@ -263,7 +265,7 @@ class Churn:
 
 
 def move_devices(scene: Scene, count: int) -> tuple[float, float]:
-    """Let the bridge move its devices; return from when to when pods churned."""
+    """Move devices by the bridge. Return the begin and end of the time in which pods started and ended."""
     node, event = scene.node, scene.printer.event
     node.wait_allocatable(GPU, count, TIMEOUT)
     event("bridge", f"serves {', '.join(sorted(node.devices(GPU)))} on both sides; all are on the plugin's side")
@@ -289,7 +291,7 @@ def move_devices(scene: Scene, count: int) -> tuple[float, float]:
 
 
 def move_under_churn(scene: Scene, count: int) -> tuple[float, float]:
-    """Move devices back and forth while pods of both kinds come and go; return from when to when."""
+    """Move devices back and forth while pods of both kinds start and end. Return the begin and end of that time."""
     event, began = scene.printer.event, time.monotonic()
     event("pod", f"{count} pods by resource and {count} by claim now come and go all the time")
     with Churn(scene.node, count) as churn:
@@ -312,7 +314,7 @@ def move_under_churn(scene: Scene, count: int) -> tuple[float, float]:
 
 
 def failures(failed: Sequence[str]) -> list[str]:
-    """Return the first of the pods' failures, in lines that end between words."""
+    """Return the first failures of pods, wrapped into lines."""
     wrapped = [
         textwrap.wrap(failure, MOST_TEXT, initial_indent="  ", subsequent_indent="    ") for failure in failed[:3]
     ]
@@ -320,7 +322,7 @@ def failures(failed: Sequence[str]) -> list[str]:
 
 
 def timeline(holdings: Sequence[Holding], began: float, ended: float) -> list[tuple[str, ...]]:
-    """Return a row for each device with a character for a moment: p held through the plugin, c by a claim."""
+    """Return a row for each device, with one character for each moment: p for a holder by limits, c for a claim."""
     rows: list[tuple[str, ...]] = []
     step = (ended - began) / WIDTH
     for device in sorted({holding.device for holding in holdings}):
@@ -336,7 +338,7 @@ def timeline(holdings: Sequence[Holding], began: float, ended: float) -> list[tu
 
 
 def bridged(scene: Scene) -> None:
-    """Show the second part and prove that no device had two holders."""
+    """Run the second part, and check that no device had two holders."""
     printer = scene.printer
     with bridge(scene):
         began, ended = move_devices(scene, 4)
@@ -372,7 +374,7 @@ def main(hold: bool = False, stream: TextIO | None = None) -> int:
 
 
 def serve_on(scene: Scene) -> None:
-    """Keep the node with an agent until a signal comes."""
+    """Keep the node and an agent until a signal comes."""
     kubeconfig = scene.directory / "kubeconfig"
     named = {
         "clusters": [{"name": "demo", "cluster": {"server": scene.server.url}}],

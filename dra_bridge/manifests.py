@@ -1,4 +1,4 @@
-"""What to apply to a cluster so that the agent runs on its nodes, with no more rights than it needs.
+"""Makes the manifests with which the agent runs on a cluster's nodes, with no more rights than it needs.
 
 `manifests` is a pure function of the configuration: it fills in the template manifests.yaml. `to_yaml` prints it.
 """
@@ -31,23 +31,22 @@ _WIDE: Final = {"/etc", "/proc", "/root", "/run", "/var", "/var/lib", "/var/run"
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """How the agent is to run; the defaults suit a cluster made by kubeadm.
+    """The settings of the agent's deployment. The defaults suit a cluster made by kubeadm.
 
-    version: of resource.k8s.io for the DeviceClasses. extended_resource: whether these name the extended resource, so
-    that unchanged pods get devices through DRA (servers before 1.34 refuse the field). metrics_port: 0 for none, and
-    then there are no probes either. runtime_class: none if empty; the agent gets NVIDIA's library from the runtime.
-    device_plugin_directory, pod_resources_socket (pod-resources/kubelet.sock in kubelet_root if empty), cgroup_root,
-    pod_log_directory: where nodes have what the options of `run` name.
-    own_command: of an author's own agent, which reads no config file; empty for `dra-bridge run`.
-    privileged: whether the agent's container is privileged; auto: where the configuration needs it (`privileges`).
-    writable_sys: directories of sysfs that an own agent's hooks write to; a container's /sys is read-only.
-    quota, tenants: how many devices of each resource each of these namespaces may have; 0 and () for no ResourceQuota.
-    kubernetes: the API server's minor version: before 36 a quota counts claims apart from limits.
-    kueue: whether there is a ConfigMap with what Kueue has to know of the DeviceClasses.
-    parameters: by driver the expression that finds a problem in parameters (`parameters.expression`), for a policy that
-    refuses claims and classes; empty for no policy. A driver that is not in it may get any parameters.
-    plugin_only: `deviceplugin run` in place of `dra-bridge run`, without anything of the API server; so it is as well
-    where no resource names a driver.
+    version: of resource.k8s.io for the DeviceClasses. extended_resource: whether the DeviceClasses name the extended
+    resource, so that unchanged pods get devices through DRA (servers before 1.34 refuse the field). metrics_port: 0 for
+    no metrics and no probes. runtime_class: empty for none; the agent gets NVIDIA's library from the runtime.
+    device_plugin_directory, pod_resources_socket (if empty, pod-resources/kubelet.sock in kubelet_root), cgroup_root,
+    pod_log_directory: paths on the nodes, as in the options of `run`. own_command: the command of an author's own
+    agent, which reads no config file; empty for `dra-bridge run`. privileged: whether the agent's container is
+    privileged; auto: if the configuration needs it (`privileges`). writable_sys: directories of sysfs that hooks of an
+    author's own agent write to, because a container's /sys is read-only. quota, tenants: the number of devices of each
+    resource that each of these namespaces may have; 0 and () for no ResourceQuota. kubernetes: the API server's minor
+    version; before 36, a quota counts claims apart from limits. kueue: whether to make a ConfigMap with Kueue's
+    configuration for the DeviceClasses. parameters: by driver, the expression that finds a problem in parameters
+    (`parameters.expression`), for a policy that refuses claims and classes; empty for no policy. A driver without an
+    expression accepts any parameters. plugin_only: whether to run `deviceplugin run` instead of `dra-bridge run`,
+    without any use of the API server. This is also the case if no resource names a driver.
     """
 
     image: str = f"deviceplugin:{VERSION}"
@@ -79,11 +78,12 @@ class Deployment:
 
 
 def privileges(config: Config, deployment: Deployment) -> list[str]:
-    """Return why the agent's container is privileged, a sentence for each reason; empty if it is not.
+    """Return why the agent's container is privileged, one sentence for each reason; empty if it is not privileged.
 
-    The device cgroup of an unprivileged container lets nobody open the host's device nodes, whatever their owner and
-    mode. Listing, watching and handing out need no open. The NVIDIA runtime opens the nodes of the GPUs that are there
-    when the container starts. What an author's own agent does is not known: it is privileged if the deployment says so.
+    The device cgroup of an unprivileged container allows no process to open the host's device nodes, with any owner and
+    mode. To list devices, watch them and give them to containers, the agent need not open them. The NVIDIA runtime
+    opens the nodes of the GPUs that exist when the container starts. The needs of an author's own agent are not known,
+    so it is privileged only if the deployment requests it.
     """
     if deployment.privileged != "auto":
         return ["the deployment asks for it"] if deployment.privileged == "always" else []
@@ -103,10 +103,10 @@ def privileges(config: Config, deployment: Deployment) -> list[str]:
 
 
 def manifests(config: Config, text: str, deployment: Deployment | None = None) -> list[Manifest]:
-    """Return the objects to apply, in their order; text: the configuration as it is in the file, for the ConfigMap.
+    """Return the objects to apply, in their order. text: the content of the config file, for the ConfigMap.
 
-    Without a text there is no ConfigMap for it. Raises ValueError: the path of a driver's socket would be too long, or
-    Kueue does not take so many resources.
+    Without a text there is no ConfigMap for it. Raises ValueError if the path of a driver's socket would be too long, or
+    if Kueue does not accept so many resources.
     """
     how = deployment or Deployment()
     served = bridged(config, how)
@@ -167,7 +167,7 @@ def manifests(config: Config, text: str, deployment: Deployment | None = None) -
     if lock.plugins:
         _mount(pod, "adopted", ADOPTED, "DirectoryOrCreate", read_only=False)
     if any(gpus.injection == "cdi" for gpus in nvidia) and how.cdi_directory != "/etc/cdi":
-        # The names of GPUs are in a spec that NVIDIA's own tools wrote.
+        # NVIDIA's own tools write a CDI spec there, which contains the names of GPUs.
         _mount(pod, "etc-cdi", "/etc/cdi", "DirectoryOrCreate")
     return [*first, *classes, *last]
 
@@ -181,7 +181,7 @@ def to_yaml(objects: Iterable[Any]) -> str:
 
 @functools.cache
 def _template() -> list[Manifest]:
-    """Read the template; the caller changes nothing in it."""
+    """Read the template. The caller must not change it."""
     template: list[Manifest] = yaml.safe_load(resources.files(__package__).joinpath("manifests.yaml").read_bytes())
     return template
 
@@ -189,7 +189,7 @@ def _template() -> list[Manifest]:
 def filled(part: Any, values: Mapping[str, Any]) -> Any:
     """Return a part of the template with its ${name} replaced; None if its `when` is false.
 
-    What is None or an empty list is left out of what contains it.
+    A value of None or an empty list is left out of the object that contains it.
     """
     if isinstance(part, str):
         if whole := re.fullmatch(r"\$\{(\w+)\}", part):
@@ -213,7 +213,7 @@ def _mount(pod: Manifest, name: str, path: str, kind: str, *, read_only: bool = 
 
 
 def bridged(config: Config, how: Deployment) -> list[ResourceConfig]:
-    """Return the resources that are served on both sides."""
+    """Return the resources that the agent serves on both sides."""
     return [] if how.plugin_only else [resource for resource in config.resources if resource.driver]
 
 
@@ -224,7 +224,10 @@ def arguments(
     config: str = "/etc/dra-bridge/config.yaml",
     cgroup_root: str = "/host/sys/fs/cgroup",
 ) -> list[str]:
-    """Return the arguments of the agent's program. config, cgroup_root: where it has them, in its container say."""
+    """Return the arguments of the agent's program.
+
+    config, cgroup_root: paths that the program sees, such as in its container.
+    """
     given = [] if how.own_command else ["run", f"--config={config}"]
     if cgroup_root != "/sys/fs/cgroup":
         given.append(f"--cgroup-root={cgroup_root}")
@@ -256,9 +259,9 @@ def _class_values(how: Deployment, resource: ResourceConfig) -> Manifest:
 
 
 def _hard(how: Deployment, resource: ResourceConfig, served: Collection[ResourceConfig]) -> dict[str, str]:
-    """Return what a quota limits for a resource.
+    """Return the limits of a quota for a resource.
 
-    Since 1.36 `requests.` counts claims of the class that names the resource, too; else they have a key of their own
+    Since 1.36, `requests.` also counts claims of the class that names the resource. Before, claims have a separate key
     (pkg/quota/v1/evaluator/core/resource_claims.go).
     """
     hard, values = {f"requests.{resource.name}": str(how.quota)}, _class_values(how, resource)
@@ -291,14 +294,14 @@ def _parameter_problem(expressions: Mapping[str, str]) -> str:
 
 
 def wide_mounts(config: Config) -> list[str]:
-    """Return the mounted directories that hold the sockets of container runtimes, or the node's secrets."""
+    """Return the mounted directories that contain sockets of container runtimes, or secrets of the node."""
     return [directory for directory in _directories(config) if directory in _WIDE]
 
 
 def _directories(config: Config) -> dict[str, str]:
-    """Return the host's directories, other than /dev, in which the configuration looks for devices; by path the type.
+    """Return the host's directories in which the configuration looks for devices: path to volume type.
 
-    One in which a file says which simulated devices are unhealthy is made.
+    /dev is left out. The directory of a file that lists unhealthy simulated devices is created if it is missing.
     """
     directories: dict[PurePosixPath, str] = {}
     for resource in config.resources:
@@ -313,13 +316,13 @@ def _directories(config: Config) -> dict[str, str]:
 
 
 def _fixed(glob: str) -> PurePosixPath:
-    """Return the directory of a glob down to where its wildcards begin."""
+    """Return the part of a glob before its first wildcard, as a directory."""
     steps = PurePosixPath(glob).parent.parts
     return PurePosixPath(*takewhile(lambda step: not re.search(r"[*?\[]", step), steps))
 
 
 class _Dumper(yaml.SafeDumper):
-    """Texts of several lines as blocks; nothing by reference."""
+    """Writes texts of several lines as blocks, and no references."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True

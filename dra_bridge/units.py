@@ -1,4 +1,4 @@
-"""An agent that is no pod: its units of systemd, and what is applied to the cluster for it.
+"""Makes systemd units for an agent that runs outside of pods, and the objects that the cluster needs for it.
 
 `units` and `rights` are pure functions of the configuration, as `dra_bridge.manifests` is: they fill in the templates
 beside this module. `written` writes the units to files.
@@ -18,12 +18,12 @@ from deviceplugin.config import ADOPTED, Config, needed
 from dra_bridge.manifests import Deployment, Manifest, arguments, bridged, filled, manifests, privileges
 
 DURATION: Final = "720h"
-"""What is asked for as the life of a token: a node that was off for longer needs another one from an administrator."""
+"""The requested life of a token. After a longer time off, a node needs a new token from an administrator."""
 CONFIG: Final = "/etc/dra-bridge/config.yaml"
 _MADE: Final = (("StateDirectory", "/var/lib/"), ("RuntimeDirectory", "/var/run/"), ("RuntimeDirectory", "/run/"))
-"""The settings by which systemd makes a directory, and where."""
+"""The settings with which systemd creates a directory, and the parent directory of each."""
 ACCOUNT: Final = "/etc/dra-bridge"
-"""Where the agent has `token` and `ca.crt`, as a pod has them, and `server`, which names the API server."""
+"""The directory with the agent's `token` and `ca.crt`, as in a pod, and with `server`, the API server's address."""
 
 
 def units(config: Config, how: Deployment | None = None) -> dict[str, str]:
@@ -52,7 +52,7 @@ def units(config: Config, how: Deployment | None = None) -> dict[str, str]:
 
 
 def written(directory: Path, config: Config, how: Deployment) -> list[Path]:
-    """Write the units into a directory, and return their paths. Raises ValueError: they cannot be written or made."""
+    """Write the units into a directory, and return their paths. Raises ValueError if that is not possible."""
     if how.own_command:
         raise ValueError("--systemd makes units for a config file's agent, not for an author's own")
     paths = []
@@ -67,7 +67,7 @@ def written(directory: Path, config: Config, how: Deployment) -> list[Path]:
 
 
 def rights(config: Config, how: Deployment | None = None) -> list[Manifest]:
-    """Return the objects to apply for agents that are units, in their order; none if no resource names a driver."""
+    """Return the objects to apply for agents outside of pods, in their order; none if no resource names a driver."""
     how = how or Deployment()
     if not bridged(config, how):
         return []
@@ -81,14 +81,14 @@ def _template(file: str) -> Template:
 
 
 def _quoted(argument: str) -> str:
-    """Return an argument as it is written in ExecStart=, where % and $ have a meaning."""
+    """Quote an argument for ExecStart=, where % and $ have a meaning."""
     return shlex.quote(argument).replace("%", "%%").replace("$", "$$")
 
 
 def _directories(config: Config, how: Deployment, root: str, *, bridge: bool) -> list[str]:
     """Return the lines about the directories that the agent writes to.
 
-    Those that systemd itself can make are there before anything runs; others have to be made before.
+    systemd creates some of these directories before it starts the agent. The others must exist.
     """
     written = [how.device_plugin_directory]
     if bridge:
@@ -105,12 +105,13 @@ def _directories(config: Config, how: Deployment, root: str, *, bridge: bool) ->
 
 
 def _devices(config: Config, how: Deployment) -> list[str]:
-    """Return the lines that depend on what the agent does with devices.
+    """Return the lines that depend on the agent's use of devices.
 
-    /dev is the host's, since the agent lists and hands out what is there. ProtectClock= has a device policy of its own.
+    The agent needs the host's /dev, because it lists its devices and gives them to containers. ProtectClock= sets a
+    device policy of its own.
     """
     nvidia = any(entry.nvidia for resource in config.resources for entry in resource.devices)
     lines = [] if privileges(config, how) or nvidia else ["DevicePolicy=closed", "ProtectClock=yes"]
-    if not (needed(config).commands or nvidia):  # what others' programs and libraries need is not known
+    if not (needed(config).commands or nvidia):  # The needs of foreign programs and libraries are not known.
         lines.append("MemoryDenyWriteExecute=yes")
     return [*lines, *([] if how.writable_sys else ["ProtectKernelTunables=yes"])]

@@ -1,6 +1,6 @@
-"""What authors test claims with: a node with both sides and an API server, without a cluster.
+"""Fakes with which authors test claims: a node with both sides and an API server, without a cluster.
 
-With pytest nothing is to be imported; the fixtures come with the package:
+With pytest, no import is needed. The package registers the fixtures:
 
     def test_a_claim_gets_the_device(fake_node, bridged):
         bridged(Fpga(), share="all")

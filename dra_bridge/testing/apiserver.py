@@ -1,8 +1,8 @@
-"""A Kubernetes API server in a thread, for tests: fast, and with the faults that a real one has seldom.
+"""A fake Kubernetes API server in a thread, for tests. It is fast, and can produce faults that are rare in reality.
 
-It keeps any kind of object, and does to ResourceSlices what kube-apiserver 1.36 does: versions
-v1beta1, v1beta2 and v1, the validation that matters here, defaulted fields, and fields that are
-dropped where their feature is off. Plain HTTP, no authentication, no admission.
+It stores any kind of object. It handles ResourceSlices as kube-apiserver 1.36 does: versions v1beta1, v1beta2 and v1,
+the validation that matters here, defaulted fields, and dropped fields of features that are off. It has plain HTTP, no
+authentication and no admission.
 
     with FakeApiServer() as server:
         server.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "n1"}})
@@ -42,14 +42,14 @@ INCONSISTENT: Final = (
     "Continuing with the provided token results in an inconsistent list - objects that were created, modified, or "
     "deleted between the time the first chunk was returned and now may show up in the list."
 )
-"""What kube-apiserver says of a token whose version is compacted (storage/etcd3/errors.go, 1.36)."""
+"""The message of kube-apiserver about a token whose version is compacted (storage/etcd3/errors.go, 1.36)."""
 GROUP: Final = "resource.k8s.io"
 RBAC: Final = "rbac.authorization.k8s.io"
 APPS: Final = "apps"
 COORDINATION: Final = "coordination.k8s.io"
 FEATURES: Final = frozenset({"taints", "counters", "sharing"})
 KINDS: Final[Mapping[str, tuple[str, str, bool]]] = {
-    # plural: group, kind, whether it lies in a namespace
+    # By plural: group, kind, and whether the object is in a namespace.
     "nodes": ("", "Node", False),
     "namespaces": ("", "Namespace", False),
     "pods": ("", "Pod", True),
@@ -66,7 +66,7 @@ KINDS: Final[Mapping[str, tuple[str, str, bool]]] = {
 
 @dataclass(frozen=True, slots=True)
 class LoggedRequest:
-    """One request as the log has it; `code` 0 if it was never answered."""
+    """One request in the log. `code` is 0 if the request was never answered."""
 
     method: str
     path: str
@@ -76,17 +76,17 @@ class LoggedRequest:
 
     @property
     def watch(self) -> bool:
-        """Whether a stream was asked for."""
+        """Whether the request opens a stream."""
         return self.query.get("watch") == "true"
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What goes wrong with a request.
+    """A fault of a request.
 
-    code: answered with this status and nothing done; 0 is no answer, the connection is closed.
-    done: it is carried out all the same, only its answer is lost. delay: seconds before anything.
-    retry_after: seconds, sent along with the status. body: sent as text instead of a Status.
+    code: the status of the answer, and nothing is done; 0 closes the connection without an answer. done: the request is
+    carried out, but its answer is lost. delay: seconds before the server does anything. retry_after: seconds, sent with
+    the status. body: a text to send instead of a Status.
     """
 
     code: int = 0
@@ -120,21 +120,21 @@ class _RefusedError(Exception):
 class _Store:
     objects: dict[tuple[str, str], Object] = field(default_factory=dict)
     history: list[tuple[int, str, Object]] = field(default_factory=list)
-    """Resource version, ADDED, MODIFIED or DELETED, the object as of then; oldest first."""
+    """Resource version; ADDED, MODIFIED or DELETED; the object at that version. Oldest first."""
 
 
 class StoredObjects(NamedTuple):
-    """What was stored at one moment. objects: by plural, namespace and name."""
+    """All stored objects at one moment. objects: by plural, namespace and name."""
 
     version: int
     objects: Mapping[str, dict[tuple[str, str], Object]]
 
 
 class FakeApiServer:
-    """The server; start and stop it with `with`. All its methods may be called from any thread.
+    """The fake server. `with` starts and stops it. Any thread may call its methods.
 
-    versions: of resource.k8s.io that it serves. features: those that are on, out of taints,
-    counters and sharing; the fields of others are dropped without an error.
+    versions: of resource.k8s.io that it serves. features: those that are on, out of taints, counters and sharing;
+    fields of the others are dropped without an error.
     """
 
     def __init__(
@@ -145,15 +145,15 @@ class FakeApiServer:
         self.log: list[LoggedRequest] = []
         self.log_condition = threading.Condition()
         self.proxied: Callable[[str], tuple[int, Object | str]] = lambda path: (503, "no endpoints available")
-        """Answers what is asked of pods and services through the server, by the request's path."""
+        """Answers requests to pods and services through the server, by the request's path."""
         self.user = "system:anonymous"
-        """Who every client is, as SelfSubjectReview tells."""
+        """The name of every client, which SelfSubjectReview returns."""
         self._changed = threading.Condition()
         self._version = 100
         self._oldest = 0
         self._stores: dict[str, _Store] = {}
         self._moments: dict[tuple[str, str, int], list[Object]] = {}
-        """The objects of lists that were asked for in pages: by path, selectors and resource version."""
+        """The objects of lists in pages: by path, selectors and resource version."""
         self._faults: list[tuple[Callable[[LoggedRequest], bool], Fault, int]] = []
         self._bookmark = 0
         self._bookmark_at = 0
@@ -176,7 +176,7 @@ class FakeApiServer:
 
     @property
     def url(self) -> str:
-        """Where it listens; the same after a restart."""
+        """The server's address. It stays the same after a restart."""
         return f"http://127.0.0.1:{self._port}"
 
     def start(self) -> None:
@@ -190,7 +190,7 @@ class FakeApiServer:
         self._thread.start()
 
     def stop(self) -> None:
-        """End all connections and refuse new ones; what is stored stays."""
+        """Close all connections and refuse new ones. The stored objects stay."""
         http, thread = self._http, self._thread
         if http is None or thread is None:
             return
@@ -204,7 +204,7 @@ class FakeApiServer:
 
     @contextlib.contextmanager
     def outage(self) -> Iterator[None]:
-        """Be away inside of the block."""
+        """Stop serving inside of the block."""
         self.stop()
         try:
             yield
@@ -212,7 +212,7 @@ class FakeApiServer:
             self.start()
 
     def break_watches(self) -> None:
-        """End all streams, as a server does that is asked to leave."""
+        """End all streams, as a server does when it shuts down."""
         with self._changed:
             self._generation += 1
             self._changed.notify_all()
@@ -220,23 +220,23 @@ class FakeApiServer:
     # --- faults ---
 
     def fail(self, which: Callable[[LoggedRequest], bool], fault: Fault, times: int = 1) -> None:
-        """Let the next `times` requests that `which` accepts go wrong."""
+        """Apply a fault to the next `times` requests that `which` accepts."""
         with self._changed:
             self._faults.append((which, fault, times))
 
     def heal(self) -> None:
-        """Forget all faults that did not happen yet."""
+        """Forget all faults that have not happened yet."""
         with self._changed:
             self._faults.clear()
 
     def compact(self) -> None:
-        """Forget the history: watches and pages that begin before now are answered with 410, open watches go on."""
+        """Forget the history. Watches and pages that begin before now get a 410; open watches continue."""
         with self._changed:
             self._oldest = self._version
             self._moments.clear()
 
     def snapshot(self) -> StoredObjects:
-        """Return all that is stored, for `restore`."""
+        """Return all stored objects, for `restore`."""
         with self._changed:
             objects = {plural: dict(store.objects) for plural, store in self._stores.items()}
             return StoredObjects(self._version, copy.deepcopy(objects))
@@ -244,8 +244,8 @@ class FakeApiServer:
     def restore(self, snapshot: StoredObjects, *, end_streams: bool = True) -> None:
         """Go back to a snapshot, resource versions included, as etcd does without a revision bump.
 
-        end_streams: as when the API server is restarted with it. Streams that stay open are silent until the
-        version has passed their position.
+        end_streams: whether streams end, as if the API server is restarted as well. Streams that stay open are silent
+        until the version has passed their position.
         """
         with self._changed:
             self._version = self._oldest = snapshot.version
@@ -279,7 +279,7 @@ class FakeApiServer:
 
     @property
     def writes(self) -> list[LoggedRequest]:
-        """The requests that change something and were carried out, dry runs left out."""
+        """The requests that changed something, without dry runs."""
         with self.log_condition:
             return [
                 entry
@@ -288,16 +288,15 @@ class FakeApiServer:
             ]
 
     def requests(self, method: str = "", path: str = "") -> list[LoggedRequest]:
-        """The requests with this method whose path contains this."""
+        """Return the requests with this method whose path contains this text."""
         with self.log_condition:
             return [entry for entry in self.log if method in ("", entry.method) and path in entry.path]
 
     def wait_for(self, met: Callable[[FakeApiServer], bool], seconds: float = 10.0) -> None:
-        """Wait until `met(self)`, looked at after every request and every change.
+        """Wait until `met(self)` is true. It is called after every request and every change.
 
         Raises:
-            TimeoutError: it was not met in time.
-
+            TimeoutError: the condition was not met in time.
         """
         deadline = time.monotonic() + seconds
         while not met(self):
@@ -307,7 +306,7 @@ class FakeApiServer:
                 self.log_condition.wait(0.02)
 
     def wait_changed(self, after: int, seconds: float) -> int:
-        """Wait until something was written since a position in the history, `seconds` at the most; return the new one.
+        """Wait until an object was written after a position in the history, at most `seconds`. Return the new position.
 
         Begin with -1, which does not wait.
         """
@@ -323,13 +322,13 @@ class FakeApiServer:
     # --- what is stored, for tests ---
 
     def objects(self, plural: str = "resourceslices") -> list[Object]:
-        """Copies of all objects of a kind, ResourceSlices as v1 has them, by name."""
+        """Return copies of all objects of a kind, sorted by name. ResourceSlices are of version v1."""
         with self._changed:
             store = self._stores.get(plural, _Store())
             return [copy.deepcopy(body) for _, body in sorted(store.objects.items())]
 
     def get(self, plural: str, name: str, namespace: str = "") -> Object:
-        """A copy of one object; KeyError if there is none."""
+        """Return a copy of one object; KeyError if it does not exist."""
         with self._changed:
             return copy.deepcopy(self._stores[plural].objects[namespace, name])
 
@@ -338,7 +337,7 @@ class FakeApiServer:
         return self._write("POST", *self._place(body), copy.deepcopy(body), {})
 
     def replace(self, body: Object) -> Object:
-        """Replace an object whatever its resource version, as a client would."""
+        """Replace an object of any resource version, as a client would."""
         body = copy.deepcopy(body)
         body["metadata"].pop("resourceVersion", None)
         plural, namespace, _ = self._place(body)
@@ -415,7 +414,7 @@ class FakeApiServer:
                 same = copy.deepcopy(before)
                 same["metadata"].pop("resourceVersion")
                 if same == after:
-                    return copy.deepcopy(before)  # a write that changes nothing makes no new version
+                    return copy.deepcopy(before)  # A write that changes nothing makes no new version.
             if before is not None and "deletionTimestamp" in before["metadata"]:
                 after["metadata"]["deletionTimestamp"] = before["metadata"]["deletionTimestamp"]
                 if not after["metadata"].get("finalizers"):
@@ -477,7 +476,7 @@ class FakeApiServer:
             whole = copy.deepcopy(before)
             if subresource == "status":
                 whole["status"] = merged.get("status", {})
-                # Of the metadata only what it is a condition of counts.
+                # Of the metadata in a merge patch, only these two are conditions.
                 whole["metadata"] |= {key: merged["metadata"].get(key) for key in ("uid", "resourceVersion")}
             else:
                 whole = {**merged, **({"status": before["status"]} if "status" in before else {})}
@@ -539,13 +538,13 @@ class FakeApiServer:
         return 405, "the server does not allow this method"
 
     def _page(self, plural: str, namespace: str, request: LoggedRequest) -> tuple[list[Object], Object]:
-        """Return a part of a list, as storage/etcd3/store.go (GetList) and storage/continue.go of 1.36 do."""
+        """Return a page of a list, as storage/etcd3/store.go (GetList) and storage/continue.go of 1.36 do."""
         start, position = "", self._version
         place = request.path, f"{request.query.get('fieldSelector')} {request.query.get('labelSelector')}"
         if token := request.query.get("continue"):
             told = json.loads(base64.urlsafe_b64decode(token + "=" * (-len(token) % 4)))
             start = told["start"]
-            if told["rv"] != -1:  # -1: goes on at the newest version
+            if told["rv"] != -1:  # -1 continues at the newest version.
                 position = told["rv"]
                 if (*place, position) not in self._moments:
                     error = _RefusedError(410, "Expired", INCONSISTENT)
@@ -612,7 +611,8 @@ class FakeApiServer:
             store = self._stores.setdefault(plural, _Store())
             oldest = self._oldest
         self._record(request, 200)
-        if position < oldest:  # one in the future is silent: Cacher.Watch (cacher.go, 1.36) does not compare it
+        # A position in the future is silent, because Cacher.Watch (cacher.go, 1.36) does not compare it.
+        if position < oldest:
             status = _RefusedError(410, "Expired", f"too old resource version: {position} ({oldest})").status
             send({"type": "ERROR", "object": status})
             return
@@ -673,7 +673,7 @@ class _Http(ThreadingHTTPServer):
                 self.threads.discard(threading.current_thread())
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that goes away is nothing to print."""
+        """Print nothing when a client disconnects."""
 
     def close_all(self) -> None:
         self.server_close()
@@ -692,7 +692,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Http
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
-        """Keep quiet; FakeApiServer.log has it."""
+        """Print nothing, because FakeApiServer.log has the requests."""
 
     def _handle(self) -> None:
         api = self.server.api
@@ -772,7 +772,7 @@ def _missing(plural: str, name: str) -> _RefusedError:
 
 
 def _key(body: Object) -> str:
-    """Return what etcd sorts an object of a kind by."""
+    """Return the key by which etcd sorts an object of a kind."""
     metadata = body["metadata"]
     return f"{metadata['namespace']}/{metadata['name']}" if metadata.get("namespace") else str(metadata["name"])
 
@@ -798,7 +798,7 @@ def _matches(body: Object, selector: str) -> bool:
 
 
 def _labelled(body: Object, selector: str) -> bool:
-    """Whether the labels are as a selector of the forms `key`, `!key`, `key=value` and `key!=value` says."""
+    """Return whether the labels match a selector of the forms `key`, `!key`, `key=value` and `key!=value`."""
     labels = body["metadata"].get("labels") or {}
     for term in filter(None, selector.split(",")):
         key, equal, wanted = [*re.split(r"(!=|==?)", term, maxsplit=1), "", ""][:3]
@@ -826,7 +826,7 @@ def _merge(into: Any, patch: Any) -> Any:
 
 
 def _from_version(body: Object, version: str) -> Object:
-    """A slice as v1 has it; what the version does not know is dropped, as a decoder does."""
+    """Convert a slice to v1. Fields that its version lacks are dropped, as a decoder does."""
     spec = body.get("spec")
     if not isinstance(spec, dict) or version != "v1beta1":
         return body
@@ -873,7 +873,7 @@ def _slice_as_stored(body: Object, before: Object | None, features: frozenset[st
 
 
 def _canonical(value: int | str) -> str:
-    """A quantity as the API server writes it, binary ones with the largest suffix that leaves an integer."""
+    """Return a quantity in the API server's form. Binary quantities have the largest suffix that leaves an integer."""
     number = parse_quantity(value)
     text = str(value)
     base, suffixes = (1024, ["Ki", "Mi", "Gi", "Ti"]) if text.endswith("i") else (1000, ["k", "M", "G", "T"])

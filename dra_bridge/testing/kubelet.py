@@ -1,11 +1,10 @@
-"""The DRA half of a kubelet, for tests: plugin watcher, registration, claims of pods, health.
+"""The DRA side of a fake kubelet, for tests: plugin watcher, registration, claims of pods, health.
 
-It does what kubelet 1.36.3 does (pkg/kubelet/pluginmanager, pkg/kubelet/cm/dra) with the sockets
-of `plugins_registry/`, and keeps the same books: claims by namespace and name, the pods that use
-them, what drivers answered. Everything is synchronous and thread-safe; own threads do the work.
+It handles the sockets of `plugins_registry/` as kubelet 1.36.3 does (pkg/kubelet/pluginmanager, pkg/kubelet/cm/dra). It
+keeps the same state: claims by namespace and name, the pods that use them, and the drivers' answers. All methods are
+synchronous and thread-safe. Threads of the fake do the work.
 
-What it leaves out: the admission of pods, and extended resources through DRA, whose claims are like
-any other here.
+It does not admit pods. Claims for extended resources through DRA are like all other claims here.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ __all__ = ["AnsweredDevice", "DevicesOfClaim", "FakeDraKubelet", "FakeDraPod", "
 
 SERVICES: Final = ("v1.DRAPlugin", "v1beta1.DRAPlugin")
 HEALTH_SERVICES: Final = ("v1.DRAResourceHealth", "v1alpha1.DRAResourceHealth")
-"""What kubelet 1.37.1 knows, its choice first (dra_plugin.go, healthServicesSupportedByKubelet)."""
+"""The services that kubelet 1.37.1 knows, in its order (dra_plugin.go, healthServicesSupportedByKubelet)."""
 CALL_TIMEOUT: Final = 45.0
 HEALTH_TIMEOUT: Final = 30.0
 _OPTIONS: Final = (
@@ -53,15 +52,15 @@ _OPTIONS: Final = (
 
 
 class PodError(Exception):
-    """Raised when a pod's claims cannot be prepared or unprepared; the text is as in the pod's event."""
+    """Raised when a pod's claims cannot be prepared or unprepared. The text is that of the pod's event."""
 
 
 @dataclass(frozen=True, slots=True)
 class FakeDraPod:
     """A pod that uses claims.
 
-    claims: names of ResourceClaims in its namespace. containers: by container name, what it wants
-    as (claim name, request name); an empty request means the whole claim.
+    claims: names of ResourceClaims in its namespace. containers: by container name, its requests as (claim name,
+    request name); an empty request means the whole claim.
     """
 
     name: str
@@ -73,7 +72,7 @@ class FakeDraPod:
 
 @dataclass(frozen=True, slots=True)
 class SeenHealth:
-    """A device's health as it would be in the pod's status: healthy, unhealthy or unknown."""
+    """A device's health in the form of the pod's status: healthy, unhealthy or unknown."""
 
     health: str
     message: str = ""
@@ -83,8 +82,8 @@ class SeenHealth:
 class Plugin:
     """One registered instance of a driver.
 
-    channel: it is not closed, since grpcio's thread that follows its state would raise an error then; it ends with
-    that thread. follow: what is called with its state. calls: those in flight.
+    channel: it is not closed, because grpcio's thread that follows its state would raise an error; it ends with that
+    thread. follow: the function that is called with the channel's state. calls: running calls.
     """
 
     driver: str
@@ -112,17 +111,16 @@ class FakeDraKubelet:
     """A kubelet's DRA side under `root`.
 
     Args:
-        root: its root directory; `plugins_registry/` and `plugins/` are made there.
-        get_claim: the API server: (namespace, name) to a ResourceClaim as JSON, None if it is gone.
-        services: which versions of the driver API it speaks.
-        health_services: which versions of the health service it speaks, its choice first; it opens the
-            stream only for drivers that list one, as since 1.37 (pickHealthService). None: as until
-            1.36, v1alpha1 for every driver.
+        root: the kubelet's root directory; `plugins_registry/` and `plugins/` are created there.
+        get_claim: stands for the API server: (namespace, name) to a ResourceClaim as JSON, None if it does not exist.
+        services: the versions of the driver API that the kubelet supports.
+        health_services: the versions of the health service that the kubelet supports, in its order. It opens the stream
+            only for drivers that list one, as since 1.37 (pickHealthService). None: v1alpha1 for every driver, as until
+            1.36.
         period: seconds between two looks of the reconciler (a real one: 1).
         backoff: first delay after a failed registration (a real one: 0.5), doubling.
-        wipe: called when slices are to be deleted, with a driver's name, or "" for all.
-        wiping_delay: seconds from a driver's last endpoint to the wiping of its slices (30).
-
+        wipe: a function that deletes the slices of a driver, "" for all drivers.
+        wiping_delay: seconds between the end of a driver's last endpoint and the deletion of its slices (30).
     """
 
     def __init__(
@@ -162,11 +160,10 @@ class FakeDraKubelet:
     # Life.
 
     def start(self) -> Self:
-        """Start as a kubelet does: read the claim state, wipe all slices, then find the sockets that are there.
+        """Start as a kubelet does: read the claim state, delete all slices, then find the existing sockets.
 
         Raises:
             ValueError: the claim state is damaged; a kubelet ends with that error.
-
         """
         self.registry.mkdir(parents=True, exist_ok=True)
         claims = claim_state.read_or_create(self.root)
@@ -181,7 +178,7 @@ class FakeDraKubelet:
         return self
 
     def stop(self) -> None:
-        """End without a word to the drivers, as a kubelet does."""
+        """End without notice to the drivers, as a kubelet does."""
         self._stop.set()
         for thread in self._threads:
             thread.join(5.0)
@@ -196,7 +193,7 @@ class FakeDraKubelet:
             self._close(plugin)
 
     def restart(self) -> None:
-        """Stop and start; claims and their devices are read from the claim state."""
+        """Stop and start. The claims and their devices are read from the claim state."""
         self.stop()
         self.start()
 
@@ -209,11 +206,10 @@ class FakeDraKubelet:
         self.stop()
 
     def wait_for(self, what: Callable[[], bool], timeout: float = 10.0) -> None:
-        """Wait until something is so.
+        """Wait until a condition is met.
 
         Raises:
-            TimeoutError: it is not, after `timeout` seconds.
-
+            TimeoutError: the condition is not met after `timeout` seconds.
         """
         with self._condition:
             if not self._condition.wait_for(what, timeout):
@@ -227,17 +223,17 @@ class FakeDraKubelet:
             return list(self._store.get(driver, ()))
 
     def wait_registered(self, driver: str, count: int = 1, timeout: float = 10.0) -> list[Plugin]:
-        """Wait until just so many instances of a driver are registered and connected."""
+        """Wait until exactly `count` instances of a driver are registered and connected."""
         self.wait_for(lambda: [p.connected and p.told for p in self._store.get(driver, ())] == [True] * count, timeout)
         return self.plugins(driver)
 
     def claim(self, namespace: str, name: str) -> DevicesOfClaim | None:
-        """Return what is remembered of a claim."""
+        """Return the kubelet's record of a claim."""
         with self._condition:
             return self._claims.get((namespace, name))
 
     def health(self, driver: str, pool: str, device: str, *, later: float = 0.0) -> SeenHealth:
-        """Return a device's health as it is now, or `later` seconds from now if no word came."""
+        """Return a device's health now, or `later` seconds from now if the driver sends nothing until then."""
         with self._condition:
             reported = self._health.get(driver, {}).get((pool, device))
             if reported is None or time.monotonic() + later - reported.at > reported.timeout:
@@ -294,7 +290,8 @@ class FakeDraKubelet:
                     raise PodError(f"NodePrepareResources failed for ResourceClaim {by_uid[uid].name}: {answer.error}")
                 with self._condition:
                     for device in answer.devices:
-                        # Appended each time, also when a restarted kubelet prepares again (ClaimInfo.addDevice).
+                        # The device is appended each time, also when a restarted kubelet prepares again
+                        # (ClaimInfo.addDevice).
                         by_uid[uid].drivers.setdefault(driver, []).append(_device(device))
             if len(answers) != len(claims):
                 raise PodError(f"NodePrepareResources skipped {len(claims) - len(answers)} ResourceClaims")
@@ -305,7 +302,7 @@ class FakeDraKubelet:
         return {container: self.cdi_ids(pod, container) for container in pod.containers}
 
     def cdi_ids(self, pod: FakeDraPod, container: str) -> list[str]:
-        """Return the CDI ids that a container gets: those of its own requests' devices."""
+        """Return the CDI ids that a container gets for the devices of its requests."""
         ids: list[str] = []
         with self._condition:
             for name, request in pod.containers[container]:
@@ -316,19 +313,18 @@ class FakeDraKubelet:
         return ids
 
     def unprepare_pod(self, pod: FakeDraPod) -> None:
-        """Let go of a pod's claims; those that no other pod uses are unprepared.
+        """Release a pod's claims. Claims that no other pod uses are unprepared.
 
         Raises:
             PodError: a driver failed; the kubelet would try again.
-
         """
         self._unprepare(pod.uid, pod.namespace, pod.claims)
 
     def reconcile_claims(self, active: Collection[str]) -> None:
-        """Unprepare what pods use that are not active, by their UIDs (Manager.reconcileLoop, kubelet 1.36.3).
+        """Unprepare the claims of pods that are not active. active: UIDs (Manager.reconcileLoop, kubelet 1.36.3).
 
-        A kubelet does it every 60 s once its sources are ready. A pod that was deleted by force is
-        not active, whatever of it runs.
+        A kubelet does this every 60 s once its sources are ready. A pod that was deleted by force is not active, even
+        if its processes run.
         """
         with self._condition:
             claims: dict[tuple[str, str], list[str]] = {}
@@ -336,7 +332,7 @@ class FakeDraKubelet:
                 for uid in claim.pods - set(active):
                     claims.setdefault((uid, claim.namespace), []).append(claim.name)
         for (uid, namespace), names in claims.items():
-            with contextlib.suppress(PodError):  # the next loop tries again
+            with contextlib.suppress(PodError):  # The next loop tries again.
                 self._unprepare(uid, namespace, names)
 
     def _unprepare(self, pod: str, namespace: str, names: Sequence[str]) -> None:
@@ -403,7 +399,7 @@ class FakeDraKubelet:
 
     @contextlib.contextmanager
     def _calling(self, plugin: Plugin, begin: Callable[[], Any]) -> Iterator[Any]:
-        """Begin a call, which `_close` cancels. Raises grpc.FutureCancelledError: the connection is closed."""
+        """Begin a call, which `_close` cancels. Raises grpc.FutureCancelledError if the connection is closed."""
         with self._condition:
             if plugin.ended:
                 raise grpc.FutureCancelledError

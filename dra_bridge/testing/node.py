@@ -1,13 +1,13 @@
-"""A whole node for tests: both halves of a kubelet, its scheduler, and the claims of its pods.
+"""A fake node for tests: a kubelet with both sides, a scheduler, and the claims of its pods.
 
     with FakeApiServer() as server, FakeNode(server, "n1") as node, serve_both(Gpus(), node, share="all"):
         pod = node.start_pod("train", {"example.com/gpu": 1}).wait_running()
         other = node.start_pod("infer", template={"gpu.example.com": 1}).wait_running()
         assert not overlaps(node.holdings())
 
-The device plugin half is `deviceplugin.testing.FakeKubelet`, the claims' half `FakeDraKubelet`, the
-scheduler `dra_bridge.testing.scheduler`. The scheduler sees slices at once, and what is allocatable too unless there is
-a `status_period`.
+The plugin side is `deviceplugin.testing.FakeKubelet`, the DRA side `FakeDraKubelet`, the scheduler
+`dra_bridge.testing.scheduler`. The scheduler sees slices at once. It also sees allocatable numbers at once, unless
+there is a `status_period`.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _EXTENDED: Final = "extended-resources"
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """That a container had a device, from when to when (monotonic seconds); end None: it still has.
+    """The time in which a container had a device (monotonic seconds). end: None while it still has the device.
 
-    side: plugin or claim. uid: the pod's; pods of one name can run at once when one was deleted by force.
+    side: plugin or claim. uid: the pod's UID; two pods of one name can run at once if one was deleted by force.
     """
 
     device: str
@@ -55,7 +55,7 @@ class Holding:
 
 
 def overlaps(holdings: Iterable[Holding]) -> list[tuple[Holding, Holding]]:
-    """Return every two holdings of one device that were at the same time; shared devices have some by right."""
+    """Return all pairs of simultaneous holdings of one device. Shared devices may have such pairs."""
     pairs = []
     by_device: dict[str, list[Holding]] = {}
     for holding in sorted(holdings, key=lambda holding: holding.begin):
@@ -70,10 +70,10 @@ def overlaps(holdings: Iterable[Holding]) -> list[tuple[Holding, Holding]]:
 
 @dataclass(slots=True)
 class _Wants:
-    """What a pod wants of claims: names, and devices by DeviceClass for one made for it.
+    """The claims that a pod requests: names of claims, and devices by DeviceClass for a claim made for the pod.
 
-    made: claims that were made for it. given: the devices of its claims as its containers got them.
-    held: what it had when its containers ended, until it is over.
+    made: claims that were made for the pod. given: the devices of its claims that its containers got. held: its devices
+    at the end of its containers, until the pod has ended.
     """
 
     claims: tuple[str, ...] = ()
@@ -84,16 +84,15 @@ class _Wants:
 
 
 class FakeNode(FakeKubelet):
-    """A node with both sides; entering starts it and, if there is none, makes its Node.
+    """A node with both sides. Entering the context starts it, and creates its Node if there is none.
 
     Args:
         server: the API server.
         name: the node's name.
-        root: stands for /var/lib/kubelet; None makes a directory that goes with the object.
-        status_period: seconds between two reports of the Node's status, by which the scheduler goes (10 on a real
-            node); None: it knows at once what the kubelet has.
-        options: further ones of FakeKubelet.
-
+        root: stands for /var/lib/kubelet; None creates a directory that is removed with the object.
+        status_period: seconds between two reports of the Node's status, which the scheduler uses (10 on a real node);
+            None: the scheduler knows the kubelet's numbers at once.
+        options: further options of FakeKubelet.
     """
 
     def __init__(
@@ -119,7 +118,7 @@ class FakeNode(FakeKubelet):
         self._watch: threading.Thread | None = None
 
     def start(self, *, wipe: bool = True) -> None:
-        """Start the kubelet with both halves; all slices of the node are deleted, as at every start."""
+        """Start the kubelet with both sides. All slices of the node are deleted, as at every start."""
         try:
             self.server.get("nodes", self.name)
         except KeyError:
@@ -131,7 +130,7 @@ class FakeNode(FakeKubelet):
         self._watch.start()
 
     def stop(self) -> None:
-        """Let the kubelet die; containers run on."""
+        """End the kubelet. The containers continue to run."""
         if self.is_up:
             self._over.set()
             self.dra.stop()
@@ -157,11 +156,11 @@ class FakeNode(FakeKubelet):
         selectors: Sequence[str] = (),
         namespace: str = "default",
     ) -> Object:
-        """Make a ResourceClaim for devices of a class.
+        """Create a ResourceClaim for devices of a class.
 
-        parameters: what each driver's `prepare` gets as `config`. selectors: CEL expressions that hold for each device,
-        such as 'device.attributes["fpga.example.com"].family == "Arc"'. Raises UnknownSelectorError, with what is
-        understood, for one that the fake scheduler does not understand.
+        parameters: by driver, the `config` of its `prepare` hook. selectors: CEL expressions that hold for each device,
+        such as 'device.attributes["fpga.example.com"].family == "Arc"'. Raises UnknownSelectorError for a selector that
+        the fake scheduler does not support; the message lists what it supports.
         """
         if isinstance(selectors, str):
             raise TypeError(f"selectors must be CEL expressions such as [{selectors!r}], not a string")
@@ -190,10 +189,10 @@ class FakeNode(FakeKubelet):
         claims: Sequence[str] = (),
         template: Mapping[str, int] | None = None,
     ) -> FakePod:
-        """Make a pod; it stays Pending until there is what it wants.
+        """Create a pod. It stays Pending until its requested devices are free.
 
-        claims: names of ResourceClaims. template: devices by DeviceClass, for a claim that is made
-        for the pod and goes with it. Each of its containers gets all of them.
+        claims: names of ResourceClaims. template: number of devices by DeviceClass, for a claim that is created and
+        deleted with the pod. Each container of the pod gets all devices of its claims.
         """
         if isinstance(claims, str):
             raise TypeError(f"claims must be names of ResourceClaims such as [{claims!r}], not the string {claims!r}")
@@ -208,7 +207,7 @@ class FakeNode(FakeKubelet):
             )
 
     def claims_of(self, pod: FakePod) -> tuple[str, ...]:
-        """Return the names of a pod's claims, those that were made for it among them."""
+        """Return the names of a pod's claims, including claims made for it."""
         wants = self._wants_of(pod)
         return (*wants.claims, *wants.made)
 
@@ -219,7 +218,7 @@ class FakeNode(FakeKubelet):
         return {**devices, **{ids.get(name, name): "claim" for name in self._wants_of(pod).given}}
 
     def _ids(self) -> dict[str, str]:
-        """Return the ids of devices by their names in slices, as the node's Lease has both."""
+        """Return the ids of devices by their published names. The node's Lease has both."""
         leases = [body for body in self.server.objects("leases") if body["metadata"]["name"] == self.name]
         ids: dict[str, str] = {}
         for driver in fleet.drivers_of((), leases):
@@ -230,7 +229,10 @@ class FakeNode(FakeKubelet):
         return ids
 
     def edits_of(self, pod: FakePod, container: str | None = None) -> ContainerEdits:
-        """Return what a container got, from plugins and from its claims' CDI files; container None: the first one."""
+        """Return the edits that a container got, from plugins and from its claims' CDI files.
+
+        container: None for the first one.
+        """
         got = pod.container(container)
         by_id = {}
         for file in self.cdi.glob("*.json"):
@@ -247,7 +249,7 @@ class FakeNode(FakeKubelet):
         return ContainerEdits.merge([listed, *(_edits(by_id[name]) for name in named)])
 
     def holdings(self) -> list[Holding]:
-        """Return who had what from when to when, in the order of their beginnings."""
+        """Return all holdings, sorted by their beginnings."""
         with self.changed:
             pods = [pod for pod in (*self.pods.values(), *self.orphans.values()) if pod.uid not in self._recorded]
             now = [holding for pod in pods for holding in self._held(pod, None)]
@@ -265,14 +267,14 @@ class FakeNode(FakeKubelet):
     # What the kubelet does with claims.
 
     def prepare_pod(self, pod: FakePod) -> None:
-        """Have a pod's claims prepared."""
+        """Prepare a pod's claims."""
         try:
             self.dra.prepare_pod(self._dra_pod(pod))
         except PodError as error:
             raise PluginCallError(str(error)) from error
 
     def unprepare_pod(self, pod: FakePod) -> None:
-        """Have a pod's claims unprepared, however long that takes."""
+        """Unprepare a pod's claims, with as many tries as necessary."""
         with self.changed:
             wants = self._wants_of(pod)
             wants.held = self._held(pod, None)
@@ -285,10 +287,10 @@ class FakeNode(FakeKubelet):
                 return
 
     def end_pod(self, pod: FakePod, status: tuple[str, str, str] | None) -> None:
-        """End a pod; its claims are given back."""
+        """End a pod and release its claims."""
         with self.changed:
             if pod.uid not in self._recorded:
-                # Nobody else can have its devices before what follows.
+                # No other pod can have its devices before the next step.
                 self._past += self._held(pod, time.monotonic())
                 self._recorded.add(pod.uid)
             if pod.uid not in self.orphans:
@@ -297,14 +299,14 @@ class FakeNode(FakeKubelet):
             super().end_pod(pod, status)
 
     def remove_pod(self, pod: FakePod, lingering: Lingering) -> None:
-        """Take a pod from the kubelet's list, whatever of it runs; its claims are given back at once."""
+        """Remove a pod from the kubelet's list, even if its processes run. Its claims are released at once."""
         with self.changed:
             self._wants_of_orphans[pod.uid] = self._wants.pop(f"{pod.namespace}/{pod.name}", _Wants())
             self._give_back(pod)
             super().remove_pod(pod, lingering)
 
     def end_container(self, pod: FakePod, container: FakeContainer) -> None:
-        """End a container's process; what an init container had is its own until then."""
+        """End a container's process. Until then, an init container had its devices for itself."""
         with self.changed:
             if container.init and not container.stays and container.state == "running":
                 ids = container.device_ids
@@ -315,17 +317,17 @@ class FakeNode(FakeKubelet):
             super().end_container(pod, container)
 
     def reconcile_claims(self) -> None:
-        """Unprepare what pods use that are not active, as a kubelet with ready sources does every 60 s."""
+        """Unprepare the claims of pods that are not active, as a kubelet with ready sources does every 60 s."""
         run = self._up()
         if run.manager.sources_ready:
             self.dra.reconcile_claims({pod.uid for pod in run.active_pods()})
 
     def remove_claim(self, name: str, namespace: str = "default") -> None:
-        """Remove a claim's finalizers and delete it, whoever uses it; the kubelet's claim state still names it."""
+        """Remove a claim's finalizers and delete it, even if pods use it. The kubelet's claim state still names it."""
         self.server.delete("resourceclaims", name, namespace)
 
     def start_container(self, pod: FakePod, container: FakeContainer) -> None:
-        """Start a container's process, and note which devices of claims it has: the kubelet may forget them."""
+        """Start a container's process, and record its devices of claims, because the kubelet may forget them."""
         with self.changed:
             infos = [self.dra.claim(pod.namespace, claim) for claim in self.claims_of(pod)]
             listed = [devices for info in infos if info is not None for devices in info.drivers.values()]
@@ -338,7 +340,7 @@ class FakeNode(FakeKubelet):
         return self.dra.cdi_ids(self._dra_pod(pod), container.name) if self.claims_of(pod) else ()
 
     def dynamic_resources(self, pod: FakePod, container: FakeContainer) -> Sequence[pr.DynamicResource]:
-        """Return what PodResources says of a container's claims."""
+        """Return the part of PodResources about a container's claims."""
         resources_of_claims = []
         for claim in self.claims_of(pod):
             info = self.dra.claim(pod.namespace, claim)
@@ -371,7 +373,7 @@ class FakeNode(FakeKubelet):
             return None
 
     def release_sources(self) -> None:
-        """Let the API server reach the kubelet again; slices that it was to delete meanwhile are deleted."""
+        """Let the kubelet reach the API server again, and delete the slices that it had to delete meanwhile."""
         super().release_sources()
         while self._unwiped:
             self._wipe(self._unwiped.pop())
@@ -382,7 +384,7 @@ class FakeNode(FakeKubelet):
             return
         for body in self.server.objects():
             if body["spec"].get("nodeName") == self.name and driver in ("", body["spec"]["driver"]):
-                with contextlib.suppress(Exception):  # somebody else may have deleted it
+                with contextlib.suppress(Exception):  # Another program may have deleted it.
                     self.server.delete("resourceslices", body["metadata"]["name"])
 
     # The scheduler.
@@ -397,7 +399,7 @@ class FakeNode(FakeKubelet):
             self.schedule()
 
     def report(self) -> None:
-        """Write the Node's status if it has changed, over whatever anybody else wrote."""
+        """Write the Node's status if it has changed, over the writes of other programs."""
         with self.changed:
             if (run := self._run) is None:
                 return
@@ -413,18 +415,18 @@ class FakeNode(FakeKubelet):
             self.server.patch("nodes", self.name, {"status": patch}, subresource="status")
 
     def node_allocatable(self) -> Mapping[str, int]:
-        """Return what the Node says is allocatable, as the kubelet sees it when it admits a pod."""
+        """Return the Node's allocatable numbers, as the kubelet reads them when it admits a pod."""
         return self._reported(super().node_allocatable())
 
     def _reported(self, allocatable: Mapping[str, int]) -> Mapping[str, int]:
-        """Return what the scheduler takes for allocatable. allocatable: what the kubelet has."""
+        """Return the allocatable numbers that the scheduler uses. allocatable: the kubelet's numbers."""
         if self._status_period is None:
             return allocatable
         status = self.server.get("nodes", self.name).get("status") or {}
         return {name: int(number) for name, number in (status.get("allocatable") or {}).items()}
 
     def schedule(self) -> None:
-        """Give pods to the kubelet that fit now, with their claims allocated."""
+        """Bind the pods that fit now, and allocate their claims."""
         with self.changed:
             run = self._run
             if run is None or not run.manager.sources_ready:
@@ -435,7 +437,7 @@ class FakeNode(FakeKubelet):
             allocatable = self._reported(run.manager.capacity()[1])
             free = dict(allocatable)
             for pod in self.pods.values():
-                # Those that got theirs through DRA count as well (kube-scheduler 1.36).
+                # Pods that got their devices through DRA count as well (kube-scheduler 1.36).
                 if pod.bound and not pod.terminal:
                     for resource, number in pod.requests.items():
                         free[resource] = free.get(resource, 0) - number
@@ -458,7 +460,7 @@ class FakeNode(FakeKubelet):
     def _allocate(
         self, pod: FakePod, through: Mapping[str, str], classes: Sequence[Object], slices: Sequence[Object]
     ) -> str:
-        """Allocate all that a pod wants of claims, or nothing and return what is lacking."""
+        """Allocate all claims of a pod; or allocate nothing and return what is missing."""
         wants = self._wants.setdefault(f"{pod.namespace}/{pod.name}", _Wants())
         made: list[Object] = []
         if wants.template:
@@ -499,7 +501,7 @@ class FakeNode(FakeKubelet):
         return self._wants.setdefault(f"{pod.namespace}/{pod.name}", _Wants()) if orphaned is None else orphaned
 
     def _give_back(self, pod: FakePod) -> None:
-        """Do what the claims' controller does after a pod: delete what was made for it, deallocate the rest."""
+        """Release a pod's claims as the claim controller does: delete claims made for it, deallocate the others."""
         wants = self._wants_of(pod)
         for name in wants.made:
             if self._get_claim(pod.namespace, name) is not None:
@@ -516,7 +518,7 @@ class FakeNode(FakeKubelet):
 
 
 def _lasting(pod: FakePod) -> list[FakeContainer]:
-    """Return a pod's containers, and its init containers while they run."""
+    """Return a pod's containers, and its init containers that run."""
     init = [container for container in pod.init_containers.values() if container.state == "running"]
     return [*pod.containers.values(), *init]
 
@@ -561,7 +563,7 @@ def _unallocated(claim: Object, classes: Sequence[Object]) -> str:
 
 
 def _serve_through(pod: FakePod, through: Mapping[str, str]) -> None:
-    """Have the kubelet leave resources alone that a claim serves."""
+    """Make the kubelet ignore the resources that a claim serves."""
 
     def fitted(spec: ContainerSpec) -> ContainerSpec:
         return replace(spec, through_dra=frozenset(spec.limits) & through.keys())

@@ -1,6 +1,6 @@
 """The pytest plugin: fixtures `fake_node` and `bridged`, for claims.
 
-Every pytest run on a machine where the package is installed imports this module, so it imports nothing heavy itself.
+If the package is installed, every pytest run imports this module. So it imports no large modules itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ __all__ = ["bridged", "fake_node"]
 
 @pytest.fixture
 def fake_node() -> Iterator[FakeNode]:
-    """Give a running fake node with its API server; at the end the test fails if a real kubelet would have crashed."""
+    """Provide a running fake node with its API server.
+
+    At the end, the test fails if a real kubelet would have crashed.
+    """
     from dra_bridge.testing.apiserver import FakeApiServer
     from dra_bridge.testing.node import FakeNode
 
@@ -33,10 +36,10 @@ def fake_node() -> Iterator[FakeNode]:
 
 @pytest.fixture
 def bridged(fake_node: FakeNode) -> Iterator[Callable[..., ServedBoth]]:
-    """Give a function that serves sources to pods and to claims until the test ends.
+    """Provide a function that serves sources to pods and to claims until the test ends.
 
-    bridged(*sources, share="none", drain="cordon", timeout=20.0, period=0.2, **options) returns once the devices are on
-    the sides that the share says; `serve_both` describes its arguments and errors.
+    bridged(*sources, share="none", drain="cordon", timeout=20.0, period=0.2, **options) returns once the sides of the
+    devices match the share; `serve_both` describes its arguments and errors.
     """
     from dra_bridge.testing.serving import serve_both
 

@@ -1,13 +1,13 @@
-"""What kube-scheduler 1.36 does with claims, as far as one node and plain selectors need it: functions without I/O.
+"""Allocates claims as kube-scheduler 1.36 does, for one node and simple selectors. Functions without I/O.
 
-Pools count only when complete, and only their highest generation. A device is given out once (with
-`allowMultipleAllocations` as often as its capacity lasts, each time with a share ID of its own);
-one with a taint that the request does not tolerate is left alone. An extended resource goes to the
-device plugin as long as any of it is allocatable, be all of it taken; when nothing is, to the
-DeviceClass that names it.
+Only complete pools count, and only their highest generation. A device is allocated once; with
+`allowMultipleAllocations`, it is allocated while its capacity lasts, each time with a new share ID. A device with a
+taint that the request does not tolerate is not allocated. The device plugin serves an extended resource while the
+node's allocatable number is above 0, even if all devices are taken. When the number is 0, the DeviceClass that names
+the resource serves it.
 
-Of CEL it understands comparisons joined by `&&`: no library for CEL is needed, at the price of LIMITS. What is beyond
-them is an `UnknownSelectorError`, which `FakeNode` raises before a pod waits for it. Scores are left out.
+It supports CEL comparisons joined by `&&`, within LIMITS, so no library for CEL is needed. Other expressions cause an
+`UnknownSelectorError`, which `FakeNode` raises before a pod waits. Nodes get no scores.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LIMITS: Final = (
     'boolean, alone if it is a boolean, or with .isGreaterThan(semver("1.2.3")), .isLessThan and .compareTo(...) >= 0; '
     'device.capacity["domain"].name.compareTo(quantity("1Gi")) >= 0'
 )
-"""What a claim may ask for."""
+"""The supported requests of a claim."""
 
 Candidate = tuple[str, str, Object]
 """(driver, pool, device)."""
@@ -63,7 +63,7 @@ _TERM: Final = re.compile(
 
 
 class UnknownSelectorError(Exception):
-    """Raised when a CEL expression is more than this scheduler understands."""
+    """Raised for a CEL expression that this scheduler does not support."""
 
 
 def through(resource: str, allocatable: int, classes: Iterable[Mapping[str, Any]]) -> str | None:
@@ -72,7 +72,7 @@ def through(resource: str, allocatable: int, classes: Iterable[Mapping[str, Any]
 
 
 def class_of(resource: str, classes: Iterable[Mapping[str, Any]]) -> str | None:
-    """Return the DeviceClass that names an extended resource, the newest of several."""
+    """Return the DeviceClass that names an extended resource; the newest if there are several."""
     if resource.startswith(prefix := "deviceclass.resource.kubernetes.io/"):
         return resource.removeprefix(prefix)
     naming = [
@@ -92,7 +92,7 @@ def class_of(resource: str, classes: Iterable[Mapping[str, Any]]) -> str | None:
 def offered(slices: Iterable[Mapping[str, Any]], node: str) -> list[tuple[str, str, Object]]:
     """Return (driver, pool, device) of all complete pools of a node, in the order of their slices.
 
-    Node selectors are not evaluated: slices with one are for no node.
+    Slices with a node selector are ignored.
     """
     pools: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for body in slices:
@@ -114,7 +114,7 @@ def offered(slices: Iterable[Mapping[str, Any]], node: str) -> list[tuple[str, s
 
 
 def selected(expression: str, driver: str, device: Mapping[str, Any]) -> bool:
-    """Return whether a device is as a CEL expression asks for. Raises UnknownSelectorError."""
+    """Return whether a device matches a CEL expression. Raises UnknownSelectorError."""
     return all(_holds(term, driver, device) for term in _terms(expression))
 
 
@@ -132,7 +132,7 @@ def _terms(expression: str) -> list[re.Match[str]]:
 
 
 def check(claim: Mapping[str, Any]) -> None:
-    """Raise UnknownSelectorError if a claim asks for more than `allocate` understands."""
+    """Raise UnknownSelectorError if a claim requests more than `allocate` supports."""
     devices = claim["spec"].get("devices") or {}
     for request in devices.get("requests") or ():
         if "exactly" not in request:
@@ -145,7 +145,7 @@ def check(claim: Mapping[str, Any]) -> None:
 
 
 def _attribute(device: Mapping[str, Any], part: str, domain: str, name: str, driver: str) -> Any:
-    """Return the value of an attribute or capacity; None if the device has none of it."""
+    """Return the value of a device's attribute or capacity; None if the device lacks it."""
     entries = device.get(part) or {}
     entry = entries.get(f"{domain}/{name}")
     if entry is None and domain == driver:
@@ -159,7 +159,7 @@ def _holds(term: re.Match[str], driver: str, device: Mapping[str, Any]) -> bool:
     if term["driver"]:
         value: Any = driver
     elif (value := _attribute(device, term["part"], term["domain"], term["name"], driver)) is None:
-        return False  # no such key: an error in CEL, which does not select the device
+        return False  # A missing key is an error in CEL, so the device is not selected.
     if kind := term["kind"] or term["of"]:
         order = term["order"] or {"isGreaterThan": ">", "isLessThan": "<"}[term["method"]]
         have, want = (_ordered(kind, text) for text in (value, term["other"] or term["than"]))
@@ -176,7 +176,10 @@ def _holds(term: re.Match[str], driver: str, device: Mapping[str, Any]) -> bool:
 
 
 def _ordered(kind: str, text: str) -> Any:
-    """Return what orders quantities, or semantic versions (semver.org, 11: without a prerelease they are higher)."""
+    """Return a sort key for quantities, or for semantic versions.
+
+    A version without a prerelease is higher than one with a prerelease (semver.org, 11).
+    """
     if kind == "quantity":
         return parse_quantity(text)
     core, _, prerelease = text.partition("+")[0].partition("-")
@@ -193,14 +196,13 @@ def allocate(
     *,
     driver: str = "",
 ) -> Object | None:
-    """Return the `status.allocation` that a claim gets on a node; None if it has to wait.
+    """Return the `status.allocation` of a claim on a node; None if the claim has to wait.
 
-    classes, slices, claims: all there are, as resource.k8s.io/v1 has them. driver: only this
-    driver's devices are considered.
+    classes, slices, claims: all objects of the cluster, of resource.k8s.io/v1. driver: only this driver's devices are
+    considered.
 
     Raises:
-        UnknownSelectorError: a selector is more than this scheduler understands.
-
+        UnknownSelectorError: this scheduler does not support a selector.
     """
     check(claim)
     by_name = {device_class["metadata"]["name"]: device_class for device_class in classes}
@@ -276,7 +278,7 @@ def _request(
 
 
 class _Free:
-    """What no claim has: of devices how often, and of shared counters how much."""
+    """The free part of all devices: how often each device, and how much of each counter."""
 
     def __init__(
         self, devices: Iterable[Candidate], slices: Iterable[Mapping[str, Any]], claims: Iterable[Mapping[str, Any]]
@@ -295,7 +297,7 @@ class _Free:
                 self._consume(candidate)
 
     def take(self, candidate: Candidate) -> bool:
-        """Take a device once, if it is free and the counters suffice; return whether it was."""
+        """Take a device once if it is free and the counters suffice. Return whether it was taken."""
         key = (candidate[0], candidate[1], candidate[2]["name"])
         if self._taken.get(key, 0) >= _times(candidate[2]):
             return False
@@ -333,7 +335,7 @@ def _taken(claims: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str, str], in
 
 
 def _times(device: Mapping[str, Any]) -> int:
-    """Return how many claims a device takes."""
+    """Return how many claims can have a device."""
     if not device.get("allowMultipleAllocations"):
         return 1
     capacity = device.get("capacity") or {}
@@ -345,7 +347,7 @@ def _times(device: Mapping[str, Any]) -> int:
 
 
 def _consumed(device: Mapping[str, Any]) -> dict[str, str]:
-    """Return what a claim that asks for no amounts takes of a shared device."""
+    """Return the amounts of a shared device that a claim without requested amounts takes."""
     capacity: Mapping[str, Mapping[str, Any]] = device.get("capacity") or {}
     return {
         name: (amount.get("requestPolicy") or {}).get("default") or amount["value"] for name, amount in capacity.items()
@@ -353,7 +355,7 @@ def _consumed(device: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _repelled(device: Mapping[str, Any], tolerations: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a taint keeps a request away."""
+    """Return whether a taint keeps a request away."""
     return any(
         taint["effect"] in ("NoSchedule", "NoExecute")
         and not any(_tolerates(toleration, taint) for toleration in tolerations)

@@ -1,4 +1,4 @@
-"""An agent with both sides in a thread of its own, for tests; needs no pytest."""
+"""Runs an agent with both sides in its own thread, for tests. It does not need pytest."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["ServedBoth", "device_class", "serve_both"]
 
 
 class ServedBoth(Served):
-    """A bridge that runs in a thread of its own, with its own loop; arguments as of `serve_both`."""
+    """A bridge that runs in its own thread and event loop. The arguments are those of `serve_both`."""
 
     def __init__(
         self, sources: Sequence[DeviceSource], node: FakeNode, share: str | int, drain: Drain, **options: Any
@@ -39,12 +39,11 @@ class ServedBoth(Served):
         return sorted({source.driver for source in self._sources if source.driver})
 
     def wait_registered(self, timeout: float = 20.0) -> None:
-        """Wait until each source is registered, each driver too, and claims can have as many devices as the share says.
+        """Wait until all sources and drivers are registered, and the sides of the devices match the share.
 
         Raises:
             RuntimeError: a source's `watch` failed before its first list, or the agent ended; the error is the cause.
-            TimeoutError: it does not happen in time.
-
+            TimeoutError: this does not happen in time.
         """
         super().wait_registered(timeout)
         self._node.wait_until(
@@ -95,14 +94,12 @@ def serve_both(
 ) -> Iterator[ServedBoth]:
     """Run a bridge with these sources against a fake node while the context lasts, and make their DeviceClasses.
 
-    A class that the API server has already stays as it is. Of a driver with one resource, example.com/fpga and
-    fpga.example.com say, the class is called like the driver; see `deviceplugin.naming.class_name`.
+    An existing DeviceClass stays as it is. If a driver has one resource, such as example.com/fpga for fpga.example.com,
+    its class has the name of the driver; see `deviceplugin.naming.class_name`.
 
-    share: how many devices claims get: none, as by default of `dra_bridge.run`, all, a number or a percentage.
-    drain: see `dra_bridge.run`.
-    timeout: seconds to wait until the devices are where the share says; None does not wait.
-    period: seconds between two looks at who holds the devices.
-    options: further arguments of `Bridge`.
+    share: the share of devices for claims: none (the default of `dra_bridge.run`), all, a number or a percentage.
+    drain: see `dra_bridge.run`. timeout: seconds to wait until the sides of the devices match the share; None does not
+    wait. period: seconds between two scans for the holders of devices. options: further arguments of `Bridge`.
 
     Raises what `ServedBoth.wait_registered` raises; TypeError or NamingError if a source cannot be served at all, and
     ShareError if share or drain is none; ValueError if there is a share and no source has a driver.

@@ -454,7 +454,7 @@ def test_manifests_of_a_file_that_is_no_agent(
     assert str(file) in err
     assert said in err
     assert cli.main(["manifests", "--source", str(file)]) == 2
-    assert "--source and --command belong together" in capsys.readouterr().err
+    assert "--source and --command need each other" in capsys.readouterr().err
 
 
 def test_manifests_say_why_the_agent_is_privileged(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -741,7 +741,7 @@ def test_uninstall_beside_agents_is_refused(nodes: FakeFleet, bridge: Callable[.
     nodes.server.create(allocated_claim("c", D, "n2", "gpu-1"))
     agents = "agents run on n1: they publish slices again; delete the DaemonSet first\n"
     ran = bridge("uninstall", "--driver", D, "--node", "n1")
-    assert (ran.status, ran.out, ran.err) == (1, "", f"nothing was removed; --force removes all the same\n{agents}")
+    assert (ran.status, ran.out, ran.err) == (1, "", f"nothing was removed; --force removes the slices in spite of this\n{agents}")
     ran = bridge("uninstall", "--driver", D, "--node", "n2")
     claims = "claims have devices of these drivers: default/c: their pods cannot end without the driver's agent\n"
     assert (ran.status, claims in ran.err) == (1, True)
@@ -857,7 +857,7 @@ def test_a_share_is_forced(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None
     assert (ran.status, ran.out.splitlines()[0]) == (0, "n1: share all force requested")
     assert agent.annotations == {SHARE: "all force"}
     ran = bridge("migrate", "n1", "--driver", D, "--unset", "--force")
-    assert (ran.status, "--force belongs to a share" in ran.err) == (2, True)
+    assert (ran.status, "--force needs a share" in ran.err) == (2, True)
 
 
 def test_a_timeout_without_waiting(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:

@@ -274,7 +274,7 @@ def test_a_selector_chooses_nodes(monkeypatch: pytest.MonkeyPatch, selector: str
 
 
 WRONG = {
-    "no such code": (("--ignore", "DB999"), "DB999: there is no such code"),
+    "no such code": (("--ignore", "DB999"), "DB999: no finding has this code"),
     "no share": (("--share", "some"), "is not a share"),
     "no selector": (("-l", "a in (b)"), "is not KEY=VALUE"),
 }
