@@ -1,5 +1,5 @@
-"""The kubelet's side towards vendors' unmodified plugins: a directory with a kubelet.sock of our own.
+"""Serves vendors' unmodified plugins as the kubelet does, by a kubelet.sock in a directory of the agent.
 
-A vendor's plugin knows a directory and what is in it. In ours it registers with the agent, which lists its devices as
-the plugin does and passes the kubelet's calls on.
+A vendor's plugin registers at the kubelet.sock in a directory. In the agent's directory it registers with the agent.
+The agent then lists the plugin's devices and forwards the kubelet's calls to the plugin.
 """

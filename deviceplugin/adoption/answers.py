@@ -1,9 +1,9 @@
-"""What a vendor's plugin answers to Allocate, as what the containers of a claim get. Pure.
+"""Converts a vendor's plugin's answer to Allocate into edits of a claim's containers. Pure.
 
-Facts: of what has one container path, one variable's name or one CDI name the kubelet takes the first and leaves out
-the others (kubelet 1.36.3, devicemanager/pod_devices.go: deviceRunContainerOptions). The runtime takes an annotation
-whose key begins with `cdi.k8s.io/` for a list of CDI devices, also those that are named in the field for it (containerd
-2.1.5, internal/cri/opts/spec_linux.go: WithCDI). CDI cannot say any other annotation.
+Facts: if several items of an answer have the same container path, variable name or CDI name, the kubelet uses only the
+first (kubelet 1.36.3, devicemanager/pod_devices.go: deviceRunContainerOptions). The runtime reads an annotation whose
+key begins with `cdi.k8s.io/` as a list of CDI devices, in addition to the field for CDI devices (containerd 2.1.5,
+internal/cri/opts/spec_linux.go: WithCDI). CDI cannot express other annotations.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from deviceplugin.wire import deviceplugin_pb2 as pb
 _T = TypeVar("_T")
 
 CDI: Final = "cdi.k8s.io/"
-"""How the key of an annotation begins whose value names CDI devices."""
+"""The beginning of an annotation's key whose value names CDI devices."""
 _ALL: Final = "rwm"
-"""What permissions that are not given are, for CDI as for runtimes."""
+"""The default permissions of a device, for CDI as for runtimes."""
 
 
 class AnswerError(Exception):
-    """Raised when a plugin does not answer, or answers what a claim cannot give to its containers."""
+    """Raised when a plugin does not answer, or its answer has parts that a claim cannot give to its containers."""
 
 
 def edits_of(answer: bytes, dropped: Sequence[str] = ()) -> ContainerEdits:
-    """Return what an AllocateResponse of one container says. dropped: patterns of annotations that are left out.
+    """Return the edits in an AllocateResponse of one container. dropped: patterns of annotations to leave out.
 
-    Raises AnswerError: it is no such response, or says what CDI cannot.
+    Raises AnswerError if the bytes are no such response, or have parts that CDI cannot express.
     """
     try:
         (response,) = pb.AllocateResponse.FromString(answer).container_responses

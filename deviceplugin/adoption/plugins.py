@@ -1,10 +1,10 @@
 """Follows the vendors' plugins that register in the agent's directory: sockets, device lists, calls to the plugins.
 
 Facts (kubelet 1.36.3, cm/devicemanager/plugin/v1beta1): at its start the kubelet removes the sockets in its directory,
-then makes kubelet.sock. Within Register it dials the endpoint and calls GetDevicePluginOptions; it ignores the options
-in Register itself. The newest endpoint of a resource counts. A plugin has one reader of its list: a second
-stream swallows updates, or ends the process (NVIDIA, AMD, Intel, KubeVirt and others), so each endpoint gets one, which
-lives as long as the plugin does.
+then makes kubelet.sock. During Register it connects to the endpoint and calls GetDevicePluginOptions; it ignores the
+options in Register itself. The newest endpoint of a resource counts. A plugin supports one reader of its list: a second
+stream takes updates from the first, or ends the process (NVIDIA, AMD, Intel, KubeVirt and others). So each endpoint
+gets one stream, which lives as long as the plugin.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from deviceplugin.wire.deviceplugin_pb2_grpc import RegistrationServicer, add_Re
 _LOG: Final = logging.getLogger(__name__)
 
 REGISTRY: Final = "plugins_registry"
-"""In the agent's directory: where plugins that do not call Register have their sockets."""
+"""A subdirectory of the agent's directory. Plugins that do not call Register have their sockets in it."""
 DIAL: Final = 10.0
-"""Seconds for the call within Register, as the kubelet has them."""
+"""Seconds for the call to a plugin during Register, as in the kubelet."""
 PRE_START: Final = 30.0
-"""Seconds for PreStartContainer, as the kubelet has them."""
+"""Seconds for PreStartContainer, as in the kubelet."""
 TURN: Final = 20.0
-"""Seconds after which other plugins are asked though one has not answered; a claim waits for a few seconds more."""
+"""Seconds after which other plugins are called although one has not answered. A claim waits for some seconds more."""
 KEPT: Final = 45.0
-"""Seconds for which an answer to a claim is kept that nobody has waited for: the kubelet's for one call."""
+"""Seconds for which an unused answer to a claim is kept. The kubelet waits as long for one call."""
 GRACE: Final = 300.0
-"""Seconds for which devices that a plugin has listed are shown Unhealthy after it lists none, or has gone."""
+"""Seconds for which listed devices are shown Unhealthy after their plugin lists none, or is gone."""
 TAKEOVER: Final = 5.0
-"""Seconds that an agent waits for another one of the same directory to end, before it gives up."""
+"""Seconds that an agent waits for another agent of the same directory to end, before it fails."""
 _SERVICE: Final = "/v1beta1.DevicePlugin/"
 
 
@@ -97,12 +97,12 @@ class VendorCallError(Exception):
 
 
 class AdoptionError(Exception):
-    """Raised when no plugin can be adopted on this node, because of the directory or its path."""
+    """Raised when no plugin can be adopted on this node, because the agent's directory is unusable."""
 
 
 @dataclass(eq=False)
 class VendorPlugin:
-    """An endpoint that a plugin has registered. devices: its last list. alive: its stream is open.
+    """An endpoint that a plugin has registered. devices: its last list. alive: whether its stream is open.
 
     since: when it registered, or when its stream ended (Unix seconds).
     """
@@ -116,11 +116,11 @@ class VendorPlugin:
     alive: bool = True
     since: float = field(default_factory=time.time)
     claimed: dict[tuple[str, tuple[str, ...]], asyncio.Task[bytes]] = field(default_factory=dict)
-    """Calls of `VendorPlugins.allocate_claim` by the claim's UID and ids, until their answers are taken, or dropped."""
+    """By a claim's UID and ids, calls of `VendorPlugins.allocate_claim`, until their answers are used or dropped."""
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held until a call is answered, however long that takes."""
+    """Held until a call is answered, without a time limit."""
     pending: dict[object, float] = field(default_factory=dict)
-    """When each call began that is not answered yet (Unix seconds)."""
+    """When each unanswered call began (Unix seconds)."""
     _calls: dict[str, Any] = field(default_factory=dict)
 
     async def call(self, method: str, request: bytes, timeout: float | None = None) -> bytes:
@@ -136,13 +136,13 @@ class VendorPlugin:
         except asyncio.CancelledError as error:
             if (task := asyncio.current_task()) is None or task.cancelling():
                 raise
-            # `_follow` has closed the channel. A handler that is cancelled never answers the kubelet.
+            # `_follow` has closed the channel. A handler that is cancelled would never answer the kubelet.
             raise VendorCallError(self, method, grpc.StatusCode.UNAVAILABLE, "it has ended its list") from error
         finally:
             del self.pending[this]
 
     async def call_in_turn(self, method: str, request: bytes) -> bytes:
-        """Do as `call` once earlier calls are answered, at most `TURN` seconds later.
+        """Make a call after earlier calls are answered, but at most `TURN` seconds later.
 
         The plugin may hang in an Allocate for a claim, and the kubelet admits no other pod until this call is answered.
         """
@@ -159,7 +159,10 @@ class VendorPlugin:
         return await self.call("Allocate", request.SerializeToString())
 
     def listed(self, devices: VendorList) -> None:
-        """Handle a new list. An id that left it or came back may stand for other hardware than at its Allocate."""
+        """Handle a new list.
+
+        An id that left the list or came back may stand for other hardware than at its Allocate.
+        """
         self._drop(set(self.claimed), devices.keys() ^ (self.devices or {}).keys())
         self.devices = devices
 
@@ -169,7 +172,7 @@ class VendorPlugin:
             del self.claimed[key]
 
     def _drop(self, keys: Collection[tuple[str, tuple[str, ...]]], ids: Collection[str]) -> None:
-        """Drop those of these answers that are out of date for one of these devices."""
+        """Drop those of these answers that contain one of these ids, because they are out of date."""
         for key in keys:
             if not set(key[1]).isdisjoint(ids):
                 del self.claimed[key]
@@ -187,8 +190,8 @@ class VendorPlugin:
 class VendorPlugins(RegistrationServicer):
     """Serves kubelet.sock in a directory of the agent's own, and follows the plugins that register there.
 
-    The subdirectory `plugins_registry` stands for the kubelet's directory of that name.
-    registered: called with a resource whenever a plugin has registered it.
+    The subdirectory `plugins_registry` stands for the kubelet's directory of that name. registered: a function to call
+    with a resource whenever a plugin has registered it.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -196,10 +199,10 @@ class VendorPlugins(RegistrationServicer):
         self._looks = Looks(str(directory))
         self.registered: Callable[[str], None] = lambda resource: None
         self._turn = asyncio.Lock()
-        """Held while a plugin allocates, for `TURN` seconds at most.
+        """Held while a plugin allocates, for at most `TURN` seconds.
 
-        The kubelet calls one plugin after another, and they count on it. Which endpoints are those of one process is
-        not known: in a pod SO_PEERCRED has no pid of a process of another pod.
+        The kubelet calls one plugin after another, and plugins rely on that. The agent cannot find out which endpoints
+        belong to one process: in a pod, SO_PEERCRED has no pid for a process of another pod.
         """
         self._plugins: dict[str, VendorPlugin] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -208,7 +211,7 @@ class VendorPlugins(RegistrationServicer):
         self._began = time.time()
 
     def connection(self, resource: str) -> VendorConnection:
-        """Return whether the plugin of a resource is connected, and since when; from any thread."""
+        """Return whether the plugin of a resource is connected, and since when. Any thread may call it."""
         plugin = self._plugins.get(resource)
         if plugin is None:
             return VendorConnection(False, self._began)
@@ -216,7 +219,7 @@ class VendorPlugins(RegistrationServicer):
         return VendorConnection(plugin.alive, plugin.since, plugin.devices is not None, unanswered)
 
     def plugin(self, resource: str) -> VendorPlugin | None:
-        """Return the plugin whose endpoint of a resource is the newest; None if none has registered it."""
+        """Return the plugin with the newest endpoint of a resource; None if no plugin has registered the resource."""
         return self._plugins.get(resource)
 
     @property
@@ -225,18 +228,21 @@ class VendorPlugins(RegistrationServicer):
         return {resource for resource, plugin in self._plugins.items() if plugin.alive}
 
     def bypassed(self, resource: str) -> None:
-        """Note that a plugin registered a resource with the kubelet: do not wait for it until it registers here."""
+        """Record that a plugin registered a resource with the kubelet.
+
+        The agent no longer waits for it until it registers here.
+        """
         self._bypassed.add(resource)
         self._notify()
 
     def registered_elsewhere(self, resource: str) -> bool:
-        """Return whether a plugin registered a resource with the kubelet, and none has registered it here since."""
+        """Return whether a plugin registered a resource with the kubelet, and has not registered it here since."""
         return resource in self._bypassed
 
     async def allocate(self, plugin: VendorPlugin, wanted: Sequence[Sequence[str]]) -> bytes:
         """Allocate devices to containers, one after another; return one AllocateResponse with the plugin's bytes.
 
-        Raises VendorCallError: the plugin refuses, or has gone.
+        Raises VendorCallError if the plugin refuses, or is gone.
         """
 
         async def work() -> bytes:
@@ -245,7 +251,10 @@ class VendorPlugins(RegistrationServicer):
         return await self._in_turn(plugin, work)
 
     async def _in_turn(self, plugin: VendorPlugin, work: Callable[[], Coroutine[Any, Any, bytes]]) -> bytes:
-        """Call one plugin at a time. A call that hangs blocks the others for a while, then only its own endpoint."""
+        """Call one plugin at a time.
+
+        A call that hangs first blocks all plugins, and after `TURN` seconds only its own.
+        """
         ended = False
 
         def end_turn() -> None:
@@ -268,12 +277,12 @@ class VendorPlugins(RegistrationServicer):
     async def allocate_claim(self, plugin: VendorPlugin, uid: str, ids: Sequence[str], timeout: float) -> bytes:
         """Allocate devices to a claim, and call PreStartContainer if the plugin needs it; return the answer.
 
-        Allocate has no deadline. The call continues after its caller has timed out. For `KEPT` seconds the next try of
-        the claim (uid) for the same devices gets its answer. The answer is out of date, and dropped, if the claim has
+        Allocate has no deadline. The call continues after its caller has timed out. Within `KEPT` seconds, the next try
+        of the claim (uid) for the same devices gets the answer. The answer is dropped as out of date if the claim has
         ended, or if one of the devices was allocated to another holder or left the list meanwhile.
 
-        Raises VendorCallError: the plugin refuses or is gone. TimeoutError: no answer within `timeout` seconds.
-        ConnectionError: the agent ends. LookupError: the answer is out of date.
+        Raises VendorCallError if the plugin refuses or is gone, TimeoutError if there is no answer within `timeout`
+        seconds, ConnectionError if the agent ends, LookupError if the answer is out of date.
         """
         key, claimed = (uid, tuple(ids)), plugin.claimed
         if (task := claimed.get(key)) is None:
@@ -292,7 +301,7 @@ class VendorPlugins(RegistrationServicer):
         return answer
 
     def _allocated(self, plugin: VendorPlugin, key: tuple[str, tuple[str, ...]], task: asyncio.Task[bytes]) -> None:
-        """Keep an answer until a caller takes it or it is too old; a failed call is not kept."""
+        """Keep an answer until a caller uses it or it is too old. A failed call is not kept."""
         self._tasks.discard(task)
 
         def drop() -> None:
@@ -310,7 +319,8 @@ class VendorPlugins(RegistrationServicer):
 
         async def work() -> bytes:
             if plugin.claimed.get(key) is not mine:
-                raise LookupError  # nobody wants it any more, or the plugin has not listed them meanwhile
+                # No caller needs the answer any more, or the devices left the plugin's list meanwhile.
+                raise LookupError
             answer = await plugin.allocate(ids)
             if plugin.options.pre_start_required:
                 request = pb.PreStartContainerRequest(devices_ids=ids)
@@ -333,19 +343,19 @@ class VendorPlugins(RegistrationServicer):
             lock.release()
 
     async def _lock(self, lock: InstanceLock) -> None:
-        """Lock the directory: plugins of another agent would register here, and not return to that agent."""
+        """Lock the directory. Otherwise plugins of another agent would register here and not return to that agent."""
         until = time.monotonic() + TAKEOVER
         while not await self._looks.at("sockets", lock.acquire):
             if time.monotonic() > until:
                 owner = f"another agent ({lock.owner()}, which has locked {lock.path})"
                 raise AdoptionError(f"--adopt: plugins register in {self.directory} with {owner}; stop one of them")
-            await asyncio.sleep(0.1)  # flock has no wait with a deadline
+            await asyncio.sleep(0.1)  # flock cannot wait with a deadline.
 
     async def _serve(self, server: grpc.aio.Server, lock: InstanceLock) -> None:
         """Remove the plugins' sockets, then create kubelet.sock, as a kubelet does at its start.
 
         gRPC unlinks the path of its socket when it stops. So gRPC gets another path, and kubelet.sock is a hard link to
-        it. A rename puts it in the place of a former kubelet.sock; plugins see this as a creation (inotify).
+        it. A rename replaces a former kubelet.sock by it. Plugins see this as a creation (inotify).
         """
         name = f"kubelet-{os.urandom(4).hex()}.sock"
         own, link, public = (self.directory / file_name for file_name in (name, f"{name}.link", KUBELET_SOCKET))
@@ -374,13 +384,13 @@ class VendorPlugins(RegistrationServicer):
             raise AdoptionError(f"--adopt: plugins cannot register in {self.directory}: {why}") from error
         _LOG.info("plugins can register in %s", self.directory)
 
-    # The API's name.
+    # The names of the methods are those of the kubelet's API.
 
     async def Register(self, request: pb.RegisterRequest, context: Any) -> pb.Empty:  # noqa: N802
-        """Register a plugin's endpoint as the kubelet does; refuse only what the kubelet refuses.
+        """Register a plugin's endpoint as the kubelet does, with the same refusals.
 
-        A socket that is not in the directory may be in `plugins_registry`: the Kubernetes sample registers by its name
-        alone if the file DEPRECATION is not there, wherever it has its socket.
+        A socket that is not in the directory may be in `plugins_registry`. The Kubernetes sample registers by the name
+        of its socket, wherever the socket is, if the file DEPRECATION does not exist.
         """
         places = [directory / request.endpoint.lstrip("/") for directory in (self.directory, self.directory / REGISTRY)]
         try:
@@ -401,7 +411,7 @@ class VendorPlugins(RegistrationServicer):
             raise RefusedError(str(error)) from error
         file, former = await self._looks.at("sockets", file_identity, socket), self._plugins.get(resource)
         if former is not None and former.alive and (former.socket, former.file) == (socket, file):
-            # The same server registers again: its one stream goes on.
+            # The same server registers again. Its one stream continues.
             former.options = await self._options(former)
             _LOG.info("its plugin registered again at %s", socket.name, extra=extra)
         else:
@@ -442,7 +452,7 @@ class VendorPlugins(RegistrationServicer):
         except grpc.aio.AioRpcError as error:
             why = f"{error.details() or error.code()}"
         except asyncio.CancelledError:
-            why = ""  # it is the agent that ends
+            why = ""  # The agent itself ends.
             raise
         finally:
             plugin.alive, plugin.since = False, time.time()
@@ -458,9 +468,9 @@ class VendorPlugins(RegistrationServicer):
     async def lists(self, resource: str) -> AsyncGenerator[VendorList]:
         """Yield the devices of a resource now and after each change.
 
-        Devices that left the list, and all devices of a plugin that is gone, stay in it as Unhealthy for `GRACE`
-        seconds. An empty first list need not mean that there are no devices: wait as long for the next list, unless the
-        plugin is `bypassed`.
+        Devices that left the list, and all devices of a plugin that is gone, stay in the list as Unhealthy for `GRACE`
+        seconds. An empty first list does not prove that there are no devices: the method waits as long for the next
+        list, unless the plugin is `bypassed`.
         """
         absent: dict[str, float] = {}
         shown: VendorList | None = None

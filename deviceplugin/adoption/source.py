@@ -1,4 +1,4 @@
-"""An adopted resource, whose devices a vendor's plugin lists: its source, and the endpoint that forwards calls."""
+"""An adopted resource: its source, whose devices a vendor's plugin lists, and the endpoint that forwards calls."""
 
 from __future__ import annotations
 
@@ -23,24 +23,25 @@ from deviceplugin.wire import deviceplugin_pb2 as pb
 
 
 class VendorDevice(Device):
-    """A device whose id is a vendor's: it may have spaces, slashes and any length."""
+    """A device with a vendor's id, which may have spaces, slashes and any length."""
 
     def _check_id(self) -> None:
         pass
 
 
 ANSWER: Final = 25.0
-"""Seconds that a claim waits for its plugin's answer; the driver has 30 for a claim, the kubelet 45 for a call."""
+"""Seconds that a claim waits for its plugin's answer. The driver allows 30 s for a claim, the kubelet 45 s for a call.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Adopted:
     """The config of an adopted resource, for claims.
 
-    attributes, capacity: of each device; `{id}` in a text stands for the device's id. together: the requests of a claim
-    are allocated in one call. dropped_annotations: patterns of annotations that are left out. pre_start_once: whether
-    it is enough for the plugin to get PreStartContainer once, when a claim is prepared. ids: a regular expression for
-    the ids of the plugin that is known to serve claims, "" for any; a device with another id is of another plugin.
+    attributes, capacity: of each device; `{id}` in a text stands for the device's id. together: whether all requests of
+    a claim are allocated in one call. dropped_annotations: patterns of annotations to leave out. pre_start_once:
+    whether one PreStartContainer, when a claim is prepared, is enough for the plugin. ids: a regular expression for the
+    ids of the plugin that is known to serve claims, "" for any; a device with another id belongs to another plugin.
     """
 
     driver: str | None = None
@@ -53,7 +54,7 @@ class Adopted:
 
 
 class AdoptedSource(DeviceSource):
-    """The devices of a resource as listed by the plugin that registered the resource with the agent."""
+    """The devices of a resource, as the plugin that registered the resource with the agent lists them."""
 
     def __init__(self, resource: str, plugins: VendorPlugins, adopted: Adopted | None = None) -> None:
         self.resource = resource
@@ -63,7 +64,7 @@ class AdoptedSource(DeviceSource):
         self._looks = Looks(resource, resource=resource)
 
     async def watch(self) -> AsyncIterator[Sequence[Device]]:
-        """Yield the plugin's lists. A repeated or reordered list is no change."""
+        """Yield the plugin's lists. A repeated or reordered list counts as no change."""
         async for devices in self.plugins.lists(self.resource):
             yield [self._device(name, devices) for name in devices]
 
@@ -80,10 +81,10 @@ class AdoptedSource(DeviceSource):
         )
 
     async def answer(self, devices: Sequence[Device], uid: str) -> ContainerEdits:
-        """Let the plugin allocate devices to a request of the claim with this UID; return what its containers get.
+        """Let the plugin allocate devices to a request of the claim with this UID; return the edits of its containers.
 
-        A repeated request does not call the plugin again while it has not answered the first. Raises AnswerError: there
-        is no answer, or the answer has parts that claims cannot transport.
+        A repeated request does not call the plugin again while the first call is unanswered. Raises AnswerError if
+        there is no answer, or the answer has parts that claims cannot transport.
         """
         plugin, ids = self.plugins.plugin(self.resource), [device.id for device in devices]
         if plugin is None or not plugin.alive:
@@ -142,7 +143,7 @@ def _is_there(path: str) -> bool:
 
 
 class VendorIds(DeviceIds):
-    """The vendor's plugin's ids, unchanged: also an id that looks like that of a replica is a device's."""
+    """The ids of a vendor's plugin, unchanged. Even an id that looks like a replica's id is the id of a device."""
 
     def device_id_of(self, name: str) -> str:
         """Return the id itself."""
@@ -158,9 +159,9 @@ class VendorIds(DeviceIds):
 
 
 class AdoptedEndpoint(Endpoint):
-    """Forwards the kubelet's calls to the vendor's plugin, and its answers to the kubelet byte for byte.
+    """Forwards the kubelet's calls to the vendor's plugin, and the plugin's answers to the kubelet, byte for byte.
 
-    The register grants and refuses the devices as those of any other resource.
+    The register grants and refuses the devices as it does for any other resource.
     """
 
     IDS = VendorIds
@@ -168,7 +169,7 @@ class AdoptedEndpoint(Endpoint):
 
     @property
     def options(self) -> pb.DevicePluginOptions:
-        """The plugin's options; PreStartContainer only while pods may have its devices."""
+        """The plugin's options. PreStartContainer is among them only while pods may have its devices."""
         plugin, options = self.source.plugins.plugin(self.resource), pb.DevicePluginOptions()
         if plugin is not None:
             options.CopyFrom(plugin.options)
@@ -178,9 +179,9 @@ class AdoptedEndpoint(Endpoint):
 
     @property
     def ready(self) -> bool:
-        """Whether the plugin is connected. If not, the agent's endpoint ends, as the plugin's would without the agent.
+        """Whether the plugin is connected. If not, the agent's endpoint ends, as the plugin's own endpoint would.
 
-        So a plugin that registers with the kubelet again is alone there, unless devices are `kept_back`. A kubelet up
+        So a plugin that returns to the kubelet is the only endpoint there, unless devices are `kept_back`. A kubelet up
         to 1.36 drops such a plugin if the stream of another endpoint of the resource ends after its registration.
         """
         plugin = self.source.plugins.plugin(self.resource)
@@ -188,7 +189,10 @@ class AdoptedEndpoint(Endpoint):
 
     @property
     def awaits(self) -> str:
-        """The plugin. One that has registered with the kubelet is of no use to a kubelet 1.36 once the agent leaves."""
+        """The plugin that this endpoint waits for.
+
+        If the plugin has registered with the kubelet, a kubelet 1.36 cannot use it once the agent leaves.
+        """
         if not self.source.plugins.registered_elsewhere(self.resource):
             return "its plugin"
         return (
@@ -198,11 +202,11 @@ class AdoptedEndpoint(Endpoint):
 
     @property
     def kept_back(self) -> frozenset[str]:
-        """Ids of devices that claims hold or may get. A plugin that registers with the kubelet would allocate them.
+        """Ids of devices that claims hold or may get. A plugin that returns to the kubelet would allocate them to pods.
 
         The plugin that registered last gets the kubelet's Allocates; this endpoint refuses them for these ids. In the
-        last list of a former agent these devices were not healthy, since that is a condition of their move to DRA. A
-        claim that is known only by its file has no record of its devices.
+        last list of a former agent these devices were not healthy, because that is a condition of their move to DRA.
+        For a claim of which only the file is known, there is no record of the devices.
         """
         snapshot = self._register.snapshot
         for_claims = {record.device for record in snapshot.of(self.resource).values() if not record.state.allocates}
@@ -220,16 +224,16 @@ class AdoptedEndpoint(Endpoint):
         return self.ids.entries(lambda device: False, ()) if lines is None and self.kept_back else lines
 
     def keep_registered(self, registered: Collection[str]) -> None:
-        """Keep ids that the plugin does not list, and that pods have or may just get, in the list as unhealthy.
+        """Keep ids in the list as unhealthy that the plugin does not list, but that pods have or may be getting.
 
-        The kubelet may just be calling Allocate for one of them at another plugin of the resource. It crashes if a list
+        The kubelet may be calling Allocate for one of them at another plugin of the resource. It crashes if a list
         without the id comes before the answer (1.36.3, devicemanager/manager.go, allocateContainerResources).
         """
         held = self._holders.snapshot.of(self.resource) if self._holders is not None else ()
         self.ids.keep({*registered, *held, *self._register.snapshot.of(self.resource)})
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Add this endpoint to a server; requests and answers that are forwarded stay bytes."""
+        """Add this endpoint to a server. Forwarded requests and answers stay bytes."""
         handlers = {
             "GetDevicePluginOptions": grpc.unary_unary_rpc_method_handler(
                 self.GetDevicePluginOptions, pb.Empty.FromString, pb.DevicePluginOptions.SerializeToString
@@ -249,7 +253,7 @@ class AdoptedEndpoint(Endpoint):
     async def _forward(self, wanted: Sequence[tuple[str, ...]], ids: Mapping[str, str]) -> bytes:
         """Record the grant, then call the plugin. If that fails or hangs, the grant ends like that of a rejected pod.
 
-        The ids are checked against the plugin's list, since some plugins answer unknown ids with success.
+        The ids are checked against the plugin's list, because some plugins accept unknown ids.
         """
         plugin = self._plugin()
         for name in ids:
@@ -282,11 +286,11 @@ class AdoptedEndpoint(Endpoint):
             return await self._pass("PreStartContainer", request, context)
 
     async def _pass(self, method: str, request: bytes, context: Any) -> bytes:
-        """Forward a call; the plugin's answer or error is the answer."""
+        """Forward a call. The plugin's answer or error is returned to the kubelet."""
         try:
             return await self._plugin().call_in_turn(method, request)
         except Refusal as refusal:
             await context.abort(refusal.code, refusal.details)
         except VendorCallError as error:
             await context.abort(error.code, self._words(error))
-        raise AssertionError  # abort raises
+        raise AssertionError  # abort always raises.

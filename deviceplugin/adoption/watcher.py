@@ -1,16 +1,17 @@
-"""Plugins that do not call Register: they have a socket in `plugins_registry`, and are found there and asked.
+"""Finds plugins that do not call Register, by their sockets in `plugins_registry`, and calls them.
 
-SR-IOV's and Mellanox's RDMA plugin do so where that directory is mounted into their container, the Kubernetes sample
-where the file DEPRECATION is in the other one.
+The plugins of SR-IOV and of Mellanox's RDMA do so if that directory is mounted into their container. The Kubernetes
+sample does so if the file DEPRECATION is in the device plugin directory.
 
-Facts (kubelet 1.36.3, pluginmanager): it takes every socket below the directory whose name does not begin with a dot,
-those that it finds at its start, too, and removes none. It dials the socket (10 s), calls GetInfo (1 s), connects to
-the endpoint, or to the same socket if there is none, and says by NotifyRegistrationStatus what came of it (5 s). What
-fails is tried again, after 0.5 s to 2 min. A plugin that hears of a failure ends its server (RDMA) or starts it
-again (SR-IOV). It hears of it here, as from the kubelet, each time that its registration is refused.
+Facts (kubelet 1.36.3, pluginmanager): it uses every socket below the directory whose name does not begin with a dot,
+including sockets that exist at its start, and removes none. It connects to the socket (10 s) and calls GetInfo (1 s).
+Then it connects to the endpoint, or to the same socket if no endpoint is named, and reports the result by
+NotifyRegistrationStatus (5 s). It repeats failed steps after 0.5 s to 2 min. A plugin that gets a failure ends its
+server (RDMA) or starts it again (SR-IOV). Here, as with the kubelet, the plugin gets a failure each time that its
+registration is refused.
 
-The endpoint is a path within the plugin's container. Here its last part counts: the socket lies where the one lies that
-was asked, or among those of the plugins that call Register.
+The endpoint is a path within the plugin's container, so only its last element counts here. The socket of that name is
+in the directory of the first socket, or in the directory of plugins that call Register.
 """
 
 from __future__ import annotations
@@ -36,23 +37,24 @@ _LOG: Final = logging.getLogger(__name__)
 
 TYPE: Final = "DevicePlugin"
 ASK: Final = 10.0
-"""Seconds for GetInfo, from the moment the socket is there."""
+"""Seconds for GetInfo, from the appearance of the socket."""
 TELL: Final = 5.0
 """Seconds for NotifyRegistrationStatus."""
 CHECK: Final = 10.0
-"""Seconds between two looks at the directory, should the file watch miss a change."""
+"""Seconds between two looks at the directory, in case the file watch misses a change."""
 Found = tuple[Path, FileIdentity]
 
 
 class RefusedError(Exception):
-    """Raised when a registration is refused, for a reason that the kubelet would have, too."""
+    """Raised when a registration is refused. The kubelet would refuse it for the same reason."""
 
 
 class PluginWatcher:
     """Asks every socket below a directory for its plugin, once for each file.
 
-    elsewhere: where else an endpoint's socket may lie. take: takes a plugin by its resource, the versions of the API
-    that it supports and the socket of its service; raises RefusedError. looks: at the directory.
+    elsewhere: another directory in which an endpoint's socket may be. take: a function that registers a plugin, by its
+    resource, its versions of the API, and the socket of its service; it raises RefusedError. looks: runs work on the
+    directory.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class PluginWatcher:
         self._asked: dict[Found, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
-        """Follow the directory, which is there, until cancelled."""
+        """Follow the directory, which exists, until cancelled."""
         with filewatch.shared().watch([str(self.directory)]) as watch:
             try:
                 while True:
@@ -89,7 +91,7 @@ class PluginWatcher:
                 await cancel_all(self._asked.values())
 
     async def _register(self, socket: Path) -> None:
-        """Register a plugin, as often as it takes."""
+        """Register a plugin, with as many tries as necessary."""
         backoff, logged = Backoff(first=0.5, most=120.0), ""
         while True:
             try:
@@ -106,13 +108,13 @@ class PluginWatcher:
             await asyncio.sleep(wait)
 
     async def _try(self, socket: Path) -> None:
-        """Ask a plugin what it is, take it, and tell it. Raises RefusedError, grpc.aio.AioRpcError."""
-        # Most nodes have no such plugin, and need not the memory for it.
+        """Ask a plugin for its resource, register it, and notify it. Raises RefusedError, grpc.aio.AioRpcError."""
+        # Most nodes have no such plugin, so they do not need the memory for this import.
         from deviceplugin.wire import pluginregistration_pb2 as pb
         from deviceplugin.wire.pluginregistration_pb2_grpc import RegistrationStub
 
         async with grpc.aio.insecure_channel(unix_address(socket), options=CHANNEL_OPTIONS) as channel:
-            stub: Any = RegistrationStub(channel)  # its annotations are those of a channel that is not of asyncio
+            stub: Any = RegistrationStub(channel)  # The class's annotations are those of a channel without asyncio.
             info = await stub.GetInfo(pb.InfoRequest(), timeout=ASK, wait_for_ready=True)
             try:
                 if info.type != TYPE:
@@ -133,7 +135,7 @@ class PluginWatcher:
 
 
 def first_socket(places: Sequence[Path]) -> Path:
-    """Return the first of these paths at which a socket is, else the first one. Blocks."""
+    """Return the first of these paths that is a socket; if there is none, the first path. Blocks."""
     return next((place for place in places if place.is_socket()), places[0])
 
 
@@ -147,7 +149,7 @@ def _sockets(directory: Path) -> tuple[list[str], set[Found]]:
             path = os.path.join(where, name)
             try:
                 status = os.lstat(path)
-            except OSError:  # it has gone
+            except OSError:  # The directory no longer exists.
                 continue
             if stat.S_ISSOCK(status.st_mode) and not name.startswith("."):
                 sockets.add((Path(path), FileIdentity.of(status)))

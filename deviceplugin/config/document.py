@@ -1,4 +1,4 @@
-"""Parses the YAML of a config file into nodes, within limits of size and depth; and the errors of a file.
+"""Parses the YAML of a config file into nodes, within limits of size and depth. Also defines the errors of a file.
 
 Scalars are those of YAML 1.2's core schema: `on`, `no`, `12:30` and `0644` are text, and only `true` and `false` are
 booleans. Anchors and merge keys work.
@@ -16,23 +16,24 @@ from deviceplugin.device import printable
 
 try:
     from yaml import CSafeLoader as _BaseLoader
-except ImportError:  # PyYAML without libyaml: slower, the same
+except ImportError:  # Without libyaml, PyYAML is slower but gives the same results.
     from yaml import SafeLoader as _BaseLoader  # type: ignore[assignment]
 
 MAX_BYTES: Final = 4 << 20
-"""Bytes of a file (a ConfigMap holds 1 MiB)."""
+"""Maximum bytes of a file (a ConfigMap holds 1 MiB)."""
 MAX_VALUES: Final = 50_000
-"""Values of a file, before and after its aliases are followed; each takes up to 500 bytes of memory."""
+"""Maximum number of values in a file, before and after aliases are followed. Each takes up to 500 bytes of memory."""
 MAX_DIRECTIVES: Final = 32
-"""%TAG directives. libyaml compares each with all before it: 200,000 of them take minutes."""
+"""Maximum number of %TAG directives. libyaml compares each with all before it, so 200,000 of them would take minutes.
+"""
 MAX_DEPTH: Final = 32
-"""Nesting of lists and mappings in a file; libyaml's composer overflows the stack beyond some 10,000."""
+"""Maximum nesting of lists and mappings in a file. libyaml's composer overflows the stack beyond some 10,000 levels."""
 MAX_SHOWN: Final = 25
-"""The number of problems in an error's text. `problems` has all."""
+"""Maximum number of problems in an error's text. `problems` has all."""
 MAX_UNKNOWN: Final = 3
-"""The number of unknown keys of one mapping that are reported although no key is similar: it may be another file."""
+"""Maximum number of reported unknown keys of a mapping without similar known keys. The file may be of another kind."""
 MAX_PROBLEMS: Final = 100
-"""The number of problems after which reading stops: the search for similar names takes up to a millisecond each."""
+"""Number of problems after which reading stops, because each search for similar names takes up to a millisecond."""
 
 
 class Problem(NamedTuple):
@@ -46,7 +47,8 @@ class Problem(NamedTuple):
 class ConfigError(ValueError):
     """Raised when a config file cannot be used.
 
-    file: its name as it was given. problems: all, at least one, by line. line, path, message: those of the first.
+    file: its name as the caller gave it. problems: all problems, at least one, by line. line, path, message: of the
+    first problem.
     """
 
     def __init__(self, file: str, problems: list[Problem]) -> None:
@@ -80,7 +82,7 @@ class Problems:
         self.lines: dict[str, int] = {}
 
     def report(self, path: str, message: str, line: int = 0) -> None:
-        """Add a problem; raise ConfigError if there are too many to go on. line: that of the path if it is 0."""
+        """Add a problem; raise ConfigError if there are too many. line: 0 for the line of the path."""
         if len(message) > 600:
             message = f"{message[:300]} ... {message[-200:]}"
         self.found.append(Problem(line or self.lines[path], printable(path), printable(message)))
@@ -107,7 +109,10 @@ for _name, _pattern, _first in (
 
 
 def compose(text: str | bytes, file: str) -> yaml.Node:
-    """Return the node of a file's one document; raise ConfigError if it is no YAML, empty, or beyond the limits."""
+    """Return the node of a file's one document.
+
+    Raises ConfigError if the file is no YAML, is empty, or exceeds the limits.
+    """
     try:
         data = text.encode() if isinstance(text, str) else text
         if len(data) > MAX_BYTES:
@@ -125,13 +130,14 @@ def compose(text: str | bytes, file: str) -> yaml.Node:
         node: yaml.Node | None = yaml.compose(text, Loader=Loader)
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        code = error.character if isinstance(error.character, int) else ord(error.character)  # libyaml or not
+        # The attribute's type depends on whether libyaml is used.
+        code = error.character if isinstance(error.character, int) else ord(error.character)
         raise file_error(file, f"is not YAML: the character #x{code:04x} is not allowed", line) from None
     except yaml.MarkedYAMLError as error:
         raise _syntax(text, file, error) from None
     if node is None or kind(node) == "null":
         raise file_error(file, "is empty; it needs `resources:`, a list of resources with `name:` and `devices:`", 1)
-    if kind(node) == "str":  # not repeated: it may be a password
+    if kind(node) == "str":  # A text is not repeated in the message, because it may be a password.
         raise file_error(file, "is a text without keys; this is not a config file, which begins with `resources:`", 1)
     _check_kind(node, file)
     return node
@@ -160,7 +166,7 @@ def _syntax(text: str, file: str, error: yaml.MarkedYAMLError) -> ConfigError:
     mark = error.problem_mark or error.context_mark
     line = mark.line + 1 if mark is not None else 0
     message = ": ".join(part for part in (error.context, error.problem) if part)
-    if "maximum nesting depth" in message:  # libyaml's own limit: it scans far ahead of the events
+    if "maximum nesting depth" in message:  # This is libyaml's own limit. libyaml scans far ahead of the events.
         return file_error(file, f"is nested deeper than {MAX_DEPTH} levels", line)
     if mark is not None and "\t" in text[text.rfind("\n", 0, mark.index) + 1 :].partition("\n")[0]:
         message += "; the line contains a tab, YAML indents with spaces only"
@@ -197,7 +203,7 @@ _SCALARS: Final = {"str", "int", "float", "bool", "null", "merge"}
 
 
 def kind(node: yaml.Node) -> str:
-    """Return the kind of a node: map, seq, str, int, float, bool, null or merge; for any other kind its tag."""
+    """Return the kind of a node: map, seq, str, int, float, bool, null or merge. For other kinds, return the tag."""
     if isinstance(node, yaml.ScalarNode):
         name = node.tag.removeprefix(TAG)
         return name if name in _SCALARS else node.tag
@@ -207,5 +213,5 @@ def kind(node: yaml.Node) -> str:
 
 
 def scalar_text(node: yaml.Node) -> str:
-    """Return a scalar's text, and "" for a collection, whose nodes may be nested without end."""
+    """Return a scalar's text. For a collection, which may be nested without end, return ""."""
     return str(node.value) if isinstance(node, yaml.ScalarNode) else ""

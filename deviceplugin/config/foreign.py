@@ -1,4 +1,4 @@
-"""Makes a config file of other plugins' settings: `deviceplugin import`. Pure.
+"""Converts other plugins' settings to a config file, for `deviceplugin import`. Pure.
 
 The formats, as of 2026: generic-device-plugin's config and flags (config.go, deviceplugin/path.go, usb.go),
 smarter-device-manager's conf.yaml, and the config file of NVIDIA's plugin (api/config/v1).
@@ -21,20 +21,23 @@ OTHER_IDS: Final = (
 
 
 class Imported(NamedTuple):
-    """What was made of settings. resources: those of a config file. notes: what has no counterpart, for people."""
+    """The result of an import. resources: those of a config file.
+
+    notes: settings without a counterpart, for the user.
+    """
 
     resources: list[dict[str, Any]]
     notes: list[str]
 
 
 class UnknownSettingsError(ValueError):
-    """Raised if a text has the settings of none of the plugins that are known."""
+    """Raised if a text has the settings of no known plugin."""
 
 
 def imported(text: str) -> Imported:
-    """Return what the settings of another plugin mean here.
+    """Convert the settings of another plugin.
 
-    text: the plugin's own file, a ConfigMap that has it, or a DaemonSet with generic-device-plugin's flags. Raises
+    text: the plugin's own file, a ConfigMap that contains it, or a DaemonSet with generic-device-plugin's flags. Raises
     UnknownSettingsError.
     """
     made = Imported([], [])
@@ -53,13 +56,16 @@ def imported(text: str) -> Imported:
 
 
 def as_file(made: Imported) -> str:
-    """Return the text of a config file, with what has no counterpart as comments."""
+    """Return the text of a config file. Settings without a counterpart are comments."""
     notes = "".join(f"# not imported: {note}\n" for note in made.notes)
     return notes + yaml.safe_dump({"resources": made.resources}, sort_keys=False)
 
 
 def _settings(document: Any) -> Iterator[Any]:
-    """Yield the settings in a document: itself, the values of a ConfigMap, the flags of a workload's containers."""
+    """Yield the settings in a document.
+
+    They are the document itself, the values of a ConfigMap, and the flags of a workload's containers.
+    """
     kind = document.get("kind") if isinstance(document, dict) else None
     if kind == "List":
         for item in document.get("items") or ():
@@ -162,7 +168,7 @@ def _smarter(entries: Sequence[Mapping[str, Any]], made: Imported) -> None:
 
 
 def _as_glob(pattern: str) -> str | None:
-    """Return a regular expression as a glob, None if it cannot be one."""
+    """Convert a regular expression to a glob; return None if that is not possible."""
     parts = []
     for part in re.findall(r"(?:\[[^\]]+\]|\\d|\.)[*+]|\[[^\]]+\]|\\d|\\.|.", pattern):
         if part[-1] in "*+" and len(part) > 1:

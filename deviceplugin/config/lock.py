@@ -1,12 +1,12 @@
-"""The lock: which commands a config file may name for the agent to run, and which host paths for containers.
+"""The lock: the commands and host paths that a config file may name.
 
-Without a lock the writer of a ConfigMap is root on every node: the agent runs commands for it and mounts host paths
-into containers. `run` takes the lock from --allow-commands and --allow-host-path, which the writer of the file cannot
-change.
+Without a lock, a user who may write the ConfigMap is root on every node, because the agent runs the file's commands and
+mounts its host paths into containers. `run` makes the lock from --allow-commands and --allow-host-path, which the
+writer of the file cannot change.
 
-The file's paths have no `.` and `..` steps (`texts`). A path is allowed as it is written and as its symlinks lead: for
-a device each time it is listed (`deviceplugin.sources.configured`), for others when the file is read. Links that are
-not mounted into the agent's container, or are made later, it cannot see.
+The file's paths have no `.` and `..` steps (`texts`). Both a path as it is written and the target of its symlinks must
+be allowed. For a device this is checked each time that it is listed (`deviceplugin.sources.configured`), for other
+paths when the file is read. The agent cannot see links that are not mounted into its container, or are made later.
 """
 
 from __future__ import annotations
@@ -42,21 +42,22 @@ PATHS: Final[Mapping[type, tuple[str, ...]]] = {
     ResourceConfig: ("nodes",),
     SimulatedConfig: ("unhealthy_file",),
 }
-"""By type: the keys that name paths of the host."""
+"""For each type, the keys that name paths of the host."""
 ADOPTED: Final = "/run/deviceplugin/plugins"
 """The default directory in which vendors' plugins register with the agent. /run is empty after a reboot."""
 CODE: Final[Mapping[type, tuple[str, ...]]] = {CommandProbeConfig: ("command",), NvidiaConfig: ("library",)}
-"""By type: the keys that name what the agent executes."""
+"""For each type, the keys that name code that the agent executes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lock:
     """The commands, host paths and plugins that a config file may name.
 
-    commands: whether the file may name what the agent executes: commands of probes, and NVIDIA's library.
-    host_paths: prefixes; a path at one or below one is allowed. A step of a prefix may be a pattern (/run/fpga*), which
-    a step of the same text fits, or a name that it matches. /dev is one of them unless a prefix below it is given.
-    plugins: whether vendors' plugins may be adopted, which choose themselves what containers get.
+    commands: whether the file may name code that the agent executes: commands of probes, and NVIDIA's library.
+    host_paths: prefixes; a path equal to or below one of them is allowed. An element of a prefix may be a pattern
+    (/run/fpga*); it allows an element of the same text, or a name that matches. /dev is a prefix unless a prefix below
+    it is given. plugins: whether vendors' plugins may be adopted. Such plugins themselves choose the edits of
+    containers.
     """
 
     commands: bool = False
@@ -65,13 +66,13 @@ class Lock:
 
     @property
     def prefixes(self) -> tuple[str, ...]:
-        """All prefixes that are allowed."""
+        """All allowed prefixes."""
         narrowed = any(_steps(path)[:1] == [DEVICES[1:]] for path in self.host_paths)
         return self.host_paths if narrowed else (DEVICES, *self.host_paths)
 
     @classmethod
     def resolved(cls, commands: bool, host_paths: Iterable[str], plugins: bool = False) -> Lock:
-        """Return a lock whose prefixes are allowed also by their real names, such as /run/x for /var/run/x."""
+        """Return a lock that also allows the real names of its prefixes, such as /run/x for /var/run/x."""
         given = tuple(host_paths)
         return cls(commands, tuple(dict.fromkeys((*given, *map(_real_name, given)))), plugins)
 
@@ -88,22 +89,22 @@ class Lock:
         return "" if self.allows(target) else f"{path!r} is a symlink out of the allowed paths: {self.refusal(target)}"
 
     def refusal(self, path: str) -> str:
-        """Return the message that a path is not allowed, with the option that allows it."""
+        """Return the message that a path is not allowed. It names the option that allows the path."""
         within = ", ".join(self.prefixes)
         return f"{path!r} is a path of the host outside of {within}; `run --allow-host-path={path}` allows it"
 
     def arguments(self) -> list[str]:
-        """Return the options of `run` that make this lock."""
+        """Return the options of `run` for this lock."""
         paths = [f"--allow-host-path={path}" for path in self.host_paths]
         return ["--allow-commands"] * self.commands + paths + [f"--adopt={ADOPTED}"] * self.plugins
 
 
 OPEN: Final = Lock(commands=True, host_paths=("/",), plugins=True)
-"""Allows everything: the sources of an author's own code, and commands that serve nothing."""
+"""Allows everything. It is for an author's own sources, and for commands that serve nothing."""
 
 
 def needed(config: Config) -> Lock:
-    """Return the lock that allows all paths and commands of a config, and no others outside of /dev."""
+    """Return the smallest lock that allows all paths and commands of a config. Paths in /dev are always allowed."""
     parts = list(_parts(config))
     named = {path for part in parts for key in PATHS.get(type(part), ()) for path in texts_of(getattr(part, key))}
     commands = any(getattr(part, key) for part in parts for key in CODE.get(type(part), ()))
@@ -112,7 +113,7 @@ def needed(config: Config) -> Lock:
 
 
 def texts_of(value: Any) -> Iterable[str]:
-    """Return the texts of a value that is a text, several, or None."""
+    """Return the texts of a value, which may be one text, several, or None."""
     return (value,) if isinstance(value, str) else [text for text in value or () if isinstance(text, str)]
 
 

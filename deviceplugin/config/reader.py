@@ -18,20 +18,26 @@ from deviceplugin.config.types import KINDS, Config, DeviceEntry
 
 
 def load(path: str | Path, lock: Lock = OPEN) -> Config:
-    """Read a config file; raise ConfigError if it cannot be read or served, or names what `lock` forbids."""
+    """Read a config file.
+
+    Raises ConfigError if the file cannot be read or served, or names something that `lock` forbids.
+    """
     file = str(path)
     try:
         with open(path, "rb") as stream:
             data = stream.read(document.MAX_BYTES + 1)
     except IsADirectoryError:
         raise document.file_error(file, "is a directory; name the file in it") from None
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+    except (OSError, ValueError) as error:  # A NUL in the path causes a ValueError.
         raise document.file_error(file, f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
     return parse(data, file, lock)
 
 
 def parse(text: str | bytes, file: str = "<config>", lock: Lock = OPEN) -> Config:
-    """Read a config from text; raise ConfigError, which calls it `file`, if it cannot be served or is not allowed."""
+    """Parse the text of a config file. file: its name in errors.
+
+    Raises ConfigError if the config cannot be served, or names something that `lock` forbids.
+    """
     reader = Reader(file, lock)
     config = reader.read(document.compose(text, file), _type_info(), "$")
     if reader.problems.found:
@@ -42,7 +48,7 @@ def parse(text: str | bytes, file: str = "<config>", lock: Lock = OPEN) -> Confi
 
 @functools.cache
 def _type_info() -> Any:
-    """Return msgspec's description of the file's types, once: it takes some milliseconds."""
+    """Return msgspec's description of the file's types. It is made once, because that takes some milliseconds."""
     import msgspec.inspect
 
     return msgspec.inspect.type_info(Config)
@@ -50,11 +56,11 @@ def _type_info() -> Any:
 
 _Pair = tuple[yaml.Node, yaml.Node]
 _Advice = Callable[[str], str] | None
-"""Returns the correction of a text of the wrong form."""
+"""A function that returns the correction of a text of the wrong form."""
 _Options = dict[str, tuple[Any, _Advice]]
 """The types that a value may have, by the kind of their nodes (`document.kind`)."""
 _BAD: Final = object()
-"""Stands for a value about which a problem has been reported."""
+"""Stands for a value with a reported problem."""
 
 
 class Reader:
@@ -66,10 +72,13 @@ class Reader:
         self._values = 0
         self._merging: set[int] = set()
         self._above: list[tuple[str, Collection[str]]] = []
-        """The path and the keys of each mapping that is being read, the outermost first."""
+        """The path and the keys of each mapping around the present one, the outermost first."""
 
     def read(self, node: yaml.Node, info: Any, path: str) -> Any:
-        """Return a node's value, or _BAD with the problem reported. Raises ConfigError: too many values or problems."""
+        """Return a node's value, or report a problem and return _BAD.
+
+        Raises ConfigError for too many values or problems.
+        """
         self._count(node)
         self.problems.lines[path] = _line(node)
         options = _options(info)
@@ -93,7 +102,7 @@ class Reader:
             case "BoolType" if value.lower() in {"true", "false"}:
                 return value.lower() == "true"
             case "IntType" if re.fullmatch(r"[-+]?[0-9]{1,40}", value):
-                if info.ge <= int(value) <= info.le:  # each integer of the file has both limits
+                if info.ge <= int(value) <= info.le:  # Each integer of the file has both limits.
                     return int(value)
                 return self._report(path, f"must be {info.ge} to {info.le}, not {int(value)}")
         return self._report(path, _mismatch(node, {what: (info, advice)}, path))
@@ -160,7 +169,7 @@ class Reader:
                     strange.append(key)
         self._above.pop()
         for key in strange[: document.MAX_UNKNOWN]:
-            # What is no name is not repeated: the file may be another one, with passwords.
+            # A key that is no name is not repeated in the message, because another kind of file may contain passwords.
             named = re.fullmatch(r"[A-Za-z_][\w.-]{0,31}", name := str(key.value))
             place, what = (_place_below(path, name), f"unknown key {name!r}") if named else (path, "unknown key")
             more = f" ({len(strange)} of them)" if len(strange) > document.MAX_UNKNOWN else ""
@@ -171,12 +180,12 @@ class Reader:
         good = {fields[name].name: value for name, value in values.items() if value is not _BAD}
         blank = {field.name: _BLANK[next(iter(_options(field.type)))] for field in info.fields if field.required}
         made = info.cls(**blank | good)
-        if values or not meant:  # what is good of it is checked all the same, so that all problems are said at once
+        if values or not meant:  # The valid values are still checked, so that all problems are reported together.
             self._rules.check(made, path, values.keys())
         return _BAD if meant or missing or len(good) < len(values) else made
 
     def _place_of(self, key: str, fields: Mapping[str, Any]) -> str:
-        """Return where a key belongs that a mapping does not have; "" if nothing near it has the key either."""
+        """Return the place where a misplaced key belongs; "" if no mapping nearby has the key."""
         if below := [name for name, field in fields.items() if key in _keys_below(field.type)]:
             return f"it belongs under {any_of(f'`{name}`' for name in below)}; indent it by more spaces than that"
         for path, keys in reversed(self._above[:-1]):
@@ -185,7 +194,7 @@ class Reader:
         return ""
 
     def _pairs(self, node: yaml.Node, path: str) -> Collection[_Pair]:
-        """Return a mapping's keys and values, with those of merge keys; report keys that are no text, or double."""
+        """Return a mapping's keys and values, merge keys included. Report keys that are no text, or occur twice."""
         pairs: dict[str, _Pair] = {}
         merges = []
         for key, value in node.value:
@@ -203,7 +212,7 @@ class Reader:
         return pairs.values()
 
     def _merge(self, node: yaml.Node, pairs: dict[str, _Pair], path: str) -> None:
-        """Add the pairs of a merge key's mappings to a mapping's own. Of two with the same key its own stays."""
+        """Add the pairs of a merge key's mappings to a mapping. The mapping's own pairs take precedence."""
         self._count(node)
         for part in node.value if isinstance(node, yaml.SequenceNode) else [node]:
             self._count(part)
@@ -228,15 +237,15 @@ _KINDS: Final = {
     "DictType": ("map", "a mapping"),
     "StructType": ("map", ""),
 }
-"""By kind of type as msgspec describes it: the kind of its nodes, and what they are called."""
+"""For each kind of type in msgspec's description, the kind of its nodes and their name for the user."""
 _BLANK: Final[dict[str, Any]] = {"str": "", "int": 0, "seq": ()}
-"""By kind of node: the value in place of a required one that is bad or missing, while the rest is checked."""
+"""For each kind of node, a value that replaces a bad or missing required one while the rest is checked."""
 _TRUE: Final = {"yes", "on", "y", "true"}
 _FALSE: Final = {"no", "off", "n", "false"}
 
 
 def _options(info: Any, advice: _Advice = None) -> _Options:
-    """Return the types that a value may have, without None. Each type of a union has another kind of node."""
+    """Return the types that a value may have, without None. The types of a union have different kinds of nodes."""
     match type(info).__name__:
         case "Metadata":
             return _options(info.type, (info.extra or {}).get("advice", advice))
@@ -265,7 +274,7 @@ def _described(info: Any) -> str:
 
 
 def _got(node: yaml.Node) -> str:
-    """Return a node's kind in words, with its value if that is short."""
+    """Describe a node: its kind, and its value if that is short."""
     value = document.scalar_text(node)
     text = value if len(value) <= 60 else f"{value[:57]}..."
     number = f"the number {text}"
@@ -275,7 +284,7 @@ def _got(node: yaml.Node) -> str:
 
 
 def _keys_below(info: Any) -> set[str]:
-    """Return the keys of the mappings that a value may be, or may be a list of."""
+    """Return the keys of the mappings that a value may be, or that may be in its list."""
     keys: set[str] = set()
     for option, _ in _options(info).values():
         if type(option).__name__ == "StructType":
@@ -289,7 +298,7 @@ _UNITS: Final = {"s": 1, "m": 60, "h": 3600}
 
 
 def _meant(path: str, value: str) -> str:
-    """Return what to write for a text that other programs take in the place of this path; "" if that is not known."""
+    """Return the right text for a text that other programs use at this path; "" if none is known."""
     key = re.sub(r"\[[0-9]+\]$", "", path).rpartition(".")[2]
     if key in {"period", "timeout", "recovery"} and (time := re.fullmatch(r"([0-9]{1,7})\s*([smh])", value)):
         return f"write {int(time[1]) * _UNITS[time[2]]}, the number of seconds"

@@ -35,12 +35,15 @@ class ConfigRules:
         self._report, self._lines = problems.report, problems.lines
         self._lock = lock
         self._names: dict[str, int] = {}
-        """By resource: the line of its name."""
+        """By resource, the line of its name."""
         self._groups: dict[str, tuple[int, frozenset[str]]] = {}
-        """By path without wildcards: the line of the first group that has it, and that group."""
+        """By path without wildcards, the line of the first group that contains it, and that group."""
 
     def check(self, value: msgspec.Struct, path: str, keys: AbstractSet[str]) -> None:
-        """Report the problems of a mapping. keys: those in the file; their bad values are reported, and blank here."""
+        """Report the problems of a mapping. keys: the keys in the file.
+
+        Bad values were reported before, and are blank here.
+        """
         match value:
             case DeviceEntry():
                 self._check_entry(value, path, keys)
@@ -91,7 +94,7 @@ class ConfigRules:
             self._check_group(entry.globs, f"{path}.group")
 
     def _check_group(self, group: tuple[str, ...], path: str) -> None:
-        """Report a device node in two groups that differ: their devices may share the node, or be one device."""
+        """Report a device node in two different groups. Their devices may share the node, or be the same device."""
         own, seen = frozenset(group), set[frozenset[str]]()
         for index, member in enumerate(group):
             if re.search(r"[*?[]", member):
@@ -141,13 +144,13 @@ class ConfigRules:
         if "dra" in keys and "driver" not in keys:
             message = "claims need a driver's name; write driver: and a DNS name, such as gpu.example.com"
             self._report(f"{path}.dra", message)
-        # These limits are those of the API server; no pattern expresses them.
+        # The API server has these limits, and no pattern expresses them.
         device = Device("x", attributes=typed_attributes(resource.attributes), capacity=resource.capacity)
         for key, problem in naming.problems(device, resource.driver or "example.com"):
             self._report(f"{path}.{key}", problem)
 
     def _check_plugin(self, resource: ResourceConfig, path: str, keys: AbstractSet[str]) -> None:
-        """Report a resource whose plugin cannot be adopted, or not for claims, as far as it is known."""
+        """Report a resource whose plugin is known to be unfit for adoption, or for claims."""
         name, plugin = resource.name, known_plugin(resource.name)
         if not name:
             return
@@ -170,7 +173,7 @@ class ConfigRules:
     def _check_config(self, resources: tuple[ResourceConfig, ...], path: str) -> None:
         """Report drivers with the same devices on different sides: neither driver would offer them.
 
-        Report NoExecute for an adopted plugin's devices too: a restart of the plugin would end pods.
+        Also report NoExecute for an adopted plugin's devices, because a restart of the plugin would end pods.
         """
         adopted = {resource.driver for resource in resources if resource.adopted and resource.driver}
         first: dict[object, int] = {}
@@ -197,25 +200,25 @@ class ConfigRules:
 
 
 def _places(entry: DeviceEntry) -> Iterator[object]:
-    """Yield keys of an entry. Two entries that list the same devices have one of them in common."""
+    """Yield keys for an entry. Two entries that list the same devices have a key in common."""
     yield from entry.globs
     yield from (place for place in (entry.pci, *entry.usb_ids, entry.nvidia) if place is not None)
 
 
 def sides_conflict(resource: ResourceConfig, other: ResourceConfig) -> bool:
-    """Return whether a device of both resources would be offered by neither, since their sides differ."""
+    """Return whether neither resource would offer a device of both, because their sides differ."""
     sides = {_side_of(resource), _side_of(other)}
     return resource.driver != other.driver and (len(sides) > 1 or None in sides)
 
 
 def _side_of(resource: ResourceConfig) -> str | None:
-    """Return the side of all of a resource's devices; None if they are divided."""
+    """Return the side of all of a resource's devices; None if they are on both sides."""
     if resource.driver is None or resource.dra.share in (0, "none", "0%"):
         return "plugin"
     return "dra" if resource.dra.share in ("all", "100%") else None
 
 
 def any_of(words: Iterable[object]) -> str:
-    """Return words as a choice: a, b or c."""
+    """Join words as a choice: a, b or c."""
     *most, last = map(str, words)
     return f"{', '.join(most)} or {last}" if most else last

@@ -1,6 +1,6 @@
 """The forms of the texts in a config file (names, paths, patterns), and the advice on a text of another form.
 
-Python reads the patterns, and ECMAScript reads them in the JSON schema, so they use only what both know.
+Python uses the patterns, and ECMAScript uses them in the JSON schema. So they contain only syntax that both support.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from deviceplugin import device, naming
 from deviceplugin.naming import NAME, SUBDOMAIN
 
 MAX_TEXT: Final = 131_071
-"""Characters of one text; Linux passes no longer variable or argument to a program (MAX_ARG_STRLEN)."""
+"""Maximum characters of one text. Linux passes no longer variable or argument to a program (MAX_ARG_STRLEN)."""
 MAX_PATH: Final = 4095
-"""Characters of a path (PATH_MAX without its NUL), and of everything that does not say otherwise."""
+"""Maximum characters of a path (PATH_MAX without its NUL), and the default maximum of all other texts."""
 
 _QUALIFIED = rf"(?:(?=[^/]{{1,253}}/){SUBDOMAIN}/)?(?=[^/]{{1,63}}$){NAME}"
 _STEP = r"/(?!\.{1,2}(?:/|$))[^/\x00]+"
-# A bracket that is not closed would match itself (fnmatch); it is a mistake far more often than that.
+# fnmatch would match an unclosed bracket literally. That is nearly always a mistake.
 _CLASS = r"\[(?:![^/\x00]|[^!/\x00])[^\]/\x00]*\]"
 _GLOB_STEP = rf"/(?!\.{{1,2}}(?:/|$))(?:[^/\x00\[]|{_CLASS})+"
 
@@ -33,7 +33,10 @@ def _text(
     longest: int = MAX_PATH,
     examples: list[str] | None = None,
 ) -> Meta:
-    """Return the form of a text. advice: the message about a text ({!r}) of another form, with the correction."""
+    """Return the form of a text.
+
+    advice: the message with the correction for a text of another form, which replaces {!r}.
+    """
     advise = advice.format if isinstance(advice, str) else advice
     return Meta(
         pattern=f"^{pattern}$", max_length=longest, description=description, examples=examples, extra={"advice": advise}

@@ -1,4 +1,4 @@
-"""The types of the config file: what is annotated here is checked, and becomes the JSON schema under api/.
+"""The types of the config file. Their annotations are checked, and become the JSON schema under api/.
 
 A new kind of device is one more field of `DeviceEntry`, and a case in `deviceplugin.sources.configured.build_entry`.
 A class's description in the schema is set as `__doc__`: `python -OO`, which the image runs, removes docstrings.
@@ -28,7 +28,7 @@ def _about(description: str, examples: list[Any] | None = None) -> Meta:
 
 
 class _Strict(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A mapping of the file: every key known, every value typed."""
+    """A mapping of the file. Every key is known, and every value has a type."""
 
 
 class SimulatedConfig(_Strict, frozen=True, kw_only=True):
@@ -68,7 +68,7 @@ class NvidiaConfig(_Strict, frozen=True, kw_only=True):
             "cdi: the names of the node's CDI spec for nvidia.com/gpu. nodes: only the device nodes."
         ),
     ] = "env"
-    # By default those that programs cause, not the hardware: the list that NVIDIA's own plugin skips.
+    # The default is the list that NVIDIA's own plugin skips: XIDs that programs cause, not the hardware.
     ignore_xids: Annotated[
         tuple[Annotated[int, Meta(ge=0, le=65535)], ...],
         _about("XIDs that do not make the GPU unhealthy; by default those that applications cause."),
@@ -211,7 +211,7 @@ class DeviceEntry(_Strict, frozen=True, kw_only=True):
 
     @property
     def parts(self) -> tuple[PartConfig, ...]:
-        """The parts of a path's or a group's devices."""
+        """The paths of a path's or a group's devices."""
         parts = self.group or ((PartConfig(path=self.path, container=self.container),) if self.path is not None else ())
         return tuple(PartConfig(path=part) if isinstance(part, str) else part for part in parts)
 
@@ -222,7 +222,7 @@ class DeviceEntry(_Strict, frozen=True, kw_only=True):
 
 
 KINDS = tuple(name for name in DeviceEntry.__struct_fields__ if name != "container")
-"""The keys of an entry of which it has one."""
+"""The keys of an entry, of which an entry has exactly one."""
 
 
 class MountConfig(_Strict, frozen=True, kw_only=True):
@@ -392,12 +392,12 @@ class ResourceConfig(_Strict, frozen=True, kw_only=True, eq=False):
     dra: DraConfig = DraConfig()
 
     def __post_init__(self) -> None:
-        """Bring the permissions into one order, since resources are compared."""
+        """Sort the permissions, because resources are compared."""
         msgspec.structs.force_setattr(self, "permissions", "".join(mode for mode in "rwm" if mode in self.permissions))
 
     @property
     def plugin(self) -> PluginConfig | None:
-        """What is said of a vendor's own plugin that lists the devices; None if none does."""
+        """The settings of the vendor's own plugin that lists the devices; None if there is no such plugin."""
         return next((entry.plugin for entry in self.devices if entry.plugin is not None), None)
 
     @property
@@ -406,22 +406,22 @@ class ResourceConfig(_Strict, frozen=True, kw_only=True, eq=False):
         return self.plugin is not None
 
     def __eq__(self, other: object) -> bool:
-        # Not field by field: an attribute that was 1 and is now true has changed, and 1 == True.
+        # Fields are not compared one by one: an attribute that was 1 and is now true has changed, but 1 == True.
         return isinstance(other, ResourceConfig) and self._bytes() == other._bytes()
 
     def __ne__(self, other: object) -> bool:
-        return not self == other  # Struct brings one of its own, which would compare identities
+        return not self == other  # The default of Struct would compare identities.
 
     def __hash__(self) -> int:
         return hash(self._bytes())
 
     def _bytes(self) -> bytes:
-        # The order of names does not matter, but that of patterns of which the first counts.
+        # The order of names does not matter. The order of patterns does, because the first match counts.
         return msgspec.json.encode(self, order="deterministic") + msgspec.json.encode(self.sharing)
 
 
 def typed_attributes(attributes: Mapping[str, bool | int | str | VersionAttribute]) -> dict[str, AttributeValue]:
-    """Return a file's attributes as a Device has them."""
+    """Convert a file's attributes to those of a Device."""
     return {
         name: Version(value.version) if isinstance(value, VersionAttribute) else value
         for name, value in attributes.items()
@@ -467,7 +467,8 @@ class Config(_Strict, frozen=True, kw_only=True):
 def schema() -> dict[str, Any]:
     """Return the file's JSON schema (draft 2020-12), for editors and for checks without this package.
 
-    `parse` alone checks what a schema cannot express (`deviceplugin.config.rules`), such as a resource named twice.
+    Only `parse` checks rules that a schema cannot express (`deviceplugin.config.rules`), such as a resource named
+    twice.
     """
     made = msgspec.json.schema(Config)
     definitions: dict[str, Any] = made["$defs"]
@@ -489,7 +490,7 @@ def schema() -> dict[str, Any]:
 
 
 def _tidy(place: dict[str, Any]) -> None:
-    """Describe an optional key as one that may be left out: not as null, and without an empty default."""
+    """Describe an optional key as one that can be left out: without null, and without an empty default."""
     options = [option for option in place.get("anyOf", []) if option != {"type": "null"}]
     if len(options) == 1:
         del place["anyOf"]

@@ -187,7 +187,7 @@ def parse_allocation(claim: Mapping[str, Any] | None, ref: ClaimRef, driver: str
     Raises ClaimError if the claim does not exist, is another one, is not allocated, or is allocated on another node.
     """
     if claim is None:
-        raise ClaimError(Reason.GONE, f"claim {ref.title} no longer exists")
+        raise ClaimError(Reason.GONE, f"claim {ref.title} does not exist")
     try:
         parsed = msgspec.convert(claim, _Claim)
     except msgspec.ValidationError as error:

@@ -250,7 +250,7 @@ class ClaimPreparation:
             self.statistics.claim_read_seconds += time.perf_counter() - began
         allocation = parse_allocation(claim, ref, self.records.driver, self.records.pool)
         if not allocation.reserved:
-            raise ClaimError(Reason.UNRESERVED, f"claim {ref.title} is not (or no longer) reserved for a pod")
+            raise ClaimError(Reason.UNRESERVED, f"claim {ref.title} is not reserved for a pod")
         return allocation
 
     def _stands(self, former: Prepared, allocation: ClaimAllocation) -> bool:

@@ -454,7 +454,7 @@ def test_a_late_prepare(bridge: Bridge) -> None:
     bridge.cluster.wait_for(
         lambda: not bridge.cluster.api.list("ResourceClaim", api_version=bridge.api_version), 30, "the claim is gone"
     )
-    assert "no longer exists" in bridge.call("Prepare", "mine", uid)
+    assert "does not exist" in bridge.call("Prepare", "mine", uid)
     bridge.claim("mine")
     assert "was recreated" in bridge.call("Prepare", "mine", uid)
     assert bridge.call("Unprepare", "mine", uid) == ""

@@ -741,7 +741,11 @@ def test_uninstall_beside_agents_is_refused(nodes: FakeFleet, bridge: Callable[.
     nodes.server.create(allocated_claim("c", D, "n2", "gpu-1"))
     agents = "agents run on n1: they publish slices again; delete the DaemonSet first\n"
     ran = bridge("uninstall", "--driver", D, "--node", "n1")
-    assert (ran.status, ran.out, ran.err) == (1, "", f"nothing was removed; --force removes the slices in spite of this\n{agents}")
+    assert (ran.status, ran.out, ran.err) == (
+        1,
+        "",
+        f"nothing was removed; --force removes the slices in spite of this\n{agents}",
+    )
     ran = bridge("uninstall", "--driver", D, "--node", "n2")
     claims = "claims have devices of these drivers: default/c: their pods cannot end without the driver's agent\n"
     assert (ran.status, claims in ran.err) == (1, True)

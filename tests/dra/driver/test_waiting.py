@@ -170,7 +170,7 @@ async def test_a_wait_ends_when_the_claim_is_gone(serve: Serve, monkeypatch: pyt
     waiting_call = call(here, "2")
     await waits(here, "d0")
     del here.claims.claims["claim-2"]
-    assert "no longer exists" in str((await waiting_call)["2"])
+    assert "does not exist" in str((await waiting_call)["2"])
     assert failures(here) == {"gone": 1}
 
 
