@@ -1,1 +1,1 @@
-"""What the agent measures and shows: views, Prometheus collectors, the load of devices, the web server and its page."""
+"""Metrics and status of the agent: views, Prometheus collectors, the load of devices, the web server and its page."""

@@ -1,6 +1,6 @@
-"""The Prometheus metrics of an agent, and the routes of its HTTP server. Loaded only when metrics are wanted.
+"""The Prometheus metrics of an agent, and the routes of its HTTP server. It is loaded only if metrics are served.
 
-Each scrape turns a view into families; nothing is counted here. `process_*` is what the client library reads.
+Each scrape converts a view to families; this module counts nothing. The client library makes `process_*`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from deviceplugin.config import MetricsConfig
 
 _LOG: Final = logging.getLogger(__name__)
-LOOP_TIMEOUT: Final = 2.0  # seconds within which a living loop answers /healthz
+LOOP_TIMEOUT: Final = 2.0  # Seconds within which a working loop answers /healthz.
 PYTHON: Final = ".".join(map(str, sys.version_info[:3]))
 _BOUNDS: Final = (*map(str, BOUNDS), "+Inf")
 OPEN_METRICS: Final = "application/openmetrics-text"
@@ -156,21 +156,21 @@ _FAMILIES: Final[Mapping[Callable[..., Metric], Mapping[str, tuple[str, str]]]] 
         ),
     },
 }
-"""By name after `deviceplugin_`: labels, help."""
+"""By the name after `deviceplugin_`: labels, help."""
 _ABSENT_IF_EMPTY: Final = (
     *("device_state", "device_state_since_timestamp_seconds", "kubelet_answers", "measured", "provider_up"),
 )
 
 
 class AgentCollector:
-    """Turns views of an agent into metric families; put it into any registry of the client library."""
+    """Converts views of an agent to metric families. It can be put into any registry of the client library."""
 
     def __init__(self, view: Callable[[], AgentView], *, dcgm: bool = False) -> None:
         self._view = view
         self._dcgm = dcgm
 
     def collect(self) -> Iterable[Metric]:
-        """Yield the families as of now."""
+        """Yield the families with the present values."""
         view = self._view()
         families: dict[str, Any] = {}
         for make, table in _FAMILIES.items():
@@ -211,7 +211,7 @@ class AgentCollector:
 
 def _devices(resource: ResourceView, holders_known: bool, add: Callable[..., None]) -> None:
     name = resource.name
-    # Zeros for the usual combinations, so that a sum has every resource.
+    # The usual combinations begin with zero, so that a sum contains every resource.
     counts = Counter(dict.fromkeys((("plugin", "plugin", word) for word in HEALTHS), 0))
     for seen in resource.devices:
         device, location, health = seen.device.id, seen.location, seen.device.health.value
@@ -242,7 +242,7 @@ def _devices(resource: ResourceView, holders_known: bool, add: Callable[..., Non
 
 
 def _service(resource: ResourceView, add: Callable[..., None]) -> None:
-    """Add what the registration, the servicer and the hooks of a resource have done."""
+    """Add the statistics of a resource's registration, servicer and hooks."""
     key, status = (resource.name,), resource.status
     servicer, registration = status.endpoint, status.registration
     add("registered", key, status.registered)
@@ -275,7 +275,7 @@ def _service(resource: ResourceView, add: Callable[..., None]) -> None:
 
 
 def buckets(durations: Durations) -> tuple[list[tuple[str, float]], float]:
-    """Return what a HistogramMetricFamily takes: upper bounds with cumulated counts, and the sum in seconds."""
+    """Return the arguments of a HistogramMetricFamily: upper bounds with cumulated counts, and the sum in seconds."""
     return list(zip(_BOUNDS, accumulate(tuple(durations.counts)), strict=True)), durations.seconds
 
 
@@ -324,7 +324,7 @@ class Pages:
         return web.Answer(encode(self._registry), content_type)
 
     def _status(self, _: object) -> web.Answer:
-        from deviceplugin.metrics import page  # not loaded by an agent that is only scraped
+        from deviceplugin.metrics import page  # An agent without requests for the page does not load this module.
 
         return web.Answer(page.status(self._view()), "application/json")
 
@@ -334,7 +334,7 @@ class Pages:
         return web.Answer(page.html(self._view()), "text/html; charset=utf-8", headers=page.headers())
 
     def _healthz(self, _: object) -> web.Answer:
-        """Answer 200 if the agent's loop runs."""
+        """Answer 200 if the agent's loop works."""
         turned = threading.Event()
         try:
             self._loop.call_soon_threadsafe(turned.set)
@@ -351,7 +351,7 @@ class Pages:
 
 
 def _format(request: web.Request) -> str:
-    """Return a known format as an Accept header; a client may invent versions without end."""
+    """Return the known format that an Accept header requests. The number of unknown formats has no bound."""
     _, content_type = choose_encoder(request.headers.get("accept", ""))
     kind = OPEN_METRICS if content_type.startswith(OPEN_METRICS) else "text/plain"
     return f"{kind};version=1.0.0;escaping=allow-utf-8" if content_type.endswith("allow-utf-8") else kind
@@ -359,7 +359,7 @@ def _format(request: web.Request) -> str:
 
 @contextlib.contextmanager
 def serving(address: str, agent: ObservedAgent, config: MetricsConfig | None = None) -> Iterator[web.Server]:
-    """Serve an agent's metrics at `address` while the context lasts; to be entered in the agent's loop.
+    """Serve an agent's metrics at `address` while the context lasts. Enter the context in the agent's loop.
 
     address: host:port, [v6 address]:port, or :port for all addresses. config: None for its defaults.
     Raises OSError if it cannot listen there, or a certificate or token cannot be read.

@@ -1,4 +1,4 @@
-"""What the HTTP server shows and asks for: a certificate, and a token, in files that may change."""
+"""The HTTP server's certificate, and the token that it requires. Both are in files that may change."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LOG: Final = logging.getLogger(__name__)
 
 
 class _Watched:
-    """Files that are read again when they have changed; compared at each use, which takes µs."""
+    """Files that are read again when they have changed. Each use compares them, which takes microseconds."""
 
     def __init__(self, *paths: str | Path) -> None:
         self.paths = tuple(map(Path, paths))
@@ -41,7 +41,7 @@ class _Watched:
                     return
                 self._load()
             except OSError as error:
-                # Most often half of a renewal. The next use tries again.
+                # This is often an unfinished renewal. The next use tries again.
                 warning = f"{error.strerror or error}"
                 if warning != self._warned:
                     self._warned = warning
@@ -54,8 +54,9 @@ class _Watched:
 class Certificate(_Watched):
     """A server's certificate chain and key in PEM files.
 
-    client_ca: a PEM file with the authorities of client certificates; all clients but the kubelet's
-    probes must then have one. Raises OSError at the start if the files cannot be read or do not belong together.
+    client_ca: a PEM file with the authorities of client certificates. If it is given, all clients but the kubelet's
+    probes need a certificate. Raises OSError at the start if the files cannot be read, or the key does not match the
+    certificate.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Certificate(_Watched):
             message = f"{certificate} and {key} are not a certificate and its key:  {error.reason or error}"
             raise OSError(errno.EINVAL, message) from error
         except OSError as error:
-            # OpenSSL does not say which of the two it was.
+            # OpenSSL does not report which of the two files it could not read.
             unread = next((path for path in self.paths if not os.access(path, os.R_OK)), certificate)
             raise OSError(error.errno, f"certificate file {unread}: {os.strerror(error.errno or 0)}") from error
         if self.client_ca is not None:
@@ -88,7 +89,7 @@ class Certificate(_Watched):
             except OSError as error:
                 message = f"client CA file {self.client_ca}: {error.strerror or error}"
                 raise OSError(error.errno, message) from error
-            context.verify_mode = ssl.CERT_OPTIONAL  # the kubelet's probes have none
+            context.verify_mode = ssl.CERT_OPTIONAL  # The kubelet's probes have no client certificate.
         self._context = context
 
     @property
@@ -112,7 +113,7 @@ class Token(_Watched):
         self._token = token
 
     def admits(self, authorization: str) -> bool:
-        """Return whether an Authorization header carries the token: as a bearer, or (browsers) as a password."""
+        """Return whether an Authorization header has the token: as a bearer, or (from browsers) as a password."""
         self._refresh()
         scheme, _, credentials = authorization.partition(" ")
         given = credentials.strip().encode(errors="replace")

@@ -1,8 +1,8 @@
-"""The metric names of NVIDIA's DCGM exporter, beside the own names, for dashboards made for that exporter.
+"""Serves metrics also under the names of NVIDIA's DCGM exporter, for dashboards made for that exporter.
 
-Only what a source really measures appears. MIG partitions have the UUID of their GPU. The labels namespace, pod and
-container are set where exactly one container holds the device: series for each holder of a shared device would count
-its load many times. Join `deviceplugin_allocation_info` for those.
+Only measured values appear. MIG partitions have the UUID of their GPU. The labels namespace, pod and container are set
+if exactly one container holds the device, because series for each holder of a shared device would count its load
+several times. Join `deviceplugin_allocation_info` for those.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ MIB: Final = 1024 * 1024
 
 
 class Name(NamedTuple):
-    """One name: the quantity that it shows (and which part of it), and the size of its unit in the quantity's."""
+    """A metric of the exporter.
+
+    It has the quantity that it shows, a value of the quantity's label, and the factor between the two units.
+    """
 
     name: str
     about: str
@@ -50,18 +53,18 @@ NAMES: Final = (
     Name("DCGM_FI_DEV_PCIE_REPLAY_COUNTER", "PCIe retries.", "pcie_replays_total"),
 )
 FREE: Final = Name("DCGM_FI_DEV_FB_FREE", "Free memory (in MiB).", "memory_total_bytes", MIB)
-# Not DCGM_FI_DEV_XID_ERRORS, the last code ever seen: a gauge that never goes back.
+# DCGM_FI_DEV_XID_ERRORS is not served: it is the last code ever seen, a gauge that never goes back.
 XIDS: Final = Name("DCGM_EXP_XID_ERRORS_COUNT", "XID errors since the agent's start, by code.", "")
 
 
 def families(view: AgentView) -> Iterable[Metric]:
-    """Return the families for which a device has a value."""
+    """Return the families for which at least one device has a value."""
     host = view.node
     made: dict[str, GaugeMetricFamily | UnknownMetricFamily] = {}
 
     def add(name: Name, labels: Mapping[str, str], value: float) -> None:
         if name.name not in made:
-            # OpenMetrics wants a counter's name to end with _total.
+            # In OpenMetrics, the name of a counter must end with _total.
             make = UnknownMetricFamily if name.quantity.endswith("_total") else GaugeMetricFamily
             made[name.name] = make(name.name, name.about, labels=tuple(labels))
         made[name.name].add_metric(tuple(labels.values()), value / name.unit)
@@ -94,7 +97,7 @@ def _labels(seen: DeviceView, number: int, host: str) -> dict[str, str]:
     minor = attribute("parentMinor") if part else attribute("minor") or index
     instance = attribute("gpuInstance") or seen.device.id
     if attribute("computeInstance") not in ("", "0"):
-        instance += f"/{attribute('computeInstance')}"  # several of them in one instance of the GPU
+        instance += f"/{attribute('computeInstance')}"  # A GPU instance may have several compute instances.
     holder = seen.holders[0] if len(seen.holders) == 1 else None
     return {
         "gpu": index,
@@ -102,7 +105,7 @@ def _labels(seen: DeviceView, number: int, host: str) -> dict[str, str]:
         "device": f"nvidia{minor}" if minor else "",
         "modelName": attribute("productName", "model"),
         "Hostname": host,
-        # An empty label is an absent one to Prometheus.
+        # For Prometheus, an empty label is the same as a missing one.
         "GPU_I_PROFILE": attribute("profile") if part else "",
         "GPU_I_ID": instance if part else "",
         "namespace": holder.namespace if holder is not None else "",

@@ -1,6 +1,7 @@
 """The load of the devices: what a source's `measure` returns, read in the background.
 
-No scrape waits for hardware. What could not be read lately is absent, never zero or the value before.
+No scrape waits for hardware. A value that could not be read recently is left out. It is never replaced by zero or by
+the previous value.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ from deviceplugin.device import Device
 from deviceplugin.source import DeviceSource
 
 _LOG: Final = logging.getLogger(__name__)
-STALE: Final = 2.5  # periods after which a reading is too old
-TICK: Final = 0.5  # seconds between two checks of what is due
+STALE: Final = 2.5  # Number of periods after which a reading is too old.
+TICK: Final = 0.5  # Seconds between two checks of which gauges are due.
 
 
 class Quantity(NamedTuple):
-    """What can be measured of a device. label: if it has parts, a source gives a mapping by this label's value."""
+    """A quantity of a device.
+
+    label: if the quantity has several values, a source gives a mapping by the values of this label.
+    """
 
     about: str
     label: str = ""
@@ -49,23 +53,26 @@ QUANTITIES: Final[Mapping[str, Quantity]] = {
     "nvlink_bytes_total": Quantity("Bytes over NVLink, by direction (receive, transmit)", "direction"),
     "fan_ratio": Quantity("Fan speed as a share of its highest"),
 }
-"""By name after `deviceplugin_device_`; one that ends with `_total` is a counter. A source may measure others, too."""
+"""By the name after `deviceplugin_device_`. A name that ends with `_total` is a counter. A source may add others."""
 
 _NAME: Final = re.compile(r"[a-z][a-z0-9_]*")
 TAKEN: Final = frozenset({"health", "held_twice", "holders", "replicas", "state", "state_since_timestamp_seconds"})
-"""The names after `deviceplugin_device_` of other metrics, which a source must not give."""
+"""Names after `deviceplugin_device_` of other metrics. A source must not use them."""
 
-Value = float | dict[str, float]  # one number, or numbers by the value of the quantity's label
+Value = float | dict[str, float]  # One number, or numbers by the value of the quantity's label.
 Reading = Mapping[str, Mapping[str, Value]]
 """The values of one call of `measure`: device id -> quantity -> value."""
 
 
 class MeasureError(Exception):
-    """Raised when `measure` returned something else than numbers by device id and quantity."""
+    """Raised when `measure` returned something other than numbers by device id and quantity."""
 
 
 def checked(measured: object, devices: Sequence[Device]) -> Reading:
-    """Return what a source measured of these devices, without what is None or not finite. Raises MeasureError."""
+    """Check and return the values that a source measured of these devices, without None and infinite ones.
+
+    Raises MeasureError.
+    """
     if not isinstance(measured, Mapping):
         raise MeasureError(f"it returned {type(measured).__name__}, not numbers by device id and quantity")
     if wrong := [key for key in measured if not isinstance(key, str)]:
@@ -82,12 +89,12 @@ def checked(measured: object, devices: Sequence[Device]) -> Reading:
             if not isinstance(name, str) or not _NAME.fullmatch(name):
                 raise MeasureError(f"{name!r} cannot be the name of a quantity; write it like temperature_celsius")
             if name.removesuffix("_total") in TAKEN:
-                raise MeasureError(f"{name!r} is the name of another metric; call it differently, own_{name} say")
+                raise MeasureError(f"{name!r} is the name of another metric; use another name, such as own_{name}")
             if f"{name}_total" in quantities:
-                raise MeasureError(f"{name!r} is there with and without _total; one name is one metric")
+                raise MeasureError(f"{name!r} is used with and without _total, but one name is one metric")
             if isinstance(value, Mapping):
                 numbers = {key: number for key, part in value.items() if (number := _number(name, part)) is not None}
-                # A label's value must be UTF-8; a name from the file system need not be.
+                # A label's value must be UTF-8. A name from the file system may not be.
                 parts = {str(key).encode(errors="replace").decode(): figure for key, figure in numbers.items()}
                 if parts:
                     values[name] = parts
@@ -107,9 +114,9 @@ def _number(name: str, value: object) -> float | None:
 
 
 class Gauge:
-    """Measures one source's devices; belongs to one event loop, is read by any thread.
+    """Measures one source's devices. It belongs to one event loop; any thread may read it.
 
-    calls, failures, seconds: of `measure`, so far. error: why there is no reading now.
+    calls, failures, seconds: statistics of `measure`. error: why there is no reading now.
     """
 
     def __init__(self, source: DeviceSource, period: float) -> None:
@@ -119,8 +126,8 @@ class Gauge:
         self.seconds = 0.0
         self.error = ""
         self._period = period
-        self._reading: tuple[Reading, float] | None = None  # the last one, and when it was taken (monotonic seconds)
-        self._hanging: asyncio.Future[Any] | None = None  # done when the call that did not answer in time has ended
+        self._reading: tuple[Reading, float] | None = None  # The last reading, and its time (monotonic seconds).
+        self._hanging: asyncio.Future[Any] | None = None  # Done when the call that did not answer in time has ended.
 
     @property
     def reading(self) -> Reading | None:
@@ -129,10 +136,10 @@ class Gauge:
         return values if time.monotonic() - at <= self._period * STALE else None
 
     async def take(self, devices: Sequence[Device]) -> None:
-        """Measure once; a failure is logged once, and there is no reading then."""
+        """Measure once. A failure is logged once, and then there is no reading."""
         what = f"measure of {self.source.resource}"
         if self._hanging is not None and not (await asyncio.wait({self._hanging}, timeout=0.0))[0]:
-            # A call that hangs keeps its thread; another one would hang beside it.
+            # A call that hangs keeps its thread. A second call would hang as well.
             self._failed(f"{what} still hangs")
             return
         self._hanging = None
@@ -167,7 +174,7 @@ class Gauge:
 
 
 async def measure_for_ever(gauges: Callable[[], Sequence[tuple[Gauge, Sequence[Device]]]], period: float) -> None:
-    """Take readings at a period, of all sources side by side; at once where devices have just been listed."""
+    """Read all sources in parallel, once a period. Read a source at once when its devices were just listed."""
     loop = asyncio.get_running_loop()
     running: dict[Gauge, asyncio.Task[None]] = {}
     due: dict[Gauge, float] = {}

@@ -1,4 +1,4 @@
-"""A view as one HTML page for people, and as JSON for programs. Pure: no clock, no requests."""
+"""Formats a view as an HTML page for users, and as JSON for programs. Pure: no clock, no requests."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from deviceplugin.metrics.report import Event, ShareProgress
 from deviceplugin.metrics.views import AgentView, DeviceHolder, DeviceView, ResourceView, UnlistedDevice, no_plugin
 from deviceplugin.register.records import State
 
-CALM: Final = 4  # how soon a device needs to be looked at about which there is nothing to say
-SHOWN_ATTENTION: Final = 10  # devices that are named above the tables
-SHOWN_CALM: Final = 8  # healthy, free devices of one resource that are shown at once; more are folded together
-SHOWN_HOLDERS: Final = 4  # holders of one device that are shown at once; the others on demand
+CALM: Final = 4  # The urgency of a device that needs no attention.
+SHOWN_ATTENTION: Final = 10  # Maximum number of devices named above the tables.
+# Maximum number of healthy, free devices of one resource in the open table. The others are folded together.
+SHOWN_CALM: Final = 8
+SHOWN_HOLDERS: Final = 4  # Maximum number of holders of one device shown at first. The others are shown on demand.
 
 
 def status(view: AgentView) -> bytes:
@@ -107,7 +108,10 @@ def _template() -> string.Template:
 
 @functools.cache
 def headers() -> Mapping[str, str]:
-    """Return the page's HTTP headers: it loads nothing from other servers and runs its own script alone."""
+    """Return the page's HTTP headers.
+
+    They allow no loads from other servers and no other scripts than the page's own.
+    """
     script = _template().template.partition("<script>")[2].partition("</script>")[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return {
@@ -149,7 +153,7 @@ def _problems(view: AgentView) -> Iterable[str]:
 
 
 def attention(seen: DeviceView) -> tuple[int, str]:
-    """Return how soon a device needs to be looked at, 0 first, and why; the reason is "" if it need not be."""
+    """Return the urgency of a device, 0 for the highest, and the reason; "" if it needs no attention."""
     device, location = seen.device, seen.location
     if location.state is State.QUARANTINED:
         return 0, f"quarantined: {location.reason}"
@@ -163,7 +167,7 @@ def attention(seen: DeviceView) -> tuple[int, str]:
 
 
 def _attention(view: AgentView) -> Iterable[str]:
-    """Yield the devices that need attention, of all resources, each with a link to its row."""
+    """Yield the devices of all resources that need attention, each with a link to its row."""
     urgent_devices = [
         (*attention(seen), resource.name, seen) for resource in view.resources for seen in resource.devices
     ]
@@ -181,7 +185,7 @@ def _attention(view: AgentView) -> Iterable[str]:
 
 
 def _more(seen: DeviceView) -> str:
-    """Return since when a device needs attention, and who has it, as far as that is known."""
+    """Return since when a device needs attention, and its holder if that is known."""
     names = [holder.text or holder.side for holder in seen.holders]
     more = f" and {len(names) - SHOWN_HOLDERS} more" if len(names) > SHOWN_HOLDERS else ""
     held = f"held by {', '.join(names[:SHOWN_HOLDERS])}{more}" if names else ""
@@ -240,7 +244,7 @@ def _section(resource: ResourceView, view: AgentView) -> str:
 
 
 def _unlisted(resource: ResourceView) -> str:
-    """Return what is known of devices that are not listed now: of an adopted plugin that is away it is all."""
+    """Return the devices that are not listed now. If an adopted plugin is away, these are all devices."""
 
     def line(device: UnlistedDevice) -> str:
         side = _span("warn", device.location.state.short)
@@ -257,7 +261,7 @@ def _table(head: str, rows: Sequence[str]) -> str:
 
 
 def _calm(seen: DeviceView, view: AgentView) -> bool:
-    """Whether there is nothing to know about a device: healthy, free, not moving, no load."""
+    """Return whether a device needs no attention: it is healthy and free, does not move and has no load."""
     return view.holders_known and not seen.holders and not seen.load and attention(seen)[0] == CALM
 
 
@@ -284,7 +288,7 @@ def _row(resource: str, seen: DeviceView, view: AgentView, *, loads: bool) -> st
 
 
 def _paths(device: Device) -> str:
-    """Return the first of a device's nodes, and how many more it has."""
+    """Return the first of a device's nodes, and the number of the others."""
     first, *more = device.hosts or ("",)
     return f"{first} and {len(more)} more" if more else first
 
@@ -313,7 +317,7 @@ def _holder_list(resource: str, device: str, holders: Sequence[DeviceHolder]) ->
 
 
 _SHORT: Final = {"temperature_celsius": "°C", "power_watts": "W", "throttled": ""}
-"""Quantities that are shown as a short text, and their units."""
+"""Quantities that are shown as short texts, and their units."""
 
 
 def _load(load: Mapping[str, Value]) -> Iterable[str]:

@@ -1,4 +1,4 @@
-"""What another part of the agent's process reports of itself: the bridge to DRA, its devices' states and claims."""
+"""The report of another component of the agent's process, such as the bridge: states of devices, and claims."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class DeviceLocation:
     """The state of a device, since when (Unix seconds), and why.
 
-    waits: what its move waits for, "" if it does not move.
+    waits: what the device's move waits for, "" if it does not move.
     """
 
     state: State = State.PLUGIN
@@ -32,18 +32,18 @@ class DeviceLocation:
 
     @property
     def why(self) -> str:
-        """What its move waits for, else why it is in its state, for people."""
+        """What its move waits for, or else why it is in its state, for messages."""
         return f"waits for {self.waits}" if self.waits else self.reason
 
 
-DEFAULT_LOCATION: Final = DeviceLocation()  # where a device is that no provider reports
+DEFAULT_LOCATION: Final = DeviceLocation()  # The location of a device that no provider reports.
 
 
 @dataclass(frozen=True, slots=True)
 class ClaimedDevice:
-    """A device of a claim that is prepared on this node. pods: those that it was prepared for.
+    """A device of a claim that is prepared on this node. pods: the pods that the claim was prepared for.
 
-    admin: the claim has administrative access to the device, and does not hold it.
+    admin: whether the claim has administrative access to the device and does not hold it.
     """
 
     resource: str
@@ -56,7 +56,10 @@ class ClaimedDevice:
 
 @dataclass(frozen=True, slots=True)
 class ShareProgress:
-    """How far a resource is with the share of claims. requested: in words. Numbers of devices, by their state."""
+    """The progress of a resource towards its share. requested: the share in words.
+
+    The others: numbers of devices by state.
+    """
 
     requested: str
     devices: int
@@ -67,7 +70,7 @@ class ShareProgress:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened; at: Unix seconds."""
+    """An event. at: Unix seconds."""
 
     at: float
     resource: str
@@ -77,11 +80,12 @@ class Event:
 
 @dataclass(frozen=True)
 class ProviderReport:
-    """The report of one moment. unready: reasons, in words. problems: others, the most severe first.
+    """A provider's report at one moment.
 
-    families: of prometheus-client. status: for /status, made of what JSON knows. locations: by (resource, device id).
-    qualifiers: by resource, of the names under which devices are published. shares: by resource.
-    node: this node's name, "" if it is not known.
+    unready: reasons why it is not ready. problems: other problems, the most severe first. families: of
+    prometheus-client. status: for /status, of values that JSON has. locations: by (resource, device id). qualifiers: by
+    resource, part of the published names of its devices. shares: by resource. node: this node's name, "" if it is not
+    known.
     """
 
     families: Sequence[Metric] = ()
@@ -96,19 +100,19 @@ class ProviderReport:
 
 
 class Provider(Protocol):
-    """Another part of the agent's process whose report is shown; put it into `Agent.providers`."""
+    """Another component of the agent's process with a report. Put it into `Agent.providers`."""
 
     @property
     def name(self) -> str:
         """Its name in /status and in messages."""
 
     def report(self) -> ProviderReport:
-        """Return what is known now; called in a thread of its own for each view."""
+        """Return the present report. A separate thread calls it for each view."""
 
 
 @runtime_checkable
 class EventSource(Protocol):
-    """A provider that also tells what happened."""
+    """A provider that also reports events."""
 
     def events(self) -> Sequence[Event]:
-        """Return what happened since the last call, oldest first; called in the agent's loop once a second."""
+        """Return the events since the last call, oldest first. The agent's loop calls it once a second."""

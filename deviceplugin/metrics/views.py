@@ -1,6 +1,7 @@
 """The view of an agent at one moment, which metrics, /status and the page show.
 
-It is put together from what other parts know; the kubelet and the hardware are not asked. What is too old is unknown.
+The view combines the present state of other objects, without calls to the kubelet and the hardware. Values that are too
+old count as unknown.
 """
 
 from __future__ import annotations
@@ -37,14 +38,15 @@ from deviceplugin.source import DeviceSource
 from deviceplugin.unwatched import Unwatched
 
 _LOG: Final = logging.getLogger(__name__)
-HOLDERS_STALE: Final = 60.0  # seconds after the kubelet's checkpoint was read from which on holders are unknown
+# Seconds after the last reading of the kubelet's checkpoint from which on holders are unknown.
+HOLDERS_STALE: Final = 60.0
 SHOWN_EVENTS: Final = 100
-UNANSWERED: Final = 30.0  # seconds after which a call that an adopted plugin has not answered is a problem
-REPORT_TIMEOUT: Final = 1.0  # seconds that a provider may take for its report
+UNANSWERED: Final = 30.0  # Seconds after which an unanswered call to an adopted plugin is a problem.
+REPORT_TIMEOUT: Final = 1.0  # Seconds that a provider may take for its report.
 
 
 class ObservedService(Protocol):
-    """One resource of an agent, as far as it is shown."""
+    """The properties of an agent's resource that a view needs."""
 
     source: DeviceSource
     inventory: Inventory
@@ -52,7 +54,7 @@ class ObservedService(Protocol):
 
 
 class ObservedAgent(Protocol):
-    """An agent, as far as it is shown."""
+    """The properties of an agent that a view needs."""
 
     providers: list[Provider]
 
@@ -61,12 +63,12 @@ class ObservedAgent(Protocol):
         """Its resources by name."""
 
     def status(self) -> AgentStatus:
-        """Return what is known now; from any thread."""
+        """Return the present status. Any thread may call it."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceHolder:
-    """A container that has a device, a pod that has it by a claim, or a claim alone; what is unknown is ""."""
+    """A container that has a device, a pod that has it by a claim, or a claim alone. Unknown fields are ""."""
 
     side: str
     namespace: str
@@ -85,15 +87,15 @@ class DeviceHolder:
 
 
 _Holders = Mapping[tuple[str, str], tuple[DeviceHolder, ...]]
-"""By (resource, device id), the plugin side first."""
+"""By (resource, device id), the holders, those of the plugin side first."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceView:
-    """One device as of now. replicas: how many containers may share it. withheld: why the agent offers it to nobody.
+    """One device. replicas: number of containers that may share it. withheld: why the agent offers it to no container.
 
-    admins: claims with administrative access, which hold nothing, with containers and pods. since: Unix time from which
-    this agent has seen a health other than healthy; None if it is healthy.
+    admins: claims with administrative access, with their containers and pods; they do not hold the device. since: Unix
+    time since which this agent has seen another health than healthy; None if the device is healthy.
     """
 
     device: Device
@@ -109,7 +111,7 @@ class DeviceView:
 
 @dataclass(frozen=True, slots=True)
 class UnlistedDevice:
-    """A device that its source does not list now, and that somebody holds, or that is not on the plugin side."""
+    """A device that its source does not list now, and that has a holder or is not on the plugin side."""
 
     id: str
     location: DeviceLocation
@@ -118,9 +120,9 @@ class UnlistedDevice:
 
 @dataclass(frozen=True, slots=True)
 class ResourceView:
-    """One resource as of now. measured: its gauge, None if its source cannot measure. share: None without driver.
+    """One resource. measured: its gauge, None if its source cannot measure. share: None without a driver.
 
-    unlisted: what is known of devices beside the inventory, which is empty while an adopted plugin is away.
+    unlisted: devices that are not in the inventory, which is empty while an adopted plugin is away.
     """
 
     name: str
@@ -133,10 +135,11 @@ class ResourceView:
 
 @dataclass(frozen=True, slots=True)
 class AgentView:
-    """Everything at one moment; at: Unix seconds. unready: why the agent is not ready. problems: what else is wrong.
+    """The whole agent at one moment.
 
-    holders_known: the kubelet's checkpoint was read lately. kubelet_answers: as of `AgentStatus`. providers: reports by
-    name. silent: why others have none. unknown: how often evidence did not tell, by its source.
+    at: Unix seconds. unready: reasons why the agent is not ready. problems: other problems. holders_known: whether the
+    kubelet's checkpoint was read recently. kubelet_answers: see `AgentStatus`. providers: reports by name. silent: why
+    other providers have no report. unknown: by source of evidence, how often it left holders unknown.
     """
 
     at: float
@@ -156,7 +159,7 @@ class AgentView:
 
 
 def unanswered(status: AgentStatus, now: float) -> Iterable[str]:
-    """Yield who does not answer: the kubelet, adopted plugins. now: Unix seconds."""
+    """Yield a sentence for the kubelet and for each adopted plugin that does not answer. now: Unix seconds."""
     if status.kubelet_silent is not None:
         yield f"the kubelet has not answered since {_iso(status.kubelet_silent)}; the node starts and ends no pods"
     for resource in status.resources:
@@ -166,7 +169,7 @@ def unanswered(status: AgentStatus, now: float) -> Iterable[str]:
 
 
 def unlinked(status: AgentStatus) -> Iterable[str]:
-    """Yield a problem for each resource with devices that running containers lose by a reload of systemd. Blocks."""
+    """Yield a problem for each resource whose devices containers would lose at a reload of systemd. Blocks."""
     if status.cgroup_root is None or not device_links.reload_matters(status.cgroup_root):
         return
     for resource in status.resources:
@@ -179,12 +182,12 @@ def _iso(at: float) -> str:
 
 
 def no_plugin(vendor: VendorConnection) -> str:
-    """Return since when the plugin of an adopted resource is not connected."""
+    """Describe since when the plugin of an adopted resource is not connected."""
     return f"its plugin is not registered with the agent since {_iso(vendor.since)}"
 
 
 def events_between(before: ResourceStatus | None, now: ResourceStatus, at: float) -> list[Event]:
-    """Return what changed between two states of a resource; nothing if there was none before."""
+    """Return the changes between two states of a resource; nothing if there was no state before."""
     changes = _changes(before, now) if before is not None else ()
     return [Event(at, now.resource, text, bad) for text, bad in changes]
 
@@ -220,7 +223,7 @@ def _plugin_holder(holder: PodContainer) -> DeviceHolder:
 
 
 class _ProviderCalls:
-    """Calls one provider with a timeout, never twice at once. error: why the last call gave no report."""
+    """Calls one provider with a timeout, one call at a time. error: why the last call gave no report."""
 
     def __init__(self, provider: Provider) -> None:
         self.error = ""
@@ -248,12 +251,15 @@ class _ProviderCalls:
     def _run(self, call: Future[ProviderReport]) -> None:
         try:
             call.set_result(self._provider.report())
-        except BaseException as error:  # SystemExit and the like must not end a thread unseen
+        except BaseException as error:  # SystemExit and similar exceptions must not end a thread without a log line.
             call.set_exception(error)
 
 
 class Observer:
-    """Observes an agent: `view` in any thread, the rest in its loop. period: seconds between readings of the load."""
+    """Observes an agent. Any thread may call `view`; the rest runs in its loop.
+
+    period: seconds between readings of the load.
+    """
 
     TICK: Final = 1.0
 
@@ -270,14 +276,14 @@ class Observer:
         self._reporting = threading.Lock()
 
     async def watch(self) -> None:
-        """Take readings and note what happens, until cancelled."""
+        """Read the load and record events, until cancelled."""
         measuring = asyncio.create_task(load.measure_for_ever(self.due, self._period), name="measure")
         try:
             while True:
                 try:
                     self.note(self._agent.status())
                 except Exception:
-                    _LOG.exception("events could not be noted")
+                    _LOG.exception("events could not be recorded")
                 await asyncio.sleep(self.TICK)
         finally:
             measuring.cancel()
@@ -301,11 +307,11 @@ class Observer:
         return due
 
     def note(self, status: AgentStatus) -> None:
-        """Note what happened since the last status."""
+        """Record the events since the last status."""
         now = time.time()
         new: list[Event] = []
         for resource in status.resources:
-            # Statistics go on counting: keep them as they are now.
+            # Statistics continue to count, so a copy keeps the present values.
             endpoint = replace(resource.endpoint, refusals=dict(resource.endpoint.refusals))
             kept = replace(resource, endpoint=endpoint, registration=replace(resource.registration))
             new += events_between(self._before.get(resource.resource), kept, now)
@@ -330,7 +336,7 @@ class Observer:
         self._events = (*self._events, *sorted(new, key=lambda event: event.at))[-SHOWN_EVENTS:]
 
     def view(self) -> AgentView:
-        """Return what is known now."""
+        """Return the present view."""
         status = self._agent.status()
         reports, silent = self._reports()
         holders_known = status.scanned_at is not None and time.monotonic() - status.scanned_at < HOLDERS_STALE
@@ -412,7 +418,10 @@ class Observer:
     def _holders(
         self, status: AgentStatus, reports: Mapping[str, ProviderReport], *, known: bool
     ) -> tuple[_Holders, _Holders]:
-        """Return holders, and who has administrative access. known: whether those of containers count."""
+        """Return the holders, and the claims with administrative access.
+
+        known: whether the holding containers are known.
+        """
         held: dict[tuple[str, str], set[DeviceHolder]] = defaultdict(set)
         admins: dict[tuple[str, str], set[DeviceHolder]] = defaultdict(set)
         claims = [claim for report in reports.values() for claim in report.claims]
@@ -444,7 +453,7 @@ class Observer:
         return _sorted(held), _sorted(admins)
 
     def _published_names(self, reports: Mapping[str, ProviderReport]) -> Mapping[tuple[str, str], tuple[str, str]]:
-        """Return (resource, device id) by (driver, the device's name in slices)."""
+        """Return (resource, device id) by (driver, the device's published name)."""
         qualifiers = {name: word for report in reports.values() for name, word in report.qualifiers.items()}
         by_driver: dict[str, dict[str, ObservedService]] = defaultdict(dict)
         for resource, service in list(self._agent.services.items()):

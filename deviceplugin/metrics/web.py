@@ -1,7 +1,7 @@
 """The agent's HTTP server: a few read-only pages, by the standard library's http.server and socketserver.
 
-What clients can cause is bounded: the number of connections, one request a connection, a time for
-each step, and one rendering of a page an interval, which all clients share. GET and HEAD only.
+The load by clients is bounded: a maximum number of connections, one request for each, a time limit for each step, and
+one rendering of a page in an interval, which all clients share. The server answers only GET and HEAD.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from deviceplugin.metrics.credentials import Certificate, Token
 
 _LOG: Final = logging.getLogger(__name__)
 TEXT: Final = "text/plain; charset=utf-8"
-LIFETIME: Final = 0.5  # seconds for which an answer is used at least
-LIFETIME_FACTOR: Final = 10  # an answer is used at least so many times as long as its rendering took of the processor
+LIFETIME: Final = 0.5  # Minimum seconds for which an answer is reused.
+LIFETIME_FACTOR: Final = 10  # An answer is reused for at least this multiple of the processor time of its rendering.
 MAX_WAITING: Final = 8
-"""Clients that wait for the rendering of a page. More are turned away, so that they leave connections to others."""
-SMALL: Final = 1024  # bytes up to which an answer is not compressed
-MAX_HEAD: Final = 16 * 1024  # bytes of a request's head
-BACKLOG: Final = 1024  # connections that the kernel keeps while the server accepts no more
+"""Maximum number of clients that wait for the rendering of a page. More are refused, so that connections stay free."""
+SMALL: Final = 1024  # Bytes up to which an answer is not compressed.
+MAX_HEAD: Final = 16 * 1024  # Maximum bytes of a request's head.
+BACKLOG: Final = 1024  # Number of connections that the kernel keeps while the server accepts no more.
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A client's request. headers: by name in any case."""
+    """A client's request. headers: by name, in any case."""
 
     path: str
     query: str
@@ -71,13 +71,14 @@ class _Rendering(NamedTuple):
 
 @dataclass(eq=False)
 class Route:
-    """A page whose answers are shared by all clients for a while.
+    """A page. All clients share its answers for some time.
 
-    An answer whose rendering took long is used longer, so that clients cause a tenth of a processor's load at most. It
-    is used twice as long while a rendering is under way.
+    An answer with a slow rendering is reused for longer. So clients use at most a tenth of a processor. During the next
+    rendering, the answer is reused for twice as long.
 
-    render: makes an answer for a key. key: what the answer depends on in a request; it has few values. public: no
-    credentials are needed. lock: routes with the same lock render one after the other.
+    render: makes an answer for a key. key: returns the properties of a request that the answer depends on; there are
+    few different keys. public: whether clients need no credentials. lock: routes with the same lock render one after
+    the other.
     """
 
     render: Callable[[Any], Answer]
@@ -90,7 +91,7 @@ class Route:
         self._waiting = threading.BoundedSemaphore(MAX_WAITING)
 
     def answer(self, request: Request) -> Answer:
-        """Return the answer to a request, compressed if the client takes that."""
+        """Return the answer to a request, compressed if the client accepts that."""
         key = (self.key(request), gzip_accepted(request.headers.get("accept-encoding", "")))
         rendering = self._renderings.get(key)
         if rendering is not None and rendering.is_fresh(1):
@@ -123,7 +124,7 @@ class Route:
 
 
 def listen(address: str) -> socket.socket:
-    """Return a socket that listens at the address; without a host, at all, IPv4 and IPv6. Raises OSError."""
+    """Return a socket that listens at the address. Without a host, it listens on IPv4 and IPv6. Raises OSError."""
     host, port = parse_address(address)
     if not host:
         host, family = ("::", socket.AF_INET6) if socket.has_dualstack_ipv6() else ("0.0.0.0", socket.AF_INET)  # noqa: S104
@@ -131,7 +132,7 @@ def listen(address: str) -> socket.socket:
             (host, port), family=family, dualstack_ipv6=family == socket.AF_INET6, backlog=BACKLOG
         )
     try:
-        # Text would load the codec `idna`, 0.3 MB.
+        # A text instead of bytes would load the codec `idna`, 0.3 MB.
         family, *_, resolved = socket.getaddrinfo(
             host.encode(), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
@@ -142,21 +143,21 @@ def listen(address: str) -> socket.socket:
 
 @dataclass(frozen=True, slots=True)
 class ClientLimits:
-    """How long a client may take, in seconds, and how many there may be at a time."""
+    """Time limits for a client, in seconds, and the maximum number of clients at a time."""
 
-    request: float = 10.0  # from connecting to the end of the request's head
-    answer: float = 30.0  # to take the answer
-    grace: float = 0.1  # to send the request, or to take the answer, when other clients wait
+    request: float = 10.0  # From the connection to the end of the request's head.
+    answer: float = 30.0  # For reading the answer.
+    grace: float = 0.1  # For the request, or for reading the answer, if other clients wait.
     connections: int = 128
 
 
 class _Connection(NamedTuple):
-    since: float  # when it was accepted, or had sent its request
-    deadline: float  # when the connection ends at the latest
+    since: float  # When the client was accepted, or had sent its request.
+    deadline: float  # The latest end of the connection.
 
 
 class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
-    """Serves routes by path at a socket that listens; a thread for each connection, one request a connection."""
+    """Serves routes by path at a listening socket. Each connection has a thread and one request."""
 
     daemon_threads = True
 
@@ -183,13 +184,13 @@ class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
 
     @property
     def address(self) -> str:
-        """Where it listens, as host:port."""
+        """The server's address, as host:port."""
         host, port = cast("tuple[str, int]", self.server_address[:2])
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     @property
     def connections(self) -> int:
-        """How many clients there are."""
+        """The number of clients."""
         return len(self._clients)
 
     def start(self) -> None:
@@ -200,13 +201,13 @@ class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
         """End all connections, and no longer listen."""
         self._over = True
         with contextlib.suppress(OSError):
-            self.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+            self.socket.shutdown(socket.SHUT_RDWR)  # This wakes the thread that accepts clients.
         self._thread.join(5.0)
         self.server_close()
         with self._changed:
             for sock in self._clients:
                 _cut(sock)
-            # A thread that still works on an answer is a daemon, and is left.
+            # A thread that still works on an answer is a daemon, so it need not end first.
             self._changed.wait_for(lambda: not self._clients, 0.5)
 
     def _run(self) -> None:
@@ -219,11 +220,11 @@ class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
                     _cut(sock)
 
     def get_request(self) -> tuple[socket.socket, Any]:
-        """Accept the next client, when there are not too many."""
+        """Wait until there are not too many clients, then accept the next one."""
         self._make_room(self.limits.connections)
         try:
             sock, address = self.socket.accept()
-        except OSError as error:  # out of file descriptors, say
+        except OSError as error:  # For example, there are no free file descriptors.
             if not self._over and self._last_error != str(error):
                 self._last_error = str(error)
                 _LOG.warning("a client cannot be accepted: %s", error)
@@ -236,13 +237,13 @@ class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
         return sock, address
 
     def allow(self, sock: socket.socket, seconds: float) -> None:
-        """Give a client so much time from now on."""
+        """Set a client's time limit, in seconds from now."""
         now = time.monotonic()
         with self._changed:
             self._clients[sock] = _Connection(now, now + seconds)
 
     def _make_room(self, most: int) -> None:
-        """Wait until there are fewer than `most` clients; cut those whose time is over first, after `grace` seconds."""
+        """Wait until there are fewer than `most` clients. First end those over their time, after `grace` seconds."""
         with self._changed:
             while len(self._clients) >= most > 0 and not self._over:
                 sock, client = min(self._clients.items(), key=lambda item: item[1].deadline)
@@ -258,7 +259,7 @@ class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
         super().finish_request(request, client_address)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log what is not the client's doing: it left, or was cut, or does not speak HTTP."""
+        """Log an error, unless the client caused it: it left, was cut, or does not speak HTTP."""
         if not isinstance(sys.exc_info()[1], OSError | http.client.HTTPException):
             _LOG.exception("serving a client failed")
 
@@ -276,20 +277,20 @@ class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
             return Answer(b"a client certificate is needed\n", status=403)
         if self.token is None or self.token.admits(request.headers.get("authorization", "")):
             return None
-        # Browsers ask for a password only when they are offered Basic.
+        # Browsers ask for a password only if the server offers Basic.
         scheme = "Basic" if "text/html" in request.headers.get("accept", "") else "Bearer"
         return Answer(b"a token is needed\n", TEXT, 401, {"WWW-Authenticate": f'{scheme} realm="deviceplugin"'})
 
 
 def _cut(sock: socket.socket) -> None:
-    """Make whatever a client's thread waits for fail."""
+    """Make every read and write of a client's thread fail."""
     with contextlib.suppress(OSError):
-        # Not SSLSocket.shutdown, after which the thread would go on in plain text.
+        # After SSLSocket.shutdown, the thread would continue in plain text.
         socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
 class _Head:
-    """Reads the lines of a request's head, up to a number of bytes in all."""
+    """Reads the lines of a request's head, up to a total number of bytes."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
@@ -305,7 +306,7 @@ class _Head:
 
 
 class _RequestHandler(http.server.BaseHTTPRequestHandler):
-    """Answers one request. HTTP/1.0, so that http.server ends the connection after it."""
+    """Answers one request by HTTP/1.0. So http.server ends the connection after it."""
 
     server: Server
     server_version = "deviceplugin"
@@ -319,12 +320,12 @@ class _RequestHandler(http.server.BaseHTTPRequestHandler):
 
     def finish(self) -> None:
         super().finish()
-        with contextlib.suppress(OSError):  # what is left unread resets the connection, and the answer may be lost
+        with contextlib.suppress(OSError):  # Unread data would reset the connection, and the answer might be lost.
             self.connection.setblocking(False)
             self.connection.recv(65536)
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-        """Log nothing: any client could fill the log."""
+        """Log nothing. Otherwise any client could fill the log."""
 
     def do_GET(self) -> None:
         self.server.allow(self.connection, self.server.limits.answer)

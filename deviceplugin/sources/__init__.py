@@ -1,4 +1,4 @@
-"""Sources of devices: one for each kind of entry in the config file, and the one that combines them for a resource."""
+"""Sources of devices: one for each kind of entry in the config file, and one that combines a resource's entries."""
 
 from deviceplugin.sources.configured import ConfiguredSource, overlaps
 

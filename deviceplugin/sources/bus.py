@@ -17,16 +17,17 @@ _Filter = TypeVar("_Filter", bound=msgspec.Struct)
 
 _PCIE_ROOT: Final = re.compile(r"pci[0-9a-f]{4,8}:[0-9a-f]{2}")
 LONGEST_VALUE: Final = 64
-"""Bytes of an attribute's value."""
+"""Maximum bytes of an attribute's value."""
 _NamesById = dict[tuple[str, str], tuple[str | None, str | None]]
-"""Names of vendor and device by their ids, four lower-case digits each; None where the file has none."""
+"""Names of vendor and device by their ids, four lower-case digits each; None if the file has no name."""
 
 
 class SysfsSource(ScannedSource, Generic[_Filter]):
-    """The devices of one bus that a filter lets through.
+    """The devices of one bus that a filter selects.
 
     wanted: the filter; a field that is None allows any value. sysfs_root, dev: directories of sysfs and device nodes.
-    ids: files with the names of vendors and products; the first that exists counts. The others: as of `ScannedSource`.
+    ids: files with the names of vendors and products; the first existing one is used. The other arguments are those of
+    `ScannedSource`.
     """
 
     BUS: ClassVar[str]
@@ -54,7 +55,7 @@ class SysfsSource(ScannedSource, Generic[_Filter]):
         return f"{type(self).__name__}({self.wanted})"
 
     def _names(self, wanted: Collection[tuple[str, str]]) -> _NamesById:
-        """Return the names of vendor and device for these pairs of ids; a file is read for new pairs only."""
+        """Return the names of vendor and device for these pairs of ids. The file is read only for new pairs."""
         if fresh := set(wanted) - self._known.keys():
             self._known |= dict.fromkeys(fresh, (None, None))
             self._known |= next(
@@ -64,7 +65,10 @@ class SysfsSource(ScannedSource, Generic[_Filter]):
 
 
 def missing(nodes: Iterable[str], maker: str = "udev") -> str:
-    """Return which of a device's nodes is not there yet, for messages; "" if all are. maker: what makes it. Blocks."""
+    """Return the first missing node of a device, for messages; "" if none is missing. maker: creates the nodes.
+
+    Blocks.
+    """
     for node in nodes:
         looked_at.at(node)
         if not os.path.exists(node):
@@ -79,7 +83,7 @@ def ids_files(bus: str, package: str) -> tuple[str, ...]:
 
 
 def hex_digits(text: str | None) -> str | None:
-    """Return hexadecimal digits as sysfs compares: lower case, without 0x."""
+    """Return hexadecimal digits in the form of sysfs: lower case, without 0x."""
     return text.lower().removeprefix("0x") if text is not None else None
 
 
@@ -121,7 +125,7 @@ def ids_names(file: str, wanted: Collection[tuple[str, str]]) -> _NamesById | No
 
 
 def in_words(wanted: msgspec.Struct) -> str:
-    """Return the fields of a filter that are set, as a config file says them: vendor 8086, class 02."""
+    """Return the fields of a filter that are set, in the words of the config file: vendor 8086, class 02."""
     fields = [(field, getattr(wanted, field.name)) for field in msgspec.structs.fields(wanted)]
     return ", ".join(f"{field.encode_name} {value}" for field, value in fields if value != field.default) or "anything"
 

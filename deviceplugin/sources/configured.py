@@ -1,7 +1,8 @@
 """The source of a resource of the config file: the devices of all its entries, with the resource's settings.
 
-The source of an entry yields from an async `watch`. It may have `notes`, sentences for the log such as a glob that
-matches nothing, and the hooks `edits` and `measure`, which get its own devices only.
+The source of an entry has an async `watch`, which yields devices. It may have `notes`: sentences for the log, for
+example about a glob that matches nothing. It may also have the hooks `edits` and `measure`, which get only devices of
+this entry.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ OPEN_TIMEOUT: Final = 5.0
 
 
 def build_entry(resource: ResourceConfig, index: int) -> DeviceSource:
-    """Return the source of one of a resource's entries. NVML is loaded if needed."""
+    """Return the source of one of a resource's entries. This loads NVML if the entry needs it."""
     entry, permissions = resource.devices[index], resource.permissions
     if entry.parts:
         return PathSource(*entry.parts, permissions=permissions, resource=resource.name)
@@ -73,7 +74,10 @@ def build_entry(resource: ResourceConfig, index: int) -> DeviceSource:
 
 
 def overlaps(resources: Iterable[ResourceConfig]) -> list[str]:
-    """Return a sentence for each pair of ids of one device, and those of `nodeless` for each resource. Blocks."""
+    """Return a sentence for each pair of ids of one device, and the sentences of `nodeless` for each resource.
+
+    Blocks.
+    """
     owners: dict[str, tuple[str, str]] = {}
     configured: dict[str, ResourceConfig] = {}
     tokens_by_key: dict[tuple[str, str], identity.Tokens] = {}
@@ -125,7 +129,7 @@ def is_wanted(device: Device, resource: ResourceConfig) -> bool:
 
 
 class _Served(NamedTuple):
-    """A device that is served: its entry, as the entry lists it, and as the resource serves it."""
+    """A served device: its entry, the device in the entry's list, and the device in the resource's list."""
 
     entry: DeviceSource
     listed: Device
@@ -133,7 +137,7 @@ class _Served(NamedTuple):
 
 
 class ConfiguredSource(DeviceSource):
-    """The devices of all of a resource's entries. lock: devices elsewhere on the host are left out."""
+    """The devices of all of a resource's entries. lock: devices at forbidden paths are left out."""
 
     def __init__(self, config: ResourceConfig, lock: Lock = OPEN) -> None:
         self.config = config
@@ -145,7 +149,7 @@ class ConfiguredSource(DeviceSource):
         self.policy = config.policy
         self.entries = tuple(build_entry(config, index) for index in range(len(config.devices)))
         self._templates = {name: value for name, value in config.env.items() if _PLACEHOLDER.search(value)}
-        """The variables that say what device a container has."""
+        """The variables whose values depend on the container's devices."""
         self._edits = ContainerEdits(
             env={name: value for name, value in config.env.items() if name not in self._templates},
             nodes=[DeviceNode(path, permissions=config.permissions) for path in config.nodes],
@@ -167,18 +171,18 @@ class ConfiguredSource(DeviceSource):
 
     @property
     def nodeless(self) -> Sequence[str]:
-        """Sentences about devices that are not device nodes, without those of entries with the hook `edits`."""
+        """Sentences about devices without device nodes. Entries with the hook `edits` are left out."""
         return nodeless(served.listed for served in self._served.values() if "edits" not in served.entry.hooks)
 
     @functools.cached_property
     def hooks(self) -> frozenset[str]:
-        """The hooks that its entries have."""
+        """The hooks that at least one entry has."""
         hooks = {name for entry in self.entries for name in entry.hooks if name in {"edits", "measure"}}
         return frozenset(hooks | {"edits"} if self._templates else hooks)
 
     @property
     def links(self) -> Mapping[frozenset[str], float]:
-        """How close the devices are to each other, pair by pair, as far as the entries know."""
+        """The closeness of pairs of devices, as far as the entries know it."""
         return {pair: score for entry in self.entries for pair, score in entry.links.items()}
 
     def replicas_of(self, device: Device) -> int:
@@ -193,7 +197,7 @@ class ConfiguredSource(DeviceSource):
     async def edits(self, devices: Sequence[Device]) -> ContainerEdits:
         """Return the entries' edits for one container. The resource's own edits take precedence."""
         edits = await self._ask("edits", devices)
-        names = sorted((device.id for device in devices), key=natural)  # the kubelet passes them in any order
+        names = sorted((device.id for device in devices), key=natural)  # The kubelet passes the devices in any order.
         listed = [self._served[name].listed for name in names if name in self._served]
         env = {name: ",".join(_filled(value, device) for device in listed) for name, value in self._templates.items()}
         if not (edits or env):
@@ -201,12 +205,15 @@ class ConfiguredSource(DeviceSource):
         return ContainerEdits.merge(edits, winner=ContainerEdits.merge([self._edits, ContainerEdits(env=env)]))
 
     async def measure(self, devices: Sequence[Device]) -> Measured:
-        """Return what the entries measure of their devices."""
+        """Return the measurements of the entries' devices."""
         measured_parts = await self._ask("measure", devices)
         return {name: values for measured in measured_parts for name, values in measured.items()}
 
     async def _ask(self, hook: str, devices: Sequence[Device]) -> list[Any]:
-        """Call a hook of the entries that have it with their own devices among these, as the entries list them."""
+        """Call a hook of each entry that has it.
+
+        The hook gets the entry's devices among these, in the form of the entry's list.
+        """
         own: dict[DeviceSource, list[Device]] = {}
         for device in devices:
             if (served := self._served.get(device.id)) is not None and hook in served.entry.hooks:
@@ -218,9 +225,10 @@ class ConfiguredSource(DeviceSource):
         return answers
 
     async def child_sources(self) -> AsyncIterator[Sequence[DeviceSource]]:
-        """Yield the sources of further resources that its entries bring along: partitions by profile, for pods alone.
+        """Yield the sources of further resources that the entries define: partitions by profile, for pods alone.
 
-        A driver publishes devices under names made from its resources; one that joins later would rename devices.
+        The published names of a driver's devices contain names made from its resources. A resource that is added later
+        would rename devices, so these resources have no driver.
         """
         domain = self.resource.partition("/")[0]
         built: dict[str, DeviceSource] = {}
@@ -267,11 +275,11 @@ class ConfiguredSource(DeviceSource):
             await cancel_all(tasks)
 
     def _listed(self) -> list[Device]:
-        """Return the devices as their entries list them, without the resource's mounts, which a probe must not open."""
+        """Return the devices in the form of their entries' lists. A probe must not open the resource's mounts."""
         return [served.listed for served in self._served.values()]
 
     async def _follow(self, index: int, lists: list[Sequence[Device] | None], changed: asyncio.Event) -> None:
-        """Keep one entry's list up to date. If it fails, the other entries go on."""
+        """Keep one entry's list up to date. If the entry fails, the other entries continue."""
         entry, backoff = self.entries[index], Backoff(*RETRY)
         while True:
             try:
@@ -280,7 +288,7 @@ class ConfiguredSource(DeviceSource):
                         lists[index] = devices
                         changed.set()
                         backoff.reset()
-                return  # its last list stays valid
+                return  # The entry's last list stays valid.
             except Exception:
                 delay = backoff.next()
                 _LOG.exception(
@@ -294,7 +302,7 @@ class ConfiguredSource(DeviceSource):
     def _together(self, lists: Iterable[Sequence[Device] | None]) -> list[Device]:
         """Return the devices to serve: each selected device once, with the resource's settings."""
         served: dict[str, _Served] = {}
-        owners: dict[str, str] = {}  # ids by the host path of their nodes and mounts
+        owners: dict[str, str] = {}  # Ids by the host paths of nodes and mounts.
         left_out: dict[str, None] = {}
         pairs = ((entry, device) for entry, listed in zip(self.entries, lists, strict=True) for device in listed or ())
         for entry, device in pairs:
@@ -312,7 +320,7 @@ class ConfiguredSource(DeviceSource):
             double = next(filter(owners.__contains__, hosts), None)
             if double is not None:
                 other = owners[double]
-                # The id that is served already stays: a pod may hold it, and the new id is the same device.
+                # The id that is already served stays, because a pod may hold it. The new id stands for the same device.
                 if device.id not in self._served or other in self._served:
                     left_out[f"{device.id} is left out: it leads to {double}, which is served as {other}"] = None
                     continue
@@ -341,7 +349,7 @@ class ConfiguredSource(DeviceSource):
 
 
 def _filled(value: str, device: Device) -> str:
-    """Return a variable's value for a device. A device without a path has its id as name, and no path."""
+    """Return a variable's value for a device. If the device has no path, its name is its id."""
     edits = device.container_edits
     nodes = [(node.host, node.path) for node in edits.device_nodes[: len(device.nodes)]]
     host, path = next(iter([*nodes, *((mount.host, mount.container) for mount in edits.mounts)]), (device.id, ""))
@@ -359,16 +367,16 @@ class ProbedHealth:
             self._prober = health.Prober(health.open_probe, timeout=OPEN_TIMEOUT)
         else:
             probe = health.command_probe(config.probe.command, config.probe.timeout)
-            # The command's own limit comes first, and its message says more.
+            # The command's own time limit comes first, and its message has more details.
             self._prober = health.Prober(probe, timeout=config.probe.timeout + 5.0)
         self._histories: dict[str, health.HealthHistory] = {}
         self._pending: set[str] = set()
         """Devices whose first probe has not ended."""
 
     async def probe_new(self, devices: Sequence[Device], changed: asyncio.Event, tasks: set[asyncio.Task[Any]]) -> None:
-        """Probe the devices that were not there before, and forget those that are gone.
+        """Probe the new devices, and forget devices that are gone.
 
-        If that takes longer than FIRST_PROBE, it goes on among `tasks` and sets `changed` at its end.
+        If this takes longer than FIRST_PROBE, it continues among `tasks` and sets `changed` at its end.
         """
         new = [device for device in devices if device.id not in self._histories.keys() | self._pending]
         self._histories = {device.id: self._histories.get(device.id, health.HealthHistory()) for device in devices}
@@ -385,12 +393,12 @@ class ProbedHealth:
             first.add_done_callback(lambda _: changed.set())
 
     def judged(self, device: Device) -> Device:
-        """Return a device with the worse of two healths: that of its source and that of its probes."""
+        """Return a device with the worse health of two: the health from its source, and the health from its probes."""
         history = self._histories[device.id]
         return device.with_health(*health.worst((device.health, device.message), (history.health, history.message)))
 
     async def run(self, devices: Callable[[], Sequence[Device]], changed: asyncio.Event) -> None:
-        """Probe the current devices every period; set `changed` when the health of one changes."""
+        """Probe the current devices every period. Set `changed` when the health of a device changes."""
         while True:
             await asyncio.sleep(self._period)
             if await self._probe([device for device in devices() if device.id not in self._pending]):
@@ -403,7 +411,7 @@ class ProbedHealth:
         for name, (verdict, message) in findings.items():
             before = self._histories.get(name)
             if before is None:
-                continue  # gone meanwhile
+                continue  # The device was removed meanwhile.
             after = self._histories[name] = before.checked(verdict, message, now, self._rules)
             if (before.health, before.message) != (after.health, after.message):
                 changed = True
@@ -413,7 +421,7 @@ class ProbedHealth:
 
 
 def _names(device: Device) -> list[str]:
-    """Return the names by which patterns choose a device: id, PCI address, paths on the host and in the container."""
+    """Return the names of a device that patterns can match: id, PCI address, paths on host and in container."""
     edits = device.container_edits
     names = [device.id]
     if address := device.attributes.get(PCI_BUS_ID):

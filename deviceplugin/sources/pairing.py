@@ -1,8 +1,8 @@
-"""Which paths of a group are one device. Pure.
+"""Decides which paths of a group form one device. Pure.
 
-Paths whose hardware sysfs shows belong together if that is one USB device or PCI function. Others do if the wildcards
-of their globs match the same text (a1 and b1), or if each glob has one match. What has no partner is left out:
-paths are never paired by their order alone.
+If sysfs shows the hardware of paths, they form a device if the hardware is one USB device or PCI function. Other paths
+form a device if the wildcards of their globs match the same text (a1 and b1), or if each glob has exactly one match.
+Paths without a partner are left out. Paths are never paired by their order alone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Final
 
 
 class PairedBy(enum.Enum):
-    """What shows that paths are one device; the value is for messages."""
+    """The evidence that paths form one device. The value is for messages."""
 
     HARDWARE = "the device in sysfs"
     TEXT = "the text of the wildcards"
@@ -26,7 +26,7 @@ class PairedBy(enum.Enum):
 class Part:
     """A path that a glob matches. hardware: of its USB device or PCI function, "" if sysfs shows none.
 
-    text: what the wildcards of the glob match.
+    text: the text that the wildcards of the glob match.
     """
 
     path: str
@@ -40,13 +40,13 @@ Group = tuple[Part | None, ...]
 
 @dataclass(slots=True)
 class Pairing:
-    """The devices with what shows that their parts belong together, and the paths without a partner."""
+    """The devices with the evidence for their paths, and the paths without a partner."""
 
     groups: list[tuple[Group, PairedBy]] = field(default_factory=list)
     left: list[Part] = field(default_factory=list)
 
     def notes(self) -> Iterator[str]:
-        """Yield sentences: by what parts were paired, and which have no partner."""
+        """Yield sentences about the evidence for the pairs, and about paths without a partner."""
         for how in PairedBy:
             firsts = [next(part for part in group if part is not None) for group, by in self.groups if by is how]
             if firsts:
@@ -61,7 +61,10 @@ class Pairing:
 
 
 def paired(columns: Sequence[Sequence[Part]], optional: Sequence[bool] = ()) -> Pairing:
-    """Return the devices that parts make. columns: the matches of each glob. optional: globs that may match nothing."""
+    """Return the devices that paths form. columns: the matches of each glob.
+
+    optional: whether a glob may match nothing.
+    """
     needed = [not (at < len(optional) and optional[at]) for at in range(len(columns))]
     rest, pairing = [list(column) for column in columns], Pairing()
     for how in PairedBy:
@@ -77,7 +80,10 @@ def paired(columns: Sequence[Sequence[Part]], optional: Sequence[bool] = ()) -> 
 
 
 def _by_hardware(columns: Sequence[Sequence[Part]], needed: Sequence[bool]) -> Iterator[Group]:
-    """Yield the groups of one USB device or PCI function each; of several by text, else in their order within it."""
+    """Yield a group for each USB device or PCI function.
+
+    If one has several groups, they are paired by text, else by order.
+    """
     for hardware in dict.fromkeys(part.hardware for part in _first(columns, needed) if part.hardware):
         own = [[part for part in column if part.hardware == hardware] for column in columns]
         there = [column for column in own if column]
@@ -91,7 +97,7 @@ def _by_hardware(columns: Sequence[Sequence[Part]], needed: Sequence[bool]) -> I
 
 
 def _by_text(columns: Sequence[Sequence[Part]], needed: Sequence[bool]) -> Iterator[Group]:
-    """Yield the groups whose wildcards match the same text."""
+    """Yield the groups of paths whose wildcards match the same text."""
     by_text = [{part.text: part for part in column if part.text} for column in columns]
     for text in dict.fromkeys(part.text for part in _first(columns, needed) if part.text):
         group = tuple(parts.get(text) for parts in by_text)
@@ -100,7 +106,7 @@ def _by_text(columns: Sequence[Sequence[Part]], needed: Sequence[bool]) -> Itera
 
 
 def _alone(columns: Sequence[Sequence[Part]], needed: Sequence[bool]) -> Iterator[Group]:
-    """Yield the group of globs of which each has one match."""
+    """Yield one group of the globs with a single match each."""
     if all(len(column) <= 1 for column in columns):
         group = tuple(column[0] if column else None for column in columns)
         named = not any(part.text for part in group if part is not None)
@@ -109,9 +115,9 @@ def _alone(columns: Sequence[Sequence[Part]], needed: Sequence[bool]) -> Iterato
 
 
 def _is_whole(group: Group, needed: Sequence[bool], *, named: bool = False) -> bool:
-    """Return whether all needed parts are there, and sysfs does not show that they are of different hardware.
+    """Return whether all needed parts exist, and sysfs does not show different hardware.
 
-    named: the globs have no wildcards; whoever wrote them wants these paths together, whatever they are.
+    named: the globs have no wildcards. Then the author of the config wants these paths together, whatever they are.
     """
     whole = all(part is not None for part, must in zip(group, needed, strict=True) if must)
     hardware = {part.hardware for part in group if part is not None and part.hardware}

@@ -1,10 +1,11 @@
-"""Devices that are paths: what a glob matches, or what the globs of a group match and belongs together (`pairing`).
+"""Makes devices from paths: each match of a glob, or the paired matches of a group's globs (`pairing`).
 
-A symlink is named as it is: /dev/serial/by-id/... is the same stick tomorrow, /dev/ttyUSB0 is not. The runtime resolves
-it each time that it creates a container (containerd 2.1, internal/cri/opts/spec_linux_opts.go: WithDevices; CRI-O,
-internal/factory/container/device_linux.go: specAddContainerConfigDevices), so a container that restarts gets the node
-to which the link leads then. In a CDI file no runtime does (`deviceplugin.cdi`). A plain file, a socket or a pipe is
-mounted, as runtimes take only device nodes as devices. A directory is left out.
+The device of a symlink has the name of the link: /dev/serial/by-id/... always stands for the same stick, /dev/ttyUSB0
+does not. The runtime resolves it each time that it creates a container (containerd 2.1,
+internal/cri/opts/spec_linux_opts.go: WithDevices; CRI-O, internal/factory/container/device_linux.go:
+specAddContainerConfigDevices), so a container that restarts gets the link's target at that time. No runtime resolves a
+symlink in a CDI file (`deviceplugin.cdi`). A plain file, a socket or a pipe is mounted, because runtimes accept only
+device nodes as devices. A directory is left out.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from deviceplugin.sysfs import ROOT, device_above, directory_of, numa_node_above
 
 _LOG: Final = logging.getLogger(__name__)
 LONGEST_ID: Final = 52
-"""Characters of an id; leaves room for a replica's number within the kubelet's 63."""
+"""Maximum characters of an id. With the suffix of a replica, it fits into the kubelet's 63."""
 _MAGIC: Final = re.compile(r"[*?[]")
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
 _PLAIN: Final = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_.]|-(?!-))*(?<![-_.])")
@@ -48,7 +49,7 @@ def device_id(path: str) -> str:
     if inside != path and len(name) <= LONGEST_ID and all(map(_PLAIN.fullmatch, steps)) and not _HASHED.fullmatch(name):
         return name
     digest = hashlib.sha256(os.fsencode(path)).hexdigest()[:8]
-    # Long names differ more in their ends than in their beginnings.
+    # Long names differ more often at their ends than at their beginnings.
     readable = re.sub(r"[^A-Za-z0-9_.]+", "-", name)[-(LONGEST_ID - 9) :].strip("-_.")
     return f"{readable or 'x'}-{digest}"
 
@@ -83,7 +84,7 @@ class _Match:
     """A path that a glob matches, and its target at the last scan.
 
     seen: a hash of its status. identity: its token. hardware: the sysfs directory of its USB device or PCI function, ""
-    if there is none. container: the path in the container, as the config has it; "" for the same.
+    if there is none. container: the path in the container from the config; "" for the same path.
     """
 
     alias: str
@@ -103,7 +104,7 @@ class _PathScan(Scan):
     real: dict[str, str] = field(default_factory=dict)
 
     def resolve(self, directory: str) -> str:
-        """Return a directory's real path. Add the directories whose changes can change it to those that are watched."""
+        """Return a directory's real path. Watch the directories whose changes can change that path."""
         real = self.real.get(directory)
         if real is None:
             looked_at.at(directory)
@@ -117,26 +118,27 @@ class _PathScan(Scan):
         return real
 
     def follow(self, path: str) -> str:
-        """Return the target of a path. Add the directories of its symlinks to those that are watched."""
-        for _ in range(40):  # as many as the kernel follows
+        """Return the target of a path. Watch the directories of its symlinks."""
+        for _ in range(40):  # The kernel follows as many symlinks.
             directory, name = os.path.split(path)
             directory = self.resolve(directory)
             self.directories.add(directory)
             path = os.path.join(directory, name)
             try:
                 path = os.path.normpath(os.path.join(directory, os.readlink(path)))
-            except OSError:  # no symlink, or nothing
+            except OSError:  # The path is no symlink, or does not exist.
                 break
         return path
 
 
 class PathSource(ScannedSource):
-    """Each path that a glob matches is a device; of several globs, those that belong together are one (`pairing`).
+    """Each match of a glob is a device. With several globs, paired matches form a device (`pairing`).
 
-    A device of several paths is named after the first. What has no partner is left out.
+    A device of several paths has the name of the first. Paths without a partner are left out.
 
-    parts: absolute paths; `*`, `?` and `[abc]` match within one directory. Or with a path in the container, or as parts
-    that a device need not have. sysfs: its directory. The others: as of `ScannedSource`.
+    parts: globs of absolute paths, or `PartConfig` with a path in the container, or for a path that a device need not
+    have. `*`, `?` and `[abc]` match within one directory. sysfs: its directory. The other arguments are those of
+    `ScannedSource`.
     """
 
     def __init__(
@@ -150,7 +152,7 @@ class PathSource(ScannedSource):
         super().__init__(permissions, resource, rescan)
         made = [PartConfig(path=part) if isinstance(part, str) else part for part in parts]
         self._parts = sorted(made, key=lambda part: part.optional)
-        """The parts of each device; the first one names it, so that is one that is always there."""
+        """The globs of each device. The first one gives the device its name, so a glob that must match comes first."""
         self.globs = tuple(part.path for part in self._parts)
         for glob in self.globs:
             if not glob.startswith("/"):
@@ -206,7 +208,7 @@ class PathSource(ScannedSource):
         )
 
     def _matching(self, part: PartConfig, scan: _PathScan, before: Mapping[str, _Match]) -> dict[str, _Match]:
-        """Return by path what a part's glob matches now, in natural order: 2 before 10."""
+        """Return by path the present matches of a glob, in natural order: 2 before 10."""
         glob, inside = part.path, part.container or ""
         matches = [self._match(alias, inside, scan, before.get(alias)) for alias in _expand(glob, scan)]
         by_alias = {match.alias: match for match in matches if match is not None and not stat.S_ISDIR(match.mode)}
@@ -217,7 +219,7 @@ class PathSource(ScannedSource):
         return {alias: by_alias[alias] for alias in sorted(by_alias, key=natural)}
 
     def _match(self, alias: str, container: str, scan: _PathScan, before: _Match | None) -> _Match | None:
-        """Return a path's target now; `before` if it is the same, None if there is none."""
+        """Return a path's present target; `before` if it has not changed, None if there is none."""
         host = scan.follow(alias)
         try:
             status = looked_at.stat(alias)
@@ -236,7 +238,7 @@ class PathSource(ScannedSource):
 
 
 def _expand(glob: str, scan: _PathScan) -> list[str]:
-    """Return the paths that an absolute glob matches, as glob.glob does; without wildcards, one that need not exist.
+    """Return the paths that an absolute glob matches, as glob.glob does. A path without wildcards need not exist.
 
     The directories that were read are added to `scan.directories`.
     """
@@ -270,19 +272,19 @@ def _entries(base: str, step: str, scan: _PathScan) -> list[os.DirEntry[str]]:
     except OSError as error:
         scan.notes.append(f"{base or '/'} cannot be read: {error.strerror}")
     scan.directories.add(base or "/")
-    # The kubelet needs UTF-8, and a file's name may be any bytes: those that are no UTF-8 are surrogates here.
+    # The kubelet needs UTF-8, but the name of a file may be any bytes. Bytes that are no UTF-8 are surrogates here.
     return [entry for entry in listed if entry.name.isascii() or not _SURROGATE.search(entry.name)]
 
 
 def _text(glob: str, path: str) -> tuple[str, ...]:
-    """Return what the wildcards of a glob match in a path."""
+    """Return the texts that the wildcards of a glob match in a path."""
     found = _captures(glob).fullmatch(path)
     return found.groups() if found is not None else ()
 
 
 @functools.cache
 def _captures(glob: str) -> re.Pattern[str]:
-    """Return a pattern whose groups are what the wildcards of a glob match."""
+    """Return a pattern whose groups are the texts that the wildcards of a glob match."""
     parts = re.split(r"(\*|\?|\[[!^]?\]?[^]/]*\])", glob)
     wild = (
         ("([^/]*)" if part == "*" else "([^/])") if index % 2 else re.escape(part) for index, part in enumerate(parts)

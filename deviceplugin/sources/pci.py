@@ -1,9 +1,9 @@
-"""PCI devices, chosen by what sysfs says of them: vendor, device, class, driver, address.
+"""PCI devices, selected by their properties in sysfs: vendor, device, class, driver, address.
 
 A device bound to vfio-pci gives a container /dev/vfio/<group> and /dev/vfio/vfio. Any other device gives the nodes that
 its driver made (/dev/dri/renderD128). A network function has no node: the container finds its address in a variable.
 
-sysfs makes no inotify events. New nodes under /dev do; other changes are found by the next scan.
+sysfs causes no inotify events. New nodes under /dev do; the next scan finds other changes.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from deviceplugin.sources.scanned import Scan
 
 VFIO: Final = "vfio-pci"
 _BRIDGE: Final = "0604"
-"""The class of PCI bridges, whose driver does no DMA of its own."""
+"""The class of PCI bridges. The driver of a bridge does no DMA of its own."""
 _HARMLESS: Final = re.compile(r".*vfio.*|pci-stub")
-"""Drivers beside which the functions of a group can be given to a virtual machine (Linux, drivers/vfio)."""
+"""Functions of a group with these drivers can be given to a virtual machine (Linux, drivers/vfio)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class _Function:
 
 
 class PciSource(bus.SysfsSource[PciConfig]):
-    """The PCI devices that a filter lets through; ids are addresses, 0000:3b:00.0. `resource` names their variable."""
+    """The PCI devices that a filter selects. Their ids are addresses, 0000:3b:00.0. `resource` names their variable."""
 
     BUS = "pci"
     IDS = bus.ids_files("pci", "pciutils")
@@ -70,7 +70,7 @@ class PciSource(bus.SysfsSource[PciConfig]):
     def edits(self, devices: Sequence[Device]) -> ContainerEdits:
         """Return the variable with the addresses: PCIDEVICE_EXAMPLE_COM_NIC=0000:3b:02.0,0000:3b:02.1."""
         name = "PCIDEVICE_" + re.sub(r"[^A-Z0-9]", "_", (self.resource or "pci").upper())
-        # The kubelet passes devices in any order.
+        # The kubelet passes the devices in any order.
         return ContainerEdits(env={name: ",".join(sorted(device.id for device in devices))})
 
     def _read(self, address: str) -> _Function | None:
@@ -78,7 +78,7 @@ class PciSource(bus.SysfsSource[PciConfig]):
         values = (bus.hex_digits(sysfs.read(f"{directory}/{name}")) for name in ("vendor", "device", "class"))
         vendor, device, class_ = values
         if not (vendor and device and class_):
-            return None  # gone meanwhile
+            return None  # The device was removed meanwhile.
         driver, parent = sysfs.link_name(f"{directory}/driver"), sysfs.link_name(f"{directory}/physfn")
         return _Function(address, directory, vendor, device, class_, driver, parent)
 
@@ -130,7 +130,7 @@ class PciSource(bus.SysfsSource[PciConfig]):
     def _foreign(self, function: _Function, group: str) -> str:
         """Return why the IOMMU group of a function cannot be given to a virtual machine; "" if it can.
 
-        The kernel opens no group of which a function has a driver of the host; bridges do not count.
+        The kernel does not open a group if a function in it has a driver of the host. Bridges do not count.
         """
         members = f"{function.directory}/iommu_group/devices"
         looked_at.at(members)

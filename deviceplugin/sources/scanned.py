@@ -17,18 +17,19 @@ from deviceplugin.source import DeviceSource
 
 _LOG: Final = logging.getLogger(__name__)
 SCAN_TIMEOUT: Final = 15.0
-"""Seconds after which the devices are unhealthy until the scan has ended (a network file system that hangs)."""
+"""Seconds of a scan after which the devices are unhealthy until it ends. A network file system may hang."""
 UNWATCHED: Final = 5.0
-"""Seconds between two scans where there are no events of a directory."""
+"""Seconds between two scans of directories that cause no events."""
 MAX_PAUSE: Final = 0.5
-"""Seconds between scans while the file system changes again and again and the devices do not."""
+"""Maximum seconds between scans while the file system changes again and again, but the devices do not."""
 
 
 @dataclass(slots=True)
 class Scan:
-    """Result of one scan. directories: those to watch. notes: for the log.
+    """The result of one scan. directories: directories to watch. notes: for the log.
 
-    seen: changes with what is behind a list that stays the same: a node that was made anew may be other hardware.
+    seen: a value that changes with the hardware behind an unchanged list, because a node that was created again may
+    stand for other hardware.
     """
 
     devices: list[Device] = field(default_factory=list)
@@ -38,14 +39,15 @@ class Scan:
 
 
 class ScannedSource(DeviceSource):
-    """Devices that a scan finds: at once, after a change in a watched directory, and now and then without one.
+    """Finds devices by scans: at once, after each change in a watched directory, and periodically.
 
-    permissions: what a container may do with the nodes, of r, w and m. resource: its name, where the source is used by
-    itself or a hook needs it. rescan: seconds, give or take a fifth, after which it scans again without a hint.
+    permissions: the container's permissions for the nodes, out of r, w and m. resource: its name, if the source is used
+    alone or a hook needs it. rescan: seconds, plus or minus a fifth, after which it scans again without a change.
     """
 
     DEBOUNCE: ClassVar[float] = 0.0
-    """Seconds from a hint to the scan: a driver makes several nodes, and some of them later than sysfs."""
+    """Seconds between a change and the scan. A driver creates several nodes, some of them later than its entry in
+    sysfs."""
 
     def __init__(self, permissions: str, resource: str, rescan: float) -> None:
         self.resource = resource or self.resource
@@ -55,7 +57,7 @@ class ScannedSource(DeviceSource):
         self._looks = Looks(self.resource or "devices", threads=1, resource=self.resource)
 
     def scan(self) -> list[Device]:
-        """Return the devices that are there now; blocks."""
+        """Return the present devices; blocks."""
         scan = self._scan()
         self.notes = tuple(scan.notes)
         return scan.devices
@@ -73,7 +75,7 @@ class ScannedSource(DeviceSource):
                 began = time.monotonic()
                 look = self._looks.begin("scan", self._scan, place=repr(self))
                 if why := await self._looks.late(look, SCAN_TIMEOUT, give_up=False):
-                    _LOG.warning("the devices cannot be looked for: %s", why)
+                    _LOG.warning("the scan for devices failed: %s", why)
                     if listed:
                         listed = [device.with_health(Health.UNHEALTHY, why) for device in listed]
                         yield listed
@@ -92,7 +94,7 @@ class ScannedSource(DeviceSource):
                 elif hinted:
                     pause = min(MAX_PAUSE, max(took, 2 * pause))
                 if pause:
-                    # A directory in which other names come and go must not keep a CPU busy.
+                    # A directory with many unrelated changes must not keep a CPU busy.
                     await asyncio.sleep(pause)
                 rescan = self._rescan * random.uniform(0.8, 1.2)  # noqa: S311  # no secret
                 hinted = await watch.wait(rescan, unwatched=UNWATCHED)

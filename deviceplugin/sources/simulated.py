@@ -19,8 +19,9 @@ _LOG: Final = logging.getLogger(__name__)
 class SimulatedSource(DeviceSource):
     """Devices sim-0, sim-1, ..., spread over NUMA nodes in blocks.
 
-    count: devices at the beginning. numa: NUMA nodes; None leaves them unknown. unhealthy_file: as in the config file,
-    with comments after #. resource: its name, where used by itself. rescan: seconds until the file is read anew.
+    count: number of devices at the beginning. numa: number of NUMA nodes; None leaves them unknown. unhealthy_file: as
+    in the config file, with comments after #. resource: its name, if the source is used alone. rescan: seconds between
+    two reads of the file.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class SimulatedSource(DeviceSource):
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """The devices as they are now."""
+        """The present devices."""
         with self._lock:
             return tuple(
                 device.with_health(Health.UNHEALTHY, self._unhealthy[name]) if name in self._unhealthy else device
@@ -105,7 +106,7 @@ class SimulatedSource(DeviceSource):
             watch.wake()
 
     def _read(self, file: str) -> None:
-        """Read the file of unhealthy devices; if it cannot be read, their health stays."""
+        """Read the file of unhealthy devices. If it cannot be read, their health stays."""
         warning = ""
         looked_at.at(file)
         try:

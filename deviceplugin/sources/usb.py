@@ -1,10 +1,10 @@
-"""USB devices, chosen by what sysfs says of them: vendor, product, serial number.
+"""USB devices, selected by their properties in sysfs: vendor, product, serial number.
 
-A container gets the device's own node, /dev/bus/usb/001/004, and those that its drivers made (/dev/ttyUSB0). A device
-that is plugged in again gets another number, but keeps its id: vendor, product and serial number. The port stands in
-place of a serial number that is missing, or that two devices claim. Of these two the first one keeps its id as long as
-it is plugged in, because a pod may hold it: under another name it would be allocated twice. If both are there when the
-agent starts, both are named after their ports.
+A container gets the device's own node, /dev/bus/usb/001/004, and the nodes of its drivers (/dev/ttyUSB0). A device that
+is plugged in again gets another number, but keeps its id, which consists of vendor, product and serial number. If the
+serial number is missing, or two devices have the same one, the id has the port instead. The first of two such devices
+keeps its id while it is plugged in, because a pod may hold it, and under another id it would be allocated twice. If
+both exist when the agent starts, both ids have the port.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from deviceplugin.sources.scanned import Scan
 
 _HUB: Final = "09"
 _Plugged = tuple[str, str, str, str]
-"""Port, node, vendor and product of a device: they stay the same while it is plugged in."""
+"""Port, node, vendor and product of a device. They stay the same while it is plugged in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +45,15 @@ class _Usb:
 
     @property
     def plugged(self) -> _Plugged:
-        # Without the serial number, which may be unreadable for once.
+        # The serial number is left out, because a read of it may fail once.
         return self.port, self.node, self.vendor, self.product
 
 
 class UsbSource(bus.SysfsSource[UsbConfig]):
     """The USB devices that a filter lets through, without hubs.
 
-    wanted: the filter; several are those of one device that changes its ids: what is in a port is one device then, and
-    the port its id and identity. options: as of `SysfsSource`.
+    wanted: the filter. Several filters are for a device that changes its ids: then all devices in a port count as one,
+    and the port is its id and identity. options: those of `SysfsSource`.
     """
 
     BUS = "usb"
@@ -73,7 +73,7 @@ class UsbSource(bus.SysfsSource[UsbConfig]):
         try:
             ports = sorted(os.listdir(self._root))
         except FileNotFoundError:
-            ports = []  # no USB at all, until a controller is plugged in
+            ports = []  # There is no USB until a controller is plugged in.
         except OSError as error:
             return Scan([], directories, [f"{self._root} cannot be read: {error.strerror}"])
         there = [device for port in ports if ":" not in port and (device := self._read(port)) is not None]
@@ -127,7 +127,7 @@ class UsbSource(bus.SysfsSource[UsbConfig]):
 
 
 def _ids(there: Collection[_Usb], before: Mapping[_Plugged, str]) -> dict[_Plugged, str]:
-    """Return the devices' ids; one that was there before keeps its own."""
+    """Return the devices' ids. A known device keeps its id."""
     ids = {usb.plugged: before[usb.plugged] for usb in there if usb.plugged in before}
     taken = set(ids.values())
     plain = Counter(_plain_id(usb) for usb in there)
@@ -136,7 +136,7 @@ def _ids(there: Collection[_Usb], before: Mapping[_Plugged, str]) -> dict[_Plugg
             name = _plain_id(usb)
             if plain[name] > 1 or name in taken:
                 name = _port_id(usb)
-            if name in taken:  # another device has it as its serial number
+            if name in taken:  # Another device has the same serial number.
                 name += f"-{usb.node[-3:]}"
             ids[usb.plugged] = name
             taken.add(name)

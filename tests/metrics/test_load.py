@@ -76,7 +76,7 @@ class TestChecked:
             ({"a": {3: 1}}, "3 cannot be"),
             ({"a": {"health": 1}}, "'health' is the name of another metric"),
             ({"a": {"state_total": 1}}, "'state_total' is the name of another metric"),
-            ({"a": {"jobs_total": 1, "jobs": 1}}, "'jobs' is there with and without _total"),
+            ({"a": {"jobs_total": 1, "jobs": 1}}, "'jobs' is used with and without _total"),
         ],
     )
     def test_anything_else_is_an_error_that_says_what(self, said: object, why: str) -> None:

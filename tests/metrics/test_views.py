@@ -454,7 +454,7 @@ class TestEvents:
         async with asyncio.timeout(5):
             await seen.wait()
         task.cancel()
-        assert "could not be noted" in caplog.text
+        assert "could not be recorded" in caplog.text
 
 
 async def test_a_source_that_was_replaced_is_measured_anew() -> None:

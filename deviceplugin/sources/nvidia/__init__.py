@@ -1,10 +1,10 @@
 """NVIDIA GPUs and their MIG partitions, by way of NVML (nvidia-ml-py, the extra `nvidia`).
 
-`nvml` is the library. `Session` makes its blocking calls. `driver` makes them in one thread, which all sources of a
-loop share, with a deadline on each, because a driver may hang. `NvidiaSource` makes devices of its scans.
+`nvml` loads the library. `Session` makes its blocking calls. `driver` runs them in one thread, which all sources of a
+loop share, with a deadline on each call, because a driver may hang. `NvidiaSource` makes devices from the scans.
 
-A function that the driver does not support says nothing about a GPU. A library or driver that is not there (not yet,
-or while it is replaced) is waited for.
+An unsupported function of the driver does not make a GPU unhealthy. If the library or driver is missing (at the start,
+or while it is replaced), the source waits for it.
 """
 
 from deviceplugin.sources.nvidia.devices import resource_of

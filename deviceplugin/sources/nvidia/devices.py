@@ -1,4 +1,4 @@
-"""The devices made of GPUs and partitions, and how a container gets them: by variable, CDI name or device node."""
+"""Makes devices from GPUs and partitions, with their container edits: by variable, CDI name or device node."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _LOG: Final = logging.getLogger(__name__)
 
 CDI_KIND: Final = "nvidia.com/gpu"
 NEEDED_NODES: Final = ("nvidiactl", "nvidia-uvm")
-"""The nodes without which no program computes on a GPU. The driver's modules do not make them."""
+"""Nodes that every program needs for computing on a GPU. The driver's kernel modules do not create them."""
 COMMON_NODES: Final = (*NEEDED_NODES, "nvidia-uvm-tools", "nvidia-modeset")
 
 
 def make_devices(
     listed: Iterable[tuple[Gpu, Partition | None]], scan: NvmlScan, places: Places, injection: str
 ) -> list[Device]:
-    """Return the devices of these GPUs or partitions of them; reads CDI specs and proc, blocks.
+    """Return the devices of these GPUs or partitions. Reads CDI specs and /proc; blocks.
 
-    They are healthy unless a node is missing that their containers need.
+    A device is healthy unless a node that its containers need is missing.
     """
     names = _cdi_names(places.cdi) if injection == "cdi" else frozenset()
     made = []
@@ -46,7 +46,7 @@ def make_devices(
 
 
 def _missing(device: Device, places: Places, partition: Partition | None) -> str:
-    """Return which node is not there that containers with a device need, and what makes it; "" if all are."""
+    """Return the missing node that containers with a device need, and its creator; "" if none is missing."""
     needed = [node.host for node in device.container_edits.device_nodes]
     needed += [f"{places.dev}/{name}" for name in NEEDED_NODES]
     makers = "`nvidia-modprobe -u -c 0`, nvidia-persistenced or a udev rule"
@@ -56,7 +56,7 @@ def _missing(device: Device, places: Places, partition: Partition | None) -> str
 
 
 _OwnAndShared = tuple[Sequence[DeviceNode], Sequence[DeviceNode]]
-"""The device nodes that are a device's own, and those that it shares with others."""
+"""The nodes of one device, and the nodes that it shares with other devices."""
 
 
 def _make_device(
@@ -113,7 +113,10 @@ def resource_of(profile: str) -> str:
 def links_of_devices(
     between: Mapping[frozenset[str], float], made: Iterable[str], parents: Mapping[str, str]
 ) -> Mapping[frozenset[str], float]:
-    """Return the link scores of `made` (UUIDs). between: scores of pairs of GPUs. parents: the GPUs of partitions."""
+    """Return the link scores of `made` (UUIDs). between: scores of pairs of GPUs.
+
+    parents: the GPU of each partition.
+    """
     scores: dict[frozenset[str], float] = {}
     for uuid, other in combinations(made, 2):
         gpus = frozenset((parents.get(uuid, uuid), parents.get(other, other)))
@@ -137,12 +140,12 @@ def _device_nodes(places: Places, gpu: Gpu, partition: Partition | None) -> _Own
     texts = (sysfs.read(f"{base}/access"), sysfs.read(f"{base}/ci{partition.compute}/access"))
     minors = [re.search(r"DeviceFileMinor:\s*([0-9]+)", text or "") for text in texts]
     nodes = [node(f"nvidia-caps/nvidia-cap{minor[1]}") for minor in minors if minor is not None]
-    # Compute instances of one GPU instance share the first; the last is the partition's own.
+    # The compute instances of one GPU instance share the first node. The last node is the partition's own.
     return nodes[-1:], [*whole, *common, *nodes[:-1]]
 
 
 def _cdi_names(directories: Iterable[str]) -> frozenset[str]:
-    """Return the names that the CDI specs in these directories have for devices of nvidia.com/gpu; blocks."""
+    """Return the names of nvidia.com/gpu devices in the CDI specs of these directories; blocks."""
     names: frozenset[str] = frozenset()
     for file in (file for directory in directories for file in Path(directory).glob("*")):
         if file.suffix in {".json", ".yaml", ".yml"}:
@@ -163,7 +166,7 @@ def _cdi_name_of(gpu: Gpu, partition: Partition | None, in_spec: Collection[str]
 
 @functools.lru_cache(maxsize=256)
 def _names_in_spec(file: str, *_state: int) -> frozenset[str]:
-    """Read a CDI spec; again only if its state (inode, time, size) has changed."""
+    """Read a CDI spec. It is read again only if its state (inode, time, size) has changed."""
     import yaml
 
     parse = json.loads if file.endswith(".json") else yaml.safe_load
@@ -173,7 +176,7 @@ def _names_in_spec(file: str, *_state: int) -> frozenset[str]:
         if spec.get("kind") == CDI_KIND:
             return frozenset(str(device["name"]) for device in spec.get("devices", ()))
     except OSError:
-        pass  # gone meanwhile
+        pass  # The file was removed meanwhile.
     except (ValueError, yaml.YAMLError, AttributeError, KeyError, TypeError) as error:
         _LOG.warning("%s cannot be read as a CDI spec: %s", file, error)
     return frozenset()

@@ -1,4 +1,4 @@
-"""The NVIDIA driver as all sources of a loop share it: scanned from time to time, listened to in between."""
+"""The access to the NVIDIA driver that all sources of a loop share: periodic scans, and the driver's events."""
 
 from __future__ import annotations
 
@@ -21,28 +21,31 @@ _T = TypeVar("_T")
 _LOG: Final = logging.getLogger(__name__)
 
 SCAN_TIMEOUT: Final = 60.0
-"""Seconds for a scan; the first one may wake eight sleeping GPUs."""
+"""Seconds for a scan. The first scan may wake eight sleeping GPUs."""
 EVENT_WAIT: Final = 1.0
-"""Seconds that one wait for events takes at the most; other calls wait as long for the thread."""
+"""Maximum seconds of one wait for events. Other calls wait as long for the thread."""
 CALL_GRACE: Final = 10.0
 GAP: Final = 0.5
-"""Seconds between two scans at the least, however many hints there are."""
+"""Minimum seconds between two scans, for any number of hints."""
 
 
 class NvmlThread:
-    """One thread in which blocking calls are made, one after another, each with a deadline.
+    """One thread that makes blocking calls one after another, each with a deadline.
 
-    A call that hangs keeps the thread, and no other call is begun until it returns: a second thread would hang, too.
+    While a call hangs, no other call begins: a second thread would hang as well.
     """
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._overdue: threading.Event | None = None
-        """Set when the last call that took too long has ended."""
+        """Set when the last overdue call has ended."""
         threading.Thread(target=self._work, name="nvml", daemon=True).start()
 
     async def call(self, function: Callable[..., _T], *arguments: Any, timeout: float) -> _T:
-        """Return the result of a function; raise NvmlError if it, or one before it, takes longer than `timeout` s."""
+        """Return the result of a function.
+
+        Raises NvmlError if it, or a call before it, takes longer than `timeout` s.
+        """
         if self._overdue is not None and not self._overdue.is_set():
             raise NvmlError("NVML still hangs", Verdict.UNREADABLE)
         future: concurrent.futures.Future[_T] = concurrent.futures.Future()
@@ -52,7 +55,7 @@ class NvmlThread:
             try:
                 if future.set_running_or_notify_cancel():
                     future.set_result(function(*arguments))
-            except Exception as error:  # the caller's
+            except Exception as error:  # The caller gets the exception.
                 future.set_exception(error)
             finally:
                 over.set()
@@ -66,7 +69,7 @@ class NvmlThread:
             raise NvmlError(f"NVML did not answer within {timeout:g} s", Verdict.UNREADABLE) from None
 
     def close(self, last: Callable[[], None]) -> None:
-        """Have the thread end after a last call."""
+        """Make a last call, then end the thread."""
         self._jobs.put(last)
         self._jobs.put(None)
 
@@ -76,18 +79,21 @@ class NvmlThread:
 
 
 class GpuMonitor:
-    """Scans all GPUs from time to time and listens in between, as long as anybody is subscribed."""
+    """Scans all GPUs periodically and reads the driver's events in between, while a source is subscribed."""
 
     def __init__(self, places: Places) -> None:
         self._places = places
         self._subscriptions: dict[asyncio.Queue[NvmlUpdate], float] = {}
-        """What each source has not processed yet, and how many seconds it wants between scans."""
+        """For each source, the updates that it has not processed, and the seconds that it requests between scans."""
         self._running: tuple[NvmlThread, Session, asyncio.Task[None]] | None = None
         self._last: NvmlUpdate | None = None
 
     @contextlib.contextmanager
     def subscribe(self, period: float) -> Iterator[asyncio.Queue[NvmlUpdate]]:
-        """Receive updates in the context, and scans each `period` s at least; beyond 10,000 the oldest is dropped."""
+        """Receive updates in the context, with a scan at least every `period` s.
+
+        Beyond 10,000 updates, the oldest is dropped.
+        """
         updates: asyncio.Queue[NvmlUpdate] = asyncio.Queue(10_000)
         if self._last is not None:
             updates.put_nowait(self._last)
@@ -106,7 +112,7 @@ class GpuMonitor:
                 self._running = self._last = None
 
     async def measure(self, ids: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Return the load of these GPUs and partitions; nothing without a subscription. It may raise NvmlError."""
+        """Return the load of these GPUs and partitions; nothing without a subscription. May raise NvmlError."""
         if self._running is None:
             return {}
         thread, session, _ = self._running
@@ -168,5 +174,5 @@ _drivers: Final = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Plac
 
 
 def shared(places: Places) -> GpuMonitor:
-    """Return the running loop's one driver for these places."""
+    """Return the running loop's one monitor for these places."""
     return _drivers.setdefault(asyncio.get_running_loop(), {}).setdefault(places, GpuMonitor(places))

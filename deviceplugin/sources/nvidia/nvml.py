@@ -1,4 +1,4 @@
-"""The NVML library behind nvidia-ml-py: how it is loaded and unloaded, and its answers as Python values."""
+"""Loads and unloads the NVML library through nvidia-ml-py, and converts its answers to Python values."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ LIBRARY: Final = "libnvidia-ml.so.1"
 GONE: Final = {1: "NVML was shut down", 9: "the NVIDIA driver is not loaded", 18: "the NVIDIA driver was replaced"}
 """Error codes after which no GPU answers."""
 BROKEN: Final = {15: "it has fallen off the bus", 16: "it needs a reset", 28: "it is gone"}
-"""Error codes of one broken GPU."""
+"""Error codes of a single broken GPU."""
 ANY: Final = 0xFFFFFFFF
 """NVML's number for all links, and for no partition."""
 
 _lock: Final = threading.Lock()
 _replaced: Final[list[Any]] = []
-"""Libraries to unload as soon as no session can be in a call."""
+"""Libraries to unload once no session can be in a call."""
 _users: Final[set[object]] = set()
-"""Sessions that have loaded the library; any of them may be in a call."""
+"""Sessions that have loaded the library. Each of them may be in a call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Places:
 class Partition:
     """A MIG device. instance, compute: ids of its GPU instance and compute instance. memory: MiB.
 
-    placement: its first memory slice and their number; None if the driver does not say.
+    placement: its first memory slice and their number; None if the driver does not report it.
     """
 
     uuid: str
@@ -58,7 +58,7 @@ class Partition:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU. memory: MiB. attributes: what its devices have in common. partitions: None without MIG mode."""
+    """A GPU. memory: MiB. attributes: those of all devices on it. partitions: None without MIG mode."""
 
     uuid: str
     index: int
@@ -72,7 +72,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class NvmlScan:
-    """Result of one scan. findings: by UUID. links: scores by pairs. listening: whether any GPU reports XIDs."""
+    """The result of one scan. findings: by UUID. links: scores of pairs. listening: whether any GPU reports XIDs."""
 
     gpus: tuple[Gpu, ...]
     findings: Mapping[str, ProbeResult]
@@ -85,7 +85,7 @@ class NvmlScan:
 
 @dataclass(frozen=True, slots=True)
 class Xid:
-    """An error that the driver reported of a GPU, or of a partition of it. gpu: None if the driver could not say."""
+    """An error of a GPU, or of a partition, from the driver. gpu: None if the driver did not name the GPU."""
 
     gpu: str | None
     code: int
@@ -94,7 +94,7 @@ class Xid:
 
 
 class NvmlError(Exception):
-    """Raised when no GPU can be read; `verdict` is what that means for the GPUs known so far."""
+    """Raised when no GPU can be read. `verdict` is the consequence for the known GPUs."""
 
     def __init__(self, message: str, verdict: Verdict = Verdict.BAD) -> None:
         super().__init__(message)
@@ -105,9 +105,9 @@ NvmlUpdate = NvmlScan | Xid | NvmlError
 
 
 def load(library: str, user: object) -> ModuleType:
-    """Return nvidia-ml-py with the library loaded; raise NvmlError if one of them is not there.
+    """Return nvidia-ml-py with the library loaded; raise NvmlError if one of them is missing.
 
-    The library stays in memory until `release` of this user, who may be in a call.
+    The library stays in memory until `release` of this user, because the user may be in a call.
     """
     try:
         import pynvml  # type: ignore[import-untyped]
@@ -116,7 +116,7 @@ def load(library: str, user: object) -> ModuleType:
     with _lock:
         if pynvml.nvmlLib is None:
             try:
-                # pynvml itself takes no path, and never loads another library later.
+                # pynvml itself accepts no path, and cannot load another library later.
                 pynvml.nvmlLib = ctypes.CDLL(library or LIBRARY)
             except OSError as error:
                 raise NvmlError(f"NVML is not there: {error}") from error
@@ -125,7 +125,7 @@ def load(library: str, user: object) -> ModuleType:
 
 
 def unload(nv: Any) -> None:
-    """Have the next `load` load the library again; another file may have taken its place."""
+    """Make the next `load` load the library again, because its file may have been replaced."""
     import _ctypes
 
     with _lock:
@@ -139,13 +139,13 @@ def unload(nv: Any) -> None:
 
 
 def release(user: object) -> None:
-    """Note that a session makes no more calls."""
+    """Record that a session makes no more calls."""
     with _lock:
         _users.discard(user)
 
 
 def optional(nv: Any, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function that a driver or GPU may not support; None if this one does not, or does not know."""
+    """Call a function that a driver or GPU may not support. Return None if it is unsupported, or has no answer."""
     try:
         return function(*arguments)
     except nv.NVMLError as error:
@@ -155,7 +155,7 @@ def optional(nv: Any, function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def field_value(nv: Any, handle: Any, *wanted: Any) -> float | None:
-    """Return a field value by its id, or its id and scope; None where it is not supported."""
+    """Return a field value by its id, or by id and scope; None if it is not supported."""
     values = optional(nv, nv.nvmlDeviceGetFieldValues, handle, [wanted if len(wanted) > 1 else wanted[0]])
     if values is None or values[0].nvmlReturn != 0:
         return None
@@ -165,7 +165,7 @@ def field_value(nv: Any, handle: Any, *wanted: Any) -> float | None:
 
 
 def pointer(handle: Any) -> int:
-    """Return the address in a handle; handles of one GPU have the same."""
+    """Return the address in a handle. Handles of one GPU have the same address."""
     return ctypes.cast(handle, ctypes.c_void_p).value or 0
 
 
@@ -175,7 +175,7 @@ def text(value: Any) -> str:
 
 
 def pci_address(bus_id: str) -> str:
-    """Return a PCI address as sysfs writes it; NVML writes the domain with eight digits."""
+    """Convert a PCI address to the form of sysfs. NVML writes the domain with eight digits."""
     domain, _, rest = bus_id.lower().partition(":")
     return f"{int(domain, 16):04x}:{rest}" if rest else bus_id.lower()
 

@@ -1,4 +1,4 @@
-"""Readings of GPUs by NVML: their partitions, the links between them, their load."""
+"""Reads GPUs by NVML: their partitions, the links between them, their load."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ _CLOCKS: Final = {0: "graphics", 1: "sm", 2: "memory", 3: "video"}
 def profile_of(compute: int, slices: int, memory: int, whole: int) -> str:
     """Return a MIG profile's name from its slices and its memory and the GPU's, both in MiB.
 
-    NVIDIA names the memory by eighths of the GPU's, rounded up, in whole GiB. A compute instance that is
-    a part of its GPU instance carries its own slices in front.
+    The name has the memory in whole GiB, rounded up to eighths of the GPU's memory. If a compute instance is only a
+    part of its GPU instance, the name begins with its own slices.
     """
     gib = -(-whole // 1024)
     eighths = -(-memory * 8 // whole) if whole else 0
@@ -47,9 +47,9 @@ def profile_of(compute: int, slices: int, memory: int, whole: int) -> str:
 
 
 def with_partitions(nv: Any, handle: Any, gpu: Gpu, handles: dict[str, Any], partitions: dict[str, Partition]) -> Gpu:
-    """Return the GPU with its partitions now. handles: theirs are added.
+    """Return the GPU with its present partitions. handles: the function adds the handles of the partitions.
 
-    partitions: those read before, by UUID; they are not read again.
+    partitions: partitions that were read before, by UUID. They are not read again.
     """
     mode = optional(nv, nv.nvmlDeviceGetMigMode, handle)
     if mode is None or mode[0] != 1:
@@ -90,7 +90,7 @@ def _read_partition(nv: Any, parent: Any, mig: Any, uuid: str, index: int, gpu: 
 
 
 def read_links(nv: Any, gpus: Sequence[Gpu], handles: Mapping[str, Any]) -> Mapping[frozenset[str], float]:
-    """Return the scores of pairs of GPUs. A GPU that reports no links has none; no error of NVML is raised."""
+    """Return the scores of pairs of GPUs. A GPU that reports no links has none. Errors of NVML are not raised."""
     direct: Counter[frozenset[str]] = Counter()
     switched: Counter[str] = Counter()
     by_address = {gpu.address: gpu.uuid for gpu in gpus if gpu.address}
@@ -109,7 +109,8 @@ def read_links(nv: Any, gpus: Sequence[Gpu], handles: Mapping[str, Any]) -> Mapp
         # Both ends report a direct link, so it is counted twice. Switches connect every GPU with every other.
         count = -(-direct[pair] // 2) + min(switched[uuid], switched[other])
         level = -1
-        with contextlib.suppress(nv.NVMLError, KeyError):  # KeyError: a GPU that cannot be read has no handle
+        # A GPU that cannot be read has no handle, which causes a KeyError.
+        with contextlib.suppress(nv.NVMLError, KeyError):
             level = nv.nvmlDeviceGetTopologyCommonAncestor(handles[uuid], handles[other])
         if score := Link.NVLINK * count + _LEVELS.get(level, 0):
             scores[pair] = float(score)
@@ -117,7 +118,7 @@ def read_links(nv: Any, gpus: Sequence[Gpu], handles: Mapping[str, Any]) -> Mapp
 
 
 def _nvlink_peers(nv: Any, handle: Any) -> Iterator[str | None]:
-    """Yield, for each NVLink that is up, the PCI address of its other end, or None for a switch."""
+    """Yield the PCI address of the other end of each active NVLink, or None for a switch."""
     for link in range(nv.NVML_NVLINK_MAX_LINKS):
         if not optional(nv, nv.nvmlDeviceGetNvLinkState, handle, link):
             continue
@@ -136,7 +137,7 @@ def measure_memory(nv: Any, handle: Any) -> dict[str, Any]:
 
 
 def measure_gpu(nv: Any, handle: Any) -> dict[str, Any]:
-    """Return the load of a GPU, in base units; None stands for what it cannot tell."""
+    """Return the load of a GPU, in base units. None stands for a value that the GPU does not report."""
 
     def scaled(factor: float, function: Callable[..., Any], *arguments: Any) -> float | None:
         value = optional(nv, function, handle, *arguments)
@@ -144,7 +145,7 @@ def measure_gpu(nv: Any, handle: Any) -> dict[str, Any]:
         return None if value is None else value * factor
 
     def nvlink_bytes(field: int) -> float | None:
-        kib = field_value(nv, handle, field, ANY)  # of all links together
+        kib = field_value(nv, handle, field, ANY)  # The sum over all links.
         return None if kib is None else kib * 1024
 
     values = measure_memory(nv, handle)

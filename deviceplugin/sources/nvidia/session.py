@@ -1,4 +1,4 @@
-"""Blocking calls of NVML, for one thread: scans of all GPUs, and the driver's events between them."""
+"""Makes blocking calls of NVML in one thread: scans of all GPUs, and the driver's events between them."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from deviceplugin.sources.nvidia.nvml import Gpu, NvmlError, NvmlScan, Partition
 _LOG: Final = logging.getLogger(__name__)
 
 FAILED_WAITS: Final = 3
-"""Waits for events that may fail; after that no GPU is listened to until the GPUs change."""
+"""Number of failed waits for events after which the session listens to no GPU until the GPUs change."""
 _TIMEOUT: Final = 10
 _REPLACED: Final = 18
 _XID_EVENT: Final = 0x8
 _MIG_EVENT: Final = 0x100
 _MISSING: Final = {3, 4, 13}
-"""NOT_SUPPORTED, NO_PERMISSION, FUNCTION_NOT_FOUND: they say nothing about the GPU."""
+"""NOT_SUPPORTED, NO_PERMISSION, FUNCTION_NOT_FOUND. These errors do not concern the GPU's health."""
 _RECOVERY_ACTION: Final = 230
-"""The field with the action that a driver asks for; nvidia-ml-py has no name for it before 12.560."""
+"""The field with the action that the driver recommends. Before 12.560, nvidia-ml-py has no name for it."""
 _ACTIONS: Final = {
     0: "",
     1: "it needs a reset",
     2: "the node needs a reboot",
     3: "its traffic with other GPUs must be drained",
     4: "it needs to be drained and reset",
-    5: "",  # a reset of the IMEX domain: other nodes, not this GPU
+    5: "",  # A reset of the IMEX domain concerns other nodes, not this GPU.
     6: "its bus needs a reset",
     7: "the machine needs a reboot",
 }
 
 
 class Session:
-    """NVML, opened by the first scan, and opened again when the driver was away or GPUs came or went."""
+    """A session of NVML. The first scan opens it. It is opened again when the driver was away, or GPUs came or went."""
 
     def __init__(self, places: Places) -> None:
         self._places = places
@@ -67,7 +67,10 @@ class Session:
             nvml.release(self)
 
     def _open(self) -> Any:
-        """Return NVML, initialized; anew if GPUs came or went, for it reads the list of GPUs only then."""
+        """Return NVML, initialized.
+
+        It is initialized again if GPUs came or went, because only then it reads the list of GPUs.
+        """
         try:
             addresses = frozenset(os.listdir(f"{self._places.proc}/driver/nvidia/gpus"))
         except OSError:
@@ -125,7 +128,7 @@ class Session:
         if uuids != self._linked:
             self._links = readings.read_links(nv, gpus, handles)
             self._linked = uuids
-        # Waiting fails for all GPUs while one that is lost is registered.
+        # While a lost GPU is registered, the wait for events fails for all GPUs.
         self._events.watch([gpu for gpu in gpus if findings[gpu.uuid][0] is not Verdict.BAD], handles)
         driver = text(optional(nv, nv.nvmlSystemGetDriverVersion))
         cuda = optional(nv, nv.nvmlSystemGetCudaDriverVersion)
@@ -134,11 +137,11 @@ class Session:
         return NvmlScan(tuple(gpus), findings, driver, cuda, self._links, bool(self._events.registered), tuple(notes))
 
     def _raise_if_gone(self, nv: Any, error: Any) -> None:
-        """Close NVML and raise NvmlError if no later call can succeed."""
+        """Close NVML and raise NvmlError if all later calls would fail."""
         if error.value in nvml.GONE:
             self.close()
             if error.value == _REPLACED:
-                nvml.unload(nv)  # the new driver's library may be there already
+                nvml.unload(nv)  # The new driver's library may already exist.
             raise NvmlError(nvml.GONE[error.value]) from error
 
     def _identify(self, nv: Any, handle: Any, uuid: str, index: int) -> Gpu:
@@ -166,7 +169,7 @@ class Session:
         return Gpu(uuid, index, minor, address, memory.total >> 20 if memory is not None else 0, numa, attributes)
 
     def _check(self, nv: Any, handle: Any) -> ProbeResult:
-        """Return whether a GPU answers, and what the driver says of its state."""
+        """Return whether a GPU answers, and the driver's finding about its state."""
         for function, arguments in ((nv.nvmlDeviceGetMemoryInfo, ()), (nv.nvmlDeviceGetTemperature, (0,))):
             try:
                 function(handle, *arguments)
@@ -180,14 +183,17 @@ class Session:
         return (Verdict.BAD if _ACTIONS[action] else Verdict.GOOD), _ACTIONS[action]
 
     def wait(self, seconds: float) -> tuple[list[Xid], bool]:
-        """Wait for events; return the XIDs, and whether a scan is due. Raises NvmlError: no later call can succeed."""
+        """Wait for events. Return the XIDs, and whether a scan is due.
+
+        Raises NvmlError if all later calls would fail.
+        """
         xids, due, error = self._events.wait(seconds)
         if error is not None:
             self._raise_if_gone(self._nv, error)
         return xids, due or error is not None
 
     def measure(self, ids: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Return the load of GPUs and partitions by UUID, in base units; what one cannot tell is left out."""
+        """Return the load of GPUs and partitions by UUID, in base units. Values that one cannot report are left out."""
         measured: dict[str, dict[str, Any]] = {}
         whole = {gpu.uuid for gpu in self._gpus.values()}
         for name in ids:
@@ -201,12 +207,12 @@ class Session:
 
 
 class EventListener:
-    """The driver's events while NVML is open: XIDs, and partitions that come and go."""
+    """Reads the driver's events while NVML is open: XIDs, and partitions that appear or disappear."""
 
     def __init__(self, nv: Any) -> None:
         self.notes: tuple[str, ...] = ()
         self.registered: dict[int, str] = {}
-        """UUIDs of the GPUs that report XIDs, by what their handles point to."""
+        """UUIDs of the GPUs that report XIDs, by the address in their handles."""
         self._nv = nv
         self._set: Any = None
         self._watched: frozenset[str] = frozenset()
@@ -248,7 +254,7 @@ class EventListener:
         self.notes = tuple(notes)
 
     def wait(self, seconds: float) -> tuple[list[Xid], bool, Any]:
-        """Wait for events; return the XIDs that came, whether a scan is due, and the error if waiting failed."""
+        """Wait for events. Return the new XIDs, whether a scan is due, and the error if the wait failed."""
         if self._set is None:
             return [], True, None
         xids, self._pending = self._pending, []
@@ -262,7 +268,7 @@ class EventListener:
     def _collect(self, milliseconds: int) -> tuple[list[Xid], bool, Any]:
         xids: list[Xid] = []
         due = False
-        for _ in range(1000):  # a storm is taken in portions
+        for _ in range(1000):  # A large number of events is read in portions.
             try:
                 data = self._nv.nvmlEventSetWait_v2(self._set, milliseconds)
             except self._nv.NVMLError as error:
@@ -278,7 +284,7 @@ class EventListener:
 
 
 def _numa_of_memory(nv: Any, handle: Any) -> int | None:
-    """Return the NUMA node that the driver names; None if it names none, or several."""
+    """Return the NUMA node that the driver names; None if it names none or several."""
     mask = optional(nv, nv.nvmlDeviceGetMemoryAffinity, handle, 1, nv.NVML_AFFINITY_SCOPE_NODE)
     bits = int(mask[0]) if mask is not None else 0
     return bits.bit_length() - 1 if bits.bit_count() == 1 else None

@@ -24,7 +24,7 @@ VISIBLE: Final = "NVIDIA_VISIBLE_DEVICES"
 
 
 class NvidiaSource(DeviceSource):
-    """NVIDIA GPUs, or partitions of them; ids are their UUIDs. period: seconds between scans. clock: monotonic."""
+    """NVIDIA GPUs, or partitions of them. Their ids are UUIDs. period: seconds between scans. clock: monotonic."""
 
     links: Mapping[frozenset[str], float] = MappingProxyType({})
 
@@ -67,7 +67,7 @@ class NvidiaSource(DeviceSource):
                     yield devices
 
     def update(self, update: NvmlUpdate) -> None:
-        """Process a scan, an XID or an error of all of NVML."""
+        """Process a scan, an XID, or an error of NVML as a whole."""
         if isinstance(update, Xid):
             self.health.count_xid(update, self._scan.gpus)
         elif isinstance(update, NvmlError):
@@ -87,7 +87,7 @@ class NvidiaSource(DeviceSource):
             self.health.judge_scan(update)
 
     def devices(self) -> list[Device]:
-        """Return the devices as of the last update; reads CDI specs and proc, blocks."""
+        """Return the devices of the last update. Reads CDI specs and /proc; blocks."""
         scan, notes = self._scan, list(self._scan.notes)
         if self._error:
             notes.append(self._error)
@@ -119,7 +119,7 @@ class NvidiaSource(DeviceSource):
         return device.with_health(*worst((device.health, device.message), (history.health, history.message)))
 
     def _unequal(self, scan: NvmlScan) -> str:
-        """Return why the GPUs do not fit mig: single; "" if they do."""
+        """Return why the GPUs do not suit `mig: single`; "" if they do."""
         profiles = sorted({part.profile for gpu in scan.gpus for part in gpu.partitions or ()})
         if len(profiles) > 1:
             return f"mig: single wants partitions of one profile, there are {' and '.join(profiles)}; see mig: mixed"
@@ -130,16 +130,16 @@ class NvidiaSource(DeviceSource):
     def edits(self, devices: Sequence[Device]) -> ContainerEdits:
         """Return the variable that the NVIDIA container runtime reads.
 
-        With injection by CDI or nodes the variable is `void`. Images set it to `all`, and where that
-        runtime is the default one, a container would see every GPU.
+        With injection by CDI or nodes the variable is `void`. Images set it to `all`. So if that runtime is the default
+        one, a container would otherwise see every GPU.
         """
-        # The kubelet passes devices in any order; the container numbers its GPUs by this one.
+        # The kubelet passes the devices in any order. The container numbers its GPUs in this order.
         ordered = sorted(devices, key=position_of)
         visible = ",".join(device.id for device in ordered) if self.wanted.injection == "env" else "void"
         return ContainerEdits(env={VISIBLE: visible})
 
     async def profiles(self) -> AsyncGenerator[Sequence[str], None]:
-        """Yield all MIG profiles that have been seen, whenever there is one more."""
+        """Yield all MIG profiles that have been seen, each time that there is a new one."""
         while True:
             self._more_profiles.clear()
             if self._profiles:
@@ -147,7 +147,7 @@ class NvidiaSource(DeviceSource):
             await self._more_profiles.wait()
 
     async def measure(self, devices: Sequence[Device]) -> Measured:
-        """Return the load of the GPUs, and how often which XID came."""
+        """Return the load of the GPUs, and the number of each XID."""
         ids = [device.id for device in devices]
         measured = await shared(self._places).measure(ids)
         for name in ids:
@@ -157,13 +157,13 @@ class NvidiaSource(DeviceSource):
 
 
 class GpuHealth:
-    """The health of GPUs and partitions, and the count of their XIDs."""
+    """The health of GPUs and partitions, and the number of their XIDs."""
 
     def __init__(self, rules: HealthRules, ignore_xids: Iterable[int], clock: Callable[[], float]) -> None:
         self.histories: dict[str, HealthHistory] = {}
-        """By UUID, of the GPUs and partitions of the last scan."""
+        """By UUID, the histories of the GPUs and partitions of the last scan."""
         self.counts: dict[str, Counter[str]] = {}
-        """How often each XID came, by UUID and the XID's number."""
+        """The number of each XID, by UUID and the XID's number."""
         self._rules = rules
         self.ignore_xids = frozenset(ignore_xids)
         self._clock = clock
@@ -177,16 +177,17 @@ class GpuHealth:
         self._judge(findings)
 
     def judge_error(self, error: NvmlError) -> None:
-        """Judge all known GPUs and partitions, none of which can be read."""
+        """Judge all known GPUs and partitions after an error because of which none can be read."""
         self._judge(dict.fromkeys(self.histories, (error.verdict, str(error))))
 
     def count_xid(self, xid: Xid, gpus: Iterable[Gpu]) -> None:
-        """Count an XID, and make those of these GPUs and their partitions unhealthy that it concerns."""
+        """Count an XID, and mark the affected GPUs and partitions as unhealthy."""
         now = self._clock()
         ignored = xid.code in self.ignore_xids
         self._times[xid.gpu, xid.code] += 1
         times = self._times[xid.gpu, xid.code]
-        if times & (times - 1) == 0:  # powers of two: a program in a loop must not fill the log
+        # Only counts that are powers of two are logged, so that a program in a loop does not fill the log.
+        if times & (times - 1) == 0:
             level = logging.INFO if ignored else logging.WARNING
             _LOG.log(level, "XID %d of GPU %s, %d so far", xid.code, xid.gpu or "unknown", times)
         for gpu in gpus:
