@@ -1,6 +1,6 @@
 """Kubernetes device plugins in Python: describe a device once, serve it to the kubelet.
 
-These names are what an author of a device needs. Everything else is imported from its own module.
+An author of a source needs only these names. All other names are imported from their modules.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["ContainerEdits", "Device", "DeviceNode", "DeviceSource", "Health", "
 
 
 def __getattr__(name: str) -> object:
-    # `run` brings gRPC along; a tool that only describes devices does not pay for it.
+    # `run` imports gRPC. A tool that only describes devices does not need it.
     if name == "run":
         from deviceplugin.node.process import run
 

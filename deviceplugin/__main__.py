@@ -1,4 +1,4 @@
-"""`python -m deviceplugin` is `deviceplugin`."""
+"""`python -m deviceplugin` does the same as `deviceplugin`."""
 
 import sys
 

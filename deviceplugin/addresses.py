@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 MAX_SOCKET_PATH: Final = 107
-"""Bytes of a Unix socket's path on Linux, without the closing zero."""
+"""Maximum bytes of a Unix socket's path on Linux, without the closing zero."""
 
 
 def parse_address(address: str) -> tuple[str, int]:
@@ -25,7 +25,10 @@ def parse_address(address: str) -> tuple[str, int]:
 
 
 def socket_path(directory: str | Path, name: str, tail: str) -> Path:
-    """Return directory/name+tail; a long name ends in a hash of it. Raises ValueError: the directory leaves no room."""
+    """Return directory/name+tail. A long name is shortened and ends in a hash.
+
+    Raises ValueError if the directory is too long.
+    """
     room = MAX_SOCKET_PATH - len(os.fsencode(directory)) - 1 - len(tail)
     if len(name) > room:
         digest = hashlib.sha256(name.encode()).hexdigest()[:8]
@@ -37,7 +40,7 @@ def socket_path(directory: str | Path, name: str, tail: str) -> Path:
 
 
 def remove_abandoned(paths: Iterable[Path]) -> None:
-    """Remove the Unix sockets of these at which no process listens any more."""
+    """Remove the Unix sockets among these paths at which no process listens any more."""
     for path in filter(_is_abandoned, paths):
         with contextlib.suppress(OSError):
             path.unlink()

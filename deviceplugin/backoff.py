@@ -1,4 +1,4 @@
-"""Waits between tries that fail."""
+"""Computes the waits between failed tries."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from dataclasses import dataclass, field, replace
 
 @dataclass(slots=True)
 class Backoff:
-    """Waits that double from `first` to `most` seconds; `draw` chooses each at random between a half and the whole."""
+    """Waits that double from `first` to `most` seconds.
+
+    `draw` chooses each wait at random between its half and its whole.
+    """
 
     first: float = 0.25
     most: float = 30.0
@@ -23,7 +26,7 @@ class Backoff:
         return self.draw(whole / 2, whole)
 
     def longest(self) -> float:
-        """Return the seconds to wait where trying again soon will not help."""
+        """Return the seconds to wait if an early retry will not help."""
         return self.draw(self.most / 2, self.most)
 
     def reset(self) -> None:
@@ -31,5 +34,5 @@ class Backoff:
         self.tries = 0
 
     def fresh(self) -> Backoff:
-        """Return another one of the same kind, without failures."""
+        """Return a backoff with the same bounds, without failures."""
         return replace(self, tries=0)

@@ -1,6 +1,6 @@
-"""Notices that a coroutine blocks the event loop, and names the line that does.
+"""Detects that a coroutine blocks the event loop, and names the line that blocks it.
 
-A blocked loop serves nothing: no call of the kubelet, no signal's handler. Only another thread can report it.
+A blocked loop runs nothing: no call of the kubelet, no signal handler. Only another thread can report it.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from deviceplugin.source import DeviceSource
 
 _LOG: Final = logging.getLogger(__name__)
 LIMIT: Final = 2.0
-"""Seconds without a turn of the loop after which it counts as blocked."""
+"""Seconds without an iteration of the loop after which it counts as blocked."""
 PERIOD: Final = 5.0
 """Seconds between two checks; each wakes the loop once."""
 SAMPLE: Final = 0.5
-"""Seconds between two looks at the line that a blocked loop's thread is in."""
+"""Seconds between two looks at the line that the thread of a blocked loop executes."""
 _STANDARD_LIBRARY: Final = (sysconfig.get_path("stdlib"), "<frozen")
 REMEDY: Final = "a coroutine must not block: write a plain function, or call what blocks by asyncio.to_thread"
 
 
 class BlockedLoopError(RuntimeError):
-    """Raised where a test waits for an agent whose loop a coroutine blocks; the message has resource, file and line."""
+    """Raised in a test that waits for an agent with a blocked loop. The message has resource, file and line."""
 
 
 class LoopWatch:
-    """Watches the loop that runs in the present thread, from a thread of its own, until `end`.
+    """Watches the present thread's loop from another thread, until `end`.
 
-    blocked: the resource and line that block the loop now, for people; "" while it turns.
+    blocked: the resource and line that block the loop now, as text; "" while the loop runs.
     """
 
     def __init__(self, period: float = PERIOD, limit: float = LIMIT) -> None:
@@ -59,7 +59,7 @@ class LoopWatch:
                 return
             if turned.wait(self._limit):
                 continue
-            # A busy machine delays the loop as well; only a line that stays is what blocks it.
+            # A busy machine delays the loop as well. Only a line that stays the same is what blocks it.
             line = self._line()
             while not turned.wait(SAMPLE) and not self._over.is_set():
                 before, line = line, self._line()
@@ -73,9 +73,9 @@ class LoopWatch:
         _LOG.error("%s has blocked the whole agent for %.0f s: %s", place, seconds, REMEDY, extra=extra)
 
     def _line(self) -> tuple[str, str] | None:
-        """Return the resource of the source whose code runs in the loop's thread ("": none), and the line.
+        """Return the line that the loop's thread executes, and the resource of the source with that line ("": none).
 
-        None if the loop itself runs there.
+        None if the thread executes the loop itself.
         """
         frame: FrameType | None = sys._current_frames().get(self._looped)  # noqa: SLF001 - the documented way to it
         place, resource = "", ""

@@ -1,7 +1,7 @@
 """CDI specs (tags.cncf.io/container-device-interface 1.0) of claims. The container runtime applies them to containers.
 
-A file is renamed into place but not synced: it is written again from the ledger at each start, so an empty or missing
-one is replaced after a power failure. (/var/run is a tmpfs on most nodes anyhow.)
+A file is renamed into place but not synced. The agent writes it again from the ledger at each start, so an empty or
+missing file is replaced after a power failure. On most nodes, /var/run is in memory.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from deviceplugin import files, looked_at
 from deviceplugin.device import ContainerEdits, DeviceNode
 
 DIRECTORY: Final = "/var/run/cdi"
-"""Where runtimes look for files that do not outlive a reboot."""
+"""The directory in which runtimes look for specs that do not survive a reboot."""
 CLASS: Final = "claim"
-"""The class half of the kind; the vendor half is the driver's name."""
+"""The class in the kind of a CDI device. The vendor in the kind is the driver's name."""
 HOLDING: Final = "claim"
 ADMIN: Final = "admin"
-"""Prefixes of a claim's CDI device names, `claim_<claim UID>_<request>`; `admin` is for administrative access alone."""
+"""Prefixes of a claim's CDI device names, `claim_<claim UID>_<request>`. `admin` stands for administrative access
+alone."""
 UID: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]{0,62}[A-Za-z0-9])?")
 """The form of a claim's UID, which is a part of its file's name."""
 _VENDOR: Final = re.compile(r"[A-Za-z]([A-Za-z0-9_.-]*[A-Za-z0-9])?")
@@ -38,7 +39,10 @@ class CdiError(ValueError):
 
 
 def vendor_of(driver: str) -> str:
-    """Return the vendor half of a driver's kind: its name with a letter in front. Raises CdiError: it cannot be one."""
+    """Return the vendor in a driver's kind: the driver's name, with a letter in front if needed.
+
+    Raises CdiError if the name cannot be a vendor.
+    """
     vendor = driver if driver[:1].isalpha() else f"dra.{driver}"
     if not _VENDOR.fullmatch(vendor):
         raise CdiError(f"the driver's name {driver!r} cannot be a CDI vendor")
@@ -51,13 +55,16 @@ def qualified(driver: str, device: str) -> str:
 
 
 def file_of(name: str, uid: str) -> tuple[str, str]:
-    """Return the file of a claim that has a CDI device (the CDI library's convention), and the device's short name."""
+    """Return the file of a claim that has a CDI device, and the device's short name.
+
+    The CDI library's convention determines the file.
+    """
     kind, _, device = name.partition("=")
     return f"{kind.replace('/', '-')}_{uid}.json", device
 
 
 def described(nodes: Iterable[DeviceNode]) -> dict[DeviceNode, tuple[dict[str, Any], ...]]:
-    """Return what a CDI spec says of each of these device nodes. Blocks. Raises CdiError: one is not on the host."""
+    """Return the entries of these device nodes in a CDI spec. Blocks. Raises CdiError if one is missing on the host."""
     return {node: tuple(_nodes(node)) for node in nodes}
 
 
@@ -69,13 +76,13 @@ def build(
     """Return a CDI spec, valid and of the lowest version that its content allows.
 
     devices: edits by the CDI device's name, at least one and none of them empty. Their annotations are left out. nodes:
-    their device nodes, as `described` has them; else they are looked at now, which blocks. Raises CdiError if a name,
-    path or variable is not allowed, or a node is missing on the host.
+    their device nodes, as `described` returns them; without it, the function reads the nodes, which blocks. Raises
+    CdiError if a name, path or variable is not allowed, or a node is missing on the host.
 
-    Host paths of device nodes are resolved here, since runtimes refuse a symbolic link (containerd#12060). A container
-    sees the requested path. A directory stands for the device nodes in it. With device numbers a runtime does
-    not look at the host path (container-device-interface 1.0, container-edits_unix.go: fillMissingInfo), so a container
-    that starts again gets the same number, whatever has that path then.
+    Host paths of device nodes are resolved here, because runtimes refuse a symbolic link (containerd#12060). A
+    container sees the requested path. A directory stands for the device nodes in it. If a spec has device numbers, a
+    runtime does not look at the host path (container-device-interface 1.0, container-edits_unix.go: fillMissingInfo).
+    So a container that starts again gets the same number, even if the path leads to another device by then.
     """
     if not devices:
         raise CdiError("a CDI spec needs a device")
@@ -91,7 +98,7 @@ def build(
 
 
 def encode(spec: Mapping[str, Any]) -> bytes:
-    """Return a spec as the bytes of its file. Raises CdiError if some text is not Unicode."""
+    """Return a spec as the bytes of its file. Raises CdiError if a text is not Unicode."""
     try:
         return msgspec.json.encode(spec)
     except (UnicodeEncodeError, msgspec.MsgspecError) as error:
@@ -101,8 +108,8 @@ def encode(spec: Mapping[str, Any]) -> bytes:
 def version(devices: list[dict[str, Any]]) -> str:
     """Return the lowest version of the CDI spec that has all the fields of this one.
 
-    0.3.0 is the first, 0.5.0 brought host paths of nodes and names that begin with a digit. What 0.4.0, 0.6.0 and 0.7.0
-    brought (a mount's type, annotations, dots in the class, RDT, groups) is never written here.
+    0.3.0 is the first version. 0.5.0 added host paths of nodes and names that begin with a digit. The additions of
+    0.4.0, 0.6.0 and 0.7.0 (a mount's type, annotations, dots in the class, RDT, groups) are never written here.
     """
     newer = any(
         not device["name"][0].isalpha()
@@ -125,7 +132,7 @@ def _edits(edits: ContainerEdits, described: Mapping[DeviceNode, Sequence[dict[s
             {
                 "hostPath": _text(mount.host, "a mount"),
                 "containerPath": _text(mount.container, "a mount"),
-                # As the runtime mounts what the plugin side asks for (CRI mounts of containerd).
+                # The runtime mounts the plugin side's mounts with the same options (CRI mounts of containerd).
                 "options": ["rbind", "rprivate", "ro" if mount.readonly else "rw"],
             }
             for mount in edits.mounts
@@ -158,12 +165,12 @@ def _nodes(node: DeviceNode) -> Iterator[dict[str, Any]]:
     elif _is_node(status.st_mode):
         yield _node(host, status, node.path, node.permissions)
     else:
-        raise CdiError(f"device node {node.host}: neither a device node nor a directory of such")
+        raise CdiError(f"device node {node.host}: neither a device node nor a directory of device nodes")
 
 
 def _within(directory: str, node: DeviceNode) -> Iterator[dict[str, Any]]:
     for host in (os.path.join(root, name) for root, _, names in os.walk(directory) for name in sorted(names)):
-        with contextlib.suppress(OSError):  # it has just gone
+        with contextlib.suppress(OSError):  # The node was removed meanwhile.
             if _is_node((status := os.lstat(host)).st_mode):
                 inside = os.path.join(node.path, os.path.relpath(host, directory))
                 yield _node(host, status, inside, node.permissions)
@@ -184,11 +191,12 @@ def _node(host: str, status: os.stat_result, path: str, permissions: str) -> dic
 
 
 def own_directory(directory: str) -> str:
-    """Return the directory of this project's other files that last until the node's next boot: below that of CDI specs.
+    """Return the directory of this project's other files that last until the next boot. It is below that of CDI specs.
 
-    That directory is mounted, and in memory on most nodes. Runtimes look into no directory below it. Beside the specs
-    each of these files would cost time: whenever a file of any name is renamed or removed there, containerd reads all
-    specs again (container-device-interface 1.1, pkg/cdi/cache.go: watch), while the kubelet waits for our answer.
+    The directory of CDI specs is mounted, and in memory on most nodes. Runtimes do not look into directories below it.
+    In the directory of the specs itself, each of these files would cost time: when any file there is renamed or
+    removed, containerd reads all specs again (container-device-interface 1.1, pkg/cdi/cache.go: watch), while the
+    kubelet waits for the agent's answer.
     """
     return os.path.join(directory, "deviceplugin")
 
@@ -202,7 +210,10 @@ def is_deleted(directory: str) -> bool:
 
 
 class CdiStore:
-    """The CDI files of one driver's claims. Thread-safe; blocks. Raises CdiError: the driver cannot be a CDI vendor."""
+    """The CDI files of one driver's claims. Thread-safe; blocks.
+
+    Raises CdiError if the driver cannot be a CDI vendor.
+    """
 
     SUFFIX: ClassVar = ".json"
 
@@ -210,10 +221,10 @@ class CdiStore:
         self.directory: Final = directory
         self._prefix = f"{vendor_of(driver)}-{CLASS}_"
         self._run: Final = os.urandom(8).hex()
-        """A part of the names of this store's drafts. Drafts without it were left by an agent that crashed."""
+        """Part of the names of this store's drafts. An agent that crashed has left the drafts without it."""
 
     def path(self, uid: str) -> str:
-        """Return the path of a claim's file. Raises CdiError if this is no claim's UID."""
+        """Return the path of a claim's file. Raises CdiError if the UID is not that of a claim."""
         if not UID.fullmatch(uid):
             raise CdiError(f"{uid!r} is not the UID of a claim")
         return os.path.join(self.directory, f"{self._prefix}{uid}{self.SUFFIX}")
@@ -224,8 +235,8 @@ class CdiStore:
         looked_at.at(path)
         if self.read(uid) == data:
             return False
-        # Runtimes read *.json and *.yaml only, and never what begins with a dot. The draft is in the same directory:
-        # containerd notices that it is renamed, and not that the file has come.
+        # Runtimes read only *.json and *.yaml, and no file whose name begins with a dot. The draft is in the same
+        # directory, because containerd notices a rename from there, but not a file that comes from another directory.
         draft = os.path.join(self.directory, f".{self._prefix}{uid}.{self._run}.{os.urandom(8).hex()}")
         try:
             os.makedirs(self.directory, mode=0o755, exist_ok=True)
@@ -255,7 +266,7 @@ class CdiStore:
         return True
 
     def list(self) -> frozenset[str]:
-        """Return the UIDs of the claims that have a file; drop drafts that a crash left behind."""
+        """Return the UIDs of the claims that have a file. Remove drafts that a crash has left."""
         looked_at.at(self.directory)
         try:
             names = os.listdir(self.directory)
@@ -273,7 +284,7 @@ class CdiStore:
         return frozenset(uids)
 
     def device_names(self, uid: str) -> tuple[str, ...]:
-        """Return the names of the CDI devices in a claim's file, none if it cannot be read."""
+        """Return the names of the CDI devices in a claim's file; an empty result if it cannot be read."""
         try:
             return tuple(str(device["name"]) for device in msgspec.json.decode(self.read(uid) or b"")["devices"])
         except (msgspec.DecodeError, LookupError, TypeError):

@@ -1,7 +1,7 @@
-"""Files of our own: what each prepared claim holds, whatever its devices are called today.
+"""The agent's own files of prepared claims. They identify the devices that a claim holds, even after renames.
 
 `<driver>_<claim UID>.claim` is JSON, in `cdi.own_directory`. Each prepared claim has one, also a claim without edits.
-The directory is in memory on most nodes, so the files go with the containers at a reboot.
+The directory is in memory on most nodes, so a reboot removes the files together with the containers.
 
 Functions and classes take the directory of CDI specs.
 """
@@ -25,7 +25,7 @@ _FILE: Final = re.compile(rf"(?P<driver>[A-Za-z0-9][A-Za-z0-9.-]*)_(?P<uid>{cdi.
 
 
 class FiledDevice(msgspec.Struct, frozen=True):
-    """A device of a claim; the fields are those of `deviceplugin.register.records.ClaimDevice` and its amount."""
+    """A device of a claim. The fields are those of `deviceplugin.register.records.ClaimDevice` and of its amount."""
 
     resource: str
     device: str
@@ -39,11 +39,11 @@ class FiledDevice(msgspec.Struct, frozen=True):
 
 
 class ClaimFile(msgspec.Struct, frozen=True, kw_only=True):
-    """What a claim holds through one driver.
+    """The devices that a claim holds through one driver.
 
-    agent: the name of the agent that prepared it; "" if it has none, or the file cannot be read. boot: the node's boot
-    in which the file was written. pods: UIDs of its pods. devices: None if the file cannot be
-    read; then only `driver` and `uid` are known.
+    agent: the name of the agent that prepared it; "" if the agent has no name, or the file cannot be read. boot: the
+    node's boot in which the file was written. pods: UIDs of its pods. devices: None if the file cannot be read; then
+    only `driver` and `uid` are known.
     """
 
     driver: str
@@ -63,16 +63,16 @@ class ClaimFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _DECODER: Final = msgspec.json.Decoder(ClaimFile)
-"""Made here: msgspec 0.22 crashes if several threads are the first to decode a type."""
+"""It is made here, because msgspec 0.22 crashes if several threads decode a type for the first time."""
 
 
 def encode(file: ClaimFile) -> bytes:
-    """Return the bytes of a file; the same for equal ones."""
+    """Encode a file. Equal files have equal bytes."""
     return msgspec.json.encode(file, order="deterministic")
 
 
 def decode(data: bytes, driver: str, uid: str) -> ClaimFile:
-    """Read the bytes of the file that has this name; without devices if it is damaged, or of another version."""
+    """Decode a file, whose name contains driver and UID. A damaged file, or one of another version, has no devices."""
     unknown = ClaimFile(driver=driver, uid=uid)
     try:
         file = _DECODER.decode(data)
@@ -84,9 +84,9 @@ def decode(data: bytes, driver: str, uid: str) -> ClaimFile:
 
 
 def read_all(directory: str, without: Collection[str] = ()) -> tuple[ClaimFile, ...]:
-    """Read the files of all drivers' claims. Blocks. without: drivers whose files are left out.
+    """Read the files of all drivers' claims, except those of the drivers in `without`. Blocks.
 
-    Raises OSError: the directory is there and cannot be read. A file that cannot be read has no devices.
+    Raises OSError if the directory exists and cannot be read. A file that cannot be read has no devices.
     """
     own = cdi.own_directory(directory)
     try:
@@ -100,7 +100,7 @@ def read_all(directory: str, without: Collection[str] = ()) -> tuple[ClaimFile, 
                 with open(os.path.join(own, name), "rb") as file:
                     files.append(decode(file.read(), named["driver"], named["uid"]))
             except FileNotFoundError:
-                continue  # it has just been removed
+                continue  # The file was removed meanwhile.
             except OSError:
                 files.append(ClaimFile(driver=named["driver"], uid=named["uid"]))
     return tuple(files)

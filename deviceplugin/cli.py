@@ -1,6 +1,6 @@
-"""The command line: run, validate, devices, schema, demo, completion; and what the bridge's shares with it.
+"""The command line: run, validate, devices, schema, demo, completion. The bridge's command line uses its classes.
 
-A command imports what it needs: `validate` never loads gRPC, and `run` does little before it looks for the kubelet.
+Each command imports only the modules that it needs: `validate` never loads gRPC, and `run` soon looks for the kubelet.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _Listed = list[tuple["ConfiguredSource", Sequence[Device]]]
 
 
 class CommandError(Exception):
-    """Raised when a command cannot go on. status: the exit status."""
+    """Raised when a command cannot continue. status: the exit status."""
 
     def __init__(self, message: object, status: int = 2) -> None:
         super().__init__(str(message))
@@ -43,7 +43,7 @@ class CommandError(Exception):
 
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """Fills each paragraph of a text but those of examples, whose lines stay."""
+    """Fills the paragraphs of a text, but keeps the lines of examples."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         fill = super()._fill_text
@@ -64,7 +64,7 @@ class CommandLine:
     def add(
         self, name: str, command: Callable[[argparse.Namespace], int], about: str, examples: Sequence[str] = ()
     ) -> argparse.ArgumentParser:
-        """Add a command; return the parser that takes its options. examples: command lines without the program."""
+        """Add a command; return the parser for its options. examples: command lines without the program's name."""
         lines = "".join(f"  {self.parser.prog} {line}\n" for line in examples)
         epilog = f"examples:\n{lines}\n{EXITS}" if examples else EXITS
         parser = self._commands.add_parser(
@@ -80,7 +80,7 @@ class CommandLine:
         options = self.parser.parse_args(argv)
         try:
             status = int(options.command(options))
-            sys.stdout.flush()  # it fails here, not while the interpreter ends
+            sys.stdout.flush()  # The flush fails here, and not at the end of the interpreter.
             return status
         except CommandError as error:
             print("\n".join(map(printable, str(error).split("\n"))), file=sys.stderr)
@@ -91,14 +91,14 @@ class CommandLine:
         except ModuleNotFoundError as error:
             if error.name != "aiohttp":
                 raise
-            print(error, file=sys.stderr)  # it names the extra
+            print(error, file=sys.stderr)  # The message names the missing extra.
             return 2
         except KeyboardInterrupt:
             return 130
         except OSError as error:
             if error.filename or error.errno not in (errno.EPIPE, errno.ENOSPC):
                 raise
-            # The reader of our output has closed it, or it is full; keep the interpreter from failing at its flush.
+            # The reader of the output has closed it, or the disk is full. The interpreter's last flush must not fail.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             if error.errno == errno.ENOSPC:
                 print(f"the output cannot be written: {error.strerror}", file=sys.stderr)
@@ -118,12 +118,12 @@ class CommandLine:
 
 
 def explained(error: ConfigError) -> str:
-    """Return what is wrong with a config file, and how many problems these are if there are several."""
+    """Return the problems of a config file, and their number if there are several."""
     number = len(error.problems)
     return f"{error}\n{error.file} cannot be used: {number} problems" if number > 1 else str(error)
 
 
-# The commands of `deviceplugin`.
+# Commands of `deviceplugin`.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -176,7 +176,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _load(file: Path) -> Config:
-    """Read a config file, or standard input if it is called `-`. Raises ConfigError."""
+    """Read a config file, or standard input if its name is `-`. Raises ConfigError."""
     if str(file) != "-":
         return config.load(file)
     return config.parse(sys.stdin.buffer.read(config.MAX_BYTES + 1), _title(file))
@@ -216,7 +216,7 @@ def _validate(options: argparse.Namespace) -> int:
 
 
 def _note_options(file: str, lock: Lock) -> None:
-    """Say which options `run` needs to take this file, if any."""
+    """Print the options that `run` needs for this file, if any."""
     if arguments := lock.arguments():
         print(f"{file}: note: `run` takes it only with {shlex.join(arguments)}", file=sys.stderr)
 
@@ -230,7 +230,7 @@ def _devices(options: argparse.Namespace) -> int:
     listed, status = asyncio.run(_list(loaded))
     lock = config.needed(loaded)
     edits = [device.container_edits for _, devices in listed for device in devices]
-    hosts = {node.real for edit in edits for node in edit.device_nodes}  # what symlinks lead to
+    hosts = {node.real for edit in edits for node in edit.device_nodes}  # The targets of symlinks.
     hosts |= {mount.host for edit in edits for mount in edit.mounts}
     outside = sorted(host for host in hosts if not lock.allows(host))
     _note_options(_title(file), config.Lock(lock.commands, (*lock.host_paths, *outside), lock.plugins))
@@ -302,7 +302,7 @@ async def _first_list(source: ConfiguredSource) -> Sequence[Device]:
 
 
 def _unlinked(devices: Sequence[Device]) -> list[str]:
-    """Return what is to be said of devices that running containers may lose, if this node has systemd and cgroup v2."""
+    """Return warnings about devices that running containers may lose, if this node has systemd and cgroup v2."""
     if not device_links.reload_matters():
         return []
     missing = device_links.unlinked(devices)
@@ -362,7 +362,7 @@ def _print_devices(listed: _Listed) -> None:
 
 
 def _nodes(source: ConfiguredSource, device: Device) -> str:
-    """Return what of the host goes into a container because of this device, not of its resource."""
+    """Return the host paths that a container gets because of this device, and not because of its resource."""
     general = {mount.container for mount in source.config.mounts}
     places = [(node.real, node.path) for node in device.container_edits.device_nodes]
     places += [(mount.host, mount.container) for mount in device.edits.mounts if mount.container not in general]

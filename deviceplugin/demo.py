@@ -1,6 +1,7 @@
-"""`deviceplugin demo`: a node in one process, and what happens on it; and what the bridge's demo shares with it.
+"""`deviceplugin demo`: shows the events of a node in one process. The bridge's demo uses its classes.
 
-Every line is checked before it is printed; the demo fails when it is not so. Only a temporary directory is written.
+The demo checks each line before it prints it, and fails if the line is not true. It writes only to a temporary
+directory.
 """
 
 from __future__ import annotations
@@ -26,26 +27,26 @@ from deviceplugin.testing.serving import Served, serve
 
 GPU: Final = "example.com/gpu"
 TIMEOUT: Final = 10.0
-"""Seconds that anything may take before the demo counts as failed."""
+"""Seconds that a step may take before the demo counts as failed."""
 
 
 class DemoError(Exception):
-    """Raised when what the demo shows did not happen."""
+    """Raised when an expected event of the demo did not happen."""
 
 
 def check(met: bool, what: str) -> None:
-    """Raise DemoError unless something is so."""
+    """Raise DemoError unless the condition is met."""
     if not met:
-        raise DemoError(f"expected, and not so: {what}")
+        raise DemoError(f"expected, but not true: {what}")
 
 
 def joined(ids: Iterable[str]) -> str:
-    """Return ids as one value for a variable or a sentence."""
+    """Join ids to one value for a variable or a sentence."""
     return ",".join(sorted(ids))
 
 
 class Gpus(SimulatedSource):
-    """Simulated devices whose containers see which they are."""
+    """Simulated devices. A variable shows containers which ones they have."""
 
     resource = GPU
 
@@ -53,12 +54,12 @@ class Gpus(SimulatedSource):
         super().__init__(count, numa=numa, prefix="gpu")
 
     def edits(self, devices: Sequence[Device]) -> ContainerEdits:
-        """Give the container a variable with the ids of its devices."""
+        """Return a variable with the ids of the devices."""
         return ContainerEdits(env={"GPU_VISIBLE_DEVICES": joined(device.id for device in devices)})
 
 
 class Printer:
-    """Prints what happens, in colours on a terminal."""
+    """Prints events, in colours on a terminal."""
 
     COLOURS: Final = {"kubelet": 34, "plugin": 35, "driver": 36, "bridge": 36, "pod": 32, "device": 33, "failed": 31}
 
@@ -68,11 +69,11 @@ class Printer:
         self._began = time.monotonic()
 
     def title(self, *lines: str) -> None:
-        """Print lines that stand out."""
+        """Print lines as a title."""
         self._print(*(self._styled(line, 1) for line in lines))
 
     def event(self, subject: str, text: str, *more: str) -> None:
-        """Print what happened to what, and when; more: further lines about it."""
+        """Print an event of a subject, with its time. more: further lines about it."""
         passed = self._styled(f"{time.monotonic() - self._began:5.2f} s", 2)
         self._print(f"{passed}  {self._styled(f'{subject:<8}', self.COLOURS[subject])} {text}")
         self._print(*(f"{'':18}{line}" for line in more))
@@ -92,9 +93,9 @@ class Printer:
 
 
 def show(scenario: Callable[[Printer], None], stream: TextIO | None) -> int:
-    """Run a scenario; return the exit status: 0, or 1 if something was not as it should be.
+    """Run a scenario; return the exit status: 0, or 1 if a check failed.
 
-    stream: where it prints, stdout if None. What is logged is printed only if the scenario fails.
+    stream: where it prints, None for stdout. Log lines are printed only if the scenario fails.
     """
     printer, logged = Printer(stream or sys.stdout), io.StringIO()
     handler = logging.StreamHandler(logged)
@@ -124,7 +125,7 @@ def wait_for_signal(printer: Printer, *lines: str) -> None:
 
 
 class _HookedGpus(Gpus):
-    """Four devices on two NUMA nodes, with most of the hooks a source may have."""
+    """Four devices on two NUMA nodes, with most of the hooks that a source can have."""
 
     def __init__(self, notify: Callable[[], None]) -> None:
         super().__init__(4, numa=2)
@@ -142,7 +143,7 @@ class _HookedGpus(Gpus):
 
 @dataclass
 class _Demo:
-    """The scenario. Each step does something, waits until it is so, checks it and prints it."""
+    """The scenario. Each step changes something, waits for the result, checks it and prints it."""
 
     kubelet: FakeKubelet
     gpus: _HookedGpus
@@ -222,17 +223,17 @@ class _Demo:
         check(pod.device_ids == (free,), f"nightly got {free}")
 
     def holders(self) -> None:
-        """The plugin reads the holders in the kubelet's checkpoint; Allocate does not name the pod."""
+        """The plugin reads the holders in the kubelet's checkpoint, because Allocate does not name the pod."""
         wanted, until, shown = self.held(), time.monotonic() + TIMEOUT, None
         while shown != wanted:
             check(time.monotonic() < until, f"the plugin knows the holders {wanted}, not {shown}")
-            time.sleep(0.01)  # nothing notifies of the plugin's scans
+            time.sleep(0.01)  # Nothing notifies the demo of the plugin's scans.
             (resource,) = self.served.agent.status().resources
             shown = {name: holder.pod for name, holders in resource.holders.items() for holder in holders}
         self.event("plugin", "reads the holders: " + ", ".join(map(" ".join, sorted(wanted.items()))))
 
     def kubelet_restart(self) -> None:
-        """The kubelet forgets its plugins; pods run on, the plugin comes back by itself."""
+        """The kubelet forgets its plugins. The pods continue to run, and the plugin registers again by itself."""
         before = self.held()
         registered = len(self.kubelet.registrations)
         self.kubelet.stop()
@@ -258,7 +259,7 @@ class _Demo:
         return rows
 
     def check_runs(self, pod: FakePod) -> None:
-        """Wait until a pod runs; check that it has all requested devices, and that no other pod has them."""
+        """Wait until a pod runs. Check that it has all requested devices, and that no other pod has them."""
         (count,) = pod.wait_running(TIMEOUT).requests.values()
         check(pod.running and len(pod.device_ids) == count, f"{pod.name} runs with {count} devices")
         others = {name for other in self.pods if other.running and other is not pod for name in other.device_ids}
@@ -270,12 +271,12 @@ class _Demo:
         return {name: pod.name for pod in self.pods if pod.running for name in pod.device_ids}
 
     def numa(self, device: str) -> int:
-        """Return a device's NUMA node as the kubelet knows it."""
+        """Return a device's NUMA node from the kubelet."""
         return self.kubelet.devices(GPU)[device].numa[0]
 
 
 def main(hold: bool = False, stream: TextIO | None = None) -> int:
-    """Run the demo; return the exit status as `show` does. hold: go on serving after that, until SIGINT or SIGTERM."""
+    """Run the demo; return the exit status as `show` does. hold: continue to serve until SIGINT or SIGTERM."""
 
     def scenario(printer: Printer) -> None:
         with FakeKubelet() as kubelet:

@@ -16,7 +16,7 @@ CDI_NAME: Final = (
     r"=[a-zA-Z0-9](?:[-a-zA-Z0-9_.:]*[a-zA-Z0-9])?"
 )
 LABEL: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
-"""A DNS label, as names in ResourceSlices are (RFC 1123)."""
+"""A DNS label, the form of names in ResourceSlices (RFC 1123)."""
 LABEL_IN_WORDS: Final = "1 to 63 lower-case letters, digits and '-' (not at the ends)"
 QUANTITY: Final = re.compile(
     r"(?P<sign>[+-]?)(?P<number>[0-9]+(\.[0-9]*)?|\.[0-9]+)(?P<suffix>[KMGTPE]i|[numkMGTPE]?|[eE][+-]?[0-9]{1,3})"
@@ -25,10 +25,11 @@ QUANTITY: Final = re.compile(
 
 
 class Health(enum.Enum):
-    """The health of a device. A device of unknown health is still offered, since it need not be broken.
+    """The health of a device. A device of unknown health is still offered, because it may be intact.
 
     A source sets it for each device of a list: `Device("fpga0", health=Health.UNHEALTHY, message="over 95 °C")`. New
-    pods and claims do not get an unhealthy device; its present holder keeps it. UNKNOWN: the health could not be read.
+    pods and claims do not get an unhealthy device. Its present holder keeps the device. UNKNOWN: the health could not
+    be read.
     """
 
     HEALTHY = "healthy"
@@ -99,7 +100,10 @@ def _is_quantity(value: object) -> bool:
 
 
 def _entries(what: str, entries: object, right: str, fits: Callable[[Any], bool], value: str) -> None:
-    """Raise TypeError unless this is a dict by strings with values that fit. right, value: what would be right."""
+    """Raise TypeError unless this is a dict with strings as keys and fitting values.
+
+    right, value: texts for the message.
+    """
     if entries is _NOTHING:
         return
     _typed(what, entries, Mapping, right)
@@ -150,7 +154,8 @@ class DeviceNode:
     """A device node of the host, and its path and permissions in a container.
 
     `container` empty means the same path as on the host. `permissions` is any of r (read), w (write) and m (mknod).
-    `target` is where `host` led when its source looked, if it is a symlink; the runtime follows the link itself.
+    `target` is the target of `host` at the source's last look, if it is a symlink; the runtime resolves the link
+    itself.
     """
 
     host: str
@@ -175,7 +180,7 @@ class DeviceNode:
 
     @property
     def real(self) -> str:
-        """The path on the host without symlinks, as far as the source knows."""
+        """The path on the host without symlinks, if the source knows it."""
         return self.target or self.host
 
 
@@ -197,9 +202,9 @@ class Mount:
 class ContainerEdits:
     """The changes to a container that gets devices, by limits or by a claim.
 
-    env: variables by name. nodes: device nodes; a plain string is that node at the same path, read and write. mounts:
-    bind mounts. annotations: for the container runtime (the plugin side only, they are not the pod's). cdi: fully
-    qualified CDI device names, vendor.com/class=name.
+    env: variables by name. nodes: device nodes; a plain string stands for the node at the same path, with permissions
+    rw. mounts: bind mounts. annotations: for the container runtime (plugin side only; they are not the pod's
+    annotations). cdi: fully qualified CDI device names, vendor.com/class=name.
     """
 
     env: Mapping[str, str] = field(default_factory=lambda: _NOTHING)
@@ -227,16 +232,16 @@ class ContainerEdits:
 
     @property
     def device_nodes(self) -> tuple[DeviceNode, ...]:
-        """The nodes, all of them as DeviceNode."""
+        """The nodes, each as a DeviceNode."""
         return self.nodes  # type: ignore[return-value]  # __post_init__ made them so
 
     @classmethod
     def merge(cls, edits: Iterable[ContainerEdits], winner: ContainerEdits | None = None) -> ContainerEdits:
-        """Put edits together into one; equal entries are kept once, those of `winner` replace the others'.
+        """Merge edits into one. Equal entries are kept once, and entries of `winner` replace others.
 
         Raises EditConflictError if two edits give one variable, annotation, node or mount point different contents, and
-        `winner` does not. A value that devices must share (a list of ids, say) is made by the source's `edits` hook,
-        which gets all devices of the container.
+        `winner` does not. A common value of several devices, such as a list of ids, is the task of the source's `edits`
+        hook, which gets all devices of the container.
         """
         parts = (NO_EDITS if winner is None else winner, *edits)
         united: dict[str, dict[str, Any]] = {}
@@ -267,7 +272,8 @@ _KINDS: Final = (
     ("env", "", "environment variable"),
     ("annotations", "", "annotation"),
 )
-"""Fields of edits, the attribute that names an entry ("": it is a mapping by name), and the word for an entry."""
+"""Fields of edits; the attribute that names an entry ("": the field is a mapping by name); and the word for an entry.
+"""
 
 
 def _checked(
@@ -277,7 +283,10 @@ def _checked(
     annotations: Mapping[str, str],
     cdi: tuple[str, ...],
 ) -> ContainerEdits:
-    """Return edits made of entries that were checked when edits with them were made; this is in each Allocate."""
+    """Return edits whose entries were already checked in other edits.
+
+    Each Allocate uses this function, so it is fast.
+    """
     edits = object.__new__(ContainerEdits)
     for name, value in (("env", env), ("nodes", nodes), ("mounts", mounts), ("annotations", annotations), ("cdi", cdi)):
         object.__setattr__(edits, name, value)
@@ -296,19 +305,16 @@ NO_EDITS: Final = ContainerEdits()
 class Device:
     """One device of a node, the same on both sides.
 
-    id: its name on this node, 1 to 63 characters. It must be the same after a restart, since it is in the kubelet's
-        checkpoint.
-    numa: the NUMA node or nodes that it is close to. If unknown: None, or -1 as in the file `numa_node` of sysfs.
-    nodes: its device nodes. edits: what a container with the device gets besides.
-    attributes: attributes that claims select on; names without a domain belong to the driver's domain.
-    capacity: amounts by name, an int or a Kubernetes quantity such as "16Gi".
-    message: why it is not healthy, for messages.
-    consumes: the quantities that it takes of shared counters while it has a holder, by counter set and counter.
-        Partitions of one physical device exclude each other by this: none is granted if a counter is too low.
-    counters: counter sets that it declares, by name; several partitions may declare the same set.
-    identity: identifies the hardware, for example by a serial number, without spaces. Devices of one identity are the
-        same hardware and never have two holders. Device numbers of `nodes` that no other device of the list has
-        identify it, too.
+    id: its name on this node, 1 to 63 characters. It must be the same after a restart, because the kubelet's checkpoint
+    contains it. numa: the NUMA node or nodes that it is close to. If unknown: None, or -1 as in the file `numa_node` of
+    sysfs. nodes: its device nodes. edits: further edits of a container with the device. attributes: attributes that
+    claims select on; names without a domain belong to the driver's domain. capacity: amounts by name, an int or a
+    Kubernetes quantity such as "16Gi". message: why it is not healthy, for messages. consumes: the quantities that it
+    takes of shared counters while it has a holder, by counter set and counter. Partitions of one physical device
+    exclude each other by this: none is granted if a counter is too low. counters: counter sets that it declares, by
+    name; several partitions may declare the same set. identity: identifies the hardware, for example by a serial
+    number, without spaces. Devices of one identity are the same hardware and never have two holders. Device numbers of
+    `nodes` that no other device of the list has also identify it.
     """
 
     id: str
@@ -360,7 +366,7 @@ class Device:
 
     @property
     def numa_nodes(self) -> tuple[int, ...]:
-        """The NUMA nodes as a tuple, empty if unknown."""
+        """The NUMA nodes as a tuple, empty if they are unknown."""
         if self.numa is None:
             return ()
         return (self.numa,) if isinstance(self.numa, int) else tuple(self.numa)
@@ -386,4 +392,4 @@ class Device:
 
 
 MAX_ID: Final = 63
-"""Characters of a device id (the kubelet's API says so; it does not check)."""
+"""Maximum characters of a device id. The kubelet's API states this limit, but the kubelet does not check it."""

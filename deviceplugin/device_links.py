@@ -1,10 +1,11 @@
-"""Device nodes that running containers lose when systemd writes the rules of their cgroups anew.
+"""Finds device nodes that running containers lose when systemd writes the rules of their cgroups again.
 
-With cgroup v2 and the kubelet's systemd driver a container is a scope of systemd's. runc before 1.1.7 names a device to
-systemd only if /dev/char/MAJOR:MINOR or the same below /sys is there (libcontainer/cgroups/systemd/common.go), and then
-allows all of the container's devices by a program of its own. `systemctl daemon-reload`, which package managers call,
-puts systemd's program in its place: opening a device that it was not named fails with EPERM from then on. The kernel
-and udev make the paths of devices that a driver announces; numbers that it only serves, as NVIDIA's does, have none.
+With cgroup v2 and the kubelet's systemd driver, a container is a scope of systemd. runc before 1.1.7 passes a device to
+systemd only if /dev/char/MAJOR:MINOR or the same path below /sys exists (libcontainer/cgroups/systemd/common.go). Then
+runc allows all of the container's devices by its own program. `systemctl daemon-reload`, which package managers call,
+replaces runc's program by systemd's. From then on, a container cannot open a device that runc did not pass to systemd
+(EPERM). The kernel and udev create these paths only for devices that a driver announces. NVIDIA's driver does not
+announce its device numbers, so they have no such paths.
 """
 
 from __future__ import annotations
@@ -30,13 +31,16 @@ def reload_matters(cgroup_root: Path = Path("/sys/fs/cgroup")) -> bool:
 
 
 def unlinked(devices: Iterable[Device], places: Sequence[Path] = (Path("/dev"), Path("/sys/dev"))) -> dict[str, str]:
-    """Return the links that are missing, by the path of their device node. places: where one of them suffices."""
+    """Return the missing links, by the path of their device node.
+
+    places: directories; a link in one of them is enough.
+    """
     missing: dict[str, str] = {}
     for path in {node.host for device in devices for node in device.container_edits.device_nodes}:
         try:
             status = os.stat(path)
         except OSError:
-            continue  # the source's business
+            continue  # The source handles this case.
         if kind := "char" if stat.S_ISCHR(status.st_mode) else "block" if stat.S_ISBLK(status.st_mode) else "":
             link = f"{kind}/{os.major(status.st_rdev)}:{os.minor(status.st_rdev)}"
             if not any((place / link).exists() for place in places):
@@ -45,7 +49,7 @@ def unlinked(devices: Iterable[Device], places: Sequence[Path] = (Path("/dev"), 
 
 
 def warning(missing: dict[str, str]) -> str:
-    """Return what is wrong with device nodes without links, and what mends it, in one sentence."""
+    """Return one sentence with the problem of device nodes without links, and its remedy."""
     shown: Sequence[str] = [f"{path} ({link})" for path, link in list(missing.items())[:3]]
     more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
     what = counted(len(missing), "device node")

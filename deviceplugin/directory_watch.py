@@ -1,4 +1,4 @@
-"""Looks at directories once for all who want to know what is in them, and wakes them when that has changed."""
+"""Reads directories once for all their readers, and wakes the readers when the content has changed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from deviceplugin.tasks import SharedCall
 _T = TypeVar("_T")
 
 POLL: Final = 10.0
-"""Seconds between two looks, should every hint be lost."""
+"""Seconds between two looks, in case every hint is lost."""
 
 
 class DirectoryReader:
@@ -30,17 +30,17 @@ class DirectoryReader:
         self._watcher = filewatch.shared()
 
     def wake(self) -> None:
-        """Have the present or the next wait end; from any thread."""
+        """End the present or the next wait. Any thread may call it."""
         self._watcher.call(self._changed.set)
 
     def changed(self) -> None:
-        """Have the present or the next wait end; in the loop."""
+        """End the present or the next wait. Call it in the loop."""
         self._changed.set()
 
     async def wait(self, timeout: float = math.inf, unwatched: float = math.inf) -> bool:
-        """Wait until something has changed or `wake` is called; return False if neither was in `timeout` seconds.
+        """Wait for a change or for `wake`. Return False if neither came within `timeout` seconds.
 
-        unwatched: seconds between two looks at the directories where there are no events of them.
+        unwatched: seconds between two looks at directories that cause no events.
         """
         self.unwatched = unwatched
         for directory in self._directories:
@@ -56,9 +56,9 @@ class DirectoryReader:
 
 
 class DirectoryWatch(Generic[_T]):
-    """Some directories of which a function, which blocks, tells what is in them. They are watched while they are read.
+    """Directories whose content a blocking function reads. They are watched while there are readers.
 
-    contents: the function; what it returns can be compared. gather: which hints may come later. poll: see `POLL`.
+    contents: the function. Its results can be compared. gather: hints that may be delayed. poll: see `POLL`.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class DirectoryWatch(Generic[_T]):
     ) -> None:
         self.looks: Final = looks
         self.latest: _T | None = None
-        """What was there at the last look; None before it."""
+        """The content at the last look; None before it."""
         self._contents = contents
         self._paths = [str(path) for path in paths]
         self._gather = gather
@@ -76,10 +76,10 @@ class DirectoryWatch(Generic[_T]):
         self._keeping: asyncio.Task[None] | None = None
         self._watch: filewatch.Watch | None = None
         self._unwatched = math.inf
-        """The seconds of the present wait where there are no events."""
+        """Seconds of the present wait for directories that cause no events."""
 
     async def now(self) -> _T:
-        """Look at it now; one look serves all calls that come before it begins. Raises LookTimeoutError."""
+        """Look at the directories now. Calls that arrive before a look begins share it. Raises LookTimeoutError."""
         return await self._call()
 
     async def _look(self) -> _T:
@@ -93,14 +93,14 @@ class DirectoryWatch(Generic[_T]):
             self._keeping = asyncio.create_task(self._keep(), name=f"watch {', '.join(self._paths)}")
 
     def remove(self, reader: DirectoryReader) -> None:
-        """Wake a reader no more."""
+        """Stop waking a reader."""
         self._readers.discard(reader)
         if not self._readers and self._keeping is not None:
             self._keeping.cancel()
             self._keeping = None
 
     def hurry(self, unwatched: float) -> None:
-        """Have the directories looked at so often where there are no events."""
+        """Shorten the present wait for directories that cause no events, to at most `unwatched` seconds."""
         if unwatched < self._unwatched and self._watch is not None:
             self._watch.wake()
 
@@ -109,7 +109,7 @@ class DirectoryWatch(Generic[_T]):
         shown: _T | None = None
         with filewatch.shared().watch(self._paths, gather=self._gather) as self._watch:
             while True:
-                with contextlib.suppress(LookTimeoutError):  # the readers find out themselves
+                with contextlib.suppress(LookTimeoutError):  # The readers get this error from their own looks.
                     now = await self.now()
                     if now != shown:
                         shown = now
@@ -121,7 +121,7 @@ class DirectoryWatch(Generic[_T]):
 
 @contextlib.contextmanager
 def reading(*directories: DirectoryWatch[Any]) -> Iterator[DirectoryReader]:
-    """Give a new reader of directories, until the block ends."""
+    """Provide a new reader of directories, until the block ends."""
     reader = DirectoryReader(directories)
     for directory in directories:
         directory.add(reader)

@@ -1,4 +1,4 @@
-"""Durations counted in buckets, as a histogram of Prometheus wants them."""
+"""Counts durations in buckets, for histograms of Prometheus."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from dataclasses import dataclass, field
 from typing import Final
 
 BOUNDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-"""Upper bounds of the buckets, in seconds; one more bucket has no bound."""
+"""Upper bounds of the buckets, in seconds. A last bucket has no bound."""
 
 
 @dataclass(slots=True)
 class Durations:
-    """How long calls took so far; counters only grow. Added to by one thread, read by any.
+    """Statistics of the durations of calls. Counters only grow. One thread adds; any thread reads.
 
-    counts: calls by bucket, not cumulated, the one without a bound last. seconds: their sum.
+    counts: number of calls by bucket, not cumulated; the bucket without a bound is last. seconds: the sum of the
+    durations.
     """
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS) + 1))

@@ -1,7 +1,7 @@
-"""Which devices exclude each other, whatever their ids and resources. Pure.
+"""Finds devices that exclude each other, independently of their ids and resources. Pure.
 
-Two devices exclude each other as aliases if their identities have a token in common, and as parts if they consume the
-same counters and these do not suffice for both.
+Two devices exclude each other as aliases if their identities have a token in common. They exclude each other as parts
+if they consume the same counters, and the counters do not suffice for both.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ Counters = Mapping[str, Mapping[str, Fraction]]
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """What a device stands for: what decides whether it excludes others.
+    """The hardware that a device stands for. It decides whether the device excludes others.
 
-    scope: within which names of counter sets mean the same: the driver, or the resource if it has none.
+    scope: devices with the same scope share names of counter sets. It is the driver, or the resource if it has no
+    driver.
     """
 
     tokens: Tokens = frozenset()
@@ -35,7 +36,7 @@ class Hardware:
 
 
 def hardware_of(device: Device, tokens: Tokens, scope: str) -> Hardware:
-    """Return what a device stands for."""
+    """Return the hardware that a device stands for."""
 
     def amounts(counters: Mapping[str, Mapping[str, int | str]]) -> Counters:
         return {
@@ -47,24 +48,24 @@ def hardware_of(device: Device, tokens: Tokens, scope: str) -> Hardware:
 
 
 class DeviceConflictError(Exception):
-    """Raised when a device cannot be given away beside what others hold, or is not what it was listed as."""
+    """Raised when a device cannot be granted beside the holdings of others, or is not the hardware that was listed."""
 
 
 NO_TOKENS: Final[Tokens] = frozenset()
 
 
 def titled(key: DeviceKey) -> str:
-    """Return a device for messages."""
+    """Return a device's title, for messages."""
     return f"{key[1]} of {key[0]}"
 
 
 def natural_key(key: DeviceKey) -> tuple[str, tuple[object, ...]]:
-    """Return what sorts devices by resource and then as people do: 2 before 10."""
+    """Return a sort key for devices: by resource, then in natural order (2 before 10)."""
     return key[0], natural(key[1])
 
 
 class HardwareIndex:
-    """What all devices of this process stand for at one moment."""
+    """The hardware of all devices of this process at one moment."""
 
     def __init__(self, hardware: Mapping[DeviceKey, Hardware]) -> None:
         self._hardware = hardware
@@ -78,7 +79,8 @@ class HardwareIndex:
                 self._by_set.setdefault((value.scope, name), set()).add(key)
             for name, amounts in value.counters.items():
                 if self._capacity.setdefault((value.scope, name), amounts) != amounts:
-                    self._capacity[value.scope, name] = {}  # two devices disagree: not known
+                    # Two devices differ about this counter set, so its capacity is not known.
+                    self._capacity[value.scope, name] = {}
         together = [*self._by_token.values(), *self._by_set.values()]
         self.related = frozenset(key for keys in together if len(keys) > 1 for key in keys)
         """Devices that have peers."""
@@ -87,7 +89,7 @@ class HardwareIndex:
         """All tokens of all devices."""
 
     def tokens(self, key: DeviceKey) -> Tokens:
-        """Return a device's tokens, none if they are not known."""
+        """Return a device's tokens; an empty set if they are not known."""
         return self.tokens_by_device.get(key, NO_TOKENS)
 
     def having(self, token: str) -> frozenset[DeviceKey]:
@@ -95,7 +97,10 @@ class HardwareIndex:
         return frozenset(self._by_token.get(token, ()))
 
     def limits(self) -> dict[tuple[str, str, str], Fraction]:
-        """Return how much there is of each counter, by scope, counter set and counter; none of which devices differ."""
+        """Return the capacity of each counter, by scope, counter set and counter.
+
+        Counters about which devices differ are left out.
+        """
         return {(*of, counter): amount for of, amounts in self._capacity.items() for counter, amount in amounts.items()}
 
     def aliases(self, key: DeviceKey) -> frozenset[DeviceKey]:
@@ -103,7 +108,7 @@ class HardwareIndex:
         return frozenset(other for token in self.tokens(key) for other in self._by_token[token]) - {key}
 
     def peers(self, key: DeviceKey) -> frozenset[DeviceKey]:
-        """Return the other devices that are the same hardware, or parts of it."""
+        """Return the other devices that are the same hardware, or that are parts of the same hardware."""
         if key not in self.related:
             return frozenset()
         hardware = self._hardware[key]
@@ -111,7 +116,7 @@ class HardwareIndex:
         return (self.aliases(key) | frozenset(parts)) - {key}
 
     def group(self, key: DeviceKey, within: Iterable[DeviceKey]) -> tuple[DeviceKey, ...]:
-        """Return a device with its peers among `within`, their peers and so on."""
+        """Return a device with all its direct and indirect peers among `within`."""
         allowed, group, new = frozenset(within), {key}, {key}
         while new:
             new = {peer for member in new for peer in self.peers(member)} & allowed - group

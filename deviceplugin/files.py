@@ -1,4 +1,4 @@
-"""Files that several processes use: which file a path leads to, files put into place, and locks."""
+"""Files that several processes use: identities of files, atomic replacement, and locks."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from deviceplugin import looked_at
 
 
 class FileIdentity(NamedTuple):
-    """What tells a file from another one that took its name later: a new version of it, or a socket made anew.
+    """Distinguishes a file from later files of the same name, such as a new version or a new socket.
 
-    The time is needed: inodes are used again. Nothing modifies a socket after it was made.
+    The time is needed because inodes are reused. No program modifies a socket after its creation.
     """
 
     device: int
@@ -28,7 +28,7 @@ class FileIdentity(NamedTuple):
 
 
 def file_identity(path: str | Path) -> FileIdentity | None:
-    """Return which file is there, None if none can be seen."""
+    """Return the identity of the file at a path, None if it cannot be read."""
     try:
         status = looked_at.stat(path)
     except OSError:
@@ -37,7 +37,7 @@ def file_identity(path: str | Path) -> FileIdentity | None:
 
 
 def inode_of(path: str | Path) -> tuple[int, int] | None:
-    """Return device and inode of what is there, whatever its contents; None if none can be seen."""
+    """Return device and inode number of the file at a path, None if they cannot be read."""
     try:
         status = looked_at.stat(path)
     except OSError:
@@ -46,9 +46,9 @@ def inode_of(path: str | Path) -> tuple[int, int] | None:
 
 
 def put(path: str, data: bytes, draft: str, mode: int) -> None:
-    """Put a file into place, whole or not at all; it is not synced. What a crash left at `draft` is removed.
+    """Replace a file atomically, without a sync. A former draft at the path `draft` is removed.
 
-    draft: a path of the same directory that no other writer uses. Raises OSError, and leaves no draft.
+    draft: a path in the same directory that no other writer uses. Raises OSError, and leaves no draft.
     """
     looked_at.at(path)
     try:
@@ -63,14 +63,14 @@ def put(path: str, data: bytes, draft: str, mode: int) -> None:
 
 
 def _draft(path: str, data: bytes, mode: int) -> None:
-    # O_EXCL: nothing that is there already is opened, a symbolic link neither.
+    # O_EXCL opens no existing file and no symbolic link.
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with open(os.open(path, flags, mode), "wb") as file:
         file.write(data)
 
 
 def locked(path: str | Path, *, wait: bool = False) -> int:
-    """Make the file if it is missing, lock it, and return the open file. The kernel unlocks it when the process ends.
+    """Create the file if it is missing, lock it, and return the open file. At the process's end the kernel unlocks it.
 
     Raises BlockingIOError if another process has the lock and `wait` is False, OSError if the disk does not allow it.
     """
@@ -84,11 +84,11 @@ def locked(path: str | Path, *, wait: bool = False) -> int:
             raise
         if leads_to(path, lock):
             return lock
-        os.close(lock)  # it was removed meanwhile, and another one may be there
+        os.close(lock)  # The lock file was removed meanwhile, and another one may exist.
 
 
 def leads_to(path: str | Path, file: int) -> bool:
-    """Return whether an open file is still the one at this path."""
+    """Return whether an open file is still the file at this path."""
     try:
         return os.path.samestat(os.fstat(file), looked_at.stat(path))
     except OSError:

@@ -1,17 +1,18 @@
-"""Hints that something in a directory changed: one watcher for each event loop, with one inotify instance.
+"""Gives hints that a directory has changed. Each event loop has one watcher with one inotify instance.
 
-Events of inotify are hints: an overflow drops them, a directory that is moved away ends them, some file systems make
-none, and the user may have no instance or watch left. So a watch says only "read again", and its user says with each
-wait after how long it reads again without a hint: once where there are events, once where there are none.
+Events of inotify are only hints: an overflow drops them, they end when a directory is moved away, some file systems
+cause none, and the user may have no instance or watch left. So a watch only says "read again". Each wait has two
+timeouts after which the reader reads without a hint: one for directories with events, and one for directories without.
 
-While a directory is not there the nearest of its ancestors is watched, and only then: in /var/lib/kubelet the kubelet
-replaces a file nine times for a pod. A directory that is there is looked at again now and then, whether it is still
-the one that is watched.
+While a directory does not exist, its nearest existing ancestor is watched. Ancestors are not watched otherwise, because
+the kubelet replaces a file in /var/lib/kubelet nine times for each pod. A periodic check finds out whether an existing
+directory is still the watched one.
 
-The event loop makes no system call that waits for a file system. A thread of each watch does, and ends when it is done.
-watchdog 7 holds a lock while it begins to watch a directory. So that thread first asks for the directory's state: if
-the file system does not answer, it keeps this thread alone. If it ceases to answer just between the two, nobody gets
-events until another instance takes over: at the end of the first wait after 5 s. Waits end by their times meanwhile.
+The event loop makes no system call that waits for a file system. A thread of each watch makes such calls, and then
+ends. watchdog 7 holds a lock while it begins to watch a directory. So the thread first reads the directory's status: if
+the file system does not answer, only this thread hangs. If the file system stops answering between the two calls, no
+watch gets events until another instance replaces this one, at the end of the first wait after 5 s. Until then, waits
+end by their timeouts.
 """
 
 from __future__ import annotations
@@ -48,26 +49,28 @@ NAMES: Final[_Events] = frozenset(
         *(events.FileCreatedEvent, events.FileDeletedEvent, events.FileMovedEvent),
     }
 )
-"""Names that come and go."""
+"""Events of names that appear or disappear."""
 NAMES_AND_WRITES: Final[_Events] = NAMES | {events.FileClosedEvent}
-"""Also files that were written. Not for device directories: every close of /dev/null would be one."""
+"""The same, and events of written files. They are not for device directories, because each close of /dev/null would be
+one."""
 
 CHECK: Final = 1.0
-"""Seconds between two looks whether a directory is still the one that is watched; each follows a wait."""
+"""Seconds between two checks whether a directory is still the watched one. A check follows a wait."""
 SOON: Final = 0.03
-"""Seconds between two readings of what somebody waits for, where no events come."""
+"""Seconds between two readings of content that a caller waits for, if there are no events."""
 AT_REST: Final = 2.0
-"""The same of what nobody waits for."""
+"""Seconds between two readings of content that no caller waits for, if there are no events."""
 RENEW: Final = 600.0
-"""Seconds after which a look begins to watch a directory anew: the event that a watch is over may have been dropped."""
+"""Seconds after which a check starts the watch of a directory again. The event of the watch's end may have been
+dropped."""
 _LOOKS: Final = 20
-"""How often a thread looks at a directory that comes and goes meanwhile, before it leaves that to the next wait."""
+"""Maximum number of looks of a thread at a directory that keeps appearing and disappearing. The next wait continues."""
 
 
 class Gather(NamedTuple):
-    """Which hints may come later than at once, so that several become one. seconds: how much later.
+    """Hints that may be delayed, so that several become one. seconds: the delay.
 
-    prompt: how the paths end that do not wait.
+    prompt: endings of paths whose hints are not delayed.
     """
 
     seconds: float
@@ -78,7 +81,7 @@ AT_ONCE: Final = Gather(0.0, "")
 
 
 class Watcher:
-    """The watcher of the running loop, in which alone it is used; `shared()` gives it."""
+    """The watcher of the running loop, which alone uses it. `shared()` returns it."""
 
     def __init__(self) -> None:
         self._loop = weakref.ref(asyncio.get_running_loop())
@@ -95,7 +98,7 @@ class Watcher:
         return Watch(self, directories, hints, gather)
 
     def unwatched(self) -> tuple[Unwatched, ...]:
-        """Return which directories are read again and again because there are no events of them; from any thread."""
+        """Return the directories that are read periodically because they cause no events. Any thread may call it."""
         found: defaultdict[WatchFailure, list[str]] = defaultdict(list)
         for place in sorted(self._places.copy().values(), key=lambda place: place.directory):
             failure = WatchFailure(UnwatchedCause.SILENT) if place.silent else self._failure or place.failure
@@ -104,13 +107,13 @@ class Watcher:
         return tuple(Unwatched(failure, tuple(directories)) for failure, directories in found.items())
 
     def call(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Call a function in the loop, from any thread."""
+        """Call a function in the loop. Any thread may use this."""
         if (loop := self._loop()) is not None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed
+            with contextlib.suppress(RuntimeError):  # The loop is closed.
                 loop.call_soon_threadsafe(function, *arguments)
 
     def want(self, watch: Watch, directories: frozenset[str], hints: _Events) -> None:
-        """Give hints of these directories to `watch`, and no more of others."""
+        """Give `watch` the hints of these directories, and no longer those of others."""
         gone = [watch.places.pop(directory) for directory in watch.places.keys() - directories]
         for directory in directories - watch.places.keys():
             place = watch.places[directory] = self._places.setdefault(directory, _Place(directory))
@@ -125,7 +128,7 @@ class Watcher:
             self._close()
 
     def check(self, watch: Watch, *, hinted: bool) -> None:
-        """Look again, if it is time, whether the directories are the ones that are watched."""
+        """If it is time, check whether the directories are still the watched ones."""
         if not watch.places:
             return
         self._open()
@@ -137,7 +140,7 @@ class Watcher:
             self._report()
 
     def _open(self) -> None:
-        """Make the instance, unless there is one that works, or it is too soon after a failure."""
+        """Make the inotify instance, unless one works, or the last failure was too recent."""
         if self._instance is not None and self._instance.stuck:
             _LOG.warning("a file system does not answer and holds up the inotify instance; going on with another one")
             self._close()
@@ -156,7 +159,7 @@ class Watcher:
         self._report()
 
     def _close(self) -> None:
-        """End the instance."""
+        """End the inotify instance."""
         if self._instance is not None:
             _in_thread(self._instance.end)
             self._instance = None
@@ -165,7 +168,7 @@ class Watcher:
             place.due = True
 
     def _look(self, watch: Watch) -> None:
-        """Have a thread look at what is due of a watch."""
+        """Start a thread that looks at the directories of a watch that are due."""
         due = any(place.due and place.asked_at is None for place in watch.places.values())
         if self._instance is None or watch in self._looking or not due:
             return
@@ -173,7 +176,7 @@ class Watcher:
             self._looking.add(watch)
 
     def _look_at(self, place: _Place) -> None:
-        """Have a thread look at a directory, of a watch that waits for no other one."""
+        """Start a thread that looks at a directory, for a watch without a running look."""
         place.due = True
         for watch in place.wants:
             if watch not in self._looking:
@@ -181,7 +184,7 @@ class Watcher:
                 break
 
     def _look_at_all(self, instance: _Instance, watch: Watch, places: Iterable[_Place]) -> None:
-        """Look at directories, one after the other; in a thread."""
+        """Look at directories one after another. This runs in a thread."""
         for place in places:
             if place.due and place.wants and place.asked_at is None:
                 place.due, place.asked_at = False, time.monotonic()
@@ -193,7 +196,7 @@ class Watcher:
         self._look(watch)
 
     def _seen(self, instance: _Instance, place: _Place, begun: _Begun) -> None:
-        """Take what a thread has found of a directory."""
+        """Apply the result of a thread's look at a directory."""
         place.asked_at = None
         if place.wants:
             self._open()
@@ -201,7 +204,7 @@ class Watcher:
             before = place.begun
             place.take(begun)
             if begun.found != before.found:
-                place.wake()  # for what came in between
+                place.wake()  # This hint covers changes before the watch began.
             if begun.failure != before.failure or self._said:
                 self._report()
         else:
@@ -211,7 +214,10 @@ class Watcher:
             self._look_at(place)
 
     def _drop(self, *places: _Place) -> None:
-        """Forget those of these directories that nobody wants; later, if a thread is looking at it."""
+        """Forget those of these directories that no watch wants.
+
+        If a thread is looking at one, it is forgotten later.
+        """
         dropped = [place for place in places if not place.wants and place.asked_at is None]
         for place in dropped:
             if self._places.get(place.directory) is place:
@@ -220,12 +226,15 @@ class Watcher:
             _in_thread(self._instance.forget, dropped)
 
     def hint(self, place: _Place, at: str, event: events.FileSystemEvent | None) -> None:
-        """Take an event of the directory `at`, which is watched for this place; None: it is gone, or watched anew."""
+        """Apply an event of the watched directory `at`, for this place.
+
+        None: the directory is gone, or its watch restarted.
+        """
         if place.hint(at, event):
             self._look_at(place)
 
     def _report(self) -> None:
-        """Log what has become unwatched since, and when all is watched again."""
+        """Log newly unwatched directories, and when all directories are watched again."""
         lacking = {one.failure: one for one in self.unwatched()}
         for failure in lacking.keys() - self._said:
             _LOG.warning("%s", lacking[failure])
@@ -235,9 +244,9 @@ class Watcher:
 
 
 class _Found(NamedTuple):
-    """A directory that is there: the one that is looked for, or the nearest of its ancestors.
+    """An existing directory: the requested one, or its nearest existing ancestor.
 
-    at: its path as it was asked for. path: the same without symbolic links. identity: device and inode.
+    at: its path as requested. path: the same without symbolic links. identity: device and inode.
     """
 
     at: str
@@ -246,7 +255,10 @@ class _Found(NamedTuple):
 
 
 class _Begun(NamedTuple):
-    """What came of beginning to watch a directory. found, hints: what is watched there; None and nothing if nothing."""
+    """The result of a try to watch a directory.
+
+    found, hints: the watched directory and events; None and empty if none.
+    """
 
     found: _Found | None
     hints: _Events
@@ -257,33 +269,34 @@ _NOT_WATCHED: Final = _Begun(None, _NOTHING, None)
 
 
 def _find(directory: str) -> _Found:
-    """Return the directory, or the nearest of its ancestors that is there. Blocks. Raises OSError."""
+    """Return the directory, or its nearest existing ancestor. Blocks. Raises OSError."""
     at = directory
     while True:
         try:
-            state = os.stat(os.path.join(at, ""))  # a file is no directory
+            state = os.stat(os.path.join(at, ""))  # With the trailing slash, a file counts as missing.
             break
         except (FileNotFoundError, NotADirectoryError):
             at = os.path.dirname(at)
-    if not os.access(at, os.R_OK, effective_ids=True):  # watchdog 7 takes this error of inotify_add_watch for success
+    if not os.access(at, os.R_OK, effective_ids=True):  # watchdog 7 treats this error of inotify_add_watch as success.
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), at)
     return _Found(at, os.path.realpath(at), (state.st_dev, state.st_ino))
 
 
 def _says_more_than_stopped(record: logging.LogRecord) -> bool:
-    """Return whether to log: watchdog 7 calls it an error that an emitter is stopped while it has an event."""
+    """Return whether to log a record. watchdog 7 logs an error if an emitter with an event is stopped."""
     return "called when the thread is inactive" not in record.getMessage()
 
 
 class _Instance:
-    """A watchdog observer, which has one inotify instance; it is used in threads.
+    """A watchdog observer with one inotify instance. Threads use it.
 
-    Raises OSError if none can be made, EMFILE if the user has no instance left, RuntimeError if no thread can be.
+    Raises OSError if none can be made, EMFILE if the user has no instance left, RuntimeError if no thread can be
+    started.
     """
 
     def __init__(self, call: _Call) -> None:
         logging.getLogger("watchdog.observers.inotify").addFilter(_says_more_than_stopped)
-        if not files_left(3):  # watchdog 7 would leave its inotify file open if it got no pipe
+        if not files_left(3):  # If watchdog 7 got no pipe, it would leave its inotify file open.
             raise OSError(errno.ENFILE, os.strerror(errno.ENFILE))
         self._observer = Observer()
         self._observer.start()
@@ -296,13 +309,16 @@ class _Instance:
 
     @property
     def stuck(self) -> bool:
-        """Whether a file system ceased to answer while a directory of it began to be watched; from any thread."""
+        """Whether a file system stopped answering while the watch of a directory began. Any thread may read it."""
         since = self._held_since
         return since is not None and time.monotonic() - since > unwatched.SILENT
 
     @contextlib.contextmanager
     def _held(self) -> Iterator[None]:
-        """Change what is observed, one thread at a time. Raises TimeoutError if another one does not come to an end."""
+        """Change the observed directories in one thread at a time.
+
+        Raises TimeoutError if another thread does not finish.
+        """
         if not self._lock.acquire(timeout=unwatched.SILENT):
             raise TimeoutError
         try:
@@ -315,17 +331,18 @@ class _Instance:
             self._lock.release()
 
     def end(self) -> None:
-        """End all watches; if it is stuck, as soon as it is not."""
+        """End all watches. If the instance is stuck, end them later."""
         self._over = True
         with contextlib.suppress(TimeoutError), self._held():
             pass
 
     def look(self, place: _Place, hint: _Call) -> _Begun:
-        """Watch a directory, or while it is not there the nearest of its ancestors; `hint` gets its events."""
+        """Watch a directory, or its nearest existing ancestor. `hint` gets the events."""
         hints = place.wanted
         found: _Found | None = None
         try:
-            for _ in range(_LOOKS):  # once more each time: what came before its parent was watched gave no event
+            # Look again each time: changes before the watch of the parent began caused no event.
+            for _ in range(_LOOKS):
                 before, found = found, _find(place.directory)
                 if found == before:
                     return _Begun(found, hints, None)
@@ -350,7 +367,7 @@ class _Instance:
             self._renew(observed)
 
     def forget(self, places: Iterable[_Place]) -> None:
-        """Give no events to these places any more."""
+        """Give no more events to these places."""
         with contextlib.suppress(TimeoutError), self._held():
             for place in places:
                 self._leave(place)
@@ -358,20 +375,21 @@ class _Instance:
     def _leave(self, place: _Place) -> None:
         if (observed := self._of.pop(place, None)) is not None:
             observed.wants = {other: wanted for other, wanted in observed.wants.items() if other is not place}
-            with contextlib.suppress(OSError, RuntimeError):  # those who still want it find out when they look
+            # Other watches of the directory find the failure at their next look.
+            with contextlib.suppress(OSError, RuntimeError):
                 self._renew(observed)
 
     def _renew(self, observed: _Observed) -> None:
-        """Observe the directory that is there now, for all that any place wants of it. Raises OSError, RuntimeError.
+        """Observe the present directory, for all events that its places want. Raises OSError, RuntimeError.
 
-        All watches of an inode are one: of two the kernel keeps only what the later one asks for.
+        The kernel has one watch for each inode. A later request replaces the events of an earlier one.
         """
         hints = _NOTHING.union(*(wanted for _, wanted in observed.wants.values()))
         if observed.watch is not None:
             recent = time.monotonic() - observed.begun_at < RENEW
             if hints and recent and not observed.ended and observed.begun == (observed.identity, hints):
                 return
-            # A directory that was deleted took its emitter along.
+            # A directory that was deleted has already removed its emitter.
             with contextlib.suppress(KeyError, OSError):
                 self._observer.unschedule(observed.watch)
             observed.watch = None
@@ -381,28 +399,28 @@ class _Instance:
         observed.ended, observed.begun, observed.begun_at = False, (observed.identity, hints), time.monotonic()
         observed.watch = self._observer.schedule(observed, observed.path, event_filter=list(hints))
         for place in observed.wants:
-            self._call(place.wake)  # for what came in between
+            self._call(place.wake)  # This hint covers changes before the watch began.
 
 
 class _Observed(events.FileSystemEventHandler):
-    """A directory that is observed, and the places that want events of it. path: without symbolic links."""
+    """An observed directory, and the places that want its events. path: without symbolic links."""
 
     def __init__(self, path: str, hint: _Call, call: _Call) -> None:
         self.path = path
         self.identity = (0, 0)
         self.wants: Mapping[_Place, tuple[str, _Events]] = {}
-        """By which path a place has this directory, and what it wants. Another mapping each time it changes."""
+        """For each place, its path of this directory and the events that it wants. Each change makes a new mapping."""
         self.watch: ObservedWatch | None = None
         self.begun: tuple[tuple[int, int], _Events] | None = None
-        """Which directory has this watch, and for what."""
+        """The directory and the events of this watch."""
         self.begun_at = 0.0
         self.ended = False
-        """Whether the directory was deleted since."""
+        """Whether the directory was deleted meanwhile."""
         self._hint = hint
         self._call = call
 
     def dispatch(self, event: events.FileSystemEvent) -> None:
-        # Only enqueue: an exception here would end the observer's thread.
+        # This method only enqueues, because an exception here would end the observer's thread.
         gone = isinstance(event, events.DirDeletedEvent) and os.fsdecode(event.src_path) == self.path
         self.ended |= gone
         for place, (at, hints) in self.wants.items():
@@ -411,7 +429,7 @@ class _Observed(events.FileSystemEventHandler):
 
 
 class _Place:
-    """A directory, and who wants to know when it changes."""
+    """A directory, and the watches that want hints of its changes."""
 
     def __init__(self, directory: str) -> None:
         self.directory = directory
@@ -419,14 +437,14 @@ class _Place:
         self.wanted = _NOTHING
         self.begun = _NOT_WATCHED
         self.due = True
-        """Whether to look at it."""
+        """Whether a look at the directory is due."""
         self.next_look = 0.0
         self.asked_at: float | None = None
-        """Since when a thread is looking at it (monotonic seconds)."""
+        """Since when a thread has been looking at it (monotonic seconds)."""
         self._backoff = Backoff(first=CHECK, most=60.0)
 
     def want(self, watch: Watch, hints: _Events) -> None:
-        """Set what is a hint for a watch; `_NOTHING`: nothing any more."""
+        """Set the events that are hints for a watch. `_NOTHING` removes the watch."""
         self.wants.pop(watch, None)
         if hints:
             self.wants[watch] = hints
@@ -435,17 +453,17 @@ class _Place:
 
     @property
     def at(self) -> str:
-        """What is watched: the directory, or the nearest of its ancestors while it is not there."""
+        """The watched path: the directory, or its nearest existing ancestor."""
         return self.directory if self.begun.found is None else self.begun.found.at
 
     @property
     def indirect(self) -> bool:
-        """Whether it is there by symbolic links, of which nothing tells that they lead elsewhere now."""
+        """Whether the path contains symbolic links. A change of such a link causes no event."""
         return self.begun.found is not None and self.begun.found.path != self.begun.found.at
 
     @property
     def failure(self) -> WatchFailure | None:
-        """Why it is not watched."""
+        """Why the directory is not watched."""
         return self.begun.failure
 
     @property
@@ -456,11 +474,11 @@ class _Place:
 
     @property
     def watched(self) -> bool:
-        """Whether there are events."""
+        """Whether the directory causes events."""
         return self.begun.found is not None and not self.silent
 
     def take(self, begun: _Begun) -> None:
-        """Take what came of beginning to watch it."""
+        """Apply the result of a try to watch the directory."""
         self.begun = begun
         self.due |= not self.wanted <= begun.hints and begun.found is not None
         if begun.failure is None:
@@ -468,12 +486,15 @@ class _Place:
         self.next_look = time.monotonic() + (CHECK if begun.failure is None else self._backoff.next())
 
     def wake(self) -> None:
-        """Give a hint to all."""
+        """Give a hint to all watches."""
         for watch in self.wants:
             watch.wake()
 
     def hint(self, at: str, event: events.FileSystemEvent | None) -> bool:
-        """Give hints of an event of the directory `at`, None: it is gone; return whether to look at it again."""
+        """Give hints of an event of the directory `at`; return whether to look at it again.
+
+        event: None if the directory is gone.
+        """
         if event is None:
             self.wake()
             return True
@@ -511,14 +532,14 @@ class Watch:
         self.close()
 
     def set(self, directories: Iterable[str]) -> None:
-        """Watch these directories from now on instead of the former ones. A hint says that a new one is watched."""
+        """Watch these directories instead of the former ones. A hint follows once a new one is watched."""
         wanted = frozenset(os.path.abspath(directory) for directory in directories)
         self._watcher.want(self, wanted, self._hints)
 
     async def wait(self, timeout: float, unwatched: float = math.inf) -> bool:
-        """Wait for a hint; return False if none came in `timeout` seconds. Read in either case.
+        """Wait for a hint. Return False if none came in `timeout` seconds. The caller reads in either case.
 
-        unwatched: the seconds where a directory is not watched, or not yet, so that no hint need come.
+        unwatched: the timeout if a directory is not watched, or not yet, so that hints may be missing.
         """
         watched = all(place.watched for place in self.places.values())
         try:
@@ -532,11 +553,11 @@ class Watch:
         return hinted
 
     def wake(self) -> None:
-        """Give a hint by hand; thread-safe."""
+        """Give a hint. Any thread may call it."""
         self._watcher.call(self._hinted.set)
 
     def hint(self, *paths: str) -> None:
-        """Take note of an event at these paths."""
+        """Record an event at these paths."""
         if any(path.endswith(self._gather.prompt) for path in paths):
             self._hinted.set()
         elif not self._gathering:
@@ -544,7 +565,7 @@ class Watch:
             asyncio.get_running_loop().call_later(self._gather.seconds, self._gathered)
 
     def _gathered(self) -> None:
-        self._gathering = False  # first: what comes now may be seen too late by this reading
+        self._gathering = False  # This comes first, because the present reading may miss later changes.
         self._hinted.set()
 
     def close(self) -> None:
@@ -553,7 +574,7 @@ class Watch:
 
 
 def _in_thread(function: Callable[..., object], *arguments: Any) -> bool:
-    """Call a function in a thread that nothing waits for; return False if none can be started."""
+    """Start a daemon thread for a function; return False if no thread can be started."""
     try:
         threading.Thread(target=function, args=arguments, name=f"watch: {function.__name__}", daemon=True).start()
     except RuntimeError:

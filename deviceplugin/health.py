@@ -1,14 +1,13 @@
-"""From single probes of a device to its health: rules against flapping, and the probes.
+"""Computes the health of a device from single probes, with rules against flapping. Also has the probes.
 
-The rules, of which the tests have a model of their own:
+The rules (the tests check them by an independent model):
 
-1. Before any evidence a device's health is unknown. Its first probe counts by itself.
-2. `failures` bad probes in a row make it unhealthy; fewer change nothing.
-3. A fault (an event by which the device says that it is broken) makes it unhealthy at once.
-4. Unhealthy, it is healthy again after `successes` good probes in a row that all came at least `quiet` seconds after
-   its last fault; never without such a time.
-5. A probe that could tell nothing leaves an unhealthy device so, makes any other one's health unknown until the next
-   probe that can, and counts in no row of probes.
+1. Before any evidence a device's health is unknown. Its first probe counts by itself. 2. `failures` bad probes in a row
+make it unhealthy; fewer change nothing. 3. A fault (an event by which the device says that it is broken) makes it
+unhealthy at once. 4. Unhealthy, it is healthy again after `successes` good probes in a row that all came at least
+`quiet` seconds after its last fault; never without such a time. 5. A probe without a result leaves an unhealthy device
+unhealthy. It makes the health of any other device unknown until the next probe with a result. It does not count in a
+row of probes.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from deviceplugin.device import Device, Health
 
 
 class Verdict(enum.Enum):
-    """What one probe of a device found."""
+    """The result of one probe of a device."""
 
     GOOD = "good"
     BAD = "bad"
@@ -39,12 +38,12 @@ class Verdict(enum.Enum):
 
 
 ProbeResult = tuple[Verdict, str]
-"""A verdict and, for people, why."""
+"""A verdict and its reason, as text."""
 
 
 @dataclass(frozen=True, slots=True)
 class HealthRules:
-    """The numbers in the rules. quiet: None if a fault stays until the process ends."""
+    """The numbers in the rules. quiet: None if a fault lasts until the process ends."""
 
     failures: int = 3
     successes: int = 2
@@ -53,7 +52,7 @@ class HealthRules:
 
 @dataclass(frozen=True, slots=True)
 class HealthHistory:
-    """What is known of a device so far, and its health."""
+    """The history of a device's probes and faults, and its health."""
 
     health: Health = Health.UNKNOWN
     message: str = "not probed yet"
@@ -63,7 +62,7 @@ class HealthHistory:
     known: bool = False
 
     def checked(self, verdict: Verdict, message: str, now: float, rules: HealthRules) -> HealthHistory:
-        """Return what follows from a probe at `now`, in seconds of the same clock as `faulted`."""
+        """Return the history after a probe at `now`, in seconds of the same clock as in `faulted`."""
         if verdict is Verdict.UNREADABLE:
             return self if self.health is Health.UNHEALTHY else replace(self, health=Health.UNKNOWN, message=message)
         if verdict is Verdict.BAD:
@@ -82,7 +81,7 @@ class HealthHistory:
         return HealthHistory(Health.HEALTHY, "", known=True)
 
     def faulted(self, message: str, now: float) -> HealthHistory:
-        """Return what follows from a fault at `now`."""
+        """Return the history after a fault at `now`."""
         return replace(self, health=Health.UNHEALTHY, message=message, successes=0, fault_at=now, known=True)
 
 
@@ -93,15 +92,15 @@ def worst(*findings: tuple[Health, str]) -> tuple[Health, str]:
 
 
 _ABSENT: Final = {errno.ENOENT, errno.ENXIO, errno.ENODEV, errno.EIO, errno.ENOTDIR, errno.ETIMEDOUT}
-_TEMPFAIL: Final = 75  # exit status of a command that could not tell (EX_TEMPFAIL of sysexits.h)
+_TEMPFAIL: Final = 75  # Exit status of a command without a result (EX_TEMPFAIL of sysexits.h).
 _SHOWN: Final = 200
-_KEPT: Final = 4096  # bytes of a command's output, of which the last line is shown
+_KEPT: Final = 4096  # Bytes of a command's output that are kept. Its last line is shown.
 
 
 def open_probe(device: Device) -> ProbeResult:
     """Open each of a device's nodes, and close it; blocks.
 
-    A node that another process has exclusively (EBUSY) is good. A missing right says nothing about the device.
+    A node that another process has opened exclusively (EBUSY) is good. A missing right gives no result.
     """
     for node in device.container_edits.device_nodes:
         flags = os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
@@ -120,7 +119,7 @@ def open_probe(device: Device) -> ProbeResult:
 
 
 def command_probe(argv: Sequence[str], timeout: float) -> Callable[[Device], ProbeResult]:
-    """Return a probe that runs a command: 0 is good, 75 tells nothing, any other status is bad.
+    """Return a probe that runs a command: status 0 is good, 75 means no result, any other status is bad.
 
     argv: `{id}` and `{node}` in it stand for the device's id and its first node; DEVICE_ID and DEVICE_NODES (with ':'
     between) are in its environment. timeout: seconds after which all its processes are killed, and the probe is bad.
@@ -145,7 +144,8 @@ def command_probe(argv: Sequence[str], timeout: float) -> Callable[[Device], Pro
                 output = _output(process, timeout)
             except subprocess.TimeoutExpired:
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # a child of its own session is left, and not waited for
+                    # A child that has its own session is neither killed nor waited for.
+                    os.killpg(process.pid, signal.SIGKILL)
                 return Verdict.BAD, f"{argv[0]} did not end within {timeout:g} s"
         if process.returncode == 0:
             return Verdict.GOOD, ""
@@ -157,7 +157,10 @@ def command_probe(argv: Sequence[str], timeout: float) -> Callable[[Device], Pro
 
 
 def _output(process: subprocess.Popen[bytes], timeout: float) -> bytes:
-    """Wait for a command; return the end of its output. Raises TimeoutExpired: it, or a child with its output, runs."""
+    """Wait for a command; return the end of its output.
+
+    Raises TimeoutExpired if the command, or a child with the same output, still runs.
+    """
     assert process.stdout is not None
     deadline, output = time.monotonic() + timeout, b""
     poll = select.poll()
@@ -174,16 +177,19 @@ def _output(process: subprocess.Popen[bytes], timeout: float) -> bytes:
 
 @dataclass(eq=False)
 class Prober:
-    """Probes devices, a few at a time; a probe that hangs delays its own device only. timeout: of one, in seconds."""
+    """Probes devices, a few at a time. A probe that hangs delays only its own device.
+
+    timeout: seconds for one probe.
+    """
 
     probe: Callable[[Device], ProbeResult]
     timeout: float
     at_once: int = 8
     _deadlines: dict[str, float] = field(default_factory=dict, init=False)
-    """Of the calls that are not over, by device, on the loop's clock; a call's own thread removes its entry."""
+    """By device, the deadlines of unfinished calls, on the loop's clock. The thread of a call removes its entry."""
 
     async def check(self, devices: Iterable[Device]) -> dict[str, ProbeResult]:
-        """Return what the probe finds of each device; never raises."""
+        """Return the results of the probe for all devices. Never raises."""
         turn = asyncio.Semaphore(self.at_once)
 
         async def checked(device: Device) -> tuple[str, ProbeResult]:
@@ -195,12 +201,12 @@ class Prober:
     async def _check(self, device: Device) -> ProbeResult:
         now = asyncio.get_running_loop().time()
         if (deadline := self._deadlines.get(device.id)) is not None:
-            # Its caller may have been cancelled before the deadline: that it goes on says nothing yet.
+            # The call's caller may have been cancelled before the deadline. So an unfinished call is not a failure yet.
             if now < deadline:
                 return Verdict.UNREADABLE, "the previous probe has not ended yet"
             return Verdict.BAD, "the probe still hangs"
         hanging = sum(now >= deadline for deadline in tuple(self._deadlines.values()))
-        if hanging >= self.at_once:  # each keeps a thread
+        if hanging >= self.at_once:  # Each of them keeps a thread.
             return Verdict.UNREADABLE, f"not probed: {hanging} probes of other devices hang"
         self._deadlines[device.id] = now + self.timeout
 
@@ -213,7 +219,7 @@ class Prober:
         try:
             return await hooks.call(f"the probe of {device.id}", run, timeout=self.timeout)
         except hooks.HookTimeoutError as error:
-            if error.work is None:  # it was not called
+            if error.work is None:  # The hook was not called.
                 del self._deadlines[device.id]
                 return Verdict.UNREADABLE, str(error)
             return Verdict.BAD, str(error)

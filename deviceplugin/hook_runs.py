@@ -1,4 +1,4 @@
-"""Hooks that change devices: one at a time for each device, and whoever gets a device waits for them."""
+"""Runs hooks that change devices: one at a time for each device. Every grant of a device waits for its hooks."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from deviceplugin.source import DeviceSource
 _LOG: Final = logging.getLogger(__name__)
 
 CANCELLED: Final = 1.0
-"""Seconds that a coroutine has to end after it was cancelled."""
+"""Seconds in which a cancelled coroutine should end."""
 
 
 class DeviceBusyError(HookError):
-    """Raised when a hook works on a device; the text names both."""
+    """Raised while a hook works on a device. The text names both."""
 
 
 @dataclass(eq=False, slots=True)
 class HookRun:
     """One call of a hook. over: done when the hook has ended, or is overdue.
 
-    tokens: what its devices were when it began; their names may stand for others since, or for nothing.
-    left: nobody waits for the hook any more, and it works on. overdue: it holds its devices.
+    tokens: by device, its tokens when the hook began; later its name may stand for other hardware or for none. left:
+    the caller no longer waits for the hook, but the hook still runs. overdue: whether the hook holds its devices.
     """
 
     hook: str
@@ -49,45 +49,45 @@ class HookDevices(Protocol):
     """The devices that hooks work on (`deviceplugin.register.register.Register`)."""
 
     def with_peers(self, keys: Iterable[DeviceKey]) -> set[DeviceKey]:
-        """Return devices and those that are the same hardware, or parts of it."""
+        """Return these devices, and the devices that are the same hardware or parts of it."""
 
     def tokens(self, key: DeviceKey) -> Tokens:
-        """Return what a device is now."""
+        """Return a device's present tokens."""
 
     def notify(self) -> None:
-        """Take that a hook begins to hold its devices, or has ended."""
+        """Handle that a hook begins to hold its devices, or has ended."""
 
 
 class HookRuns:
-    """The hooks that change devices and work now, for pods and claims alike: reset, prepare, unprepare, released.
+    """The running hooks that change devices, for pods and claims: reset, prepare, unprepare, released.
 
-    Hooks on the same hardware run one by one, in the order of their calls. A hook that works on after its
-    timeout, or after its caller went away, holds its devices until it ends. Only this process knows of that: its end
-    ends them.
+    Hooks on the same hardware run one by one, in the order of their calls. A hook that still runs after its timeout, or
+    after its caller was cancelled, holds its devices until it ends. Only this process knows of such hooks, and they end
+    with it.
     """
 
     def __init__(self, devices: HookDevices) -> None:
         self._devices = devices
         self.running: list[HookRun] = []
-        """Those that work now, in the order of their calls."""
+        """The running hooks, in the order of their calls."""
 
     @property
     def overdue(self) -> Mapping[DeviceKey, str]:
-        """The devices that hooks hold, and why: they work on after their timeouts."""
+        """The devices that hooks hold because they still run after their timeouts, with the reason as text."""
         return {key: run.reason for run in self.running if run.overdue for key in run.tokens}
 
     @property
     def held(self) -> Mapping[DeviceKey, Tokens]:
-        """The devices that hooks hold, and what they were when the hooks began."""
+        """The devices that hooks hold, with their tokens when the hooks began."""
         return {key: tokens for run in self.running if run.overdue for key, tokens in run.tokens.items()}
 
     async def call(
         self, statistics: HookStatistics, hook: str, source: DeviceSource, devices: Sequence[Device], *more: object
     ) -> Any:
-        """Call a hook within its source's time, once those before it have ended, and return what it returns.
+        """Call a hook with its source's timeout, after earlier hooks have ended. Return its result.
 
-        Raises HookError: it failed; DeviceBusyError: another one works on after its timeout, or for longer than this
-        hook itself may.
+        Raises HookError if the hook failed, DeviceBusyError if an earlier hook still runs after its timeout, or for
+        longer than this hook's own timeout.
         """
         run = self._begin(hook, source, devices)
         return await self._call(run, statistics, source, devices, *more, patience=source.hook_timeout)
@@ -95,9 +95,9 @@ class HookRuns:
     def start(
         self, statistics: HookStatistics, hook: str, source: DeviceSource, devices: Sequence[Device]
     ) -> asyncio.Task[str]:
-        """Call a hook in the background; the task returns why it failed, "" if it did not.
+        """Call a hook in the background. The task returns why it failed, "" if it succeeded.
 
-        Whoever waits for the hooks of these devices from now on waits for this one, too.
+        Later waits for the hooks of these devices include this hook.
         """
         run = self._begin(hook, source, devices)
 
@@ -112,13 +112,15 @@ class HookRuns:
         return asyncio.create_task(work())
 
     async def wait(self, keys: Iterable[DeviceKey], *, resets: bool = True) -> None:
-        """Wait for the hooks of these and the same hardware. Raises DeviceBusyError: one works on after its timeout.
+        """Wait for the hooks of these devices and of the same hardware.
 
-        resets: also for `reset`, which is only waited for by who does not call it himself.
+        Raises DeviceBusyError if a hook still runs after its timeout.
+
+        resets: whether to wait for `reset` as well; a caller that itself calls `reset` does not wait for it.
         """
         devices = {key: self._devices.tokens(key) for key in keys}
         while await self._wait(devices, [run for run in self.running if resets or run.overdue or run.hook != "reset"]):
-            pass  # another one may have begun meanwhile
+            pass  # Another hook may have begun meanwhile.
 
     def _begin(self, hook: str, source: DeviceSource, devices: Iterable[Device]) -> HookRun:
         keys = ((source.resource, device.id) for device in devices)
@@ -148,7 +150,7 @@ class HookRuns:
     async def _wait(
         self, devices: Mapping[DeviceKey, Tokens], runs: Sequence[HookRun], patience: float | None = None
     ) -> bool:
-        """Wait for those of some runs that work on these devices; return whether there were any."""
+        """Wait for those of the runs that work on these devices. Return whether there were any."""
         wanted = self._devices.with_peers(devices) if runs else set()
         tokens = frozenset[str]().union(*devices.values())
 
@@ -163,7 +165,7 @@ class HookRuns:
         return bool(runs)
 
     def _leave(self, run: HookRun, work: asyncio.Future[Any]) -> None:
-        """Have a hook hold its devices until it ends; a coroutine that was cancelled may end at once."""
+        """Make a hook hold its devices until it ends. A cancelled coroutine may end at once, and then holds nothing."""
         run.left = True
         work.add_done_callback(lambda _: self._end(run))
         if isinstance(work, asyncio.Task):

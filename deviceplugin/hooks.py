@@ -1,9 +1,9 @@
-"""Calling the hooks that an author wrote, each with a deadline.
+"""Calls the hooks of an author's source, each with a deadline.
 
-A hook may fail or never return: that costs its own call and nothing else. Plain functions run in a daemon thread of
-their own, since hanging ones would use up a pool, and keep the process from ending. A coroutine that does not end when
-it is cancelled is abandoned; one that blocks (`time.sleep`, not `asyncio.sleep`) blocks the whole agent, and its
-deadline is found to be over only afterwards.
+If a hook fails or never returns, only its own call fails. Each plain function runs in a separate daemon thread, because
+hanging functions would use up a pool, and keep the process from ending. A coroutine that does not end after its
+cancellation is abandoned. A coroutine that blocks (`time.sleep` instead of `asyncio.sleep`) blocks the whole agent, and
+its deadline is noticed only afterwards.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ _LOG: Final = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 MAX_STUCK: Final = 64
-"""Threads of timed-out calls of one hook that may hang at the same time; beyond that, calls of it fail at once."""
+"""Maximum number of hanging threads of one hook's timed-out calls. Beyond that, calls of the hook fail at once."""
 
 LATE: Final = 0.5
-"""Seconds after its deadline at which a coroutine that has ended must have blocked the loop."""
+"""Seconds after the deadline. A coroutine that ends later than that must have blocked the loop."""
 
 NOT_AWAITED: Final = "nobody awaited it; write `await` before the call"
 
 _stuck: dict[asyncio.Future[Any], str] = {}
-"""Calls in threads that hang, with the hook's name."""
+"""Hanging calls in threads, with the hook's name."""
 _abandoned: set[asyncio.Task[Any]] = set()
 
 
 class HookError(Exception):
-    """Raised when a hook raised; `__cause__` is what it raised."""
+    """Raised when a hook raised an exception, which is `__cause__`."""
 
 
 class HookTimeoutError(HookError):
-    """Raised when a hook did not answer in its time. work: done when it has ended; None if it was not called."""
+    """Raised when a hook did not end in time. work: done when the hook has ended; None if it was not called."""
 
     def __init__(self, message: str, work: asyncio.Future[Any] | None = None) -> None:
         super().__init__(message)
@@ -54,7 +54,7 @@ Left = Callable[[asyncio.Future[Any]], None]
 
 
 def _nobody(work: asyncio.Future[Any]) -> None:
-    """Take no note of a call that was abandoned."""
+    """Ignore a call that was abandoned."""
 
 
 @overload
@@ -66,14 +66,14 @@ async def call(
     what: str, hook: Callable[..., _T | Awaitable[_T]], *args: object, timeout: float, left: Left = _nobody
 ) -> _T: ...
 async def call(what: str, hook: Callable[..., Any], *args: object, timeout: float, left: Left = _nobody) -> Any:
-    """Call a plain or coroutine function with `args` and return what it returns.
+    """Call a plain or coroutine function with `args` and return its result.
 
     what: the hook's name for messages, "reset of example.com/fpga". timeout: seconds after which the call is abandoned.
-    left: called with the work of a call that is abandoned, also because the caller is cancelled; it is done when the
-    hook has ended.
+    left: a function to call when the call is abandoned, after its timeout or because the caller is cancelled; its
+    argument is a future that is done when the hook has ended.
 
-    Raises HookTimeoutError if it did not answer in time or too many before it still hang, HookError if it raised or
-    returned what it should have awaited.
+    Raises HookTimeoutError if the hook did not end in time, or too many earlier calls still hang. Raises HookError if
+    the hook raised an exception, or returned an awaitable instead of awaiting it.
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout
@@ -81,7 +81,7 @@ async def call(what: str, hook: Callable[..., Any], *args: object, timeout: floa
         result: Any = hook(*args)
     else:
         if (count := sum(hook_name == what for hook_name in _stuck.values())) >= MAX_STUCK:
-            raise HookTimeoutError(f"{what} was not called: {count} calls of it before still hang")
+            raise HookTimeoutError(f"{what} was not called: {count} earlier calls of it still hang")
         future: asyncio.Future[Any] = loop.create_future()
         threading.Thread(target=_run, args=(loop, future, hook, args), name=f"hook {what}", daemon=True).start()
         result = await _finish(what, future, timeout, timeout, left)
@@ -96,7 +96,7 @@ async def call(what: str, hook: Callable[..., Any], *args: object, timeout: floa
 
 @dataclass(slots=True)
 class HookStatistics:
-    """The calls of sources' hooks so far, by resource and hook; they only grow. seconds: failures included."""
+    """Statistics of the calls of sources' hooks, by resource and hook. They only grow. seconds: failures included."""
 
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
     failures: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -110,7 +110,7 @@ class HookStatistics:
         *args: object,
         left: Left = _nobody,
     ) -> _T:
-        """Call a hook within its source's time, as the function `call` does; it raises the same errors."""
+        """Call a hook with its source's timeout by the function `call`, with the same errors."""
         key, began = (source.resource, name), time.perf_counter()
         self.calls[key] += 1
         try:
@@ -123,7 +123,7 @@ class HookStatistics:
 
 
 async def _finish(what: str, future: asyncio.Future[Any], rest: float, timeout: float, left: Left) -> Any:
-    """Wait for what is left of the hook's time, in seconds; `timeout` is all of it."""
+    """Wait `rest` seconds for the hook. `timeout` is the whole time of the hook."""
     began = asyncio.get_running_loop().time()
     try:
         done, _ = await asyncio.wait({future}, timeout=rest)
@@ -149,20 +149,20 @@ async def _finish(what: str, future: asyncio.Future[Any], rest: float, timeout: 
 
 
 def _place(error: Exception) -> str:
-    """Return the last line of the hook's own file that an error came through, " (file:line)"; "" if there is none."""
+    """Return the last line of the hook's own file in an error's traceback, " (file:line)"; "" if there is none."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     own = [frame for frame in frames if frame.filename == frames[0].filename]
     return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
 
 
 def _abandon(what: str, future: asyncio.Future[Any]) -> None:
-    """Wait no longer for a call that does not end; keep a reference, so that its late result is not logged as lost."""
+    """Stop waiting for a call. A reference to it is kept, so that its late result is not logged as lost."""
 
     def forget(done: asyncio.Future[Any]) -> None:
         _abandoned.discard(done)
         _stuck.pop(done, None)
         if not done.cancelled():
-            done.exception()  # else asyncio logs that it was never retrieved
+            done.exception()  # Otherwise asyncio logs that the exception was never retrieved.
 
     future.add_done_callback(forget)
     if isinstance(future, asyncio.Task):
@@ -179,11 +179,11 @@ def _run(
         outcome, error = hook(*args), None
     except Exception as raised:
         outcome, error = None, raised
-    except BaseException as raised:  # SystemExit and the like must not end this thread without a result
+    except BaseException as raised:  # SystemExit and similar exceptions must not end this thread without a result.
         outcome, error = None, RuntimeError(f"{type(raised).__name__}: {raised}")
     try:
         loop.call_soon_threadsafe(_complete, future, outcome, error)
-    except RuntimeError:  # the loop is closed: nothing waits for the result, but the thread has ended
+    except RuntimeError:  # The loop is closed. No caller waits for the result, but the thread has ended.
         _stuck.pop(future, None)
 
 
@@ -192,7 +192,7 @@ def _complete(future: asyncio.Future[Any], outcome: object, error: Exception | N
         return
     if error is None:
         future.set_result(outcome)
-    elif isinstance(error, StopIteration):  # a future cannot carry one
+    elif isinstance(error, StopIteration):  # A future cannot hold a StopIteration.
         future.set_exception(RuntimeError("StopIteration"))
     else:
         future.set_exception(error)

@@ -1,12 +1,12 @@
-"""What a device is, beyond its id: tokens of its nodes, of the hardware behind them, and of its source's `identity`.
+"""The identity of a device: tokens of its nodes, of the hardware behind them, and of its source's `identity`.
 
-Two devices are the same hardware when they have a token in common, unless sysfs shows different hardware behind them:
-a stick that has the device number of another one now is another stick. A device number that several devices of a list
-have is of a control node that they share. If several have only the same numbers, the list names the same hardware
+Two devices are the same hardware if they have a token in common, unless sysfs shows different hardware behind them: a
+USB stick can get the device number that another stick had before. A device number of several devices in a list belongs
+to a control node that they share. If several devices have only the same numbers, the list contains the same hardware
 several times.
 
-udev's links in a directory `by-path` name a port, whatever is plugged into it: their token is the link's name in place
-of the hardware. So does the identity that `port` makes.
+udev's links in a directory `by-path` stand for a port, with any device in it. So their token is the name of the link
+instead of the hardware. The identity from `port` also stands for a port.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from deviceplugin import looked_at
 from deviceplugin.device import Device
 from deviceplugin.sysfs import ROOT, HardwareReader
 
-if TYPE_CHECKING:  # `validate` loads no event loop
+if TYPE_CHECKING:  # `validate` loads no event loop.
     from deviceplugin.inventory import Inventory
 
 Tokens = frozenset[str]
@@ -33,17 +33,17 @@ Stat = Callable[[str], os.stat_result]
 NodeKind = Literal["char", "block"]
 
 _LOOKED_UP: Final = re.compile(r"(char|block|file):\d+:\d+")
-"""An identity that `token` has made, which is looked up again; other identities are the source's word."""
+"""An identity from `token`. It is read again at each check; other identities are those that the source states."""
 _HARDWARE: Final = re.compile(r"hardware:([^#]+)#.*")
-"""A token that `_hardware` has made: the name of a USB device or PCI function, and the part that a node stands for."""
+"""A token from `_hardware`: the name of a USB device or PCI function, and the part of it that a node stands for."""
 _PORTS: Final = "by-path"
-"""The directory of udev's links that name ports (systemd, rules.d/60-serial.rules and others)."""
+"""The directory of udev's links with the names of ports (systemd, rules.d/60-serial.rules and others)."""
 MEMORY: Final = 1
-"""The major number of null, zero, random: character devices that stand for no hardware."""
+"""The major number of null, zero, random. These character devices stand for no hardware."""
 
 
 def token(status: os.stat_result) -> str:
-    """Return the token of a file's status: a device node's number ("" for no hardware), else file system and inode."""
+    """Return the token of a file's status: a device node's number ("" without hardware), or file system and inode."""
     mode = status.st_mode
     if not (stat.S_ISCHR(mode) or stat.S_ISBLK(mode)):
         return f"file:{status.st_dev}:{status.st_ino}"
@@ -57,7 +57,10 @@ def node_token(kind: NodeKind, major: int, minor: int) -> str:
 
 
 def identity_of(paths: Iterable[str], stat: Stat = looked_at.stat, *, files: bool = True) -> Tokens:
-    """Return the tokens of those paths that are there. files: also of those that are no device nodes. Blocks."""
+    """Return the tokens of those paths that exist. files: whether to include paths that are not device nodes.
+
+    Blocks.
+    """
     tokens = set()
     for path in paths:
         try:
@@ -75,7 +78,7 @@ def numbers_of(paths: Iterable[str], stat: Stat = looked_at.stat) -> Tokens:
 
 
 def _numbers(device: Device, stat: Stat) -> dict[str, str]:
-    """Return the tokens of a device's own nodes that are there, each with a path of it."""
+    """Return the tokens of a device's own existing nodes, with one path for each."""
     paths: dict[str, str] = {}
     for host in device.hosts:
         for number in identity_of((host,), stat, files=False):
@@ -84,12 +87,12 @@ def _numbers(device: Device, stat: Stat) -> dict[str, str]:
 
 
 def port(name: str) -> str:
-    """Return the identity of a device that is a port, whatever is plugged into it."""
+    """Return the identity of a device that stands for a port, with any hardware in it."""
     return f"port:{name}"
 
 
 def _hardware(device: Device, paths: Mapping[str, str], reader: HardwareReader) -> Tokens:
-    """Return the tokens of the hardware behind device nodes, or of the ports. paths: a path of each, by its token."""
+    """Return the tokens of the hardware behind device nodes, or of the ports. paths: one path for each token."""
     tokens: set[str] = set()
     if device.identity.startswith(port("")):
         return frozenset()
@@ -103,9 +106,10 @@ def _hardware(device: Device, paths: Mapping[str, str], reader: HardwareReader) 
 
 
 def identities(devices: Sequence[Device], stat: Stat = looked_at.stat, sysfs: str = ROOT) -> dict[str, Tokens]:
-    """Return the tokens of each device of a list by id, none for a device of which nothing is known. Blocks.
+    """Return the tokens of each device of a list, by id. A device without known tokens has an empty set. Blocks.
 
-    A node of several devices says nothing, as /dev/nvidiactl, unless one of them has all its nodes and nothing else.
+    A node of several devices, such as /dev/nvidiactl, identifies none of them. There is one exception: a device that
+    has only shared nodes is identified by them.
     """
     reader = HardwareReader(sysfs)
     paths = {device.id: _numbers(device, stat) for device in devices}
@@ -140,7 +144,10 @@ def tokens_now(device: Device, stat: Stat = looked_at.stat, sysfs: str = ROOT) -
 
 
 def agree(tokens: Collection[str], other: Collection[str]) -> bool:
-    """Return whether two sets of tokens are of the same hardware: they share one, and sysfs shows nothing else."""
+    """Return whether two sets of tokens are of the same hardware.
+
+    They must share a token, and sysfs must not show different hardware.
+    """
     if frozenset(tokens).isdisjoint(other):
         return False
     mine, theirs = ({found[1] for found in map(_HARDWARE.fullmatch, of) if found} for of in (tokens, other))
@@ -148,17 +155,20 @@ def agree(tokens: Collection[str], other: Collection[str]) -> bool:
 
 
 def same_hardware(tokens: Tokens, other: Tokens) -> bool:
-    """Return whether two sets of tokens may be of the same hardware; an empty one may be of any."""
+    """Return whether two sets of tokens may be of the same hardware. An empty set may be of any hardware."""
     return not (tokens and other) or agree(tokens, other)
 
 
 def reachable(tokens: Tokens) -> Tokens:
-    """Return those tokens by which a container reaches a device: of nodes and files, not of what is behind them."""
+    """Return the tokens by which a container reaches a device.
+
+    They are those of nodes and files, not those of the hardware behind them.
+    """
     return frozenset(filter(_LOOKED_UP.fullmatch, tokens))
 
 
 def shown(tokens: Collection[str]) -> str:
-    """Return tokens for people, such as `char 240:3`."""
+    """Return tokens as text, such as `char 240:3`."""
     return ", ".join(text.replace(":", " ", 1) for text in sorted(tokens)) or "nothing"
 
 
@@ -173,11 +183,12 @@ def boot_id() -> str:
 
 
 class Identity(msgspec.Struct, frozen=True, array_like=True):
-    """What the hardware of a holding was when it was granted.
+    """The identity of a holding's hardware at the time of the grant.
 
-    tokens: valid during one boot of the node only. boot: its id. sure: the tokens are those of one device; else they
-    are those of all devices that one answer to Allocate names, or of a control node. reached: nodes to which the
-    device's paths have led since; a container that has started again may reach them, whatever they stand for later.
+    tokens: valid only during one boot of the node. boot: the boot's id. sure: whether the tokens are those of one
+    device; otherwise they are those of all devices in one answer to Allocate, or of a control node. reached: nodes that
+    the device's paths have led to since the grant. A container that has restarted may reach them, even if they stand
+    for other hardware later.
     """
 
     boot: str = ""
@@ -186,38 +197,38 @@ class Identity(msgspec.Struct, frozen=True, array_like=True):
     reached: Tokens = frozenset()
 
     def in_boot(self, boot: str) -> Tokens:
-        """Return the tokens; none if they are of another boot, whose containers no longer run."""
+        """Return the tokens; an empty set if they are of another boot, because its containers no longer run."""
         return self.tokens if self.boot == boot else frozenset()
 
     def reaches(self, boot: str) -> Tokens:
-        """Return what its holder reaches besides; nothing if it is of another boot."""
+        """Return the other nodes that the holder reaches; an empty set for an identity of another boot."""
         return self.reached if self.boot == boot else frozenset()
 
     def reaching(self, now: Identity) -> Identity:
-        """Return this identity with what another one of its boot names and reaches: its holder may reach that, too."""
+        """Merge the tokens of another identity of the same boot into `reached`. The holder may reach them, too."""
         more = reachable(now.tokens) | now.reached if now.boot == self.boot else frozenset()
         return msgspec.structs.replace(self, reached=self.reached | more - self.tokens)
 
     def says_more_than(self, recorded: Identity) -> bool:
-        """Return whether this identity, which was found in this boot, replaces the recorded one of a holding."""
+        """Return whether this identity, found in this boot, replaces the recorded one of a holding."""
         if not self.tokens or (self.boot, self.sure) == (recorded.boot, recorded.sure):
             return False
         return self.boot != recorded.boot or self.sure
 
 
 UNIDENTIFIED: Final = Identity()
-"""The identity of a device of which nothing is known."""
+"""The identity of a device without known tokens."""
 
 
 def identified(tokens: Tokens, boot: str, *, sure: bool = True) -> Identity:
-    """Return the identity that these tokens make in a boot of the node; `UNIDENTIFIED` without tokens."""
+    """Return the identity of these tokens in a boot of the node; `UNIDENTIFIED` without tokens."""
     return Identity(boot, tokens, sure) if tokens else UNIDENTIFIED
 
 
 async def publish(inventory: Inventory, devices: Sequence[Device], replicas: Mapping[str, int]) -> bool:
     """Publish a list in an inventory, with the devices' tokens; return whether anything changed.
 
-    While a path of theirs does not answer, this waits, and the devices listed before are unhealthy.
+    While one of their paths does not answer, this function waits, and the previously listed devices are unhealthy.
     """
     identifiable = any(device.identity or device.nodes for device in devices)
     tokens = await inventory.looks.until_answered("list", identities, devices) if identifiable else {}

@@ -1,8 +1,8 @@
-"""The live set of one resource's devices; both sides subscribe to it.
+"""The present devices of one resource. The plugin side and the DRA side subscribe to their changes.
 
-A device that vanishes from the source's list may still have a holder, or its Allocate may be in flight: the kubelet
-crashes if it disappears then (kubelet 1.36.3, devicemanager). So it stays here, unhealthy and marked as gone, until
-who knows the holders calls `forget`.
+A device that vanishes from the source's list may still have a holder, or its Allocate may be running. The kubelet
+crashes if the device disappears during an Allocate (kubelet 1.36.3, devicemanager). So the device stays here, unhealthy
+and marked as gone, until the component that knows the holders calls `forget`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class DuplicateDeviceError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class InventorySnapshot:
-    """What is known at one moment.
+    """The devices of a resource at one moment.
 
-    version: 0 before the source's first list, then one more with each change. devices: by id, in the source's order,
-    the gone ones last. gone: ids that the source no longer lists. identities: the devices' tokens, as far as known.
+    version: 0 before the source's first list; it grows by one with each change. devices: by id, in the source's order,
+    with gone devices last. gone: ids that the source no longer lists. identities: the known tokens of devices.
     replicas: how many containers may share each device, by id; empty if the source shares none.
     """
 
@@ -47,7 +47,7 @@ class InventorySnapshot:
 
 
 def by_id(listed: Iterable[Device], what: str) -> dict[str, Device]:
-    """Return the devices by id. what: whose they are. Raises DuplicateDeviceError."""
+    """Return the devices by id. what: the owner of the list, for messages. Raises DuplicateDeviceError."""
     devices: dict[str, Device] = {}
     for device in listed:
         if device.id in devices:
@@ -62,7 +62,7 @@ def merged(
     identities: Mapping[str, frozenset[str]] = _NONE,
     replicas: Mapping[str, int] = _NONE,
 ) -> InventorySnapshot:
-    """Return the snapshot after a source has listed these; `before` if it is the same. Raises DuplicateDeviceError."""
+    """Return the snapshot after a new list of the source; `before` if nothing changed. Raises DuplicateDeviceError."""
     devices = by_id(listed, before.resource)
     gone = frozenset(before.devices.keys() - devices.keys())
     for name, device in before.devices.items():
@@ -79,7 +79,7 @@ def merged(
 
 
 def without(before: InventorySnapshot, forgotten: Iterable[str]) -> InventorySnapshot:
-    """Return the snapshot without these devices, as far as they are gone."""
+    """Return the snapshot without those of these devices that are gone."""
     drop = before.gone.intersection(forgotten)
     if not drop:
         return before
@@ -90,7 +90,7 @@ def without(before: InventorySnapshot, forgotten: Iterable[str]) -> InventorySna
 
 
 class DeviceChange(NamedTuple):
-    """What happened to a device, in words; bad: it cannot be used since."""
+    """A change of a device, as text. bad: whether the device cannot be used since."""
 
     device: str
     text: str
@@ -98,7 +98,7 @@ class DeviceChange(NamedTuple):
 
 
 def changes(before: InventorySnapshot, now: InventorySnapshot) -> Iterator[DeviceChange]:
-    """Yield what happened to devices between two snapshots; after the first list, only which are not usable."""
+    """Yield the changes of devices between two snapshots. After the first list, yield only unusable devices."""
     for name, device in now.devices.items():
         old = before.devices.get(name)
         why = f": {device.message}" if device.message else ""
@@ -115,14 +115,17 @@ def changes(before: InventorySnapshot, now: InventorySnapshot) -> Iterator[Devic
             recovered = device.health is Health.HEALTHY
             yield DeviceChange(name, "recovered" if recovered else f"is {health}{why}", not device.health.usable)
     for name in before.devices.keys() - now.devices.keys():
-        if name not in before.gone:  # what was free may be forgotten before anything looks
+        if name not in before.gone:  # A free device may be forgotten before a subscriber has seen it as gone.
             yield DeviceChange(name, "vanished", bad=True)
         else:
             yield DeviceChange(name, "is removed: it is unlisted and has no holder")
 
 
 def blamed(listed: InventorySnapshot, message: str, version: int) -> InventorySnapshot:
-    """Return a snapshot in which all devices are unhealthy for one reason; as they were listed for "" as the reason."""
+    """Return a snapshot in which all devices are unhealthy for one reason.
+
+    With "" as the reason, they are as listed.
+    """
     devices = listed.devices
     if message:
         devices = {
@@ -133,23 +136,23 @@ def blamed(listed: InventorySnapshot, message: str, version: int) -> InventorySn
 
 
 class Inventory:
-    """One resource's devices now; tells subscribers of every change. Belongs to one event loop.
+    """One resource's present devices. It notifies subscribers of every change, and belongs to one event loop.
 
-    looks: all looks at these devices' hardware. While one hangs, the devices are unhealthy for that reason.
+    looks: runs all looks at these devices' hardware. While a look hangs, the devices are unhealthy for that reason.
     """
 
     def __init__(self, resource: str) -> None:
         self.snapshot = InventorySnapshot(resource)
-        """The devices as of now."""
+        """The present devices."""
         self.looks: Final = Looks(resource, resource=resource)
         self.looks.changed = self._looked
         self._listed = self.snapshot
-        """The devices as the source lists them."""
+        """The devices in the source's list."""
         self._subscribers: dict[object, Callable[[InventorySnapshot], None]] = {}
 
     @property
     def devices(self) -> Mapping[str, Device]:
-        """The devices as of now, by id; those that are gone included."""
+        """The present devices by id, including devices that are gone."""
         return self.snapshot.devices
 
     def __repr__(self) -> str:
@@ -162,20 +165,20 @@ class Inventory:
         identities: Mapping[str, frozenset[str]] = _NONE,
         replicas: Mapping[str, int] = _NONE,
     ) -> bool:
-        """Take a full list; return whether anything changed. Raises DuplicateDeviceError, with nothing changed."""
+        """Store a full list; return whether anything changed. Raises DuplicateDeviceError, and then nothing changes."""
         return self._replace(merged(self._listed, listed, identities, replicas))
 
     def share(self, replicas: Mapping[str, int]) -> None:
-        """Have other numbers of containers share the devices, by id."""
+        """Set how many containers may share each device, by id."""
         if replicas != (now := self._listed).replicas:
             self._replace(dataclasses.replace(now, version=now.version + 1, replicas=replicas))
 
     def forget(self, ids: Iterable[str]) -> bool:
-        """Drop those of the devices that are gone; return whether anything changed."""
+        """Remove those of these devices that are gone; return whether anything changed."""
         return self._replace(without(self._listed, ids))
 
     def subscribe(self, callback: Callable[[InventorySnapshot], None]) -> Callable[[], None]:
-        """Call `callback` with each newer snapshot, in the loop; return what ends it."""
+        """Call `callback` in the loop with each newer snapshot; return a function that ends the subscription."""
         key = object()
         self._subscribers[key] = callback
         return lambda: self._subscribers.pop(key, None) and None
@@ -188,7 +191,7 @@ class Inventory:
         return True
 
     def _looked(self) -> None:
-        """Show that a look hangs, or that all have ended."""
+        """Apply that a look hangs, or that all looks have ended."""
         if self._listed.listed:
             self._show(blamed(self._listed, self.looks.hanging, self.snapshot.version + 1))
 

@@ -1,6 +1,6 @@
-"""Names the path at which a thread looks, for the message if that look hangs (`deviceplugin.looks`).
+"""Records the path that a thread is reading, for the message if the read hangs (`deviceplugin.looks`).
 
-A module of its own, since `deviceplugin validate` reads files without an event loop.
+It is a separate module, because `deviceplugin validate` reads files without an event loop.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Protocol
 
 
 class Looking(Protocol):
-    """A look in a thread. path: where it is now; written by its thread, read by others."""
+    """A look in a thread. path: the present path; its thread writes it, others read it."""
 
     path: str
 
@@ -24,18 +24,18 @@ _now = _Now()
 
 
 def begin(look: Looking | None) -> None:
-    """Have the paths that this thread looks at written into `look`; None: nowhere."""
+    """Write the paths that this thread reads into `look`; None ends that."""
     _now.look = look
 
 
 def at(path: str | os.PathLike[str]) -> None:
-    """Have the look that runs in this thread name this path if it hangs."""
+    """Record that this thread reads this path, for the message if the read hangs."""
     if _now.look is not None:
         _now.look.path = os.fspath(path)
 
 
 def stat(path: str | os.PathLike[str]) -> os.stat_result:
-    """Return `os.stat` of a path; if it hangs, the message names the path."""
+    """Return `os.stat` of a path. If it hangs, the message names the path."""
     if _now.look is not None:
         _now.look.path = os.fspath(path)
     return os.stat(path)

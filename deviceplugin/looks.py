@@ -1,9 +1,9 @@
-"""Looks at files: in threads of their own for each resource or directory, and with a deadline.
+"""Looks: accesses to files in separate threads for each resource or directory, and with a deadline.
 
-A file system may stop answering (a network that is lost, FUSE, a broken disk). Then a call to it keeps its thread, and
-nothing can end it. So no file operation is made in the event loop. Each resource, and each directory that the agent
-uses, has a pool of a few threads for its looks: what hangs there keeps no other look waiting. They are daemon threads,
-so that they keep no process from ending; those of `concurrent.futures` would.
+A file system may stop answering (a lost network, FUSE, a broken disk). Then a call hangs, and nothing can end its
+thread. So the event loop makes no file operation. Each resource, and each directory that the agent uses, has its own
+pool of a few threads. So a hanging look delays no look of another pool. The threads are daemons and do not keep the
+process from ending, unlike those of `concurrent.futures`.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ _T = TypeVar("_T")
 TIMEOUT: Final = 3.0
 """Seconds that a look may take while the kubelet waits for an answer."""
 LONG: Final = 15.0
-"""Seconds that a look may take that nobody waits for: it reads many files."""
+"""Seconds for a look that reads many files and that no call of the kubelet waits for."""
 PROMPT: Final = 0.01
-"""Seconds for which the event loop itself waits for a look that takes microseconds.
+"""Seconds for which the event loop itself blocks for a look that usually takes microseconds.
 
-The way back from a thread through the loop takes longer than that on a busy node.
+On a busy node, the return from a thread through the loop takes longer than this.
 """
 SLOW: Final = 10.0
-"""Seconds for which the loop does not wait for such looks of a pool, after one that took longer."""
+"""Seconds for which the loop does not block for a pool's looks, after one of them took longer than PROMPT."""
 IDLE: Final = 30.0
 """Seconds after which a thread without work ends."""
 
 
 timeouts: Final[Counter[tuple[str, str]]] = Counter()
-"""How often a look did not end in time, by resource ("" for other files) and kind; it only grows."""
+"""Number of looks that did not end in time, by resource ("" for other files) and kind. It only grows."""
 
 
 class LookTimeoutError(OSError):
-    """Raised when a look did not end within its time, or when one before it in its pool still has not ended."""
+    """Raised when a look did not end in time, or an earlier look of its pool still has not ended."""
 
 
 class Look(Generic[_T]):
-    """One call in a thread of a pool. path: where it is now, for messages."""
+    """One call in a thread of a pool. path: the present path, for messages."""
 
     def __init__(self, kind: str, function: Callable[..., _T], arguments: tuple[object, ...], path: str) -> None:
         self.kind, self.begun, self.abandoned, self.path = kind, False, False, path
@@ -55,7 +55,7 @@ class Look(Generic[_T]):
         self._ended = threading.Lock()
         self._ended.acquire()
         self._waiting: list[Callable[[], None]] | None = []
-        """What to call when it has ended; None once it has. Only with the pool's lock."""
+        """Functions to call when the look has ended; None after that. Only used with the pool's lock."""
         self._outcome: _T | None = None
         self._error: BaseException | None = None
 
@@ -64,9 +64,9 @@ class Look(Generic[_T]):
         looked_at.begin(self)
         try:
             self._outcome = self._context.run(self._function, *self._arguments)
-        except Exception as error:  # raised where the result is wanted
+        except Exception as error:  # The caller that uses the result gets the exception.
             self._error = error
-        except BaseException as error:  # SystemExit and the like must not end this thread without a result
+        except BaseException as error:  # SystemExit and similar exceptions must not end this thread without a result.
             self._error = RuntimeError(f"{type(error).__name__}: {error}")
         looked_at.begin(None)
         self._arguments = ()
@@ -77,13 +77,13 @@ class Look(Generic[_T]):
             callback()
 
     def ended_within(self, seconds: float) -> bool:
-        """Block for so long at most; return whether it has ended."""
+        """Block for at most `seconds`; return whether the look has ended."""
         if ended := self._ended.acquire(timeout=seconds):
             self._ended.release()
         return ended
 
     def when_ended(self, callback: Callable[[], None], lock: threading.Lock) -> None:
-        """Have `callback` called once it has ended, in its thread or at once."""
+        """Call `callback` once the look has ended, in its thread or at once."""
         with lock:
             if self._waiting is not None:
                 self._waiting.append(callback)
@@ -92,21 +92,21 @@ class Look(Generic[_T]):
 
     @property
     def result(self) -> _T:
-        """What the call returned, once it has ended. Raises what it raised, once."""
+        """Return the call's result after its end, or raise its exception, once."""
         error, self._error = self._error, None
         try:
             if error is not None:
                 raise error
         finally:
-            del error  # its traceback has this frame: nothing but a collection of garbage would end that circle
+            del error  # The exception's traceback refers to this frame. Only a garbage collection could end that cycle.
         return self._outcome  # type: ignore[return-value]  # it has ended
 
 
 class Looks:
-    """The looks at one subject: a resource's hardware, or a directory. Its calls are made in one event loop.
+    """The looks at one subject: a resource's hardware, or a directory. One event loop uses it.
 
-    subject: for messages, such as a path. threads: how many looks may be under way, and so may hang. resource: the one
-    whose hardware is looked at. changed: called in the loop when `hanging` changes.
+    subject: for messages, such as a path. threads: maximum number of running looks, and so of hanging ones. resource:
+    the resource whose hardware is looked at. changed: a function that the loop calls when `hanging` changes.
     """
 
     def __init__(self, subject: str, threads: int = 3, resource: str = "") -> None:
@@ -114,13 +114,13 @@ class Looks:
         self.resource = resource
         self.changed: Callable[[], None] = lambda: None
         self.hanging = ""
-        """Why nothing is looked at now: a look before has not ended yet; "" if all have."""
+        """Why no look begins now: an earlier look has not ended yet; "" if all have ended."""
         self._most = threads
         self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[Look[Any]] = queue.SimpleQueue()
         self._threads = 0
         self._outstanding = 0
-        """Looks that wait for a thread, or have one."""
+        """Number of looks that wait for a thread, or have one."""
         self._overdue: set[Look[Any]] = set()
         self._slow_until = 0.0
 
@@ -136,10 +136,10 @@ class Looks:
         place: str = "",
         brief: bool = False,
     ) -> _T:
-        """Call a function that blocks; return what it returns, or raise what it raises.
+        """Call a blocking function in a thread; return its result, or raise its exception.
 
-        kind: for the metric. place: the path for messages, where the function does not tell it by `looked_at`.
-        brief: it usually takes microseconds. Raises LookTimeoutError. A look that has begun goes on then.
+        kind: for the metric. place: the path for messages, if the function does not record it by `looked_at`. brief:
+        whether the call usually takes microseconds. Raises LookTimeoutError; the call continues in its thread.
         """
         if self.hanging:
             raise LookTimeoutError(self.hanging)
@@ -151,16 +151,16 @@ class Looks:
     async def until_answered(
         self, kind: str, function: Callable[..., _T], *arguments: object, timeout: float = TIMEOUT, brief: bool = False
     ) -> _T:
-        """Do as `at`, but wait until it ends: after `timeout` seconds `hanging` says that it has not."""
+        """Do the same as `at`, but wait without a limit. After `timeout` seconds, `hanging` reports the look."""
         look = self.begin(kind, function, *arguments)
         if not (brief and self.ended_at_once(look)) and await self.late(look, timeout, give_up=False):
             await self.until_ended(look)
         return look.result
 
     def brief(self, kind: str, function: Callable[..., object], *arguments: object, place: str = "") -> bool:
-        """Call a function that usually takes microseconds; return whether it has ended. It goes on if it has not.
+        """Call a function that usually takes microseconds; return whether it has ended. Otherwise it continues.
 
-        It is not called while a look before has not ended. What it returns is dropped. Raises what it raises.
+        The function is not called while an earlier look has not ended. Its result is dropped. Its exception is raised.
         """
         if self.hanging or self._outstanding:
             return False
@@ -168,14 +168,14 @@ class Looks:
         if self.ended_at_once(look):
             look.result  # noqa: B018  # raises
             return True
-        with contextlib.suppress(RuntimeError):  # without a loop nobody waits for it
+        with contextlib.suppress(RuntimeError):  # Without a loop, no caller waits for the look.
             asyncio.get_running_loop().call_later(TIMEOUT, self._note_late, look, TIMEOUT)
         return False
 
     def within(self, seconds: float, kind: str, function: Callable[..., _T], *arguments: object) -> _T:
-        """Call a function from a thread that waits so long at most. Raises LookTimeoutError."""
+        """Call a function from a thread that waits at most `seconds`. Raises LookTimeoutError."""
         if self._outstanding >= self._most:
-            raise LookTimeoutError(f"{self.subject}: {self._outstanding} looks have not ended")
+            raise LookTimeoutError(f"{self.subject}: {self._outstanding} earlier looks have not ended")
         look = self.begin(kind, function, *arguments)
         if not look.ended_within(seconds):
             timeouts[self.resource, kind] += 1
@@ -183,9 +183,9 @@ class Looks:
         return look.result
 
     def begin(self, kind: str, function: Callable[..., _T], *arguments: object, place: str = "") -> Look[_T]:
-        """Begin a look; the caller waits for it by `ended_at_once` or `late`."""
+        """Begin a look. The caller waits for it by `ended_at_once` or `late`."""
         look = Look(kind, function, arguments, place or self.subject)
-        timeouts.setdefault((self.resource, kind), 0)  # a counter is to begin at 0
+        timeouts.setdefault((self.resource, kind), 0)  # Each counter begins at 0.
         with self._lock:
             self._outstanding += 1
             more = self._outstanding > self._threads and self._threads < self._most
@@ -196,7 +196,7 @@ class Looks:
         return look
 
     def ended_at_once(self, look: Look[Any]) -> bool:
-        """Have the loop wait shortly for a look that usually takes microseconds; return whether it has ended."""
+        """Block the loop shortly for a look that usually takes microseconds; return whether it has ended."""
         if time.monotonic() < self._slow_until:
             return look.ended_within(0.0)
         if ended := look.ended_within(PROMPT):
@@ -205,9 +205,9 @@ class Looks:
         return False
 
     async def late(self, look: Look[Any], timeout: float, *, give_up: bool = True) -> str:
-        """Wait for a look; return "" if it has ended, else why not: then it keeps others from being begun.
+        """Wait for a look; return "" if it has ended, else why not. While it hangs, no further look begins.
 
-        give_up: it is not begun any more, if it has not begun yet.
+        give_up: whether a look that has not begun by then is cancelled.
         """
         await self._end_of(look, timeout)
         return self._note_late(look, timeout, give_up=give_up)
@@ -217,11 +217,14 @@ class Looks:
         await self._end_of(look, None)
 
     async def _end_of(self, look: Look[Any], timeout: float | None) -> None:
-        """Wait until a look has ended, or for so many seconds. That of a cancelled caller is not begun any more."""
+        """Wait until a look has ended, or until the timeout.
+
+        If the caller is cancelled, a look that has not begun is cancelled.
+        """
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed
+            with contextlib.suppress(RuntimeError):  # The loop is closed.
                 loop.call_soon_threadsafe(ended.set)
 
         look.when_ended(wake, self._lock)
@@ -235,13 +238,13 @@ class Looks:
             raise
 
     def give_up(self, look: Look[Any]) -> bool:
-        """Have a look not begun any more: nobody expects what it would do; return whether it had not begun yet."""
+        """Cancel a look if it has not begun; return whether it was cancelled. No caller uses its result any more."""
         with self._lock:
             look.abandoned = not look.begun
             return look.abandoned
 
     def _note_late(self, look: Look[Any], timeout: float, *, give_up: bool = True) -> str:
-        """Take note if a look has not ended in time; return why not, "" if it has."""
+        """Record a look that has not ended in time; return why not, "" if it has ended."""
         if look.ended_within(0.0):
             return ""
         timeouts[self.resource, look.kind] += 1
@@ -256,7 +259,7 @@ class Looks:
                 self._set_hanging("")
 
         def wake() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed
+            with contextlib.suppress(RuntimeError):  # The loop is closed.
                 loop.call_soon_threadsafe(over)
 
         self._overdue.add(look)
@@ -270,7 +273,7 @@ class Looks:
             self.changed()
 
     def _work(self) -> None:
-        """Make the calls that come, until there are none for a while."""
+        """Run the looks of the queue. End after some time without one."""
         while True:
             try:
                 look = self._queue.get(timeout=IDLE)

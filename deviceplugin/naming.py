@@ -1,7 +1,7 @@
 """Checks names and quantities by the rules of the Kubernetes API, before they are sent to it. Pure.
 
-Those of the config file are checked when it is read, a source's before they are published. The rules are those of
-kube-apiserver 1.36 (pkg/apis/resource/validation, pkg/apis/core/validation).
+Names in the config file are checked when it is read. Names of a source are checked before they are published. The rules
+are those of kube-apiserver 1.36 (pkg/apis/resource/validation, pkg/apis/core/validation).
 """
 
 from __future__ import annotations
@@ -34,24 +34,25 @@ PCI_BUS_ID: Final = "resource.kubernetes.io/pciBusID"
 """Standard attribute: the address as `<domain>:<bus>:<device>.<function>` (dynamic-resource-allocation 0.36)."""
 
 EXTENDED_RESOURCE: Final = "extendedResource"
-"""Attribute that the DRA side adds to each device: which resource of its driver it belongs to."""
+"""Attribute that the DRA side adds to each device: the resource of the driver that the device belongs to."""
 
 SHARES: Final = "shares"
-"""Capacity that the DRA side adds to a shared device: how many claims it takes, one a claim unless it asks for more."""
+"""Capacity that the DRA side adds to a shared device: the number of its shares. A claim takes one unless it requests
+more."""
 
 MAX_ENTRIES: Final = 32
-"""Attributes and capacities of one device together."""
+"""Maximum number of attributes and capacities of one device together."""
 MAX_CONSUMED_SETS: Final = 2
 _MAX_LABEL: Final = 63
 MAX_DRIVER: Final = 63
 _MAX_IDENTIFIER: Final = 32
 _MAX_VALUE: Final = 64
-_MAX_COUNTERS: Final = 32  # of one set, and of one set that a device consumes from
+_MAX_COUNTERS: Final = 32  # The maximum of one set, and of one set that a device consumes from.
 
 SUBDOMAIN: Final = r"[a-z0-9](?:[-a-z0-9]*[a-z0-9])?(?:\.[a-z0-9](?:[-a-z0-9]*[a-z0-9])?)*"
 _IDENTIFIER: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 NAME: Final = r"[A-Za-z0-9](?:[-A-Za-z0-9_.]*[A-Za-z0-9])?"
-# A quota keeps it as requests.NAME, which must stay a qualified name of 253 + 1 + 63 characters.
+# A quota has the key requests.NAME, which must be a qualified name of at most 253 + 1 + 63 characters.
 RESOURCE: Final = rf"(?!requests\.)(?![^/]*kubernetes\.io/)(?=[^/]{{1,244}}/[^/]{{1,63}}$){SUBDOMAIN}/{NAME}"
 _PRE: Final = r"(?:0|[1-9][0-9]*|[0-9]*[a-zA-Z-][0-9a-zA-Z-]*)"
 SEMVER: Final = (
@@ -69,7 +70,7 @@ _HASH: Final = 10
 
 
 def parse_quantity(value: int | str) -> Fraction:
-    """Return exactly what an int or a quantity ("16Gi", "250m"; apimachinery) stands for. Raises NamingError."""
+    """Return the exact value of an int or a quantity ("16Gi", "250m"; apimachinery). Raises NamingError."""
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise NamingError(f"must be an integer or a quantity such as 16Gi, not {value!r}")
     if isinstance(value, int):
@@ -92,7 +93,7 @@ def check_label(name: str, what: str = "the name") -> None:
 def check_driver(name: str) -> None:
     """Raise NamingError unless this can name a DRA driver: a DNS subdomain of at most 63 characters.
 
-    The API lets upper-case letters pass with a warning, but refuses a taint whose key is made from such a name.
+    The API accepts upper-case letters with a warning, but refuses a taint whose key is made from such a name.
     """
     if len(name) > MAX_DRIVER:
         raise NamingError(f"a driver's name has at most {MAX_DRIVER} characters, {name!r} has {len(name)}")
@@ -194,7 +195,7 @@ def problems(device: Device, driver: str) -> Iterator[tuple[str, str]]:
             check_capacity(name, value)
         except NamingError as error:
             yield "capacity", str(error)
-    # One entry goes to the attribute that names the resource, one to the shares of a shared device.
+    # One entry is for the attribute that names the resource, one for the shares of a shared device.
     most, count = MAX_ENTRIES - 2, len(device.attributes) + len(device.capacity)
     if count > most:
         where = "attributes" if device.attributes else "capacity"
@@ -207,34 +208,35 @@ def qualified(name: str, driver: str) -> str:
 
 
 def canonical_resource(resource: str) -> str:
-    """Return a resource's name as the value of EXTENDED_RESOURCE: itself, or its end and a hash if it is long."""
+    """Return a resource's name as the value of EXTENDED_RESOURCE. If the name is long, return its end and a hash."""
     if len(resource) <= _MAX_VALUE:
         return resource
     return f"{resource[-(_MAX_VALUE - _HASH - 1) :]}-{_hash(resource)}"
 
 
 def device_name(device: str, qualifier: str = "") -> str:
-    """Return the name under which the DRA side publishes the device with this id, always the same DNS label.
+    """Return the published name of the device with this id, which is always the same DNS label.
 
-    An id that is a DNS label is its own name. Any other (and a label that ends like a hashed name) is shortened to a
-    label, with `--` and ten digits of its SHA-256 at its end, so that two ids never share a name.
+    An id that is a DNS label is its own name. Any other id (and a label that ends like a hashed name) is shortened to a
+    label that ends with `--` and ten digits of its SHA-256. So two ids never have the same name.
 
-    qualifier: which resource the device belongs to (`qualifiers`); it goes in front, with `--` between.
+    qualifier: stands for the device's resource (`qualifiers`); it is put before the name, with `--` between them.
     """
     plain = LABEL.fullmatch(device) and not _HASHED.fullmatch(device)
     if not qualifier:
         return device if plain else _hashed(device, device)
     name = f"{qualifier}--{device}"
-    # A qualifier that has "--" in it makes a hashed name, which no id of an unqualified resource is.
+    # A qualifier that contains "--" makes a hashed name, which no id of an unqualified resource has.
     if plain and "--" not in device and "--" not in qualifier and LABEL.fullmatch(name):
         return name
     return _hashed(f"{_slug(qualifier)[:20]}--{_slug(device)}", f"{qualifier}\0{device}")
 
 
 def qualifiers(resources: Iterable[str]) -> dict[str, str]:
-    """Return the qualifiers for `device_name` by resource, which keep names of one driver's resources apart.
+    """Return the qualifiers for `device_name`, by resource. They make the names of one driver's resources different.
 
-    Empty for a driver's only resource; else what is after the slash, or a hash where that is no label or not unique.
+    The qualifier is empty for a driver's only resource. Otherwise it is the text after the slash, or a hash if that
+    text is no label or not unique.
     """
     words = {name: name.rpartition("/")[2] for name in resources}
     if len(words) < 2:
@@ -248,9 +250,9 @@ def qualifiers(resources: Iterable[str]) -> dict[str, str]:
 def class_name(resource: str, driver: str) -> str:
     """Return the name of the DeviceClass of a resource.
 
-    It does not change when the driver gets or loses another resource. With driver fpga.example.com, that of
-    example.com/fpga is called like the driver, that of example.com/half half.fpga.example.com. Where the resource's
-    domain is not the driver's, or its name is no label, a hash of the whole name keeps a driver's classes apart.
+    The name does not change when the driver gets or loses another resource. With the driver fpga.example.com, the class
+    of example.com/fpga has the name of the driver, and the class of example.com/half is half.fpga.example.com. If the
+    resource's domain is not the driver's, or its name is no label, the class's name contains a hash of the whole name.
     """
     domain, _, word = resource.partition("/")
     if f"{word}.{domain}" == driver:
@@ -260,10 +262,10 @@ def class_name(resource: str, driver: str) -> str:
 
 
 def kept_qualifiers(kept: Mapping[str, str], resources: Iterable[str]) -> dict[str, str]:
-    """Return the qualifiers of one driver's resources: those that are kept, and new ones that differ from them.
+    """Return the qualifiers of one driver's resources: the kept ones, and new ones that differ from them.
 
-    kept: those that devices were published with before, also of resources that the driver has no longer. They stay, so
-    that a published name does not change when another resource is added.
+    kept: the qualifiers of earlier published names, also of resources that the driver no longer has. They stay, so that
+    a published name does not change when another resource is added.
     """
     made = qualifiers((*kept, *resources))
     end = "--" if "" in kept.values() else ""
@@ -271,7 +273,7 @@ def kept_qualifiers(kept: Mapping[str, str], resources: Iterable[str]) -> dict[s
 
 
 def published_names(words: Mapping[str, str], devices: Mapping[str, Iterable[str]]) -> dict[str, tuple[str, str]]:
-    """Return (resource, device id) by published name, for one driver. words: qualifiers of resources that have one."""
+    """Return (resource, device id) by published name, for one driver. words: the qualifiers, by resource."""
     return {
         device_name(name, words[resource]): (resource, name)
         for resource, ids in devices.items()

@@ -1,7 +1,7 @@
-"""Replicas of a device, which several containers may have at once.
+"""Ids of replicas. Several containers may have replicas of one device at the same time.
 
-The kubelet knows them as `device::0`, `device::1` and so on. A device that is not shared keeps its own id: an id tells
-whether its holder has the device alone.
+The kubelet gets them as `device::0`, `device::1` and so on. A device that is not shared keeps its own id. So an id
+shows whether its holder has the device alone.
 """
 
 from __future__ import annotations
@@ -16,14 +16,17 @@ _SEPARATOR: Final = "::"
 
 
 def shares(source: DeviceSource, devices: Iterable[Device]) -> dict[str, int]:
-    """Return how many containers may share each device, by id: 1 to `replicas`; nothing if the source shares none."""
+    """Return how many containers may share each device, by id: 1 to `replicas`.
+
+    The result is empty if the source shares no device.
+    """
     return {device.id: _shares(source, device) for device in devices} if source.replicas != 1 else {}
 
 
 def _shares(source: DeviceSource, device: Device) -> int:
     try:
         return max(1, min(source.replicas, int(source.replicas_of(device))))
-    except Exception:  # the author's code; when a device is listed `source_check` raises what is wrong with it
+    except Exception:  # The author's code failed. When the device is listed, `source_check` raises the error.
         return source.replicas
 
 
@@ -35,7 +38,7 @@ def replicas_of(device: str, replicas: int) -> tuple[str, ...]:
 
 
 def device_of(name: str, replicas: int) -> str:
-    """Return the device of an id of the kubelet's; the id itself if it is not of a replica."""
+    """Return the device of one of the kubelet's ids. An id that is not a replica's is the device itself."""
     if replicas == 1:
         return name
     device, separator, number = name.rpartition(_SEPARATOR)

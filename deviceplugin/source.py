@@ -1,6 +1,6 @@
 """The base class that plugin authors derive from: a source of devices, with optional hooks.
 
-A hook may be a plain function, which runs in a thread of its own, or a coroutine function, which must not block. Each
+A hook may be a plain function, which runs in a separate thread, or a coroutine function, which must not block. Each
 hook has a deadline. If a hook fails, only the call that it belongs to fails.
 """
 
@@ -17,7 +17,7 @@ from deviceplugin.device import ContainerEdits, Device
 
 Policy = Literal["links", "packed", "distributed", "none"]
 Measured = Mapping[str, Mapping[str, float | Mapping[str, float] | None]]
-"""Device id -> quantity -> number, or numbers by part ("xid_errors_total": {"79": 1})."""
+"""Device id -> quantity -> number, or numbers by label value ("xid_errors_total": {"79": 1})."""
 
 
 class DeviceSource:
@@ -56,7 +56,10 @@ class DeviceSource:
     HOOKS: ClassVar[tuple[str, ...]] = ("edits", "reset", "prefer", "released", "prepare", "unprepare", "measure")
 
     def __init_subclass__(cls, **more: Any) -> None:
-        """Check names: TypeError if one is close to a hook's or setting's, NamingError for resource and driver."""
+        """Check names.
+
+        Raises TypeError if a name is close to that of a hook or setting, NamingError for a wrong resource or driver.
+        """
         super().__init_subclass__(**more)
         own = cls.__dict__
         check_names(cls.__name__, own.get("resource"), own.get("driver"))
@@ -69,7 +72,7 @@ class DeviceSource:
                 )
 
     def watch(self) -> AsyncIterator[Sequence[Device]] | Iterator[Sequence[Device]]:
-        """Yield the full list of devices now, and again whenever anything about it changes.
+        """Yield the full list of devices now, and again after each change.
 
         It is an async generator, which must not block, or a plain generator, which runs in a thread of its own and may
         block. If it ends, its last list stays valid. If it raises, or yields anything but lists of Device, it is
@@ -200,7 +203,8 @@ class DeviceSource:
 
 _METHODS: Final = (types.FunctionType, staticmethod, classmethod, property)
 _ALIKE: Final = 0.82
-"""The least ratio of difflib at which a name counts as misspelt: perfer does for prefer, match does not for watch."""
+"""Minimum ratio of difflib at which a name counts as misspelt: perfer counts for prefer, match does not count for
+watch."""
 
 
 def check_names(kind: str, resource: object, driver: object) -> None:
@@ -225,14 +229,15 @@ def _likely_name(kind: type[DeviceSource], name: str, value: object) -> str:
     if hasattr(DeviceSource, name):
         return ""
     method = isinstance(value, _METHODS)
-    # A plain method is no misspelt property, and a property is no misspelt method.
+    # A plain method cannot be a misspelt property, and a property cannot be a misspelt method.
     hooks = [hook for hook in _OPTIONAL if isinstance(value, property) == (hook == "links")]
     names = hooks if method else [setting for setting, kind_of in _SETTINGS.items() if isinstance(value, kind_of)]
     free = [candidate for candidate in names if getattr(kind, candidate) is getattr(DeviceSource, candidate)]
     if (meant := _OTHER_NAMES.get(name.lower().replace("_", ""))) in free:
         return str(meant)
     letters = Counter(name.lower())
-    # The common letters, in any order, are an upper bound of difflib's ratio: most names need no import of difflib.
+    # The number of common letters, in any order, is an upper bound of difflib's ratio. So most names need no import of
+    # difflib.
     near = [
         candidate
         for candidate in free
@@ -262,9 +267,9 @@ _OTHER_NAMES: Final = {
     "getpreferredallocation": "prefer",
     "resourcename": "resource",
 }
-"""The method or setting that a name of the kubelet's API stands for."""
+"""By names of the kubelet's API, the method or setting that an author means by them."""
 
 
-@functools.cache  # needed by every Allocate; a class does not change
+@functools.cache  # Each Allocate needs the result, and a class does not change.
 def _hooks_of(kind: type[DeviceSource]) -> frozenset[str]:
     return frozenset(name for name in kind.HOOKS if getattr(kind, name) is not getattr(DeviceSource, name))

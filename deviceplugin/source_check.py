@@ -1,6 +1,6 @@
-"""What is checked of a source that an author wrote, before it is served and with each of its lists.
+"""Checks an author's source before it is served, and each of its lists.
 
-A misspelt hook and a wrong name are found by `DeviceSource` itself when the class is defined.
+`DeviceSource` itself finds misspelt hooks and wrong names when the class is defined.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PREPARE: Final = 45
 
 
 def check_sources(sources: Collection[object]) -> None:
-    """Raise TypeError unless these are sources that can be served, NamingError if one's resource or driver is wrong."""
+    """Raise TypeError unless all of these can be served, NamingError for a wrong resource or driver."""
     if not sources:
         raise TypeError("there is no source to serve: name at least one")
     for source in sources:
@@ -38,7 +38,7 @@ def check_sources(sources: Collection[object]) -> None:
 
 
 def mistaken_names(sources: Collection[DeviceSource]) -> str:
-    """Return what hinders that each of these has a resource of its own; "" if nothing does."""
+    """Return why these sources do not each have their own resource; "" if they do."""
     names = [source.resource for source in sources]
     if twice := sorted({name for name in names if name and names.count(name) > 1}):
         return f"two sources for one resource: {', '.join(twice)}"
@@ -65,7 +65,7 @@ def check_source(source: object) -> None:
 
 
 def overlong(source: DeviceSource) -> str:
-    """Return for which calls the kubelet waits shorter than this source's hooks may take; "" for none."""
+    """Return the calls for which the kubelet waits shorter than this source's hooks may take; "" for none."""
     calls: list[tuple[str, int, tuple[str, ...]]] = [("PreStartContainer", PRE_START, ("reset",))]
     calls += [("NodePrepareResources", PREPARE, ("reset", "prepare"))] if source.driver else []
     calls_over = [
@@ -111,7 +111,7 @@ def _check_links(source: DeviceSource) -> None:
 
 
 def _mistake(name: str, method: Any) -> str:
-    """Return what is wrong with the kind of function that a method is; "" if nothing is."""
+    """Return why a method is the wrong kind of function; "" if it is right."""
     if not callable(method):
         return f"must be a method, not {method!r}"
     usual = list(inspect.signature(getattr(DeviceSource, name)).parameters)[1:]
@@ -134,10 +134,10 @@ def _mistake(name: str, method: Any) -> str:
 
 
 def checked_list(source: DeviceSource, lists: object, listed: object) -> tuple[Device, ...]:
-    """Return what `watch` yielded as a tuple of devices.
+    """Return a list from `watch` as a tuple of devices.
 
-    lists: the generator, of which the message names the line. Raises TypeError or ValueError if it is anything else
-    than devices with ids of their own, or what the source says of them (`replicas_of`, `links`) cannot be used.
+    lists: the generator, whose line is in the message. Raises TypeError or ValueError if the list has other things than
+    devices with different ids, or if the source's `replicas_of` or `links` is invalid for them.
     """
     if not isinstance(listed, Iterable) or isinstance(listed, str | bytes | Mapping):
         raise TypeError(f"{_place(source, lists)} must yield lists of Device, not {_instead(listed)}")
@@ -146,7 +146,8 @@ def checked_list(source: DeviceSource, lists: object, listed: object) -> tuple[D
         if not isinstance(device, Device):
             raise TypeError(f"{_place(source, lists)} must yield lists of Device, not of {_instead(device)}")
         if device.consumes or device.counters:
-            exclusion.hardware_of(device, frozenset(), "")  # all that others are compared by
+            # This finds errors in all values by which devices are compared.
+            exclusion.hardware_of(device, frozenset(), "")
         if source.replicas != 1:
             number = source.replicas_of(device)
             if type(number) is not int or not 1 <= number <= source.replicas:
@@ -159,7 +160,7 @@ def checked_list(source: DeviceSource, lists: object, listed: object) -> tuple[D
 
 def _instead(value: object) -> str:
     if inspect.iscoroutine(value):
-        value.close()  # else Python warns of it once more, at some other place
+        value.close()  # Otherwise Python warns of it again, at another place.
         return f"a coroutine: {hooks.NOT_AWAITED}"
     if isinstance(value, Device):
         return f"a Device: write yield [Device({value.id!r})]"
@@ -169,7 +170,7 @@ def _instead(value: object) -> str:
 
 
 def checked_children(parent: DeviceSource, children: object) -> list[DeviceSource]:
-    """Return what `child_sources` yielded. Raises TypeError, or NamingError, if they cannot be served."""
+    """Return a list from `child_sources`. Raises TypeError, or NamingError, if the sources cannot be served."""
     what = f"{type(parent).__name__}.child_sources"
     if not isinstance(children, Iterable):
         raise TypeError(f"{what} must yield lists of sources, not {children!r}")
@@ -182,7 +183,7 @@ def checked_children(parent: DeviceSource, children: object) -> list[DeviceSourc
 
 
 def not_yielding(source: DeviceSource) -> str:
-    """Return what is wrong with a `watch` that is no generator."""
+    """Return why a `watch` is no generator."""
     code = getattr(source.watch, "__code__", None)
     where = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
     return f"{type(source).__name__}.watch{where} must yield lists of devices, not return one: write yield [...]"

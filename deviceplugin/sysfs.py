@@ -17,9 +17,9 @@ ROOT: Final = "/sys"
 PCI_ADDRESS: Final = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 _USB_NAME: Final = re.compile(r"usb[0-9]+|[0-9]+-[0-9]+(\.[0-9]+)*")
 _COUNTED: Final = re.compile(r"(?<=^sd)[a-z]+|[0-9]+")
-"""What the kernel adds to a name in the order in which devices come: 0 of ttyUSB0, b of sdb."""
+"""The parts of a name that the kernel counts up in the order in which devices appear: 0 of ttyUSB0, b of sdb."""
 _PLACES: Final = ("port_number", "index", "partition")
-"""Files with a number that a part of a device has for good: a port of a serial adapter, a stream of a camera."""
+"""Files with a constant number of a part of a device: a port of a serial adapter, a stream of a camera."""
 
 
 def read(path: str) -> str | None:
@@ -33,13 +33,16 @@ def read(path: str) -> str | None:
 
 
 def numa_node(directory: str) -> int | None:
-    """Return the NUMA node of the device with this sysfs directory; None if the firmware did not say (-1)."""
+    """Return the NUMA node of the device with this sysfs directory; None if the firmware states none (-1)."""
     text = read(f"{directory}/numa_node")
     return int(text) if text and text.isdecimal() else None
 
 
 def numa_node_above(directory: str, within: str) -> int | None:
-    """Return the NUMA node of a directory or of the nearest ancestor that has one, while `within` is in the path."""
+    """Return the NUMA node of a directory, or of its nearest ancestor that has one.
+
+    Only paths that contain `within` count.
+    """
     while within in directory:
         if (node := numa_node(directory)) is not None:
             return node
@@ -69,7 +72,7 @@ def nodes_below(directory: str, dev: str, depth: int = 8) -> Iterator[str]:
 
 
 def directory_of(kind: str, number: str, root: str = ROOT) -> str | None:
-    """Return the directory of a device node's device. kind: char or block. number: major:minor. None: it has none."""
+    """Return the directory of a device node's device; None if it has none. kind: char or block. number: major:minor."""
     path = f"{root}/dev/{kind}/{number}"
     looked_at.at(path)
     try:
@@ -79,7 +82,7 @@ def directory_of(kind: str, number: str, root: str = ROOT) -> str | None:
 
 
 def device_above(directory: str) -> str | None:
-    """Return the nearest USB device or PCI function whose directory is this one or above it; None if there is none."""
+    """Return the directory of the nearest USB device or PCI function at or above this one; None if there is none."""
     while directory not in ("/", ""):
         if os.path.exists(f"{directory}/idVendor") or PCI_ADDRESS.fullmatch(os.path.basename(directory)):
             return directory
@@ -89,9 +92,9 @@ def device_above(directory: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class HardwarePart:
-    """What a device node stands for. devices: names of its USB device or PCI function, each of which tells which one.
+    """The hardware that a device node stands for. devices: names of its USB device or PCI function; each identifies it.
 
-    part: which part of it.
+    part: the part of the hardware.
     """
 
     devices: frozenset[str]
@@ -108,8 +111,8 @@ class HardwareReader:
     def behind(self, kind: str, number: str) -> HardwarePart | None:
         """Return the hardware of a device node; None if sysfs does not show a USB or PCI device. Blocks.
 
-        A USB device is known by vendor, product and serial number wherever it is plugged in, and with the port in place
-        of the serial number, or beside it while another device has the same one.
+        A USB device has the name of its vendor, product and serial number, in any port. The port replaces a missing
+        serial number. While another device has the same serial number, the name has the port as well.
         """
         directory = directory_of(kind, number, self.root)
         device = device_above(directory) if directory is not None else None
@@ -139,13 +142,13 @@ class HardwareReader:
 
 
 def _usb(directory: str) -> tuple[str, ...] | None:
-    """Return vendor, product and serial number of a USB device; None if it is none."""
+    """Return vendor, product and serial number of a USB device; None if the directory is not one."""
     vendor, product, serial = (read(f"{directory}/{name}") or "" for name in ("idVendor", "idProduct", "serial"))
     return (vendor, product, serial) if vendor and product else None
 
 
 def _part(device: str, directory: str) -> str:
-    """Return which part of a device has this directory, without numbers that the kernel counts up."""
+    """Return the part of a device that has this directory, without numbers that the kernel counts up."""
     steps, above = [], device
     for step in filter(None, directory.removeprefix(device).split("/")):
         steps.append(_step(above, step))
@@ -154,9 +157,12 @@ def _part(device: str, directory: str) -> str:
 
 
 def _step(above: str, name: str) -> str:
-    """Return a directory's name without what the kernel counts up; the name itself where that leaves several alike."""
+    """Return a directory's name without the parts that the kernel counts up.
+
+    If several names are then equal, return the whole name.
+    """
     if name.startswith(f"{os.path.basename(above)}:"):
-        return name.partition(":")[2]  # an interface: configuration and number, 1.0
+        return name.partition(":")[2]  # The directory is an interface: configuration and number, 1.0.
     plain = _COUNTED.sub("", name)
     for place in _PLACES:
         if (value := read(f"{above}/{name}/{place}")) is not None:

@@ -1,4 +1,4 @@
-"""Tables and words for people, on a terminal or in a file."""
+"""Prints tables and words, on a terminal or into a file."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from deviceplugin.device import printable
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], red: Sequence[Sequence[str]] = ()) -> None:
-    """Print aligned columns, which no width cuts. red: rows in this colour."""
+    """Print aligned columns of any width. red: rows in this colour."""
     rows, red = ([tuple(map(printable, row)) for row in each] for each in (rows, red))
     wrong = [False, *(row in red for row in rows)]
     print_lines(zip(aligned((header, *rows)), wrong, strict=True))
 
 
 def print_lines(lines: Iterable[tuple[str, bool]]) -> None:
-    """Print lines; those that are marked are red on a terminal, where the extra `cli` is installed."""
+    """Print lines. Marked lines are red on a terminal, if the extra `cli` is installed."""
     rich = import_rich() if sys.stdout.isatty() else None
     for text, red in lines:
         if rich is not None and red:
@@ -33,7 +33,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def import_rich() -> Any:
-    """Return the package rich, or None where the extra `cli` is not installed."""
+    """Return the package rich, or None if the extra `cli` is not installed."""
     try:
         import rich.console
         import rich.progress
@@ -45,7 +45,7 @@ def import_rich() -> Any:
 
 
 def age(seconds: float) -> str:
-    """Return a length of time as kubectl shows it."""
+    """Return a duration in the form of kubectl."""
     left = max(0, int(seconds))
     for unit, size, below in (("s", 1, 120), ("m", 60, 120), ("h", 3600, 48)):
         if left < size * below:

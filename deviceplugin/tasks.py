@@ -12,7 +12,7 @@ _T = TypeVar("_T")
 
 
 class Tasks:
-    """Keeps references to tasks until they end, and logs what they raise: nobody may wait for them."""
+    """Keeps references to tasks until they end, and logs their exceptions, because no other code may wait for them."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -24,8 +24,8 @@ class Tasks:
         task.add_done_callback(self._ended)
         return task
 
-    async def wait(self, timeout: float | None = None) -> None:  # as asyncio.wait has it
-        """Wait until the tasks that run now have ended, or until so many seconds are over."""
+    async def wait(self, timeout: float | None = None) -> None:  # The signature is that of asyncio.wait.
+        """Wait until the tasks that run now have ended, or until the timeout in seconds."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=timeout)
 
@@ -40,9 +40,9 @@ class Tasks:
 
 
 class SharedCall(Generic[_T]):
-    """Makes a call once for all who ask for it before it begins. Calls follow each other, none runs beside another.
+    """Makes one call for all callers that arrive before it begins. Calls run one after another.
 
-    A call goes on if those who asked are cancelled: others may have come to wait for it.
+    A call continues if its callers are cancelled, because others may wait for it by then.
     """
 
     def __init__(self, call: Callable[[], Coroutine[Any, Any, _T]]) -> None:
@@ -52,7 +52,7 @@ class SharedCall(Generic[_T]):
         self._tasks: set[asyncio.Task[_T]] = set()
 
     async def __call__(self) -> _T:
-        """Return what a call returns that begins now or later; raise what it raises."""
+        """Return the result of a call that begins now or later, or raise its exception."""
         if self._next is None:
             self._next = asyncio.create_task(self._make())
             self._tasks.add(self._next)
@@ -67,15 +67,15 @@ class SharedCall(Generic[_T]):
     def _ended(self, task: asyncio.Task[_T]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # all who asked may be gone
+            task.exception()  # All callers may be cancelled.
 
     async def close(self) -> None:
-        """Cancel the calls that are under way or wait for their turn."""
+        """Cancel the running call and the waiting ones."""
         await cancel_all(self._tasks)
 
 
 async def cancel_all(tasks: Collection[asyncio.Task[Any]]) -> None:
-    """Cancel tasks and wait for their ends; what they raise is dropped."""
+    """Cancel tasks and wait for their ends. Their exceptions are dropped."""
     tasks = tuple(tasks)
     for task in tasks:
         task.cancel()
@@ -83,7 +83,7 @@ async def cancel_all(tasks: Collection[asyncio.Task[Any]]) -> None:
 
 
 async def ended(future: asyncio.Future[_T]) -> _T:
-    """Wait for the end of a future, and only then raise the cancellation of this task, if there was one."""
+    """Wait for the end of a future. Only then raise the cancellation of this task, if there was one."""
     cancelled: asyncio.CancelledError | None = None
     while not future.done():
         try:
@@ -92,6 +92,6 @@ async def ended(future: asyncio.Future[_T]) -> _T:
             cancelled = error
     if cancelled is not None:
         if not future.cancelled():
-            future.exception()  # retrieved; the cancellation counts
+            future.exception()  # The exception is retrieved, and the cancellation is raised instead.
         raise cancelled
     return future.result()

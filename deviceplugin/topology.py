@@ -25,19 +25,22 @@ _NOTHING: Final[Mapping[Any, Any]] = MappingProxyType({})
 Ids = Collection[str]
 Matrix = Sequence[Sequence[int]]
 Score = Mapping[frozenset[str], float]
-"""How close two devices are, by frozenset({a, b}); higher is closer, a pair that is missing has 0."""
+"""The closeness of pairs of devices, by frozenset({a, b}). Higher is closer; a missing pair has 0."""
 
-_WIDTHS: Final = {16: "H", 32: "I", 64: "Q"}  # bits of a number, and the type code of an array of such numbers
-_EXACT: Final = 1 << 16  # sets of devices (interchangeable ones counted) up to which all are compared
-_USUAL: Final = ((4, 2), (2, 4))  # requests that may follow one for a single device: their size, and how many
-_BUDGET: Final = 40_000  # steps after which the search for requests that are all served alike gives up
-_STARTS: Final = 24  # sets that the heuristic improves
-_SWAPS: Final = 32  # swaps that it tries on each of them
-_DENSE: Final = 256  # devices up to which scores are kept as a matrix
+_WIDTHS: Final = {16: "H", 32: "I", 64: "Q"}  # Bits of a number, and the type code of an array of such numbers.
+# Maximum number of sets of devices (counting interchangeable ones once) for which all sets are compared.
+_EXACT: Final = 1 << 16
+# Requests that may follow a request for a single device: their size, and their number.
+_USUAL: Final = ((4, 2), (2, 4))
+# Number of steps after which the search for requests that can all be served equally well stops.
+_BUDGET: Final = 40_000
+_STARTS: Final = 24  # Number of sets that the heuristic improves.
+_SWAPS: Final = 32  # Number of swaps that the heuristic tries on each set.
+_DENSE: Final = 256  # Maximum number of devices for which scores are kept as a matrix.
 
 
 class Link(enum.IntEnum):
-    """How near two devices are: one of the levels of PCIe, and NVLINK for each NVLink between them."""
+    """The closeness of two devices: one of the levels of PCIe, and NVLINK for each NVLink between them."""
 
     NVLINK = 100
     SAME_BOARD = 60
@@ -55,7 +58,7 @@ def _in_order(devices: Iterable[str]) -> list[str]:
 def preferred(available: Ids, must_include: Ids, size: int, score: Score, *, deadline: float = 0.25) -> list[str]:
     """Choose the `size` devices out of `available` that are closest together.
 
-    score: usually the number of NVLinks x 100 plus the level of PCIe (see Link). Chosen is the set with
+    score: usually the number of NVLinks x 100 plus the level of PCIe (see Link). The function chooses the set with
 
     1. the highest total of its pairs' scores; among equals the one that leaves the best remainder:
     2. the highest total that the next request of this size can get, then the one after it, and so on until fewer than
@@ -104,8 +107,8 @@ def choose(
 ) -> list[str]:
     """Choose `size` of the `available` ids by a policy of `DeviceSource`; `must_include` is always kept.
 
-    score: as for `preferred`, between physical devices. physical: the device of each id on this node, given or not; an
-    id that is missing is a device by itself. Raises ValueError if there is no such policy.
+    score: as for `preferred`, between physical devices. physical: the device of each id on this node, including ids
+    that are in use; a missing id is a device of its own. Raises ValueError if there is no such policy.
     """
     match policy:
         case "links":
@@ -122,8 +125,8 @@ def choose(
 def links(available: Ids, must_include: Ids, size: int, score: Score, physical: Mapping[str, str]) -> list[str]:
     """Choose replicas of different devices that are closest together.
 
-    Each free device gives one replica, its smallest id, before any gives a second one. Without replicas this is
-    `preferred`.
+    One replica of each free device, its smallest id, is chosen before a second replica of any device. Without replicas,
+    the result is that of `preferred`.
     """
     taken = set(must_include)
     free = _by_device(set(available) - taken, physical)
@@ -137,7 +140,7 @@ def links(available: Ids, must_include: Ids, size: int, score: Score, physical: 
 
 
 def packed(available: Ids, must_include: Ids, size: int, physical: Mapping[str, str]) -> list[str]:
-    """Choose replicas of as few devices as possible, of those that have the fewest free replicas.
+    """Choose replicas of as few devices as possible. Devices with the fewest free replicas come first.
 
     The devices of `must_include` come first; see `numa_compact`, whose nodes are the devices here.
     """
@@ -150,8 +153,8 @@ def packed(available: Ids, must_include: Ids, size: int, physical: Mapping[str, 
 def distributed(available: Ids, must_include: Ids, size: int, physical: Mapping[str, str]) -> list[str]:
     """Choose replicas one by one, each of the device with the fewest replicas in use at that point.
 
-    In use are the ids of `physical` that are not `available`, and the chosen ones. Ties: the device with the most free
-    replicas, then the smallest id.
+    The ids in use are those of `physical` that are not `available`, and those already chosen. Ties: the device with the
+    most free replicas, then the smallest id.
     """
     taken = set(must_include)
     free = _by_device(set(available) - taken, physical)
@@ -177,8 +180,8 @@ def _by_device(ids: Iterable[str], physical: Mapping[str, str]) -> dict[str, lis
 def arranged(devices: Collection[str], score: Score) -> list[str]:
     """Return the devices in an order whose blocks of 2, 4, 8 and so on are close together.
 
-    The scheduler takes devices from the front of a slice. The first half (up to a power of two) is what `preferred`
-    gives, and so on in both halves.
+    The scheduler takes devices from the front of a slice. The first half (up to a power of two) is the result of
+    `preferred`, and so on within both halves.
     """
     ids = _in_order(devices)
     if len(ids) < 3 or not score:
@@ -204,10 +207,10 @@ def numa_compact(devices: Mapping[str, Sequence[int]], available: Ids, must_incl
     """Choose `size` of the `available` ids on as few NUMA nodes as possible; O(n log n).
 
     devices: id to its NUMA nodes, empty (or no entry) if unknown; a device near several nodes counts for each of them.
-    The nodes of `must_include` come first; one of them that has all that is missing is enough. Otherwise all of theirs
-    are taken, and what is still missing comes from the node with the fewest free devices that has it all, or, while
-    there is none, from the node with the most. Devices of unknown NUMA come last. Ties: the lower node, then the
-    smaller id. `must_include` and too few devices are treated as by `preferred`.
+    The nodes of `must_include` come first; if one of them has all missing devices, it is enough. Otherwise all devices
+    of these nodes are taken. The rest comes from the node that has enough and has the fewest free devices; if no node
+    has enough, the node with the most free devices is taken first. Devices of unknown NUMA come last. Ties: the lower
+    node, then the smaller id. `must_include` and too few devices are treated as by `preferred`.
     """
     taken = set(must_include)
     free = set(available) - taken
@@ -234,7 +237,7 @@ def numa_compact(devices: Mapping[str, Sequence[int]], available: Ids, must_incl
         take(nodes[min(enough, key=lambda node: (-opened[node], len(nodes[node]), node))].copy())
     for node in by_use:
         take(nodes[node].copy())
-    # Sizes only shrink (by devices near several nodes), so a stale entry is put back with its true size.
+    # Sizes only shrink (because of devices near several nodes), so an outdated entry is put back with its true size.
     largest = [(-len(members), node) for node, members in nodes.items()]
     heapq.heapify(largest)
     while missing and largest:
@@ -257,7 +260,7 @@ def _matrix(free: Sequence[str], required: Sequence[str], score: Score) -> tuple
     """
     among = [score.get(frozenset(pair), 0) for pair in combinations(free, 2)]
     beside = [score.get(frozenset(pair), 0) for pair in product(free, required)]
-    whole = _integers([*among, *beside], 46 - (len(required) + 1).bit_length())  # sums stay below 2^60
+    whole = _integers([*among, *beside], 46 - (len(required) + 1).bit_length())  # Sums stay below 2^60.
     pairs = whole[: len(among)]
     bonus = [sum(whole[at : at + len(required)]) for at in range(len(among), len(whole), len(required) or 1)]
     lowest, least = min(pairs, default=0), min(bonus, default=0)
@@ -269,7 +272,7 @@ def _matrix(free: Sequence[str], required: Sequence[str], score: Score) -> tuple
 
 
 def _integers(values: list[float], bits: int) -> list[int]:
-    """Return the values as integers of so many bits, on one scale; exactly if they are such integers."""
+    """Return the values as integers of at most `bits` bits, on one scale. Values that are such integers stay exact."""
     if set(map(type, values)) != {int}:
         values = [_finite(value) for value in values]
     largest = max(map(abs, values), default=0)
@@ -304,9 +307,9 @@ def _interchangeable(matrix: Sequence[list[int]], bonus: Sequence[int]) -> list[
 class _Sets:
     """All sets of some devices, at most 2^16; of interchangeable devices only the number counts.
 
-    A set is a number with a digit for each class: how many devices of it the set has. So a part taken out of a set is a
-    subtraction. Long integers have a number for each set, so that one addition adds to all, or a bit, so that one AND
-    filters all.
+    A set is a number with a digit for each class: how many devices of it the set has. So the removal of a subset is a
+    subtraction. Some long integers contain a number for each set, so that one addition changes all sets. Others contain
+    a bit for each set, so that one AND filters all sets.
     """
 
     def __init__(self, matrix: Matrix, bonus: Sequence[int], classes: list[list[int]]) -> None:
@@ -314,7 +317,7 @@ class _Sets:
         self.weights: list[int] = []
         sizes = bytes(1)
         most = sum(map(sum, matrix)) + sum(bonus)
-        width = next(width for width in _WIDTHS if most >> width == 0)  # no sum reaches the next number
+        width = next(width for width in _WIDTHS if most >> width == 0)  # No sum may overflow into the next number.
         totals, ones = 0, [1]
         for place, members in enumerate(classes):
             weight, count, row = len(sizes), len(members), matrix[members[0]]
@@ -324,15 +327,15 @@ class _Sets:
             sizes = b"".join(sizes.translate(bytes(range(n, 256)) + bytes(n)) for n in range(count + 1))
             self.weights.append(weight)
         self.whole = len(sizes) - 1
-        """The set of all devices; less a set it is the complement."""
+        """The set of all devices. The whole minus a set is the set's complement."""
         self.sizes = sizes + b"\xff" * len(sizes)
         """How many devices each set has; 255 for a negative number.
 
-        One set is a part of another if, and only if, their difference has as many devices fewer."""
+        One set is a subset of another if and only if the size of their difference is the difference of their sizes."""
         self.totals = self._numbers(totals, width)
         """The total of all pairs' scores in each set."""
         self.firsts = self._numbers(totals + _linear(classes, bonus, ones, width), width) if any(bonus) else self.totals
-        """The same with the required devices."""
+        """The same totals, including the required devices."""
 
     def _numbers(self, table: int, width: int) -> array[int]:
         numbers = array(_WIDTHS[width])
@@ -342,7 +345,7 @@ class _Sets:
         return numbers
 
     def choose(self, missing: int, size: int) -> list[int]:
-        """Return the best set of `missing` devices, if all later requests are for `size`."""
+        """Return the best set of `missing` devices, for the case that all later requests are for `size`."""
         left = self.sizes[self.whole] - missing
         candidates = self._of_size(missing)
         ties = _highest(candidates, self.firsts)
@@ -364,7 +367,7 @@ class _Sets:
         return levels[size]
 
     def _members(self, subset: int) -> list[int]:
-        """Return the devices of a set, of each class the smallest."""
+        """Return the devices of a set, the smallest of each class."""
         smallest: list[int] = []
         for members, weight in zip(self.classes[::-1], self.weights[::-1], strict=True):
             count, subset = divmod(subset, weight)
@@ -372,22 +375,25 @@ class _Sets:
         return sorted(smallest)
 
     def _ordered(self, ties: Iterable[int]) -> list[int]:
-        """Return first those that leave the highest total, among equals those with the smallest ids."""
-        # Where each device has a digit of its own, a higher number means smaller ids.
+        """Sort the ties: first those that leave the highest total, among equals first those with the smallest ids."""
+        # If each device has its own digit, a higher number means smaller ids.
         by_ids = sorted(ties, key=neg if len(self.classes) == self.sizes[self.whole] else self._members)
         return sorted(by_ids, key=lambda subset: -self.totals[self.whole - subset])
 
     def _best_left(self, ties: list[int], candidates: list[int], later: int, enough: int | None) -> list[int]:
-        """Return the ties that leave most for `later` requests; `enough` of them do. candidates: sets of the size."""
+        """Return the ties that leave most for `later` requests. `enough` of them suffice.
+
+        candidates: sets of the size.
+        """
         sizes, size = self.sizes, self.sizes[candidates[0]]
-        # What can be left, and a bit for each tie that leads there.
+        # By each possible remainder, a bit for each tie that leaves it.
         remainders = {self.whole - tie: 1 << at for at, tie in enumerate(ties)}
         for request in range(later):
             fitting = self._parts_of(remainders)
             candidates = [subset for subset in candidates if fitting[subset] == "1"]
             best = _highest(candidates, self.totals)
             if request == 0 and (alike := self._served_alike(ties, best, later, enough)):
-                return alike  # later requests cannot do better than the first of them
+                return alike  # Later requests cannot get more than the first of them.
             smaller: dict[int, int] = {}
             for remainder, origins in remainders.items():
                 rest = sizes[remainder] - size
@@ -398,7 +404,7 @@ class _Sets:
         return [tie for at, tie in enumerate(ties) if origins >> at & 1]
 
     def _served_alike(self, ties: list[int], best: list[int], later: int, enough: int | None) -> list[int]:
-        """Return the ties that leave `later` of the best sets, `enough` at the most; none if that takes too long."""
+        """Return the ties that leave `later` of the best sets, at most `enough`; none if the search takes too long."""
         budget, sizes, size = _BUDGET, self.sizes, self.sizes[best[0]]
 
         def serves(remainder: int, some: Sequence[int], requests: int) -> bool:
@@ -410,7 +416,7 @@ class _Sets:
             fitting = [subset for subset in some if sizes[remainder - subset] == rest]
             if requests == 1 or not fitting:
                 return bool(fitting)
-            # Their order does not matter, so those before are not tried again.
+            # The order of requests does not matter, so earlier sets are not tried again.
             return any(serves(remainder - subset, fitting[at:], requests - 1) for at, subset in enumerate(fitting))
 
         serving = (tie for tie in self._ordered(ties) if serves(self.whole - tie, best, later))
@@ -418,14 +424,14 @@ class _Sets:
         return served if budget >= 0 else []
 
     def _parts_of(self, several: Iterable[int]) -> str:
-        """Return, for each set, "1" if it is a part of one of these sets, else "0"."""
+        """Return a string with "1" for each set that is a subset of one of these sets, and "0" for each other set."""
         flags = bytearray(b"0") * (self.whole + 1)
         for subset in several:
             flags[~subset] = ord("1")
         bits, count = int(flags, 2), self.whole + 1
         for members, weight in zip(self.classes, self.weights, strict=True):
             period = weight * (len(members) + 1)
-            some = (1 << period) - (1 << weight)  # the sets that have a device of the class
+            some = (1 << period) - (1 << weight)  # The sets that have a device of the class.
             while period < count:
                 some |= some << period
                 period *= 2
@@ -444,9 +450,9 @@ def _linear(classes: Iterable[Sequence[int]], values: Sequence[int], ones: Itera
 
 
 def _joined(layer: int, step: int, growth: int, count: int, shift: int) -> int:
-    """Put sets without a class, and the same with up to `count` devices of it, side by side.
+    """Join sets without a class and the same sets with up to `count` devices of it.
 
-    step: what the first device of the class adds. growth: how much more each further one adds.
+    step: the first device's addition. growth: how much more each further device adds.
     """
     joined = layer
     for n in range(1, count + 1):
@@ -474,9 +480,10 @@ def _approximate(matrix: Matrix, bonus: Sequence[int], missing: int, firsts: Col
     for at, first in enumerate(order):
         if first in firsts and len(starts) < _STARTS:
             gains = list(map(add, bonus, matrix[first]))
-            others = order[at + 1 :] + order[:at]  # among equals, each start prefers another one
+            others = order[at + 1 :] + order[:at]  # Among equal devices, each start prefers another one.
             starts.append([first, *sorted(others, key=gains.__getitem__, reverse=True)][:missing])
-    unit = 1 + 2 * sum(degrees)  # all that is left counts less than any difference in what is taken
+    # All remaining scores together count less than the smallest difference between chosen sets.
+    unit = 1 + 2 * sum(degrees)
     pairs = [[(unit + 1) * value for value in row] for row in matrix]
     nodes = [unit * value - degree for value, degree in zip(bonus, degrees, strict=True)]
     improved = [_improved(pairs, nodes, chosen, stop) for chosen in starts]
@@ -484,17 +491,18 @@ def _approximate(matrix: Matrix, bonus: Sequence[int], missing: int, firsts: Col
 
 
 def _gains(pairs: Matrix, nodes: Sequence[int], chosen: Iterable[int]) -> list[int]:
-    """Return what each device adds to the chosen ones: its own number, and those of its pairs."""
+    """Return the gain of each device: its own number, and the numbers of its pairs with the chosen devices."""
     return [value + sum(map(row.__getitem__, chosen)) for value, row in zip(nodes, pairs, strict=True)]
 
 
 def _improved(pairs: Matrix, nodes: Sequence[int], start: Sequence[int], stop: float) -> tuple[int, set[int]]:
     """Return the best set, and its value, on a walk of swaps: the best comes in, the worst goes out.
 
-    Neither returns for a while, so that the walk leaves the sets that no single swap improves.
+    For some steps neither device is swapped back. So the walk leaves sets that no single swap improves.
     """
     gains, chosen, others = _gains(pairs, nodes, start), sorted(start), sorted({*range(len(nodes))}.difference(start))
-    value = sum(gains[device] + nodes[device] for device in chosen)  # pairs count twice, and so does the rest
+    # Pairs count twice, so the other numbers do as well.
+    value = sum(gains[device] + nodes[device] for device in chosen)
     best, best_set = value, set(chosen)
     entered, gone = list[int](), list[int]()
     kept_in, kept_out = min(len(chosen) // 3, 8), min(len(others) // 4, 12)
@@ -538,7 +546,7 @@ def _swapped_while_better(pairs: Matrix, nodes: Sequence[int], chosen: set[int],
 
 
 def _pool(free: Sequence[str], required: Sequence[str], missing: int, score: Score) -> list[str]:
-    """Return the devices, out of very many, to choose from: those that good sets may be made of."""
+    """Reduce very many devices to those that good sets may be made of."""
     places = {device: place for place, device in enumerate(free)}
     near: dict[int, dict[int, float]] = {place: {} for place in range(len(free))}
     bonus = [0.0] * len(free)

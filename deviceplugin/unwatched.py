@@ -1,4 +1,4 @@
-"""Why there are no file events of a directory."""
+"""Explains why a directory causes no file events."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 SILENT: Final = 5.0
-"""Seconds after which the file system of a directory counts as one that does not answer."""
+"""Seconds after which a directory's file system counts as not answering."""
 
 
 class UnwatchedCause(enum.Enum):
-    """Why there are no events of a directory."""
+    """The cause for which a directory causes no events."""
 
     INSTANCES = "instances"
     WATCHES = "watches"
@@ -24,7 +24,7 @@ class UnwatchedCause(enum.Enum):
 
     @classmethod
     def of(cls, error: OSError | RuntimeError) -> UnwatchedCause:
-        """Return the cause of an error. EMFILE has two: of files, or of instances."""
+        """Return the cause of an error. EMFILE has two causes: no more files, or no more instances."""
         if isinstance(error, TimeoutError):
             return cls.SILENT
         match error.errno if isinstance(error, OSError) else None:
@@ -38,20 +38,20 @@ class UnwatchedCause(enum.Enum):
 
 
 class WatchFailure(NamedTuple):
-    """Why a directory could not be watched. error: what the system said, in words, where that is the cause."""
+    """The reason why a directory could not be watched. error: the system's error as text, if that is the cause."""
 
     cause: UnwatchedCause
     error: str = ""
 
     @classmethod
     def of(cls, error: OSError | RuntimeError) -> WatchFailure:
-        """Return the failure that an error is."""
+        """Return the failure that an error stands for."""
         cause = UnwatchedCause.of(error)
         return cls(cause, str(error) if cause is UnwatchedCause.ERROR else "")
 
 
 class Unwatched(NamedTuple):
-    """Directories of which there are no events, for one cause."""
+    """Directories without events, all for one cause."""
 
     failure: WatchFailure
     directories: tuple[str, ...]
@@ -73,7 +73,7 @@ class Unwatched(NamedTuple):
 
 
 def files_left(number: int) -> bool:
-    """Return whether this process can open as many more files."""
+    """Return whether this process can open `number` more files."""
     files: list[int] = []
     try:
         files.extend(os.eventfd(0) for _ in range(number))
@@ -92,14 +92,14 @@ _LIMITS: Final[Mapping[str, str]] = {
 
 
 def _limit(what: str) -> str:
-    """Return which limit of instances or watches counts, and its value: the lower one of user and user namespace."""
+    """Return the effective limit of instances or watches, with its value: the lower one of user and user namespace."""
     limits = [(_read_limit(f"{file}{what}"), f"{name}{what}") for file, name in _LIMITS.items()]
     value, name = min(limits, key=lambda limit: int(limit[0]) if limit[0].isdigit() else math.inf)
     return f"{name} is {value}"
 
 
 def _read_limit(name: str) -> str:
-    """Return a kernel setting, "unknown" if it cannot be read; it is in memory, so this does not block."""
+    """Read a kernel setting; "unknown" if it cannot be read. The file is in memory, so this does not block."""
     try:
         with open(f"/proc/sys/{name}", encoding="ascii") as file:
             return file.read().strip()

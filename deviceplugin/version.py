@@ -1,4 +1,4 @@
-"""The version, which setup.cfg reads from here, and how the package is installed."""
+"""The version, which setup.cfg reads from here, and the command that installs the package."""
 
 from typing import Final
 
@@ -6,7 +6,10 @@ VERSION: Final = "0.1.0"
 
 
 def installing(extra: str) -> str:
-    """Return the command that installs the package with an extra, for messages; it is on no index yet."""
+    """Return the command that installs the package with an extra, for messages.
+
+    No package index has the package yet.
+    """
     return (
         f"pip install '.[{extra}]' in the repository, or pip install 'deviceplugin-{VERSION}-py3-none-any.whl[{extra}]'"
     )

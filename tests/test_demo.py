@@ -58,7 +58,7 @@ def test_story_that_is_not_true_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo.Gpus, "edits", wrong)
     out = io.StringIO()
     assert demo.main(stream=out) == 1
-    assert "expected, and not so: trainer knows its devices" in out.getvalue()
+    assert "expected, but not true: trainer knows its devices" in out.getvalue()
 
 
 def test_hold_serves_until_a_signal() -> None:

@@ -187,7 +187,7 @@ async def test_too_many_hanging_hooks_fail_at_once(released: threading.Event, mo
     for _ in range(3):
         with pytest.raises(HookTimeoutError, match="did not answer"):
             await call("hook", released.wait, timeout=0.001)
-    with pytest.raises(HookTimeoutError, match="was not called: 3 calls of it before still hang"):
+    with pytest.raises(HookTimeoutError, match="was not called: 3 earlier calls of it still hang"):
         await call("hook", released.wait, timeout=60)
     released.set()
     await _gone(hooks._stuck)

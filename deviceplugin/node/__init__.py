@@ -1,1 +1,1 @@
-"""The agent of one node: a service for each resource, the process around them, options and logs."""
+"""The agent of one node: a service for each resource, the process that runs it, options and logs."""

@@ -1,4 +1,4 @@
-"""The node agent: one process, one loop, many resources; start, reload, and end of all of it."""
+"""The node agent: one process, one event loop, many resources. Starts, reloads and ends all of them."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ _LOG: Final = logging.getLogger(__name__)
 
 
 class AgentError(Exception):
-    """Raised when the agent cannot do its work at all."""
+    """Raised when the agent cannot serve the node at all."""
 
 
 class Agent(RegisterHost):
     """Serves sources, one for each resource, on this node until it is stopped.
 
-    period: seconds between two scans for holders, while these matter. report_holders: whether metrics show the holders;
-    then it scans always, and learns the names of pods. claim_side: what serves claims in this process, None for
-    nothing. vendors: the plugins of others that register with this agent. providers: other parts of this process that
-    metrics and status pages show, too. claims: those of drivers that this process does not serve.
+    period: seconds between two scans for holders, while there may be any. report_holders: whether metrics show the
+    holders; then the agent scans always, and reads the names of pods. claim_side: serves claims in this process, None
+    if nothing does. vendors: vendors' plugins that register with this agent. providers: other components of this
+    process that metrics and status pages show. claims: claims of drivers that this process does not serve.
     """
 
     services: Mapping[str, Service]
@@ -94,7 +94,8 @@ class Agent(RegisterHost):
             services, self.tracker, self.register, scan_wanted, period, self.claims, always=report_holders
         )
         self._adopts = vendors is not None
-        self._vendors = vendors = vendors or VendorPlugins(self.paths.plugins)  # with none that could register
+        # Without an adoption directory, no plugin can register.
+        self._vendors = vendors = vendors or VendorPlugins(self.paths.plugins)
         vendors.registered = self._vendor_registered
         self.plugin_directory: Final = PluginDirectory(self.paths.plugins, (timing or RegistrationTiming()).poll)
         context = ServiceContext(self.plugin_directory, self.tracker, self.register, side, vendors, timing, scan_wanted)
@@ -104,7 +105,7 @@ class Agent(RegisterHost):
         self.register.subscribe(self._refresh)
 
     def status(self) -> AgentStatus:
-        """Return what is known now; cheap, and safe from any thread."""
+        """Return the present status. This is cheap, and any thread may call it."""
         return AgentStatus(
             tuple(service.status() for service in list(self.services.values())),
             self.scanner.log.double_allocations,
@@ -121,7 +122,10 @@ class Agent(RegisterHost):
         )
 
     async def run(self) -> None:
-        """Serve until `stop`, end the claims' side, drain and clean up. Raises AgentError: one cannot be served."""
+        """Serve until `stop`, then end the DRA side, drain and clean up.
+
+        Raises AgentError if a resource cannot be served at all.
+        """
         self._watcher = filewatch.shared()
         self._accept_stop()
         if not self._stopped.is_set() and await self._started():
@@ -136,12 +140,12 @@ class Agent(RegisterHost):
             finally:
                 scanning.cancel()
                 await asyncio.gather(scanning, self._supervisor.end(), return_exceptions=True)
-                await cancel_all([adopting])  # last: calls in flight are passed on to the plugins
+                await cancel_all([adopting])  # This comes last, because running calls are forwarded to the plugins.
         if self._error is not None:
             raise self._error
 
     async def _started(self) -> bool:
-        """Read who holds what; return False if the agent is stopped before that is known."""
+        """Read the holders of devices. Return False if the agent is stopped before they are known."""
         starting, stopping = asyncio.create_task(self._start()), asyncio.create_task(self._stopped.wait())
         try:
             await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -157,52 +161,55 @@ class Agent(RegisterHost):
         await self.scanner.observe(self.tracker.snapshot, self.register.snapshot.sequence)
 
     def stop(self) -> None:
-        """Have `run` return; from any thread or signal handler."""
+        """Make `run` return. Any thread or signal handler may call it."""
         self._stop_asked = True
         if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: it has ended
+            with contextlib.suppress(RuntimeError):  # The loop is closed, so the agent has ended.
                 self._loop.call_soon_threadsafe(self._stopped.set)
 
     def fail(self, message: str) -> None:
-        """Have `run` end and raise an `AgentError`; in its loop."""
+        """Make `run` end and raise an `AgentError`. Call it in the agent's loop."""
         self._error = self._error or AgentError(message)
         self._stopped.set()
 
     def _accept_stop(self) -> None:
-        """Let `stop` end the wait of this loop, also if it was called before."""
+        """Let `stop` end the wait of this loop. An earlier call of `stop` counts as well."""
         self._loop = asyncio.get_running_loop()
         if self._stop_asked:
             self._stopped.set()
 
     async def stopping(self) -> None:
-        """Wait until `stop` is called, also before `run` is."""
+        """Wait until `stop` is called. It may be called before `run` is."""
         self._accept_stop()
         await self._stopped.wait()
 
     async def reconfigure(self, wanted: Mapping[str, DeviceSource], unchanged: Sequence[str] = ()) -> None:
-        """Serve these sources from now on, those of `unchanged` resources as they are; resources in neither end.
+        """Serve these sources from now on. Resources in `unchanged` stay as they are; all other resources end.
 
-        A resource that is served already takes its new source without a break. Waits until `run` has begun to serve.
+        A served resource gets its new source without an interruption. Waits until `run` has begun to serve.
         """
         await self.begun.wait()
         wanted = dict(wanted)
         kept = {name for name in self._held_by_claims() if self.adopted(name)}
         for resource in (self._vendors.registered_resources | kept) - {*wanted, *unchanged}:
-            wanted[resource] = AdoptedSource(resource, self._vendors)  # passed through
+            wanted[resource] = AdoptedSource(resource, self._vendors)  # The resource is passed through.
         await self._supervisor.reconfigure(wanted, unchanged)
         for resource in self._vendors.registered_resources - self.services.keys():
-            self._vendor_registered(resource)  # while the service that it had was ending
+            self._vendor_registered(resource)  # The plugin registered while the resource's former service was ending.
 
     def _held_by_claims(self) -> set[str]:
-        """Return the resources of which claims hold devices that may be vendors', which have no identity."""
+        """Return the resources of which claims hold devices without identity.
+
+        They may be devices of vendors' plugins.
+        """
         held = (device for claim in self.register.snapshot.claims.values() for device in claim.devices)
         return {device.resource for device in held if not device.identity.tokens}
 
     def keep_from_pods(self) -> None:
-        """Serve adopted resources that no config names while claims hold devices of them; before `run`.
+        """Serve adopted resources that no config names, while claims hold devices of them. Call it before `run`.
 
-        Their plugin may have registered with the kubelet, which an agent that serves the resource notices; also one
-        that adopts nothing any more.
+        Their plugin may have registered with the kubelet. An agent that serves the resource notices that, even if it no
+        longer adopts plugins.
         """
         for resource in self._held_by_claims() - self.services.keys():
             text = "the config does not name it, but claims hold devices of it; pods with limits get none of these"
@@ -211,43 +218,46 @@ class Agent(RegisterHost):
             self._supervisor.services[resource] = Service(AdoptedSource(resource, self._vendors), context)
 
     async def _adopt(self) -> None:
-        """Let vendors' plugins register here, if that is wanted."""
+        """Let vendors' plugins register with this agent, if that is configured."""
         try:
             if self._adopts:
                 await self._vendors.run()
         except AdoptionError as error:
             self.fail(str(error))
         except Exception as error:
-            _LOG.exception("plugins cannot register any more")
-            self.fail(f"--adopt: plugins cannot register any more: {error}")
+            _LOG.exception("plugins can no longer register")
+            self.fail(f"--adopt: plugins can no longer register: {error}")
 
     def _vendor_registered(self, resource: str) -> None:
-        """Serve a resource that a vendor's plugin has registered; also one that no config names, as it is."""
+        """Serve a resource that a vendor's plugin has registered.
+
+        If no config names the resource, it is passed through.
+        """
         if resource not in self.services:
             text = "the config does not name it; its plugin serves pods by limits only"
             _LOG.warning(text, extra={"resource": resource})
             self._supervisor.serve(AdoptedSource(resource, self._vendors))
             self._claim_side.brought(resource, "")
         elif self.adopted(resource):
-            self.services[resource].registration.wake()  # it may want other calls now
+            self.services[resource].registration.wake()  # The plugin may have other options now.
         else:
             text = "a vendor's plugin registered it, but the config lists its devices; those of the config are served"
             _LOG.error(text, extra={"resource": resource})
 
     def foreign_uses(self) -> tuple[Use, ...]:
-        """Return what others hold, the same object until it changes."""
+        """Return the devices that claims and other agents hold. The object stays the same until its content changes."""
         pods, claims = self.tracker.foreign(self.scanner.observed), self.claims.uses()
         if self._foreign[0] is not pods or self._foreign[1] is not claims:
             self._foreign = pods, claims, (*pods, *claims)
         return self._foreign[2]
 
     async def reread(self) -> None:
-        """Have the checkpoint and the claims' files read anew."""
+        """Make the next scan read the checkpoint and the claims' files again."""
         await self.tracker.reread()
         await self.claims.reread()
 
     def evidence_missing(self, resource: str, device: str) -> str:
-        """Return why it is not known yet who holds a device; "" if it is."""
+        """Return why the holders of a device are not known yet; "" if they are known."""
         service = self.services.get(resource)
         if service is None and self._claim_side.serves_claims:
             return "its resource is not served"
@@ -261,11 +271,11 @@ class Agent(RegisterHost):
             service.endpoint.refresh()
 
     def adopted(self, resource: str) -> bool:
-        """Return whether a vendor's plugin makes the answers to Allocate of a resource."""
+        """Return whether a vendor's plugin answers Allocate for a resource."""
         return resource in self.services and isinstance(self.services[resource].source, AdoptedSource)
 
     def resend(self) -> bool:
-        """Send the lists of devices once more; return whether the kubelet listens to any resource."""
+        """Send the device lists again. Return whether the kubelet listens to any resource."""
         return any(
             service.endpoint.streams.resend() for service in self.services.values() if service.endpoint.streams.live
         )

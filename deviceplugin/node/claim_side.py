@@ -1,4 +1,4 @@
-"""What an agent asks of the part of its process that serves claims."""
+"""The interface between an agent and the DRA side of its process."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from typing import ClassVar
 
 
 class ClaimSide:
-    """The DRA side beside an agent. These are the answers where there is none: devices go to pods only.
+    """The DRA side of an agent's process.
 
-    agent_name: names the copy of the agent's allocations, "" for none. drivers: those that this process serves, as they
-    are at any time.
+    The methods here are for a process without it: only pods get devices, by limits.
+
+    agent_name: the name of the copy of the agent's allocations, "" for none. drivers: the drivers that this process
+    serves now.
     """
 
     serves_claims: ClassVar[bool] = False
@@ -18,21 +20,21 @@ class ClaimSide:
     drivers: Collection[str] = ()
 
     def unknown(self, driver: str, resource: str, device: str) -> str:
-        """Return why it is not known yet who holds a device of a resource that names a driver; "" if it is."""
+        """Return why the holders of a device are not known yet; "" if they are known. Its resource names a driver."""
         return ""
 
     def draining(self, resource: str) -> Collection[str]:
-        """Return the devices that new pods had better not get, if there are enough others."""
+        """Return the devices that new pods should get only if there are not enough others."""
         return ()
 
     def brought(self, resource: str, parent: str) -> None:
-        """Take a resource that a source has brought along (`child_sources`). parent: the resource of that source.
+        """Handle a resource that a source has brought along (`child_sources`). parent: the resource of that source.
 
-        Also one that a vendor's plugin has registered and no config names; parent is "" then.
+        parent is "" for a resource that a vendor's plugin has registered and no config names.
         """
 
     def contested(self, resource: str, reason: str) -> None:
-        """Take that another plugin has registered a resource with the kubelet."""
+        """Handle that another plugin has registered a resource with the kubelet."""
 
     async def end(self) -> None:
-        """Take no more claims; the plugin side ends next."""
+        """Accept no more claims. The plugin side ends next."""

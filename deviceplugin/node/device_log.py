@@ -1,4 +1,4 @@
-"""Logs what happens to devices: listed, appeared, vanished, unhealthy, recovered, allocated and released."""
+"""Logs the events of devices: listed, appeared, vanished, unhealthy, recovered, allocated and released."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from deviceplugin.kubelet.checkpoint import Allocation
 _LOG: Final = logging.getLogger(__name__)
 
 SHOWN: Final = 8
-"""Devices of one change that have a line of their own at INFO; those of the others are at DEBUG."""
+"""Maximum number of devices of one change with a line at INFO. Lines of the others are at DEBUG."""
 
 
 class InventoryLog:
-    """Logs the changes of one resource's inventory; to be subscribed to it.
+    """Logs the changes of one resource's inventory, as a subscriber.
 
-    holder: returns who has a device, in words; "" if nobody has it.
+    holder: returns the holder of a device as text; "" if it has none.
     """
 
     def __init__(self, resource: str, holder: Callable[[str], str] = lambda device: "") -> None:
@@ -28,7 +28,7 @@ class InventoryLog:
         self._holder = holder
 
     def __call__(self, now: InventorySnapshot) -> None:
-        """Log what changed since the snapshot before."""
+        """Log the changes since the previous snapshot."""
         before, self._before, resource = self._before, now, now.resource
         if not before.listed and now.listed:
             healths = Counter(device.health.value for device in now.devices.values())
@@ -38,7 +38,8 @@ class InventoryLog:
         listed = list(changes(before, now))
         for number, change in enumerate(listed):
             holder = self._holder(change.device) if change.bad else ""
-            broken = change.bad and change.device not in now.gone  # what is unplugged and free is not
+            # A device that was unplugged while it was free is not broken.
+            broken = change.bad and change.device not in now.gone
             extra = {"resource": resource, "device": change.device}
             text = f"{change.text}; {holder} has it" if holder else change.text
             if number >= SHOWN and not holder:
@@ -51,19 +52,19 @@ class InventoryLog:
 
 
 class HolderLog:
-    """Logs which pods got devices and gave them back, as scans find it out; what the first scan finds was held before.
+    """Logs which pods got and returned devices, as scans find it. Devices in the first scan were held before.
 
-    title: returns a pod's name by its UID, or the UID while it is not known.
+    title: returns a pod's name by its UID, or the UID if the name is not known.
     """
 
     def __init__(self, title: Callable[[str], str]) -> None:
         self._title = title
         self._before: frozenset[Allocation] | None = None
         self._titles: dict[str, str] = {}
-        """Of pods that have devices, by UID."""
+        """By UID, the titles of pods that have devices."""
 
     def __call__(self, held: Collection[Allocation]) -> None:
-        """Log what changed since the scan before."""
+        """Log the changes since the previous scan."""
         now = frozenset(held)
         before, self._before = self._before, now
         if before is None:
@@ -76,7 +77,7 @@ class HolderLog:
                 by_pod[allocation.resource, allocation.pod_uid].add(allocation.device_id)
             for (resource, pod_uid), ids in sorted(by_pod.items()):
                 pod = self._title(pod_uid)
-                if pod == pod_uid:  # its name is not known, or not any more
+                if pod == pod_uid:  # The pod's name is not known, or no longer.
                     pod = self._titles.get(pod_uid, pod)
                 self._titles[pod_uid] = pod
                 extra = {"resource": resource, "pod": pod}

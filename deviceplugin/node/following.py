@@ -1,4 +1,4 @@
-"""Follows the lists of a resource's source, whichever kind of generator yields them."""
+"""Follows the lists of a resource's source, from both kinds of generators."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from deviceplugin.source_check import checked_list, not_yielding
 _LOG: Final = logging.getLogger(__name__)
 
 TAKE_OVER: Final = 3.0
-"""Seconds that a new source has to list its devices while the old one's hooks still answer."""
+"""Seconds in which a new source should list its devices. Until then the old source's hooks are called."""
 
 
 class ListReceiver(Protocol):
-    """What a followed source concerns (`deviceplugin.node.service.Service`)."""
+    """The listener to a followed source (`deviceplugin.node.service.Service`)."""
 
     def take_source(self, source: DeviceSource) -> None:
-        """Have the hooks of another source answer."""
+        """Use the hooks of another source."""
 
     def listed(self) -> None:
-        """Take that the inventory has a new list."""
+        """Handle a new list in the inventory."""
 
 
 @dataclass(eq=False)
 class SourceFollower:
-    """Publishes the lists of a resource's source; starts a source again that failed.
+    """Publishes the lists of a resource's source, and starts a failed source again.
 
-    failure: what `watch` raised; None once the source has listed again.
+    failure: the exception of `watch`; None once the source has listed again.
     """
 
     source: DeviceSource
@@ -50,7 +50,7 @@ class SourceFollower:
 
     @property
     def error(self) -> str:
-        """What `watch` raised, for people; "" if it did not."""
+        """The exception of `watch` as text; "" if there is none."""
         return f"{type(self.failure).__name__}: {self.failure}" if self.failure is not None else ""
 
     def start(self) -> None:
@@ -58,16 +58,16 @@ class SourceFollower:
         self._follow(self.source)
 
     async def end(self) -> None:
-        """Stop following it."""
+        """Stop following the source."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait((self._task,), timeout=1.0)
 
     def replace(self, source: DeviceSource) -> None:
-        """Take another source for the same resource; what is served and registered goes on.
+        """Use another source for the same resource. The service and the registration continue.
 
-        The old source's hooks answer until the new one has listed its devices. The inventory stays, so that devices
-        the new source does not list become unhealthy instead of vanishing from under their holders.
+        The old source's hooks are called until the new source has listed its devices. The inventory stays. So devices
+        that the new source does not list become unhealthy, and do not vanish while they have holders.
         """
         if self._task is None:
             self._take_over(source)
@@ -77,7 +77,10 @@ class SourceFollower:
             self._follow(source)
 
     async def replaced(self, source: DeviceSource) -> None:
-        """Wait until this source, given to `replace`, has taken over; one that does not list in time takes over."""
+        """Wait until this source, given to `replace`, is used.
+
+        A source that does not list in time is used without a list.
+        """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(TAKE_OVER):
                 await self._taken_over.wait()
@@ -116,7 +119,10 @@ class SourceFollower:
 
 
 async def _listings(source: DeviceSource) -> AsyncGenerator[Sequence[Device]]:
-    """Iterate over a source's lists. Raises TypeError if `watch` is no generator, or yields anything but devices."""
+    """Iterate over a source's lists.
+
+    Raises TypeError if `watch` is no generator, or yields other things than devices.
+    """
     made: Any = source.watch()
     if hasattr(made, "__next__"):
         lists = _threaded((checked_list(source, made, child) for child in made), source.resource)
@@ -132,7 +138,7 @@ async def _listings(source: DeviceSource) -> AsyncGenerator[Sequence[Device]]:
 
 
 async def _threaded(lists: Iterator[Sequence[Device]], name: str) -> AsyncGenerator[Sequence[Device]]:
-    """Drive a plain generator in a daemon thread of its own, which may block for ever."""
+    """Run a plain generator in its own daemon thread, because it may block for ever."""
     loop = asyncio.get_running_loop()
     queue: asyncio.Queue[Sequence[Device] | BaseException | None] = asyncio.Queue()
     over = threading.Event()
@@ -144,11 +150,11 @@ async def _threaded(lists: Iterator[Sequence[Device]], name: str) -> AsyncGenera
                 if over.is_set():
                     return
                 loop.call_soon_threadsafe(queue.put_nowait, devices)
-        except Exception as error:  # an author's code: raised where the lists are read
+        except Exception as error:  # The reader of the lists gets the exception of the author's code.
             end = error
-        except BaseException as error:  # SystemExit and the like: a thread is no place for them
+        except BaseException as error:  # SystemExit and similar exceptions must not end the thread without a result.
             end = RuntimeError(f"{type(error).__name__}: {error}")
-        with contextlib.suppress(RuntimeError):  # the loop is closed
+        with contextlib.suppress(RuntimeError):  # The loop is closed.
             loop.call_soon_threadsafe(queue.put_nowait, end)
 
     threading.Thread(target=drive, name=f"watch {name}", daemon=True).start()

@@ -1,4 +1,4 @@
-"""The form of the log: lines for people, or one JSON object a line for machines."""
+"""Formats log lines: as text for users, or as one JSON object a line for programs."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ LEVELS: Final = ("debug", "info", "warning", "error")
 
 _LOG: Final = logging.getLogger(__name__)
 _SUBJECTS: Final = ("resource", "driver")
-"""What a line is about, if the first that is given as `extra` is one of these; a line for people begins with it."""
+"""A text line begins with its resource or driver, if one of these is the first name in `extra`."""
 _STANDARD: Final = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
 
 
 def setup(format: Format = "text", level: str = "info", stream: TextIO | None = None) -> None:  # noqa: A002
-    """Make the root logger write to `stream` (standard error) only. Raises ValueError: no such format or level."""
+    """Make the root logger write only to `stream` (standard error).
+
+    Raises ValueError for an unknown format or level.
+    """
     if format not in FORMATS or level not in LEVELS:
         raise ValueError(f"logs are {' or '.join(FORMATS)}, at {', '.join(LEVELS)}; not {format!r} at {level!r}")
     stream = stream or sys.stderr
@@ -29,11 +32,11 @@ def setup(format: Format = "text", level: str = "info", stream: TextIO | None = 
     handler.setFormatter(JsonFormatter() if format == "json" else TextFormatter(short=stream.isatty()))
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
     logging.captureWarnings(True)
-    # Unhandled exceptions would be written past the handler, as a bare traceback.
+    # Otherwise, unhandled exceptions would be written as bare tracebacks, without the handler.
     sys.excepthook = _uncaught
     threading.excepthook = _uncaught_in_thread
     sys.unraisablehook = _unraisable
-    # Of libraries only warnings and errors are logged.
+    # Only warnings and errors of these libraries are logged.
     for library in ("asyncio", "grpc", "watchdog", "aiohttp"):
         logging.getLogger(library).setLevel(logging.WARNING)
 
@@ -62,22 +65,22 @@ def _unraisable(args: sys.UnraisableHookArgs) -> None:
 def _message(record: logging.LogRecord) -> str:
     try:
         return record.getMessage()
-    except Exception:  # arguments that do not fit the message, or whatever a library's argument raises
+    except Exception:  # The arguments may not fit the message, or a library's argument may raise anything.
         return str(record.msg)
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    """Return what was given as `extra`: resource, driver, device, claim and pod where a line is about them."""
+    """Return the values given as `extra`: resource, driver, device, claim and pod that the line concerns."""
     return {name: value for name, value in record.__dict__.items() if name not in _STANDARD}
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: ts (RFC 3339, UTC), level, logger, msg, exc, and what was given as `extra`."""
+    """Formats one JSON object a line: ts (RFC 3339, UTC), level, logger, msg, exc, and the values given as `extra`."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the record as one line of JSON."""
         at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
-        # These first: people read JSON logs too.
+        # These fields come first, because users read JSON logs as well.
         own = {
             "ts": at.replace("+00:00", "Z"),
             "level": record.levelname.lower(),
@@ -89,26 +92,26 @@ class JsonFormatter(logging.Formatter):
             line["exc"] = exc
         try:
             return json.dumps(line, default=str, allow_nan=False)
-        except Exception:  # keys, cycles, numbers that JSON does not know, objects that have no text
+        except Exception:  # JSON cannot represent some keys, cycles and numbers, and some objects have no text.
             return json.dumps({name: _text(value) for name, value in line.items()})
 
 
 def _text(value: object) -> str:
     try:
         return str(value)
-    except Exception:  # some library's object
+    except Exception:  # This may be an object of a library.
         return f"<{type(value).__name__}>"
 
 
 class TextFormatter(logging.Formatter):
-    """A line for people; the time of day alone when it is `short` (a terminal), else the date too."""
+    """Formats a text line. If it is `short` (for a terminal), it has the time of day alone, else also the date."""
 
     def __init__(self, *, short: bool = False) -> None:
         super().__init__()
         self._short = short
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the record as a line, with a traceback below it if it has one."""
+        """Return the record as a line, followed by its traceback if it has one."""
         at = datetime.fromtimestamp(record.created).astimezone()
         when = f"{at:%H:%M:%S}.{at.microsecond // 1000:03}" if self._short else at.isoformat(timespec="milliseconds")
         logger = record.name.removeprefix("deviceplugin.")

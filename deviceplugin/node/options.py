@@ -1,4 +1,4 @@
-"""The options that every agent has: paths, metrics, logs; for command lines and for authors' plugins."""
+"""The options of all agents: paths, metrics, logs. Command lines and authors' plugins use them."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ EXITS: Final = "exit status: 0 success, 1 failure while running, 2 wrong usage o
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """The values of the options that every agent has."""
+    """The values of the options of all agents."""
 
     paths: Paths
     metrics_address: str | None
 
 
 def parse_run(argv: Sequence[str] | None = None, metrics_address: str | None = None) -> RunOptions:
-    """Read the options of an author's own plugin (`run(Source())`) and set up its logs.
+    """Parse the options of an author's own plugin (`run(Source())`) and set up its logs.
 
-    metrics_address: where it is not an option.
+    metrics_address: the address, if the program has no option for it.
     """
     parser = argparse.ArgumentParser(
         description="Serve a device plugin to this node's kubelet.", epilog=EXITS, allow_abbrev=False
@@ -46,9 +46,9 @@ def metrics_config(
     client_ca: str | Path | None = None,
     token: str | Path | None = None,
 ) -> MetricsConfig | None:
-    """Return how an author's own agent protects its metrics, None if it does not.
+    """Return the settings by which an author's own agent protects its metrics; None if it does not.
 
-    Raises ValueError: a path is not absolute, or there is no certificate to a key or to authorities of clients.
+    Raises ValueError if a path is not absolute, or if a key or client authorities are given without a certificate.
     """
     files = {"certificate": certificate, "key": key, "client_ca": client_ca, "token": token}
     given = {name: path for name, path in files.items() if path is not None}
@@ -71,7 +71,7 @@ def metrics_config(
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that every agent has; dra-bridge has them too."""
+    """Add the options of all agents, of dra-bridge as well."""
     paths = Paths()
 
     def add(option: str, default: Path | None, metavar: str, about: str) -> None:
@@ -108,7 +108,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_config_options(parser: argparse.ArgumentParser) -> None:
-    """Add the config file, and what it may name; for agents that an author's code does not make."""
+    """Add the options for a config file and its lock. Agents of an author's own code do not have them."""
     parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="the config file (YAML)")
     commands = (
         "let the file name what the agent runs: commands of health.probe, and NVIDIA's library (default: refused)"
@@ -127,16 +127,16 @@ def add_config_options(parser: argparse.ArgumentParser) -> None:
 
 
 def lock_of(options: argparse.Namespace) -> Lock:
-    """Return what the options added by `add_config_options` allow a config file to name."""
+    """Return the lock by the options that `add_config_options` has added."""
     from deviceplugin.config import Lock
 
     return Lock.resolved(options.allow_commands, options.allow_host_path, options.adopt is not None)
 
 
 def run_options(options: argparse.Namespace) -> RunOptions:
-    """Take the options added by `add_run_options` and set up the logs as they say."""
+    """Parse the options added by `add_run_options` and set up the logs."""
     if options.log_format == "json":
-        os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its lines are not JSON
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's own log lines are not JSON.
     logs.setup(options.log_format, options.log_level)
     paths = Paths(**{field.name: getattr(options, field.name) for field in fields(Paths)})
     return RunOptions(paths, options.metrics_address)

@@ -1,4 +1,4 @@
-"""An agent as a process: signals, the config file and its changes, the metrics address, the exit status."""
+"""Runs an agent as a process: signals, the config file and its changes, the metrics address, the exit status."""
 
 from __future__ import annotations
 
@@ -35,25 +35,25 @@ if TYPE_CHECKING:
 _LOG: Final = logging.getLogger(__name__)
 
 REFUSED: Final = 1.0
-"""Seconds that tasks have to end after they were cancelled when the agent ends."""
+"""Seconds in which cancelled tasks should end when the agent ends."""
 ENDING: Final = 25
-"""Seconds after SIGTERM in which the agent ends by itself; the kubelet kills a pod 30 s after it.
+"""Seconds after SIGTERM within which the agent ends by itself. The kubelet kills a pod 30 s after SIGTERM.
 
-The kernel ends the process then, by SIGALRM: gRPC removes a socket in the thread of the loop, where nothing has a
-deadline if the file system does not answer.
+After that time, the kernel ends the process by SIGALRM. This is necessary because gRPC removes a socket in the loop's
+thread, and that call has no deadline if the file system does not answer.
 """
 DEBOUNCE: Final = 0.05
-"""Seconds without another change after which a file counts as written."""
+"""Seconds without another change after which a changed file counts as complete."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigFile:
     """A config file that the agent follows.
 
-    lock: which commands and paths it may name, now and after changes. content: its bytes (None: unreadable). config:
-    its parsed content. refused: why the last change was refused, "" if it was applied. unserved: why a part of the
-    config is not served. kept: where the last valid file is saved, None for nowhere. former: whether config is that of
-    the saved file. vendors: the adopted plugins. looks, kept_looks: at the file, and at the saved one.
+    lock: the commands and paths that the file may name. content: its bytes (None: unreadable). config: its parsed
+    content. refused: why the last change was refused, "" if it was applied. unserved: why a part of the config is not
+    served. kept: the path of the saved last valid file, None if it is not saved. former: whether `config` is that of
+    the saved file. vendors: the adopted plugins. looks, kept_looks: run reads of the file, and of the saved file.
     """
 
     path: Path
@@ -70,13 +70,13 @@ class ConfigFile:
 
     @classmethod
     def read(cls, path: Path, lock: Lock, kept: Path | None = None, vendors: VendorPlugins | None = None) -> ConfigFile:
-        """Read a file. If it is invalid, log that and use the last valid file.
+        """Read a file. If it is invalid, log the error and use the last valid file.
 
         Raises ConfigError if both are invalid, or name a command or path that the lock forbids.
         """
         from deviceplugin import config
 
-        content = _content(path)  # first: what changes from here on is noticed
+        content = _content(path)  # This comes first, so that later changes are noticed.
         try:
             return cls(path, lock, content, config.load(path, lock), kept=kept, vendors=vendors)
         except config.ConfigError as error:
@@ -125,14 +125,14 @@ class ConfigFile:
 
 
 class Program:
-    """The program of a process: an agent of the plugin side. node: the node's name for the log."""
+    """The program of a process: an agent of the plugin side. node: the node's name, for the log."""
 
     def __init__(self, agent: Agent, node: str = "") -> None:
         self.agent = agent
         self.node = node or node_name()
 
     async def run(self) -> None:
-        """Serve until the agent is stopped. Raises AgentError: a resource cannot be served at all."""
+        """Serve until the agent is stopped. Raises AgentError if a resource cannot be served at all."""
         await self.agent.run()
 
     async def take(self, config: Config, changed: Mapping[str, DeviceSource], unchanged: Sequence[str]) -> None:
@@ -171,10 +171,10 @@ def run(
 
 
 def run_config(path: Path, paths: Paths, metrics_address: str | None, lock: Lock, adopt: Path | None = None) -> int:
-    """Serve what a config file says until SIGTERM or SIGINT, following its changes; return the exit status.
+    """Serve the resources of a config file until SIGTERM or SIGINT. Follow its changes. Return the exit status.
 
     adopt: the directory where vendors' plugins register with this agent, None for none. Raises ConfigError if the file
-    cannot be used at the start, or names what `lock` forbids; later that is only logged.
+    is invalid at the start, or names something that `lock` forbids. Later such errors are only logged.
     """
     vendors = VendorPlugins(adopt) if adopt is not None else None
     file = ConfigFile.read(path, lock, vendors=vendors)
@@ -192,18 +192,18 @@ def serve(
     metrics: MetricsConfig | None = None,
     config: ConfigFile | None = None,
 ) -> int:
-    """Run a program until a signal ends it, following a config file; return the process's exit status.
+    """Run a program until a signal ends it. Follow its config file. Return the process's exit status.
 
-    metrics: how they are served where no config file says it; None for the defaults.
+    metrics: the settings of metrics without a config file; None for the defaults.
     """
     work = _serve(make, metrics_address, config.config.metrics if config else metrics, config)
     try:
         asyncio.run(work)
     except AgentError as error:
-        _LOG.error("%s", error)  # what a user must mend, no traceback
+        _LOG.error("%s", error)  # The user must correct this error, so it has no traceback.
         return 1
     finally:
-        work.close()  # it was not begun if this is called in a loop that runs
+        work.close()  # The coroutine was not started if this function is called inside a running loop.
     return 0
 
 
@@ -224,7 +224,7 @@ async def _serve(
         program.agent.stop()
 
     def end(number: int, _: object) -> None:
-        # This runs even while a coroutine blocks the loop: the alarm then ends the process, or a second signal does.
+        # This runs even while a coroutine blocks the loop. Then the alarm or a second signal ends the process.
         signal.alarm(ENDING)
         signal.signal(number, signal.SIG_DFL)
         loop.call_soon_threadsafe(stop, signal.Signals(number).name)
@@ -243,9 +243,10 @@ async def _serve(
                 stack.enter_context(collectors.serving(metrics_address, program.agent, metrics))
             except OSError as error:
                 raise AgentError(f"cannot serve metrics at {metrics_address}: {error.strerror or error}") from error
-            # A page is rendered in another thread; the default, 5 ms, is what each step of the others may wait for it.
+            # Another thread renders pages. With the default of 5 ms, each step of the other threads could wait 5 ms for
+            # it.
             sys.setswitchinterval(0.0005)
-        gc.freeze()  # what is loaded stays: a collection takes 5 ms instead of 35
+        gc.freeze()  # The loaded objects stay. Without them, a garbage collection takes 5 ms instead of 35.
         following = [_follow_config(program, config, reload), _keep(program, config)] if config else []
         if manager.there:
             following.append(manager.follow(program.agent.status))
@@ -259,22 +260,22 @@ async def _serve(
 
 
 async def _end_without_others() -> None:
-    """End the process if tasks refuse to be cancelled: asyncio would wait for them for ever."""
+    """End the process if tasks do not end after their cancellation. asyncio would wait for them for ever."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()
     _, pending = await asyncio.wait(others, timeout=REFUSED) if others else ((), ())
     if pending:
         names = ", ".join(sorted(getattr(task.get_coro(), "__qualname__", task.get_name()) for task in pending))
-        _LOG.warning("the agent ends without waiting for %s, which refuse to be cancelled", names)
+        _LOG.warning("the agent ends without waiting for %s, which do not end after their cancellation", names)
         logging.shutdown()
         os._exit(0)
 
 
 async def _follow_config(program: Program, file: ConfigFile, reload: asyncio.Event) -> None:
-    """Read the file again at SIGHUP and whenever it changes, a ConfigMap's `..data` swap included.
+    """Read the file again at SIGHUP and whenever it changes, also by a swap of a ConfigMap's `..data`.
 
-    reload: set when SIGHUP came before this began.
+    reload: set if SIGHUP came before this function began.
     """
     path, content = file.path, file.content
     _tell(program.agent, file)
@@ -312,7 +313,7 @@ def _tell(agent: Agent, file: ConfigFile) -> None:
 async def _keep(program: Program, file: ConfigFile) -> None:
     """Save a file once it is served."""
     await program.agent.begun.wait()
-    await file.keep()  # that of a change comes after it: the looks have one thread
+    await file.keep()  # The save of a later change comes after this one, because the looks have one thread.
 
 
 def _on_one_line(error: Exception) -> str:
@@ -345,7 +346,7 @@ async def _reload(program: Program, file: ConfigFile) -> ConfigFile:
         before: Mapping[str, Hashable] = {resource.name: resource for resource in current.resources}
         after = {resource.name: resource for resource in wanted.resources}
         changed = {name: file.source(resource) for name, resource in after.items() if before.get(name) != resource}
-    except Exception as error:  # whatever is wrong with it, what runs goes on
+    except Exception as error:  # Whatever is wrong with the file, the present config stays in use.
         why = f"the config file is refused, nothing is changed: {_on_one_line(error)}"
         _LOG.error("%s", why)
         return replace(file, refused=why)
@@ -360,9 +361,10 @@ async def _reload(program: Program, file: ConfigFile) -> ConfigFile:
     why = ""
     try:
         await program.take(wanted, changed, [name for name in after if name not in changed])
-    except Exception as error:  # the file is followed all the same
+    except Exception as error:  # The agent continues to follow the file.
         why = f"{path} was read again, but not all of it is served: {error}"
-        _LOG.error("%s", why, exc_info=not isinstance(error, AgentError))  # no traceback of what a user must mend
+        # An error that the user must correct has no traceback.
+        _LOG.error("%s", why, exc_info=not isinstance(error, AgentError))
     else:
         listed = (f"{what} {', '.join(sorted(names))}" for what, names in differences.items() if names)
         _LOG.info("%s was read again: %s", path, "; ".join(listed))

@@ -1,4 +1,4 @@
-"""Scans for the holders of devices, and passes the result to the services and to the observers."""
+"""Scans for the holders of devices, and passes the results to the services and to the observers."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ _LOG: Final = logging.getLogger(__name__)
 
 _FIELDS: Final = ("resource", "device")
 SOON: Final = 0.3
-"""Seconds from a grant to the scan that finds out which pod it was for."""
+"""Seconds between a grant and the scan that finds the grant's pod."""
 BURST: Final = 0.9
-"""Seconds from the first of several grants after which that scan does not wait for more of them."""
+"""Seconds since the first of several grants after which the scan no longer waits for further grants."""
 
 
 class HolderObserver(Protocol):
-    """Another part of the process that scans concern."""
+    """A component of the process that uses the results of scans."""
 
     def observed(self, resource: str, done: Observed) -> None:
-        """Take what the evidence about a resource has changed in the register."""
+        """Handle the changes of the register that the evidence about a resource has caused."""
 
 
 @dataclass(eq=False)
 class HolderScanner:
-    """Scans from time to time while holders matter, and soon after a grant.
+    """Scans periodically while there may be holders, and soon after a grant.
 
-    wanted: set when a scan should come soon. period: seconds between two scans. always: scan also while nothing is held
-    or awaited. claims: those of drivers that are not served, whose evidence is counted with that of the pods.
+    wanted: set to request a scan soon. period: seconds between two scans. always: whether to scan even if no device is
+    held or awaited. claims: claims of drivers that are not served; their evidence is counted with that of the pods.
     """
 
     services: Mapping[str, Service]
@@ -55,9 +55,10 @@ class HolderScanner:
     always: bool
     observers: list[HolderObserver] = field(default_factory=list, init=False)
     observed: frozenset[str] = field(default=frozenset(), init=False)
-    """The resources whose allocations the register has compared with evidence: not one that was added since."""
+    """The resources whose allocations the register has compared with evidence. Resources added since are not among
+    them."""
     _asked: set[tuple[str, str]] = field(default_factory=set, init=False)
-    """The ids that callers ask about whose reading has not begun yet."""
+    """The ids in callers' requests whose reading has not begun yet."""
 
     def __post_init__(self) -> None:
         self.log = ScanLog(self.tracker)
@@ -65,9 +66,9 @@ class HolderScanner:
         self.register.waits.subscribe(lambda: self.wanted.set() if self._is_awaited else None)
 
     async def scan(self, wanted: Collection[tuple[str, str]] = ()) -> HolderSnapshot | None:
-        """Find the holders (`HolderTracker.scan`), have the register compare them with its records; return them.
+        """Find the holders (`HolderTracker.scan`), compare the register's records with them, and return them.
 
-        All evidence is read after the call. One reading serves all calls that come before it begins.
+        All evidence is read after the call. Calls that arrive before a reading begins share it.
         """
         self._asked |= set(wanted)
         return await self._reading()
@@ -89,7 +90,7 @@ class HolderScanner:
         return now
 
     async def observe(self, now: HolderSnapshot, sequence: int) -> dict[str, tuple[str, ...]]:
-        """Have the register compare its allocations with a scan; return the ids that came free, by resource."""
+        """Compare the register's allocations with a scan. Return the ids that became free, by resource."""
         released: dict[str, tuple[str, ...]] = {}
         records = self.register.snapshot.allocations
         resources = {allocation.resource for allocation in records.values()} | self.services.keys()
@@ -125,12 +126,12 @@ class HolderScanner:
 
     @property
     def _pending(self) -> set[tuple[str, str]]:
-        """The ids that were granted to containers that no checkpoint has named yet."""
+        """The granted ids whose containers no checkpoint has named yet."""
         return {key for key, allocation in self.register.snapshot.allocations.items() if allocation.pending}
 
     @property
     def _is_awaited(self) -> bool:
-        """Whether somebody waits for a device that a pod has by limits."""
+        """Whether a claim waits for a device that a pod has by limits."""
         now = self.register.snapshot
         return any(now.allocations_on(of, (device,)) for of, device in self.register.waits.devices)
 
@@ -144,7 +145,8 @@ class HolderScanner:
     async def _run(self) -> None:
         backoff = Backoff(first=1.0, most=30.0)
         while True:
-            # A grant whose container is not named is over after a while, also of a resource that is no longer served.
+            # A grant whose container no checkpoint names ends after some time, even if its resource is no longer
+            # served.
             awaited = {(name, device_id) for name, service in self.services.items() for device_id in service.awaited}
             awaited |= self._pending
             held = self.register.snapshot.allocations or self.register.view().others or self.tracker.snapshot.held
@@ -153,17 +155,18 @@ class HolderScanner:
                 async with asyncio.timeout(period):
                     await self.wanted.wait()
             except TimeoutError:
-                # What others hold can come to be known without a scan: by a grant, or by a look for other plugins.
+                # The holdings of other agents and claims become known without a scan: by a grant, or by a look for
+                # other plugins.
                 if not (self.always or awaited or held):
                     continue
             else:
-                # The kubelet writes its checkpoint some milliseconds after Allocate was answered.
+                # The kubelet writes its checkpoint some milliseconds after the answer to Allocate.
                 until = time.monotonic() + BURST - SOON
                 while self.wanted.is_set() and time.monotonic() <= until:
                     self.wanted.clear()
                     await asyncio.sleep(SOON)
-                # Before its processes run, only a checkpoint that was requested proves which pod a grant was for.
-                # The register is to have it soon: agent and checkpoint may be lost together.
+                # Before the pod's processes run, only a requested checkpoint proves which pod a grant was for. The
+                # register needs this fact soon, because agent and checkpoint may be lost together.
                 awaited = self._pending
             self.wanted.clear()
             try:
@@ -177,7 +180,7 @@ class HolderScanner:
 
 
 class ScanLog:
-    """Logs what scans find out, each once for as long as it lasts."""
+    """Logs the findings of scans, each once while it lasts."""
 
     def __init__(self, tracker: HolderTracker) -> None:
         self.double_allocations = 0
@@ -189,26 +192,26 @@ class ScanLog:
         self._problem_before = False
 
     def withheld(self, resources: Iterable[str]) -> None:
-        """Log each reason once for which an id is withheld that the kubelet may give away though it is held."""
+        """Log once why an id is withheld. The kubelet may allocate such an id although its device is held."""
         now = {
             (name, device_id): why
             for name in resources
             for device_id, why in self._tracker.unnamed_reasons(name).items()
         }
         for key, why in now.items():
-            # Between two requests for a checkpoint the reason is another one each time.
+            # The text of the reason changes between two requests for a checkpoint.
             if why not in (logged := self._withheld.setdefault(key, set())):
                 logged.add(why)
                 _LOG.warning("device %s is withheld: %s", key[1], why, extra=dict(zip(_FIELDS, key, strict=True)))
         for key in self._withheld.keys() - now.keys():
             del self._withheld[key]
-            _LOG.info("device %s is not withheld any more", key[1], extra=dict(zip(_FIELDS, key, strict=True)))
+            _LOG.info("device %s is no longer withheld", key[1], extra=dict(zip(_FIELDS, key, strict=True)))
 
     def problem(self, now: HolderSnapshot | None) -> None:
-        """Log why the kubelet's checkpoint cannot be read, if two scans in a row could not.
+        """Log why the kubelet's checkpoint cannot be read, if two scans in a row failed to read it.
 
-        The kubelet of a new node has none until the first plugin has registered. What follows the cause is another text
-        each time that the kubelet was asked to write it.
+        The kubelet of a new node has no checkpoint until the first plugin has registered. The text after the cause
+        changes each time that the agent asks the kubelet to write the checkpoint.
         """
         problem = now.problem.partition("; ")[0] if now is not None and now.registered is None else ""
         first, self._problem_before = bool(problem) and not self._problem_before, bool(problem)
@@ -222,7 +225,7 @@ class ScanLog:
                 _LOG.info("the kubelet's checkpoint can be read again")
 
     def count_double_allocations(self) -> None:
-        """Count and log devices that the kubelet gave to several pods."""
+        """Count and log devices that the kubelet has allocated to several pods."""
         doubled = self._tracker.double_held()
         for resource, device in doubled.keys() - self._doubled:
             self.double_allocations += 1

@@ -41,8 +41,8 @@ _LOG: Final = logging.getLogger(__name__)
 class ServiceContext:
     """The objects that all services of a node share.
 
-    plugins: the device plugin directory. claim_side: the part of this process that serves claims. scan_wanted: set when
-    a scan should run soon.
+    plugins: the device plugin directory. claim_side: serves claims in this process. scan_wanted: set to request a scan
+    soon.
     """
 
     plugins: PluginDirectory
@@ -73,19 +73,19 @@ class Service(EndpointHost):
         self.registration = PluginRegistration(self.endpoint, context.plugins, context.timing)
         self._context = context
         self._released: frozenset[Allocation] = frozenset()
-        """Allocations that have ended, and whose devices were released before a grant; they are not forgotten yet."""
+        """Ended allocations whose devices were released before a new grant, until the register forgets them."""
         self._first_release_due = True
         self._release_later: frozenset[str] = frozenset()
-        """Devices that came free while they are held under another id, or while it is not known who holds them."""
+        """Devices that became free while another id of theirs was held, or while their holders were unknown."""
         self._existing: frozenset[str] = frozenset()
-        """Ids that pods have from before this process began, and whose devices are not listed yet."""
+        """Ids that pods got before this process began, and whose devices are not listed yet."""
         self._held_twice: frozenset[str] = frozenset()
         self._elsewhere: Mapping[str, frozenset[DeviceKey]] = {}
         self._forgettable: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
-        """Gone devices and legacy ids as of the last scan."""
+        """The gone devices, and the legacy ids, of the last scan."""
 
     async def run(self) -> None:
-        """Serve until cancelled. Raises RegistrationError if that is not possible on this node at all."""
+        """Serve until cancelled. Raises RegistrationError if the resource cannot be served on this node at all."""
         context = self._context
         self.inventory.subscribe(lambda snapshot: context.scan_wanted.set() if snapshot.gone else None)
         self.inventory.subscribe(lambda _: context.register.notify())
@@ -96,7 +96,7 @@ class Service(EndpointHost):
         finally:
             await self.follower.end()
 
-    # What the endpoint and its registration ask.
+    # The endpoint and its registration call the methods from here on.
 
     def granted(self) -> None:
         """Request a scan, which will find the pod of a grant."""
@@ -111,12 +111,12 @@ class Service(EndpointHost):
         return await self._context.tracker.recorded(self.resource, self._register.listed.served)
 
     def contested(self, reason: str) -> None:
-        """Called when another plugin has registered the resource."""
+        """Handle that another plugin has registered the resource."""
         self._context.scan_wanted.set()
         self._context.vendors.bypassed(self.resource)
         self._context.claim_side.contested(self.resource, reason)
 
-    # What the follower of the source tells.
+    # The follower of the source calls the methods from here on.
 
     def take_source(self, source: DeviceSource) -> None:
         """Use the hooks of another source."""
@@ -127,7 +127,7 @@ class Service(EndpointHost):
         self._context.scan_wanted.set()
 
     def listed(self) -> None:
-        """Adopt the ids that pods already have; the number of replicas may have changed while no agent ran."""
+        """Adopt the ids that pods already have, because the number of replicas may have changed while no agent ran."""
         if self._existing:
             before, self._existing = self._existing, self.endpoint.ids.adopt_existing(self._existing)
             self.endpoint.refresh()
@@ -135,13 +135,13 @@ class Service(EndpointHost):
                 self._context.scan_wanted.set()
 
     def release_idle(self) -> None:
-        """Call `released` for devices that became free while their holders were unknown, now that these are known."""
+        """Call `released` for devices that became free while their holders were unknown, once the holders are known."""
         if self._release_later:
             self._context.scan_wanted.set()
 
     @property
     def _ids(self) -> frozenset[str]:
-        """The ids that pods have by the register."""
+        """The ids that pods have, by the register."""
         return frozenset(allocation.device_id for allocation in self._register.snapshot.allocations_of(self.resource))
 
     @property
@@ -150,7 +150,7 @@ class Service(EndpointHost):
         return bool(self._ids)
 
     def _holder(self, device: str) -> str:
-        """Return a device's holders as text: pods by the last scan, else by the register; "" if there are none."""
+        """Return a device's holders as text: pods by the last scan, or by the register; "" if there are none."""
         tracker = self._context.tracker
         held = [allocation for allocation in tracker.snapshot.held if allocation.resource == self.resource]
         if pods := {
@@ -166,7 +166,7 @@ class Service(EndpointHost):
         return ", ".join(sorted(named)) or ("a pod or claim" if self._register.is_held(key) else "")
 
     def ids_now(self, device: Device) -> tuple[str, ...]:
-        """Return the ids under which the kubelet knows a device now."""
+        """Return the kubelet's present ids of a device."""
         return self.endpoint.ids.names_of(device)
 
     def device_of(self, device_id: str) -> str:
@@ -177,8 +177,8 @@ class Service(EndpointHost):
     def awaited(self) -> frozenset[str]:
         """The kubelet's ids that need an action once they have no holder.
 
-        Ids of removed devices and of former numbers of replicas are dropped. After the start `released` is called for
-        all idle ids.
+        Ids of removed devices and of former numbers of replicas are dropped. After the agent's start, `released` is
+        called for all idle ids.
         """
         snapshot, ids_now = self.inventory.snapshot, self.endpoint.ids
         devices = snapshot.devices if self._first_release_due and "released" in self.source.hooks else snapshot.gone
@@ -194,7 +194,7 @@ class Service(EndpointHost):
         snapshot = self.inventory.snapshot
         freed = set(map(ids.device_id_of, released)) | self._release_later
         if self._first_release_due and snapshot.listed and self._context.tracker.all_pods_listed:
-            # What was given back while no agent ran is not known one by one.
+            # It is not known which single devices were returned while no agent ran.
             self._first_release_due = False
             freed = set(snapshot.devices)
         if "released" in self.source.hooks and freed:
@@ -204,11 +204,11 @@ class Service(EndpointHost):
             if devices := [device for name, device in snapshot.devices.items() if name in free]:
                 self._release(devices)
         if now.current and now.registered is not None and self.endpoint.streams.live:
-            # Gone at the scan before, too: a grant between would be known by now.
+            # The devices were gone at the previous scan as well. A grant between the scans would be known by now.
             registered = now.registered.get(self.resource, frozenset())
             gone_before, legacy_before = self._forgettable
             legacy = ids.legacy.keys() & legacy_before
-            if self.endpoint.ready:  # else all that is shown may be another plugin's
+            if self.endpoint.ready:  # Otherwise all shown devices may belong to another plugin.
                 ids.forget(legacy - in_use - registered)
             held = {name for name in snapshot.gone if register.is_held((self.resource, name))}
             held |= set(map(ids.device_id_of, in_use | registered))
@@ -227,7 +227,7 @@ class Service(EndpointHost):
         self.endpoint.refresh()
 
     def _is_free(self, device: str, ids: Collection[str] = ()) -> bool:
-        """Return whether a device has no known holder. ids: those of holders that have ended."""
+        """Return whether a device has no known holder. ids: ids whose holders have ended."""
         units = {allocation_unit(self.resource, device_id) for device_id in ids}
         register = self._register
         return not register.evidence_missing(self.resource, device) and register.is_free((self.resource, device), units)
@@ -240,7 +240,7 @@ class Service(EndpointHost):
         """Call `released` for devices whose holders have ended, before these ids are granted.
 
         The kubelet may allocate an id to the next pod before a scan notices the end of its holder. Raises Refusal if
-        `released` failed, or still runs for one of the devices.
+        `released` failed, or is still running for one of the devices.
         """
         context, listed, resolver = self._context, self.inventory.devices, self.endpoint.ids
         ids = {device: resolver.ids_of(device) for device in map(resolver.device_id_of, names) if device in listed}
@@ -257,7 +257,7 @@ class Service(EndpointHost):
                 for device, those in ids.items()
                 if not former.isdisjoint(those) and in_use.isdisjoint(those) and self._is_free(device, those)
             ]
-            # The hook goes on though the kubelet may give up the call.
+            # The hook continues even if the kubelet cancels the call.
             if devices and (error := await asyncio.shield(self._release(devices))):
                 details = f"{self.resource}: it is not granted before `released` of its former holder succeeds: {error}"
                 raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "released", details)
@@ -268,7 +268,7 @@ class Service(EndpointHost):
 
     @property
     def vendor(self) -> VendorConnection | None:
-        """The vendor's plugin that lists the devices, None if none does."""
+        """The vendor's plugin that lists the devices; None if there is no such plugin."""
         return self.source.plugins.connection(self.resource) if isinstance(self.source, AdoptedSource) else None
 
     def status(self) -> ResourceStatus:
@@ -308,8 +308,8 @@ class Service(EndpointHost):
 class Supervisor:
     """Starts, replaces and ends services, and restarts failed ones.
 
-    services: by resource; only this class changes them once the agent runs. fail: called with the reason when a
-    resource cannot be served on this node at all.
+    services: by resource; only this class changes them once the agent runs. fail: a function to call with the reason
+    when a resource cannot be served on this node at all.
     """
 
     services: dict[str, Service]
@@ -318,7 +318,7 @@ class Supervisor:
     _tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict, init=False)
     _child_tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict, init=False)
     _parents: dict[str, str] = field(default_factory=dict, init=False)
-    """The resource whose source brought another resource along."""
+    """For each resource that a source has brought along, the resource of that source."""
 
     def start(self, service: Service, *, fatal: bool = True) -> None:
         """Serve a resource. fatal: end the agent if the first registration fails."""
@@ -335,7 +335,7 @@ class Supervisor:
         """Serve these sources from now on; see `Agent.reconfigure`."""
         kept = {*wanted, *unchanged}
         gone = [name for name in self._tasks if name not in kept and self._parents.get(name) not in kept]
-        # An endpoint either answers by a source's hooks, or passes calls on.
+        # An endpoint either calls a source's hooks or forwards calls, so a change between the two needs a new endpoint.
         for name, source in wanted.items():
             if name in self._tasks and self._adopted(name) is not isinstance(source, AdoptedSource):
                 gone.append(name)
@@ -350,7 +350,7 @@ class Supervisor:
         return name in self.services and isinstance(self.services[name].source, AdoptedSource)
 
     def serve(self, source: DeviceSource) -> None:
-        """Serve another source, of a new or a served resource."""
+        """Serve another source of a new or a served resource."""
         name = source.resource
         if name in self.services:
             self.services[name].follower.replace(source)
@@ -360,7 +360,7 @@ class Supervisor:
             self.start(self.services[name], fatal=False)
 
     def _follow_child_sources(self, source: DeviceSource) -> None:
-        """Serve the child sources of a source, in place of those of its predecessor."""
+        """Serve the child sources of a source, instead of those of its predecessor."""
         name = source.resource
         if (before := self._child_tasks.pop(name, None)) is not None:
             before.cancel()
@@ -371,7 +371,7 @@ class Supervisor:
             self._child_tasks[name] = asyncio.create_task(work, name=f"child sources of {name}")
 
     def _end_children(self, parent: str, kept: Collection[str]) -> None:
-        """End the child resources of the predecessor that this source does not have."""
+        """End the child resources of the source's predecessor that the source itself lacks."""
         for name in [name for name, of in self._parents.items() if of == parent and name not in kept]:
             self._tasks[name].cancel()
 
@@ -404,7 +404,7 @@ class Supervisor:
                 await asyncio.sleep(delay)
 
     async def _supervise(self, service: Service, *, fatal: bool) -> None:
-        """Run a service; restart it after an error, unless only the user can correct it."""
+        """Run a service. Restart it after an error, unless only the user can correct the error."""
         backoff = Backoff(first=1.0, most=30.0)
         name = service.resource
         try:
@@ -415,7 +415,7 @@ class Supervisor:
                     if fatal and not service.registration.statistics.registrations:
                         self.fail(str(error))
                         return
-                    _LOG.error("%s; trying again", error)  # no traceback for what a user must mend
+                    _LOG.error("%s; trying again", error)  # An error that the user must correct has no traceback.
                 except Exception:
                     _LOG.exception("serving failed; trying again", extra={"resource": name})
                 await asyncio.sleep(backoff.next())

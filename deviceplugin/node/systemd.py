@@ -1,9 +1,9 @@
-"""Tells systemd of the agent where it runs as a unit of `Type=notify`: sd_notify(3), without a library.
+"""Notifies systemd of the agent's state, if the agent is a unit of `Type=notify`: sd_notify(3), without a library.
 
-READY=1 is sent once a kubelet that starts then finds what it needs to admit the pods of before a reboot again: the
-sockets, and the first list of each resource. Units that come after the agent's, as the kubelet's does, start then.
-STATUS= is what `systemctl status` shows. WATCHDOG=1 comes from the event loop, so systemd restarts an agent whose loop
-does not run any more.
+READY=1 is sent when the sockets exist and each resource has its first list. A kubelet that starts then can admit the
+pods from before a reboot. Units that are ordered after the agent's unit, such as the kubelet's, start at that moment.
+`systemctl status` shows STATUS=. The event loop sends WATCHDOG=1, so systemd restarts an agent whose loop no longer
+runs.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from deviceplugin.kubelet.status import AgentStatus, unready, unserved
 _LOG: Final = logging.getLogger(__name__)
 
 START: Final = 60.0
-"""Seconds after which the agent counts as started though it does not serve everything: the kubelet starts then."""
+"""Seconds after which the agent counts as started even if it does not serve everything. Then the kubelet starts."""
 LOOK: Final = 0.1
-"""Seconds between two looks at the agent's status before READY=1."""
+"""Seconds between two checks of the agent's status before READY=1."""
 TICK: Final = 5.0
-"""The same after it."""
+"""Seconds between two checks of the agent's status after READY=1."""
 
 
 class ServiceManager:
     """The service manager that has started this process.
 
-    watchdog: seconds within which it expects each WATCHDOG=1, None for no watchdog. Takes its variables out of the
-    environment, so that programs which the agent runs do not speak for it.
+    watchdog: seconds within which it expects each WATCHDOG=1, None for no watchdog. This class removes its variables
+    from the environment, so that programs which the agent runs cannot send notifications.
     """
 
     def __init__(self, environment: MutableMapping[str, str] = os.environ) -> None:
@@ -44,24 +44,24 @@ class ServiceManager:
         mine = pid in ("", str(os.getpid())) and microseconds.isdecimal() and int(microseconds) > 0
         self.watchdog = int(microseconds) / 1e6 if mine and self.there else None
         if self.watchdog is not None:
-            faulthandler.enable()  # it ends a process that hangs by SIGABRT: the log has each thread's stack then
+            faulthandler.enable()  # systemd ends a hanging process by SIGABRT. Then the log has each thread's stack.
 
     @property
     def there(self) -> bool:
-        """Whether there is one that wants to be told."""
+        """Whether there is a service manager that expects notifications."""
         return self._address[:1] in ("/", "\0")
 
     def tell(self, **variables: object) -> None:
-        """Send variables of sd_notify(3) in one message. One that cannot be sent is lost, as with libsystemd."""
+        """Send variables of sd_notify(3) in one message. A message that cannot be sent is lost, as with libsystemd."""
         text = "\n".join(f"{name}={value}" for name, value in variables.items())
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sending:
             sending.setblocking(False)
             sending.sendto(text.encode(), self._address)
 
     async def follow(self, status: Callable[[], AgentStatus]) -> None:
-        """Tell it how the agent does, until cancelled. It has been told nothing before."""
+        """Notify the service manager of the agent's state, until cancelled. These are the first notifications."""
         begun, ready, said, beaten = time.monotonic(), False, "", 0.0
-        # The unit's TimeoutStartSec= counts from before Python has loaded the agent, which a slow disk makes long.
+        # The unit's TimeoutStartSec= includes the time in which Python loads the agent, which is long on a slow disk.
         self.tell(EXTEND_TIMEOUT_USEC=int(2 * START * 1e6))
         while True:
             now, current = time.monotonic(), status()
@@ -82,7 +82,7 @@ class ServiceManager:
 
 
 def summary(status: AgentStatus, missing: tuple[str, ...] = ()) -> str:
-    """Return one line of what the agent does. missing: what keeps it from being started."""
+    """Summarize the agent's state in one line. missing: what keeps the agent from counting as started."""
     if missing:
         return f"starts: {missing[0]}" + (f"; and {len(missing) - 1} more" if missing[1:] else "")
     served = f"serves {len(status.resources)} resource{'' if len(status.resources) == 1 else 's'}"

@@ -357,7 +357,7 @@ def test_node_selector_with_two_values_of_a_label(tmp_path: Path, capsys: pytest
     """No node has both: neither is left out without a word."""
     selectors = ["--node-selector", "a=b", "--node-selector", "a=c"]
     assert cli.main(["manifests", "--config", str(tmp_path), *selectors]) == 2
-    assert "a label of --node-selector has two values" in capsys.readouterr().err
+    assert "--node-selector gives two values for one label" in capsys.readouterr().err
 
 
 def test_manifests_of_an_own_agent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -111,7 +111,7 @@ def test_a_harmless_naive_switch_is_not_told_as_harmful(monkeypatch: pytest.Monk
     monkeypatch.setattr(demo, "overlaps", lambda holdings: [])
     out = io.StringIO()
     assert demo.main(stream=out) == 1
-    assert "expected, and not so: one device has two holders" in out.getvalue()
+    assert "expected, but not true: one device has two holders" in out.getvalue()
 
 
 def test_a_bridge_that_gives_twice_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +126,7 @@ def test_a_bridge_that_gives_twice_fails(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(FakeNode, "holdings", lambda _: held)
     out = io.StringIO()
     assert demo.main(stream=out) == 1
-    assert "expected, and not so: no device had two holders" in out.getvalue()
+    assert "expected, but not true: no device had two holders" in out.getvalue()
     assert "claim-0" in out.getvalue()
 
 

@@ -718,7 +718,7 @@ async def test_why_a_device_is_withheld_is_logged_once(tmp_path: Path, caplog: p
         agent.scanner.log.withheld(agent.services)
         said.append([record.getMessage().rpartition(": ")[2].partition(" (")[0] for record in caplog.records])
         caplog.clear()
-    assert said == [["unasked"], ["running"], [], [], ["device sim-0 is not withheld any more"], ["running"]]
+    assert said == [["unasked"], ["running"], [], [], ["device sim-0 is no longer withheld"], ["running"]]
 
 
 async def test_an_unreadable_checkpoint_is_warned_of_once_it_lasts(
