@@ -252,7 +252,7 @@ class Agent(RegisterHost):
         return self._foreign[2]
 
     async def reread(self) -> None:
-        """Make the next scan read the checkpoint and the claims' files again."""
+        """Read the checkpoint and the claims' files again, if they have changed."""
         await self.tracker.reread()
         await self.claims.reread()
 

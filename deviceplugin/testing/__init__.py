@@ -1,6 +1,6 @@
-"""What authors of device plugins test with: a kubelet that needs no cluster.
+"""Fakes with which authors test device plugins: a kubelet that needs no cluster.
 
-With pytest nothing is to be imported; the fixtures come with the package:
+With pytest, no import is needed. The package registers the fixtures:
 
     def test_a_pod_gets_the_device(fake_kubelet, served):
         served(Fpga())

@@ -1,4 +1,4 @@
-"""The pod cgroups of the fake node, laid out as the kubelet and the container runtime do it.
+"""The pod cgroups of the fake node, in the layout of the kubelet and the container runtime.
 
 Source of the facts: kubelet 1.36.3, pkg/kubelet/cm (qos_container_manager_linux.go,
 pod_container_manager_linux.go, cgroup_manager_linux.go); containerd 2.1 for the names of container
@@ -16,7 +16,7 @@ from typing import Final, Literal
 __all__ = ["CgroupLayout", "CgroupTree"]
 
 CgroupLayout = Literal["v2", "v2-systemd", "v1", "v1-systemd"]
-"""The version of the kernel's interface, and the kubelet's cgroup driver (cgroupfs unless it says systemd)."""
+"""The version of the kernel's interface, and the kubelet's cgroup driver (cgroupfs, or systemd if it is named)."""
 
 V1_CONTROLLERS: Final = ("cpu,cpuacct", "memory", "pids", "systemd")
 _EVENTS: Final = "cgroup.events"
@@ -38,7 +38,7 @@ class CgroupTree:
         self._numbers = itertools.count()
 
     def create(self) -> None:
-        """Make the root and the cgroups of the QoS classes (QOSContainerManager.Start)."""
+        """Create the root and the cgroups of the QoS classes (QOSContainerManager.Start)."""
         for mount in self._mounts():
             mount.mkdir(parents=True, exist_ok=True)
             (mount / _PROCS).touch()
@@ -48,7 +48,7 @@ class CgroupTree:
                 self._add(mount / self._path(*names))
 
     def pod(self, uid: str) -> list[Path]:
-        """Return the directories of a pod: one, or with v1 one for each controller."""
+        """Return the directories of a pod: one, or one for each controller with v1."""
         return [mount / self._path("kubepods", "besteffort", f"pod{uid}") for mount in self._mounts()]
 
     def container(self, uid: str, container: str) -> list[Path]:
@@ -57,14 +57,14 @@ class CgroupTree:
         return [path / name for path in self.pod(uid)]
 
     def add_pod(self, uid: str) -> None:
-        """Make a pod's cgroup, without a process in it, if there is none (podContainerManagerImpl.EnsureExists)."""
+        """Create a pod's cgroup without processes, if it does not exist (podContainerManagerImpl.EnsureExists)."""
         if uid not in self._containers:
             for path in self.pod(uid):
                 self._add(path)
             self._containers[uid] = set()
 
     def add_container(self, uid: str, container: str) -> None:
-        """Make a container's cgroup with one process in it."""
+        """Create a container's cgroup with one process in it."""
         pid = next(self._pids)
         for path in self.container(uid, container):
             self._add(path, pid)
@@ -72,7 +72,7 @@ class CgroupTree:
         self._update_events(uid)
 
     def remove_container(self, uid: str, container: str) -> None:
-        """End a container's process and remove its cgroup; the pod's stays."""
+        """End a container's process and remove its cgroup. The pod's cgroup stays."""
         if container in self._containers.get(uid, ()):
             for path in self.container(uid, container):
                 self._remove(path)
@@ -80,12 +80,12 @@ class CgroupTree:
             self._update_events(uid)
 
     def remove_containers(self, uid: str) -> None:
-        """End every process of a pod and remove their cgroups; the pod's own stays."""
+        """End all processes of a pod and remove their cgroups. The pod's own cgroup stays."""
         for container in list(self._containers.get(uid, ())):
             self.remove_container(uid, container)
 
     def remove_pod(self, uid: str) -> None:
-        """Remove a pod's cgroup with all in it, if there is one (podContainerManagerImpl.Destroy)."""
+        """Remove a pod's cgroup with all below it, if it exists (podContainerManagerImpl.Destroy)."""
         if uid in self._containers:
             self.remove_containers(uid)
             for path in self.pod(uid):
@@ -96,14 +96,17 @@ class CgroupTree:
         return [self.root] if self._v2 else [self.root / controller for controller in V1_CONTROLLERS]
 
     def _path(self, *names: str) -> Path:
-        """Return a cgroup's path; with systemd as slices, each named after all above it (ToSystemd)."""
+        """Return a cgroup's path.
+
+        With systemd it consists of slices; the name of each contains those above it (ToSystemd).
+        """
         if not self._systemd:
             return Path(*names)
         escaped = [name.replace("-", "_") for name in names]
         return Path(*(f"{'-'.join(escaped[: depth + 1])}.slice" for depth in range(len(escaped))))
 
     def _update_events(self, uid: str) -> None:
-        """Say in a pod and in those above it whether there are processes, as the kernel does with v2."""
+        """Write into the files of a pod and of its parents whether there are processes, as the kernel does with v2."""
         if not self._v2:
             return
         (pod,) = self.pod(uid)
@@ -113,7 +116,7 @@ class CgroupTree:
             (pod.parent, anywhere),
             (pod.parent.parent, anywhere),
         ):
-            # The same inode and the same length: who reads meanwhile sees one state or the other.
+            # Inode and length stay the same, so a concurrent reader sees either the old or the new state.
             descriptor = os.open(path / _EVENTS, os.O_WRONLY)
             try:
                 os.pwrite(descriptor, _events(populated), 0)

@@ -1,10 +1,9 @@
-"""The device manager's checkpoint file, byte for byte as the kubelet writes it.
+"""The device manager's checkpoint file, with the same bytes that the kubelet writes.
 
-`device-plugins/kubelet_internal_checkpoint` says which container holds which devices, and which
-devices were healthy at the last write. The checksum is FNV-1a (32 bits) over a dump of the Go
-values, so a file written here is accepted by a real kubelet and the other way round.
-Source of the facts: kubelet 1.36.3, pkg/kubelet/cm/devicemanager/checkpoint, and a Go program
-that wrote the samples in the tests.
+`device-plugins/kubelet_internal_checkpoint` states which container holds which devices, and which devices were healthy
+at the last write. The checksum is FNV-1a (32 bits) over a dump of the Go values. So a real kubelet accepts a file from
+this module, and this module accepts a real kubelet's file. Source of the facts: kubelet 1.36.3,
+pkg/kubelet/cm/devicemanager/checkpoint, and a Go program that wrote the samples in the tests.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _ESCAPES: Final = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\
 
 
 def go_json(document: Any) -> str:
-    """Return JSON as Go writes it."""
+    """Return JSON in Go's form."""
     text = json.dumps(document, separators=(",", ":"), ensure_ascii=False)
     for char, escape in _ESCAPES.items():
         text = text.replace(char, escape)
@@ -34,21 +33,21 @@ def go_json(document: Any) -> str:
 
 
 def replace_file(path: Path, blob: bytes) -> None:
-    """Put a file in place in one step, through a hidden file beside it, as the kubelet does."""
+    """Replace a file atomically, by a rename of a hidden file beside it, as the kubelet does."""
     put(str(path), blob, str(path.with_name(f".{secrets.token_hex(8)}")), 0o600)
 
 
 class CorruptCheckpointError(ValueError):
-    """Raised when a checkpoint's checksum does not fit its contents."""
+    """Raised when a checkpoint's checksum does not match its content."""
 
 
 @dataclass(frozen=True, slots=True)
 class PodDevicesEntry:
     """The devices of one resource that one container holds.
 
-    device_ids: ids by NUMA node; -1 collects those without one. alloc_resp: the serialized
-    ContainerAllocateResponse, which the kubelet uses again when the container restarts.
-    None stands for Go's nil and is not the same as empty in the checksum.
+    device_ids: ids by NUMA node; -1 has those without a node. alloc_resp: the serialized ContainerAllocateResponse,
+    which the kubelet uses again when the container restarts. None stands for Go's nil; its checksum differs from that
+    of an empty value.
     """
 
     pod_uid: str
@@ -60,18 +59,18 @@ class PodDevicesEntry:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What the file holds."""
+    """The content of the file."""
 
     entries: Sequence[PodDevicesEntry] | None = None
     registered: Mapping[str, Sequence[str] | None] | None = field(default_factory=dict)
 
     @property
     def checksum(self) -> int:
-        """The checksum of these contents."""
+        """The checksum of this content."""
         return _fnv1a(self._dump().encode())
 
     def to_json(self) -> bytes:
-        """Return the contents of the file."""
+        """Return the content of the file as bytes."""
         entries = None
         if self.entries is not None:
             entries = [
@@ -92,12 +91,11 @@ class Checkpoint:
 
     @classmethod
     def from_json(cls, blob: bytes | str) -> Checkpoint:
-        """Read a file's contents.
+        """Parse the content of a file.
 
         Raises:
             CorruptCheckpointError: the checksum does not fit.
             ValueError: this is no checkpoint.
-
         """
         document = json.loads(blob)
         try:
@@ -111,7 +109,7 @@ class Checkpoint:
         return checkpoint
 
     def write(self, path: Path) -> None:
-        """Put the file in place in one step, through a hidden file beside it, as the kubelet does."""
+        """Replace the file atomically, by a rename of a hidden file beside it, as the kubelet does."""
         replace_file(path, self.to_json())
 
     def _dump(self) -> str:

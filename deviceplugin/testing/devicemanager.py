@@ -1,9 +1,8 @@
-"""The kubelet's device manager without its sockets: what it knows, and how it decides.
+"""The kubelet's device manager without its sockets: its state and its decisions.
 
-One instance lives as long as one run of the kubelet; only the checkpoint survives. The order of
-steps, what is done under the mutex and what is not, and the mistakes are those of kubelet 1.36.3
-(pkg/kubelet/cm/devicemanager/manager.go, endpoint.go, pod_devices.go). The mutex is the lock
-handed in; it is never held during a call to a plugin.
+One instance lives as long as one run of the kubelet; only the checkpoint survives. The order of steps, the use of the
+mutex, and the bugs are those of kubelet 1.36.3 (pkg/kubelet/cm/devicemanager/manager.go, endpoint.go, pod_devices.go).
+The mutex is the lock argument. It is never held during a call to a plugin.
 """
 
 from __future__ import annotations
@@ -55,11 +54,11 @@ class PluginCallError(Exception):
 
 
 class KubeletCrashError(Exception):
-    """Raised where a real kubelet would end with a nil pointer dereference."""
+    """Raised where a real kubelet would crash with a nil pointer dereference."""
 
 
 class Call(Protocol):
-    """How an endpoint reaches its plugin."""
+    """A function that calls an endpoint's plugin."""
 
     def __call__(self, method: Method, request: Any, timeout: float | None = None) -> Any:
         """Send the request and return the response, or raise PluginCallError."""
@@ -67,12 +66,12 @@ class Call(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ContainerSpec:
-    """A container as a pod asks for it: its limits, by resource.
+    """A container in a pod's spec. limits: by resource.
 
-    restartable: an init container that goes on running beside the others (a sidecar).
-    through_dra: resources among the limits that the pod's extended resource claim serves. Admission
-    leaves them alone; the start of the container does not (kubelet 1.36.3). lasting: an init container
-    that runs until `FakePod.end_init_container`; others end as soon as they have started.
+    restartable: an init container that keeps running beside the others (a sidecar). through_dra: resources in the
+    limits that the pod's extended resource claim serves. Admission ignores them; the start of the container does not
+    (kubelet 1.36.3). lasting: an init container that runs until `FakePod.end_init_container`; others end at once after
+    their start.
     """
 
     name: str
@@ -97,7 +96,7 @@ class PodSpec:
 
 
 class DeviceState(NamedTuple):
-    """A device as the kubelet sees it: "Healthy" or "Unhealthy", and its NUMA nodes."""
+    """A device in the kubelet's view: "Healthy" or "Unhealthy", and its NUMA nodes."""
 
     health: str
     numa: tuple[int, ...]
@@ -105,7 +104,7 @@ class DeviceState(NamedTuple):
 
 @dataclass(slots=True)
 class ContainerOptions:
-    """What the runtime is told about a container's devices, all resources together."""
+    """The options that the runtime gets for a container's devices, for all resources together."""
 
     env: dict[str, str] = field(default_factory=dict)
     nodes: dict[str, tuple[str, str]] = field(default_factory=dict)
@@ -116,7 +115,7 @@ class ContainerOptions:
     cdi: dict[str, None] = field(default_factory=dict)
 
     def add(self, response: pb.ContainerAllocateResponse) -> None:
-        """Add one resource's response; what is there already stays, as in the kubelet."""
+        """Add one resource's response. Existing entries stay, as in the kubelet."""
         for key, value in response.envs.items():
             self.env.setdefault(key, value)
         for node in response.devices:
@@ -129,7 +128,7 @@ class ContainerOptions:
 
 
 class PluginEndpoint:
-    """A plugin that registered for a resource, or the memory of one after a restart."""
+    """A plugin's registration for a resource, or the record of one after a restart."""
 
     def __init__(
         self, resource: str, call: Call | None, options: pb.DevicePluginOptions | None, socket: str = ""
@@ -141,14 +140,14 @@ class PluginEndpoint:
         self._call = call
 
     def allocate(self, ids: Sequence[str]) -> pb.AllocateResponse:
-        """Ask for the devices; without a deadline, as the kubelet does."""
+        """Send Allocate for these devices, without a deadline, as the kubelet does."""
         request = pb.AllocateRequest(container_requests=[pb.ContainerAllocateRequest(devices_ids=ids)])
         response = self._send("Allocate", request)
         assert isinstance(response, pb.AllocateResponse)
         return response
 
     def prefer(self, available: Sequence[str], must_include: Sequence[str], size: int) -> set[str]:
-        """Ask which devices the plugin would rather give."""
+        """Ask the plugin for its preferred devices."""
         request = pb.PreferredAllocationRequest(
             container_requests=[
                 pb.ContainerPreferredAllocationRequest(
@@ -160,7 +159,7 @@ class PluginEndpoint:
         return set(response.container_responses[0].deviceIDs) if response.container_responses else set()
 
     def pre_start(self, ids: Sequence[str]) -> None:
-        """Announce the start of a container with these devices."""
+        """Send PreStartContainer for these devices."""
         self._send("PreStartContainer", pb.PreStartContainerRequest(devices_ids=ids), PRE_START_TIMEOUT)
 
     def _send(self, method: Method, request: object, timeout: float | None = None) -> Any:
@@ -180,11 +179,11 @@ class _ContainerAllocation:
 
 
 class DeviceManager:
-    """What one run of the kubelet knows of devices.
+    """The device state of one run of the kubelet.
 
-    lock: the mutex. active_pods: the uids of pods that are not over. seed: sets are walked in
-    random order as in Go, but in the same one every time. by_socket: several plugins of one resource
-    are told apart by their sockets, as since kubelet 1.37 (kubernetes#135437).
+    lock: the mutex. active_pods: the uids of pods that have not ended. seed: sets are iterated in random order as in
+    Go, but one seed always gives the same order. by_socket: several plugins of one resource are distinguished by their
+    sockets, as since kubelet 1.37 (kubernetes#135437).
     """
 
     def __init__(
@@ -204,7 +203,7 @@ class DeviceManager:
         self._by_socket = by_socket
         self.sources_ready = False
         self.running_containers: frozenset[tuple[str, str]] = frozenset()
-        """Pod uid and container name of what ran when this kubelet started."""
+        """Pod uid and container name of the containers that ran when this kubelet started."""
         self._path = directory / FILE_NAME
         self._lock = lock
         self._active_pods = active_pods
@@ -222,19 +221,18 @@ class DeviceManager:
         self._writing = Lock()
         self._version = self._written = 0
         self.hold_writes = 0
-        """How many of the next checkpoints are made up and not written yet."""
+        """Number of next checkpoints to compute without writing them yet."""
         self.land_writes = False
-        """Whether those that are held take the place of newer ones, one at each write."""
+        """Whether held writes replace newer ones, one at each later write."""
         self._held_writes: list[Checkpoint] = []
 
-    # Plugins come, speak and go.
+    # Registration and lists of plugins.
 
     def connected(self, endpoint: PluginEndpoint) -> None:
-        """Take note of a plugin that registered: Allocate goes to the last.
+        """Record a plugin's registration. Allocate goes to the plugin that registered last.
 
         Raises:
             PluginCallError: its socket is connected already (kubelet 1.37).
-
         """
         with self._lock:
             if self._by_socket:
@@ -246,9 +244,10 @@ class DeviceManager:
             self._lock.notify_all()
 
     def disconnected(self, resource: str, socket: str = "") -> None:
-        """Make every device of the resource unhealthy and its endpoint, whichever it is now, stopped.
+        """Mark all devices of the resource as unhealthy, and its present endpoint as stopped.
 
-        By socket: only that endpoint stops. Another one of the resource takes its place, and the devices stay.
+        If plugins are distinguished by sockets, only the endpoint of this socket stops. Another endpoint of the
+        resource replaces it, and the devices stay.
         """
         with self._lock:
             if self._by_socket:
@@ -267,19 +266,19 @@ class DeviceManager:
                 self._lock.notify_all()
 
     def update(self, resource: str, devices: Iterable[pb.Device]) -> None:
-        """Take a plugin's list for true, whole."""
+        """Replace the resource's devices by a plugin's list."""
         with self._lock:
             by_id = self._all[resource] = {device.ID: device for device in devices}
             self._healthy[resource] = {i for i, device in by_id.items() if device.health == HEALTHY}
             self._unhealthy[resource] = by_id.keys() - self._healthy[resource]
             self._lock.notify_all()
-        with contextlib.suppress(OSError):  # logged by the kubelet
+        with contextlib.suppress(OSError):  # The kubelet logs this error.
             self.write_checkpoint()
 
-    # What others may know.
+    # State that others can read.
 
     def capacity(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Return capacity and allocatable by resource; forgets resources whose grace has passed."""
+        """Return capacity and allocatable by resource. Resources whose grace period is over are removed."""
         with self._lock:
             gone = set()
             capacity: dict[str, int] = {}
@@ -302,7 +301,7 @@ class DeviceManager:
         return capacity, allocatable
 
     def devices(self, resource: str) -> dict[str, DeviceState]:
-        """Return the devices of a resource as they stand now."""
+        """Return the present devices of a resource."""
         with self._lock:
             healthy = self._healthy.get(resource, set())
             return {
@@ -311,7 +310,7 @@ class DeviceManager:
             }
 
     def allocatable_devices(self) -> dict[str, dict[str, pb.Device]]:
-        """Return the healthy devices, as PodResources shows them."""
+        """Return the healthy devices, in the form of PodResources."""
         with self._lock:
             return {
                 resource: {i: device for i, device in self._all[resource].items() if i in healthy}
@@ -320,16 +319,15 @@ class DeviceManager:
             }
 
     def container_devices(self, uid: str, container: str) -> dict[str, dict[int, list[str]]]:
-        """Return the devices a container holds, by resource and NUMA node."""
+        """Return the devices that a container holds, by resource and NUMA node."""
         with self._lock:
             held = self._pods.get(uid, {}).get(container, {})
             return {r: {node: list(ids) for node, ids in a.by_node.items()} for r, a in held.items()}
 
     def health_of(self, uid: str, container: str) -> dict[str, dict[str, str]]:
-        """Return the health of a container's devices, as the pod's status shows it.
+        """Return the health of a container's devices, in the form of the pod's status.
 
-        A device that no list names any more counts as healthy, and so does one whose plugin went
-        away without a last word.
+        A device that left all lists counts as healthy. So does a device whose plugin ended without a last list.
         """
         with self._lock:
             result = {}
@@ -339,20 +337,20 @@ class DeviceManager:
             return result
 
     def allocated(self, resource: str) -> set[str]:
-        """Return what the kubelet holds for taken."""
+        """Return the ids that the kubelet counts as allocated."""
         with self._lock:
             return set(self._allocated.get(resource, ()))
 
     def is_plugin_resource(self, resource: str) -> bool:
-        """Whether the kubelet knows that plugins serve, or served, this resource."""
+        """Return whether the kubelet knows that plugins serve, or served, this resource."""
         with self._lock:
             return resource in self._healthy or resource in self._allocated
 
     def update_allocated(self) -> None:
-        """Free the devices of pods that are over.
+        """Free the devices of pods that have ended.
 
-        If there are any, what is taken is counted anew from `podDevices`, and the choice of an
-        allocation that is under way is lost (kubernetes#137534).
+        If there are any, the allocated ids are computed again from `podDevices`. Then the chosen devices of a running
+        allocation are lost (kubernetes#137534).
         """
         with self._lock:
             if not self.sources_ready:
@@ -366,12 +364,11 @@ class DeviceManager:
     # Allocation.
 
     def admit(self, pod: PodSpec) -> None:
-        """Allocate for every container of a pod, init containers first.
+        """Allocate devices for every container of a pod, init containers first.
 
         Raises:
             AdmissionError: the pod must fail.
             KubeletCrashError: a real kubelet would be gone now.
-
         """
         for container in (*pod.init_containers, *pod.containers):
             if self._policy != "none":
@@ -382,7 +379,7 @@ class DeviceManager:
                 raise AdmissionError(f"Allocate failed: {error}") from error
 
     def allocate(self, pod: PodSpec, container: ContainerSpec) -> None:
-        """Allocate for one container; see `admit`."""
+        """Allocate devices for one container; see `admit`."""
         with self._lock:
             reusable = self._reuse.setdefault(pod.uid, {})
             for uid in self._reuse.keys() - {pod.uid}:
@@ -586,11 +583,10 @@ class DeviceManager:
     # The checkpoint.
 
     def write_checkpoint(self) -> None:
-        """Write down who holds what and which devices are healthy.
+        """Write the holders of devices, and the healthy devices.
 
         Raises:
             OSError: the file cannot be replaced.
-
         """
         with self._lock:
             self._version += 1
@@ -605,24 +601,23 @@ class DeviceManager:
             checkpoint = Checkpoint(entries or None, registered)
             late = self.hold_writes > 0
             self.hold_writes -= late
-        # Never take the mutex below: callers may hold it, and the file must not wait for it.
+        # Do not take the mutex below: callers may hold it, and the file must not wait for it.
         with self._writing:
             if late:
                 self._held_writes.append(checkpoint)
             elif version > self._written:
-                # Nobody sees the newer file between the two renames.
+                # Between the two renames, no reader can see the newer file.
                 overtaken = self.land_writes and self._held_writes
                 (self._held_writes.pop(0) if overtaken else checkpoint).write(self._path)
                 self._written = version
         with self._lock:
-            self._lock.notify_all()  # who waits may wait for the file
+            self._lock.notify_all()  # A waiter may wait for the file.
 
     def read_checkpoint(self) -> None:
-        """Take up what the last run wrote down; resources come back without devices and with stopped endpoints.
+        """Read the last run's checkpoint. Its resources come back without devices and with stopped endpoints.
 
         Raises:
-            ValueError, OSError: the file is damaged or cannot be read; the kubelet goes on without it.
-
+            ValueError, OSError: the file is damaged or cannot be read; the kubelet continues without it.
         """
         try:
             blob = self._path.read_bytes()

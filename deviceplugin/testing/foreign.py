@@ -1,11 +1,11 @@
-"""A stand-in for a vendor's device plugin: a process that shares no code with the agents, with vendors' quirks.
+"""A fake vendor's device plugin: a process that shares no code with the agents, with the quirks of vendors.
 
     python -m deviceplugin.testing.foreign FILE --directory /var/lib/kubelet/device-plugins
 
 FILE is JSON: `{"resources": [...], ...}` with the fields of `Resource`, `AllocateAnswer` and `Quirks` below. It is read
-again when it is replaced. Each quirk was read in a plugin's source, or seen when that plugin ran (NVIDIA, AMD,
-Intel, SR-IOV, squat, GKE, the Kubernetes sample). With the default quirks it is what most of them have in common: one
-constant socket, a new registration when kubelet.sock is made, one reader of the list.
+again when it is replaced. Each quirk was read in a plugin's source, or seen when that plugin ran (NVIDIA, AMD, Intel,
+SR-IOV, squat, GKE, the Kubernetes sample). With the default quirks it behaves as most of these plugins: one constant
+socket, a new registration when kubelet.sock is created, one reader of the list.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from deviceplugin.wire.deviceplugin_pb2_grpc import (
 
 _CHANNEL: Final = (("grpc.default_authority", "localhost"), ("grpc.use_local_subchannel_pool", 1))
 REGISTRY: Final = Path("/var/lib/kubelet/plugins_registry")
-"""A constant of most plugins: what they see in their container, whatever is mounted there."""
+"""The path that most plugins have as a constant. They use it in their container, whatever is mounted there."""
 PANIC: Final = 2
 """The exit status of a Go program that panics."""
 
 
 class AllocateAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What Allocate answers. `{id}` stands for each device's id in turn, `{ids}` for all, `{random}` for a number.
+    """The answer to Allocate. `{id}` stands for each device's id, `{ids}` for all ids, `{random}` for a random number.
 
     nodes: [host path, container path, permissions] for each id. control: the same, once in each answer. mounts: [host
-    path, container path] for each id. files: texts by path, written before it answers (Intel's CDI specs). extra:
+    path, container path] for each id. files: texts by path, written before the answer (Intel's CDI specs). extra:
     bytes, in hexadecimal, of fields that this version of the API lacks.
     """
 
@@ -62,7 +62,7 @@ class AllocateAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     extra: str = ""
 
     def message(self, ids: Sequence[str]) -> bytes:
-        """Return the AllocateResponse of one container, as it goes over the wire."""
+        """Return the bytes of the AllocateResponse of one container."""
         number = secrets.token_hex(4)
 
         def put(text: str, device_id: str = "") -> str:
@@ -89,7 +89,7 @@ class AllocateAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Resource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One resource. devices: health by id, in the order of the list. numa: nodes by id."""
+    """One resource. devices: health by id, in the order of the list. numa: NUMA nodes by id."""
 
     name: str
     devices: dict[str, str]
@@ -99,27 +99,27 @@ class Resource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def socket_name(self) -> str:
-        """The name of its socket: constant, as that of most plugins is."""
+        """The name of its socket. It is constant, as in most plugins."""
         return self.socket or f"{self.name.replace('/', '_')}-vendor.sock"
 
 
 class Quirks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """In what plugins differ.
+    """Properties in which plugins differ.
 
-    trigger: what makes it register again: kubelet.sock is made (NVIDIA, AMD), its own socket is removed (Intel), or is
-    missing when it looks after `poll` seconds (SR-IOV, squat). watcher: where plugins_registry is mounted it has its
-    sockets there, waits to be asked, and names them by their paths in its container; if it is told that it is not
-    registered it serves anew (SR-IOV), or ends its servers for good (RDMA). once: it never registers if kubelet.sock
-    is not there when it starts (GKE). failed_register: it tries three times, `retry` seconds apart (AMD), ends (Intel,
-    SR-IOV), or stops all its resources and begins anew after `retry` seconds (NVIDIA). stream_end: when the client ends
-    a ListAndWatch, the reader that is left swallows the next update (most), and the process panics then (Intel), or it
-    ends at once (AMD).
-    second_stream: what a second stream beside the first does: both share the updates, or it panics (KubeVirt).
-    empty_first: the first list is empty (Intel). repeat: seconds after which the same list comes again (AMD). shuffled:
-    in another order each time. unknown_ids: Allocate answers ids that it does not know with success (AMD, SR-IOV).
-    needs_list: before a list was sent no id is known (AMD). minds_deprecation: does not register where DEPRECATION lies
-    (the Kubernetes sample). pause: seconds from the trigger to the new start (ten of the sample). empty_last: an empty
-    list before it stops (KubeVirt). hold: the call `held` waits while this file is there. pre_start, preferred: the
+    trigger: the event after which it registers again: kubelet.sock is created (NVIDIA, AMD), its own socket is removed
+    (Intel), or its own socket is missing at a check every `poll` seconds (SR-IOV, squat). watcher: if plugins_registry
+    is mounted, it has its sockets there, waits for GetInfo, and names its sockets by their paths in its container. If
+    it is notified that it is not registered, it serves again (SR-IOV), or ends its servers for good (RDMA). once: it
+    never registers if kubelet.sock is missing at its start (GKE). failed_register: it tries three times, `retry`
+    seconds apart (AMD); or it ends (Intel, SR-IOV); or it stops all its resources and starts again after `retry`
+    seconds (NVIDIA). stream_end: when the client ends a ListAndWatch, the remaining reader takes the next update
+    (most), and then the process panics (Intel); or it ends at once (AMD). second_stream: the effect of a second stream
+    beside the first: both share the updates, or the process panics (KubeVirt). empty_first: the first list is empty
+    (Intel). repeat: seconds after which the same list is sent again (AMD). shuffled: each list has another order.
+    unknown_ids: Allocate accepts unknown ids (AMD, SR-IOV). needs_list: before the first list was sent, all ids are
+    unknown (AMD). minds_deprecation: it does not register if the file DEPRECATION exists (the Kubernetes sample).
+    pause: seconds from the trigger to the new start (ten in the sample). empty_last: it sends an empty list before it
+    stops (KubeVirt). hold: the call `held` waits while this file exists. pre_start, preferred: whether it has the
     optional calls.
     """
 
@@ -153,7 +153,7 @@ class File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def write(path: Path, resources: Sequence[Mapping[str, Any]], **quirks: Any) -> None:
-    """Write a configuration; one that is there is replaced in one step. Raises msgspec.ValidationError."""
+    """Write a configuration. An existing one is replaced atomically. Raises msgspec.ValidationError."""
     content = {"resources": list(resources), "quirks": quirks}
     msgspec.convert(content, File)
     new = path.with_name(f"{path.name}.new")
@@ -162,7 +162,7 @@ def write(path: Path, resources: Sequence[Mapping[str, Any]], **quirks: Any) -> 
 
 
 def calls(notes: Path, call: str = "") -> list[dict[str, Any]]:
-    """Return what a plugin has noted: `{"call": ..., "resource": ..., ...}` for each call, or for those of one name."""
+    """Return the recorded calls: `{"call": ..., "resource": ..., ...}` for each call, or for those of one name."""
     if not notes.exists():
         return []
     calls_noted = [json.loads(line) for line in notes.read_text().splitlines()]
@@ -246,7 +246,7 @@ class _Service(DevicePluginServicer, registration_grpc.RegistrationServicer):
         return message
 
     def _abandoned(self) -> None:
-        """Do what the plugin does when its client has gone while it lives."""
+        """Do what the plugin does when its client ends the stream while the plugin runs."""
         self._plugin.note("stream ended", self.resource)
         how = self._plugin.quirks.stream_end
         if how == "exit":
@@ -265,7 +265,7 @@ class _Service(DevicePluginServicer, registration_grpc.RegistrationServicer):
     async def _hold(self, call: str) -> None:
         quirks = self._plugin.quirks
         while quirks.held == call and quirks.hold and os.path.exists(quirks.hold):  # noqa: ASYNC110
-            await asyncio.sleep(0.02)  # nothing tells when a file goes
+            await asyncio.sleep(0.02)  # No event reports the removal of a file.
 
     async def Allocate(self, request: pb.AllocateRequest, context: Any) -> Any:  # noqa: N802
         ids = [name for container in request.container_requests for name in container.devices_ids]
@@ -298,7 +298,7 @@ class _Service(DevicePluginServicer, registration_grpc.RegistrationServicer):
 
 
 class _Names(events.FileSystemEventHandler):
-    """Tells of names that are made or removed in a directory, as fsnotify does: a rename makes its new name."""
+    """Reports names that appear or disappear in a directory, as fsnotify does. A rename creates its new name."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[tuple[str, str]]) -> None:
         self._loop = loop
@@ -311,18 +311,18 @@ class _Names(events.FileSystemEventHandler):
         if event.event_type in (events.EVENT_TYPE_CREATED, events.EVENT_TYPE_MOVED):
             changes.append(("made", os.path.basename(os.fsdecode(event.dest_path or event.src_path))))
         for change in changes:
-            with contextlib.suppress(RuntimeError):  # the loop is closed
+            with contextlib.suppress(RuntimeError):  # The loop is closed.
                 self._loop.call_soon_threadsafe(self._queue.put_nowait, change)
 
 
 class ForeignPlugin:
-    """The vendor's process: serves the file's resources in a directory until it is told to end."""
+    """The vendor's process. It serves the file's resources in a directory until it gets a signal."""
 
     def __init__(self, path: Path, directory: Path, registry: Path, notes: Path | None = None) -> None:
         self.file = _read(path)
         self.quirks = self.file.quirks
         self.stopping = asyncio.Event()
-        """Whether the servers are being stopped: their streams end by themselves then."""
+        """Whether the servers are being stopped. Then the streams end by themselves."""
         self._path = path
         self._directory = directory
         self._watched = bool(self.quirks.watcher) and registry.is_dir()
@@ -334,14 +334,17 @@ class ForeignPlugin:
 
     @property
     def options(self) -> pb.DevicePluginOptions:
-        """What GetDevicePluginOptions answers; Register says nothing of it, and the kubelet does not look there."""
+        """The answer to GetDevicePluginOptions.
+
+        Register contains no options, because the kubelet does not read them there.
+        """
         quirks = self.quirks
         return pb.DevicePluginOptions(
             pre_start_required=quirks.pre_start, get_preferred_allocation_available=quirks.preferred
         )
 
     def note(self, call: str, resource: Resource, **more: object) -> None:
-        """Write down what has happened."""
+        """Record an event."""
         line = json.dumps({"call": call, "resource": resource.name, **more})
         _say(line)
         if self._notes is not None:
@@ -349,16 +352,16 @@ class ForeignPlugin:
                 file.write(f"{line}\n")
 
     def end(self, why: str, status: int) -> None:
-        """End the process as a program does that gives up: at once, with its sockets left behind."""
+        """End the process at once, as a program that gives up. Its sockets stay."""
         _say(f"panic: {why}" if status == PANIC else f"fatal: {why}")
         os._exit(status)
 
     def refused(self) -> None:
-        """Take note that it was told that it is not registered."""
+        """Record the notification that it is not registered."""
         self._names.put_nowait(("refused", ""))
 
     async def run(self) -> None:
-        """Serve and register; again at each trigger."""
+        """Serve and register. Do so again at each trigger."""
         observer = Observer()
         handler = _Names(asyncio.get_running_loop(), self._names)
         for directory in {str(self._directory), str(self._path.parent)}:
@@ -371,9 +374,9 @@ class ForeignPlugin:
                 registers = not self._watched and (kubelet_was_there or not self.quirks.once)
                 if not registers or await self._register_all():
                     await self._wait_for_trigger()
-                    await asyncio.sleep(self.quirks.pause)  # the vendor's own, too
+                    await asyncio.sleep(self.quirks.pause)  # Some vendors also sleep here.
                 else:
-                    await asyncio.sleep(self.quirks.retry)  # the vendor's own pause
+                    await asyncio.sleep(self.quirks.retry)  # The vendor's own pause.
                 await self._stop()
         finally:
             observer.stop()
@@ -392,7 +395,7 @@ class ForeignPlugin:
             await server.start()
             self._servers.append(server)
             self._services.append(service)
-        while not self._names.empty():  # what it made itself
+        while not self._names.empty():  # These events come from its own sockets.
             self._names.get_nowait()
 
     async def _stop(self) -> None:
@@ -403,7 +406,7 @@ class ForeignPlugin:
         self._servers, self._services = [], []
 
     async def _register_all(self) -> bool:
-        """Register all resources; return whether that is done, or not to be tried again."""
+        """Register all resources. Return whether that is done, or must not be tried again."""
         if self.quirks.minds_deprecation and (self._directory / "DEPRECATION").exists():
             _say("DEPRECATION is there: not registered")
             return True
@@ -421,7 +424,7 @@ class ForeignPlugin:
         request = pb.RegisterRequest(version="v1beta1", endpoint=resource.socket_name, resource_name=resource.name)
         target = f"unix:{self._directory / 'kubelet.sock'}"
         try:
-            # Vendors connect for each try; one channel would fail at once for a second after it could not connect.
+            # Vendors connect for each try. One channel would fail at once for a second after a failed connection.
             async with grpc.aio.insecure_channel(target, options=_CHANNEL) as channel:
                 await RegistrationStub(channel).Register(request, timeout=10)  # type: ignore[misc]
         except grpc.aio.AioRpcError as error:
@@ -475,7 +478,7 @@ def _read(path: Path) -> File:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run it until SIGTERM."""
+    """Run the plugin until SIGTERM."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
     parser.add_argument("file", type=Path)
     parser.add_argument("--directory", type=Path, default=Path("/var/lib/kubelet/device-plugins"), metavar="DIR")

@@ -1,12 +1,12 @@
-"""A kubelet for tests: sockets, faults, pods and a tiny scheduler around the device manager.
+"""A fake kubelet for tests: sockets, faults, pods and a small scheduler around the device manager.
 
-It serves `device-plugins/kubelet.sock` (v1beta1.Registration) and `pod-resources/kubelet.sock`
-(v1.PodResourcesLister) under its root, calls plugins as the device manager of kubelet 1.36.3
-does, and starts pods that are values. Everything is synchronous and thread-safe; own threads do
-the work, so a plugin may live in this process (in another thread) or in another one.
+It serves `device-plugins/kubelet.sock` (v1beta1.Registration) and `pod-resources/kubelet.sock` (v1.PodResourcesLister)
+under its root, calls plugins as the device manager of kubelet 1.36.3 does, and starts pods that are values. All methods
+are synchronous and thread-safe. Threads of the fake do the work, so a plugin may run in this process (in another
+thread) or in another process.
 
-What it leaves out: the delay of up to 10 s between a change and the node's status, the node
-predicates after Allocate (see `reject_next_pod`), and CPU and memory.
+It leaves out the delay of up to 10 s between a change and the node's status, the node predicates after Allocate (see
+`reject_next_pod`), and CPU and memory.
 """
 
 from __future__ import annotations
@@ -34,35 +34,32 @@ if TYPE_CHECKING:
 __all__ = ["Damage", "FakeKubelet", "Registration", "Rpc", "Update"]
 
 Damage = Literal["deleted", "empty", "torn", "unreadable"]
-"""What can happen to a file. unreadable: there is a directory of its name, which cannot be replaced either."""
+"""Kinds of damage to a file. unreadable: a directory has its name, so the file cannot be replaced either."""
 
 _POLL: Final = 0.02
-"""Seconds after which `wait_until` asks again though nothing has changed here."""
+"""Seconds after which `wait_until` checks again, even if nothing has changed here."""
 _NO_DEVICES: Final = ("cpu", "memory", "ephemeral-storage", "hugepages-")
 
 
 class FakeKubelet(NodeState):
-    """A node: its kubelet, which comes and goes, and its pods, which stay.
+    """A node with its pods. Its kubelet can start and stop; the pods stay.
 
-    A context manager; entering starts the kubelet, leaving stops it. Its methods block: beside a
-    plugin in the same event loop, call them through `asyncio.to_thread`.
+    It is a context manager: entering starts the kubelet, leaving stops it. Its methods block, so a test with a plugin
+    in the same event loop calls them through `asyncio.to_thread`.
 
-    root: stands for /var/lib/kubelet; None makes a directory that goes with the object.
-    topology_policy: the topology manager's, with container scope, over `numa_nodes`.
-    check_nodes: a container starts only if its device nodes exist on this machine.
-    stop_grace: seconds after which a resource whose plugin went away is forgotten.
-    dial_timeout: seconds that Register tries to reach the plugin.
-    start_backoff: seconds between attempts to start a container (a kubelet: 10 s and more).
-    seed: the kubelet walks sets of devices in random order; the same seed gives the same order.
-    pod_resources_qps, pod_resources_burst: the rate limit of PodResources.
-    cgroup_root: where the node's cgroups are; None is `cgroup` under the root.
-    cgroup_layout: the cgroups' version and naming.
-    minor: 36, or 37 for a kubelet that tells several plugins of one resource apart by their sockets.
+    root: stands for /var/lib/kubelet; None creates a directory that is removed with the object. topology_policy: the
+    topology manager's, with container scope, over `numa_nodes`. check_nodes: a container starts only if its device
+    nodes exist on this machine. stop_grace: seconds after which a resource without its plugin is forgotten.
+    dial_timeout: seconds that Register tries to connect to the plugin. start_backoff: seconds between attempts to start
+    a container (a kubelet: 10 s and more). seed: the kubelet iterates over sets of devices in random order; the same
+    seed gives the same order. pod_resources_qps, pod_resources_burst: the rate limit of PodResources. cgroup_root: the
+    directory of the node's cgroups; None stands for `cgroup` under the root. cgroup_layout: the cgroups' version and
+    naming. minor: 36, or 37 for a kubelet that distinguishes several plugins of one resource by their sockets.
     """
 
     _run: Run | None = None
 
-    # Where things are.
+    # Paths.
 
     @property
     def paths(self) -> Paths:
@@ -79,7 +76,7 @@ class FakeKubelet(NodeState):
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """The command line options that point an agent at this node."""
+        """The command line options with which an agent uses this node."""
         options = {
             "--kubelet-root": self.root,
             "--cgroup-root": self.cgroup_root,
@@ -93,12 +90,12 @@ class FakeKubelet(NodeState):
         """The DRA manager's checkpoint."""
         return self.root / claim_state.FILE_NAME
 
-    # Its life.
+    # Start and stop.
 
     def __enter__(self) -> Self:
         try:
             self.start()
-        except BaseException:  # Ctrl-C as well: nobody else knows of the directory
+        except BaseException:  # This includes Ctrl-C, because no other code knows of the directory.
             with contextlib.suppress(Exception):
                 self.close()
             raise
@@ -120,11 +117,10 @@ class FakeKubelet(NodeState):
         return self._run is not None and not (self.sources_held and not self._run.manager.sources_ready)
 
     def start(self, *, wipe: bool = True) -> None:
-        """Start the kubelet: delete sockets, read the checkpoint, admit again the pods that are there.
+        """Start the kubelet: delete sockets, read the checkpoint, admit the existing pods again.
 
         Raises:
             ValueError: the claim state is damaged; a kubelet ends with that error.
-
         """
         with self.changed:
             if self._run is not None:
@@ -138,7 +134,7 @@ class FakeKubelet(NodeState):
         run.start(wipe=wipe)
 
     def stop(self) -> None:
-        """Let the kubelet die: connections break, its sockets stay behind dead, containers run on."""
+        """End the kubelet. Connections break, its sockets stay without a listener, and containers continue to run."""
         with self.changed:
             run, self._run = self._run, None
             self.changed.notify_all()
@@ -148,8 +144,8 @@ class FakeKubelet(NodeState):
     def restart(self, *, wipe: bool = True, downtime: float = 0.0) -> None:
         """Stop the kubelet and start it again.
 
-        wipe: delete every socket in the device plugin directory, as a kubelet does at its start;
-        otherwise only kubelet.sock is a new one.
+        wipe: whether to delete every socket in the device plugin directory, as a kubelet does at its start. Otherwise
+        only kubelet.sock is replaced.
         """
         self.stop()
         if downtime:
@@ -157,7 +153,7 @@ class FakeKubelet(NodeState):
         self.start(wipe=wipe)
 
     def reboot(self) -> None:
-        """Restart the whole node: every container ends, every cgroup is gone, what is on disk stays."""
+        """Restart the whole node. All containers end and all cgroups disappear; files on disk stay."""
         self.stop()
         with self.changed:
             for pod in (*self.pods.values(), *self.orphans.values()):
@@ -169,7 +165,7 @@ class FakeKubelet(NodeState):
     def recreate_socket(self) -> None:
         """Serve on a new kubelet.sock in the same kubelet, as newer kubelets do after a failure of their server.
 
-        Streams and other sockets are left alone.
+        Streams and other sockets stay.
         """
         self._up().serve_registration()
 
@@ -184,19 +180,19 @@ class FakeKubelet(NodeState):
     # Faults.
 
     def drop_streams(self, resource: str | None = None) -> None:
-        """End ListAndWatch streams from this side while everybody lives (kubernetes#125501)."""
+        """End ListAndWatch streams from the kubelet's side while kubelet and plugin run (kubernetes#125501)."""
         self._up().drop_streams(resource)
 
     def freeze(self) -> None:
-        """Accept connections but answer nothing and take nothing from streams, until `thaw`."""
+        """Accept connections, but answer nothing and read nothing from streams, until `thaw`."""
         self._up().thawed.clear()
 
     def thaw(self) -> None:
-        """Go on after `freeze`."""
+        """Continue after `freeze`."""
         self._up().thawed.set()
 
     def reject_registrations(self, count: int = 1, message: str = "registration refused by the test") -> None:
-        """Refuse the next calls of Register."""
+        """Refuse the next `count` calls of Register."""
         with self.changed:
             self._rejecting += [message] * count
 
@@ -206,17 +202,17 @@ class FakeKubelet(NodeState):
             self._rejecting_pods.append(reason)
 
     def hold_sources(self) -> None:
-        """Keep the API server from the kubelet: from its next start it knows of no pods but static ones.
+        """Separate the kubelet from the API server. From its next start on, it knows only static pods.
 
-        Until `release_sources` PodResources List is empty (v1PodResourcesServer.List does not wait for
-        sources), UpdateAllocatedDevices does nothing, and no pod is cleaned up (sourcesReady.AllReady,
-        kubelet 1.36.3). The checkpoint names the pods as before.
+        Until `release_sources`, PodResources List is empty (v1PodResourcesServer.List does not wait for sources),
+        UpdateAllocatedDevices does nothing, and no pod is cleaned up (sourcesReady.AllReady, kubelet 1.36.3). The
+        checkpoint names the pods as before.
         """
         with self.changed:
             self.sources_held = True
 
     def release_sources(self) -> None:
-        """Let the API server reach the kubelet again."""
+        """Let the kubelet reach the API server again."""
         with self.changed:
             self.sources_held = False
             self.changed.notify_all()
@@ -224,8 +220,8 @@ class FakeKubelet(NodeState):
     def lose_network(self) -> None:
         """Make the node's network unready: pods are admitted and get devices, but are not started.
 
-        They have neither cgroup nor directory (Kubelet.SyncPod returns before it makes them, kubelet
-        1.36.3). Containers that run are left alone, and not started again when they end.
+        Such pods have neither cgroup nor directory (Kubelet.SyncPod returns before it creates them, kubelet 1.36.3).
+        Running containers continue, and are not started again when they end.
         """
         with self.changed:
             self.network_ready = False
@@ -237,9 +233,9 @@ class FakeKubelet(NodeState):
             self.changed.notify_all()
 
     def hold_checkpoint_writes(self, count: int = 1) -> None:
-        """Hold up the next writes of the checkpoint after their contents were made up.
+        """Delay the next writes of the checkpoint after their content was computed.
 
-        The kubelet gathers the contents under its mutex and writes them outside of it
+        The kubelet computes the content under its mutex and writes it outside of the mutex
         (ManagerImpl.writeCheckpoint, kubelet 1.36.3), so an older state can replace a newer one.
         """
         with self.changed:
@@ -247,30 +243,30 @@ class FakeKubelet(NodeState):
             manager.hold_writes, manager.land_writes = count, False
 
     def land_checkpoint_writes(self) -> None:
-        """Let the writes that are held up replace newer ones, the oldest first, one at each write from now on."""
+        """Let the delayed writes replace newer ones, the oldest first, one at each write from now on."""
         with self.changed:
             self._up().manager.land_writes = True
 
     def damage_checkpoint(self, damage: Damage) -> None:
         """Damage the device manager's checkpoint, while the kubelet runs or is down.
 
-        A running kubelet replaces the file at its next write, if it can. One that starts goes on
-        without it: it knows no devices of running containers (ManagerImpl.Start, kubelet 1.36.3).
+        A running kubelet replaces the file at its next write, if it can. A kubelet that starts continues without it,
+        and then knows no devices of running containers (ManagerImpl.Start, kubelet 1.36.3).
         """
         _damage(self.checkpoint, damage)
 
     def damage_claim_state(self, damage: Damage) -> None:
         """Damage the DRA manager's checkpoint, while the kubelet runs or is down.
 
-        A kubelet that starts makes a new one if it is deleted, and then never unprepares the claims
-        of running pods; otherwise it does not start (newClaimInfoCache, kubelet 1.36.3).
+        If the file is deleted, a kubelet that starts creates a new one, and then never unprepares the claims of running
+        pods. With other damage it does not start (newClaimInfoCache, kubelet 1.36.3).
         """
         _damage(self.claim_state, damage)
 
     # Pods.
 
     def withheld(self, resources: Collection[str]) -> str:
-        """Return why the agents of `serve` withhold devices of these resources, for a message; "" if they do not."""
+        """Return why the agents of `serve` withhold devices of these resources, for messages; "" if they do not."""
         reasons = [
             f"{device}: {why.reason}"
             for resource in itertools.chain.from_iterable(status() for status in self.statuses)
@@ -288,9 +284,9 @@ class FakeKubelet(NodeState):
         init_containers: Containers | None = None,
         namespace: str = "default",
     ) -> FakePod:
-        """Make a pod; it stays Pending until what is allocatable and not yet requested suffices for it.
+        """Create a pod. It stays Pending until the allocatable devices that are not requested yet suffice for it.
 
-        limits: those of a single container, `main`; or say `containers`.
+        limits: those of a single container, `main`; alternatively, give `containers`.
         """
         return self._make_pod(name, limits, containers, init_containers, namespace)
 
@@ -306,17 +302,17 @@ class FakeKubelet(NodeState):
         check: bool = True,
         timeout: float = 10.0,
     ) -> FakePod:
-        """Make a pod past the scheduler and wait until it runs.
+        """Create a pod without the scheduler, and wait until it runs.
 
-        static: it comes from a manifest on the node. check: raise if it fails; otherwise it is returned with its
-        `phase`, `reason` and `message`.
+        static: whether it comes from a manifest on the node. check: whether to raise if it fails; otherwise the failed
+        pod is returned with its `phase`, `reason` and `message`.
 
         Raises:
-            PodFailedError: it has failed, or runs with fewer devices than it asks for; it asks for a resource that
-                nobody serves (a real kubelet's node predicates fail it), also without `check`.
+            PodFailedError: the pod has failed, or runs with fewer devices than it requests. It is also raised, even
+                without `check`, if the pod requests a resource that no plugin serves (a real kubelet's node predicates
+                would fail it).
             KubeletCrashError: its admission would have ended a real kubelet.
-            TimeoutError: neither happens in time.
-
+            TimeoutError: the pod neither runs nor fails in time.
         """
         specs = [*_containers(limits, containers), *container_specs(init_containers)]
         asked = [resource for spec in specs for resource in spec.limits]
@@ -344,18 +340,18 @@ class FakeKubelet(NodeState):
         """Return allocatedResourcesStatus of a container: health by device id, by resource."""
         return self._up().manager.health_of(pod.uid, pod.container(container).name)
 
-    # What can be seen.
+    # State that tests can observe.
 
     def allocatable(self, resource: str) -> int:
         """Return how many devices of a resource are healthy; 0 while the kubelet is down."""
         return self._capacity()[1].get(resource, 0)
 
     def capacity(self, resource: str) -> int:
-        """Return how many devices of a resource there are."""
+        """Return the number of devices of a resource."""
         return self._capacity()[0].get(resource, 0)
 
     def resources(self) -> set[str]:
-        """Return the resources that the kubelet reports, be it with 0 devices."""
+        """Return the resources that the kubelet reports, including those with 0 devices."""
         return set(self._capacity()[0])
 
     def devices(self, resource: str) -> dict[str, DeviceState]:
@@ -364,7 +360,7 @@ class FakeKubelet(NodeState):
             return {} if self._run is None else self._run.manager.devices(resource)
 
     def allocated(self, resource: str) -> set[str]:
-        """Return the ids that the kubelet holds for taken."""
+        """Return the ids that the kubelet counts as allocated."""
         return self._up().manager.allocated(resource)
 
     def updates(self, resource: str) -> list[Update]:
@@ -373,7 +369,7 @@ class FakeKubelet(NodeState):
             return list(self._updates.get(resource, ()))
 
     def streams(self, resource: str) -> int:
-        """Return how many ListAndWatch streams of a resource are open."""
+        """Return the number of open ListAndWatch streams of a resource."""
         with self.changed:
             return 0 if self._run is None else self._run.streams[resource]
 
@@ -389,17 +385,16 @@ class FakeKubelet(NodeState):
     def wait_until(
         self, predicate: Callable[[], object], timeout: float = 10.0, what: str | Callable[[], str] = "a condition"
     ) -> None:
-        """Wait until something is true: of this node, or of anything else, such as what a source's hook was given.
+        """Wait until a condition is true. It may concern this node or anything else, such as the arguments of a hook.
 
         predicate: a plain function without arguments, called whenever something changes here and every 20 ms without
-            that. It may block, and may call what needs the kubelet. It cannot be a coroutine function, since this
-            blocks: a test that is one says `await asyncio.to_thread(fake_kubelet.wait_until, predicate)`.
-        timeout: seconds. what: what is waited for, for the error; a function is called only then.
+        that. It may block, and may call the kubelet. It cannot be a coroutine function, because this method blocks. A
+        test that is a coroutine function uses `await asyncio.to_thread(fake_kubelet.wait_until, predicate)`. timeout:
+        seconds. what: the text for the error; a function is called only in case of an error.
 
         Raises:
-            TimeoutError: it does not become true in time.
+            TimeoutError: the condition does not become true in time.
             TypeError: the predicate is a coroutine function.
-
         """
         if not callable(predicate):
             raise TypeError(f"wait_until takes a function such as lambda: ..., not {predicate!r}")
@@ -431,7 +426,7 @@ class FakeKubelet(NodeState):
         want: int | Callable[[Mapping[str, DeviceState]], bool],
         timeout: float = 10.0,
     ) -> dict[str, DeviceState]:
-        """Wait until so many devices are healthy, or a predicate over the devices is true; return the devices."""
+        """Wait until this many devices are healthy, or a predicate over the devices is true; return the devices."""
 
         def enough() -> bool:
             devices = self.devices(resource)
@@ -441,7 +436,7 @@ class FakeKubelet(NodeState):
         return self.devices(resource)
 
     def wait_allocatable(self, resource: str, count: int, timeout: float = 10.0) -> None:
-        """Wait until so many devices are allocatable."""
+        """Wait until this many devices are allocatable."""
         self.wait_until(lambda: self.allocatable(resource) == count, timeout, f"{count} allocatable {resource}")
 
     def wait_rpc(self, method: str, resource: str | None = None, count: int = 1, timeout: float = 10.0) -> Rpc:
@@ -449,7 +444,7 @@ class FakeKubelet(NodeState):
         self.wait_until(lambda: len(self.rpcs(method, resource)) >= count, timeout, f"{count} calls of {method}")
         return self.rpcs(method, resource)[-1]
 
-    # Inside.
+    # Internal methods.
 
     def _up(self) -> Run:
         run = self._run
@@ -502,7 +497,7 @@ class FakeKubelet(NodeState):
         self.changed.notify_all()
 
     def schedule(self) -> None:
-        """Give pods to the kubelet that fit now; called whenever that may have changed."""
+        """Bind the pods that fit now. It is called whenever that may have changed."""
         with self.changed:
             run = self._run
             if run is None or not run.manager.sources_ready:
@@ -523,17 +518,17 @@ class FakeKubelet(NodeState):
                     self._bind(pod)
 
     def node_allocatable(self) -> Mapping[str, int]:
-        """Return what the Node says is allocatable; 0 of what has not registered again after a restart."""
+        """Return the Node's allocatable numbers; 0 for a resource that has not registered again after a restart."""
         return {} if self._run is None else self._run.manager.capacity()[1]
 
     def drop(self, pod: FakePod) -> None:
-        """Forget a pod that is to be deleted, if nothing of it runs; called by `FakePod.delete`."""
+        """Forget a pod that should be deleted, if none of its processes runs. `FakePod.delete` calls it."""
         with self.changed:
             if not pod.bound or (pod.terminal and self.hears_of_pods):
                 self.end_pod(pod, None)
 
     def remove_pod(self, pod: FakePod, lingering: Lingering) -> None:
-        """Take a pod from the kubelet's list, whatever of it runs; called by `FakePod`."""
+        """Remove a pod from the kubelet's list, even if its processes run. `FakePod` calls it."""
         with self.changed:
             over = not pod.bound or pod.terminal
             pod.deleting = pod.deleted = True
@@ -552,7 +547,7 @@ def _containers(limits: Mapping[str, int] | None, containers: Containers | None)
 
 
 def lacking(requests: Mapping[str, int], free: Mapping[str, int]) -> str:
-    """Return what there is too little of for a pod, such as "2 of example.com/fpga, 1 free"; "" if it fits."""
+    """Return the missing amount for a pod, such as "2 of example.com/fpga, 1 free"; "" if it fits."""
     few = [(name, number, free.get(name, 0)) for name, number in requests.items()]
     return "; ".join(f"{number} of {name}, {left} free" for name, number, left in few if left < number)
 

@@ -1,7 +1,7 @@
-"""The kubelet's topology manager as far as devices have a say in it: hints and their merge.
+"""The kubelet's topology manager for devices: hints and their merge.
 
-Pure functions over sets of NUMA nodes. Scope `container`, no other hint providers than devices.
-Source of the facts: kubelet 1.36.3, pkg/kubelet/cm/topologymanager and devicemanager/topology_hints.go.
+Pure functions over sets of NUMA nodes. The scope is `container`, and only devices provide hints. Source of the facts:
+kubelet 1.36.3, pkg/kubelet/cm/topologymanager and devicemanager/topology_hints.go.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ TopologyPolicy = Literal["none", "best-effort", "restricted", "single-numa-node"
 
 @dataclass(frozen=True, slots=True)
 class Hint:
-    """A set of NUMA nodes that would do; None stands for any."""
+    """A set of NUMA nodes that satisfies a request; None stands for any nodes."""
 
     nodes: frozenset[int] | None
     preferred: bool
 
     @property
     def width(self) -> int:
-        """The number of NUMA nodes."""
+        """The number of NUMA nodes in the set."""
         return len(self.nodes or ())
 
 
@@ -37,7 +37,7 @@ def device_hints(
     request: int,
     numa_nodes: Sequence[int],
 ) -> list[Hint] | None:
-    """Return the hints of one resource, None if its devices say nothing of NUMA nodes.
+    """Return the hints of one resource, None if its devices have no NUMA nodes.
 
     devices: all devices of the resource with their NUMA nodes. The time is exponential in the
     number of NUMA nodes that have such devices, here as in the kubelet (kubernetes#135541).
@@ -66,7 +66,10 @@ def device_hints(
 def merge(
     policy: TopologyPolicy, hints: Iterable[Sequence[Hint] | None], numa_nodes: Sequence[int]
 ) -> tuple[frozenset[int] | None, bool]:
-    """Merge the hints of all resources of a container: the NUMA nodes to use, and whether it may run."""
+    """Merge the hints of all resources of a container.
+
+    Returns the NUMA nodes to use, and whether the container may run.
+    """
     if policy == "none":
         return None, True
     offered: list[Sequence[Hint]] = []
@@ -105,7 +108,8 @@ def _better(current: Hint, candidate: Hint, target: int) -> Hint:
     if current.preferred != candidate.preferred:
         return current if current.preferred else candidate
     if not current.preferred:
-        # Neither is what its resource wants: come as near as possible to the width of the neediest one.
+        # Neither hint has the width that its resource needs. Choose the width nearest to that of the resource that
+        # needs most.
         if current.width == target and candidate.width != target:
             return current
         if current.width < target and candidate.width != current.width:

@@ -1,7 +1,6 @@
 """The pytest plugin: fixtures `fake_kubelet` and `served`.
 
-Every pytest run on a machine where the package is installed imports this module, so it imports
-nothing heavy itself.
+If the package is installed, every pytest run imports this module. So it imports no large modules itself.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ __all__ = ["Served", "fake_kubelet", "serve", "served"]
 
 @pytest.fixture
 def fake_kubelet() -> Iterator[FakeKubelet]:
-    """Give a running fake kubelet; at the end the test fails if a real one would have crashed."""
+    """Provide a running fake kubelet. At the end, the test fails if a real kubelet would have crashed."""
     from deviceplugin.testing.kubelet import FakeKubelet
 
     with FakeKubelet() as kubelet:
@@ -34,10 +33,10 @@ def fake_kubelet() -> Iterator[FakeKubelet]:
 
 @pytest.fixture
 def served(fake_kubelet: FakeKubelet) -> Iterator[Callable[..., Served]]:
-    """Give a function that runs an agent with its sources until the test ends.
+    """Provide a function that runs an agent with its sources until the test ends.
 
     served(*sources, timeout=10.0, period=5.0, **options) returns a `Served` once all sources are registered; `serve`
-    describes its arguments and errors. `period`, in seconds, is what a test of `released` makes small.
+    describes its arguments and errors. A test of `released` uses a small `period` (in seconds).
     """
     with contextlib.ExitStack() as stack:
 

@@ -1,4 +1,4 @@
-"""Pods of the fake kubelet, as a test sees them."""
+"""Pods of the fake kubelet, in the form in which tests use them."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ __all__ = ["ContainerMount", "ContainerNode", "FakeContainer", "FakePod", "Linge
 PodPhase = Literal["Pending", "Running", "Succeeded", "Failed"]
 ContainerState = Literal["waiting", "running", "terminated"]
 Lingering = Literal["", "grace", "hang"]
-"""Why containers of a removed pod live on: their grace period, or a runtime that hangs."""
+"""Why containers of a removed pod still run: their grace period, or a runtime that hangs."""
 Containers = Mapping[str, Mapping[str, int]] | Sequence[ContainerSpec]
-"""Limits by container name, or the containers in full."""
+"""Limits by container name, or complete containers."""
 
 
 class PodFailedError(Exception):
-    """Raised when a pod that was to run has failed."""
+    """Raised when a pod has failed instead of running."""
 
 
 class ContainerNode(NamedTuple):
-    """A device node as a container got it."""
+    """A device node that a container got."""
 
     host: str
     container: str
@@ -33,7 +33,7 @@ class ContainerNode(NamedTuple):
 
 
 class ContainerMount(NamedTuple):
-    """A mount as a container got it."""
+    """A mount that a container got."""
 
     host: str
     container: str
@@ -41,11 +41,11 @@ class ContainerMount(NamedTuple):
 
 
 class FakeContainer:
-    """A container: what it got at its last start, and when it started.
+    """A container: the options of its last start, and the times of its starts.
 
-    state: "waiting" before its first start, "terminated" after its end. message: why it does not
-    start. starts: the times of its starts, by the monotonic clock. id: the runtime's, another one
-    after each start; "" before the first. log_links: the kubelet's links to the logs of its last starts.
+    state: "waiting" before its first start, "terminated" after its end. message: why it does not start. starts: times
+    by the monotonic clock. id: the runtime's id, a new one at each start; "" before the first. log_links: the kubelet's
+    links to the logs of its last starts.
     """
 
     def __init__(self, spec: ContainerSpec, *, init: bool) -> None:
@@ -69,17 +69,17 @@ class FakeContainer:
 
     @property
     def name(self) -> str:
-        """Its name in the pod."""
+        """The container's name in the pod."""
         return self.spec.name
 
     @property
     def restarts(self) -> int:
-        """How often it was started again."""
+        """The number of its restarts."""
         return max(0, len(self.starts) - 1)
 
     @property
     def device_ids(self) -> tuple[str, ...]:
-        """The ids of all its devices, of whatever resource."""
+        """The ids of all its devices, of all resources."""
         return tuple(device for ids in self.devices.values() for device in ids)
 
     @property
@@ -88,7 +88,7 @@ class FakeContainer:
         return not self.init or self.spec.restartable
 
     def started(self, options: ContainerOptions, devices: Mapping[str, Iterable[str]]) -> None:
-        """Take note of a start; for the kubelet."""
+        """Record a start. The kubelet calls it."""
         self.devices = {resource: tuple(sorted(ids)) for resource, ids in devices.items()}
         self.env = dict(options.env)
         self.nodes = tuple(ContainerNode(host, path, rights) for path, (host, rights) in options.nodes.items())
@@ -101,7 +101,7 @@ class FakeContainer:
 
 
 class Node(Protocol):
-    """What a pod needs of the kubelet that it is on."""
+    """The interface between a pod and the kubelet of its node."""
 
     changed: threading.Condition
 
@@ -110,26 +110,25 @@ class Node(Protocol):
         """Whether the kubelet runs and the API server reaches it."""
 
     def drop(self, pod: FakePod) -> None:
-        """Forget a pod that is to be deleted, if nothing of it runs."""
+        """Forget a pod that should be deleted, if none of its processes runs."""
 
     def remove_pod(self, pod: FakePod, lingering: Lingering) -> None:
-        """Take a pod from the kubelet's list, whatever of it runs."""
+        """Remove a pod from the kubelet's list, even if its processes run."""
 
     def end_container(self, pod: FakePod, container: FakeContainer) -> None:
         """End a container's process."""
 
     def withheld(self, resources: Collection[str]) -> str:
-        """Return which devices of these resources are withheld and why, for a message; "" for none."""
+        """Return which devices of these resources are withheld and why, for messages; "" for none."""
 
 
 class FakePod:
     """A pod on the fake node.
 
-    phase, reason and message are those of a pod's status. bound: the scheduler gave it to this
-    node. waits_for: what there is too little of for a pod that is not bound. A pod stays in the
-    kubelet's `pods` until it is deleted. sandbox: the id of its sandbox while that runs, otherwise
-    "". static: it comes from a manifest on the node. lingering: why its containers live on although
-    it is deleted. gone: nothing of it is left on the node.
+    phase, reason and message are those of a pod's status. bound: whether the scheduler bound it to this node.
+    waits_for: the missing amount for a pod that is not bound. A pod stays in the kubelet's `pods` until it is deleted.
+    sandbox: the id of its sandbox while that runs, otherwise "". static: whether it comes from a manifest on the node.
+    lingering: why its containers still run although it is deleted. gone: whether nothing of it is left on the node.
     """
 
     def __init__(
@@ -177,17 +176,20 @@ class FakePod:
 
     @property
     def terminal(self) -> bool:
-        """Whether it is over."""
+        """Whether the pod has ended."""
         return self.deleted or self.phase in ("Succeeded", "Failed")
 
     @property
     def running(self) -> bool:
-        """Whether it runs, and every container of it."""
+        """Whether the pod and all its containers run."""
         return self.phase == "Running" and all(c.state == "running" for c in self.containers.values())
 
     @property
     def requests(self) -> dict[str, int]:
-        """What the scheduler counts for it, by resource: init containers share with what comes after them."""
+        """The pod's requests as the scheduler counts them, by resource.
+
+        Later containers reuse the devices of init containers.
+        """
         lasting: dict[str, int] = {}
         peak: dict[str, int] = {}
         for container in self.all_containers.values():
@@ -228,13 +230,12 @@ class FakePod:
         return self.container().mounts
 
     def wait_running(self, timeout: float = 10.0) -> FakePod:
-        """Wait until every container of it runs.
+        """Wait until all its containers run.
 
         Raises:
-            PodFailedError: it failed, or ended, first.
-            KubeletCrashError: its admission would have ended the kubelet.
-            TimeoutError: it does not run in time.
-
+            PodFailedError: the pod failed or ended first.
+            KubeletCrashError: the pod's admission would have crashed the kubelet.
+            TimeoutError: the pod does not run in time.
         """
         self._wait(lambda: self.running or self.terminal, timeout, "to run")
         self.raise_crash()
@@ -243,12 +244,12 @@ class FakePod:
         return self
 
     def wait_phase(self, phase: PodPhase, timeout: float = 10.0) -> FakePod:
-        """Wait until it is in this phase."""
+        """Wait until the pod is in this phase."""
         self._wait(lambda: self.phase == phase, timeout, f"to be {phase}")
         return self
 
     def delete(self, timeout: float = 10.0) -> None:
-        """End it and take it from the node; while the kubelet is down, ask for that only."""
+        """End the pod and remove it from the node. While the kubelet is down, only record the request."""
         with self._changed:
             self.deleting = True
             self._node.drop(self)
@@ -256,11 +257,11 @@ class FakePod:
         self._wait(lambda: self.gone or not self._node.hears_of_pods, timeout, "to be gone")
 
     def force_delete(self, *, hang: bool = False, timeout: float = 10.0) -> None:
-        """Delete it with a grace period of 0, as `kubectl delete --force` does.
+        """Delete the pod with a grace period of 0, as `kubectl delete --force` does.
 
-        For the kubelet it is gone at once (Kubelet.HandlePodRemoves, kubelet 1.36.3): it leaves List, and
-        UpdateAllocatedDevices frees its devices, whatever still runs (kubernetes#104824). The kubelet
-        kills its containers. hang: the runtime does not do it until `end_containers`.
+        For the kubelet the pod is gone at once (Kubelet.HandlePodRemoves, kubelet 1.36.3): it leaves List, and
+        UpdateAllocatedDevices frees its devices, even if its processes still run (kubernetes#104824). The kubelet kills
+        its containers. hang: whether the runtime delays this until `end_containers`.
         """
         self._node.remove_pod(self, "hang" if hang else "")
         if not hang:
@@ -269,22 +270,22 @@ class FakePod:
     def remove_manifest(self) -> None:
         """Remove a static pod's manifest.
 
-        For the kubelet it is gone at once, as after `force_delete`; its containers run on for their
-        grace period, which `end_containers` ends.
+        For the kubelet the pod is gone at once, as after `force_delete`. Its containers run for their grace period,
+        which `end_containers` ends.
         """
         if not self.static:
             raise ValueError(f"{self!r} has no manifest")
         self._node.remove_pod(self, "grace")
 
     def end_containers(self, timeout: float = 10.0) -> None:
-        """End the containers that live on after `force_delete` or `remove_manifest`."""
+        """End the containers that still run after `force_delete` or `remove_manifest`."""
         with self._changed:
             self.lingering = ""
             self._changed.notify_all()
         self._wait(lambda: self.gone or not self._node.hears_of_pods, timeout, "to be gone")
 
     def end_init_container(self, name: str, timeout: float = 10.0) -> None:
-        """End a lasting init container and wait until what comes after it runs."""
+        """End a lasting init container and wait until the next containers run."""
         container = self.init_containers[name]
         with self._changed:
             self._node.end_container(self, container)
@@ -292,10 +293,10 @@ class FakePod:
         self._wait(lambda: self.running or self.terminal or not self._node.hears_of_pods, timeout, "to run")
 
     def complete(self, phase: Literal["Succeeded", "Failed"] = "Succeeded", timeout: float = 10.0) -> None:
-        """Let its containers end by themselves; its devices are free, the pod stays to be looked at.
+        """Let its containers end by themselves. Its devices become free; the pod object stays.
 
-        While the kubelet is down only its sandbox stays. A kubelet that starts admits it again, and fails
-        it if it has devices of a plugin that has not registered yet (ManagerImpl.devicesToAllocate, 1.36.3).
+        While the kubelet is down, the pod's sandbox stays. A kubelet that starts admits the pod again, and fails it if
+        its devices belong to a plugin that has not registered yet (ManagerImpl.devicesToAllocate, 1.36.3).
         """
         with self._changed:
             self.completing = phase
@@ -306,7 +307,7 @@ class FakePod:
         self._wait(lambda: self.terminal or not self._node.hears_of_pods, timeout, "to end")
 
     def restart_container(self, name: str | None = None, timeout: float = 10.0) -> None:
-        """Let a container end and wait until it runs again: PreStartContainer once more, no Allocate."""
+        """End a container and wait until it runs again. This calls PreStartContainer, but not Allocate."""
         container = self.container(name)
         with self._changed:
             before = len(container.starts)
@@ -318,7 +319,7 @@ class FakePod:
             raise PodFailedError(f"{self!r} ended before {container.name} ran again")
 
     def crash_container(self, name: str | None = None) -> None:
-        """Let a container end and stay down, as in a crash loop, until `restart_container`."""
+        """End a container, and keep it from starting, as in a crash loop, until `restart_container`."""
         with self._changed:
             container = self.container(name)
             container.held_down = True
@@ -326,7 +327,7 @@ class FakePod:
             self._changed.notify_all()
 
     def raise_crash(self) -> None:
-        """Raise the crash that its admission was to a real kubelet, if it was one."""
+        """Raise KubeletCrashError if the pod's admission would have crashed a real kubelet."""
         if self.crash is not None:
             raise self.crash
 
@@ -337,7 +338,7 @@ class FakePod:
 
 
 def container_specs(containers: Containers | None) -> list[ContainerSpec]:
-    """Return containers in full."""
+    """Return the complete containers."""
     if isinstance(containers, Mapping):
         return [ContainerSpec(name, limits) for name, limits in containers.items()]
     return list(containers or ())

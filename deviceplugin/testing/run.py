@@ -1,7 +1,7 @@
 """One run of the fake kubelet: its servers, its connections to plugins, and the life of its pods.
 
-A run knows the node (`NodeState`), which outlives it; what happens after a run's end touches
-nothing. Source of the facts: kubelet 1.36.3, devicemanager/plugin/v1beta1 and apis/podresources.
+A run uses the node (`NodeState`), which outlives it. Events after the end of a run change nothing. Source of the facts:
+kubelet 1.36.3, devicemanager/plugin/v1beta1 and apis/podresources.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ if TYPE_CHECKING:
 __all__ = ["Run", "is_extended_resource_name"]
 
 RECEIVE_LIMIT: Final = 4 * 1024 * 1024
-"""Bytes of one ListAndWatch message that the kubelet takes; grpc-go's default."""
+"""Maximum bytes of one ListAndWatch message in the kubelet (grpc-go's default)."""
 
 _GRACE: Final = 0.5
-"""Seconds for calls in flight when a server ends. With None its clients print that GOAWAY came with an error."""
+"""Seconds for running calls when a server ends. With None, clients would print an error about GOAWAY."""
 _CHANNEL_OPTIONS: Final = (
     ("grpc.default_authority", "localhost"),
     ("grpc.max_receive_message_length", RECEIVE_LIMIT),
     ("grpc.max_send_message_length", -1),
-    # A connection of its own for every registration, as in the kubelet.
+    # Each registration has its own connection, as in the kubelet.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
 )
@@ -61,7 +61,7 @@ _SUBDOMAIN: Final = re.compile(rf"{_LABEL}(\.{_LABEL})*")
 
 
 def is_extended_resource_name(name: str) -> bool:
-    """Whether the kubelet lets a plugin register under this name."""
+    """Return whether the kubelet lets a plugin register under this name."""
     if "/" not in name or "kubernetes.io/" in name or name.startswith("requests."):
         return False
     prefix, _, rest = f"requests.{name}".partition("/")
@@ -74,7 +74,7 @@ def is_extended_resource_name(name: str) -> bool:
 
 
 class Run:
-    """One run of the kubelet, from its start to its end; what happens after its end touches nothing."""
+    """One run of the kubelet, from its start to its end. Events after its end change nothing."""
 
     def __init__(self, kubelet: NodeState) -> None:
         self.kubelet = kubelet
@@ -103,8 +103,8 @@ class Run:
         )
 
     def start(self, *, wipe: bool) -> None:
-        """Begin: restore, clean up, serve, and admit again the pods that are there."""
-        with contextlib.suppress(ValueError, OSError):  # a damaged checkpoint is left out, as in the kubelet
+        """Begin: read the checkpoint, clean up, serve, and admit the existing pods again."""
+        with contextlib.suppress(ValueError, OSError):  # A damaged checkpoint is ignored, as in the kubelet.
             self.manager.read_checkpoint()
         pods = self._assigned_pods()
         self.manager.running_containers = frozenset(
@@ -139,17 +139,17 @@ class Run:
             thread.join(10)
 
     def thread(self, target: Callable[[], None], name: str) -> None:
-        """Run something until this run ends."""
+        """Run a function in a thread until this run ends."""
         thread = threading.Thread(target=target, name=name, daemon=True)
         with self.changed:
             self._threads = [t for t in self._threads if t.is_alive() or t.ident is None]
             self._threads.append(thread)
-            thread.start()  # here: `stop` joins what is in the list
+            thread.start()  # It starts here, because `stop` joins the threads in the list.
 
     # Serving.
 
     def serve_registration(self) -> None:
-        """Serve Registration on a new socket, in place of the one before."""
+        """Serve Registration on a new socket, which replaces the former one."""
         old = self._registration_server
         self._registration_server = self._serve(
             lambda server: pb_grpc.add_RegistrationServicer_to_server(_Registration(self), server), self.kubelet.socket
@@ -172,7 +172,7 @@ class Run:
     # Plugins.
 
     def register(self, request: pb.RegisterRequest, context: grpc.ServicerContext) -> pb.DevicePluginOptions:
-        """Do what Register does; return the plugin's options or raise PluginCallError."""
+        """Handle a Register call; return the plugin's options or raise PluginCallError."""
         if self.kubelet.register_delay:
             self.over.wait(self.kubelet.register_delay)
         if (refusal := self.kubelet.take_rejection()) is not None:
@@ -190,7 +190,8 @@ class Run:
         try:
             options = client.connect(context)
         except PluginCallError:
-            # Whoever was connected before is not put back: its end will go unnoticed. So since 1.37 of the same socket.
+            # The former client is not restored, so its end stays unnoticed. Since 1.37 this holds only for the same
+            # socket.
             with self.changed:
                 self._deregister(client)
             raise
@@ -206,7 +207,7 @@ class Run:
             self.streams[resource] -= 1
             if self.over.is_set():
                 return
-            # Before 1.37 whoever is registered now is disconnected, not the one whose stream has ended.
+            # Before 1.37, the client that is registered now is disconnected, instead of the one whose stream has ended.
             current = next(iter(self._deregister(client)), None)
         if current is not None:
             current.disconnect()
@@ -214,7 +215,7 @@ class Run:
         self.kubelet.notify()
 
     def _deregister(self, client: _Client) -> list[_Client]:
-        """Forget the clients of a client's resource, since 1.37 only those of its socket; return them."""
+        """Forget all clients of a client's resource, since 1.37 only those of its socket; return them."""
         clients = self.clients.pop(client.resource, [])
         kept = [other for other in clients if other.path != client.path] if self.kubelet.minor >= 37 else []
         if kept:
@@ -222,7 +223,7 @@ class Run:
         return [other for other in clients if other not in kept]
 
     def drop_streams(self, resource: str | None) -> None:
-        """End streams from this side."""
+        """End streams from the kubelet's side."""
         with self.changed:
             clients = [c for c in self._all_clients if resource is None or c.resource == resource]
         for client in clients:
@@ -231,9 +232,9 @@ class Run:
     # Pods.
 
     def active_pods(self) -> list[FakePod]:
-        """Return the pods that this run knows and that are not over (Kubelet.GetActivePods, kubelet 1.36.3).
+        """Return the pods that this run knows and that have not ended (Kubelet.GetActivePods, kubelet 1.36.3).
 
-        After a start it learns of them one by one. Removed pods are not there, whatever of them runs.
+        After a start, the kubelet gets its pods one by one. Removed pods are left out, even if their processes run.
         """
         with self.changed:
             return [pod for pod in self.kubelet.assigned_pods() if pod.uid in self._known]
@@ -279,9 +280,9 @@ class Run:
                 self._admit(pod)
 
     def _end_orphan(self, pod: FakePod) -> None:
-        """Kill what is left of a pod that this run never knew (Kubelet.SyncTerminatingRuntimePod, kubelet 1.36.3).
+        """Kill the rest of a pod that this run never knew (Kubelet.SyncTerminatingRuntimePod, kubelet 1.36.3).
 
-        It has 1 s, whatever its grace period was, and its claims are not unprepared.
+        The pod has 1 s, with any grace period, and its claims are not unprepared.
         """
         with self.changed:
             self.changed.wait_for(lambda: self.over.is_set() or pod.lingering != "hang")
@@ -314,9 +315,9 @@ class Run:
     def _check_fits(self, pod: FakePod) -> None:
         """Count pods that DRA serves by limits beside this one (removeMissingExtendedResources, kubelet 1.36.3).
 
-        What DRA serves is left out of the pod that is admitted, not of those that were before it
-        (lifecycle/predicate.go; kubernetes#124586). Where there is none the pods fit, or the device manager has refused
-        already. Raises AdmissionError.
+        Limits that DRA serves are ignored for the pod under admission, but not for the pods before it
+        (lifecycle/predicate.go; kubernetes#124586). Without such pods, the pods fit, or the device manager has already
+        refused one. Raises AdmissionError.
         """
         with self.changed:
             others = [each for each in self.kubelet.pods.values() if each.uid in self._known and not each.terminal]
@@ -332,7 +333,7 @@ class Run:
                 raise AdmissionError(f"Node didn't have enough resource: {resource}, {text}", f"OutOf{resource}")
 
     def _keep(self, pod: FakePod) -> None:
-        """Start the containers of a pod, again where they ended, until the pod is over.
+        """Start the containers of a pod, and start ended ones again, until the pod has ended.
 
         The order is that of kubelet 1.36.3. SyncPod: cgroup, directory, claims, sandbox, containers.
         SyncTerminatingPod: containers, claims. SyncTerminatedPod: cgroup.
@@ -378,7 +379,7 @@ class Run:
         return bool((pod.deleting or pod.completing) and not pod.lingering)
 
     def _next(self, pod: FakePod) -> FakeContainer | None:
-        """Return the container that is to be started now."""
+        """Return the container to start next."""
         if pod.deleting or not self.kubelet.network_ready:
             return None
         for container in pod.init_containers.values():
@@ -436,9 +437,9 @@ class _Client:
         self._dialled = False
 
     def connect(self, context: grpc.ServicerContext) -> pb.DevicePluginOptions:
-        """Dial, ask for the options and become the endpoint of the resource.
+        """Connect to the plugin, read its options, and become the endpoint of the resource.
 
-        The dial has its own deadline; the options have only the caller's, as in the kubelet.
+        The connection has its own deadline; the call for the options has only the caller's, as in the kubelet.
         """
         woken = threading.Event()
         try:
@@ -447,7 +448,7 @@ class _Client:
                     pb.Empty(), timeout=context.time_remaining(), wait_for_ready=True
                 )
                 call.add_done_callback(lambda _: woken.set())
-                if not context.add_callback(woken.set):  # the caller has gone already
+                if not context.add_callback(woken.set):  # The caller has already ended the call.
                     woken.set()
                 if not woken.wait(self._run.kubelet.dial_timeout) and _accepts(self.path):
                     woken.wait()
@@ -477,7 +478,7 @@ class _Client:
             raise PluginCallError(f"{method} of {self.resource}: {describe(error)}") from error
 
     def watch(self) -> None:
-        """Take lists from the plugin until its stream ends."""
+        """Read lists from the plugin until its stream ends."""
         with contextlib.suppress(grpc.RpcError, ValueError):
             request = pb.Empty()
             with self._run.kubelet.recorded("ListAndWatch", self.resource, request):
@@ -494,12 +495,12 @@ class _Client:
                     )
 
     def cancel(self) -> None:
-        """End the stream from this side."""
+        """End the stream from the kubelet's side."""
         if self._stream is not None:
             self._stream.cancel()
 
     def disconnect(self) -> None:
-        """Close the connection, unless it is only being made: then it comes up and nobody knows of it."""
+        """Close the connection. A connection that is still being made stays, without a record of it."""
         if self._dialled:
             self.close()
 
@@ -623,7 +624,10 @@ class _PodResources(pr_grpc.PodResourcesListerServicer):
 
 
 def _container_devices(resource: str, device: str, nodes: Sequence[int] | None) -> list[pr.ContainerDevices]:
-    """One entry a NUMA node, one entry without a topology; none for a topology without nodes (as in the kubelet)."""
+    """Return one entry for each NUMA node, one entry without a topology, and none for a topology without nodes.
+
+    This is the kubelet's behaviour.
+    """
     if nodes is None:
         return [pr.ContainerDevices(resource_name=resource, device_ids=[device])]
     return [

@@ -1,4 +1,4 @@
-"""An agent in a thread of its own, for tests and demonstrations; needs no pytest."""
+"""Runs an agent in a separate thread, for tests and demonstrations. It does not need pytest."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _S = TypeVar("_S", bound="Served")
 
 
 class Served:
-    """An agent that runs in a thread of its own, with its own loop.
+    """An agent that runs in its own thread and event loop.
 
-    agent: the agent; its loop is not the caller's. error: what ended it, if something did.
+    agent: the agent; its loop is not the caller's. error: the exception that ended it, if there is one.
     """
 
     def __init__(self, sources: Sequence[DeviceSource], kubelet: FakeKubelet, **options: Any) -> None:
@@ -47,7 +47,7 @@ class Served:
     def agent(self) -> Agent:
         """The agent."""
         if self._agent is None:
-            raise RuntimeError(f"the agent could not be made: {self.error!r}") from self.error
+            raise RuntimeError(f"the agent could not be created: {self.error!r}") from self.error
         return self._agent
 
     @property
@@ -61,8 +61,7 @@ class Served:
         Raises:
             RuntimeError: a source's `watch` failed before its first list, or the agent ended; the error is the cause.
             BlockedLoopError: a coroutine of a source blocks the agent.
-            TimeoutError: it does not happen in time.
-
+            TimeoutError: this does not happen in time.
         """
         waiting = [source.resource for source in self._sources if source.resource]
 
@@ -83,16 +82,15 @@ class Served:
             raise BlockedLoopError(f"{blocked} blocks the whole agent: {REMEDY}")
         if (failure := self._failure()) is not None:
             name, cause = failure
-            why = f"{type(cause).__name__}: {cause}"  # its repr leaves out the path of a missing file
+            why = f"{type(cause).__name__}: {cause}"  # The repr leaves out the path of a missing file.
             raise RuntimeError(f"{name}: watch failed before its first list: {why}") from cause
 
     def stop(self, timeout: float = 10.0) -> None:
         """End the agent.
 
         Raises:
-            TimeoutError: it does not end in time.
-            BaseException: what the agent ended with.
-
+            TimeoutError: the agent does not end in time.
+            BaseException: the exception that ended the agent.
         """
         if self._agent is not None:
             self._agent.stop()
@@ -111,7 +109,7 @@ class Served:
             raise RuntimeError(f"the agent has ended: {self.error!r}") from self.error
 
     def _failure(self) -> tuple[str, Exception] | None:
-        """Return a resource whose source failed before it listed any devices, and what it raised."""
+        """Return a resource whose source failed before its first list, and the exception."""
         for name, service in list(self._agent.services.items() if self._agent is not None else ()):
             if service.follower.failure is not None and not service.inventory.snapshot.listed:
                 return name, service.follower.failure
@@ -122,7 +120,7 @@ class Served:
 
         try:
             asyncio.run(self._run())
-        except BaseException as error:  # handed to whoever stops it
+        except BaseException as error:  # The caller of `stop` gets the exception.
             self.error = error
         finally:
             self._over.set()
@@ -142,7 +140,7 @@ class Served:
             self._watch.end()
 
     def _program(self) -> Program:
-        """Return what runs in the thread, in its loop."""
+        """Return the program that runs in the thread's loop."""
         from deviceplugin.node.agent import Agent
         from deviceplugin.node.process import Program
 
@@ -160,10 +158,9 @@ def serve(
 ) -> Iterator[Served]:
     """Run an agent with these sources against a fake kubelet while the context lasts.
 
-    timeout: seconds to wait until all of them are registered; None does not wait.
-    period: seconds between two looks at who holds the devices. `released` is called, and a device that is gone is
-        forgotten, by the first or second one after a pod has ended: 0.1 lets a test of that be quick.
-    options: further arguments of `Agent`.
+    timeout: seconds to wait until all of them are registered; None does not wait. period: seconds between two scans for
+    the holders of devices. The first or second scan after a pod's end calls `released` and forgets gone devices, so 0.1
+    makes such a test quick. options: further arguments of `Agent`.
 
     Raises what `Served.wait_registered` raises; TypeError or NamingError if a source cannot be served at all.
     """
@@ -174,7 +171,7 @@ def serve(
 
 @contextlib.contextmanager
 def running_while(running: _S, timeout: float | None) -> Iterator[_S]:
-    """Have an agent run while the context lasts, and wait for its registration for so many seconds, None for not."""
+    """Run an agent while the context lasts. First wait `timeout` seconds for its registration; None does not wait."""
     try:
         if timeout is not None:
             running.wait_registered(timeout)

@@ -1,4 +1,4 @@
-"""The state of the fake node: what a run of its kubelet finds, asks and changes, and what outlives it."""
+"""The state of the fake node. Runs of its kubelet read and change it, and it outlives them."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ _SUN_PATH: Final = 107
 class Registration:
     """One call of Register, times by the monotonic clock.
 
-    options: what the plugin answered to GetDevicePluginOptions, which is what counts; the
-    options in the request are only kept in `request`. error: why it was refused, if it was.
+    options: the plugin's answer to GetDevicePluginOptions. The kubelet ignores the options in `request`. error: why the
+    call was refused, if it was.
     """
 
     at: float
@@ -47,7 +47,7 @@ class Registration:
 
 
 class Update(NamedTuple):
-    """One ListAndWatch message: when it came, how many devices it had, how many of them healthy, bytes."""
+    """One ListAndWatch message: its time, the number of devices and of healthy devices, its bytes."""
 
     at: float
     total: int
@@ -57,7 +57,7 @@ class Update(NamedTuple):
 
 @dataclass(slots=True)
 class Rpc:
-    """One call, by the kubelet or to it; `done` is None while it is under way. Times are monotonic."""
+    """One call, by the kubelet or to it. `done` is None until it ends. Times are monotonic."""
 
     at: float
     method: str
@@ -69,19 +69,19 @@ class Rpc:
 
     @property
     def seconds(self) -> float:
-        """How long it took; infinite while it is under way."""
+        """The duration of the call; infinite until it ends."""
         return float("inf") if self.done is None else self.done - self.at
 
 
 def describe(error: Exception) -> str:
-    """Return an error in words, a gRPC status with its code."""
+    """Describe an error; a gRPC status with its code."""
     if isinstance(error, grpc.Call):
         return f"{error.code().name}: {error.details()}"
     return str(error) or type(error).__name__
 
 
 class NodeState:
-    """A node without its kubelet: its files, its pods and their processes, and what was called."""
+    """A node without its kubelet: its files, its pods and their processes, and the recorded calls."""
 
     def __init__(
         self,
@@ -116,28 +116,28 @@ class NodeState:
         self.register_delay = 0.0
         """Seconds that Register waits before it does anything."""
         self.pod_resources_refused = 0.0
-        """The share of the calls of PodResources that is refused with RESOURCE_EXHAUSTED.
+        """The fraction of PodResources calls that is refused with RESOURCE_EXHAUSTED.
 
-        The limit is the server's, one for all its clients (LimiterUnaryServerInterceptor, kubelet 1.36.3).
+        The limit is the server's and common to all clients (LimiterUnaryServerInterceptor, kubelet 1.36.3).
         """
         self.changed = threading.Condition()
-        """Notified whenever anything changes that can be observed here."""
+        """Notified whenever anything observable here changes."""
         self.pods: dict[str, FakePod] = {}
-        """All pods that were not deleted, by namespace/name."""
+        """All pods that are not deleted, by namespace/name."""
         self.orphans: dict[str, FakePod] = {}
-        """Pods that were removed while something of them was on the node, by uid, until it is gone."""
+        """Removed pods with processes or files on the node, by uid, until nothing of them is left."""
         self.sources_held = False
         self.network_ready = True
         self.registrations: list[Registration] = []
         """The calls of Register that succeeded."""
         self.rejections: list[Registration] = []
-        """The calls of Register that did not."""
+        """The calls of Register that failed."""
         self.rpc_log: list[Rpc] = []
-        """Every call to a plugin or to PodResources, in the order of their beginnings."""
+        """All calls to plugins or to PodResources, in the order of their beginnings."""
         self.crashes: list[str] = []
-        """Where a real kubelet would have crashed. A test that expects one clears it."""
+        """The places where a real kubelet would have crashed. A test that expects a crash clears the list."""
         self.statuses: list[Callable[[], Sequence[ResourceStatus]]] = []
-        """Of the agents of `serve`: they know why a device is withheld; a kubelet is not told."""
+        """From the agents of `serve`. They know why a device is withheld, and do not report it to a kubelet."""
         self._updates: dict[str, list[Update]] = {}
         self._rejecting: list[str] = []
         self._rejecting_pods: list[str] = []
@@ -148,17 +148,17 @@ class NodeState:
 
     @property
     def device_plugin_dir(self) -> Path:
-        """Where plugins put their sockets."""
+        """The directory of plugins' sockets."""
         return self.root / "device-plugins"
 
     @property
     def socket(self) -> Path:
-        """Where plugins register."""
+        """The socket at which plugins register."""
         return self.device_plugin_dir / "kubelet.sock"
 
     @property
     def pod_resources_socket(self) -> Path:
-        """Where PodResources is served."""
+        """The socket of PodResources."""
         return self.root / "pod-resources" / "kubelet.sock"
 
     @property
@@ -167,17 +167,17 @@ class NodeState:
         return self.cgroups.root
 
     def pod_directory(self, pod: FakePod) -> Path:
-        """Return where a pod's volumes are; it is there from the pod's first sync until it was cleaned up."""
+        """Return the directory of a pod's volumes. It exists from the pod's first sync until its cleanup."""
         return self.root / "pods" / pod.uid
 
     @property
     def pod_logs(self) -> Path:
-        """Where pods have log directories, named namespace_name_uid."""
+        """The directory of pods' log directories, which are named namespace_name_uid."""
         return self.root / "pod-logs"
 
     @property
     def container_logs(self) -> Path:
-        """Where containers that have started have links to their logs."""
+        """The directory of links to the logs of started containers."""
         return self.root / "container-logs"
 
     @property
@@ -186,42 +186,42 @@ class NodeState:
         return self.device_plugin_dir / CHECKPOINT
 
     def prepare_pod(self, pod: FakePod) -> None:
-        """Do what comes before a pod's first container; here nothing. Raise PluginCallError to be called again."""
+        """Prepare a pod before its first container starts; here nothing. Raises PluginCallError to be called again."""
 
     def unprepare_pod(self, pod: FakePod) -> None:
-        """Do what comes after a pod's last container; here nothing."""
+        """Clean up after a pod's last container; here nothing."""
 
     def cdi_devices(self, pod: FakePod, container: FakeContainer) -> Sequence[str]:
-        """Return CDI devices that a container gets from elsewhere than device plugins; here none."""
+        """Return CDI devices that a container gets from other sources than device plugins; here none."""
         return ()
 
     def dynamic_resources(self, pod: FakePod, container: FakeContainer) -> Sequence[pr.DynamicResource]:
-        """Return what PodResources says of a container's claims; here nothing."""
+        """Return the part of PodResources about a container's claims; here nothing."""
         return ()
 
     def schedule(self) -> None:
-        """Give pods to the kubelet that fit now; called whenever that may have changed."""
+        """Bind the pods that fit now. It is called whenever that may have changed."""
         raise NotImplementedError
 
     def node_allocatable(self) -> Mapping[str, int]:
-        """Return what the Node says is allocatable; 0 of what has not registered again after a restart."""
+        """Return the Node's allocatable numbers; 0 for a resource that has not registered again after a restart."""
         raise NotImplementedError
 
     def notify(self) -> None:
-        """Let everybody who waits look again."""
+        """Wake all waiters, so that they check again."""
         with self.changed:
             self.changed.notify_all()
 
     def assigned_pods(self) -> list[FakePod]:
-        """Return the pods that the API server, or a manifest, gives to this node and that are not over."""
+        """Return the pods of this node, from the API server or a manifest, that have not ended."""
         with self.changed:
             return [pod for pod in self.pods.values() if pod.bound and not pod.terminal]
 
     def end_pod(self, pod: FakePod, status: tuple[str, str, str] | None) -> None:
-        """End a pod with this phase, reason and message, and forget it if it is to be deleted.
+        """End a pod with this phase, reason and message, and forget it if it should be deleted.
 
-        Its cgroup goes in any case (Kubelet.SyncTerminatedPod, kubelet 1.36.3), its directory only
-        with the pod (Kubelet.cleanupOrphanedPodDirs, which a kubelet runs every 2 s).
+        Its cgroup is removed in any case (Kubelet.SyncTerminatedPod, kubelet 1.36.3), its directory only with the pod
+        (Kubelet.cleanupOrphanedPodDirs, which a kubelet runs every 2 s).
         """
         with self.changed:
             self.end_containers(pod)
@@ -249,14 +249,17 @@ class NodeState:
             del self.pods[key]
 
     def make_pod_files(self, pod: FakePod) -> None:
-        """Make a pod's cgroup, then its directory, as a sync of the pod begins (Kubelet.SyncPod, kubelet 1.36.3)."""
+        """Create
+
+        a pod's cgroup, then its directory, as at the begin of a pod's sync (Kubelet.SyncPod, kubelet 1.36.3).
+        """
         with self.changed:
             self.cgroups.add_pod(pod.uid)
             for name in ("volumes", "plugins"):
                 (self.pod_directory(pod) / name).mkdir(parents=True, exist_ok=True)
 
     def start_sandbox(self, pod: FakePod) -> None:
-        """Start a pod's sandbox, a process of its own which lasts as long as the pod, and make its log directory.
+        """Start a pod's sandbox, a process that lasts as long as the pod, and create its log directory.
 
         Source: kubeGenericRuntimeManager.createPodSandbox, kubelet 1.36.3. The pod's claims are prepared before.
         """
@@ -266,7 +269,7 @@ class NodeState:
             self.cgroups.add_container(pod.uid, pod.sandbox)
 
     def start_container(self, pod: FakePod, container: FakeContainer) -> None:
-        """Start a container's process; that of an init container ends at once."""
+        """Start a container's process. The process of an init container ends at once."""
         with self.changed:
             container.id = _container_id()
             self.cgroups.add_container(pod.uid, container.id)
@@ -282,9 +285,9 @@ class NodeState:
 
     @staticmethod
     def _keep_log_links(container: FakeContainer, count: int) -> None:
-        """Remove all but the last links: a container that has ended is removed after the next one (kuberuntime_gc.go).
+        """Remove all but the last links. The kubelet removes an ended container after the next one (kuberuntime_gc.go).
 
-        The link comes with the start (kuberuntime_container.go: startContainer, kubelet 1.36.3).
+        The link is created with the start (kuberuntime_container.go: startContainer, kubelet 1.36.3).
         """
         while len(container.log_links) > count:
             container.log_links.pop(0).unlink(missing_ok=True)
@@ -296,7 +299,7 @@ class NodeState:
             self.cgroups.remove_container(pod.uid, container.id)
 
     def end_containers(self, pod: FakePod) -> None:
-        """End every process of a pod, its sandbox as well; its cgroup stays."""
+        """End all processes of a pod, including its sandbox. Its cgroup stays."""
         with self.changed:
             for container in pod.all_containers.values():
                 container.state = "terminated"
@@ -305,21 +308,21 @@ class NodeState:
             self.changed.notify_all()
 
     def record_update(self, resource: str, update: Update) -> None:
-        """Take note of a ListAndWatch message."""
+        """Record a ListAndWatch message."""
         with self.changed:
             self._updates.setdefault(resource, []).append(update)
             self.changed.notify_all()
             self.schedule()
 
     def record_registration(self, registration: Registration) -> None:
-        """Take note of a call of Register."""
+        """Record a call of Register."""
         with self.changed:
             (self.rejections if registration.error else self.registrations).append(registration)
             self.changed.notify_all()
 
     @contextlib.contextmanager
     def recorded(self, method: str, resource: str, request: object) -> Iterator[Rpc]:
-        """Log a call while it lasts; give the entry to put the response into."""
+        """Log a call while it lasts. Yields the entry, into which the caller puts the response."""
         rpc = Rpc(time.monotonic(), method, resource, request)
         with self.changed:
             self.rpc_log.append(rpc)
@@ -335,17 +338,17 @@ class NodeState:
                 self.changed.notify_all()
 
     def take_rejection(self) -> str | None:
-        """Return why the next call of Register is to be refused, if it is."""
+        """Return the message with which to refuse the next call of Register, if any."""
         with self.changed:
             return self._rejecting.pop(0) if self._rejecting else None
 
     def take_pod_rejection(self) -> str | None:
-        """Return the reason to reject the next pod for, if it is to be."""
+        """Return the reason with which to reject the next pod, if any."""
         with self.changed:
             return self._rejecting_pods.pop(0) if self._rejecting_pods else None
 
     def private_socket(self) -> Path:
-        """Return a path to bind; it is linked to its public name, so that gRPC never unlinks that one."""
+        """Return a path to bind. It is then linked to its public name, so that gRPC never unlinks the public name."""
         directory = self.root / ".fake"
         directory.mkdir(parents=True, exist_ok=True)
         return directory / f"{next(self._sockets)}"

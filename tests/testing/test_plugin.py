@@ -75,7 +75,7 @@ def test_an_agent_that_cannot_be_made(fake_kubelet: FakeKubelet) -> None:
     running = Served([Things("a"), Things("b")], fake_kubelet)
     with pytest.raises(RuntimeError):
         running.wait_registered()
-    with pytest.raises(RuntimeError, match="could not be made"):
+    with pytest.raises(RuntimeError, match="could not be created"):
         running.agent  # noqa: B018
     with pytest.raises(Exception, match=r"example\.com/thing"):
         running.stop()
