@@ -94,7 +94,7 @@ class Checkpoint:
         """Parse the content of a file.
 
         Raises:
-            CorruptCheckpointError: the checksum does not fit.
+            CorruptCheckpointError: the checksum does not match.
             ValueError: this is no checkpoint.
         """
         document = json.loads(blob)

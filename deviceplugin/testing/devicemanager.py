@@ -368,7 +368,7 @@ class DeviceManager:
 
         Raises:
             AdmissionError: the pod must fail.
-            KubeletCrashError: a real kubelet would be gone now.
+            KubeletCrashError: a real kubelet would crash now.
         """
         for container in (*pod.init_containers, *pod.containers):
             if self._policy != "none":
@@ -398,7 +398,7 @@ class DeviceManager:
 
         Raises:
             PluginCallError, AdmissionError: the container cannot start now; the kubelet tries again.
-            KubeletCrashError: a real kubelet would be gone now.
+            KubeletCrashError: a real kubelet would crash now.
 
         """
         again = False

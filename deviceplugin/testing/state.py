@@ -251,7 +251,7 @@ class NodeState:
     def make_pod_files(self, pod: FakePod) -> None:
         """Create
 
-        a pod's cgroup, then its directory, as at the begin of a pod's sync (Kubelet.SyncPod, kubelet 1.36.3).
+        a pod's cgroup, then its directory, when a sync of the pod begins (Kubelet.SyncPod, kubelet 1.36.3).
         """
         with self.changed:
             self.cgroups.add_pod(pod.uid)
