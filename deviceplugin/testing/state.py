@@ -249,10 +249,7 @@ class NodeState:
             del self.pods[key]
 
     def make_pod_files(self, pod: FakePod) -> None:
-        """Create
-
-        a pod's cgroup, then its directory, when a sync of the pod begins (Kubelet.SyncPod, kubelet 1.36.3).
-        """
+        """Create a pod's cgroup, then its directory, at the start of a pod sync (Kubelet.SyncPod, kubelet 1.36.3)."""
         with self.changed:
             self.cgroups.add_pod(pod.uid)
             for name in ("volumes", "plugins"):
