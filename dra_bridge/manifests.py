@@ -105,8 +105,8 @@ def privileges(config: Config, deployment: Deployment) -> list[str]:
 def manifests(config: Config, text: str, deployment: Deployment | None = None) -> list[Manifest]:
     """Return the objects to apply, in their order. text: the content of the config file, for the ConfigMap.
 
-    Without a text there is no ConfigMap for it. Raises ValueError if the path of a driver's socket would be too long, or
-    if Kueue does not accept so many resources.
+    Without a text there is no ConfigMap for it. Raises ValueError if the path of a driver's socket would be too long,
+    or if Kueue does not accept so many resources.
     """
     how = deployment or Deployment()
     served = bridged(config, how)
