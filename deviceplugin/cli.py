@@ -282,7 +282,7 @@ async def _list(loaded: Config) -> tuple[_Listed, int]:
                 f"{resource.name}: its devices are listed by the plugin that registers with the agent", file=sys.stderr
             )
     built = [sources.ConfiguredSource(resource) for resource in loaded.resources if not resource.adopted]
-    lists = await asyncio.gather(*map(_first_list, built), return_exceptions=True)
+    lists = await asyncio.gather(*map(first_list, built), return_exceptions=True)
     listed: _Listed = []
     for source, devices in zip(built, lists, strict=True):
         if isinstance(devices, BaseException):
@@ -293,7 +293,8 @@ async def _list(loaded: Config) -> tuple[_Listed, int]:
     return listed, int(len(listed) < len(built))
 
 
-async def _first_list(source: ConfiguredSource) -> Sequence[Device]:
+async def first_list(source: ConfiguredSource) -> Sequence[Device]:
+    """Return the first list of a source. Raises what listing raises."""
     import asyncio
 
     generator = cast("AsyncGenerator[Sequence[Device]]", source.watch())

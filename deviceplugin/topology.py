@@ -33,7 +33,7 @@ _EXACT: Final = 1 << 16
 # Requests that may follow a request for a single device: their size, and their number.
 _USUAL: Final = ((4, 2), (2, 4))
 # Number of steps after which the search for requests that can all be served equally well stops.
-_BUDGET: Final = 40_000
+BUDGET: Final = 40_000
 _STARTS: Final = 24  # Number of sets that the heuristic improves.
 _SWAPS: Final = 32  # Number of swaps that the heuristic tries on each set.
 _DENSE: Final = 256  # Maximum number of devices for which scores are kept as a matrix.
@@ -405,7 +405,7 @@ class _Sets:
 
     def _served_alike(self, ties: list[int], best: list[int], later: int, enough: int | None) -> list[int]:
         """Return the ties that leave `later` of the best sets, at most `enough`; none if the search takes too long."""
-        budget, sizes, size = _BUDGET, self.sizes, self.sizes[best[0]]
+        budget, sizes, size = BUDGET, self.sizes, self.sizes[best[0]]
 
         def serves(remainder: int, some: Sequence[int], requests: int) -> bool:
             nonlocal budget

@@ -244,11 +244,12 @@ class Churn:
         try:
             while not self._over.wait(0.02):
                 for kind, lives in self._lives.items():
-                    self._replace_ended(kind, lives)
+                    self.replace_ended(kind, lives)
         except Exception as error:
             self.error = error
 
-    def _replace_ended(self, kind: str, lives: dict[FakePod, float]) -> None:
+    def replace_ended(self, kind: str, lives: dict[FakePod, float]) -> None:
+        """Delete the pods whose life is over or that have failed, and start as many others. lives: in seconds."""
         now = time.monotonic()
         for pod, life in list(lives.items()):
             if pod.phase == "Failed":

@@ -1,7 +1,8 @@
-"""Kubeconfig files of tests, and readers that need no process of their own.
+"""Kubeconfig files of tests, and a reader that needs no process of its own.
 
 An agent or a command has the file read by a process that imports kubernetes_asyncio: nearly half a second of a core
-each time. `tests.dra.kube.test_auth` tests that process; elsewhere one of these readers takes its place.
+each time. `tests.dra.kube.test_auth` tests that process; elsewhere this reader, or the fixture `read_here`, takes its
+place.
 `python -m tests.kubeconfigs` is dra-bridge with the cheaper one.
 """
 
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dra_bridge import cli
-from dra_bridge.kube import auth, kubeconfig
+from dra_bridge.kube import auth
 from dra_bridge.kube.kubeconfig import Credentials
 
 
@@ -32,19 +33,14 @@ def written(path: Path, url: str, user: Mapping[str, Any] | None = None, **clust
     return path
 
 
-async def read_here(files: auth._KubeConfig) -> Credentials:
-    """Read them as the other process does."""
-    return await kubeconfig._read(files._paths)
-
-
-async def _server_alone(files: auth._KubeConfig) -> Credentials:
-    (cluster,) = json.loads(Path(files._paths).read_text())["clusters"]
+async def _server_alone(paths: str) -> Credentials:
+    (cluster,) = json.loads(Path(paths).read_text())["clusters"]
     return Credentials(url=cluster["cluster"]["server"])
 
 
 def main(arguments: Sequence[str]) -> int:
     """Be dra-bridge, which takes of a kubeconfig that is `written` the server alone, without kubernetes_asyncio."""
-    auth._KubeConfig._read = _server_alone  # type: ignore[method-assign,assignment]
+    auth.read_apart = _server_alone
     return cli.main(arguments)
 
 

@@ -183,7 +183,7 @@ def test_source_that_never_lists_is_said(
     async def stuck(_: Any) -> Any:
         raise TimeoutError
 
-    monkeypatch.setattr(cli, "_first_list", stuck)
+    monkeypatch.setattr(cli, "first_list", stuck)
     assert cli.main(["devices", "--config", str(good)]) == 1
     assert "example.com/sim: its devices cannot be listed: TimeoutError" in capsys.readouterr().err
 

@@ -6,19 +6,12 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator
 
 import pytest
 
 from deviceplugin import hooks
 from deviceplugin.hooks import HookError, HookTimeoutError, call
-
-
-@pytest.fixture(autouse=True)
-def of_this_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Count no hook that another test left hanging."""
-    monkeypatch.setattr(hooks, "_stuck", {})
-    monkeypatch.setattr(hooks, "_abandoned", set())
 
 
 @pytest.fixture
@@ -29,9 +22,12 @@ def released() -> Iterator[threading.Event]:
     event.set()
 
 
-async def _gone(kept: Sized) -> None:
+async def none_hangs() -> None:
+    """Wait until no call hangs any more, in a thread or in this loop."""
     async with asyncio.timeout(5):
-        while kept:  # noqa: ASYNC110  # nobody says when a left-behind call has ended
+        while asyncio.all_tasks() - {asyncio.current_task()} or any(  # noqa: ASYNC110  # they tell nobody
+            thread.name.startswith("hook ") for thread in threading.enumerate()
+        ):
             await asyncio.sleep(0.001)
 
 
@@ -124,10 +120,9 @@ async def test_hanging_plain_hook_is_given_up(released: threading.Event) -> None
     """A plain hook that hangs costs its call the timeout; the loop goes on, and later calls work."""
     with pytest.raises(HookTimeoutError, match=r"hook did not answer within 0.01 s"):
         await call("hook", released.wait, timeout=0.01)
-    assert len(hooks._stuck) == 1
     assert await call("hook", lambda: 1, timeout=5) == 1
     released.set()
-    await _gone(hooks._stuck)
+    await none_hangs()
 
 
 async def test_hanging_coroutine_hook_is_cancelled() -> None:
@@ -144,7 +139,7 @@ async def test_hanging_coroutine_hook_is_cancelled() -> None:
         await call("hook", hook, timeout=0.01)
     async with asyncio.timeout(5):
         await cleaned.wait()
-    await _gone(hooks._abandoned)
+    await none_hangs()
 
 
 async def test_coroutine_hook_that_swallows_cancellation_is_left_behind() -> None:
@@ -164,7 +159,7 @@ async def test_coroutine_hook_that_swallows_cancellation_is_left_behind() -> Non
         await call("hook", hook, timeout=0.01)
     assert not ended.is_set()
     free.set()
-    await _gone(hooks._abandoned)
+    await none_hangs()
     assert ended.is_set()
 
 
@@ -178,7 +173,7 @@ async def test_error_after_the_timeout_is_nobodys(released: threading.Event) -> 
     with pytest.raises(HookTimeoutError):
         await call("hook", hook, timeout=0.01)
     released.set()
-    await _gone(hooks._stuck)
+    await none_hangs()
 
 
 async def test_too_many_hanging_hooks_fail_at_once(released: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,8 +184,9 @@ async def test_too_many_hanging_hooks_fail_at_once(released: threading.Event, mo
             await call("hook", released.wait, timeout=0.001)
     with pytest.raises(HookTimeoutError, match="was not called: 3 earlier calls of it still hang"):
         await call("hook", released.wait, timeout=60)
+    assert await call("another hook", lambda: "at once", timeout=5) == "at once"
     released.set()
-    await _gone(hooks._stuck)
+    await none_hangs()
     assert await call("hook", lambda: "again", timeout=5) == "again"
 
 
@@ -205,7 +201,7 @@ async def test_timeout_covers_thread_and_awaitable_together(released: threading.
     with pytest.raises(HookTimeoutError):
         await call("hook", lambda: forever(), timeout=0.05)
     assert loop.time() - began < 1
-    await _gone(hooks._abandoned)
+    await none_hangs()
 
 
 async def test_cancelled_caller_lets_go_of_the_hook(released: threading.Event) -> None:
@@ -223,13 +219,18 @@ async def test_cancelled_caller_lets_go_of_the_hook(released: threading.Event) -
     with pytest.raises(asyncio.CancelledError):
         await caller
     released.set()
-    await _gone(hooks._stuck)
+    await none_hangs()
 
 
-def test_hook_that_outlives_its_loop_counts_until_it_ends(released: threading.Event) -> None:
+def test_hook_that_outlives_its_loop_counts_until_it_ends(
+    released: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A thread that hangs counts as such while it does, though the loop that it was called from is closed."""
-    with pytest.raises(HookTimeoutError):
+    monkeypatch.setattr(hooks, "MAX_STUCK", 1)
+    with pytest.raises(HookTimeoutError, match="did not answer"):
         asyncio.run(call("hook", released.wait, timeout=0.01))
-    assert len(hooks._stuck) == 1
+    with pytest.raises(HookTimeoutError, match="was not called"):
+        asyncio.run(call("hook", released.wait, timeout=0.01))
     released.set()
-    asyncio.run(_gone(hooks._stuck))
+    asyncio.run(none_hangs())
+    assert asyncio.run(call("hook", lambda: "again", timeout=5)) == "again"

@@ -397,8 +397,8 @@ def test_manifests(
     made = Installed(printed(one, tmp_path, capsys))
     one.facts(made)
     (command,) = made.container["command"]
-    program = {"deviceplugin": plugin_cli, "dra-bridge": cli}[command]
-    monkeypatch.setattr(program, "_run", lambda _: 7)
+    program, package = {"deviceplugin": (plugin_cli, "deviceplugin"), "dra-bridge": (cli, "dra_bridge")}[command]
+    monkeypatch.setattr(f"{package}.node.process.run_config", lambda *_: 7)
     assert program.main(made.arguments) == 7
 
 

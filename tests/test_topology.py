@@ -265,7 +265,7 @@ class TestPreferred:
         """With and without trying single sets first, the remainder is the same."""
         cases = [(name, size) for name in ("16 in a torus", "16 on 4 switches", "DGX-1V") for size in (1, 2, 3, 4)]
         quick = [preferred(gpus(*range(15)), ["gpu3"][: size - 1], size, TOPOLOGIES[name][1]) for name, size in cases]
-        monkeypatch.setattr(topology, "_BUDGET", -1)
+        monkeypatch.setattr(topology, "BUDGET", -1)
         assert quick == [
             preferred(gpus(*range(15)), ["gpu3"][: size - 1], size, TOPOLOGIES[name][1]) for name, size in cases
         ]

@@ -183,7 +183,7 @@ class ListStreams:
         self._in_flight = in_flight
         self._serving = True
         self._on_end: Callable[[], None] = lambda: None
-        self._open: set[Stream] = set()
+        self.open: set[Stream] = set()
         self._none_open = asyncio.Event()
         self._none_open.set()
         self._wake = asyncio.Event()
@@ -204,15 +204,15 @@ class ListStreams:
     @property
     def live(self) -> bool:
         """Whether a stream is open."""
-        return bool(self._open)
+        return bool(self.open)
 
     def shown(self) -> tuple[float, frozenset[str]] | None:
         """Return when the kubelet was last sent the list (monotonic seconds) and the healthy ids in it.
 
         None without a stream, or before its first list was sent. With several streams the ids of all of them count.
         """
-        shown = [stream.shown for stream in self._open if stream.shown is not None]
-        if not shown or len(shown) < len(self._open):
+        shown = [stream.shown for stream in self.open if stream.shown is not None]
+        if not shown or len(shown) < len(self.open):
             return None
         return max(at for at, _ in shown), frozenset().union(*(ids for _, ids in shown))
 
@@ -230,7 +230,7 @@ class ListStreams:
 
     async def end(self, timeout: float) -> bool:
         """End every stream; return whether all were gone within `timeout` seconds."""
-        for stream in self._open:
+        for stream in self.open:
             stream.ending = True
         self.refresh()
         return await in_time(self._none_open.wait(), timeout)
@@ -246,7 +246,7 @@ class ListStreams:
         self._resends += 1
         self._wake.set()
         self._wake = asyncio.Event()
-        return any(stream.shown is not None for stream in self._open)
+        return any(stream.shown is not None for stream in self.open)
 
     def _now(self) -> tuple[Entry, ...] | None:
         """Return the present list, made once for each version."""
@@ -262,7 +262,7 @@ class ListStreams:
     async def lists(self) -> AsyncGenerator[pb.ListAndWatchResponse, None]:
         """Open a stream: yield the list now and after each change, until the stream is ended."""
         stream = Stream()
-        self._open.add(stream)
+        self.open.add(stream)
         self._none_open.clear()
         self.begun += 1
         self._version += 1  # what the kubelet was told at Register counts
@@ -295,8 +295,8 @@ class ListStreams:
                 await wake.wait()  # set already if the list changed while it was sent
                 paused = False
         finally:
-            self._open.discard(stream)
-            if not self._open:
+            self.open.discard(stream)
+            if not self.open:
                 self._none_open.set()
                 _LOG.debug("the kubelet does not listen any more", extra={"resource": self._resource})
                 self._on_end()

@@ -317,7 +317,7 @@ class PluginRegistration:
         self.statistics = RegistrationStatistics()
         self._kubelet = directory.path / KUBELET_SOCKET
         self._timing = timing or RegistrationTiming()
-        self._backoff = Backoff(first=0.01, most=10.0)
+        self.backoff = Backoff(first=0.01, most=10.0)
         self._server = SocketServer(endpoint, directory.path, self._timing, self._looks)
         self._accepted: Accepted | None = None
         self._next_look = 0.0
@@ -367,7 +367,7 @@ class PluginRegistration:
             self._log_once("devices", f"waiting for {self.endpoint.awaits}")
         elif step is Step.WAIT_FOR_KUBELET:
             self.statistics.registered = False
-            self._backoff.reset()
+            self.backoff.reset()
             self.statistics.error = f"{self._kubelet} is not there"
             if has_directory := await self._has_directory():
                 self._log_once("kubelet", f"waiting for the kubelet ({self.statistics.error})")
@@ -384,7 +384,7 @@ class PluginRegistration:
                     return  # it was removed meanwhile
             self.statistics.awaits_kubelet = True
         elif step is Step.REST and seen.since >= timing.patience:
-            self._backoff.reset()
+            self.backoff.reset()
         stream_due = max(0.01, timing.patience - seen.since)
         due = stream_due if step is Step.WAIT_FOR_STREAM else seen.foreign.again
         await watch.wait(due, unwatched=self._unwatched(step))
@@ -440,13 +440,13 @@ class PluginRegistration:
             level = logging.INFO if seen.listened else logging.WARNING
             _LOG.log(level, "the kubelet %s; registering again", why, extra={"resource": self.endpoint.resource})
         registered = await self._register(watch)
-        if not registered or self._backoff.tries:
-            delay = self._backoff.next()
+        if not registered or self.backoff.tries:
+            delay = self.backoff.next()
             if registered and seen.foreign.reason and self.endpoint.kept_back:
                 delay = min(delay, LOOK_FOR_CLAIMS)
             await self._pause(watch, delay, seen.kubelet)
         elif again:
-            self._backoff.tries = 1  # one more without a pause, then ever slower until it holds
+            self.backoff.tries = 1  # one more without a pause, then ever slower until it holds
 
     def _tell(self, finding: Finding) -> None:
         """Report that another plugin has registered the resource, or may have."""
@@ -471,7 +471,7 @@ class PluginRegistration:
             if (rest := until - time.monotonic()) <= 0:
                 return
             await watch.wait(rest, unwatched=filewatch.SOON)
-        self._backoff.reset()
+        self.backoff.reset()
 
     def _seen(self, now: DirectoryContents, foreign: Finding) -> Seen:
         accepted = self._accepted

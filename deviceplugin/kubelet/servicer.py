@@ -339,7 +339,7 @@ class Endpoint(DevicePluginServicer):
             withheld.update(self._holders.unnamed_reasons(self.resource))
         return self.ids.entries(partial(self._register.offers, self.resource), withheld)
 
-    def _check(self, names: Sequence[str]) -> dict[str, Device]:
+    def checked(self, names: Sequence[str]) -> dict[str, Device]:
         """Return the devices of one container's ids, by id. Raises Refusal: one is named twice, or cannot be had."""
         if len(set(names)) != len(names):
             twice = sorted(name for name, count in Counter(names).items() if count > 1)
@@ -410,7 +410,7 @@ class Endpoint(DevicePluginServicer):
 
     async def _response(self, names: Sequence[str], asked: dict[str, Wanted]) -> pb.ContainerAllocateResponse:
         """Return what a container gets for these ids. Raises Refusal. asked: gets what they stand for now."""
-        by_name, by_id, its = self._check(names), dict[str, Device](), dict[str, Wanted]()
+        by_name, by_id, its = self.checked(names), dict[str, Device](), dict[str, Wanted]()
         for name, device in by_name.items():  # a list or a reload may change it while `edits` works
             its[name] = self._register.wanted(self.resource, device.id)
             by_id[device.id] = device

@@ -327,7 +327,7 @@ def _load(load: Mapping[str, Value]) -> Iterable[str]:
         yield _bar("busy", busy, f"{busy:.0%}")
     used, total = left.pop("memory_used_bytes", None), left.pop("memory_total_bytes", None)
     if isinstance(used, (int, float)) and isinstance(total, (int, float)) and total > 0:
-        yield _bar("memory", used / total, f"{_bytes(used)} of {_bytes(total)}")
+        yield _bar("memory", used / total, f"{with_unit(used)} of {with_unit(total)}")
     for name in sorted(left):
         value = left[name]
         if name.endswith("_ratio") and isinstance(value, (int, float)):
@@ -355,7 +355,8 @@ def _bar(word: str, share: float, text: str) -> str:
     )
 
 
-def _bytes(number: float) -> str:
+def with_unit(number: float) -> str:
+    """Return a number of bytes with three digits and a binary unit."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if number < 1024:
             return f"{number:{'.0f' if number >= 100 else '.3g'}} {unit}"

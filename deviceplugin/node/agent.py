@@ -67,7 +67,7 @@ class Agent(RegisterHost):
         self.providers: list[Provider] = []
         self.services = services = dict[str, Service]()
         self._claim_side = side = claim_side or ClaimSide()
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None
         self._watcher: filewatch.Watcher | None = None
         self._stopped = asyncio.Event()
         self._stop_asked = False
@@ -99,7 +99,7 @@ class Agent(RegisterHost):
         vendors.registered = self._vendor_registered
         self.plugin_directory: Final = PluginDirectory(self.paths.plugins, (timing or RegistrationTiming()).poll)
         context = ServiceContext(self.plugin_directory, self.tracker, self.register, side, vendors, timing, scan_wanted)
-        self._supervisor = Supervisor(services, context, self.fail)
+        self.supervisor = Supervisor(services, context, self.fail)
         for source in sources:
             services[source.resource] = Service(source, context)
         self.register.subscribe(self._refresh)
@@ -130,7 +130,7 @@ class Agent(RegisterHost):
         self._accept_stop()
         if not self._stopped.is_set() and await self._started():
             for service in self.services.values():
-                self._supervisor.start(service)
+                self.supervisor.start(service)
             self.begun.set()
             scanning = asyncio.create_task(self.scanner.run(), name="scan holders")
             adopting = asyncio.create_task(self._adopt(), name="adopt plugins")
@@ -139,7 +139,7 @@ class Agent(RegisterHost):
                 await self._claim_side.end()
             finally:
                 scanning.cancel()
-                await asyncio.gather(scanning, self._supervisor.end(), return_exceptions=True)
+                await asyncio.gather(scanning, self.supervisor.end(), return_exceptions=True)
                 await cancel_all([adopting])  # This comes last, because running calls are forwarded to the plugins.
         if self._error is not None:
             raise self._error
@@ -163,9 +163,9 @@ class Agent(RegisterHost):
     def stop(self) -> None:
         """Make `run` return. Any thread or signal handler may call it."""
         self._stop_asked = True
-        if self._loop is not None:
+        if self.loop is not None:
             with contextlib.suppress(RuntimeError):  # The loop is closed, so the agent has ended.
-                self._loop.call_soon_threadsafe(self._stopped.set)
+                self.loop.call_soon_threadsafe(self._stopped.set)
 
     def fail(self, message: str) -> None:
         """Make `run` end and raise an `AgentError`. Call it in the agent's loop."""
@@ -174,7 +174,7 @@ class Agent(RegisterHost):
 
     def _accept_stop(self) -> None:
         """Let `stop` end the wait of this loop. An earlier call of `stop` counts as well."""
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         if self._stop_asked:
             self._stopped.set()
 
@@ -193,7 +193,7 @@ class Agent(RegisterHost):
         kept = {name for name in self._held_by_claims() if self.adopted(name)}
         for resource in (self._vendors.registered_resources | kept) - {*wanted, *unchanged}:
             wanted[resource] = AdoptedSource(resource, self._vendors)  # The resource is passed through.
-        await self._supervisor.reconfigure(wanted, unchanged)
+        await self.supervisor.reconfigure(wanted, unchanged)
         for resource in self._vendors.registered_resources - self.services.keys():
             self._vendor_registered(resource)  # The plugin registered while the resource's former service was ending.
 
@@ -214,8 +214,8 @@ class Agent(RegisterHost):
         for resource in self._held_by_claims() - self.services.keys():
             text = "the config does not name it, but claims hold devices of it; pods with limits get none of these"
             _LOG.warning(text, extra={"resource": resource})
-            context = self._supervisor.context
-            self._supervisor.services[resource] = Service(AdoptedSource(resource, self._vendors), context)
+            context = self.supervisor.context
+            self.supervisor.services[resource] = Service(AdoptedSource(resource, self._vendors), context)
 
     async def _adopt(self) -> None:
         """Let vendors' plugins register with this agent, if that is configured."""
@@ -236,7 +236,7 @@ class Agent(RegisterHost):
         if resource not in self.services:
             text = "the config does not name it; its plugin serves pods by limits only"
             _LOG.warning(text, extra={"resource": resource})
-            self._supervisor.serve(AdoptedSource(resource, self._vendors))
+            self.supervisor.serve(AdoptedSource(resource, self._vendors))
             self._claim_side.brought(resource, "")
         elif self.adopted(resource):
             self.services[resource].registration.wake()  # The plugin may have other options now.

@@ -247,7 +247,7 @@ async def _serve(
             # it.
             sys.setswitchinterval(0.0005)
         gc.freeze()  # The loaded objects stay. Without them, a garbage collection takes 5 ms instead of 35.
-        following = [_follow_config(program, config, reload), _keep(program, config)] if config else []
+        following = [follow_config(program, config, reload), _keep(program, config)] if config else []
         if manager.there:
             following.append(manager.follow(program.agent.status))
         tasks = [asyncio.create_task(coroutine) for coroutine in following]
@@ -272,7 +272,7 @@ async def _end_without_others() -> None:
         os._exit(0)
 
 
-async def _follow_config(program: Program, file: ConfigFile, reload: asyncio.Event) -> None:
+async def follow_config(program: Program, file: ConfigFile, reload: asyncio.Event) -> None:
     """Read the file again at SIGHUP and whenever it changes, also by a swap of a ConfigMap's `..data`.
 
     reload: set if SIGHUP came before this function began.
@@ -296,7 +296,7 @@ async def _follow_config(program: Program, file: ConfigFile, reload: asyncio.Eve
             if now != content or reload.is_set():
                 reload.clear()
                 content = now
-                file = replace(await _reload(program, file), content=now)
+                file = replace(await take_changed(program, file), content=now)
                 await file.keep()
                 _tell(program.agent, file)
             if await watch.wait(30.0, unwatched=filewatch.AT_REST) and not reload.is_set():
@@ -336,7 +336,7 @@ def _content(path: Path) -> bytes | None:
         return None
 
 
-async def _reload(program: Program, file: ConfigFile) -> ConfigFile:
+async def take_changed(program: Program, file: ConfigFile) -> ConfigFile:
     """Apply the file's present content; return the new state. An invalid file changes nothing."""
     from deviceplugin import config
 

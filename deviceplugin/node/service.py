@@ -77,7 +77,7 @@ class Service(EndpointHost):
         self._first_release_due = True
         self._release_later: frozenset[str] = frozenset()
         """Devices that became free while another id of theirs was held, or while their holders were unknown."""
-        self._existing: frozenset[str] = frozenset()
+        self.existing: frozenset[str] = frozenset()
         """Ids that pods got before this process began, and whose devices are not listed yet."""
         self._held_twice: frozenset[str] = frozenset()
         self._elsewhere: Mapping[str, frozenset[DeviceKey]] = {}
@@ -89,7 +89,7 @@ class Service(EndpointHost):
         context = self._context
         self.inventory.subscribe(lambda snapshot: context.scan_wanted.set() if snapshot.gone else None)
         self.inventory.subscribe(lambda _: context.register.notify())
-        self._existing = frozenset(context.tracker.snapshot.of(self.resource)) | self._ids
+        self.existing = frozenset(context.tracker.snapshot.of(self.resource)) | self._ids
         self.follower.start()
         try:
             await self.registration.run()
@@ -128,10 +128,10 @@ class Service(EndpointHost):
 
     def listed(self) -> None:
         """Adopt the ids that pods already have, because the number of replicas may have changed while no agent ran."""
-        if self._existing:
-            before, self._existing = self._existing, self.endpoint.ids.adopt_existing(self._existing)
+        if self.existing:
+            before, self.existing = self.existing, self.endpoint.ids.adopt_existing(self.existing)
             self.endpoint.refresh()
-            if before != self._existing:
+            if before != self.existing:
                 self._context.scan_wanted.set()
 
     def release_idle(self) -> None:
@@ -190,7 +190,7 @@ class Service(EndpointHost):
         ids, register = self.endpoint.ids, self._register
         in_use = self._ids | now.of(self.resource).keys()
         self._released &= now.held.keys()
-        self._existing &= in_use
+        self.existing &= in_use
         snapshot = self.inventory.snapshot
         freed = set(map(ids.device_id_of, released)) | self._release_later
         if self._first_release_due and snapshot.listed and self._context.tracker.all_pods_listed:

@@ -46,8 +46,8 @@ class SysfsSource(ScannedSource, Generic[_Filter]):
     ) -> None:
         super().__init__(permissions, resource, rescan)
         self.wanted = wanted
-        self._root = f"{sysfs_root}/bus/{self.BUS}/devices"
-        self._dev = dev
+        self.root = f"{sysfs_root}/bus/{self.BUS}/devices"
+        self.dev = dev
         self._ids_files = self.IDS if ids is None else ids
         self._known: _NamesById = {}
 

@@ -48,12 +48,12 @@ class PciSource(bus.SysfsSource[PciConfig]):
     DEBOUNCE = 0.2
 
     def _scan(self) -> Scan:
-        directories = {self._dev, f"{self._dev}/vfio"}
-        looked_at.at(self._root)
+        directories = {self.dev, f"{self.dev}/vfio"}
+        looked_at.at(self.root)
         try:
-            addresses = sorted(os.listdir(self._root))
+            addresses = sorted(os.listdir(self.root))
         except OSError as error:
-            return Scan([], directories, [f"{self._root} cannot be read: {error.strerror}"])
+            return Scan([], directories, [f"{self.root} cannot be read: {error.strerror}"])
         functions = [
             candidate
             for address in addresses
@@ -74,7 +74,7 @@ class PciSource(bus.SysfsSource[PciConfig]):
         return ContainerEdits(env={name: ",".join(sorted(device.id for device in devices))})
 
     def _read(self, address: str) -> _Function | None:
-        directory = os.path.realpath(f"{self._root}/{address}")
+        directory = os.path.realpath(f"{self.root}/{address}")
         values = (bus.hex_digits(sysfs.read(f"{directory}/{name}")) for name in ("vendor", "device", "class"))
         vendor, device, class_ = values
         if not (vendor and device and class_):
@@ -97,10 +97,10 @@ class PciSource(bus.SysfsSource[PciConfig]):
         group = sysfs.link_name(f"{function.directory}/iommu_group")
         vfs = sysfs.read(f"{function.directory}/sriov_numvfs")
         if function.driver == VFIO and group is not None:
-            own, common = [f"{self._dev}/vfio/{group}"], [f"{self._dev}/vfio/vfio"]
+            own, common = [f"{self.dev}/vfio/{group}"], [f"{self.dev}/vfio/vfio"]
             problem = self._foreign(function, group) or bus.missing((*own, *common), "`modprobe vfio-pci`")
         else:
-            own, common = sorted(sysfs.nodes_below(function.directory, self._dev)), []
+            own, common = sorted(sysfs.nodes_below(function.directory, self.dev)), []
             problem = bus.missing(own)
         attributes = {
             PCI_BUS_ID: function.address,

@@ -89,7 +89,7 @@ class SimulatedSource(DeviceSource):
                 listed: Sequence[Device] | None = None
                 while True:
                     if self._file:
-                        await self._looks.until_answered("list", self._read, self._file)
+                        await self._looks.until_answered("list", self.read, self._file)
                     devices = self.devices
                     if devices != listed:
                         listed = devices
@@ -105,7 +105,7 @@ class SimulatedSource(DeviceSource):
         for watch in watches:
             watch.wake()
 
-    def _read(self, file: str) -> None:
+    def read(self, file: str) -> None:
         """Read the file of unhealthy devices. If it cannot be read, their health stays."""
         warning = ""
         looked_at.at(file)

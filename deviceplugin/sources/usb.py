@@ -67,15 +67,15 @@ class UsbSource(bus.SysfsSource[UsbConfig]):
         self._filters = wanted
 
     def _scan(self) -> Scan:
-        buses = f"{self._dev}/bus/usb"
-        directories = {self._dev, buses, *map(str, Path(buses).glob("*/"))}
-        looked_at.at(self._root)
+        buses = f"{self.dev}/bus/usb"
+        directories = {self.dev, buses, *map(str, Path(buses).glob("*/"))}
+        looked_at.at(self.root)
         try:
-            ports = sorted(os.listdir(self._root))
+            ports = sorted(os.listdir(self.root))
         except FileNotFoundError:
             ports = []  # There is no USB until a controller is plugged in.
         except OSError as error:
-            return Scan([], directories, [f"{self._root} cannot be read: {error.strerror}"])
+            return Scan([], directories, [f"{self.root} cannot be read: {error.strerror}"])
         there = [device for port in ports if ":" not in port and (device := self._read(port)) is not None]
         fitting = [usb for usb in there if self._fits(usb)]
         wanted = " or ".join(map(bus.in_words, self._filters))
@@ -85,14 +85,14 @@ class UsbSource(bus.SysfsSource[UsbConfig]):
         return Scan([self._device(usb, *names[usb.vendor, usb.product]) for usb in fitting], directories, notes)
 
     def _read(self, port: str) -> _Usb | None:
-        directory = os.path.realpath(f"{self._root}/{port}")
+        directory = os.path.realpath(f"{self.root}/{port}")
         names = ("idVendor", "idProduct", "busnum", "devnum", "serial", "manufacturer", "product", "bDeviceClass")
         vendor, product, busnum, number, serial, maker, name, class_ = (
             sysfs.read(f"{directory}/{name}") or "" for name in names
         )
         if not (vendor and product and busnum.isdecimal() and number.isdecimal()) or class_ == _HUB:
             return None
-        node = f"{self._dev}/bus/usb/{int(busnum):03}/{int(number):03}"
+        node = f"{self.dev}/bus/usb/{int(busnum):03}/{int(number):03}"
         return _Usb(port, directory, node, vendor.lower(), product.lower(), serial, maker, name)
 
     def _fits(self, usb: _Usb) -> bool:
@@ -113,7 +113,7 @@ class UsbSource(bus.SysfsSource[UsbConfig]):
             "vendorName": vendor_name or bus.attribute_text(usb.maker),
             "product": product_name or bus.attribute_text(usb.name),
         }
-        nodes = dict.fromkeys([usb.node, *sorted(sysfs.nodes_below(usb.directory, self._dev))])
+        nodes = dict.fromkeys([usb.node, *sorted(sysfs.nodes_below(usb.directory, self.dev))])
         by_port, missing = len(self._filters) > 1, bus.missing(nodes)
         return Device(
             f"port-{usb.port}" if by_port else self._ids[usb.plugged],

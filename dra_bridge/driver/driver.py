@@ -89,7 +89,7 @@ class Driver:
         self._call_deadline, self._register = call_deadline, register
         self._limits: set[WaitLimit] = set()
         """The time limits of the running calls to prepare claims."""
-        self._tasks = tasks = Tasks()
+        self.tasks = tasks = Tasks()
         events = ClaimEvents(records, api, tasks, node.report)
         devices = ClaimDevices(records, served_devices, register, events, statistics, host)
         self._preparation = ClaimPreparation(api, devices, files, tasks, deadline)
@@ -108,7 +108,7 @@ class Driver:
         self._limits.add(limit)
         tasks: dict[ClaimRef, asyncio.Task[Prepared | ClaimError]] = {}
         for claim in claims:
-            tasks[claim] = self._tasks.start(self._preparation.prepare(claim, limit))
+            tasks[claim] = self.tasks.start(self._preparation.prepare(claim, limit))
         try:
             return await self._answers(tasks, remaining)
         finally:
@@ -127,7 +127,7 @@ class Driver:
         """Unprepare claims, known or unknown, independently of each other. For each UID, None means success."""
         tasks: dict[ClaimRef, asyncio.Task[ClaimError | None]] = {}
         for claim in claims:
-            tasks[claim] = self._tasks.start(self._preparation.unprepare(claim))
+            tasks[claim] = self.tasks.start(self._preparation.unprepare(claim))
         return await self._answers(tasks)
 
     async def _answers(
@@ -185,4 +185,4 @@ class Driver:
 
     async def close(self) -> None:
         """End the tasks in the background."""
-        await self._tasks.close()
+        await self.tasks.close()

@@ -272,7 +272,7 @@ class Registrar:
         self._looks = directories.looks
         self._timing = timing or RegistrarTiming()
         self._changed = changed
-        self._backoff = Backoff(first=0.5, most=60.0)
+        self.backoff = Backoff(first=0.5, most=60.0)
         self._health: HealthService | None = None
         self._sockets: list[_Socket] = []
         """The socket of the service, then that of the registration."""
@@ -305,7 +305,7 @@ class Registrar:
                         await self._serve(watch)
                         await self._keep(watch)
                     except OSError as error:
-                        reason, wait = self._cannot_serve(error), self._backoff.next()
+                        reason, wait = self._cannot_serve(error), self.backoff.next()
                         if self.statistics.error != reason:
                             _LOG.error("%s; trying again in %.1f s", reason, wait, extra={"driver": self.driver.name})
                         self._fail(reason)
@@ -327,7 +327,7 @@ class Registrar:
         made_at = time.monotonic()
         while await self._in_place():
             if self._refused:
-                await self._pause()
+                await self.pause()
                 if not self.statistics.registered:  # Otherwise the kubelet's own retry came first.
                     return
             wait = math.inf
@@ -353,9 +353,9 @@ class Registrar:
             _LOG.warning("cannot see whether the sockets are there: %s", error, extra={"driver": self.driver.name})
             return True
 
-    async def _pause(self) -> None:
+    async def pause(self) -> None:
         """Wait after a refusal, longer each time."""
-        self._refused, delay = False, self._backoff.next()
+        self._refused, delay = False, self.backoff.next()
         reason = f"the kubelet refused the registration: {self.statistics.error}"
         _LOG.error("%s; trying again in %.1f s", reason, delay, extra={"driver": self.driver.name})
         await asyncio.sleep(delay)
@@ -368,15 +368,16 @@ class Registrar:
         service = grpc.aio.server(options=SERVER_OPTIONS)
         add_to_server(self.driver, self._health, service)
         endpoint = self._directory / f"dra-{instance}.sock"
-        await self._bind(service, endpoint)
+        await self.bind(service, endpoint)
         info = pb.PluginInfo(type="DRAPlugin", name=name, endpoint=str(endpoint), supported_versions=list(SERVICES))
         answered = functools.partial(self._answered, watch)
         registration = grpc.aio.server(options=SERVER_OPTIONS)
         add_RegistrationServicer_to_server(_RegistrationService(info, answered), registration)
-        await self._bind(registration, addresses.socket_path(self._registry, name, f"-{instance}-reg.sock"))
+        await self.bind(registration, addresses.socket_path(self._registry, name, f"-{instance}-reg.sock"))
         _LOG.debug("serving at %s, waiting for the kubelet", endpoint, extra={"driver": name})
 
-    async def _bind(self, server: grpc.aio.Server, path: Path) -> None:
+    async def bind(self, server: grpc.aio.Server, path: Path) -> None:
+        """Start a server at a socket. Raises OSError: the socket cannot be made."""
         try:
             await self._looks.at("socket", server.add_insecure_port, unix_address(path), place=str(path))
             await server.start()
@@ -390,7 +391,7 @@ class Registrar:
 
     async def _answered(self, watch: DirectoryReader, registered: bool, error: str) -> None:
         if registered:
-            self._backoff.reset()
+            self.backoff.reset()
             if self._kubelet is not None:
                 with contextlib.suppress(LookTimeoutError):
                     self._registered_by = (await self._kubelet.now()).kubelet

@@ -61,7 +61,7 @@ class Handover:
         self._errors: tuple[type[Exception], ...] = (LedgerError, *moved.evidence.errors)
         self._starter = MoveStarter(moved, share, drain, allocatable)
         self.statistics = MoveStatistics(self._starter.begun)
-        self._to_plugin = MovesToPlugin(moved)
+        self.to_plugin = MovesToPlugin(moved)
         self._wake = asyncio.Event()
 
     @property
@@ -131,13 +131,13 @@ class Handover:
         """Do all steps that are possible now; return whether a move ended, and whether any move is in progress."""
         waiting: dict[str, MoveWait] = {}
         await forget_unplugged(self._moved, waiting)
-        limited = self._to_plugin.limited
+        limited = self.to_plugin.limited
         if await self._starter.begin(limited=limited):
             self._moved.side.moved(self.resource)
         waiting.update(self._starter.blocked)
         # Moves to the plugin side come first: they do not need the kubelet, which may take long to answer.
         before = self._moved.now
-        if returned := await self._to_plugin.commit(waiting, lambda: self.share.forced, self._starter.kept):
+        if returned := await self.to_plugin.commit(waiting, lambda: self.share.forced, self._starter.kept):
             self._committed(Side.PLUGIN, returned, before)
             if self._allocatable is not None:
                 devices = [self._moved.inventory.devices.get(name) for name in returned]
@@ -152,7 +152,7 @@ class Handover:
             self.waiting = waiting
             self._moved.slices.publish()
         self.look()
-        return bool(returned or arrived or limited > self._to_plugin.limited), bool(waiting)
+        return bool(returned or arrived or limited > self.to_plugin.limited), bool(waiting)
 
     def _log_waits(self, waits: Mapping[str, MoveWait]) -> None:
         """Log new reasons why moves wait. Holders are logged at INFO; other reasons usually pass in a moment."""

@@ -172,7 +172,7 @@ class _KubeConfig:
 
     async def load(self) -> Access:
         """Read the files and get new credentials. This may run a credential plugin."""
-        self._credentials = credentials = await self._read()
+        self._credentials = credentials = await read_apart(self._paths)
         self._token_file = _TokenFile(Path(credentials.token_file), credentials.authorization, time.monotonic())
         self._reads += 1
         tls = None
@@ -225,35 +225,36 @@ class _KubeConfig:
         if self._failure:
             raise KubeConfigError(self._failure)
 
-    async def _read(self) -> Credentials:
-        """Start a process that reads the files, and wait for its end."""
-        code = f"import sys; sys.path[:] = {sys.path!r}; from dra_bridge.kube import kubeconfig; kubeconfig.main()"
-        # At a terminal, the credential plugin has to be in the foreground. Elsewhere the process and its plugin form a
-        # group, and end together.
-        group = None if os.isatty(2) else 0
-        reader = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", code, self._paths, stdout=asyncio.subprocess.PIPE, process_group=group
-        )
-        try:
-            async with asyncio.timeout(EXEC_TIMEOUT):
-                printed, _ = await reader.communicate()
-            answer = msgspec.json.decode(printed, type=Credentials | Failure)
-        except TimeoutError:
-            late = f"took longer than {EXEC_TIMEOUT:g} s; its credential plugin, if it has one, may wait for a login"
-            raise KubeConfigError(f"no credentials: reading {self._paths} {late}") from None
-        except msgspec.MsgspecError as error:
-            ended = f"the process that reads it ended with {reader.returncode}"
-            raise KubeConfigError(f"{self._paths}: {ended}") from error
-        finally:
-            if reader.returncode is None:
-                if group is None:
-                    reader.kill()
-                else:
-                    os.killpg(reader.pid, signal.SIGKILL)
-                await reader.communicate()
-        if isinstance(answer, Failure):
-            raise KubeConfigError(answer.reason)
-        return answer
+
+async def read_apart(paths: str) -> Credentials:
+    """Start a process that reads kubeconfigs, and wait for its end. paths: as in KUBECONFIG. Raises KubeConfigError."""
+    code = f"import sys; sys.path[:] = {sys.path!r}; from dra_bridge.kube import kubeconfig; kubeconfig.main()"
+    # At a terminal, the credential plugin has to be in the foreground. Elsewhere the process and its plugin form a
+    # group, and end together.
+    group = None if os.isatty(2) else 0
+    reader = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code, paths, stdout=asyncio.subprocess.PIPE, process_group=group
+    )
+    try:
+        async with asyncio.timeout(EXEC_TIMEOUT):
+            printed, _ = await reader.communicate()
+        answer = msgspec.json.decode(printed, type=Credentials | Failure)
+    except TimeoutError:
+        late = f"took longer than {EXEC_TIMEOUT:g} s; its credential plugin, if it has one, may wait for a login"
+        raise KubeConfigError(f"no credentials: reading {paths} {late}") from None
+    except msgspec.MsgspecError as error:
+        ended = f"the process that reads it ended with {reader.returncode}"
+        raise KubeConfigError(f"{paths}: {ended}") from error
+    finally:
+        if reader.returncode is None:
+            if group is None:
+                reader.kill()
+            else:
+                os.killpg(reader.pid, signal.SIGKILL)
+            await reader.communicate()
+    if isinstance(answer, Failure):
+        raise KubeConfigError(answer.reason)
+    return answer
 
 
 @contextlib.contextmanager

@@ -56,13 +56,14 @@ def main() -> None:
     with os.fdopen(os.dup(1), "wb") as output:
         os.dup2(2, 1)  # If the standard output is a terminal, kubernetes_asyncio lets plugins ask the user.
         try:
-            answer: Credentials | Failure = asyncio.run(_read(sys.argv[1]))
+            answer: Credentials | Failure = asyncio.run(read(sys.argv[1]))
         except KubeConfigError as error:
             answer = Failure(str(error))
         output.write(msgspec.json.encode(answer))
 
 
-async def _read(paths: str) -> Credentials:
+async def read(paths: str) -> Credentials:
+    """Read kubeconfigs, whose paths are as in KUBECONFIG, here. Raises KubeConfigError."""
     try:
         from kubernetes_asyncio.client import Configuration
         from kubernetes_asyncio.config.kube_config import KubeConfigLoader, KubeConfigMerger

@@ -188,7 +188,7 @@ class Ledger:
         self.path: Final = path
         self.copy: Final = copy
         self._connect = connect
-        self._guard = threading.RLock()
+        self.guard = threading.RLock()
         self._connection: sqlite3.Connection | None = None
         self._seal = 0
         self._files: tuple[tuple[int, int] | None, ...] = ()
@@ -228,7 +228,7 @@ class Ledger:
 
     def tidy(self) -> None:
         """Copy SQLite's log into the database if it has grown. Blocks."""
-        with self._guard:
+        with self.guard:
             self._empty_log()
 
     def _empty_log(self) -> None:
@@ -255,7 +255,7 @@ class Ledger:
         If an operation fails (a bug in this code), its answer is the exception. Raises LedgerError if the transaction
         could not be recorded, LedgerLostError if the files were removed, replaced or damaged.
         """
-        with self._guard:
+        with self.guard:
             if self._lock_file < 0:
                 raise LedgerError(f"the ledger {self.path} is closed")
             count = 2 if self._connection is None else 3  # SQLite removes the log together with a connection.
@@ -290,7 +290,7 @@ class Ledger:
 
         The operation needs `do_all` if its changes must outlive the boot, or if the file has to be opened again first.
         """
-        with self._guard:
+        with self.guard:
             if self._lost or self._connection is None or self._found_files() != self._files:
                 return None
             decision = operation(self.snapshot)
@@ -304,7 +304,7 @@ class Ledger:
 
     def close(self) -> None:
         """Close the file and release the lock."""
-        with self._guard:
+        with self.guard:
             self._disconnect()
             if self._lock_file >= 0:
                 os.close(self._lock_file)
@@ -363,7 +363,7 @@ class Ledger:
 
     def write_copy(self) -> None:
         """Copy the allocations. If this fails, recovery depends on the ledger and the checkpoint alone. Blocks."""
-        with self._guard:  # A write that is not yet in the snapshot marks the copy as old again.
+        with self.guard:  # A write that is not yet in the snapshot marks the copy as old again.
             self.copy_is_old, now = False, self.snapshot
         if not self.copy:
             return

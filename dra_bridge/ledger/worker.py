@@ -49,7 +49,7 @@ class AsyncLedger:
         """The operations that the thread executes now."""
         self._first: Look[Decision[Any] | None] | None = None
         """The look that executes the batch, if the batch needs no sync."""
-        self._answering: asyncio.Task[None] | None = None
+        self.answering: asyncio.Task[None] | None = None
         self._copying: asyncio.Task[None] | None = None
 
     @classmethod
@@ -94,7 +94,7 @@ class AsyncLedger:
         """Answer the pending operations, then close the ledger, as far as the file system answers."""
         going = [
             task
-            for task, looks in ((self._answering, self.looks), (self._copying, self.copy_looks))
+            for task, looks in ((self.answering, self.looks), (self._copying, self.copy_looks))
             if task is not None and not looks.hanging
         ]
         if going:
@@ -104,8 +104,8 @@ class AsyncLedger:
 
     def _go_on(self) -> None:
         """Start executing pending operations, unless a task already does."""
-        if (self._batch or self.ledger.must_tidy) and (self._answering is None or self._answering.done()):
-            self._answering = asyncio.create_task(self._answer())
+        if (self._batch or self.ledger.must_tidy) and (self.answering is None or self.answering.done()):
+            self.answering = asyncio.create_task(self._answer())
         if self.ledger.copy_is_old and (self._copying is None or self._copying.done()):
             self._copying = asyncio.create_task(self._copy())
 

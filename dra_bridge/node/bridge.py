@@ -71,7 +71,7 @@ class Bridge(ClaimSide):
         self._parents: dict[str, str] = {}
         """For each resource that a source has brought along, the resource of that source."""
         self._group: asyncio.TaskGroup | None = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self.tasks: list[asyncio.Task[None]] = []
         self._ledger: AsyncLedger | None = None
         report_holders = options.metrics_address is not None
         self.agent = Agent(
@@ -129,11 +129,11 @@ class Bridge(ClaimSide):
                         ends = self._end_with_ledger(), self._end_with_cdi_directory()
                         watches = (self.publisher.run(), self._watch.run(), self._lease.run())
                         for work in (*watches, *ends, *drivers):
-                            self._tasks.append(group.create_task(work))
+                            self.tasks.append(group.create_task(work))
                         await self.agent.run()
                 finally:
                     self._group = None
-                    for task in self._tasks:
+                    for task in self.tasks:
                         task.cancel()
         except* AgentError as errors:
             raise errors.exceptions[0] from None
@@ -214,7 +214,7 @@ class Bridge(ClaimSide):
             runtime = self.drivers[name] = DriverRuntime(self.node, name, ledger, self._left)
             self.agent.scanner.observers.append(runtime)
             if self._group is not None and self.agent.begun.is_set():
-                self._tasks.append(self._group.create_task(runtime.run()))
+                self.tasks.append(self._group.create_task(runtime.run()))
         return self.drivers[name]
 
     def _serve(self, service: Service) -> None:

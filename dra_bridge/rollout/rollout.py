@@ -128,7 +128,7 @@ class _WatchOf(NamedTuple):
     field_selector: str = ""
 
 
-class _Fleet:
+class WatchedFleet:
     """Nodes, Leases and a driver's slices, kept up to date by watches.
 
     namespaces: of the agents. names: of the nodes, all if empty.
@@ -150,7 +150,7 @@ class _Fleet:
         self._names = names
         self._objects: dict[_WatchOf, dict[str, Object]] = {}
         self._claims: Sequence[Object] = ()
-        self._changed = asyncio.Event()
+        self.changed = asyncio.Event()
         self._last: list[NodeView] = []
         self._since = time.monotonic()
         named, of_driver = "", f"spec.driver={driver}"
@@ -167,8 +167,8 @@ class _Fleet:
         tasks = [asyncio.create_task(self._follow(what)) for what in (self._nodes, self._slices, *self._leases)]
         try:
             while len(self._objects) < len(tasks):
-                await self._changed.wait()
-                self._changed.clear()
+                await self.changed.wait()
+                self.changed.clear()
             yield self
         finally:
             await cancel_all(tasks)
@@ -185,7 +185,7 @@ class _Fleet:
                 else:
                     self._objects[what].setdefault(event.object["metadata"]["name"], event.object)
                     self._put(what, event.object)
-                self._changed.set()
+                self.changed.set()
 
     def put(self, node: Object) -> None:
         """Store a Node, unless a newer version is known or the watch has reported its deletion.
@@ -212,8 +212,8 @@ class _Fleet:
             self._last, self._since = nodes, time.monotonic()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await self._changed.wait()
-            self._changed.clear()
+                await self.changed.wait()
+            self.changed.clear()
         if time.monotonic() - self._since >= EXPLAIN:
             self._since = time.monotonic()
             await self.explain(waiting)
@@ -253,7 +253,7 @@ async def migrate(
         return True
     began = time.monotonic()
     namespaces = await lease_namespaces(cluster, namespace)
-    async with _Fleet(cluster, driver, reporter, namespaces, names=names).watched() as watched:
+    async with WatchedFleet(cluster, driver, reporter, namespaces, names=names).watched() as watched:
         while True:
             nodes = watched.views()
             reporter.show(nodes)
@@ -306,7 +306,7 @@ async def rollout(
     if not goal.undo and driver not in _drivers(slices, leases):
         await check_driver(cluster, driver, leases)
     goal = replace(goal, owner=await _owner(cluster, goal))
-    async with _Fleet(cluster, driver, reporter, namespaces, selector=selector).watched() as watched:
+    async with WatchedFleet(cluster, driver, reporter, namespaces, selector=selector).watched() as watched:
         return await _Rollout(watched, goal, limits).run()
 
 
@@ -320,7 +320,7 @@ async def _owner(cluster: Cluster, goal: Goal) -> str:
 class _Rollout:
     """One run of a rollout. The state that another run needs is on the Nodes."""
 
-    def __init__(self, watched: _Fleet, goal: Goal, limits: RolloutLimits) -> None:
+    def __init__(self, watched: WatchedFleet, goal: Goal, limits: RolloutLimits) -> None:
         self._fleet = watched
         self._reporter = watched.reporter
         self._goal = goal

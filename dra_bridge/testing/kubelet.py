@@ -264,7 +264,7 @@ class FakeDraKubelet:
                 raise PodError(f"ResourceClaim {name}: not allocated")
             drivers = dict.fromkeys(result["driver"] for result in allocation["devices"]["results"])
             info = DevicesOfClaim(pod.namespace, name, claim["metadata"]["uid"], {driver: [] for driver in drivers})
-            wanted.append((claim, info, {driver: self._plugin(driver) for driver in drivers}))
+            wanted.append((claim, info, {driver: self.plugin(driver) for driver in drivers}))
         batches: dict[str, tuple[Plugin, list[DevicesOfClaim]]] = {}
         fresh: list[DevicesOfClaim] = []
         with self._condition:
@@ -350,7 +350,7 @@ class FakeDraKubelet:
                 for driver in info.drivers:
                     batches.setdefault(driver, []).append(info)
         for driver, claims in batches.items():
-            answers = self._call(self._plugin(driver), "NodeUnprepareResources", claims)
+            answers = self._call(self.plugin(driver), "NodeUnprepareResources", claims)
             for claim in claims:
                 answer = answers.get(claim.uid)
                 if answer is None:
@@ -367,9 +367,10 @@ class FakeDraKubelet:
 
     def call(self, driver: str, method: str, claims: Sequence[Any], timeout: float = CALL_TIMEOUT) -> dict[str, Any]:
         """Call a driver with any claims (`namespace`, `name`, `uid`); return the answers by UID."""
-        return self._call(self._plugin(driver), method, claims, timeout)
+        return self._call(self.plugin(driver), method, claims, timeout)
 
-    def _plugin(self, driver: str) -> Plugin:
+    def plugin(self, driver: str) -> Plugin:
+        """Return the instance of a driver that is called. Raises PodError: none is registered."""
         with self._condition:
             listed = self._store.get(driver)
             if not listed:

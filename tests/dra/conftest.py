@@ -1,4 +1,4 @@
-"""The fake node of the tests of agents with both sides, and a cheap reader of kubeconfigs."""
+"""The fake node of the tests of agents with both sides, and kubeconfigs that are read in this process."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from dra_bridge.kube import auth
+from dra_bridge.kube import auth, kubeconfig
 from dra_bridge.testing.node import FakeNode
-from tests import kubeconfigs
 from tests.dra.agents import fake_node
 from tests.scenarios.quick import hurry
 
@@ -24,4 +23,4 @@ def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNode]:
 @pytest.fixture
 def read_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kubeconfigs are read in this process."""
-    monkeypatch.setattr(auth._KubeConfig, "_read", kubeconfigs.read_here)
+    monkeypatch.setattr(auth, "read_apart", kubeconfig.read)

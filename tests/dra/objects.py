@@ -51,12 +51,12 @@ def allocated_claim(name: str, driver: str, pool: str, device: str, *pods: str, 
 @contextlib.contextmanager
 def unserved(driver: str) -> Iterator[None]:
     """Have no socket of a driver be made."""
-    bind = Registrar._bind
+    bind = Registrar.bind
 
     async def refuse(self: Registrar, server: Any, path: Path) -> None:
         if self.driver.name == driver:
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
         await bind(self, server, path)
 
-    with patch.object(Registrar, "_bind", refuse):
+    with patch.object(Registrar, "bind", refuse):
         yield

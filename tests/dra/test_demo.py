@@ -97,7 +97,7 @@ def test_the_failure_of_a_pod_fits_on_a_page() -> None:
     pod: Any = Mock(phase="Failed", reason="UnexpectedAdmissionError", message="too few devices " * 12)
     pod.name = "claim-100"
     churn = demo.Churn(node, 0)
-    churn._replace_ended("claim", {pod: 1.0})
+    churn.replace_ended("claim", {pod: 1.0})
     out = io.StringIO()
     Printer(out).event("pod", "was made", *demo.failures(churn.failed))
     words = " ".join(out.getvalue().split())

@@ -107,10 +107,10 @@ async def test_calls_share_a_connection_until_the_kubelet_ends(
     assert len(made) == 1
     assert set(await asyncio.gather(service.list(), service.list())) == {PodResourcesReport()}
     assert len(made) == 2, "calls beside each other have channels of their own"
-    (kept,) = service._idle
     await asyncio.to_thread(fake_kubelet.restart)
-    while (state := kept.get_state()) is grpc.ChannelConnectivity.READY:
-        await kept.wait_for_state_change(state)
+    for one in made:
+        while (state := one.get_state()) is grpc.ChannelConnectivity.READY:
+            await one.wait_for_state_change(state)
     assert await service.list() == PodResourcesReport()
     assert len(made) == 3
 

@@ -319,7 +319,7 @@ def test_dead_socket_of_before_a_reboot_is_replaced(kubelet_root: Path, caplog: 
         with socket.socket(socket.AF_UNIX) as dead:
             dead.bind(str(kubelet.socket))
         with serve(source(), kubelet, timeout=None) as agent:
-            wait(lambda: R in agent.agent.services and agent.agent.services[R].registration._backoff.tries > 3)
+            wait(lambda: R in agent.agent.services and agent.agent.services[R].registration.backoff.tries > 3)
             assert agent.agent.services[R].registration.statistics.failures == 0  # no kubelet refused anything
             kubelet.start()
             agent.wait_registered()
@@ -573,7 +573,7 @@ def test_directory_that_may_not_be_written_is_an_error(kubelet_root: Path) -> No
         file = kubelet_root / "file"
         file.mkdir()
         registration = PluginRegistration(Endpoint(source(), inventory, AllocationsInFlight()), PluginDirectory(file))
-        (file / registration._server.lock.path.name).mkdir()
+        InstanceLock(file, R).path.mkdir()
 
         async def run() -> None:
             async with asyncio.timeout(5):

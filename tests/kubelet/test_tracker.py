@@ -520,9 +520,7 @@ async def test_of_two_pods_of_one_name_a_list_does_not_tell_which(tracked: Track
     assert await tracked.tracker.listed(tracked.tracker.pods.running()) == {other.uid}
 
 
-async def test_pods_are_listed_while_the_kubelet_counts_them_as_active(
-    tracked: TrackedKubelet, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_pods_are_listed_while_the_kubelet_counts_them_as_active(tracked: TrackedKubelet) -> None:
     """A pod that was deleted by force is not, and none is while the kubelet cannot be asked."""
     pods = [await tracked.run_pod(name) for name in ("p", "q")]
     running = tracked.tracker.pods.running()
@@ -531,9 +529,10 @@ async def test_pods_are_listed_while_the_kubelet_counts_them_as_active(
     await asyncio.to_thread(pods[0].force_delete, hang=True)
     assert tracked.tracker.pods.running() == running
     assert await tracked.tracker.listed(running) == {pods[1].uid}
-    monkeypatch.setattr(tracked.tracker._names, "_directory", tracked.kubelet.root / "none")
+    logs = tracked.kubelet.pod_logs
+    logs.rename(logs.with_name("elsewhere"))
     assert not await tracked.tracker.listed(running)
-    monkeypatch.undo()
+    logs.with_name("elsewhere").rename(logs)
     await asyncio.to_thread(tracked.kubelet.stop)
     assert not await tracked.tracker.listed(running)
 

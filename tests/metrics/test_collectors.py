@@ -52,7 +52,7 @@ from deviceplugin.testing.plugin import Served
 from deviceplugin.unwatched import Unwatched, UnwatchedCause, WatchFailure
 from deviceplugin.version import VERSION
 from tests.metrics.test_web import make_certificate
-from tests.metrics.views import RESOURCE, Source, Still, resource
+from tests.metrics.views import RESOURCE, Still, resource
 from tests.programs import promtool, running
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -192,8 +192,8 @@ def watched(
             assert time.monotonic() < deadline, "the agent is not registered"
             time.sleep(0.01)
         # In the agent's own loop, whose health is asked for.
-        assert agent._loop is not None
-        return fake_kubelet, loop.serving(agent, MetricsConfig(**options), agent._loop)
+        assert agent.loop is not None
+        return fake_kubelet, loop.serving(agent, MetricsConfig(**options), agent.loop)
 
     return start
 
@@ -418,12 +418,8 @@ class TestCollector:
     def test_a_name_that_is_no_text_does_not_fail_the_scrape(self, loop: Loop) -> None:
         """A part that is named after a file whose name is not UTF-8 comes out with a question mark."""
         still = Still(resource("a"))
-        observer = still.observer()
-        observer._gauges[RESOURCE] = gauge = load.Gauge(Source(), 10)
-        values = load.checked({"a": {"lanes": {"tty\udcff": 1}}}, [Device("a")])
-        gauge._reading = (values, time.monotonic())
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(AgentCollector(observer.view))
+        registry.register(AgentCollector(still.measured(a={"lanes": {"tty\udcff": 1}}).view))
         assert b'deviceplugin_device_lanes{device="a",part="tty?",resource=' in generate_latest(registry)
 
     @pytest.mark.parametrize(
@@ -449,15 +445,11 @@ class TestCollector:
         """Names, types, help and units are as Prometheus's own linter wants them."""
         still = Still(resource("a", held={"a": [PodContainer("n", "p", "c")]}, refusals={"unhealthy": 1}))
         still.providers.append(Bridge())
-        gauge = load.Gauge(Source(), 10)
         quantities: dict[str, Any] = {
             name: {"x": 1} if quantity.label else 1 for name, quantity in load.QUANTITIES.items()
         }
-        gauge._reading = ({"a": quantities}, time.monotonic())
-        observer = still.observer()
-        observer._gauges[RESOURCE] = gauge
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(AgentCollector(observer.view))
+        registry.register(AgentCollector(still.measured(a=quantities).view))
         text = generate_latest(registry)
         assert text.count(b"# TYPE deviceplugin_device_") >= len(load.QUANTITIES)
         done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, timeout=60)
@@ -472,11 +464,7 @@ class TestCollector:
 
     def test_own_quantities_become_metrics(self, loop: Loop) -> None:
         """A source may measure what nobody else does; parts carry the label `part`."""
-        still = Still(resource("a"))
-        observer = still.observer()
-        gauge = load.Gauge(Source(), 10)
-        gauge._reading = ({"a": {"packets_total": 3, "lane_errors": {"0": 1}}}, time.monotonic())
-        observer._gauges[RESOURCE] = gauge
+        observer = Still(resource("a")).measured(a={"packets_total": 3, "lane_errors": {"0": 1}})
         samples = {
             (sample.name, tuple(sorted(sample.labels.items()))): (family.type, sample.value)
             for family in AgentCollector(observer.view).collect()

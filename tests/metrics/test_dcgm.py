@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from deviceplugin.device import Device
 from deviceplugin.kubelet.podresources import PodContainer
 from deviceplugin.metrics import dcgm, load
-from deviceplugin.metrics.load import Gauge
 from deviceplugin.metrics.views import AgentView
-from tests.metrics.views import RESOURCE, Source, Still, resource
+from tests.metrics.views import Still, resource
 
 ATTRIBUTES: dict[str, str | int] = {"uuid": "GPU-1", "index": 3, "productName": "H200"}
 FULL: dict[str, Any] = {
@@ -27,11 +25,7 @@ FULL: dict[str, Any] = {
 
 def view(*holders: PodContainer, load: Any = None) -> AgentView:
     still = Still(resource(Device("g", attributes=ATTRIBUTES), "h", held={"g": list(holders)}))
-    observer = still.observer()
-    gauge = Gauge(Source(), 10)
-    gauge._reading = ({"g": FULL if load is None else load}, time.monotonic())
-    observer._gauges[RESOURCE] = gauge
-    return observer.view()
+    return still.measured(g=FULL if load is None else load).view()
 
 
 def values(seen: AgentView) -> dict[str, list[tuple[dict[str, str], float]]]:
@@ -94,10 +88,7 @@ MIG: dict[str, str | int] = {
 def test_a_partition_has_its_own_labels() -> None:
     """A MIG partition carries its GPU's number and UUID and, in the labels made for it, its profile and instance."""
     still = Still(resource(Device("MIG-7", attributes=MIG), Device("MIG-8", attributes={**MIG, "computeInstance": 1})))
-    observer = still.observer()
-    gauge = Gauge(Source(), 10)
-    gauge._reading = ({name: {"memory_used_bytes": 2**20} for name in ("MIG-7", "MIG-8")}, time.monotonic())
-    observer._gauges[RESOURCE] = gauge
+    observer = still.measured(**{name: {"memory_used_bytes": 2**20} for name in ("MIG-7", "MIG-8")})
     (labels, value), (other, _) = values(observer.view())["DCGM_FI_DEV_FB_USED"]
     assert value == 1
     assert (labels["gpu"], labels["device"], labels["UUID"]) == ("2", "nvidia5", "GPU-1")

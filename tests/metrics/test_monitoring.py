@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from deviceplugin.metrics import load
 from deviceplugin.metrics.collectors import AgentCollector
 from dra_bridge.manifests import Deployment
 from tests.dra.node.test_status import bridge, status_of
-from tests.metrics.views import RESOURCE, Source, Still, resource
+from tests.metrics.views import Still, resource
 from tests.programs import promtool
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "monitoring"
@@ -72,13 +71,9 @@ def known_families() -> list[Metric]:
     vendor = VendorConnection(connected=True, since=1.0)
     still = Still(resource("a", held={"a": [PodContainer("n", "p", "c")]}, refusals={"unhealthy": 1}, vendor=vendor))
     still.providers.append(status_of(bridge()))
-    observer = still.observer()
-    gauge = load.Gauge(Source(), 10)
     values: dict[str, Any] = {name: {"x": 1} if one.label else 1 for name, one in load.QUANTITIES.items()}
-    gauge._reading = ({"a": values}, time.monotonic())
-    observer._gauges[RESOURCE] = gauge
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(AgentCollector(observer.view))
+    registry.register(AgentCollector(still.measured(a=values).view))
     ProcessCollector(registry=registry)
     return list(registry.collect())
 

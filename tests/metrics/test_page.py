@@ -17,11 +17,10 @@ from deviceplugin.device import Device, Health
 from deviceplugin.kubelet.podresources import PodContainer
 from deviceplugin.kubelet.status import VendorConnection, Withheld
 from deviceplugin.metrics import load, page
-from deviceplugin.metrics.load import Gauge
 from deviceplugin.metrics.report import DeviceLocation, Event, ProviderReport, ShareProgress
 from deviceplugin.metrics.views import Observer
 from deviceplugin.register.records import State
-from tests.metrics.views import RESOURCE, Source, Still, resource
+from tests.metrics.views import RESOURCE, Still, resource
 
 
 class Table(HTMLParser):
@@ -87,24 +86,16 @@ def busy() -> tuple[Still, Observer]:
         )
     )
     still.providers.append(Bridge())
-    observer = still.observer()
-    gauge = Gauge(Source(), 10)
-    gauge._reading = (
-        {
-            "a": {
-                "utilization_ratio": 0.53,
-                "memory_used_bytes": 3 * 2**30,
-                "memory_total_bytes": 80 * 2**30,
-                "encoder_utilization_ratio": 0.25,
-                "temperature_celsius": {"gpu": 61.0, "memory": 70.0},
-                "power_watts": 312.4,
-                "throttled": {"power": 1, "thermal": 0},
-            }
-        },
-        time.monotonic(),
-    )
-    observer._gauges[RESOURCE] = gauge
-    return still, observer
+    load = {
+        "utilization_ratio": 0.53,
+        "memory_used_bytes": 3 * 2**30,
+        "memory_total_bytes": 80 * 2**30,
+        "encoder_utilization_ratio": 0.25,
+        "temperature_celsius": {"gpu": 61.0, "memory": 70.0},
+        "power_watts": 312.4,
+        "throttled": {"power": 1, "thermal": 0},
+    }
+    return still, still.measured(a=load)
 
 
 class TestPage:
@@ -158,9 +149,8 @@ class TestPage:
         still.scanned_at = None
         still.double = 2
         observer = still.observer()
-        gauge = Gauge(Source(), 10)
+        ((gauge, _),) = observer.due()
         gauge.error = "measure of example.com/gpu still hangs"
-        observer._gauges[RESOURCE] = gauge
         text = Table(page.html(observer.view())).text
         assert text.index("What is wrong") < text.index("no bus")
         for said in ("not registered", "no bus", "not known", "2 times", "still hangs"):
@@ -298,7 +288,7 @@ class TestPage:
     )
     def test_bytes_are_readable(self, number: int, text: str) -> None:
         """Three digits and a binary unit."""
-        assert page._bytes(number) == text
+        assert page.with_unit(number) == text
 
     def test_an_agent_without_anything_has_a_page(self) -> None:
         """Before the first list there is a page that says so."""

@@ -214,7 +214,7 @@ class Flow(DriverHost):
         endpoint = SimpleNamespace(resource=R, source=source, ids=served.ids, refresh=lambda: None, streams=streams)
         moved = MovedResource(cast("Any", endpoint), self.inventory, self.register, self, self, self, Moving(D))
         self.handover = Handover(moved, Share(0))
-        self.handover._to_plugin.waits = lambda: Backoff(first=0.0, most=0.0)
+        self.handover.to_plugin.waits = lambda: Backoff(first=0.0, most=0.0)
         self._clock = itertools.count(11, 11)
         self._names = {name: device.id for name, (_, device) in self.driver.devices.by_name.items()}
 

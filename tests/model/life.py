@@ -216,7 +216,7 @@ class Life(Bridge):
         node_agent.tracker._checkpoint.__class__ = Checkpoints
         node_agent.tracker._checkpoint.outside = outside
         node_agent.tracker.pod_resources = SimpleNamespace(list=outside.list_pods)
-        node_agent._supervisor.start = self._started
+        node_agent.supervisor.start = self._started
 
     async def _open_ledger(self) -> AsyncLedger:
         path = self.ledger_path
@@ -236,7 +236,7 @@ class Life(Bridge):
         agent.begun.set()
 
     def _started(self, service: Service, *, fatal: bool = True) -> None:
-        service._existing = frozenset(self.agent.tracker.snapshot.of(service.resource)) | service._ids
+        service.existing = frozenset(self.agent.tracker.snapshot.of(service.resource)) | service._ids
         service.inventory.subscribe(lambda _: self.agent.register.notify())
         self.list(service.resource)
 
@@ -280,14 +280,14 @@ class Life(Bridge):
         """Send the list."""
         streams, lines = self.agent.services[resource].endpoint.streams, self.lines(resource)
         shown = self.outside.clock(), frozenset(name for name, healthy in lines.items() if healthy)
-        streams._open.clear()
-        streams._open.add(Stream(shown=shown))
+        streams.open.clear()
+        streams.open.add(Stream(shown=shown))
         return lines
 
     def hang_up(self) -> None:
         """Have no kubelet listen."""
         for service in self.agent.services.values():
-            service.endpoint.streams._open.clear()
+            service.endpoint.streams.open.clear()
 
     async def allocate(self, pod: Pod) -> None:
         """Ask for a pod's device."""

@@ -444,8 +444,8 @@ async def test_what_a_pod_has_counts_before_its_resource_is_compared(tmp_path: P
     refused = f"b of {other} and a of {R}, which counts as held, are the same hardware"
     with pytest.raises(DeviceConflictError, match=refused):
         await agent.register.grant(other, {"b": "b"})
-    service = Service(Named("a", lambda: None), agent.services[other]._context)
-    agent._supervisor.services[R] = service
+    service = Service(Named("a", lambda: None), agent.supervisor.context)
+    agent.supervisor.services[R] = service
     service.inventory.publish([Device("a", identity="uuid:1")], {"a": hardware})
     for compared in (False, True):
         assert ((R, "a") in agent.register.snapshot.allocations) is compared
@@ -529,7 +529,7 @@ async def test_metrics_are_read_at_the_start(config: Path, caplog: pytest.LogCap
     first = process_module.ConfigFile.read(config, OPEN)
     config.write_text(text(a=1) + "metrics: {period: 5}\n")
 
-    await process_module._reload(Taking(lambda _: pytest.fail("no resource changed")), first)
+    await process_module.take_changed(Taking(lambda _: pytest.fail("no resource changed")), first)
     assert "`metrics` is read at the start" in caplog.text
 
 
@@ -542,7 +542,7 @@ async def test_a_file_that_changes_while_the_agent_starts_is_taken(config: Path,
     agent = Agent([source(1, "example.com/a")], Paths(tmp_path))
     agent.config_error = "from before"
     program = Taking(taken.set_result, agent)
-    following = asyncio.create_task(process_module._follow_config(program, file, asyncio.Event()))
+    following = asyncio.create_task(process_module.follow_config(program, file, asyncio.Event()))
     async with asyncio.timeout(20):
         assert await taken == load(config)
         while agent.config_error:  # noqa: ASYNC110  # nobody else tells
@@ -572,7 +572,7 @@ async def test_a_start_with_a_broken_file_serves_the_last_good_one(
     taken: list[Config] = []
 
     program = Taking(taken.append, agent)
-    following = asyncio.create_task(process_module._follow_config(program, file, asyncio.Event()))
+    following = asyncio.create_task(process_module.follow_config(program, file, asyncio.Event()))
     async with asyncio.timeout(20):
         while not agent.config_error:  # noqa: ASYNC110  # nobody else tells
             await asyncio.sleep(0.001)
@@ -613,16 +613,16 @@ async def test_a_file_that_is_refused_is_known_until_it_is_mended(
 
     taking = Taking(taken.append)
     config.write_text("resources: [}")
-    refused = await process_module._reload(taking, first)
+    refused = await process_module.take_changed(taking, first)
     assert refused.config is first.config
     (record,) = caplog.records
     assert record.getMessage() == refused.refused
     assert f"{config}:1" in refused.refused
     assert "\n" not in refused.refused
     config.write_text(text(a=1))
-    assert (await process_module._reload(taking, refused)).refused == ""
+    assert (await process_module.take_changed(taking, refused)).refused == ""
     config.write_text(text(a=2))
-    assert (await process_module._reload(taking, refused)).refused == ""
+    assert (await process_module.take_changed(taking, refused)).refused == ""
     assert taken == [load(config)]
 
 
@@ -634,10 +634,10 @@ async def test_reload_that_fails_half_way_is_said(config: Path, caplog: pytest.L
     def take(_: Config) -> None:
         raise OSError("no room for another socket")
 
-    now = await process_module._reload(Taking(take), first)
+    now = await process_module.take_changed(Taking(take), first)
     assert now.config == load(config)
     assert now.unserved == f"{config} was read again, but not all of it is served: no room for another socket"
-    again = await process_module._reload(Taking(take), now)
+    again = await process_module.take_changed(Taking(take), now)
     assert again.unserved == now.unserved  # the same file again mends nothing
     assert "not all of it is served" in caplog.text
     assert "no room for another socket" in caplog.text
@@ -645,7 +645,7 @@ async def test_reload_that_fails_half_way_is_said(config: Path, caplog: pytest.L
 
 def in_loop(agent: Served, change: Callable[[], Any]) -> None:
     """Have the agent's own loop do something, and wait for it."""
-    loop = agent.agent._loop
+    loop = agent.agent.loop
     assert loop is not None
     asyncio.run_coroutine_threadsafe(change(), loop).result(10)
 
@@ -682,7 +682,7 @@ class Marked(DeviceSource):
 def test_hooks_change_with_the_list(fake_kubelet: FakeKubelet, served: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until a new source has listed its devices the old one's hooks answer; one that never lists takes over in time."""
     agent = served(Marked("old"))
-    loop = agent.agent._loop
+    loop = agent.agent.loop
     assert loop is not None
     new, mute = Marked("new", lists=False), Marked("mute", lists=False)
     taken = asyncio.run_coroutine_threadsafe(agent.agent.reconfigure({R: new}), loop)
@@ -770,7 +770,7 @@ async def alone(tmp_path: Path) -> Agent:
     made = agent.services[R]
     devices = made.source.devices  # type: ignore[attr-defined]
     made.inventory.publish(devices, replicas=shares(made.source, devices))
-    made.endpoint.streams._open.add(Stream())
+    made.endpoint.streams.open.add(Stream())
     return agent
 
 
@@ -854,7 +854,7 @@ async def test_grants_of_a_former_process_are_in_use_until_two_checkpoints_do_no
 async def test_what_ended_before_its_device_came_is_not_inherited(alone: Agent) -> None:
     """A pod had a device that was away when the agent began, and has ended since: nobody has to be waited for."""
     service = alone.services[R]
-    service._existing = frozenset({"late", "later"})
+    service.existing = frozenset({"late", "later"})
     await taken(alone, scan(1.0, "later"))
     devices = [Device(name) for name in ("sim-0", "late", "later")]
     service.inventory.publish(devices, replicas=shares(service.source, devices))

@@ -313,7 +313,7 @@ async def test_mixed_brings_a_resource_for_each_profile_along(gpus: FakeGpus) ->
     built = sources.ConfiguredSource(config.parse(text).resources[0])
     entry = built.entries[0]
     assert isinstance(entry, NvidiaSource)
-    entry._places = gpus.places
+    entry.places = gpus.places
     async with asyncio.timeout(20), aclosing(cast("Any", built.watch())) as lists:
         await anext(lists)
         child_sources: Any = built.child_sources()
@@ -587,7 +587,7 @@ async def test_unexpected_error_of_a_look_is_not_the_gpus(
     async with closing(source(gpus)) as lists:
         await until(lists, len)
         with monkeypatch.context() as patch:
-            patch.setattr(Session, "_check", lambda *_: 1 / 0)
+            patch.setattr(Session, "check", lambda *_: 1 / 0)
             found = await until(lists, lambda found: found[uuid].health is Health.UNKNOWN)
             assert found[uuid].message == "ZeroDivisionError: division by zero"
         await until(lists, lambda found: found[uuid].health is Health.HEALTHY)

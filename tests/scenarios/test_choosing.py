@@ -119,8 +119,8 @@ def test_resources_that_a_source_brings_along_are_served_with_it(fake_kubelet: F
     agent = served(stem).agent
     fake_kubelet.wait_allocatable("example.com/mig-a", 1)
     assert "example.com/mig-b" not in fake_kubelet.resources()
-    assert agent._loop is not None
-    agent._loop.call_soon_threadsafe(stem.more.set)
+    assert agent.loop is not None
+    agent.loop.call_soon_threadsafe(stem.more.set)
     fake_kubelet.wait_allocatable("example.com/mig-b", 1)
     assert {status.resource for status in agent.status().resources} == {
         "example.com/gpu",
@@ -128,7 +128,7 @@ def test_resources_that_a_source_brings_along_are_served_with_it(fake_kubelet: F
         "example.com/mig-b",
     }
     other = Leaf("example.com/other", "x")
-    asyncio.run_coroutine_threadsafe(agent.reconfigure({other.resource: other}), agent._loop).result(20)
+    asyncio.run_coroutine_threadsafe(agent.reconfigure({other.resource: other}), agent.loop).result(20)
     fake_kubelet.wait_allocatable("example.com/other", 1)
     fake_kubelet.wait_until(lambda: not fake_kubelet.streams("example.com/mig-a"), 10, "the branch to end")
     assert {status.resource for status in agent.status().resources} == {"example.com/other"}
@@ -140,9 +140,9 @@ def test_branches_follow_their_stem_through_a_reload(fake_kubelet: FakeKubelet, 
     fake_kubelet.wait_allocatable("example.com/mig-a", 1)
 
     def reload(*sources: DeviceSource, unchanged: Sequence[str] = ()) -> None:
-        assert agent._loop is not None
+        assert agent.loop is not None
         wanted = {source.resource: source for source in sources}
-        asyncio.run_coroutine_threadsafe(agent.reconfigure(wanted, unchanged), agent._loop).result(20)
+        asyncio.run_coroutine_threadsafe(agent.reconfigure(wanted, unchanged), agent.loop).result(20)
 
     reload(unchanged=["example.com/gpu"])
     assert "example.com/mig-a" in agent.services

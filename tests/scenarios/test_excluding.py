@@ -168,8 +168,8 @@ def test_a_reload_that_renames_a_resource_knows_who_holds_its_devices(
     pod = fake_kubelet.run_pod("first", {A: 1})
     (tmp_path / "second").touch()
     new = PathSource(f"{tmp_path}/*", resource=B)
-    assert agent._loop is not None
-    asyncio.run_coroutine_threadsafe(agent.reconfigure({B: new}), agent._loop).result(10)
+    assert agent.loop is not None
+    asyncio.run_coroutine_threadsafe(agent.reconfigure({B: new}), agent.loop).result(10)
     fake_kubelet.wait_until(lambda: fake_kubelet.capacity(B) == 2, 10.0, "two devices")
     fake_kubelet.wait_allocatable(B, 1)
     pod.delete()

@@ -155,9 +155,9 @@ def test_directory_that_cannot_be_read_is_said(tmp_path: Path) -> None:
     """A directory that may not be read gives no devices, and a note."""
     (tmp_path / "dark").mkdir(mode=0)
     source = PathSource(f"{tmp_path}/dark/*")
-    look = source._scan()
-    assert look.devices == []
-    assert "cannot be read" in look.notes[0]
+    devices = source.scan()
+    assert devices == []
+    assert "cannot be read" in source.notes[0]
 
 
 def test_order_is_that_of_people(tmp_path: Path) -> None:
@@ -302,10 +302,10 @@ def test_what_the_wildcards_match_makes_one_device(tmp_path: Path) -> None:
     """Paths whose wildcards match the same text are one device, named after the first of them; notes say so."""
     touch(tmp_path, "a1", "a2", "a10", "b2", "b10")
     source = PathSource(f"{tmp_path}/a*", f"{tmp_path}/b*")
-    look = source._scan()
-    assert parts(look.devices) == [("a2", "b2"), ("a10", "b10")]
-    assert ids(look.devices) == [device_id(f"{tmp_path}/a2"), device_id(f"{tmp_path}/a10")]
-    assert look.notes == [
+    devices = source.scan()
+    assert parts(devices) == [("a2", "b2"), ("a10", "b10")]
+    assert ids(devices) == [device_id(f"{tmp_path}/a2"), device_id(f"{tmp_path}/a10")]
+    assert list(source.notes) == [
         f"paired by the text of the wildcards: {tmp_path}/a2, {tmp_path}/a10",
         f"left out, since nothing shows which parts belong together: {tmp_path}/a1",
     ]

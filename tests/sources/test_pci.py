@@ -257,7 +257,7 @@ async def test_entry_of_the_config_file_gives_each_vfio_device(tree: Tree) -> No
     source = sources.ConfiguredSource(config.parse(text).resources[0])
     entry = source.entries[0]
     assert isinstance(entry, PciSource)
-    entry._root, entry._dev = f"{tree.sys}/bus/pci/devices", str(tree.dev)
+    entry.root, entry.dev = f"{tree.sys}/bus/pci/devices", str(tree.dev)
     async with asyncio.timeout(20), aclosing(cast("Any", source.watch())) as lists:
         devices = await anext(lists)
         assert [device.id for device in devices] == ["0000:01:00.0", "0000:02:00.0"]

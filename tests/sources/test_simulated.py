@@ -133,11 +133,11 @@ def test_unreadable_file_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureF
     file = tmp_path / "unhealthy"
     file.write_text("sim-0\n")
     source = SimulatedSource(1, unhealthy_file=str(file))
-    source._read(str(file))
+    source.read(str(file))
     file.unlink()
     file.mkdir()
-    source._read(str(file))
-    source._read(str(file))
+    source.read(str(file))
+    source.read(str(file))
     assert unhealthy(source.devices) == {"sim-0": f"named in {file}"}
     assert len(caplog.records) == 1
     assert "cannot be read" in caplog.text
@@ -148,7 +148,7 @@ def test_unknown_names_in_the_file_are_said(tmp_path: Path, caplog: pytest.LogCa
     file = tmp_path / "unhealthy"
     file.write_text("sim-7\n")
     source = SimulatedSource(1, unhealthy_file=str(file))
-    source._read(str(file))
-    source._read(str(file))
+    source.read(str(file))
+    source.read(str(file))
     assert unhealthy(source.devices) == {}
     assert [record.message for record in caplog.records] == [f"{file} names devices that do not exist: sim-7"]

@@ -210,7 +210,7 @@ async def test_entry_of_the_config_file_gives_usb_devices(tree: Tree) -> None:
     source = sources.ConfiguredSource(config.parse(text).resources[0])
     entry = source.entries[0]
     assert isinstance(entry, UsbSource)
-    entry._root, entry._dev = f"{tree.sys}/bus/usb/devices", str(tree.dev)
+    entry.root, entry.dev = f"{tree.sys}/bus/usb/devices", str(tree.dev)
     async with asyncio.timeout(20), aclosing(cast("Any", source.watch())) as lists:
         devices = await anext(lists)
         assert {device.id: source.replicas_of(device) for device in devices} == {"0403-6001-A1": 4, "0403-6001-A2": 2}

@@ -108,7 +108,7 @@ class Session:
                 uuid = text(nv.nvmlDeviceGetUUID(handle))
                 before = self._gpus.get(index)
                 gpu = before if before is not None and before.uuid == uuid else self._identify(nv, handle, uuid, index)
-                finding = self._check(nv, handle)
+                finding = self.check(nv, handle)
             except nv.NVMLError as error:
                 self._raise_if_gone(nv, error)
                 if index not in self._gpus:
@@ -168,7 +168,7 @@ class Session:
         }
         return Gpu(uuid, index, minor, address, memory.total >> 20 if memory is not None else 0, numa, attributes)
 
-    def _check(self, nv: Any, handle: Any) -> ProbeResult:
+    def check(self, nv: Any, handle: Any) -> ProbeResult:
         """Return whether a GPU answers, and the driver's finding about its state."""
         for function, arguments in ((nv.nvmlDeviceGetMemoryInfo, ()), (nv.nvmlDeviceGetTemperature, (0,))):
             try:

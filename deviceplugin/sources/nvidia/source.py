@@ -43,7 +43,7 @@ class NvidiaSource(DeviceSource):
         self.health = GpuHealth(rules, wanted.ignore_xids, clock)
         self.notes: tuple[str, ...] = ()
         self._period = period
-        self._places = places
+        self.places = places
         self._profiles: list[str] = []
         self._more_profiles = asyncio.Event()
         self._scan = NvmlScan((), {})
@@ -56,7 +56,7 @@ class NvidiaSource(DeviceSource):
     async def watch(self) -> AsyncIterator[Sequence[Device]]:
         """Yield the devices after the first scan, and whenever they or their health change."""
         listed: list[Device] | None = None
-        with shared(self._places).subscribe(self._period) as updates:
+        with shared(self.places).subscribe(self._period) as updates:
             while True:
                 self.update(await updates.get())
                 while not updates.empty():
@@ -99,7 +99,7 @@ class NvidiaSource(DeviceSource):
                     notes.append(f"GPU {gpu.index} is in MIG mode and offered whole; see mig: single and mixed")
             elif self.wanted.profile is not None or self.wanted.mig == "single":
                 listed += [(gpu, part) for part in gpu.partitions or () if self.wanted.profile in (None, part.profile)]
-        made = make_devices(listed, scan, self._places, self.wanted.injection)
+        made = make_devices(listed, scan, self.places, self.wanted.injection)
         parents = {part.uuid: gpu.uuid for gpu, part in listed if part is not None}
         self.links = links_of_devices(scan.links, [device.id for device in made], parents)
         unequal = self._unequal(scan) if self.wanted.mig == "single" and self.wanted.profile is None else ""
@@ -113,7 +113,7 @@ class NvidiaSource(DeviceSource):
         if unequal:
             return device.with_health(Health.UNHEALTHY, unequal)
         if self.wanted.injection == "cdi" and not device.edits.cdi and history.health is not Health.UNHEALTHY:
-            where = " and ".join(self._places.cdi)
+            where = " and ".join(self.places.cdi)
             missing = f"no CDI spec in {where} names it; `nvidia-ctk cdi generate` makes one"
             return device.with_health(Health.UNHEALTHY, missing)
         return device.with_health(*worst((device.health, device.message), (history.health, history.message)))
@@ -149,7 +149,7 @@ class NvidiaSource(DeviceSource):
     async def measure(self, devices: Sequence[Device]) -> Measured:
         """Return the load of the GPUs, and the number of each XID."""
         ids = [device.id for device in devices]
-        measured = await shared(self._places).measure(ids)
+        measured = await shared(self.places).measure(ids)
         for name in ids:
             if counts := self.health.counts.get(name):
                 measured.setdefault(name, {})["xid_errors_total"] = dict(counts)

@@ -291,7 +291,7 @@ async def test_hooks_run_in_order_with_the_requests_devices_and_parameters(
     ]
     source.calls.clear()
     assert await hooked.unprepare("1") is None
-    await hooked.driver._tasks.wait()
+    await hooked.driver.tasks.wait()
     assert source.calls == [("unprepare", ["d0", "d1"]), ("released", ["d0", "d1"])]
     assert hooked.files == []
     assert not hooked.async_ledger.snapshot.claims
@@ -313,7 +313,7 @@ async def test_a_device_that_another_claim_shares_is_not_reset(hooked: ServedDri
     assert [call for call in source.calls if call[0] == "reset"] == [("reset", ["d0"])]
     await hooked.unprepare("1")
     await hooked.unprepare("2")
-    await hooked.driver._tasks.wait()
+    await hooked.driver.tasks.wait()
     assert [call for call in source.calls if call[0] == "released"] == [("released", ["d0"])]
 
 
@@ -605,7 +605,7 @@ async def test_a_device_of_the_plugins_side_is_refused_and_pulled(serve: Serve) 
     assert "device 'd0' of example.com/fpga is moving" in await here.refused("1")
     assert here.async_ledger.snapshot.device(R, "d0").state is State.TO_DRA
     await here.refused("1")
-    await here.driver._tasks.wait()
+    await here.driver.tasks.wait()
     assert len(here.claims.events) == 1, "said once"
 
 
@@ -776,7 +776,7 @@ async def test_a_claim_is_not_prepared_while_its_record_goes(
     disk, taken = threading.Event(), threading.Event()
 
     def work() -> None:
-        with here.async_ledger.ledger._guard:
+        with here.async_ledger.ledger.guard:
             taken.set()
             disk.wait(60)
 
@@ -1221,12 +1221,12 @@ async def test_the_claims_status_is_written_in_the_background_if_wanted(here: Se
     """By default no request goes to the API server after a Prepare; with `report` one does, and delays nothing."""
     here.claims.add(claim("1", result("d0", shareID="s")))
     await here.prepared("1")
-    await here.driver._tasks.wait()
+    await here.driver.tasks.wait()
     assert here.claims.statuses == []
     await here.unprepare("1")
     here = await here.again(report=True)
     await here.prepared("1")
-    await here.driver._tasks.wait()
+    await here.driver.tasks.wait()
     ((uid, driver, (entry,)),) = here.claims.statuses
     assert (uid, driver) == ("1", D)
     assert (entry["device"], entry["shareID"]) == ("d0", "s")

@@ -127,7 +127,7 @@ async def test_a_wait_ends_with_its_caller_and_with_the_agent(serve: Serve, how:
         assert "is held by" in str((await waiting_call)["2"])
     await waits(here)
     await here.unprepare("1")
-    await here.driver._tasks.wait()
+    await here.driver.tasks.wait()
     assert not here.async_ledger.snapshot.claims
     assert not here.all_files
 

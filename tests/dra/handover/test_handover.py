@@ -63,7 +63,7 @@ async def test_a_claim_that_keeps_a_device_is_read_seldom_and_claims_are_not_lis
     (device,) = (name for name in DEVICES if flow.state(name) is State.DRA)
     outside.record("allocated", f"1={device}")
     monkeypatch.setattr("dra_bridge.handover.ends.time", clock)
-    monkeypatch.setattr(flow.handover._to_plugin, "waits", lambda: Backoff(first=0.5, most=300.0))
+    monkeypatch.setattr(flow.handover.to_plugin, "waits", lambda: Backoff(first=0.5, most=300.0))
     lists: list[float] = []
     reads: list[tuple[str, str, str | None]] = []
     allocated, allocates = flow.allocated, flow.allocates
@@ -100,7 +100,7 @@ async def test_a_list_that_fails_is_not_tried_at_every_step(tmp_path: Path, monk
     flow = await Flow.begin(tmp_path, outside, Source())
     await flow.move(2)
     monkeypatch.setattr("dra_bridge.handover.ends.time", clock)
-    monkeypatch.setattr(flow.handover._to_plugin, "waits", lambda: Backoff(first=0.5, most=300.0))
+    monkeypatch.setattr(flow.handover.to_plugin, "waits", lambda: Backoff(first=0.5, most=300.0))
     tries = []
 
     async def fails() -> dict[tuple[str, str], str]:

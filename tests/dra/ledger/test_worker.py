@@ -110,8 +110,8 @@ async def test_a_grant_does_not_wait_for_a_thread(path: str) -> None:
     for number in range(500):
         assert async_ledger.do(grant(R, {"a": "a"}, T0 + number)).done()
         assert async_ledger.snapshot.allocations[R, "a"].since == T0 + number
-        if number % 100 == 99 and async_ledger._answering is not None:
-            await asyncio.wait({async_ledger._answering})
+        if number % 100 == 99 and async_ledger.answering is not None:
+            await asyncio.wait({async_ledger.answering})
     assert disk.commits == 500 + 5, "one more for each log that begins anew"
     assert os.path.getsize(f"{path}-wal") < 250 * 3 * 4096, "a commit has three pages"
     await async_ledger.close()
@@ -130,7 +130,7 @@ async def test_what_comes_later_is_done_later(path: str) -> None:
     await asyncio.to_thread(disk.begun.wait, 10)
     async_ledger.do(prepare(claim("1", "a"))).cancel()
     disk.go_on.set()
-    with async_ledger.ledger._guard:  # the thread has ended its commit, and the loop has not run since
+    with async_ledger.ledger.guard:  # the thread has ended its commit, and the loop has not run since
         pass
     await async_ledger.do(operations.unprepare(D, "1"))
     assert not async_ledger.snapshot.claims
@@ -146,8 +146,8 @@ async def test_nobody_waits_for_a_ledger_whose_process_is_torn_down(path: str) -
     asked = [async_ledger.do(operations.begin_move(R, [name], Side.PLUGIN, T0)) for name in "ab"]
     await asyncio.to_thread(disk.begun.wait, 10)
     asked.append(async_ledger.do(operations.begin_move(R, ["a"], Side.DRA, T0)))
-    assert async_ledger._answering is not None
-    async_ledger._answering.cancel()
+    assert async_ledger.answering is not None
+    async_ledger.answering.cancel()
     await asyncio.wait(asked, timeout=10)
     assert all(answered.cancelled() for answered in asked)
     disk.go_on.set()
@@ -169,8 +169,8 @@ async def test_a_log_that_cannot_be_emptied_is_written_again(path: str, monkeypa
     fails.add("PRAGMA wal_checkpoint")
     for number in range(2):
         await async_ledger.do(grant(R, {"a": "a"}, T0 + number))
-        assert async_ledger._answering is not None
-        await asyncio.wait({async_ledger._answering})
+        assert async_ledger.answering is not None
+        await asyncio.wait({async_ledger.answering})
     fails.clear()
     await async_ledger.do(grant(R, {"a": "a"}, T0 + 3))
     assert len(opened) == 2, "all of it was read again, and written into the database"

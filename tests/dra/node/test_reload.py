@@ -191,7 +191,7 @@ async def test_a_device_that_comes_while_all_ends_begins_nothing(node: FakeNode)
     agent = bridge(node, Listed(A, D))
     async with running(agent):
         await until(lambda: len(healthy(node, A)) == 2)
-        for task in agent._tasks:
+        for task in agent.tasks:
             task.cancel()
         await asyncio.sleep(0)
         assert agent.agent.services[A].inventory.publish([Device(name, nodes=["/dev/null"]) for name in ("d0", "d2")])

@@ -28,6 +28,7 @@ from dra_bridge.node.bridge import Bridge
 from dra_bridge.node.device_reconciliation import DeviceReconciler
 from dra_bridge.node.node_object import NodeWatch
 from dra_bridge.node.resource import ResourceRuntime
+from dra_bridge.rollout import progress
 from dra_bridge.testing.node import FakeNode
 from tests.dra import agents
 from tests.dra.agents import NODE, D, R, fpgas, until
@@ -273,7 +274,7 @@ async def test_an_invalid_share_keeps_the_last_valid_one_over_a_restart(
         body = node.server.get("nodes", NODE)
         body["metadata"]["annotations"]["other"] = "changed"
         node.server.replace(body)
-        await until(lambda: "other" in (bridge._watch.annotations or ()), "the change to be seen")
+        await until(lambda: "other" in (bridge.node.watch.annotations or ()), "the change to be seen")
         assert caplog.text.count("'most' is not a share") == 1
         assert bridge.drivers[D].resources[R].handover.share == Share(part=1.0)
     async with running(node, Share(0)) as bridge:
@@ -323,21 +324,22 @@ async def test_the_share_outlasts_the_node_object(node: FakeNode, caplog: pytest
         node.server.create(made_anew(body))
         stays = f"the Node was recreated without the annotation {D}/dra-share; the previous share {share} stays"
         await until(lambda: stays in caplog.text, "the other warning")
-        told = bridge.drivers[D].feed
-        await until(lambda: told._reported is not None and told._reported[0].kept == share, "the report")
+        leases = partial(node.server.objects, "leases")
+        await until(lambda: (told := progress.read(D, leases())) is not None and told.kept == share, "the report")
         assert handover.share == parse_requested(share)
     async with running(node, Share(0)) as bridge:
         await until(lambda: caplog.text.count(stays) == 2, "the warning of the new agent")
         assert set(states(bridge).values()) == {State.DRA}
         annotate(node, share)
-        await until(lambda: "dra-share" in str(bridge._watch.annotations), "the annotation to be seen")
+        await until(lambda: "dra-share" in str(bridge.node.watch.annotations), "the annotation to be seen")
         body = node.server.get("nodes", NODE)
         del body["metadata"]["annotations"]
         node.server.replace(body)
         await moved(bridge, State.PLUGIN)
         node.server.delete("nodes", NODE)
         node.server.create(made_anew(body))
-        await until(lambda: bridge._watch.uid == node.server.get("nodes", NODE)["metadata"]["uid"], "the other Node")
+        uid = node.server.get("nodes", NODE)["metadata"]["uid"]
+        await until(lambda: bridge.node.watch.uid == uid, "the other Node")
         assert bridge.drivers[D].resources[R].handover.share == Share(0)
         assert caplog.text.count(stays) == 2
 

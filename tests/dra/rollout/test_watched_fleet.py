@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dra_bridge.kube import Cluster
 from dra_bridge.rollout.reporter import Reporter
-from dra_bridge.rollout.rollout import _Fleet
+from dra_bridge.rollout.rollout import WatchedFleet
 from dra_bridge.testing.apiserver import FakeApiServer
 from tests.dra.objects import node_body
 
@@ -15,16 +15,16 @@ async def test_an_answer_that_comes_after_the_nodes_end_brings_it_not_back() -> 
         node = server.create(node_body("n1"))
         async with (
             Cluster.from_server(server.url) as cluster,
-            _Fleet(cluster, "fpga.example.com", Reporter(print)).watched() as fleet,
+            WatchedFleet(cluster, "fpga.example.com", Reporter(print)).watched() as fleet,
         ):
             assert [view.node for view in fleet.views()] == ["n1"]
             server.delete("nodes", "n1")
             while fleet.views():
-                await fleet._changed.wait()
-                fleet._changed.clear()
+                await fleet.changed.wait()
+                fleet.changed.clear()
             fleet.put(node)
             assert not fleet.views()
             server.create(node_body("n1"))
             while not fleet.views():
-                await fleet._changed.wait()
-                fleet._changed.clear()
+                await fleet.changed.wait()
+                fleet.changed.clear()

@@ -20,6 +20,7 @@ from deviceplugin.inventory import InventorySnapshot, merged
 from dra_bridge.kube import RESOURCE_SLICES, Cluster, ConflictError, UnavailableError
 from dra_bridge.kube.client import SILENCE
 from dra_bridge.slices.desired import Offer, Pool, desired, slice_name
+from dra_bridge.slices.mirror import Mirror
 from dra_bridge.slices.plan import fingerprint, in_version, neutral, plan
 from dra_bridge.slices.publisher import Publisher, remove_slices
 from dra_bridge.testing.apiserver import FEATURES, FakeApiServer, Fault
@@ -671,7 +672,7 @@ async def test_an_unanswered_write_counts_as_neither_done_nor_refused(
 
     tickets: list[int] = []
     async with publishing(server, pool(*many(1))) as publisher:
-        monkeypatch.setattr(Publisher, "_observe", lambda *_, **__: None)  # the watch is slow
+        monkeypatch.setattr(Mirror, "observe", lambda *_, **__: False)  # the watch is slow
         monkeypatch.setattr(Cluster, "replace", unanswered)
         publisher.want(pool(*many(2)))
         await asyncio.to_thread(server.wait_for, lambda _: bool(tickets))
@@ -913,7 +914,7 @@ async def test_a_deletion_overtakes_the_answer_to_a_write(
             if not overtaken:
                 server.wipe(NODE)
                 async with asyncio.timeout(10):
-                    while not publisher._drivers[DRIVER].mirror.gone:  # noqa: ASYNC110  # nobody tells
+                    while publisher.withdrawn(DRIVER, "gpu0") is None:  # noqa: ASYNC110  # nobody tells
                         await asyncio.sleep(0.001)  # until the watch has reported it
                 overtaken += 1
             return answer
