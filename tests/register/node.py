@@ -197,21 +197,3 @@ async def restart_without_register(node: FakeNode, state: str) -> None:
     if state != "kept":
         node.damage_claim_state("deleted")
     await asyncio.to_thread(node.start)
-
-
-async def allocated_elsewhere(here: Here) -> tuple[FakePod, FakePod, FakePod]:
-    """Have a claim allocated d1 that was prepared with d0, while its first pod's container hangs.
-
-    Return the pod that hangs, that of the claim that was allocated d0 since, and the new pod of the first claim.
-    """
-    node = here.node
-    node.claim("mine", D)
-    hanging = await here.claimant("worker", claims=["mine"])
-    assert set(node.devices_of(hanging)) == {"d0"}
-    await asyncio.to_thread(node.stop)
-    hanging.force_delete(hang=True)
-    owner = node.start_pod("owner", template={D: 1})
-    again = node.start_pod("worker", claims=["mine"])
-    await asyncio.to_thread(node.start)
-    await here.until(lambda: all(pod.bound for pod in (owner, again)))
-    return hanging, owner, again

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import uuid
 from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
 from deviceplugin.device import ContainerEdits, Device
 from deviceplugin.kubelet.podresources import PodResources, PodResourcesReport
+from deviceplugin.register import rules
 from deviceplugin.source import DeviceSource
 from deviceplugin.testing import FakePod
+from dra_bridge.driver import driver
 from dra_bridge.testing.node import FakeNode
 from tests.dra.agents import Listed
+from tests.dra.objects import unserved
 from tests.register.node import (
     BOTH,
     SHARE,
+    TOKENS,
     A,
     B,
     D,
@@ -25,11 +30,12 @@ from tests.register.node import (
     got,
     offering,
     policies,
+    restart_without_register,
     running,
     serving,
 )
 
-# A driver that is renamed.
+# A driver that is named, renamed, or cannot be served.
 
 
 class Slow(Listed):
@@ -70,6 +76,57 @@ async def test_a_prepare_in_flight_keeps_its_device_when_the_driver_is_renamed(n
             await here.stopped(one)
 
 
+@TOKENS
+@pytest.mark.parametrize("before", ["", E])
+async def test_a_reload_just_after_an_allocate_forgets_no_grant(
+    node: FakeNode, monkeypatch: pytest.MonkeyPatch, before: str, tokens: bool
+) -> None:
+    """A driver that is added or renamed before the checkpoint names the container gives its device to no claim."""
+    monkeypatch.setattr(rules, "WELL_APART", 3600.0)
+    async with serving(node, Listed(A, before, tokens=tokens)) as here:
+        await here.until(lambda: here.healthy() == {"d0", "d1"})
+        await here.take(A, "d0")
+        await here.serve(Listed(A, D, tokens=tokens), share="all")
+        await here.until(lambda: "d1" in here.sliced())
+        await here.scans()
+        assert here.sliced() == {"d1"}
+        assert await here.prepare(D, here.allocate("c", D, "d0")) != ""
+        node.remove_claim("c")
+        monkeypatch.setattr(rules, "WELL_APART", 0.0)
+        await here.until(lambda: here.sliced() == {"d0", "d1"})
+
+
+async def test_devices_leave_a_former_driver_one_by_one(node: FakeNode) -> None:
+    """The driver that the config names has a device as soon as its claim has ended, whatever other claims hold."""
+    async with offering(node, Listed(A, D), share="all") as here:
+        pods = [await here.claimant(name) for name in ("p0", "p1")]
+        held = [set(node.devices_of(pod)) for pod in pods]
+        await here.serve(Listed(A, E), share="all")
+        await here.until(lambda: not here.sliced())
+        await here.scans()
+        assert not here.sliced(E)
+        await here.stopped(pods[0])
+        await here.until(lambda: here.sliced(E) == held[0])
+        await here.stopped(pods[1])
+        await here.until(lambda: here.sliced(E) == {"d0", "d1"})
+
+
+@SHARE
+async def test_a_renamed_driver_that_cannot_be_served_can_be_named_as_before(node: FakeNode, share: str) -> None:
+    """When the config is as it was, the resource is served as it was, whether or not the other driver could be."""
+    async with serving(node, Listed(A, D), share=share) as here:
+        offered = here.healthy if share == "none" else here.sliced
+        await here.until(lambda: offered() == {"d0", "d1"})
+        with unserved(E):
+            await here.serve(Listed(A, E), share=share)
+        await here.serve(Listed(A, D), share=share)
+        missing = here.agent.register.evidence_missing  # before that the kubelet may have the list from before all this
+        await here.until(lambda: not (missing(A, "d0") or missing(A, "d1")))
+        await here.until(lambda: offered() == {"d0", "d1"})
+        pod = await (here.run("p", {A: 1}) if share == "none" else here.claimant("p"))
+        assert pod.running
+
+
 # Containers that restart in place.
 
 
@@ -80,28 +137,6 @@ async def hold(here: Here) -> FakePod:
     assert pod.device_ids == ("d0",)
     await here.scans()
     return pod
-
-
-@BOTH
-@pytest.mark.parametrize("devices", [("d0",), ("d0", "d1")], ids=["one", "two"])
-async def test_a_container_that_restarts_after_the_checkpoint_was_lost_takes_over_from_itself(
-    node: FakeNode, devices: Sequence[str], both: bool
-) -> None:
-    """Its own pod is no foreign holder: it runs again, and what it has not got again is free for others."""
-    async with serving(node, source := Listed(A, D, "d0"), both=both) as here:
-        pod = await hold(here)
-        source.list(*devices)
-        await here.until(lambda: here.healthy() == {*devices})
-        await lost_checkpoint(here, devices=len(devices))
-        await asyncio.to_thread(pod.restart_container, timeout=15)
-        await here.until(lambda: here.healthy() == {*devices})
-        others = [await here.run(f"p{number}", {A: 1}) for number in range(len(devices))]
-        assert sum(one.running for one in others) == len(devices) - 1
-        for device in devices:
-            assert len(running(node, device)) == 1
-        for one in (pod, *others):
-            await here.stopped(one)
-        await here.until(lambda: here.healthy() == {*devices})
 
 
 async def lost_checkpoint(here: Here, *, devices: int = 1) -> None:
@@ -183,34 +218,6 @@ async def test_an_id_that_looks_like_a_replicas_is_another_device(node: FakeNode
 # A hook that hangs, again and again.
 
 
-async def test_hooks_of_one_resource_that_hang_cost_another_nothing(
-    node: FakeNode, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`edits` of A never returns; its pods fail, as a ReplicaSet makes them. Those of B go on."""
-    monkeypatch.setattr("deviceplugin.hooks.MAX_STUCK", 3)
-    forever = threading.Event()
-
-    class Edited(Listed):
-        def edits(self, devices: Sequence[Device]) -> ContainerEdits:
-            return ContainerEdits()
-
-    class Hanging(Listed):
-        hook_timeout = 0.05
-
-        def edits(self, devices: Sequence[Device]) -> ContainerEdits:
-            forever.wait(60)
-            return ContainerEdits()
-
-    async with serving(node, Hanging(A, ""), Edited(B, ""), both=False) as here:
-        try:
-            await here.until(lambda: here.healthy(A) and here.healthy(B))
-            failed = [await here.run(f"p{number}", {A: 1}) for number in range(5)]
-            assert not any(pod.running for pod in failed)
-            assert (await here.run("good", {B: 1})).running
-        finally:
-            forever.set()
-
-
 # Pods that cannot be listed.
 
 
@@ -237,7 +244,28 @@ async def test_pods_that_the_kubelet_could_not_list_for_a_while_keep_no_claims_d
         await here.until(lambda: after.running, 30)
 
 
-# A register that is not empty.
+# A register that is lost, or not empty.
+
+
+@pytest.mark.parametrize("state", ["kept", "lost", "forgotten"], ids=lambda state: f"state-{state}")
+async def test_without_its_register_a_device_that_a_claim_has_alone_is_shared_with_none(
+    node: FakeNode, monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    """The config may offer it twice by now; who got it when it was whole has all of it, also as a pod that hangs."""
+    monkeypatch.setattr(driver, "MARGIN", 44.0)  # each refused claim would wait for 40 s
+    async with offering(node, Listed(A, D, "d0"), share="all") as here:
+        pod = await here.claimant("p")
+    if state == "forgotten":
+        pod.force_delete(hang=True)
+    await restart_without_register(node, state)
+    async with serving(node, Listed(A, D, "d0", "d1", replicas=2), share="all") as here:
+        await here.until(lambda: "d1" in here.sliced())
+        for number in range(2):
+            claim = here.allocate(
+                f"c{number}", D, "d0", shareID=str(uuid.UUID(int=number)), consumedCapacity={f"{D}/shares": "1"}
+            )
+            assert await here.prepare(D, claim) != ""
+        assert running(node, "d0") == {pod.uid}
 
 
 async def test_a_claim_that_was_allocated_keeps_its_device_though_the_register_is_not_empty(node: FakeNode) -> None:

@@ -15,12 +15,9 @@ from deviceplugin.register.question import part_of, takes_recorded, uses
 from deviceplugin.register.records import (
     UNKNOWN,
     WHOLE,
-    AllocationRecord,
     Amount,
-    Change,
     Claim,
     ClaimDevice,
-    Decision,
     FormerGrant,
     Operation,
     Side,
@@ -60,16 +57,6 @@ Ask = Callable[..., Operation[Any]]
 # Allocate
 
 
-def test_allocate_is_granted_while_the_device_is_leaving_and_the_move_waits(store: DirectLedger) -> None:
-    """In TO_DRA, too: the grant makes the device held."""
-    store.do(operations.begin_move(R, ["a"], Side.DRA, T0))
-    evidence = kubelet(store)
-    assert store.do(grant(R, {"a": "a"}, T0)) is None
-    done = store.do(operations.commit_to_dra(R, ["a"], evidence, T0))
-    assert done.devices == ()
-    assert "allocated" in done.waiting["a"].text
-
-
 @pytest.mark.parametrize("to", [State.DRA, State.TO_PLUGIN, State.QUARANTINED])
 def test_allocate_is_refused_elsewhere_and_says_which_device_where_since_when(store: DirectLedger, to: State) -> None:
     """The refusal names all that a reader of the pod's event wants to know."""
@@ -104,17 +91,6 @@ def test_a_claim_is_prepared_once_and_answered_the_same_ever_after(store: Direct
     with DirectLedger(path) as again:
         second = again.do(prepare(claim("1", "a", result="second")))
         assert second == first
-
-
-def test_a_claim_is_refused_on_the_plugins_side_and_pulls_an_idle_device(store: DirectLedger) -> None:
-    """The kubelet tries again; by then the device may have moved."""
-    assert isinstance(store.do(prepare(claim("1", "a"))), Refused)
-    assert state(store) is State.PLUGIN
-    refusal = store.do(prepare(claim("1", "a", "b"), move_idle=True))
-    assert isinstance(refusal, Refused)
-    assert refusal.moving
-    assert (state(store, "a"), state(store, "b")) == (State.TO_DRA, State.TO_DRA)
-    assert not store.snapshot.claims
 
 
 def test_a_claim_does_not_pull_a_held_device(store: DirectLedger) -> None:
@@ -166,31 +142,6 @@ def test_a_claim_pulls_all_of_its_devices_or_none(store: DirectLedger, of_claim:
     assert (f"it stays there while pods have devices of {other} by limits on both sides" in refusal.message) is both
     assert state(store) is (State.PLUGIN if both else State.TO_DRA)
     assert store.snapshot.device(other, "c").state is (State.TO_DRA if of_claim and not both else State.PLUGIN)
-
-
-def test_a_claim_is_refused_while_a_pod_has_a_part_of_its_device(store: DirectLedger) -> None:
-    """Pods and claims never share a device, whatever their parts; the refusal names the pod."""
-    to_dra(store)
-    part = AllocationRecord(R, "a::0", "a", T0, 1, frozenset({("u1", "main")}), pod="default/p", amount=HALF)
-    store.do(lambda now: Decision(None, (Change("allocations", (R, "a::0"), part),)))
-    refusal = store.do(prepare(claim("1", "a", amount=HALF)))
-    assert isinstance(refusal, Refused)
-    assert refusal.holder == "default/p"
-    assert state(store) is State.DRA
-
-
-def test_administrative_access_sees_without_holding(store: DirectLedger) -> None:
-    """Whatever side the device is on, and the device may move meanwhile."""
-    assert isinstance(store.do(prepare(claim("admin", "a", admin=True))), Claim)
-    assert store.do(grant(R, {"a": "a"}, T0)) is None
-    assert store.snapshot.claims_on(R, ["a"]) == []
-
-
-def test_unprepare_of_an_unknown_claim_changes_nothing(store: DirectLedger) -> None:
-    """The kubelet asks for claims that never got as far as here."""
-    before = store.snapshot
-    assert store.do(operations.unprepare(D, "nobody")) is None
-    assert store.snapshot is before
 
 
 def test_a_reservation_in_memory_holds_until_the_process_ends(store: DirectLedger, path: str) -> None:
@@ -283,16 +234,6 @@ def test_a_move_to_the_plugin_ends_only_with_all_of_its_evidence(store: DirectLe
         assert what in waits.text
         assert waits.on_holder is what.startswith("claim ")
     assert store.do(operations.commit_to_plugin(R, ["a"], good, T0)).devices == ("a",)
-
-
-def test_a_move_turns_round_and_is_cancelled(store: DirectLedger) -> None:
-    """Before its commit nothing is final."""
-    for to, begun in ((Side.DRA, State.TO_DRA), (Side.PLUGIN, State.PLUGIN)):
-        assert store.do(operations.begin_move(R, ["a"], to, T0)) == {"a": begun}
-    to_dra(store)
-    assert store.do(operations.begin_move(R, ["a"], Side.PLUGIN, T0)) == {"a": State.TO_PLUGIN}
-    assert store.do(operations.begin_move(R, ["a"], Side.DRA, T0)) == {"a": State.DRA}
-    assert store.do(operations.begin_move(R, ["a"], Side.DRA, T0)) == {}
 
 
 def test_devices_are_adopted_once_and_forgotten_when_free(store: DirectLedger) -> None:
